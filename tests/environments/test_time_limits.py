@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from kit.forks import Forked, forked_workers
 from kit.misbehaving import Fault, Misbehaving, insists, sleeps
 from torchrl_lightning.collectors import AsynchronousCollector, GymnasiumCollector
 from torchrl_lightning.environments import EnvironmentRecipe
+from torchrl_lightning.environments.time_limits import TimedCalls
 
 
 def collecting(does: Callable[[], None], seconds: float | None, make: Callable[..., Any] = GymnasiumCollector) -> None:
@@ -59,6 +61,27 @@ def test_sigterm_ends_a_process_whose_workers_environment_hangs(tmp_path: Path) 
     process.send(signal.SIGTERM)
     assert process.ends(40) == 143
     assert "did not return when the process was to end" in process.said
+
+
+def goes_on() -> None:
+    came: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: came.append(number))
+    earlier = TimedCalls(60.0)
+    sys.stdout.write("ready\n")
+    while not came:
+        time.sleep(0.01)
+    time.sleep(0.1)  # the watch has seen it
+    with TimedCalls(60.0, after_sigterm=0.1).running():
+        time.sleep(1.0)
+    sys.stdout.write(f"has {earlier.seconds:g} seconds\n")
+
+
+def test_a_process_that_goes_on_after_sigterm_gives_its_environments_their_time(tmp_path: Path) -> None:
+    process = Forked(goes_on, tmp_path)
+    process.waits_for(lambda: "ready" in process.said, 20)
+    process.send(signal.SIGTERM)
+    assert process.ends(20) == 0, process.said
+    assert "has 60 seconds" in process.said
 
 
 def test_what_returns_in_time_is_left_alone() -> None:

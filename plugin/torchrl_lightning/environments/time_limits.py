@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import signal
@@ -46,6 +47,7 @@ class TimedCalls:
         self.seconds, self.after_sigterm = seconds, min(seconds, after_sigterm)
         self.moves = 0  # odd while a call is running
         self.thread = threading.get_ident()
+        self.begun = time.monotonic()
         _watch.add(self)
 
     @contextmanager
@@ -66,7 +68,7 @@ class _Watch:
         self._thread: threading.Thread | None = None
         self._signals = -1  # from which the numbers of signals are read that have come
         self._interrupted: tuple[TimedCalls, int] | None = None
-        self._is_terminated = False
+        self._terminated = -math.inf  # when the process was told to end
         self.tell: Callable[[str], object] = _write
 
     def add(self, calls: TimedCalls) -> None:
@@ -96,13 +98,18 @@ class _Watch:
                         self._end(calls, moves)
 
     def _limit(self, calls: TimedCalls) -> float:
-        return calls.after_sigterm if self._is_terminated else calls.seconds
+        return calls.after_sigterm if self._is_ending(calls) else calls.seconds
+
+    def _is_ending(self, calls: TimedCalls) -> bool:
+        """Return whether the process shall end: one that builds another environment after SIGTERM goes on."""
+        return calls.begun < self._terminated
 
     def _pause(self, seconds: float) -> None:
         if self._signals < 0:
             time.sleep(seconds)
         elif select.select([self._signals], [], [], seconds)[0]:
-            self._is_terminated |= signal.SIGTERM in os.read(self._signals, 4096)
+            if signal.SIGTERM in os.read(self._signals, 4096):
+                self._terminated = time.monotonic()
 
     def _end(self, calls: TimedCalls, moves: int) -> None:
         """Interrupt a call, and end the process if it does not return then."""
@@ -117,13 +124,13 @@ class _Watch:
                 time.sleep(0.01)
         self._pause(0.0)
         self.tell(self._overdue(calls, sys._current_frames().get(calls.thread)))
-        os._exit(128 + signal.SIGTERM if self._is_terminated else 1)
+        os._exit(128 + signal.SIGTERM if self._is_ending(calls) else 1)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         interrupted, self._interrupted = self._interrupted, None
         if interrupted is None or interrupted[0].moves != interrupted[1]:
             return  # it has returned meanwhile
-        if self._is_terminated:
+        if self._is_ending(interrupted[0]):
             _write(self._overdue(interrupted[0], frame))
             raise Terminated(128 + signal.SIGTERM)
         raise OverdueError(f"it took more than step_timeout={interrupted[0].seconds:g} seconds")
@@ -136,7 +143,7 @@ class _Watch:
         environment, step = numbered(frames)
         whose = "the environment" if environment is None else f"environment {environment}"
         where = "" if step is None else f"At step {step} of the rollout, "
-        why = "when the process was to end" if self._is_terminated else f"in step_timeout={calls.seconds:g} seconds"
+        why = "when the process was to end" if self._is_ending(calls) else f"in step_timeout={calls.seconds:g} seconds"
         return f"{where}{whose} did not return {why}. {_MEND}"
 
 
