@@ -33,6 +33,7 @@ from torchrl_lightning.demonstrations.storage import DemonstrationStorage as Dem
 from torchrl_lightning.demonstrations.trajectory import Demonstration as Demonstration
 from torchrl_lightning.demonstrations.writer import DemonstrationWriter as DemonstrationWriter
 from torchrl_lightning.distributed.ray_collector import RayCollector as RayCollector
+from torchrl_lightning.distributed.service import ReplayService as ReplayService
 from torchrl_lightning.dynamics.buffer import MBReplayBuffer as MBReplayBuffer
 from torchrl_lightning.dynamics.scaler import StandardScaler as StandardScaler
 from torchrl_lightning.dynamics.split import HoldoutSplit as HoldoutSplit

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -105,3 +106,14 @@ class FitHooks(DataHooks):
         """Stop where all frames are collected and learned from."""
         if self.is_of(trainer):
             self.data.stop_if_spent()
+
+
+@contextmanager
+def outside_autocast() -> Iterator[None]:
+    """Act with the weights as they are now, where a step with mixed precision goes on around this."""
+    with ExitStack() as stack:
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                torch.clear_autocast_cache()  # of copies of the weights, which the update has outdated
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield

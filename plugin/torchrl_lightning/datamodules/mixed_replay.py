@@ -6,7 +6,7 @@ __all__ = ["MixedReplay"]
 
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from tensordict import TensorDictBase
@@ -19,25 +19,6 @@ from torchrl_lightning.replay import ExperienceBuffer
 from torchrl_lightning.state import LARGEST, sequence, whole, wrong
 from torchrl_lightning.stated import Handed, Kept, Stated
 from torchrl_lightning.trust import Nameable
-
-
-class BatchSource(Protocol):
-    """What replayed batches are drawn from: a buffer, or several."""
-
-    def draw(self, batch_size: int) -> TensorDictBase:
-        """Return a batch."""
-
-    def update_tensordict_priority(self, data: TensorDictBase) -> None:
-        """Take the priorities that a loss wrote into a batch."""
-
-    def write_back(self, batch: TensorDictBase, keys: Sequence[NestedKey]) -> Any:
-        """Store rewritten entries of a batch."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs."""
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from it."""
 
 
 class MixedReplay(Stated, Nameable):

@@ -8,32 +8,33 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
 from fractions import Fraction
 from functools import cached_property
+from inspect import signature
 from pathlib import Path
 from typing import Annotated, Any, Protocol
 
-import torch
 from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-from torchrl_lightning.datamodules.adapters import ReplayHooks
+from torchrl_lightning.datamodules.adapters import ReplayHooks, outside_autocast
 from torchrl_lightning.datamodules.base import ExperienceDataModule
 from torchrl_lightning.datamodules.dataset import BufferedDataset, refuse_collection
 from torchrl_lightning.datamodules.discounts import check_discount, discount_of
 from torchrl_lightning.datamodules.environments import is_ready
-from torchrl_lightning.datamodules.mixed_replay import BatchSource
 from torchrl_lightning.datamodules.snapshots import BufferSnapshots
-from torchrl_lightning.datamodules.steps import LentSteps, Steps, cut_off, left_out_of, plain_batch, read_batch
+from torchrl_lightning.datamodules.sources import BatchSource, RowStore, check_source
+from torchrl_lightning.datamodules.steps import LentSteps, Steps, plain_batch, read_batch
 from torchrl_lightning.demonstrations.dataset import dataset_path
+from torchrl_lightning.environments.origins import cut_off
 from torchrl_lightning.files import check_writable
 from torchrl_lightning.fitting import require_fit
 from torchrl_lightning.ranges import integer, not_negative, optional, positive
 from torchrl_lightning.ranks import of_first_rank
 from torchrl_lightning.replay import ExperienceBuffer
 from torchrl_lightning.replay.episode_transform import tell, transforms_in
+from torchrl_lightning.replay.layout import left_out_of
 from torchrl_lightning.settings import Count, among, setting
 from torchrl_lightning.state import whole
 from torchrl_lightning.stated import Kept
@@ -63,7 +64,8 @@ class ReplayDataModule(ExperienceDataModule):
             of a learner that has one. Under several ranks each has its own.
         source: a callable that takes the buffer and gives what batches are drawn from, e.g. a partial of
             :class:`~torchrl_lightning.MixedReplay`; the buffer itself if None. If it has a method ``prepare``, that is
-            called with the LightningModule before each batch, e.g. to have it imagine experience.
+            called with the LightningModule before each batch, e.g. to have it imagine experience. A
+            :class:`~torchrl_lightning.ReplayService` keeps the rows itself, elsewhere.
         dataset: what fills the buffer before the first update: a directory of demonstrations, one of its files,
             ``"minari:ID"`` or a ``minari.MinariDataset``, of ``env``. Nothing is collected then (``frames`` stays 0,
             ``num_envs`` is 1, and loggers count updates), unless ``frames_per_update`` says so: what is collected is
@@ -148,6 +150,8 @@ class ReplayDataModule(ExperienceDataModule):
         self._in_step = 0  # updates that an unfinished step has made
         self._dataset: BufferedDataset | None = None  # until the buffer is filled
         self._source: Any = None  # a BatchSource, from setup on
+        self._rows: RowStore | None = None  # the source, where it keeps the rows itself
+        self._writes = True  # whether rollouts are written here, not where they are collected
         self._prepare: Callable[[Any], None] | None = None  # what the source does before each batch
         self._lent: LentSteps | None = None  # that were written last
         self._lends_rows = False  # whether the collector delivers its steps in the layout of the rings
@@ -180,6 +184,11 @@ class ReplayDataModule(ExperienceDataModule):
         self._resumed = batch
 
     @property
+    def _kept_rows(self) -> Any:
+        """What rows are written to: the buffer, or a source that keeps them itself."""
+        return self.buffer if self._rows is None else self._rows
+
+    @property
     def batches_per_epoch(self) -> int:
         """Steps of Lightning's in an epoch, the same on every rank."""
         return -(-self.updates_per_epoch // self.updates_per_step)
@@ -191,14 +200,19 @@ class ReplayDataModule(ExperienceDataModule):
 
     def metrics(self) -> dict[str, float]:
         """Add the number of updates, and as ``replay/size`` what the buffer holds."""
-        size = {} if self.buffer is None else {"replay/size": float(len(self.buffer))}
-        return {**super().metrics(), "updates": float(self.updates), **size}
+        own: dict[str, float] = {}
+        if self._rows is not None:
+            own = self._rows.metrics()
+        elif self.buffer is not None:
+            own = {"replay/size": float(len(self.buffer))}
+        return {**super().metrics(), "updates": float(self.updates), **own}
 
     def _build_parts(self) -> None:
         self.buffer = buffer = self._any_buffer(trial=False)
         tell(buffer.transform, self._environments.goals)
         if self._source is None:
             self._source = self._source_over(buffer, self._learner)
+        self._rows = self._source if isinstance(self._source, RowStore) else None
         learner = self._learner
         self._prepare = getattr(self._source, "prepare", None)
         self._rewritten = getattr(learner, "rewritten_keys", self._rewritten)
@@ -228,6 +242,11 @@ class ReplayDataModule(ExperienceDataModule):
         yield "source"
         source = self._source_over(buffer, learner) if self._source is None else self._source
         require_fit(source, self.specs, learner)
+        if self._writes_there(source) and self._normalization.is_on:
+            raise ValueError(
+                "normalize_observation and normalize_reward need the rows, which this collector writes straight into "
+                f"the {type(source).__name__}. Leave them out, or take collector=process."
+            )
         yield "buffer_dir"
         if self.buffer_dir is not None and self._kept == "beside":
             check_writable(Path(self.buffer_dir), "buffer_dir")
@@ -281,7 +300,7 @@ class ReplayDataModule(ExperienceDataModule):
         """Collect what an update of an epoch of ``end`` waits for, and return its batch; None if collection ended."""
         self._in_step = update % self.updates_per_step
         began = time.perf_counter()
-        while self._waits_for_frames() or not len(self.buffer):
+        while self._waits_for_frames() or not len(self._kept_rows):
             if not self._collect_frames(module):
                 return None
         drawing = time.perf_counter()
@@ -340,7 +359,8 @@ class ReplayDataModule(ExperienceDataModule):
             self._note(steps.rollout, steps.ids, cut=self.reset_at_each_batch)
         if self.reset_at_each_batch:
             cut_off(steps.rollout)
-        steps.write(self.buffer)
+        if self._writes:
+            steps.write(self._kept_rows)
         return True
 
     def _note(self, rollout: TensorDictBase, ids: Tensor | None, *, cut: bool = False) -> None:
@@ -348,7 +368,8 @@ class ReplayDataModule(ExperienceDataModule):
 
     def _rollouts(self, collector: Any) -> Iterator[TensorDictBase]:
         """Return a stream whose memory, in the layout of the rings, is the same each time, where that is possible."""
-        self._lends_rows = self.buffer.takes_rows and getattr(collector, "lends_rows", False)
+        self._writes = getattr(collector, "service", None) is None
+        self._lends_rows = self._kept_rows.takes_rows and getattr(collector, "lends_rows", False)
         return collector.reused_rows(left_out_of(self.buffer)) if self._lends_rows else super()._rollouts(collector)
 
     def take_back(self) -> None:
@@ -369,19 +390,35 @@ class ReplayDataModule(ExperienceDataModule):
     def _source_over(self, buffer: ExperienceBuffer, learner: Any) -> BatchSource:
         """Build what batches are drawn from; refuse what cannot be drawn from."""
         source = buffer if self.make_source is None else self.make_source(buffer)
-        check_discount(source, learner)
-        wanted = [name for name in vars(BatchSource) if not name.startswith("_")]
-        if lacking := [name for name in wanted if getattr(source, name, None) is None]:
-            raise TypeError(f"source= gave a {type(source).__name__}, which has no {', '.join(lacking)}.")
-        if self.normalize_observation and getattr(source, "prepare", None) is not None:
-            raise ValueError(
-                f"{type(source).__name__} shows the module what is stored, but normalize_observation has it "
-                "learn from other numbers; leave it out."
-            )
+        check_source(source, learner, normalizes=bool(self.normalize_observation), has_data=self.dataset is not None)
         return source
 
     def _collector_options(self) -> dict[str, Any]:
         return {**super()._collector_options(), "init_random_frames": self.warmup_frames}
+
+    def _users_collector_options(self) -> dict[str, Any]:
+        """Add where rollouts are written, for a collector that does so where they are collected."""
+        options = super()._users_collector_options()
+        return {**options, "service": self._source} if self._writes_there(self._source) else options
+
+    def _writes_there(self, source: Any) -> bool:
+        """Return whether the collector writes into a source that keeps the rows, and not this process."""
+        make = self.make_collector
+        return make is not None and isinstance(source, RowStore) and "service" in signature(make).parameters
+
+    def teardown(self, stage: str) -> None:
+        """Save what a source of its own holds before it ends; for a checkpoint that is written behind the fit."""
+        if stage == "fit" and self._rows is not None:
+            self._source.state_dict()
+        super().teardown(stage)
+
+    def close(self) -> None:
+        """Close collector and environment, and end a source of its own."""
+        try:
+            if self._rows is not None:
+                self._rows.shutdown()
+        finally:
+            super().close()
 
     # ------------------------------------------------------------------ state
 
@@ -456,14 +493,3 @@ class ReplayDataModule(ExperienceDataModule):
     def _snapshots(self) -> BufferSnapshots:
         root = Path("." if self.trainer is None else self.trainer.default_root_dir) / "buffer"
         return BufferSnapshots(Path(self.buffer_dir or root), self._rank, of_first_rank(secrets.token_hex(4)))
-
-
-@contextmanager
-def outside_autocast() -> Iterator[None]:
-    """Act with the weights as they are now, where a step with mixed precision goes on around this."""
-    with ExitStack() as stack:
-        for kind in ("cpu", "cuda"):
-            if torch.is_autocast_enabled(kind):
-                torch.clear_autocast_cache()  # of copies of the weights, which the update has outdated
-                stack.enter_context(torch.autocast(kind, enabled=False))
-        yield

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from torchrl_lightning.datamodules.episodes import ends_of
 from torchrl_lightning.environments.origins import ring_ids
-from torchrl_lightning.keys import REPEATED
 from torchrl_lightning.replay import ExperienceBuffer
 from torchrl_lightning.replay.prepared import PreparedRows
 from torchrl_lightning.state import Here, wrong
@@ -65,23 +64,6 @@ class LentSteps:
             with suppress(ValueError):
                 self._prepared = PreparedRows(buffer, self.rows)
         self._is_known = True
-
-
-def left_out_of(buffer: ExperienceBuffer) -> list[str]:
-    """Return the entries of a rollout that a buffer has no use for, unless its sampler reads them."""
-    key = getattr(buffer.sampler, "traj_key", None)
-    needed = key[0] if isinstance(key, tuple) else key
-    return [name for name in REPEATED if name != needed]
-
-
-def cut_off(rollout: TensorDictBase) -> None:
-    """Mark the last step of each environment as truncated where its episode goes on but will not be seen any more."""
-    following = rollout["next"]
-    open_ended = ~following["done"][:, -1]
-    for name in ("truncated", "done"):
-        flag = following.get(name, None)
-        if flag is not None:
-            flag[:, -1] |= open_ended
 
 
 def plain_batch(batch: TensorDictBase | None) -> dict[str, Any] | None:

@@ -1,34 +1,42 @@
-"""What runs in an actor of a Ray cluster, and the form in which rollouts and weights travel."""
+"""What runs in an actor of a Ray cluster and collects."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
-from typing import Any
-
-import numpy as np
-import torch
-from numpy.typing import NDArray
-from tensordict import TensorDict
-from torch import nn
+from collections.abc import Sequence
 
 from torchrl_lightning.collectors.workers import Worker
+from torchrl_lightning.distributed._service_writer import ServiceWriter
+from torchrl_lightning.distributed._wire import Arrays, as_arrays, take_weights
 from torchrl_lightning.distributed.cluster import installed
 from torchrl_lightning.environments.faults import EnvironmentFault
+from torchrl_lightning.environments.origins import cut_off
+from torchrl_lightning.keys import COLLECTOR, DONE, ENV_IDS, REPLAYED, REWARD
 
-Arrays = dict[Any, NDArray[Any]]
+COUNTED = (REWARD, DONE, REPLAYED, COLLECTOR)  # what a learner counts of rollouts that are written elsewhere
 
 
 class RolloutActor:
     """A :class:`Worker` in an actor: it is built by its first rollout, so that what it raises is told.
 
-    ``path`` is where the learner finds modules, which this machine may have, too.
+    ``path`` is where the learner finds modules, which this machine may have, too. With a ``writer``, rollouts go to a
+    replay service without the entries ``left_out``, and the learner gets what it counts, and the first one.
     """
 
-    def __init__(self, path: list[str], payload: bytes, number: int, count: int, begun: int) -> None:
+    def __init__(
+        self,
+        path: list[str],
+        payload: bytes,
+        number: int,
+        count: int,
+        begun: int,
+        writer: ServiceWriter | None = None,
+        left_out: Sequence[str] = (),
+    ) -> None:
         sys.path.extend(folder for folder in path if folder not in sys.path)
         self._task = payload, number, count, begun
-        self._begun = begun
+        self._first = self._begun = begun
+        self._writer, self._left_out = writer, left_out
         self._worker: Worker | None = None
         self._version = -1
 
@@ -53,6 +61,13 @@ class RolloutActor:
         except EnvironmentFault as fault:
             raise fault.sent() from None  # its cause may be of a class that the learner cannot import
         self._begun += 1
+        if self._writer is not None:
+            if self._worker.collector.reset_at_each_batch:
+                cut_off(rollout)
+            ids = rollout[ENV_IDS][:, 0].tolist()
+            self._writer.write(as_arrays(rollout.exclude(*self._left_out)), ids)
+            if self._begun - 1 > self._first:
+                rollout = rollout.select(*COUNTED, strict=False)
         return self._begun - 1, as_arrays(rollout)
 
     def close(self) -> None:
@@ -63,33 +78,3 @@ class RolloutActor:
                 worker.collector.shutdown()
             except EnvironmentFault as fault:
                 raise fault.sent() from None
-
-
-def as_arrays(rollout: TensorDict) -> Arrays:
-    """Return the entries of a rollout ``[N, T]`` as contiguous arrays ``[T, N, *F]``, which travel without a copy."""
-    leaves = rollout.items(include_nested=True, leaves_only=True)
-    return {key: np.ascontiguousarray(value.transpose(0, 1).numpy()) for key, value in leaves}
-
-
-def as_rollout(arrays: Arrays) -> TensorDict:
-    """Copy arrays ``[T, N, *F]`` into a rollout ``[N, T]``: to write into Ray's object store would end the process."""
-    steps, num_envs = next(iter(arrays.values())).shape[:2]
-    tensors = {key: torch.from_numpy(value.copy()) for key, value in arrays.items()}
-    return TensorDict(tensors, [steps, num_envs], names=["time", None]).transpose(0, 1)
-
-
-def weights_of(policy: object) -> Arrays | None:
-    """Return the parameters and buffers of a policy on the CPU; None of one that has none."""
-    if not isinstance(policy, nn.Module):
-        return None
-    return {name: value.detach().cpu().numpy() for name, value in _tensors(policy).items()}
-
-
-def take_weights(policy: nn.Module, weights: Mapping[str, NDArray[Any]]) -> None:
-    """Copy parameters and buffers into a policy."""
-    for name, value in _tensors(policy).items():
-        value.detach().copy_(torch.tensor(weights[name]))
-
-
-def _tensors(policy: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: value for name, value in policy.state_dict().items() if isinstance(value, torch.Tensor)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__room__ = ["ClusterFault"]
+__room__ = ["ClusterFault", "ServiceFault"]
 
 import os
 import platform
@@ -20,6 +20,10 @@ _PACKAGES = ("torchrl-lightning", "torch", "torchrl", "tensordict")
 
 class ClusterFault(Fault):
     """A Ray cluster is not there, has too little room, or has other versions."""
+
+
+class ServiceFault(Fault):
+    """A replay service is another than the run expects, refuses what it is sent, or has ended."""
 
 
 def joined(config: Mapping[str, Any]) -> tuple[Any, bool]:

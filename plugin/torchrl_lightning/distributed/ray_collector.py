@@ -15,8 +15,10 @@ from tensordict import TensorDict
 from torchrl.envs.utils import ExplorationType
 
 from torchrl_lightning.collectors.workers import WorkersCollector
-from torchrl_lightning.distributed._actor import RolloutActor, as_rollout, weights_of
-from torchrl_lightning.distributed.cluster import ClusterFault, check_room, installed, joined
+from torchrl_lightning.distributed._actor import RolloutActor
+from torchrl_lightning.distributed._wire import as_rollout, weights_of
+from torchrl_lightning.distributed.cluster import ClusterFault, ServiceFault, check_room, installed, joined
+from torchrl_lightning.distributed.service import ReplayService
 from torchrl_lightning.environments.faults import EnvironmentFault, WorkerFault
 from torchrl_lightning.environments.played import FollowedReplaySource
 from torchrl_lightning.environments.policies import Policy
@@ -61,6 +63,8 @@ class RayCollector(WorkersCollector):
         remote_configs: What each actor needs, as for ``ray.remote``: ``num_cpus`` (1 by default), ``num_gpus``,
             ``memory``, ``resources``.
         ray_init_config: Arguments of ``ray.init``, if this process has no cluster yet: ``address`` and others.
+        service: A replay service into which the collectors write their rollouts. Batches hold rewards and ends alone
+            then, but for the first of each collector.
 
     The other arguments are those of :class:`AsynchronousCollector` and of :class:`GymnasiumCollector`.
 
@@ -113,6 +117,7 @@ class RayCollector(WorkersCollector):
         env_kwargs: Mapping[str, Any] | None = None,
         wrappers: Sequence[Callable[[gymnasium.Env[Any, Any]], gymnasium.Env[Any, Any]]] = (),
         init_random_frames: int = 0,
+        service: ReplayService | None = None,
     ) -> None:
         integer(rollouts_in_flight, "rollouts_in_flight")
         integer(max_weight_update_interval, "max_weight_update_interval", -1)
@@ -136,6 +141,7 @@ class RayCollector(WorkersCollector):
         self.max_weight_update_interval = max_weight_update_interval
         self.remote_configs = {"num_cpus": 1, **(remote_configs or {})}
         self.ray_init_config = dict(ray_init_config or {})
+        self.service = service
         self.deaths = self.restarts = self.lost_frames = 0
         self.lost_envs: list[int] = []
         self._ray: Any = None
@@ -189,6 +195,8 @@ class RayCollector(WorkersCollector):
             cause = error.cause
             if isinstance(cause, EnvironmentFault):
                 raise cause.within(f"In collector worker {worker}: ") from None
+            if isinstance(cause, ServiceFault):
+                raise cause from None
             if isinstance(cause, ImportError):
                 raise ClusterFault(
                     f"Collector worker {worker} cannot import what the environment or the policy needs: {cause}. "
@@ -221,7 +229,10 @@ class RayCollector(WorkersCollector):
     def _built(self, worker: int) -> Any:
         # Ray's own restarts would begin with the seeds and numbers of the first start.
         remote = self._ray.remote(RolloutActor).options(max_restarts=0, max_task_retries=0, **self.remote_configs)
-        return remote.remote(sys.path, self._payload(worker), worker, self.num_workers, self._begun[worker])
+        task = sys.path, self._payload(worker), worker, self.num_workers, self._begun[worker]
+        if self.service is None:
+            return remote.remote(*task)
+        return remote.remote(*task, self.service.writer(f"worker {worker}"), self.service.left_out)
 
     def _check_versions(self) -> None:
         here = installed()

@@ -1,4 +1,4 @@
-"""Which environment each row of a rollout is from, where several workers collect."""
+"""Which environment each row of a rollout is from, where several workers collect, and where its episode is cut."""
 
 from __future__ import annotations
 
@@ -102,3 +102,13 @@ def ring_ids(rollout: TensorDictBase, num_envs: int) -> Tensor | None:
             "DataModule the number of all environments: those of one worker times the number of workers."
         )
     return ids
+
+
+def cut_off(rollout: TensorDictBase) -> None:
+    """Mark the last step of each environment as truncated where its episode goes on but will not be seen any more."""
+    following = rollout["next"]
+    open_ended = ~following["done"][:, -1]
+    for name in ("truncated", "done"):
+        flag = following.get(name, None)
+        if flag is not None:
+            flag[:, -1] |= open_ended

@@ -107,9 +107,8 @@ class _Watch:
     def _pause(self, seconds: float) -> None:
         if self._signals < 0:
             time.sleep(seconds)
-        elif select.select([self._signals], [], [], seconds)[0]:
-            if signal.SIGTERM in os.read(self._signals, 4096):
-                self._terminated = time.monotonic()
+        elif select.select([self._signals], [], [], seconds)[0] and signal.SIGTERM in os.read(self._signals, 4096):
+            self._terminated = time.monotonic()
 
     def _end(self, calls: TimedCalls, moves: int) -> None:
         """Interrupt a call, and end the process if it does not return then."""

@@ -9,6 +9,7 @@ from typing import Any
 from tensordict import TensorDictBase
 from torchrl.data.replay_buffers.samplers import ConsumingSampler
 
+from torchrl_lightning.keys import REPEATED
 from torchrl_lightning.replay.storage import RingStorage
 from torchrl_lightning.replay.writer import RingWriter
 
@@ -37,6 +38,13 @@ def time_major(data: TensorDictBase, width: int, time_dim: int | None) -> Tensor
     if data.shape[1] != width:
         raise ValueError(f"Got a rollout of {data.shape[1]} environments, the writer has {width}.")
     return data.reshape(-1)
+
+
+def left_out_of(buffer: Any) -> list[str]:
+    """Return the entries of a rollout that a buffer has no use for, unless its sampler reads them."""
+    key = getattr(buffer.sampler, "traj_key", None)
+    needed = key[0] if isinstance(key, tuple) else key
+    return [name for name in REPEATED if name != needed]
 
 
 def small_storage() -> RingStorage:

@@ -1,0 +1,82 @@
+"""What replayed batches are drawn from, and what is refused of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from tensordict import TensorDictBase
+from tensordict.utils import NestedKey
+from torch import Tensor
+
+from torchrl_lightning.datamodules.discounts import check_discount
+
+
+class BatchSource(Protocol):
+    """What replayed batches are drawn from: a buffer, or several."""
+
+    def draw(self, batch_size: int) -> TensorDictBase:
+        """Return a batch."""
+
+    def update_tensordict_priority(self, data: TensorDictBase) -> None:
+        """Take the priorities that a loss wrote into a batch."""
+
+    def write_back(self, batch: TensorDictBase, keys: Sequence[NestedKey]) -> Any:
+        """Store rewritten entries of a batch."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run needs."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from it."""
+
+
+@runtime_checkable
+class RowStore(Protocol):
+    """A source that keeps rows of its own: what is collected is written there, and the buffer stays empty."""
+
+    takes_rows: bool
+
+    def extend(self, data: TensorDictBase, env_ids: Tensor | None = None) -> Any:
+        """Write steps, as :meth:`~torchrl_lightning.ExperienceBuffer.extend` does."""
+
+    def __len__(self) -> int:
+        """Return how many rows there are."""
+
+    def metrics(self) -> dict[str, float]:
+        """Return what it tells of itself."""
+
+    def shutdown(self) -> None:
+        """End what it runs; may be called again."""
+
+
+def check_source(source: Any, learner: Any, *, normalizes: bool, has_data: bool) -> None:
+    """Refuse what cannot be drawn from.
+
+    Args:
+        source: What ``source=`` gave.
+        learner: The LightningModule, if there is one.
+        normalizes: Whether observations are normalised when batches are drawn.
+        has_data: Whether a data set is to fill the buffer.
+
+    Raises:
+        TypeError: It is no :class:`BatchSource`.
+        ValueError: It does not go with the others.
+    """
+    check_discount(source, learner)
+    wanted = [name for name in vars(BatchSource) if not name.startswith("_")]
+    if lacking := [name for name in wanted if getattr(source, name, None) is None]:
+        raise TypeError(f"source= gave a {type(source).__name__}, which has no {', '.join(lacking)}.")
+    if normalizes and getattr(source, "prepare", None) is not None:
+        raise ValueError(
+            f"{type(source).__name__} shows the module what is stored, but normalize_observation has it "
+            "learn from other numbers; leave it out."
+        )
+    if not isinstance(source, RowStore):
+        return
+    if has_data:
+        raise ValueError(
+            f"dataset= fills the buffer, but {type(source).__name__} keeps the rows elsewhere; leave one of them out."
+        )
+    if getattr(source, "samples_per_insert", None) is not None:
+        raise ValueError("samples_per_insert says the same as frames_per_update of the DataModule; leave it out.")

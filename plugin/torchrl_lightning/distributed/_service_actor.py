@@ -1,0 +1,239 @@
+"""What runs in an actor of a replay service: one shard of its rows, who may write and draw now, and its snapshots."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import pickle
+import re
+import shutil
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+
+from torchrl_lightning.distributed._wire import Arrays, Draws, Learned, Receipt, packed, unpacked
+from torchrl_lightning.distributed.cluster import ServiceFault, installed
+from torchrl_lightning.distributed.rate_limiter import RateLimiter
+from torchrl_lightning.environments.seeds import spawn_seed
+from torchrl_lightning.files import read_state, write_state
+from torchrl_lightning.fitting import Fault
+from torchrl_lightning.replay import ExperienceBuffer
+
+logger = logging.getLogger(__name__)
+
+VERSION = 1
+_KEPT = 2  # snapshots of each kind
+_NAME = re.compile(r"(snapshot|checkpoint)_(\d{8})")
+
+
+class ServiceActor:
+    """One shard of a :class:`ReplayService`.
+
+    Ray starts it again where it dies, with the same arguments: it goes on from its newest snapshot then. All runs in
+    one thread, so that every call sees whole rows; those that may not go on yet wait without holding it.
+
+    Args:
+        path: Where the run finds modules.
+        payload: The pickled buffer, which is empty, and a rate limiter.
+        shard: Its number.
+        folder: Where its snapshots lie; None for none: what is written counts as acknowledged then.
+        resumed: The name of the snapshot that it begins with.
+    """
+
+    def __init__(self, path: list[str], payload: bytes, shard: int, folder: str | None, resumed: str | None) -> None:
+        sys.path.extend(place for place in path if place not in sys.path)
+        torch.set_num_threads(1)
+        self._buffer: ExperienceBuffer
+        self._limiter: RateLimiter
+        self._buffer, self._limiter = pickle.loads(payload)
+        if shard:
+            self._buffer.generator.manual_seed(spawn_seed(self._buffer.generator.initial_seed(), "shard", shard))
+        self._life = time.time_ns() // 1000
+        self._sessions: dict[str, tuple[str, int]] = {}  # of each writer, its session and how much of it is written
+        self._acknowledged: dict[str, tuple[str, int]] = {}
+        self._changed = asyncio.Condition()
+        self._folder = None if folder is None else Path(folder)
+        self._number = 0  # of the next snapshot
+        self._fault: Fault | None = None
+        try:
+            self._begin(resumed, _is_back())
+        except Fault as fault:
+            self._fault = fault
+
+    def describe(self) -> dict[str, Any]:
+        """Return the versions and what the buffer is, for whoever would use it; raise what it could not begin for."""
+        if self._fault is not None:
+            raise self._fault
+        return {"versions": installed(), "buffer": described(self._buffer)}
+
+    # -- writing -----------------------------------------------------------------------------------------------------
+    async def insert(self, writer: str, session: str, number: int, rows: Arrays, env_ids: list[int] | None) -> Receipt:
+        """Write a rollout ``[T, N, *F]`` once it may be; one that is written already is passed over.
+
+        One ahead of what is written, because earlier ones were lost with this actor, is passed over, too: the receipt
+        says which ones are to be sent again.
+        """
+        if number != self._written(writer, session):
+            return self._receipt(writer, session)
+        shape = next(iter(rows.values())).shape[:2]
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._limiter.admits_insert(shape[0] * shape[1]))
+            if number == self._written(writer, session):
+                rollout = TensorDict({key: torch.tensor(value) for key, value in rows.items()}, shape)
+                ids = None if env_ids is None else torch.tensor(env_ids)
+                self._buffer.extend(rollout, ids, time_dim=0)
+                self._limiter.inserted += rollout.numel()
+                self._sessions[writer] = session, number + 1
+                self._changed.notify_all()
+        return self._receipt(writer, session)
+
+    def flush(self, writer: str, session: str) -> Receipt:
+        """Acknowledge all that a writer has written, by a snapshot where one is needed."""
+        if self._folder is not None and self._acknowledged.get(writer) != self._sessions.get(writer):
+            self.snapshot("snapshot")
+        return self._receipt(writer, session)
+
+    def _written(self, writer: str, session: str) -> int:
+        known, written = self._sessions.get(writer, ("", 0))
+        return written if known == session else 0
+
+    def _receipt(self, writer: str, session: str) -> Receipt:
+        written = self._written(writer, session)
+        known, acknowledged = self._acknowledged.get(writer, ("", 0))
+        return Receipt(written, written if self._folder is None else acknowledged if known == session else 0)
+
+    # -- drawing -----------------------------------------------------------------------------------------------------
+    async def draw(self, batch_size: int, count: int, learned: Sequence[Learned]) -> Draws:
+        """Take back what was learned, and draw so many batches once they may be."""
+        for each in learned:
+            self._take_back(each)
+        rows = batch_size * count
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._limiter.admits_draw(rows))
+            batches = [self._buffer.draw(batch_size) for _ in range(count)]
+            self._limiter.drawn += rows
+            self._changed.notify_all()
+        return Draws([packed(each) for each in batches], self._life, len(self._buffer), *self._counts())
+
+    def take_back(self, learned: Sequence[Learned]) -> None:
+        """Take priorities and rewritten entries of batches."""
+        for each in learned:
+            self._take_back(each)
+
+    def _take_back(self, learned: Learned) -> None:
+        if learned.life != self._life:
+            return  # a cell may hold another row than in an earlier life, and the same stamp
+        batch = unpacked(learned.shape, [None] * len(learned.shape), learned.arrays)
+        if learned.keys is None:
+            self._buffer.update_tensordict_priority(batch)
+        else:
+            self._buffer.write_back(batch, learned.keys)
+
+    def status(self) -> tuple[int, int, int]:
+        """Return how many rows there are, and how many were written and drawn."""
+        return len(self._buffer), *self._counts()
+
+    def _counts(self) -> tuple[int, int]:
+        return self._limiter.inserted, self._limiter.drawn
+
+    # -- snapshots ---------------------------------------------------------------------------------------------------
+    def snapshot(self, kind: str) -> str | None:
+        """Write all that there is, atomically, remove what is too old, and return its name; None without a folder."""
+        if self._folder is None:
+            return None
+        name = f"{kind}_{self._number:08d}"
+        sessions = {writer: [session, written] for writer, (session, written) in self._sessions.items()}
+        inserted, drawn = self._counts()
+        write_state(
+            self._folder / name,
+            {
+                "version": VERSION,
+                "inserted": inserted,
+                "drawn": drawn,
+                "sessions": sessions,
+                "buffer": self._buffer.state_dict(copy=False),
+            },
+        )
+        self._number += 1
+        self._acknowledged = dict(self._sessions)
+        for old in [each for each in self._snapshots() if each.name.startswith(kind)][:-_KEPT]:
+            shutil.rmtree(old, ignore_errors=True)
+        return name
+
+    def _snapshots(self) -> list[Path]:
+        """Return those that are there, the oldest first."""
+        assert self._folder is not None
+        found = self._folder.iterdir() if self._folder.is_dir() else ()
+        return sorted((each for each in found if _NAME.fullmatch(each.name)), key=_number_of)
+
+    def _begin(self, resumed: str | None, is_back: bool) -> None:
+        if self._folder is None:
+            return
+        there = self._snapshots()
+        if not is_back and resumed is None:
+            if there:
+                raise ServiceFault(
+                    f"folder={self._folder} holds the snapshots of another replay service. Resume its run (ckpt_path), "
+                    "or name another folder."
+                )
+            return
+        if not is_back:
+            assert resumed is not None
+            begun = self._folder / resumed
+            if begun not in there:
+                raise ServiceFault(
+                    f"The checkpoint refers to the replay service's {begun}, which is not there; there is "
+                    f"{', '.join(each.name for each in there) or 'none'}. Name the folder that it was moved to."
+                )
+            for later in there[there.index(begun) + 1 :]:  # of a run that went another way
+                shutil.rmtree(later, ignore_errors=True)
+            there = there[: there.index(begun) + 1]
+        if there:
+            self._restore(there[-1])
+
+    def _restore(self, folder: Path) -> None:
+        try:
+            state = read_state(folder)
+            if state["version"] != VERSION:
+                raise ValueError(f"it has version {state['version']!r}, this release reads {VERSION}")
+            sessions = {str(writer): (str(each[0]), int(each[1])) for writer, each in state["sessions"].items()}
+            inserted, drawn = int(state["inserted"]), int(state["drawn"])
+            self._buffer.load_state_dict(state["buffer"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ServiceFault(f"The replay service's snapshot {folder} cannot be read: {error}.") from error
+        self._limiter.inserted, self._limiter.drawn = inserted, drawn
+        self._sessions, self._acknowledged = sessions, dict(sessions)
+        self._number = _number_of(folder) + 1
+
+
+def _is_back() -> bool:
+    """Return whether Ray has started this actor again."""
+    import ray
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Ray's own, of what it calls itself
+        return bool(ray.get_runtime_context().was_current_actor_reconstructed)
+
+
+def _number_of(folder: Path) -> int:
+    match = _NAME.fullmatch(folder.name)
+    assert match is not None
+    return int(match[2])
+
+
+def described(buffer: ExperienceBuffer) -> dict[str, Any]:
+    """Return what must agree between a service and whoever uses it."""
+    storage, sampler, writer = buffer.parts
+    return {
+        "buffer": type(buffer).__name__,
+        "sampler": type(sampler).__name__,
+        "max_size": int(storage.max_size),
+        "num_envs": writer.num_envs,
+        "n_steps": buffer.n_steps,
+    }

@@ -1,0 +1,354 @@
+"""A replay buffer in actors of a Ray cluster, into which collectors write and from which learners draw."""
+
+from __future__ import annotations
+
+__all__ = ["ReplayService"]
+
+import logging
+import secrets
+import sys
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import torch
+from tensordict import TensorDictBase
+from tensordict.utils import NestedKey
+
+from torchrl_lightning.distributed._service_actor import ServiceActor, described
+from torchrl_lightning.distributed._service_writer import ServiceWriter, answer
+from torchrl_lightning.distributed._wire import Learned, as_arrays, packed, unpacked
+from torchrl_lightning.distributed.cluster import ServiceFault, installed, joined
+from torchrl_lightning.distributed.rate_limiter import RateLimiter
+from torchrl_lightning.keys import INDEX, MASK, SOURCE
+from torchrl_lightning.ranges import integer
+from torchrl_lightning.ranks import this_rank
+from torchrl_lightning.replay import ExperienceBuffer
+from torchrl_lightning.replay.layout import left_out_of, time_major
+from torchrl_lightning.replay.prioritized import prioritized_in
+from torchrl_lightning.trust import Nameable
+
+logger = logging.getLogger(__name__)
+
+_NAMESPACE = "torchrl_lightning"
+
+
+class ReplayService(Nameable):
+    """Keep a replay buffer in a named actor of a Ray cluster, or in several, and draw batches from it.
+
+    As the ``source=`` of a ``ReplayDataModule``: what its collector delivers is written into the service; with a
+    :class:`RayCollector` each actor writes there by itself, and the learner hears of rewards and ends alone. A row can
+    be drawn as soon as it has arrived. Batches are drawn some calls ahead, and each says in ``source`` which shard drew
+    it; priorities and rewritten entries go back with the next call, with the stamps of their rows.
+
+    With a ``folder`` the service survives its death: Ray starts it again, it reads its newest snapshot, and writers
+    send again what that does not hold, each rollout once. Until a snapshot holds them, writers keep their rollouts: at
+    ``unacknowledged`` of them they ask for one, and wait. What is learned from a row meanwhile is lost with the row.
+
+    The service ends with the run that started it, unless ``keep``; then a later run may go on with it, one at a time.
+    Further learners ``join`` it.
+
+    Args:
+        buffer: What each shard holds: an empty buffer with any sampler, which is copied there and stays empty here.
+        name: The name of the service within the cluster; one that nobody else has by default.
+        shards: Actors that share the environments out; each batch comes from one of them, in turn. Their number divides
+            that of the environments.
+        folder: Where snapshots are written, which every machine reaches that may hold the service. None keeps none:
+            what the service holds is lost with it, and the run goes on with what comes.
+        batches_per_call: Batches that one call brings.
+        calls_in_flight: Calls that are under way while a learner learns: how far ahead batches are drawn.
+        unacknowledged: Rollouts that each writer keeps at most.
+        samples_per_insert: How often each row is drawn, for learners and writers that nothing else keeps in step; see
+            :class:`RateLimiter`. A ``ReplayDataModule`` does so by its ``frames_per_update``.
+        error_buffer: By how many draws the ratio may be missed on either side.
+        min_size: Rows in each shard before the first draw.
+        keep: Leave the service behind.
+        join: Draw from a service that another process has started, and leave it alone at the end.
+        remote_configs: What each shard needs, as for ``ray.remote``; no processor of its own by default.
+        ray_init_config: Arguments of ``ray.init``, if this process has no cluster yet.
+
+    Raises:
+        ValueError: A number is out of range, or the buffer is not empty.
+        ClusterFault: Ray is not installed, or there is no cluster; also a ValueError.
+        ServiceFault: Another run has a service of this name, the one that is there holds another buffer or has other
+            versions, its snapshot cannot be read, or it refuses what is written; also a ValueError.
+
+    Source:
+        Horgan et al. (2018), Distributed Prioritized Experience Replay, https://arxiv.org/abs/1803.00933
+
+    Example:
+        >>> service = ReplayService(ExperienceBuffer(num_envs=4), shards=2)
+        >>> service.shards, service.running
+        (2, False)
+    """
+
+    takes_rows = False
+
+    def __init__(
+        self,
+        buffer: ExperienceBuffer,
+        *,
+        name: str | None = None,
+        shards: int = 1,
+        folder: str | Path | None = None,
+        batches_per_call: int = 8,
+        calls_in_flight: int = 2,
+        unacknowledged: int = 64,
+        samples_per_insert: float | None = None,
+        error_buffer: float | None = None,
+        min_size: int = 1,
+        keep: bool = False,
+        join: bool = False,
+        remote_configs: Mapping[str, Any] | None = None,
+        ray_init_config: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.shards = integer(shards, "shards")
+        self.batches_per_call = integer(batches_per_call, "batches_per_call")
+        self.calls_in_flight = integer(calls_in_flight, "calls_in_flight")
+        self.unacknowledged = integer(unacknowledged, "unacknowledged")
+        self._limiter = RateLimiter(samples_per_insert, error_buffer, min_size)
+        self.samples_per_insert = samples_per_insert
+        _check_buffer(buffer, self.shards)
+        if (keep or join) and name is None:
+            raise ValueError("A replay service with keep=True or join=True is found by its name; give it one.")
+        self.buffer, self.buffers, self.keep, self.join = buffer, [buffer], keep, join
+        self.name = secrets.token_hex(4) if name is None else name
+        self.folder = None if folder is None else Path(folder).absolute()
+        self.remote_configs = {"num_cpus": 0, **(remote_configs or {})}
+        self.ray_init_config = dict(ray_init_config or {})
+        self._ray: Any = None
+        self._owns_ray = False
+        self._actors: list[Any] = []
+        self._owner: Any = None  # an actor that ends with this run, and says until then that there is one
+        self._resumed: list[str | None] = [None] * self.shards
+        self._writer: ServiceWriter | None = None
+        self._calls: deque[tuple[Any, int, int]] = deque()  # requests under way, of which shard, and when they began
+        self._drawn: deque[tuple[Any, int, int, int]] = deque()  # batches, their shard, its life, when it was asked
+        self._batch_size = 0
+        self._learned: list[list[Any]] = [[] for _ in range(self.shards)]  # what goes back with the next call
+        self._asked = self._served = 0
+        self._age = 0
+        self._counts = [(0, 0, 0)] * self.shards  # what each holds, has written and drawn
+
+    @property
+    def running(self) -> bool:
+        """Whether this process has started the service, or joined it."""
+        return bool(self._actors)
+
+    def __len__(self) -> int:
+        if self.running and not any(size for size, *_ in self._counts):
+            self._counts = [answer(actor.status.remote) for actor in self._actors]
+        return sum(size for size, *_ in self._counts)
+
+    def metrics(self) -> dict[str, float]:
+        """Return of the last batch how many updates ago it was asked for, and what the service held then."""
+        size, inserted, drawn = (sum(each) for each in zip(*self._counts, strict=True))
+        return {
+            "replay/batch_age": float(self._age),
+            "replay/size": float(size),
+            "replay/samples_per_insert": drawn / max(inserted, 1),
+        }
+
+    # -- writing -----------------------------------------------------------------------------------------------------
+    def writer(self, name: str) -> ServiceWriter:
+        """Return what writes into the service from another process; start the service where it does not run."""
+        self._start()
+        return ServiceWriter(self._actors, self.buffer.parts[2].num_envs, name, self.unacknowledged)
+
+    def extend(self, data: TensorDictBase, env_ids: torch.Tensor | None = None) -> None:
+        """Write steps, as :meth:`ExperienceBuffer.extend` takes them; they may arrive after the next call."""
+        if self._writer is None:
+            self._writer = self.writer(f"rank {this_rank()}")
+        ids = list(range(self.buffer.parts[2].num_envs)) if env_ids is None else env_ids.tolist()
+        rows = time_major(data, len(ids), None).clone()  # a collector may reuse its memory
+        self._writer.write(as_arrays(rows.reshape(-1, len(ids)).transpose(0, 1)), ids)
+
+    @property
+    def left_out(self) -> list[str]:
+        """Entries of a rollout that the buffer has no use for."""
+        return left_out_of(self.buffer)
+
+    # -- drawing -----------------------------------------------------------------------------------------------------
+    def draw(self, batch_size: int) -> TensorDictBase:
+        """Return a batch ``[batch_size]`` (or of as many windows) that one of the shards has drawn."""
+        self._start()
+        if batch_size != self._batch_size:
+            self._batch_size = batch_size
+            self._calls.clear()
+            self._drawn.clear()
+        while not self._drawn:
+            self._ask_ahead()
+            self._receive()
+        self._ask_ahead()
+        packed, shard, life, asked = self._drawn.popleft()
+        batch = unpacked(*packed)
+        self._age = self._served - asked
+        self._served += 1
+        return batch.set(SOURCE, torch.full(batch.batch_size, life * self.shards + shard))
+
+    def _ask_ahead(self) -> None:
+        while len(self._calls) < self.calls_in_flight:
+            shard = self._asked % self.shards
+            self._calls.append((self._ask(shard), shard, self._served))
+            self._asked += 1
+
+    def _ask(self, shard: int) -> Any:
+        learned, self._learned[shard] = self._learned[shard], []
+        return self._actors[shard].draw.remote(self._batch_size, self.batches_per_call, learned)
+
+    def _receive(self) -> None:
+        ref, shard, asked = self._calls.popleft()
+        first = [ref]
+        draws = answer(lambda: first.pop() if first else self._ask(shard))
+        self._counts[shard] = draws.size, draws.inserted, draws.drawn
+        self._drawn.extend((batch, shard, draws.life, asked) for batch in draws.batches)
+
+    def update_tensordict_priority(self, data: TensorDictBase) -> None:
+        """Take the priorities that a loss wrote into a batch; they go back with the next call."""
+        if prioritized_in(self.buffer.sampler) is not None:
+            self._hand_back(data, [self.buffer.priority_key, INDEX, "write_generation"], None)
+
+    def write_back(self, batch: TensorDictBase, keys: Sequence[NestedKey]) -> None:
+        """Take rewritten entries of a batch, as :meth:`ExperienceBuffer.write_back`; they go with the next call."""
+        self._hand_back(batch, [*keys, INDEX, "write_position", MASK], list(keys))
+
+    def _hand_back(self, batch: TensorDictBase, entries: list[Any], keys: list[Any] | None) -> None:
+        life, shard = divmod(int(batch[SOURCE].flatten()[0]), self.shards)
+        shape, _, arrays = packed(batch.select(*entries, strict=False).detach())
+        self._learned[shard].append(Learned(life, shape, arrays, keys))
+
+    # -- state -------------------------------------------------------------------------------------------------------
+    def state_dict(self) -> dict[str, Any]:
+        """Take a snapshot, and return where it is; without a folder, or before it runs, that there is none."""
+        if self.running and self.folder is not None:
+            self._settle()
+            self._resumed = [answer(actor.snapshot.remote, "checkpoint") for actor in self._actors]
+        return {"folder": None if self.folder is None else str(self.folder), "snapshots": list(self._resumed)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Begin with a snapshot, in the folder of the run that wrote it unless it is below this one's.
+
+        Raises:
+            ValueError: It runs already, or the state is that of a service with another number of shards.
+        """
+        if self.running:
+            raise ValueError("The replay service runs already; load the state before it is used.")
+        names, folder = list(state_dict["snapshots"]), state_dict["folder"]
+        if len(names) != self.shards:
+            raise ValueError(f"The state is that of {len(names)} shards, but here are {self.shards}; take as many.")
+        if any(name is not None for name in names):
+            here = None if self.folder is None else _of_shard(self.folder, 0) / str(names[0])
+            if here is None or not here.is_dir():
+                self.folder = Path(folder)
+        elif len(self.buffer) == 0:
+            logger.warning(
+                "the checkpoint holds no snapshot of the replay service (it had no folder): it begins empty. Give it "
+                "a folder to keep what it holds."
+            )
+        self._resumed = names
+
+    # -- the service -------------------------------------------------------------------------------------------------
+    def _start(self) -> None:
+        if self.running:
+            return
+        self._ray, joined_here = joined(self.ray_init_config)
+        self._owns_ray |= joined_here
+        names = [f"{self.name}/{shard}" for shard in range(self.shards)]
+        there = [self._found(name) for name in names]
+        if self.join and not all(there):
+            raise ServiceFault(f"No replay service name={self.name!r} runs in this cluster to join. Start it first.")
+        if any(there) and not (self.keep or self.join):
+            raise ServiceFault(
+                f"A replay service name={self.name!r} runs in this cluster already. Give another name, or leave it out."
+            )
+        if self.keep and not self.join:
+            self._owner = self._claimed()
+        self._actors = [there[shard] or self._built(shard, name) for shard, name in enumerate(names)]
+        for actor in self._actors:
+            self._check(answer(actor.describe.remote))
+
+    def _built(self, shard: int, name: str) -> Any:
+        lifetime = {"lifetime": "detached"} if self.keep else {}
+        remote = self._ray.remote(ServiceActor).options(
+            name=name, namespace=_NAMESPACE, max_restarts=-1, max_task_retries=0, **lifetime, **self.remote_configs
+        )
+        folder = None if self.folder is None else str(_of_shard(self.folder, shard))
+        payload = cloudpickle.dumps((self.buffer, self._limiter))
+        try:
+            return remote.remote(sys.path, payload, shard, folder, self._resumed[shard])
+        except ValueError as error:  # somebody else was faster
+            raise ServiceFault(
+                f"A replay service name={self.name!r} has just been started by another run. Give another name."
+            ) from error
+
+    def _found(self, name: str) -> Any:
+        try:
+            return self._ray.get_actor(name, namespace=_NAMESPACE)
+        except ValueError:
+            return None
+
+    def _claimed(self) -> Any:
+        """Say that this run has the service, by an actor that ends with it."""
+        mark = self._ray.remote(type("ReplayServiceOwner", (), {}))
+        try:
+            return mark.options(name=f"{self.name}/owner", namespace=_NAMESPACE, num_cpus=0).remote()
+        except ValueError as error:
+            raise ServiceFault(
+                f"Another run has the replay service name={self.name!r}. Wait for its end, or give another name."
+            ) from error
+
+    def _check(self, there: dict[str, Any]) -> None:
+        here = {"versions": installed(), "buffer": described(self.buffer)}
+        for kind in ("versions", "buffer"):
+            for what, value in here[kind].items():
+                if there[kind].get(what) != value:
+                    raise ServiceFault(
+                        f"The replay service name={self.name!r} has {what} {there[kind].get(what)!r}, but here is "
+                        f"{value!r}. Take the same, or give another name."
+                    )
+
+    def _settle(self) -> None:
+        """Send what is under way, so that a snapshot holds it."""
+        if self._writer is not None:
+            self._writer.settle()
+        for shard, learned in enumerate(self._learned):
+            if learned:
+                self._learned[shard] = []
+                answer(self._actors[shard].take_back.remote, learned)
+
+    def shutdown(self) -> None:
+        """End the service, or with ``keep`` leave it, and the cluster if it was joined here; may be called again."""
+        actors, self._actors = self._actors, []
+        self._calls.clear()
+        self._drawn.clear()
+        self._writer = None
+        try:
+            if actors and self._ray.is_initialized():
+                for actor in [] if self.keep or self.join else actors:
+                    self._ray.kill(actor)
+                if self._owner is not None:
+                    self._ray.kill(self._owner)
+        finally:
+            self._owner = None
+            if self._owns_ray:
+                self._owns_ray = False
+                self._ray.shutdown()
+
+
+def _check_buffer(buffer: ExperienceBuffer, shards: int) -> None:
+    num_envs = buffer.parts[2].num_envs
+    if len(buffer):
+        raise ValueError(f"A replay service begins with an empty buffer, but this one holds {len(buffer)} rows.")
+    if num_envs % shards:
+        raise ValueError(f"shards={shards} cannot share {num_envs} environments out evenly; take a divisor.")
+    if shards > 1 and not getattr(buffer.sampler, "reads_rings", False):
+        raise ValueError(
+            f"With shards={shards} each fills some of the rings alone, but {type(buffer.sampler).__name__} wants all of "
+            "them evenly filled; take one of ours, or shards=1."
+        )
+
+
+def _of_shard(folder: Path, shard: int) -> Path:
+    return folder / f"shard_{shard}"
