@@ -116,9 +116,9 @@ class ShardWriter:
     def write(self, rows: Arrays, env_ids: list[int]) -> None:
         """Send a rollout ``[T, N, *F]``; wait until the one before is written, which it may not be yet."""
         self.settle()
-        if len(self._kept) >= self._bound:
+        while len(self._kept) >= self._bound:  # more than once where it dies meanwhile, and holds less
             self._note(answer(self._shard.flush.remote, self._name, self._session))
-            self._send_again()  # it may have died meanwhile, and hold less
+            self._send_again()
         self._kept.append((self._number, rows, env_ids))
         self._number += 1
         self._sent = self._send(-1)

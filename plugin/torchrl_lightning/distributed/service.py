@@ -345,8 +345,8 @@ def _check_buffer(buffer: ExperienceBuffer, shards: int) -> None:
         raise ValueError(f"shards={shards} cannot share {num_envs} environments out evenly; take a divisor.")
     if shards > 1 and not getattr(buffer.sampler, "reads_rings", False):
         raise ValueError(
-            f"With shards={shards} each fills some of the rings alone, but {type(buffer.sampler).__name__} wants all of "
-            "them evenly filled; take one of ours, or shards=1."
+            f"With shards={shards} each fills some of the rings alone, but {type(buffer.sampler).__name__} wants all "
+            "evenly filled; take one of ours, or shards=1."
         )
 
 
