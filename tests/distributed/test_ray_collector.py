@@ -19,8 +19,10 @@ from tensordict import TensorDict
 
 from kit.actor_critic import TinyActorCritic, fit, rollouts
 from kit.counting import CountingEnv, FailingEnv, RandomEnv
+from kit.replay import dqn, replay_data
+from kit.replay import fit as fit_replay
 from kit.worked import FollowedReplay, constant_policy
-from torchrl_lightning import OnPolicyDataModule, RayCollector, VTraceBuffer
+from torchrl_lightning import DQNModule, OnPolicyDataModule, RayCollector, ReplayService, VTraceBuffer
 from torchrl_lightning.distributed.cluster import ClusterFault, installed, joined
 from torchrl_lightning.environments.faults import WorkerFault
 from torchrl_lightning.keys import TRAJ_IDS
@@ -229,6 +231,29 @@ def test_a_fit_shares_its_environments_out_and_tells_of_deaths(tmp_path: Path) -
     assert data.frames == 64
     assert Watching.told[-1]["collector/deaths"] == 0.0
     assert {"collector/lag", "collector/lost_frames"} <= set(Watching.told[-1])
+
+
+def test_a_fit_goes_on_where_its_replay_service_is_killed(tmp_path: Path) -> None:
+    """The actors write there by themselves; what the service had not saved comes again, each row once."""
+    told: list[dict[str, float]] = []
+
+    class Killing(DQNModule):
+        def on_train_epoch_end(self) -> None:
+            data = self.trainer.datamodule
+            told.append(data.metrics())
+            (actor,) = data._rows._actors
+            if len(told) == 1:
+                os.kill(ray.get(actor.__ray_call__.remote(lambda service: os.getpid())), signal.SIGKILL)
+            else:
+                rows = ray.get(actor.__ray_call__.remote(lambda service: len(service._buffer)))
+                assert rows >= data.frames  # what is under way is there already
+
+    source = partial(ReplayService, folder=tmp_path / "service", unacknowledged=2, batches_per_call=2)
+    data = replay_data(source=source, num_envs=4, collector=partial(RayCollector, num_collectors=1))
+    fit_replay(tmp_path, data, dqn(Killing))
+    assert (data.frames, data.updates) == (60, 20)
+    assert told[-1]["collector/deaths"] == 0.0
+    assert told[-1]["replay/size"] >= 40.0
 
 
 @pytest.mark.parametrize(

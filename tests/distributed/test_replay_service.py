@@ -15,9 +15,12 @@ import torch
 from tensordict import TensorDict
 
 from kit.fake_ray import FakeRay, fake_ray
+from kit.replay import dqn, fit, replay_data
 from torchrl_lightning import (
+    DQNModule,
     ExperienceBuffer,
     PrioritizedSampler,
+    RayCollector,
     ReplayService,
     RingStorage,
     SequenceSampler,
@@ -351,3 +354,71 @@ def test_a_buffer_that_holds_rows_is_refused() -> None:
     full.extend(rollout(0))
     with pytest.raises(ValueError, match="begins with an empty buffer, but this one holds 8 rows"):
         ReplayService(full)
+
+
+# ---------------------------------------------------------------------- as the source of a run
+
+
+def served(folder: Path | None = None, sampler: str = "prioritized", **settings: Any) -> Any:
+    """A DataModule whose rows are in a service, and of which each batch is asked for when it is drawn."""
+    one_by_one = {"batches_per_call": 1, "calls_in_flight": 1}
+    source = partial(ReplayService, name="it", folder=folder, **one_by_one)
+    return replay_data(lambda num_envs: buffer(sampler, envs=num_envs), source=source, **settings)
+
+
+def test_a_run_writes_into_the_service_and_learns_from_it(ray: FakeRay, tmp_path: Path) -> None:
+    told: list[dict[str, float]] = []
+
+    class Watching(DQNModule):
+        def on_train_epoch_end(self) -> None:
+            told.append(self.trainer.datamodule.metrics())
+
+    data = served(tmp_path / "service")
+    fit(tmp_path, data, dqn(Watching))
+    assert (data.frames, data.updates, len(data.buffer)) == (60, 20, 0)
+    assert [each["replay/size"] for each in told] == [48.0, 58.0]  # of the batch that was asked for before the last
+    assert told[-1]["replay/batch_age"] == 1.0
+    assert "train/return" in told[-1]
+    assert not ray.actors  # it has ended with the run
+
+
+def test_a_run_whose_service_has_a_folder_is_resumed_with_its_rows(ray: FakeRay, tmp_path: Path) -> None:
+    data = served(tmp_path / "service")
+    _, run = fit(tmp_path, data, max_epochs=1)
+    run.save_checkpoint(tmp_path / "one.ckpt")
+    resumed = served(tmp_path / "service")
+    fit(tmp_path, resumed, ckpt_path=tmp_path / "one.ckpt", max_epochs=2)
+    assert (resumed.frames, resumed.updates) == (60, 20)
+    assert resumed.metrics()["replay/size"] == 58.0
+
+
+def test_without_a_folder_a_resumed_run_says_that_it_begins_empty(
+    ray: FakeRay, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, run = fit(tmp_path, served(), max_epochs=1)
+    run.save_checkpoint(tmp_path / "one.ckpt")
+    resumed = served()
+    fit(tmp_path, resumed, ckpt_path=tmp_path / "one.ckpt", max_epochs=2)
+    assert "no snapshot of the replay service" in caplog.text
+    assert resumed.metrics()["replay/size"] == 8.0
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"dataset": "demonstrations"}, "dataset= fills the buffer, but ReplayService keeps the rows elsewhere"),
+        (
+            {"source": partial(ReplayService, samples_per_insert=1.0, error_buffer=9.0)},
+            "samples_per_insert says the same as frames_per_update",
+        ),
+        (
+            {"normalize_reward": True, "collector": partial(RayCollector, num_collectors=1)},
+            "need the rows, which this collector writes straight into the ReplayService",
+        ),
+    ],
+)
+def test_what_does_not_go_with_a_service_is_refused(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
+    if "dataset" in settings:
+        settings = {**settings, "warmup_frames": 0}
+    with pytest.raises(ValueError, match=message):
+        fit(tmp_path, served(**settings) if "source" not in settings else replay_data(**settings))

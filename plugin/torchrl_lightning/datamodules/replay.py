@@ -438,7 +438,7 @@ class ReplayDataModule(ExperienceDataModule):
 
     def imagines(self, learner: Any) -> bool:
         """Return whether batches hold what a learner's world model imagines."""
-        source = self._source or self._source_over(self._any_buffer(learner), learner)
+        source = self._source_over(self._any_buffer(learner), learner) if self._source is None else self._source
         return getattr(source, "prepare", None) is not None
 
     def _parts_state(self) -> dict[str, Any]:
@@ -469,7 +469,8 @@ class ReplayDataModule(ExperienceDataModule):
             self._snapshots.load(buffer, own["snapshot"])
         self.buffer = buffer
         if "source" in own:
-            self._source = self._source or self._source_over(buffer, self._learner)
+            if self._source is None:
+                self._source = self._source_over(buffer, self._learner)
             self._source.load_state_dict(own["source"])
 
     def _loaded(self, own: dict[str, Any]) -> None:

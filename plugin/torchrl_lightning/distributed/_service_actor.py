@@ -80,7 +80,7 @@ class ServiceActor:
         says which ones are to be sent again.
         """
         if number != self._written(writer, session):
-            return self._receipt(writer, session)
+            return self.receipt(writer, session)
         shape = next(iter(rows.values())).shape[:2]
         async with self._changed:
             await self._changed.wait_for(lambda: self._limiter.admits_insert(shape[0] * shape[1]))
@@ -91,19 +91,20 @@ class ServiceActor:
                 self._limiter.inserted += rollout.numel()
                 self._sessions[writer] = session, number + 1
                 self._changed.notify_all()
-        return self._receipt(writer, session)
+        return self.receipt(writer, session)
 
     def flush(self, writer: str, session: str) -> Receipt:
         """Acknowledge all that a writer has written, by a snapshot where one is needed."""
         if self._folder is not None and self._acknowledged.get(writer) != self._sessions.get(writer):
             self.snapshot("snapshot")
-        return self._receipt(writer, session)
+        return self.receipt(writer, session)
 
     def _written(self, writer: str, session: str) -> int:
         known, written = self._sessions.get(writer, ("", 0))
         return written if known == session else 0
 
-    def _receipt(self, writer: str, session: str) -> Receipt:
+    def receipt(self, writer: str, session: str) -> Receipt:
+        """Return what of a writer's rollouts is written, and acknowledged."""
         written = self._written(writer, session)
         known, acknowledged = self._acknowledged.get(writer, ("", 0))
         return Receipt(written, written if self._folder is None else acknowledged if known == session else 0)

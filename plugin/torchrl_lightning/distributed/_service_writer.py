@@ -115,7 +115,7 @@ class ShardWriter:
 
     def write(self, rows: Arrays, env_ids: list[int]) -> None:
         """Send a rollout ``[T, N, *F]``; wait until the one before is written, which it may not be yet."""
-        self.settle()
+        self._finish()
         while len(self._kept) >= self._bound:  # more than once where it dies meanwhile, and holds less
             self._note(answer(self._shard.flush.remote, self._name, self._session))
             self._send_again()
@@ -124,7 +124,13 @@ class ShardWriter:
         self._sent = self._send(-1)
 
     def settle(self) -> None:
-        """Wait until all that was sent is written."""
+        """Wait until all that was sent is written, and has not been lost since."""
+        self._finish()
+        if self._kept:
+            self._note(answer(self._shard.receipt.remote, self._name, self._session))
+            self._send_again()
+
+    def _finish(self) -> None:
         sent, self._sent = self._sent, None
         if sent is None:
             return
