@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
+import cloudpickle
 import lightning as L
 import pytest
 import torch
@@ -16,6 +18,9 @@ from kit.runs import parameters, trainer
 from kit.seeds import generator
 from kit.specs import BOX, DISCRETE, ONE_HOT
 from kit.transitions import sequences, transitions
+from torchrl_lightning.collectors.workers import Worker
+from torchrl_lightning.environments import environment_specs, make_vector_env
+from torchrl_lightning.environments.normalization import NormalizedPolicy, ObservationNormalizer
 from torchrl_lightning.learn import DQNModule, MLPNetwork, OffPolicyModule
 from torchrl_lightning.updates import UpdateBatches
 
@@ -51,6 +56,24 @@ def test_epsilon_is_the_share_of_random_actions() -> None:
     assert float(share) == pytest.approx(0.4, abs=0.03)
     with set_exploration_type(ExplorationType.DETERMINISTIC):
         assert (module.policy(td.copy())["action"] == best).all()
+
+
+@pytest.mark.parametrize(("number", "expected"), [(0, 0.8), (1, 0.8**3), (2, 0.8**5)])
+def test_workers_explore_by_powers_of_epsilon(number: int, expected: float) -> None:
+    """The compiled policy of a collector, behind a normaliser, is told which worker it is in."""
+    specs = environment_specs(make_vector_env("CartPole-v1", 1))
+    policy = DQNModule(epsilon_start=0.8, epsilon_end=0.8, epsilon_spread=4.0).build(specs).policy
+    with torch.no_grad():
+        policy.network.head.weight.zero_()
+        policy.network.head.bias.copy_(torch.tensor([1.0, 0.0]))  # the best action is always the first
+    worker = Worker(pickled(NormalizedPolicy(policy, ObservationNormalizer(specs, True, 10.0))), number, 3, 0)
+    actions = torch.cat([worker.rollout(0)["action"].flatten() for _ in range(20)])
+    assert 2 * float((actions == 1).float().mean()) == pytest.approx(expected, abs=0.06)
+    assert policy.exponent == 1.0
+
+
+def pickled(policy: Any) -> bytes:
+    return cloudpickle.dumps(("CartPole-v1", policy, {"num_envs": 4, "frames_per_batch": 400, "seed": 0}))
 
 
 @pytest.mark.parametrize("mode", [ExplorationType.RANDOM, ExplorationType.DETERMINISTIC])

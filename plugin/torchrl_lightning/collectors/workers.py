@@ -19,7 +19,7 @@ from torchrl.envs.utils import ExplorationType
 from torchrl_lightning.collectors._base import CollectorBase
 from torchrl_lightning.collectors.gymnasium import GymnasiumCollector
 from torchrl_lightning.environments.played import Array, FollowedReplaySource
-from torchrl_lightning.environments.policies import Policy, load_weights, policy_device
+from torchrl_lightning.environments.policies import KnowsWorker, Policy, load_weights, policy_device
 from torchrl_lightning.environments.seeds import check_seed, spawn_seed, spawn_seeds
 from torchrl_lightning.environments.vector_env import check_env_source
 from torchrl_lightning.keys import ENV_IDS, TRAJ_IDS
@@ -44,6 +44,9 @@ class Worker:
         env, self.policy, kwargs = pickle.loads(payload)
         self.replay = kwargs.get("replay")
         self.number, self.count = number, count
+        for part in self.policy.modules() if isinstance(self.policy, nn.Module) else ():
+            if isinstance(part, KnowsWorker):
+                part.use_worker(number, count)
         self.collector = GymnasiumCollector(env, self.policy, **kwargs)
         frames = begun * self.collector.frames_per_batch
         # A rollout begins at most as many trajectories as it has frames and environments.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from tensordict import TensorDictBase, unravel_key
@@ -19,6 +19,14 @@ from torchrl_lightning.environments.faults import EnvironmentFault
 Policy = Callable[[TensorDictBase], TensorDictBase]
 Outputs = Mapping[NestedKey, Tensor]
 """What a policy writes: tensors ``[N, *]``, without private keys."""
+
+
+@runtime_checkable
+class KnowsWorker(Protocol):
+    """A policy, or a part of one, that acts otherwise in each worker of a collector."""
+
+    def use_worker(self, number: int, count: int) -> None:
+        """Act as worker ``number`` of ``count``."""
 
 
 def bare_call(policy: object) -> Callable[[TensorDictBase], Outputs] | None:

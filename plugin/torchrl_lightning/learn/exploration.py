@@ -123,14 +123,28 @@ class ExploringPolicy(TensorDictModuleBase):
 
 
 class EpsilonGreedyPolicy(ExploringPolicy):
-    """The best action, or with probability ``amount`` a random one (Mnih et al., 2015)."""
+    r"""The best action, or with probability \(\epsilon\), ``amount``, a random one (Mnih et al., 2015).
+
+    In worker \(i\) of \(N\) the probability is \(\epsilon^{1 + i \alpha / (N - 1)}\) with \(\alpha\) the
+    ``spread`` (Horgan et al., 2018).
+    """
+
+    def __init__(
+        self, network: TensorDictModuleBase, memory: RecurrentTrunk | None = None, *, spread: float = 0.0
+    ) -> None:
+        super().__init__(network, memory)
+        self.spread, self.exponent = spread, 1.0
+
+    def use_worker(self, number: int, count: int) -> None:
+        """Explore as this worker does."""
+        self.exponent = 1.0 + self.spread * number / max(count - 1, 1)
 
     def act(self, entries: list[Tensor], explore: bool) -> Tensor:
         """Return integer actions ``[*B]``, or one-hot ones ``[*B, A]``."""
         values = self.network.values(entries)
         action = values.argmax(-1)
         if explore:
-            random = torch.rand(action.shape, device=action.device) < self.amount
+            random = torch.rand(action.shape, device=action.device) < self.amount**self.exponent
             action = torch.where(random, torch.randint_like(action, values.shape[-1]), action)
         if self.network.action_space == "categorical":
             return action
@@ -150,7 +164,7 @@ class EpsilonGreedyPolicy(ExploringPolicy):
             if explore:
                 chance.uniform_()
                 others.random_(0, layers.outputs)
-            kernel(*layers.arguments, amounts["amount"].item() if explore else -1.0, *arrays)
+            kernel(*layers.arguments, amounts["amount"].item() ** self.exponent if explore else -1.0, *arrays)
             return action
 
         return layers, act

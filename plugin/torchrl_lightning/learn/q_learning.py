@@ -25,7 +25,7 @@ from torchrl_lightning.learn.off_policy import OffPolicyModule, Terms
 from torchrl_lightning.learn.q_networks import ActionValue, CriticEnsemble, build_q_network
 from torchrl_lightning.learn.squashed import build_deterministic_actor, build_squashed_actor
 from torchrl_lightning.learn.transitions import Transitions
-from torchrl_lightning.settings import Count, Fraction, Positive, derived, setting
+from torchrl_lightning.settings import Count, Fraction, NotNegative, Positive, derived, setting
 
 
 class DQNModule(OffPolicyModule):
@@ -45,6 +45,8 @@ class DQNModule(OffPolicyModule):
         epsilon_start: Initial probability of a random action.
         epsilon_end: Final probability.
         epsilon_frames: Frames over which it moves from the initial to the final one.
+        epsilon_spread: By how much the workers of a collector differ: worker ``i`` of ``N`` explores with the power
+            ``1 + epsilon_spread * i / (N - 1)`` of that probability, as the actors of Ape-X (Horgan et al., 2018).
         gamma: As in :class:`OffPolicyModule`, here and below.
 
     Example:
@@ -66,6 +68,7 @@ class DQNModule(OffPolicyModule):
     epsilon_start: Fraction = 1.0
     epsilon_end: Fraction = 0.05
     epsilon_frames: int = 10_000
+    epsilon_spread: NotNegative = 0.0
     learning_rate: Positive = 1e-3
     max_grad_norm: Positive | None = 10.0
 
@@ -76,7 +79,7 @@ class DQNModule(OffPolicyModule):
     def build_networks(self, specs: Any, network: Network) -> EpsilonGreedyPolicy:
         """Build the action values and the policy."""
         self.q_network = build_q_network(specs, network, dueling=self.dueling)
-        return EpsilonGreedyPolicy(self.q_network, self.memory)
+        return EpsilonGreedyPolicy(self.q_network, self.memory, spread=self.epsilon_spread)
 
     def parameter_groups(self) -> dict[str, list[nn.Parameter]]:
         """Return everything as ``critic``."""
