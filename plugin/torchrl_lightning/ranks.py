@@ -19,6 +19,11 @@ def this_rank() -> int:
     return dist.get_rank() if is_distributed() else 0
 
 
+def world_size() -> int:
+    """Return the number of processes; 1 without a process group."""
+    return dist.get_world_size() if is_distributed() else 1
+
+
 def of_first_rank(value: Value) -> Value:
     """Return the value of rank 0 on all ranks; the value itself without a process group."""
     if not is_distributed():
@@ -32,7 +37,7 @@ def gathered(value: Value) -> list[Value]:
     """Return the values of all ranks, ordered by rank; a list of one without a process group."""
     if not is_distributed():
         return [value]
-    values: list[Any] = [None] * dist.get_world_size()
+    values: list[Any] = [None] * world_size()
     dist.all_gather_object(values, value)
     return values
 

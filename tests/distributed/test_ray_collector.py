@@ -28,18 +28,11 @@ from torchrl_lightning.environments.faults import WorkerFault
 from torchrl_lightning.keys import TRAJ_IDS
 
 ray = pytest.importorskip("ray")
-pytestmark = pytest.mark.filterwarnings("default")  # Ray's own
-CLUSTER = {"address": "local", "num_cpus": 4, "include_dashboard": False, "object_store_memory": 2**27}
+pytestmark = [
+    pytest.mark.filterwarnings("default"),  # Ray's own
+    pytest.mark.usefixtures("cluster"),
+]
 SIZES = {"num_collectors": 2, "num_envs": 2, "frames_per_batch": 8}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        ray.init(**CLUSTER, logging_level="error", log_to_driver=False)
-        yield
-        ray.shutdown()
 
 
 @pytest.fixture

@@ -42,10 +42,10 @@ def of_rank(rank: int, ranks: int) -> SingleDeviceStrategy:
     return strategy
 
 
-def run_ranks(run: Callable[..., object] | Path, folder: Path, *arguments: Any) -> Path:
+def run_ranks(run: Callable[..., object] | Path, folder: Path, *arguments: Any, bare: bool = False) -> Path:
     """Call a function of a folder, or a script, in a process of its own that ends well; return the folder."""
     made = as_script(run, str(folder), *arguments) if isinstance(run, Path) else partial(run, folder, *arguments)
-    process = Forked(made, folder)
+    process = Forked(made, folder, bare=bare)
     status = process.ends(600)
     assert status == 0, process.said
     return folder

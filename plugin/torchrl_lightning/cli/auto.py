@@ -74,4 +74,5 @@ def _is_alike(folder: Path, choices: dict[str, str | None], overrides: Iterable[
 
 def _is_follower() -> bool:
     """Return whether this is one of several processes of a run, and not the first, which writes its folder."""
-    return any(os.environ.get(name, "0") not in ("", "0") for name in ("LOCAL_RANK", "SLURM_PROCID"))
+    ranks = ("LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "SLURM_PROCID")  # Lightning's, torchrun's and SLURM's
+    return any(os.environ.get(name, "0") not in ("", "0") for name in ranks)

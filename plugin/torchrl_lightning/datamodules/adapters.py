@@ -46,6 +46,12 @@ def is_there(batch: Any, device: torch.device) -> bool:
     return False
 
 
+def batches_served(trainer: Any) -> int:
+    """Return how many batches of this epoch were served before a checkpoint that was written within it."""
+    loop = getattr(trainer, "fit_loop", None)
+    return loop.epoch_loop.batch_progress.current.ready if loop is not None else 0
+
+
 def reopen_epoch(trainer: Trainer) -> None:
     """Let a resumed run go on within the epoch in which it ended, as by ``max_steps``, ``max_time`` or its last frame.
 

@@ -27,7 +27,7 @@ from torchrl_lightning.datamodules.arguments import (
     environment_fields,
     environment_name,
 )
-from torchrl_lightning.datamodules.collection import call_with_policy, collector_options, own_collector, share_of
+from torchrl_lightning.datamodules.collection import call_with_policy, collector_options, own_collector
 from torchrl_lightning.datamodules.discounts import build_buffer
 from torchrl_lightning.datamodules.environments import RunEnvironments
 from torchrl_lightning.datamodules.episodes import FinishedEpisodes
@@ -37,6 +37,7 @@ from torchrl_lightning.datamodules.frames import FrameClock
 from torchrl_lightning.datamodules.learner import acting
 from torchrl_lightning.datamodules.normalization import Normalization
 from torchrl_lightning.datamodules.run_state import RunState
+from torchrl_lightning.datamodules.shares import envs_of_rank, share_of
 from torchrl_lightning.environments import EnvironmentSpecs, spawn_seed
 from torchrl_lightning.environments.seeds import check_seed
 from torchrl_lightning.environments.specs import specs_state
@@ -63,7 +64,8 @@ class ExperienceDataModule(Settings, L.LightningDataModule):
     Args:
         env: an environment id, a factory of one environment, Gymnasium's or TorchRL's, or a ready one, which steps
             several: a :class:`gymnasium.vector.VectorEnv`, or any ``EnvBase``.
-        num_envs: environments stepped side by side, on each rank; of one that TorchRL steps as a batch, its own number.
+        num_envs: environments stepped side by side, on each rank; of one that TorchRL steps as a batch, its own number;
+            of collectors on a cluster, those of all ranks.
         frames_per_batch: frames of a rollout, on each rank: of the environments that step it, a multiple of their
             number. Of a collector with workers it is the rollout of one.
         total_frames: frames of the environment, summed over ranks, after which training stops, also as ``1e5``; -1 for
@@ -72,7 +74,7 @@ class ExperienceDataModule(Settings, L.LightningDataModule):
             :class:`~torchrl_lightning.GymnasiumCollector` over ``env``, or TorchRL's own over a TorchRL environment. If
             it has parameters ``seed`` and ``reset_at_each_batch``, it is given this rank's seed and the argument below;
             under several ranks it needs the former. One that still asks for ``frames_per_batch`` gets environment and
-            sizes, too, and its workers share ``num_envs`` out.
+            sizes, too, and its workers share ``num_envs`` out; ranks share out its ``num_collectors``.
         reset_at_each_batch: begin each rollout, of several steps, with a seeded reset. Episodes are cut there; in
             exchange a resumed run repeats an uninterrupted one bit for bit: the state of an environment is not stored.
         eval_env: the environment of evaluation episodes, as ``env``; by default ``env`` anew. Where collection steps
@@ -161,6 +163,11 @@ class ExperienceDataModule(Settings, L.LightningDataModule):
         return share_of(self.make_collector, self.num_envs)
 
     @property
+    def envs_of_rank(self) -> int:
+        """Environments of this rank's collector."""
+        return envs_of_rank(self.make_collector, self.num_envs, self.world_size)
+
+    @property
     def collector(self) -> Any:
         """The collector; None until the first rollout is asked for, and after a fit."""
         return self._feed.collector
@@ -200,8 +207,7 @@ class ExperienceDataModule(Settings, L.LightningDataModule):
                 self._clock.announce(self.frames_per_batch * self.world_size)
                 self._environments.check_evaluation()
             self._build_parts()
-            for _ in self.check_fit(self._learner):
-                pass
+            list(self.check_fit(self._learner))
 
     def check_fit(self, learner: Any = None) -> Iterator[str]:
         """Refuse parts that do not fit the environment, the learner or each other, one after the other.
@@ -318,11 +324,10 @@ class ExperienceDataModule(Settings, L.LightningDataModule):
     def fingerprint(self, learner: Any = None) -> dict[str, Any]:
         """Return what must agree between a checkpoint and a run of ``learner``, by default the trainer's module."""
         specs = self.specs
-        observation = {str(key): tuple(spec.shape) for key, spec in specs.observation.items(True, True)}
         return {
             "datamodule": type(self).__name__,
             "environment": environment_fields(self.env),
-            "observation": str(observation),
+            "observation": str({str(key): tuple(spec.shape) for key, spec in specs.observation.items(True, True)}),
             "action": f"{type(specs.action).__name__}{tuple(specs.action.shape)}",
             "num_envs": self.num_envs,
             "frames_per_batch": self.frames_per_batch,
@@ -340,7 +345,7 @@ class ExperienceDataModule(Settings, L.LightningDataModule):
     @property
     def _buffer_sizes(self) -> dict[str, int]:
         """What a callable that builds the buffer is told."""
-        return {"num_envs": self.num_envs}
+        return {"num_envs": self.envs_of_rank}
 
     def _build_parts(self) -> None:
         """Build the buffer, once, and what else the stream needs."""
@@ -368,11 +373,6 @@ class ExperienceDataModule(Settings, L.LightningDataModule):
 
     def _epoch(self) -> Iterator[Any]:
         raise NotImplementedError
-
-    def _batches_served(self) -> int:
-        """Return how many batches of this epoch were served before a checkpoint that was written within it."""
-        loop = getattr(self.trainer, "fit_loop", None)
-        return loop.epoch_loop.batch_progress.current.ready if loop is not None else 0
 
     def _epoch_length(self) -> int:
         """Return how many batches Lightning asks for in an epoch: fewer under ``limit_train_batches``."""

@@ -10,7 +10,7 @@ from typing import Any
 from torchrl.envs import EnvBase
 
 from torchrl_lightning.collectors import GymnasiumCollector, TorchRLCollector
-from torchrl_lightning.ranges import integer
+from torchrl_lightning.datamodules.shares import collectors_of_rank, still_asked
 
 
 def own_collector(env: Any, policy: Any, num_envs: int, **options: Any) -> Any:
@@ -76,37 +76,6 @@ def collector_options(
         )
     if replay is not None:
         options["replay"] = replay
-    return options | _still_asked(make_collector, **sizes)
-
-
-def share_of(make_collector: Callable[..., Any] | None, num_envs: int) -> int:
-    """Return how many of ``num_envs`` environments each worker of a collector gets; all, if it has none or is not told.
-
-    Example:
-        >>> from torchrl_lightning import AsynchronousCollector
-        >>> share_of(partial(AsynchronousCollector, num_workers=4), 16)
-        4
-    """
-    if make_collector is None or not _still_asked(make_collector, num_envs=num_envs):
-        return num_envs
-    parameters = inspect.signature(make_collector).parameters
-    for name in ("num_workers", "num_collectors"):
-        if name in parameters:
-            workers = integer(parameters[name].default, name)
-            if num_envs % workers:
-                raise ValueError(
-                    f"num_envs={num_envs} cannot be shared out evenly among {name}={workers}; "
-                    f"take {-(-num_envs // workers) * workers}."
-                )
-            return num_envs // workers
-    return num_envs
-
-
-def _still_asked(make_collector: Callable[..., Any], **given: Any) -> dict[str, Any]:
-    """Return what a collector factory is told of the stream; nothing where it has its ``frames_per_batch``."""
-    parameters = inspect.signature(make_collector).parameters
-    frames = parameters.get("frames_per_batch")
-    if frames is None or frames.default is not frames.empty:
-        return {}
-    bound = make_collector.keywords if isinstance(make_collector, partial) else {}
-    return {name: value for name, value in given.items() if name in parameters and name not in bound}
+    collectors = collectors_of_rank(make_collector, world_size)
+    divided = {} if collectors is None else {"num_collectors": collectors}
+    return options | divided | still_asked(make_collector, **sizes)

@@ -17,7 +17,7 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 
 from torchrl_lightning._compat import new_tensordict
-from torchrl_lightning.datamodules.adapters import Batches, FitHooks, reopen_epoch
+from torchrl_lightning.datamodules.adapters import Batches, FitHooks, batches_served, reopen_epoch
 from torchrl_lightning.datamodules.base import ExperienceDataModule
 from torchrl_lightning.datamodules.episodes import ends_of
 from torchrl_lightning.datamodules.replay import ReplayBufferFactory
@@ -226,7 +226,7 @@ class DynamicsDataModule(ExperienceDataModule):
         if self._pass_of == trainer.current_epoch:
             return True
         # Of a run that max_steps ended, Lightning counts the epoch as done, and goes on behind its last batch.
-        return resumed and trainer.fit_loop.restarting and self._batches_served() > 0
+        return resumed and trainer.fit_loop.restarting and batches_served(self.trainer) > 0
 
     def _next_pass(self, module: Any) -> None:
         """Go on with the fit for another pass, or collect and begin another fit."""
@@ -313,7 +313,7 @@ class DynamicsDataModule(ExperienceDataModule):
         order = torch.randperm(count, generator=torch.Generator().manual_seed(seed), dtype=torch.int32)
         drawn = torch.stack([member.index_select(0, order) for member in self._bootstrap]).to(columns.device)
         names, widths = list(self._widths), list(self._widths.values())
-        begin = self._batches_served() * size
+        begin = batches_served(self.trainer) * size
         while begin < count:
             number, length = max(1, min(ROWS_AT_ONCE // (size * len(drawn)), (count - begin) // size)), size
             if begin + size > count:

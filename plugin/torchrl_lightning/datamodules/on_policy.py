@@ -13,6 +13,7 @@ from gymnasium.vector import VectorEnv
 from tensordict import TensorDictBase
 from torchrl.envs import EnvBase
 
+from torchrl_lightning.datamodules.adapters import batches_served
 from torchrl_lightning.datamodules.base import ExperienceDataModule
 from torchrl_lightning.datamodules.discounts import check_discount
 from torchrl_lightning.datamodules.episodes import ends_of
@@ -145,7 +146,7 @@ class OnPolicyDataModule(ExperienceDataModule):
     def _epoch(self) -> Iterator[TensorDictBase]:
         module, buffer = self._module(), self.buffer
         trainer: Any = self.trainer
-        length, served = self._epoch_length(), self._batches_served()
+        length, served = self._epoch_length(), batches_served(self.trainer)
         learner = (module.policy, getattr(module, "critic", None))
         resumed, self._resumed = self._resumed, None
         if resumed is not None and (served > 0 or resumed["epoch"] == trainer.current_epoch):

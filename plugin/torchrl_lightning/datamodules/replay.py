@@ -18,7 +18,7 @@ from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-from torchrl_lightning.datamodules.adapters import ReplayHooks, outside_autocast
+from torchrl_lightning.datamodules.adapters import ReplayHooks, batches_served, outside_autocast
 from torchrl_lightning.datamodules.base import ExperienceDataModule
 from torchrl_lightning.datamodules.dataset import BufferedDataset, refuse_collection
 from torchrl_lightning.datamodules.discounts import check_discount, discount_of
@@ -270,7 +270,7 @@ class ReplayDataModule(ExperienceDataModule):
             dataset.write(module.policy, self._note if self._normalization.is_on and not self.updates else None)
         size = self.updates_per_step
         self._seconds = {"time/collect": 0.0, "time/sample": 0.0}
-        update = self._batches_served() * size + self._in_step
+        update = batches_served(self.trainer) * size + self._in_step
         end = min(self._epoch_length() * size, self.updates_per_epoch)
         while update < end:
             behind = min(update - update % size + size, end)
@@ -347,7 +347,7 @@ class ReplayDataModule(ExperienceDataModule):
             return False
         steps: Steps | LentSteps
         if not self._lends_rows:
-            steps = Steps(self._feed.numbered(rollout), self.num_envs, left_out_of(self.buffer))
+            steps = Steps(self._feed.numbered(rollout), self.envs_of_rank, left_out_of(self.buffer))
         elif self._lent is not None and self._lent.rows is rollout:
             steps = self._lent
         else:

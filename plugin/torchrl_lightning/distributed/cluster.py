@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from torchrl_lightning.fitting import Fault
+from torchrl_lightning.ranks import world_size
 
 _PATIENCE = 5.0  # seconds in which a cluster has to answer
 _PACKAGES = ("torchrl-lightning", "torch", "torchrl", "tensordict")
@@ -43,7 +44,13 @@ def joined(config: Mapping[str, Any]) -> tuple[Any, bool]:
     if ray.is_initialized():
         return ray, False
     address = config.get("address") or os.environ.get("RAY_ADDRESS") or _last_cluster()
-    if address is not None and not _answers(address):
+    is_there = address is not None and _answers(address)
+    if world_size() > 1 and (address == "local" or not is_there):
+        raise ClusterFault(
+            f"The {world_size()} ranks of a run collect on one cluster that none of them starts, but there is none at "
+            f"address={address!r}. Start one (ray start --head), and write its address."
+        )
+    if address is not None and not is_there:
         if config.get("address") or "RAY_ADDRESS" in os.environ:
             raise ClusterFault(
                 f"Nothing answers at address={address!r}. Start a cluster there (ray start --head), write its address, "
@@ -91,7 +98,8 @@ def installed() -> dict[str, str]:
 
 
 def check_room(ray: Any, count: int, each: Mapping[str, Any]) -> None:
-    """Refuse more actors than the cluster can ever hold, by a ClusterFault that says what there is."""
+    """Refuse more actors, on each rank, than the cluster can ever hold, by a ClusterFault that says what there is."""
+    count *= world_size()
     wanted = {"CPU": each.get("num_cpus", 1), "GPU": each.get("num_gpus", 0), "memory": each.get("memory", 0)}
     wanted |= each.get("resources", {})
     total = ray.cluster_resources()

@@ -50,7 +50,7 @@ class RayCollector(WorkersCollector):
         env: An id, or a factory of one environment that can be pickled. Modules are looked for where the learner finds
             them; what other machines do not have there must be sent:
             ``ray_init_config={"runtime_env": {"py_modules": [...]}}``.
-        num_collectors: The number of actors.
+        num_collectors: The number of actors. Several ranks of a run share them out, each with its environments.
         num_envs: The number of environments in each.
         frames_per_batch: Steps per batch over the environments of one collector; a multiple of ``num_envs``.
         seed: Seeds of the collectors are spawned from it; ``None`` draws it from torch's global generator.
