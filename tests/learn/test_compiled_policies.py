@@ -93,6 +93,23 @@ def test_a_compiled_policy_acts_as_its_module(
                 torch.testing.assert_close(mine[key], value, rtol=1e-6, atol=1e-6)
 
 
+def test_what_was_in_memory_before_chooses_no_action(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that only exploits draws no numbers."""
+    empty = torch.empty
+
+    def spoiled(*shape: int, **options: Any) -> Tensor:
+        return empty(*shape, **options).fill_(-7)
+
+    policy = policy_of("greedy")
+    step = step_for(policy)
+    monkeypatch.setattr(torch, "empty", spoiled)
+    call = standing_call(policy, step)
+    monkeypatch.undo()
+    assert call is not None
+    with set_exploration_type(ExplorationType.DETERMINISTIC):
+        assert torch.equal(call()["action"], policy(step.copy())["action"])
+
+
 @pytest.mark.parametrize("name", LEFT)
 def test_what_is_not_known_is_left_to_the_module(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     policy = policy_of(name)

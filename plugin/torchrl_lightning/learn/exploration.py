@@ -156,7 +156,7 @@ class EpsilonGreedyPolicy(ExploringPolicy):
         if not defines_both(network, "compiled_values", "values") or network.action_space != "categorical":
             raise ValueError("Only numbers of actions are compiled.")
         layers = network.compiled_values(entries)
-        chance, (others, action) = torch.empty(rows), torch.empty(2, rows, dtype=torch.int64)
+        chance, (others, action) = torch.zeros(rows), torch.empty(2, rows, dtype=torch.int64)
         amounts: Any = self._buffers
         kernel, arrays = jitted(choose_greedily), (chance.numpy(), others.numpy(), action.numpy())
 
