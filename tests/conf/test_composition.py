@@ -77,7 +77,8 @@ FITTING = {
 @pytest.fixture
 def compose_option(compose_train):
     """Select an option without the default experiment, which may say otherwise and does not fit all."""
-    return lambda group, option: compose_train(f"{group}={option}", *([] if group == "experiment" else ["~experiment"]))
+    beside = {"experiment": [], "source": ["~experiment", "data=uniform"]}
+    return lambda group, option: compose_train(f"{group}={option}", *beside.get(group, ["~experiment"]))
 
 
 @pytest.mark.parametrize(("group", "option"), OPTIONS)

@@ -24,7 +24,7 @@ from torchrl_lightning.datamodules.dataset import BufferedDataset, refuse_collec
 from torchrl_lightning.datamodules.discounts import check_discount, discount_of
 from torchrl_lightning.datamodules.environments import is_ready
 from torchrl_lightning.datamodules.snapshots import BufferSnapshots
-from torchrl_lightning.datamodules.sources import BatchSource, RowStore, check_source
+from torchrl_lightning.datamodules.sources import BatchSource, RowStore, build_source, check_source
 from torchrl_lightning.datamodules.steps import LentSteps, Steps, plain_batch, read_batch
 from torchrl_lightning.demonstrations.dataset import dataset_path
 from torchrl_lightning.environments.origins import cut_off
@@ -200,11 +200,8 @@ class ReplayDataModule(ExperienceDataModule):
 
     def metrics(self) -> dict[str, float]:
         """Add the number of updates, and as ``replay/size`` what the buffer holds."""
-        own: dict[str, float] = {}
-        if self._rows is not None:
-            own = self._rows.metrics()
-        elif self.buffer is not None:
-            own = {"replay/size": float(len(self.buffer))}
+        own = {} if self.buffer is None else {"replay/size": float(len(self._kept_rows))}
+        own |= {} if self._rows is None else self._rows.metrics()
         return {**super().metrics(), "updates": float(self.updates), **own}
 
     def _build_parts(self) -> None:
@@ -389,7 +386,7 @@ class ReplayDataModule(ExperienceDataModule):
 
     def _source_over(self, buffer: ExperienceBuffer, learner: Any) -> BatchSource:
         """Build what batches are drawn from; refuse what cannot be drawn from."""
-        source = buffer if self.make_source is None else self.make_source(buffer)
+        source = buffer if self.make_source is None else build_source(self.make_source, buffer, self._root / "service")
         check_source(source, learner, normalizes=bool(self.normalize_observation), has_data=self.dataset is not None)
         return source
 
@@ -490,7 +487,12 @@ class ReplayDataModule(ExperienceDataModule):
         """Where the buffer is kept."""
         return "beside" if self.checkpoint_buffer == "inside" and self.world_size > 1 else self.checkpoint_buffer
 
+    @property
+    def _root(self) -> Path:
+        return Path("." if self.trainer is None else self.trainer.default_root_dir)
+
     @cached_property
     def _snapshots(self) -> BufferSnapshots:
-        root = Path("." if self.trainer is None else self.trainer.default_root_dir) / "buffer"
-        return BufferSnapshots(Path(self.buffer_dir or root), self._rank, of_first_rank(secrets.token_hex(4)))
+        return BufferSnapshots(
+            Path(self.buffer_dir or self._root / "buffer"), self._rank, of_first_rank(secrets.token_hex(4))
+        )

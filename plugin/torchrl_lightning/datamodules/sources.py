@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from inspect import signature
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from tensordict import TensorDictBase
@@ -48,6 +51,13 @@ class RowStore(Protocol):
 
     def shutdown(self) -> None:
         """End what it runs; may be called again."""
+
+
+def build_source(make: Callable[..., Any], buffer: Any, folder: Path) -> Any:
+    """Build a source over a buffer, which is handed a folder if it takes one that is not bound yet."""
+    bound = make.keywords if isinstance(make, partial) else {}
+    takes = "folder" in signature(make).parameters and "folder" not in bound
+    return make(buffer, folder=folder) if takes else make(buffer)
 
 
 def check_source(source: Any, learner: Any, *, normalizes: bool, has_data: bool) -> None:

@@ -10,6 +10,7 @@ import shutil
 import sys
 import time
 import warnings
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 VERSION = 1
 _KEPT = 2  # snapshots of each kind
-_NAME = re.compile(r"(snapshot|checkpoint)_(\d{8})")
+NAME = re.compile(r"(snapshot|checkpoint)_(\d{8})")
 
 
 class ServiceActor:
@@ -40,10 +41,10 @@ class ServiceActor:
 
     Args:
         path: Where the run finds modules.
-        payload: The pickled buffer, which is empty, and a rate limiter.
+        payload: The buffer, which is empty, and a rate limiter, pickled and compressed.
         shard: Its number.
         folder: Where its snapshots lie; None for none: what is written counts as acknowledged then.
-        resumed: The name of the snapshot that it begins with.
+        resumed: The snapshot that it begins with.
     """
 
     def __init__(self, path: list[str], payload: bytes, shard: int, folder: str | None, resumed: str | None) -> None:
@@ -51,7 +52,7 @@ class ServiceActor:
         torch.set_num_threads(1)
         self._buffer: ExperienceBuffer
         self._limiter: RateLimiter
-        self._buffer, self._limiter = pickle.loads(payload)
+        self._buffer, self._limiter = pickle.loads(zlib.decompress(payload))
         if shard:
             self._buffer.generator.manual_seed(spawn_seed(self._buffer.generator.initial_seed(), "shard", shard))
         self._life = time.time_ns() // 1000
@@ -171,32 +172,25 @@ class ServiceActor:
         """Return those that are there, the oldest first."""
         assert self._folder is not None
         found = self._folder.iterdir() if self._folder.is_dir() else ()
-        return sorted((each for each in found if _NAME.fullmatch(each.name)), key=_number_of)
+        return sorted((each for each in found if NAME.fullmatch(each.name)), key=_number_of)
 
     def _begin(self, resumed: str | None, is_back: bool) -> None:
-        if self._folder is None:
+        own = [] if self._folder is None else self._snapshots()
+        if is_back and own:
+            self._restore(own[-1])
             return
-        there = self._snapshots()
-        if not is_back and resumed is None:
-            if there:
-                raise ServiceFault(
-                    f"folder={self._folder} holds the snapshots of another replay service. Resume its run (ckpt_path), "
-                    "or name another folder."
-                )
+        begun = None if resumed is None else Path(resumed)
+        continues = begun is not None and begun.parent == self._folder
+        if own and not continues:
+            raise ServiceFault(
+                f"folder={self._folder} holds the snapshots of another replay service. Resume its run (ckpt_path), or "
+                "name another folder."
+            )
+        if begun is None:
             return
-        if not is_back:
-            assert resumed is not None
-            begun = self._folder / resumed
-            if begun not in there:
-                raise ServiceFault(
-                    f"The checkpoint refers to the replay service's {begun}, which is not there; there is "
-                    f"{', '.join(each.name for each in there) or 'none'}. Name the folder that it was moved to."
-                )
-            for later in there[there.index(begun) + 1 :]:  # of a run that went another way
-                shutil.rmtree(later, ignore_errors=True)
-            there = there[: there.index(begun) + 1]
-        if there:
-            self._restore(there[-1])
+        self._restore(begun)
+        for later in own[own.index(begun) + 1 :]:  # of a future that is not this run's
+            shutil.rmtree(later, ignore_errors=True)
 
     def _restore(self, folder: Path) -> None:
         try:
@@ -206,7 +200,7 @@ class ServiceActor:
             sessions = {str(writer): (str(each[0]), int(each[1])) for writer, each in state["sessions"].items()}
             inserted, drawn = int(state["inserted"]), int(state["drawn"])
             self._buffer.load_state_dict(state["buffer"])
-        except (KeyError, TypeError, ValueError) as error:
+        except (FileNotFoundError, KeyError, TypeError, ValueError) as error:
             raise ServiceFault(f"The replay service's snapshot {folder} cannot be read: {error}.") from error
         self._limiter.inserted, self._limiter.drawn = inserted, drawn
         self._sessions, self._acknowledged = sessions, dict(sessions)
@@ -223,7 +217,7 @@ def _is_back() -> bool:
 
 
 def _number_of(folder: Path) -> int:
-    match = _NAME.fullmatch(folder.name)
+    match = NAME.fullmatch(folder.name)
     assert match is not None
     return int(match[2])
 

@@ -7,6 +7,7 @@ __all__ = ["ReplayService"]
 import logging
 import secrets
 import sys
+import zlib
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ import torch
 from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 
-from torchrl_lightning.distributed._service_actor import ServiceActor, described
+from torchrl_lightning.distributed._service_actor import NAME, ServiceActor, described
 from torchrl_lightning.distributed._service_writer import ServiceWriter, answer
 from torchrl_lightning.distributed._wire import Learned, as_arrays, packed, unpacked
 from torchrl_lightning.distributed.cluster import ServiceFault, installed, joined
@@ -28,6 +29,7 @@ from torchrl_lightning.ranks import this_rank
 from torchrl_lightning.replay import ExperienceBuffer
 from torchrl_lightning.replay.layout import left_out_of, time_major
 from torchrl_lightning.replay.prioritized import prioritized_in
+from torchrl_lightning.state import sequence, wrong
 from torchrl_lightning.trust import Nameable
 
 logger = logging.getLogger(__name__)
@@ -55,8 +57,9 @@ class ReplayService(Nameable):
         name: The name of the service within the cluster; one that nobody else has by default.
         shards: Actors that share the environments out; each batch comes from one of them, in turn. Their number divides
             that of the environments.
-        folder: Where snapshots are written, which every machine reaches that may hold the service. None keeps none:
-            what the service holds is lost with it, and the run goes on with what comes.
+        folder: Where snapshots are written, which every machine reaches that may hold the service; a
+            ``ReplayDataModule`` gives ``service`` below the trainer's root folder. None keeps none: what the service
+            holds is lost with it, and the run goes on with what comes.
         batches_per_call: Batches that one call brings.
         calls_in_flight: Calls that are under way while a learner learns: how far ahead batches are drawn.
         unacknowledged: Rollouts that each writer keeps at most.
@@ -122,7 +125,7 @@ class ReplayService(Nameable):
         self._owns_ray = False
         self._actors: list[Any] = []
         self._owner: Any = None  # an actor that ends with this run, and says until then that there is one
-        self._resumed: list[str | None] = [None] * self.shards
+        self._resumed: list[Path | None] = [None] * self.shards
         self._writer: ServiceWriter | None = None
         self._calls: deque[tuple[Any, int, int]] = deque()  # requests under way, of which shard, and when they began
         self._drawn: deque[tuple[Any, int, int, int]] = deque()  # batches, their shard, its life, when it was asked
@@ -224,30 +227,35 @@ class ReplayService(Nameable):
         """Take a snapshot, and return where it is; without a folder, or before it runs, that there is none."""
         if self.running and self.folder is not None:
             self._settle()
-            self._resumed = [answer(actor.snapshot.remote, "checkpoint") for actor in self._actors]
-        return {"folder": None if self.folder is None else str(self.folder), "snapshots": list(self._resumed)}
+            names = [answer(actor.snapshot.remote, "checkpoint") for actor in self._actors]
+            self._resumed = [_of_shard(self.folder, shard) / name for shard, name in enumerate(names)]
+        first = self._resumed[0]
+        folder = None if first is None else str(first.parents[1])
+        return {"folder": folder, "snapshots": [None if each is None else each.name for each in self._resumed]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Begin with a snapshot, in the folder of the run that wrote it unless it is below this one's.
+        """Begin with a snapshot: that in this run's folder, or where the run that took it had its own.
 
         Raises:
-            ValueError: It runs already, or the state is that of a service with another number of shards.
+            ValueError: It runs already, or the state is that of another number of shards, or foreign.
         """
         if self.running:
             raise ValueError("The replay service runs already; load the state before it is used.")
-        names, folder = list(state_dict["snapshots"]), state_dict["folder"]
+        names = sequence(state_dict.get("snapshots"), "snapshots")
         if len(names) != self.shards:
             raise ValueError(f"The state is that of {len(names)} shards, but here are {self.shards}; take as many.")
-        if any(name is not None for name in names):
-            here = None if self.folder is None else _of_shard(self.folder, 0) / str(names[0])
-            if here is None or not here.is_dir():
-                self.folder = Path(folder)
-        elif len(self.buffer) == 0:
+        if any(name is None for name in names):
             logger.warning(
                 "the checkpoint holds no snapshot of the replay service (it had no folder): it begins empty. Give it "
                 "a folder to keep what it holds."
             )
-        self._resumed = names
+            return
+        if not all(isinstance(name, str) and NAME.fullmatch(name) for name in names):
+            raise wrong(names, "snapshots", "names of snapshots")
+        recorded = Path(str(state_dict.get("folder")))
+        for shard, name in enumerate(names):
+            here = None if self.folder is None else _of_shard(self.folder, shard) / name
+            self._resumed[shard] = here if here is not None and here.is_dir() else _of_shard(recorded, shard) / name
 
     # -- the service -------------------------------------------------------------------------------------------------
     def _start(self) -> None:
@@ -275,9 +283,11 @@ class ReplayService(Nameable):
             name=name, namespace=_NAMESPACE, max_restarts=-1, max_task_retries=0, **lifetime, **self.remote_configs
         )
         folder = None if self.folder is None else str(_of_shard(self.folder, shard))
-        payload = cloudpickle.dumps((self.buffer, self._limiter))
+        begun = self._resumed[shard]
+        # Ray keeps small arguments beside the actor, and others with whoever has sent them, who may be gone.
+        payload = zlib.compress(cloudpickle.dumps((self.buffer, self._limiter)))
         try:
-            return remote.remote(sys.path, payload, shard, folder, self._resumed[shard])
+            return remote.remote(sys.path, payload, shard, folder, None if begun is None else str(begun))
         except ValueError as error:  # somebody else was faster
             raise ServiceFault(
                 f"A replay service name={self.name!r} has just been started by another run. Give another name."
