@@ -18,6 +18,7 @@ OWN_CARTPOLE = "examples.continuous_cartpole:ContinuousCartPole"
 SCRIPTS = (
     *("torchrl_only.py", "own_trainer.py", "own_environment.py", "loss_module.py", "hydra_app/train.py"),
     *("planner.py", "demonstrations.py", "behaviour_cloning.py", "continuous_cartpole.py", "guide/draw_data_path.py"),
+    "ray_learners.py",
 )
 
 
@@ -51,6 +52,15 @@ def test_an_example_runs_and_ends_with_its_return(script, arguments, last_line, 
     # CartPole gives one a step; no policy falls at once, and an episode lasts 500 steps at most. A treasure is one.
     low, high = (0, 1) if script == "own_environment.py" else (5, 500)
     assert low <= float(match[1]) <= high
+
+
+def test_learners_are_placed_by_ray_and_share_out_its_collectors(tmp_path):
+    pytest.importorskip("ray")
+    pytest.importorskip("pyarrow")  # which ray[train] needs
+    sizes = ("--learners", "2", "--collectors", "2", "--frames", "1024")
+    last = run_example("ray_learners.py", *sizes, folder=tmp_path)[-1]
+    assert re.fullmatch(r"mean return of 20 episodes: \d+\.\d \(1024 frames\)", last)
+    assert (tmp_path / "ray_learners" / "checkpoints" / "last.ckpt").is_file()
 
 
 def test_the_planner_solves_a_task(tmp_path):
