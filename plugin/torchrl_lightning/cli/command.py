@@ -12,6 +12,7 @@ from contextlib import ContextDecorator, ExitStack, contextmanager
 from typing import Any
 
 from torchrl_lightning._conf import CONF_DIR
+from torchrl_lightning._hydra import hydra_main
 
 
 class _Behind(ExitStack, ContextDecorator):
@@ -35,8 +36,6 @@ def run_command(name: str, task: Callable[[Any], float], *, resumes: bool = Fals
     # The modules of the working directory can be imported, as with `python -m`; worker processes inherit it.
     if (folder := os.getcwd()) not in sys.path:
         sys.path.insert(0, folder)
-    import hydra
-
     from torchrl_lightning.cli.checks import one_line, plain_errors
     from torchrl_lightning.cli.composing import OwnLoader, ResumingLoader, composing
     from torchrl_lightning.cli.mistakes import check_dashes, plain_reports
@@ -46,7 +45,7 @@ def run_command(name: str, task: Callable[[Any], float], *, resumes: bool = Fals
     with one_line():
         check_dashes(sys.argv[1:])
     with plain_reports(), composing(ResumingLoader if resumes else OwnLoader):
-        hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name=name)(plain_errors(task))()
+        hydra_main(str(CONF_DIR), name)(plain_errors(task))()
 
 
 @contextmanager

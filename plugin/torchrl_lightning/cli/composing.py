@@ -62,7 +62,24 @@ class OwnLoader(ConfigLoaderImpl):
         from_shell: bool,
         validate_sweep_overrides: bool = True,
     ) -> DictConfig:
-        return super().load_configuration(config_name, overrides, run_mode, from_shell, validate_sweep_overrides)
+        asked = config_name, overrides, run_mode, from_shell, validate_sweep_overrides
+        newer = getattr(super(), "_load_configuration", None)  # Hydra 1.4's, which keeps what it has read
+        if newer is None:
+            return super().load_configuration(*asked)
+        config: DictConfig = newer(*asked, skip_missing_defaults=False, activate_config_repository=True)
+        return config
+
+    def _load_configuration(
+        self,
+        config_name: str | None,
+        overrides: list[str],
+        run_mode: RunMode,
+        from_shell: bool,
+        validate_sweep_overrides: bool,
+        **read: Any,
+    ) -> DictConfig:
+        """Compose a config for Hydra 1.4, which calls this with what it has ``read`` already."""
+        return self.load_configuration(config_name, overrides, run_mode, from_shell, validate_sweep_overrides)
 
 
 class ResumingLoader(OwnLoader):

@@ -9,6 +9,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from torchrl_lightning._hydra import register_resolver
 from torchrl_lightning.cli.slurm import job_id
 
 # What ends a run: a resumed run is given a later end than the run that it continues.
@@ -135,12 +136,11 @@ def recorded_command(hydra: Any) -> tuple[dict[str, str | None], list[str]]:
 def register_run_name() -> None:
     """Register ``${run_name:}``, which Hydra's folders interpolate: the folder name of the current run."""
     from hydra.core.hydra_config import HydraConfig
-    from omegaconf import OmegaConf
 
     def run_name() -> str:
         return job_name(*recorded_command(HydraConfig.get()))
 
-    OmegaConf.register_new_resolver("run_name", run_name, replace=True)
+    register_resolver("run_name", run_name)
 
 
 def _experiment(choices: Mapping[str, str | None]) -> bool:

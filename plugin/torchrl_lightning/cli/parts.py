@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from omegaconf import DictConfig, OmegaConf
 
+from torchrl_lightning._hydra import instantiate
 from torchrl_lightning.cli.checkpoints import copies
 from torchrl_lightning.cli.checks import UsageError
 from torchrl_lightning.cli.resuming import COMMAND, changes_rates, plain
@@ -28,7 +29,6 @@ MISTAKES = (ValueError, TypeError, KeyError, ImportError)
 def build_part(cfg: DictConfig, key: str, **arguments: Any) -> Any:
     """Instantiate the node ``key`` of a config, with further arguments; a UsageError names a refused setting."""
     from hydra.errors import InstantiationException
-    from hydra.utils import instantiate
     from lightning.fabric.utilities.exceptions import MisconfigurationException
 
     try:

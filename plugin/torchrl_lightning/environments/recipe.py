@@ -16,6 +16,7 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.wrappers import ClipReward, FilterObservation, FlattenObservation, RepeatAction, TimeLimit
 
+from torchrl_lightning._hydra import instantiate
 from torchrl_lightning.environments.frame_stack import FrameStack
 from torchrl_lightning.environments.rename import RenameObservation, check_rename
 from torchrl_lightning.environments.time_limits import TimedCalls, TimedEnv
@@ -34,7 +35,6 @@ def _named(part: Any, argument: str) -> Any:
         raise TypeError(f"{argument} is {part!r}; expected a callable, or a mapping with its name as _target_.")
     # Imported here: processes that step environments are handed a recipe and make none.
     from hydra.errors import InstantiationException
-    from hydra.utils import instantiate
 
     try:
         instantiate({"_target_": part["_target_"], "_partial_": True})

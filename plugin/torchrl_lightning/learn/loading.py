@@ -19,6 +19,7 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
+from torchrl_lightning._hydra import instantiate
 from torchrl_lightning.environments import EnvironmentRecipe
 from torchrl_lightning.environments.normalization import NormalizedPolicy, ObservationNormalizer
 from torchrl_lightning.environments.observed import observed_entries
@@ -239,8 +240,6 @@ def _environment_in(
 
 def _module_in(stored: Mapping[str, Any], path: str | Path, trainer: Any, *, trusted: bool) -> Any:
     """Build the module of a checkpoint's config, if its networks are of the sizes of the weights."""
-    from hydra.utils import instantiate
-
     try:
         config = config_in(stored, path, "model", trusted=trusted)["model"]
     except ValueError as error:

@@ -1,0 +1,78 @@
+"""What Hydra 1.3 and 1.4 are told in different words, and nothing else; Hydra is imported where it is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pkgutil import resolve_name
+from typing import Any
+
+# Hydra refuses what deletes, moves or ends, by a list of names that a whitelist of ours would overrule.
+_REFUSED = {"os", "posix", "nt", "shutil", "_sitebuiltins"}
+_LOOKED_UP = {f"hydra.utils.get_{kind}" for kind in ("class", "method", "object", "static_method")}
+
+
+def hydra_main(config_path: str, config_name: str) -> Callable[[Callable[[Any], Any]], Callable[[], Any]]:
+    """Return Hydra's decorator of a task."""
+    import hydra
+
+    newer: dict[str, Any] = {} if _has_whitelist() else {"version_base": "1.3"}
+    return hydra.main(config_path=config_path, config_name=config_name, **newer)
+
+
+def register_resolver(name: str, resolver: Callable[..., Any]) -> None:
+    """Register what an interpolation ``${name:}`` becomes, in the place of an earlier one."""
+    from omegaconf import OmegaConf
+
+    # OmegaConf 2.4's name; an older one means something else by it.
+    newer: Any = OmegaConf.register_resolver if _has_whitelist() else OmegaConf.register_new_resolver
+    newer(name, resolver, replace=True)
+
+
+def instantiate(config: Any, **arguments: Any) -> Any:
+    """Build what a config describes, that was looked at before: what it names, but for what Hydra refuses by itself.
+
+    Args:
+        config: A node of a config, or plain dicts and lists.
+        arguments: Further arguments, which are not looked at.
+
+    Example:
+        >>> instantiate({"_target_": "fractions.Fraction", "numerator": 3})
+        Fraction(3, 1)
+    """
+    import hydra.utils
+    from omegaconf import OmegaConf
+
+    if _has_whitelist():
+        plain = OmegaConf.to_container(config, resolve=True) if OmegaConf.is_config(config) else config
+        arguments["_execution_whitelist_"] = sorted({entry for name in _named(plain) for entry in _entries(name)})
+    return hydra.utils.instantiate(config, **arguments)
+
+
+def _has_whitelist() -> bool:
+    import hydra.utils
+
+    return hasattr(hydra.utils, "execution_whitelist")
+
+
+def _named(node: Any) -> Iterator[str]:
+    """Yield what a config names to be called, and to be looked up by Hydra."""
+    if isinstance(node, Mapping):
+        target = node.get("_target_")
+        names = [target, *((node.get("path"), *node.get("_args_", ())) if target in _LOOKED_UP else ())]
+        yield from (name for name in names if isinstance(name, str))
+    inside = node.values() if isinstance(node, Mapping) else node if isinstance(node, list | tuple) else ()
+    for value in inside:
+        yield from _named(value)
+
+
+def _entries(name: str) -> Iterator[str]:
+    """Yield a name, where it lies, and what a function of that name defines: Hydra looks at callable results, too."""
+    try:
+        named = resolve_name(name)
+    except (ImportError, AttributeError, ValueError):
+        named = None  # Hydra says so, too
+    module, place = getattr(named, "__module__", None), getattr(named, "__qualname__", None)
+    if module not in _REFUSED:
+        yield name
+        if place is not None:
+            yield from (f"{module}.{place}", f"{module}.{place}.<locals>.*")
