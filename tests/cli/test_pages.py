@@ -29,7 +29,7 @@ from torchrl.envs import EnvBase
 
 from cli.commands import LAST_LINE, Done, call, last_line
 from kit.extras import need_extra
-from kit.forks import Forked
+from kit.forks import Forked, forked_workers
 from kit.processes import PROJECT
 from kit.states import differences
 from torchrl_lightning._conf import CONF_DIR
@@ -74,7 +74,8 @@ def run_line(line: str, folder: Path, frames: int, run: Path | None = None) -> D
     few = [f"data.total_frames={frames}", "eval_episodes=2"] if trains and "data=offline" not in arguments else []
     if trains and line != FIRST:  # whose folder has no other name than the README says
         few.append("data.eval_episodes=2")
-    done = call(module.rpartition(".")[2], *arguments, *few, cwd=folder)
+    with forked_workers() if "vtrace" in line else contextlib.nullcontext():
+        done = call(module.rpartition(".")[2], *arguments, *few, cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     return done
 

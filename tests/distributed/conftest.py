@@ -5,6 +5,10 @@ from collections.abc import Iterator
 import pytest
 
 
+# Processes that wait for an actor have imported what it needs.
+READY = {"preload_python_modules": [f"torchrl_lightning.distributed.{name}" for name in ("_actor", "_service_actor")]}
+
+
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[str]:
     """A cluster of this machine, which this process has joined: its address."""
@@ -12,6 +16,6 @@ def cluster() -> Iterator[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         options = {"num_cpus": 4, "include_dashboard": False, "object_store_memory": 2**27}
-        ray.init(address="local", **options, logging_level="error", log_to_driver=False)
+        ray.init(address="local", **options, logging_level="error", log_to_driver=False, _system_config=READY)
         yield ray.get_runtime_context().gcs_address
         ray.shutdown()

@@ -105,6 +105,7 @@ def test_stale_weights_are_stamped_and_trajectories_have_numbers_of_their_own(ma
         seen[first // 2] |= ids_of(batch)
         batch["next", "reward"].zero_()  # memory of its own
         publish(collector)
+        time.sleep(0.05)
         if number >= 9 and all(seen.values()):  # one may begin long after the other
             break
     assert collector.metrics() == {
@@ -139,11 +140,13 @@ def test_the_others_go_on_where_one_is_killed(made: Any) -> None:
     collector = made(PidEnv)
     before: dict[int, TensorDict] = {}
     while len(before) < 2:
+        time.sleep(0.05)
         batch = collector.rollout()
         before[int(batch["collector", "env_ids"][0, 0])] = batch
     known = set.union(*map(ids_of, before.values()))
     os.kill(pid_of(before[0]), signal.SIGKILL)
     while not collector.restarts:
+        time.sleep(0.05)  # leaves a core to the one that begins
         batch = collector.rollout()
         if batch["collector", "env_ids"][0, 0] == 2:
             assert pid_of(batch) == pid_of(before[2])
