@@ -4,7 +4,6 @@ from collections.abc import Iterator
 
 import pytest
 
-
 # Processes that wait for an actor have imported what it needs.
 READY = {"preload_python_modules": [f"torchrl_lightning.distributed.{name}" for name in ("_actor", "_service_actor")]}
 
