@@ -200,9 +200,7 @@ class AgentModule(Settings, ReportingModule):
 
         An ``inner`` update, of several in a step of Lightning's, is made without Lightning's hooks and step counter.
         """
-        norms: dict[str, Tensor] = {}
-        plugin: Any = self.trainer.precision_plugin
-        is_scaled = getattr(plugin, "scaler", None) is not None
+        is_scaled = getattr(self.trainer.precision_plugin, "scaler", None) is not None
         for group in self._groups.values():
             group.clear()
         idle = self.idle_parameters() if self.trainer.world_size > 1 else []
@@ -216,6 +214,13 @@ class AgentModule(Settings, ReportingModule):
             parameter.grad = None
         for group in self._groups.values():
             group.gather()
+        return self.step_optimizers(inner=inner)
+
+    def step_optimizers(self, *, inner: bool = False) -> dict[str, Tensor]:
+        """Step all optimizers on the gradients that are handed over; return the norms of these before clipping."""
+        norms: dict[str, Tensor] = {}
+        plugin: Any = self.trainer.precision_plugin
+        is_scaled = getattr(plugin, "scaler", None) is not None
         optimizers = self._optimizers()
         bare = [optimizer.optimizer for optimizer in optimizers]
         with _unscaled(plugin, bare) if is_scaled else nullcontext() as scaler:

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from torchrl_lightning._compat import has_global_hooks
@@ -17,6 +16,52 @@ from torchrl_lightning.learn.trunks import Trunk
 
 _ACTIVATIONS = {nn.ReLU: RELU, nn.Tanh: TANH}
 MOST_PRODUCTS = 1 << 21  # of rows and weights: beyond it torch's own products are faster
+
+
+class Watch:
+    """Tells whether modules are what they were: the same children, and no hooks that run with them."""
+
+    def __init__(self, *modules: nn.Module) -> None:
+        parts = [part for module in modules for part in module.modules()]
+        self._hooks = [hooks for part in parts for hooks in (part._forward_hooks, part._forward_pre_hooks)]
+        self._children = [part._modules for part in parts]
+        self._known = [dict(children) for children in self._children]
+
+    def holds(self) -> bool:
+        """Return whether they are, and nothing else changes what they compute."""
+        if any(self._hooks) or self._children != self._known:
+            return False
+        return not (torch.is_autocast_enabled("cpu") or has_global_hooks())
+
+
+def linear_layers(trunk: Any, modules: Sequence[nn.Module | None]) -> tuple[list[nn.Linear], list[int]]:
+    """Return the linear layers of a trunk and what lies behind it, and the numbers of the activations behind each.
+
+    Raises:
+        ValueError: There is something else to compute.
+    """
+    if type(trunk) is not Trunk or type(trunk.encoder) is not MLPEncoder or not trunk.encoder.flat.trivial:
+        raise ValueError(f"{type(trunk).__name__} is not compiled.")
+    linear: list[nn.Linear] = []
+    activations: list[int] = []
+    for leaf in (leaf for module in (trunk.encoder.layers, *modules) for leaf in _leaves(module)):
+        if type(leaf) is nn.Linear and leaf.bias is not None:
+            linear.append(leaf)
+            activations.append(NONE)
+        elif activations and activations[-1] == NONE:
+            activations[-1] = activation_number(leaf)
+        else:
+            raise ValueError(f"{type(leaf).__name__} is not compiled.")
+    if not linear:
+        raise ValueError("There is no linear layer.")
+    return linear, activations
+
+
+def activation_number(module: nn.Module) -> int:
+    """Return the number by which kernels know an activation; a ValueError if they do not."""
+    if type(module) not in _ACTIVATIONS:
+        raise ValueError(f"{type(module).__name__} is not compiled.")
+    return _ACTIVATIONS[type(module)]
 
 
 class CompiledLayers:
@@ -35,53 +80,35 @@ class CompiledLayers:
     """
 
     def __init__(self, x: Tensor, trunk: Any, head: nn.Module, modules: Sequence[nn.Module | None]) -> None:
-        if type(trunk) is not Trunk or type(trunk.encoder) is not MLPEncoder or not trunk.encoder.flat.trivial:
-            raise ValueError(f"{type(trunk).__name__} is not compiled.")
-        self._linear: list[nn.Linear] = []
-        activations: list[int] = []
-        for leaf in (leaf for module in (trunk.encoder.layers, *modules) for leaf in _leaves(module)):
-            if type(leaf) is nn.Linear and leaf.bias is not None:
-                self._linear.append(leaf)
-                activations.append(NONE)
-            elif type(leaf) in _ACTIVATIONS and activations and activations[-1] == NONE:
-                activations[-1] = _ACTIVATIONS[type(leaf)]
-            else:
-                raise ValueError(f"{type(leaf).__name__} is not compiled.")
-        parts = [*trunk.modules(), *head.modules()]
-        self._hooks = [hooks for part in parts for hooks in (part._forward_hooks, part._forward_pre_hooks)]
-        self._children = [part._modules for part in parts]
-        self._known_children = [dict(children) for children in self._children]
-        self._parameters = [layer._parameters for layer in self._linear]
+        linear, activations = linear_layers(trunk, modules)
+        rows, weights = len(x), sum(layer.weight.numel() for layer in linear)
+        if rows * weights > MOST_PRODUCTS or not is_plain(x) or x.ndim != 2:
+            raise ValueError(f"{rows} rows of {weights} weights are not compiled.")
+        self._watch = Watch(trunk, head)
+        self._levels = [layer._parameters for layer in linear]
         self._shapes = [parameter.shape for parameter in self._found()]
         self._addresses: list[int] = []
-        rows, weights = len(x), sum(layer.weight.numel() for layer in self._linear)
-        if not self._linear or rows * weights > MOST_PRODUCTS or not _is_plain(x) or not x.ndim == 2:
-            raise ValueError(f"{rows} rows of {weights} weights are not compiled.")
-        self._table = np.zeros((len(self._linear), 5), np.int64)
-        self._table[:, 2:] = [
-            [*layer.weight.shape[::-1], kind] for layer, kind in zip(self._linear, activations, strict=True)
-        ]
-        widest = int(self._table[:, 3].max())
+        shapes = [[*layer.weight.shape[::-1], kind] for layer, kind in zip(linear, activations, strict=True)]
+        self._table = np.zeros((len(linear), 5), np.int64)
+        self._table[:, 2:] = shapes
         self.outputs = int(self._table[-1, 3])
-        work = np.empty((2, rows * widest), np.float32), np.empty((rows, self.outputs), np.float32)
-        self.arguments: tuple[NDArray[Any], ...] = x.numpy(), self._table, *work
+        work = np.empty((2, rows * int(self._table[:, 3].max())), np.float32)
+        self.arguments = x.numpy(), self._table, work, np.empty((rows, self.outputs), np.float32)
         """What a kernel of :mod:`torchrl_lightning.kernels.perceptron` takes first."""
 
-    def _found(self) -> list[nn.Parameter]:
-        return [parameter for level in self._parameters for parameter in level.values() if parameter is not None]
+    def _found(self) -> list[Tensor]:
+        return [parameter for level in self._levels for parameter in level.values() if parameter is not None]
 
     def hold(self) -> bool:
         """Return whether the modules are what they were; see to where their parameters lie."""
-        if any(self._hooks) or self._children != self._known_children:
-            return False
         found = self._found()
         addresses = [parameter.data_ptr() for parameter in found]
         if addresses != self._addresses:
-            if [parameter.shape for parameter in found] != self._shapes or not all(map(_is_plain, found)):
+            if [parameter.shape for parameter in found] != self._shapes or not all(map(is_plain, found)):
                 return False
             self._addresses = addresses
             self._table[:, :2] = np.reshape(addresses, (-1, 2))
-        return not (torch.is_autocast_enabled("cpu") or has_global_hooks())
+        return self._watch.holds()
 
 
 def _leaves(module: nn.Module | None) -> Iterator[nn.Module]:
@@ -92,7 +119,8 @@ def _leaves(module: nn.Module | None) -> Iterator[nn.Module]:
         yield module
 
 
-def _is_plain(tensor: Tensor) -> bool:
+def is_plain(tensor: Tensor) -> bool:
+    """Return whether kernels can read a tensor."""
     return tensor.dtype is torch.float32 and tensor.is_cpu and tensor.is_contiguous()
 
 

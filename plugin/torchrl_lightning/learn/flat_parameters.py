@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -92,10 +92,22 @@ class _Segment:
         self._gradient = torch.zeros_like(self.flat)
         self._gradients = _views(self._gradient, self.parameters)
 
-    def gather(self) -> None:
-        """Copy the parameters' gradients into the flat one, and follow parameters that have been moved."""
+    def settle(self) -> Sequence[Tensor]:
+        """Follow parameters that have been moved; return the parts of the flat gradient, one for each."""
         if addresses(self.parameters) != self._lie:
             self._lay()
+        return self._gradients
+
+    def offer(self, resting: Container[nn.Parameter]) -> None:
+        """Take what was written into the flat gradient as the parameters' gradients, unless all of them rest."""
+        rests = all(parameter in resting for parameter in self.parameters)
+        for parameter, view in zip(self.parameters, self._gradients, strict=True):
+            parameter.grad = None if rests else view
+        self.flat.grad = None if rests else self._gradient
+
+    def gather(self) -> None:
+        """Copy the parameters' gradients into the flat one, and follow parameters that have been moved."""
+        self.settle()
         views, present = [], []
         for view, parameter in zip(self._gradients, self.parameters, strict=True):
             if parameter.grad is not None:
@@ -147,6 +159,19 @@ class OptimizedParameters:
         """Hand the gradients over to the optimizer, after a backward pass."""
         for segment in self._segments:
             segment.gather()
+
+    def memory(self) -> dict[nn.Parameter, Tensor]:
+        """Return where gradients may be written that are then offered, for each parameter that lies flat."""
+        return {
+            parameter: view
+            for segment in self._segments
+            for parameter, view in zip(segment.parameters, segment.settle(), strict=True)
+        }
+
+    def offer(self, resting: Container[nn.Parameter] = ()) -> None:
+        """Hand over what was written into ``memory``: all of it, but for the parameters that rest."""
+        for segment in self._segments:
+            segment.offer(resting)
 
     def clip(self, max_norm: float) -> Tensor:
         """Scale the gathered gradients to a norm of at most ``max_norm``; return the norm before."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 __all__ = ["OffPolicyModule"]
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from types import SimpleNamespace
 from typing import Annotated, Any, ClassVar, Self
 
@@ -20,6 +21,7 @@ from torchrl_lightning.entries import path_of
 from torchrl_lightning.keys import REMEMBERED
 from torchrl_lightning.learn.actors import observation_entries
 from torchrl_lightning.learn.agents import OptimizerFactory, TermsModule
+from torchrl_lightning.learn.by_hand import HandGradients, UpdatesByHand
 from torchrl_lightning.learn.exploration import ExploringPolicy
 from torchrl_lightning.learn.memory import refreshed_states, remember
 from torchrl_lightning.learn.networks import MLPNetwork, Network, described_network
@@ -150,10 +152,22 @@ class OffPolicyModule(TermsModule):
 
     def configure_optimizers(self) -> list[torch.optim.Optimizer]:
         """Return one optimizer, or a second one for the critics' parameters."""
+        vars(self).pop("_updates_by_hand", None)  # of another fit
         groups = self.parameter_groups()
         critic = groups.pop("critic")
         others = [parameter for group in groups.values() for parameter in group]
         return self.build_optimizers(others, critic, self.critic_optimizer)
+
+    def by_hand(self, gradients: Mapping[nn.Parameter, Tensor], rows: int) -> HandGradients:
+        """Return what writes the gradients of ``terms`` on batches of so many rows; a ValueError if nothing does.
+
+        A class that has ``terms`` of its own has its own, or none.
+        """
+        raise ValueError(f"{type(self).__name__} has no gradients that are written down.")
+
+    @cached_property
+    def _updates_by_hand(self) -> UpdatesByHand:
+        return UpdatesByHand(self)
 
     def follow_schedules(self) -> None:
         """Set learning rates and exploration from the frames, so that a resumed run has the same."""
@@ -170,10 +184,15 @@ class OffPolicyModule(TermsModule):
         """Make an update on each batch of this step, and write the TD errors into it."""
         for number, part in enumerate(updates_of(batch)):
             transitions = read_transitions(part, self._keys, self.gamma, self._state_keys)
-            terms, errors = self.compute(transitions)
-            refresh = self.memory is not None and self.refresh_states
-            states = refreshed_states(transitions, self.require_built(self.memory)) if refresh else None
-            self.minimise(terms, inner=number > 0)
+            inner, states, made = number > 0, None, self._updates_by_hand(transitions)
+            if made is None:
+                terms, errors = self.compute(transitions)
+                if self.memory is not None and self.refresh_states:
+                    states = refreshed_states(transitions, self.memory)
+                self.minimise(terms, inner=inner)
+            else:
+                figures, errors = made
+                self.accumulate({**figures, **self.step_optimizers(inner=inner)})
             self.updates += 1
             if self.updates % self.target_interval == 0:
                 self.require_built(self.targets).follow(self.tau)

@@ -5,12 +5,14 @@ from __future__ import annotations
 __all__ = ["DQNModule", "SACModule", "TD3Module"]
 
 import math
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
 
 from torchrl_lightning.learn.agents import OptimizerFactory
+from torchrl_lightning.learn.by_hand import ChoiceGradients, HandGradients, NoisyGradients, SquashedGradients
 from torchrl_lightning.learn.exploration import EpsilonGreedyPolicy, FramesDecay, NoisyPolicy, StochasticPolicy
 from torchrl_lightning.learn.losses import (
     Distance,
@@ -95,6 +97,10 @@ class DQNModule(OffPolicyModule):
             target = batch.target(after)
         loss, error = batch.td_loss(values, target, self.loss_function)
         return {"loss_value": loss, "value": batch.mean(values.detach())}, error
+
+    def by_hand(self, gradients: Mapping[nn.Parameter, Tensor], rows: int) -> HandGradients:
+        """Return what writes the gradients of ``terms``; a ValueError where they are not those of a perceptron."""
+        return ChoiceGradients(self, gradients, rows)
 
     def exploration(self, frames: int) -> float:
         """Return epsilon."""
@@ -194,6 +200,10 @@ class SACModule(OffPolicyModule):
             terms |= {"value": batch.mean(values[0]), "entropy": -batch.mean(log_prob), "alpha": alpha}
         return terms, error
 
+    def by_hand(self, gradients: Mapping[nn.Parameter, Tensor], rows: int) -> HandGradients:
+        """Return what writes the gradients of ``terms``; a ValueError where they are not those of perceptrons."""
+        return SquashedGradients(self, gradients, rows)
+
     def configure_optimizers(self) -> list[torch.optim.Optimizer]:
         """Return the optimizers of the base, and one for the temperature if it has its own."""
         optimizers = super().configure_optimizers()
@@ -263,8 +273,13 @@ class TD3Module(OffPolicyModule):
 
     def compute(self, batch: Transitions) -> tuple[Terms, Tensor]:
         """Return ``terms``; the policy's part only at every ``target_interval``-th update."""
-        self._moves_actor = (self.updates + 1) % self.target_interval == 0
+        self.take_turn()
         return super().compute(batch)
+
+    def take_turn(self) -> bool:
+        """Settle whether this update is one of the policy, too, and return it."""
+        self._moves_actor = (self.updates + 1) % self.target_interval == 0
+        return self._moves_actor
 
     def terms(self, batch: Transitions) -> tuple[Terms, Tensor]:
         """Return the parts of the loss and the mean value, and the greatest absolute errors ``[*B]``."""
@@ -284,6 +299,10 @@ class TD3Module(OffPolicyModule):
             action = actor.head(actor.trunk.encoder(*now))
             terms["loss_actor"] = -batch.mean(self.critics.judge(now, action, 1)[0])
         return terms, error
+
+    def by_hand(self, gradients: Mapping[nn.Parameter, Tensor], rows: int) -> HandGradients:
+        """Return what writes the gradients of ``terms``; a ValueError where they are not those of perceptrons."""
+        return NoisyGradients(self, gradients, rows)
 
     def idle_parameters(self) -> list[nn.Parameter]:
         """Return the policy's parameters if its update is delayed."""

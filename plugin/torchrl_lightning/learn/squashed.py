@@ -90,7 +90,7 @@ class SquashedHead(ActionHead, Ranged):
         """Return ``act`` of what compiled layers read (``deterministic`` or not), the same tensor each time."""
         rows, size = len(layers.arguments[0]), layers.outputs // 2
         noise, action, shape = torch.empty(rows, size), torch.empty(rows, size), np.empty(2, np.int64)
-        limits = tuple(map(np.float32, (*LOG_STD_RANGE, _limit(action))))
+        limits = tuple(map(np.float32, (*LOG_STD_RANGE, furthest(action))))
         kernel, drawn, chosen = jitted(choose_squashed), noise.numpy(), action.numpy()
 
         def act(deterministic: bool) -> Tensor:
@@ -118,11 +118,11 @@ class SquashedHead(ActionHead, Ranged):
 
     @staticmethod
     def _tanh(preimage: Tensor) -> Tensor:
-        limit = _limit(preimage)
+        limit = furthest(preimage)
         return preimage.tanh().clamp(-limit, limit)
 
 
-def _limit(values: Tensor) -> float:
+def furthest(values: Tensor) -> float:
     """Return the greatest number behind a tanh, as TorchRL's: the action stays invertible."""
     return 1.0 - torch.finfo(values.dtype).resolution
 

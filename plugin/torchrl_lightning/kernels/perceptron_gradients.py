@@ -1,0 +1,183 @@
+"""Compiled passes over what lies between the products of a perceptron, forward and backward, and over its losses.
+
+All numbers are float32; ``weight`` is each row's share of a mean, which sums up to 1.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from torchrl_lightning.kernels.compiled import in_any_order
+from torchrl_lightning.kernels.perceptron import RELU, TANH, activate, bounded
+
+L1, L2, SMOOTH_L1 = 0, 1, 2
+
+
+def add_and_activate(values: Any, bias: Any, activation: int) -> None:
+    """Finish a linear layer's product ``[B, O]`` in place: its bias, and the activation behind it (numba)."""
+    for r in range(len(values)):
+        row = values[r]
+        if activation == RELU:
+            for o in range(len(bias)):
+                value = row[o] + bias[o]
+                row[o] = np.float32(0.0) if value < np.float32(0.0) else value
+        else:
+            for o in range(len(bias)):
+                row[o] += bias[o]
+            activate(row, activation)
+
+
+@in_any_order
+def pull_back(d: Any, values: Any, rows: Any, activation: int, sums: Any) -> None:
+    """Take a gradient ``[n, O]`` back through the activation that gave some rows of ``values`` (numba).
+
+    ``sums`` receives its sums over the rows, the gradient of a bias, unless it is empty.
+    """
+    sums[:] = np.float32(0.0)
+    for i in range(len(d)):
+        row, value = d[i], values[rows[i]]
+        if activation == RELU:
+            for o in range(len(row)):
+                row[o] = row[o] if value[o] > np.float32(0.0) else np.float32(0.0)
+        elif activation == TANH:
+            for o in range(len(row)):
+                row[o] *= np.float32(1.0) - value[o] * value[o]
+        for o in range(len(sums)):
+            sums[o] += row[o]
+
+
+def distance(difference: Any, kind: int) -> Any:
+    """Return a distance and its derivative (numba)."""
+    size = abs(difference)
+    if kind == L2:
+        return difference * difference, difference + difference
+    if kind == SMOOTH_L1 and size < 1.0:
+        return np.float32(0.5) * difference * difference, difference
+    return size - np.float32(0.5 if kind == SMOOTH_L1 else 0.0), np.sign(difference)
+
+
+def shares(weight: Any) -> Any:
+    """Return each row's share of a mean (numba)."""
+    return (weight / max(weight.sum(), np.float32(1.2e-38))).astype(np.float32)
+
+
+def learn_choices(
+    values: Any, after: Any, chooser: Any, action: Any, step: Any, weight: Any, kind: int, d: Any, error: Any
+) -> Any:
+    """Compute the loss of the values of chosen actions, and their mean (numba).
+
+    Args:
+        values: of all actions, ``[B, A]``.
+        after: the target network's values of the successor, ``[B, A]``.
+        chooser: the values by which its action is chosen, ``[B, A]``.
+        action: the chosen ones, ``[B]``.
+        step: reward, whether the successor is terminal, and the factor of its value, ``[B]`` each.
+        weight: ``[B]``.
+        kind: the distance.
+        d: receives the gradient, ``[B, A]``.
+        error: receives the absolute errors, ``[B]``.
+    """
+    (reward, terminated, discount), d[:] = step, np.float32(0.0)
+    loss = mean = 0.0
+    for r in range(len(values)):
+        target, chosen = reward[r], action[r]
+        if not terminated[r]:
+            target += discount[r] * after[r, chooser[r].argmax()]
+        value = values[r, chosen]
+        far, slope = distance(value - target, kind)
+        loss += weight[r] * far
+        mean += weight[r] * value
+        d[r, chosen], error[r] = weight[r] * slope, abs(value - target)
+    return loss, mean
+
+
+def target_of(values: Any, log_prob: Any, alpha: float, step: Any, target: Any) -> None:
+    """Write targets ``[B]`` by the least of several critics' values ``[N, B]`` less alpha log-probabilities (numba)."""
+    reward, terminated, discount = step
+    for r in range(len(target)):
+        target[r] = reward[r]
+        if not terminated[r]:
+            target[r] += discount[r] * (values[:, r].min() - np.float32(alpha) * log_prob[r])
+
+
+def learn_values(values: Any, target: Any, weight: Any, kind: int, d: Any, error: Any) -> Any:
+    """Compute the losses' sum of several critics' values ``[N, B]``, and the first one's mean (numba).
+
+    ``d`` ``[N, B]`` receives the gradient, ``error`` ``[B]`` the greatest absolute errors.
+    """
+    loss = mean = 0.0
+    error[:] = np.float32(0.0)
+    for n in range(len(values)):
+        for r in range(len(target)):
+            difference = values[n, r] - target[r]
+            far, slope = distance(difference, kind)
+            loss += weight[r] * far
+            if n == 0:
+                mean += weight[r] * values[0, r]
+            d[n, r] = weight[r] * slope
+            size = abs(difference)
+            error[r] = error[r] if error[r] >= size else size
+    return loss, mean
+
+
+def sample_squashed(out: Any, noise: Any, limits: Any, log_range: float, action: Any, log_prob: Any) -> None:
+    """Draw from Normals behind a tanh ``[B, 2 A]`` by standard noise ``[B, A]`` (numba); actions are within 1."""
+    size, (lowest, highest, most) = noise.shape[1], limits
+    constant = size * (0.5 * math.log(2.0 * math.pi) + 2.0 * math.log(2.0)) + log_range
+    for r in range(len(out)):
+        total = -constant
+        for a in range(size):
+            log_std = clamped(out[r, size + a], lowest, highest)
+            value = np.float64(out[r, a] + np.exp(log_std) * noise[r, a])
+            action[r, a] = bounded(np.float32(math.tanh(value)), most)
+            # log(1 - tanh^2 u) = 2 (log 2 - u - softplus(-2 u))
+            total += 2.0 * (abs(value) + math.log1p(math.exp(-2.0 * abs(value)))) - log_std - 0.5 * noise[r, a] ** 2
+        log_prob[r] = total
+
+
+def pull_back_squashed(out: Any, noise: Any, limits: Any, alpha: float, weight: Any, da: Any, d: Any) -> None:
+    """Take gradients ``[B, A]`` at drawn actions, and alpha's share of log-probabilities', to the Normals (numba)."""
+    size, (lowest, highest, most) = noise.shape[1], limits
+    for r in range(len(out)):
+        for a in range(size):
+            given, scaled = out[r, size + a], np.float32(alpha) * weight[r]
+            log_std = clamped(given, lowest, highest)
+            spread = np.exp(log_std) * noise[r, a]
+            value = np.tanh(out[r, a] + spread)
+            slope = 2.0 * scaled * value
+            if abs(value) <= most:
+                slope += da[r, a] * (np.float32(1.0) - value * value)
+            d[r, a] = slope
+            d[r, size + a] = slope * spread - scaled if lowest <= given <= highest else 0.0
+
+
+def clamped(value: Any, lowest: Any, highest: Any) -> Any:
+    """Return a number within bounds, or NaN as it is (numba)."""
+    if value > highest:
+        return highest
+    return lowest if value < lowest else value
+
+
+def judge(values: Any, log_prob: Any, alpha: float, weight: Any, best: Any) -> Any:
+    """Return the mean of the least values ``[N, B]`` less alpha log-probabilities, and of these (numba).
+
+    ``best`` ``[B]`` receives whose value it is.
+    """
+    gain = mean = 0.0
+    for r in range(len(best)):
+        best[r] = values[:, r].argmin()
+        gain += weight[r] * (values[best[r], r] - alpha * log_prob[r])
+        mean += weight[r] * log_prob[r]
+    return gain, mean
+
+
+def smooth(out: Any, noise: Any, deviation: float, most: float, action: Any) -> None:
+    """Write what lies behind a tanh ``[B, A]``, with bounded noise added (numba)."""
+    one = np.float32(1.0)
+    for r in range(len(out)):
+        for a in range(out.shape[1]):
+            more = bounded(noise[r, a] * np.float32(deviation), np.float32(most))
+            action[r, a] = bounded(np.tanh(out[r, a]) + more, one)

@@ -1,0 +1,152 @@
+"""Gradients that are written down are those of autograd, and left to it where anything else takes part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+
+from kit.learners import OFF_POLICY, SPECS, data_of, learner
+from kit.runs import parameters, trainer
+from kit.transitions import shake_targets, transitions
+from torchrl_lightning.learn import DQNModule, MLPNetwork, by_hand
+from torchrl_lightning.learn.transitions import read_transitions
+
+NETWORKS = {"relu": MLPNetwork([9, 8], "relu"), "tanh": MLPNetwork([8], "tanh", head_sizes=[6])}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "dqn": ("dqn", {"double": False}),
+    "double": ("dqn", {"loss_function": "l2"}),
+    "sac": ("sac", {"alpha": 0.3}),
+    "sac of three critics": ("sac", {"num_critics": 3, "learn_alpha": False, "loss_function": "smooth_l1"}),
+    "td3": ("td3", {"target_interval": 1}),
+    "td3 that rests": ("td3", {"target_interval": 2, "loss_function": "l1"}),
+}
+
+
+def batch_of(case: str, rows: int = 32, weighted: bool = False) -> Any:
+    torch.manual_seed(1)
+    batch = transitions(SPECS[case], rows)
+    if weighted:
+        batch["priority_weight"] = torch.rand(rows) + 0.1
+        batch["steps_to_next_obs"] = torch.randint(1, 4, (rows,))
+    return read_transitions(batch, ["observation"], 0.9)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_losses_errors_and_random_numbers_are_autograds(name: str, network: str, weighted: bool) -> None:
+    case, settings = CASES[name]
+    module = learner(case, NETWORKS[network], **settings)
+    for parameter in module.parameters():
+        if parameter.requires_grad and parameter.ndim:
+            parameter.data.mul_(2.0)
+    shake_targets(module)
+    module.configure_optimizers()
+    memory = {key: view for group in module._groups.values() for key, view in group.memory().items()}
+    batch = batch_of(case, weighted=weighted)
+    hand = module.by_hand(memory, 32)
+    for _ in range(2):  # its memory is used again
+        torch.manual_seed(2)
+        found, found_error = hand(batch)
+    state = torch.get_rng_state()
+    torch.manual_seed(2)
+    terms, error = module.compute(batch)
+    assert torch.equal(state, torch.get_rng_state())
+    sum(value for key, value in terms.items() if key.startswith("loss_")).backward()
+    expected = {key: float(value.detach()) for key, value in terms.items()}
+    assert dict(sorted(found.items())) == pytest.approx(dict(sorted(expected.items())), rel=1e-5, abs=1e-6)
+    torch.testing.assert_close(found_error, error, rtol=1e-5, atol=1e-5)
+    assert {key for key in memory if key.grad is None} == set(hand.resting)
+    for parameter, view in memory.items():
+        if parameter.grad is not None:
+            near = 1e-5 * float(parameter.grad.abs().max())
+            torch.testing.assert_close(view, parameter.grad, rtol=1e-5, atol=near + 1e-8)
+
+
+def spied(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Note of each update whether it was made by hand."""
+    made: list[bool] = []
+    original = by_hand.UpdatesByHand.__call__
+
+    def call(self: Any, batch: Any) -> Any:
+        found = original(self, batch)
+        made.append(found is not None)
+        return found
+
+    monkeypatch.setattr(by_hand.UpdatesByHand, "__call__", call)
+    return made
+
+
+@pytest.mark.parametrize("case", OFF_POLICY)
+def test_a_run_by_hand_learns_what_a_run_by_autograd_learns(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ends, metrics, errors = [], [], []
+    made = spied(monkeypatch)
+    for hand in (True, False):
+        if not hand:
+            monkeypatch.setattr(by_hand, "_is_ours", lambda module: False)
+        module, data = learner(case, max_grad_norm=0.5), data_of(case, batches=4)
+        torch.manual_seed(5)
+        trainer(max_epochs=2).fit(module, datamodule=data)
+        ends.append(parameters(module))
+        metrics.append(module.epoch_metrics)
+        errors.append(data.served[-1]["td_error"])
+    assert made == [True] * 8 + [False] * 8
+    torch.testing.assert_close(*ends, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(*errors, rtol=1e-4, atol=1e-4)
+    assert metrics[0] == pytest.approx(metrics[1], rel=1e-4, abs=1e-5)
+
+
+class Listens(L.Callback):
+    def on_after_backward(self, *_: Any) -> None: ...
+
+
+class Other(DQNModule):
+    def terms(self, batch: Any) -> Any:
+        return super().terms(batch)
+
+
+def frozen(module: Any) -> None:
+    next(module.parameters()).requires_grad_(False)
+
+
+LEFT: dict[str, Callable[[], tuple[Any, L.Trainer]]] = {
+    "loss": lambda: (Other(MLPNetwork([8])), trainer(max_epochs=1)),
+    "callback": lambda: (learner("dqn"), trainer(max_epochs=1, callbacks=[Listens()])),
+    "optimizer": lambda: (
+        learner("dqn", optimizer=lambda each: type("Own", (torch.optim.SGD,), {})(each, lr=1e-2)),
+        trainer(max_epochs=1),
+    ),
+    "dueling": lambda: (learner("dqn", dueling=True), trainer(max_epochs=1)),
+    "memory": lambda: (learner("dqn", "gru"), trainer(max_epochs=1)),
+    "precision": lambda: (learner("dqn"), trainer(max_epochs=1, precision="bf16-mixed")),
+    "anomalies": lambda: (learner("dqn"), trainer(max_epochs=1, detect_anomaly=True)),
+}
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_what_is_more_is_left_to_autograd(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = spied(monkeypatch)
+    module, run = LEFT[name]()
+    run.fit(module, datamodule=data_of("dqn"))
+    assert made == [False] * 3
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "hook": lambda module: module.q_network.head.register_forward_hook(lambda *_: None),
+    "gradient's hook": lambda module: module.q_network.head.weight.register_hook(lambda gradient: gradient),
+    "layer": lambda module: setattr(module.q_network.trunk.encoder.layers, "1", nn.Sigmoid()),
+    "frozen": frozen,
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_network_that_is_changed_in_a_run_is_left_to_autograd(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, module = spied(monkeypatch), learner("dqn")
+    data = data_of("dqn", note=lambda module: CHANGES[name](module) if made == [True] else None)
+    trainer(max_epochs=1).fit(module, datamodule=data)
+    assert made == [True, False, False]
