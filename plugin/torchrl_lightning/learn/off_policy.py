@@ -43,7 +43,8 @@ class OffPolicyModule(TermsModule):
     trainer; those named in ``followed`` are followed by the copies in ``targets``. Each batch gets its absolute TD
     errors under ``td_error``; its ``priority_weight``, ``mask``, ``gamma`` and ``steps_to_next_obs`` are honoured. With
     a ``RecurrentNetwork`` batches are sequences ``[B, T]`` with stored recurrent states. Subclasses build the networks,
-    and say in ``terms`` what they minimise, in functions of :mod:`torchrl_lightning.learn.losses`.
+    and say in ``terms`` what they minimise, in functions of :mod:`torchrl_lightning.learn.losses`. Where the networks
+    of our agents are perceptrons on one CPU, their gradients are computed without autograd, equal to float error.
 
     Args:
         network: Network in front of the heads; two layers of 256 rectified units by default.
@@ -177,6 +178,11 @@ class OffPolicyModule(TermsModule):
     def explore(self) -> None:
         """Set the policy's amount of exploration from the frames collected so far."""
         self.policy.amount.fill_(self.exploration(self.frames))
+
+    def on_train_end(self) -> None:
+        """Forget what belongs to this fit alone."""
+        super().on_train_end()
+        vars(self).pop("_updates_by_hand", None)
 
     # -- learning ---------------------------------------------------------------------------------------------------
 
