@@ -186,9 +186,10 @@ def test_what_is_acknowledged_is_never_lost(ray: FakeRay, tmp_path: Path) -> Non
     assert len(list((tmp_path / "shard_0").iterdir())) <= 4  # the newest two of each kind
 
 
-def test_a_run_goes_on_from_its_checkpoint(ray: FakeRay, tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"folder": tmp_path, "batches_per_call": 1, "calls_in_flight": 1}
-    first = ReplayService(buffer("prioritized"), name="it", **settings)
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_run_goes_on_from_its_checkpoint(elsewhere: bool, ray: FakeRay, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"batches_per_call": 1, "calls_in_flight": 1}
+    first = ReplayService(buffer("prioritized"), name="it", folder=tmp_path / "first", **settings)
     for number in range(3):
         first.extend(rollout(number))
     state = first.state_dict()
@@ -196,12 +197,16 @@ def test_a_run_goes_on_from_its_checkpoint(ray: FakeRay, tmp_path: Path) -> None
     first.extend(rollout(3))  # of a future that another run does not have
     first.state_dict()
     first.shutdown()
-    second = ReplayService(buffer("prioritized", seed=1), name="it", **settings)
+    folder = tmp_path / ("second" if elsewhere else "first")
+    second = ReplayService(buffer("prioritized", seed=1), name="it", folder=folder, **settings)
     second.load_state_dict(state)
     for batch in expected:
         assert (second.draw(8).exclude("source") == batch).all()
     assert held(ray) == {env: list(range(3 * STEPS)) for env in range(ENVS)}
-    assert second.state_dict()["snapshots"] == ["checkpoint_00000001"]
+    shard(ray).die()  # before it has a snapshot of its own
+    assert held(ray) == {env: list(range(3 * STEPS)) for env in range(ENVS)}
+    assert second.state_dict() == {"folder": str(folder), "snapshots": ["checkpoint_00000001"]}
+    assert len(list((tmp_path / "first" / "shard_0").iterdir())) == 2
     with pytest.raises(ValueError, match="runs already"):
         second.load_state_dict(state)
 
@@ -320,6 +325,12 @@ def test_another_version_is_refused(ray: FakeRay, monkeypatch: pytest.MonkeyPatc
         ReplayService(buffer(), name="it", join=True).draw(4)
 
 
+def test_what_cannot_be_built_there_is_told(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchrl_lightning.distributed.service.zlib.compress", lambda _: b"nothing")
+    with pytest.raises(ServiceFault, match="The replay service cannot begin: error: "):
+        ReplayService(buffer(), name="it").draw(4)
+
+
 def test_rows_of_another_schema_are_refused(ray: FakeRay) -> None:
     service = ReplayService(buffer(), name="it")
     service.extend(rollout(0))
@@ -334,7 +345,7 @@ def test_one_that_was_ended_does_not_come_back(ray: FakeRay) -> None:
     service.extend(rollout(0))
     ray.kill(shard(ray))
     with pytest.raises(ServiceFault, match="has ended and does not come back"):
-        service.extend(rollout(1))
+        service.draw(4)
 
 
 @pytest.mark.parametrize(

@@ -52,9 +52,6 @@ class ServiceActor:
         torch.set_num_threads(1)
         self._buffer: ExperienceBuffer
         self._limiter: RateLimiter
-        self._buffer, self._limiter = pickle.loads(zlib.decompress(payload))
-        if shard:
-            self._buffer.generator.manual_seed(spawn_seed(self._buffer.generator.initial_seed(), "shard", shard))
         self._life = time.time_ns() // 1000
         self._sessions: dict[str, tuple[str, int]] = {}  # of each writer, its session and how much of it is written
         self._acknowledged: dict[str, tuple[str, int]] = {}
@@ -63,9 +60,14 @@ class ServiceActor:
         self._number = 0  # of the next snapshot
         self._fault: Fault | None = None
         try:
+            self._buffer, self._limiter = pickle.loads(zlib.decompress(payload))
+            if shard:
+                self._buffer.generator.manual_seed(spawn_seed(self._buffer.generator.initial_seed(), "shard", shard))
             self._begin(resumed, _is_back())
         except Fault as fault:
             self._fault = fault
+        except Exception as error:  # else Ray would start it again and again
+            self._fault = ServiceFault(f"The replay service cannot begin: {type(error).__name__}: {error}")
 
     def describe(self) -> dict[str, Any]:
         """Return the versions and what the buffer is, for whoever would use it; raise what it could not begin for."""
@@ -189,7 +191,7 @@ class ServiceActor:
         if begun is None:
             return
         self._restore(begun)
-        for later in own[own.index(begun) + 1 :]:  # of a future that is not this run's
+        for later in own[own.index(begun) + 1 :] if continues else ():  # of a future that is not this run's
             shutil.rmtree(later, ignore_errors=True)
 
     def _restore(self, folder: Path) -> None:
