@@ -386,7 +386,8 @@ class ReplayDataModule(ExperienceDataModule):
 
     def _source_over(self, buffer: ExperienceBuffer, learner: Any) -> BatchSource:
         """Build what batches are drawn from; refuse what cannot be drawn from."""
-        source = buffer if self.make_source is None else build_source(self.make_source, buffer, self._root / "service")
+        folder = self._root / "service" / (f"rank_{self._rank}" if self.world_size > 1 else "")
+        source = buffer if self.make_source is None else build_source(self.make_source, buffer, folder)
         check_source(source, learner, normalizes=bool(self.normalize_observation), has_data=self.dataset is not None)
         return source
 
@@ -493,6 +494,5 @@ class ReplayDataModule(ExperienceDataModule):
 
     @cached_property
     def _snapshots(self) -> BufferSnapshots:
-        return BufferSnapshots(
-            Path(self.buffer_dir or self._root / "buffer"), self._rank, of_first_rank(secrets.token_hex(4))
-        )
+        folder = Path(self.buffer_dir or self._root / "buffer")
+        return BufferSnapshots(folder, self._rank, of_first_rank(secrets.token_hex(4)))
