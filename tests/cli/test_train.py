@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import ExitStack
 from types import SimpleNamespace
 
 import gymnasium
@@ -151,3 +152,20 @@ def test_a_profiled_run_without_an_evaluation_draws_its_training_returns(run, tm
     assert "run_training_epoch" in done.stdout + done.stderr
     assert last_line(done.stdout)[4] == "128"
     assert (tmp_path / "run" / "curve.png").exists()
+
+
+def test_torchs_threads_and_numpys_are_as_many_as_the_run_says(monkeypatch):
+    from threadpoolctl import threadpool_info
+
+    from torchrl_lightning.cli import command
+
+    def numpys():
+        return {each["num_threads"] for each in threadpool_info() if each["user_api"] == "blas"}
+
+    before = torch.get_num_threads(), numpys()
+    with ExitStack() as run:
+        monkeypatch.setattr(command, "behind", run)
+        for number in (2, 1):
+            command.use_threads(number)
+            assert (torch.get_num_threads(), numpys()) == (number, {number})
+    assert (torch.get_num_threads(), numpys()) == before

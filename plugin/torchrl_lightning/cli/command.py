@@ -60,13 +60,16 @@ def whole_output() -> Iterator[None]:
 
 
 def use_threads(number: int) -> None:
-    """Compute in so many of torch's threads until the task is over."""
+    """Compute in so many of torch's threads, and of numpy's, until the task is over."""
+    import numpy  # noqa: F401  # whose library must be there when it is limited
     import torch
+    from threadpoolctl import threadpool_limits
 
     from torchrl_lightning.environments.threads import kept_threads
 
     behind.enter_context(kept_threads())
     torch.set_num_threads(number)
+    behind.enter_context(threadpool_limits(number, user_api="blas"))
 
 
 def quiet() -> None:
