@@ -25,7 +25,7 @@ def test_the_ratio_is_kept_within_its_bound(
 ) -> None:
     bound = (ratio * insert + draw) / 2 + slack
     limiter, coin = RateLimiter(ratio, bound, min_size), random.Random(seed)
-    for _ in range(300):
+    for _ in range(1000):
         may_insert, may_draw = limiter.admits_insert(insert), limiter.admits_draw(draw)
         assert may_insert or may_draw  # nobody waits for ever
         if may_insert and (not may_draw or coin.random() < 0.5):
