@@ -1,138 +1,121 @@
-"""Several updates in one step of Lightning's are the same updates."""
+"""How many updates a step of Lightning's makes: chosen where nobody says it, one where somebody counts or sees them."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
+import logging
+from pathlib import Path
+from typing import Any
 
 import lightning as L
 import pytest
 import torch
-from tensordict import TensorDictBase
+from lightning.pytorch.callbacks import ModelCheckpoint, Timer
 
-from kit.replay import dqn, fit, replay_data, stored
-from kit.runs import SaveAt, parameters
-from torchrl_lightning import UpdateBatches, updates_of
-from torchrl_lightning.learn import DQNModule
-
-EXACT = {"reset_at_each_batch": True, "frames_per_batch": 8, "frames_per_update": 0.7}
-ROLLING = {"frames_per_update": 3.7, "num_envs": 4}
+from kit.replay import dqn, experience, fit, replay_data
+from kit.runs import parameters
+from torchrl_lightning import DQNModule, MLPNetwork, ReplayDataModule, SACModule
+from torchrl_lightning.datamodules import updates_per_step
 
 
-class Noting(DQNModule):
-    """Notes what there is when each update begins; one of them may fail."""
-
-    fails_at = -1
-
-    def terms(self, batch):
-        data = self.trainer.datamodule
-        if self.updates == self.fails_at:
-            raise RuntimeError("out of luck")
-        self.__dict__.setdefault("seen", []).append((data.updates, data.frames, float(self.policy.amount)))
-        return super().terms(batch)
+def sac() -> SACModule:
+    torch.manual_seed(0)
+    return SACModule(MLPNetwork([8], "relu"))
 
 
+def pendulum(**settings: Any) -> ReplayDataModule:
+    sizes = {"num_envs": 2, "batch_size": 8, "updates_per_epoch": 10, "warmup_frames": 40, "eval_episodes": 2}
+    return ReplayDataModule("Pendulum-v1", buffer=experience(), seed=0, **{**sizes, **settings})
+
+
+@pytest.mark.parametrize(("make", "module"), [(replay_data, dqn), (pendulum, sac)])
+def test_weights_do_not_depend_on_it(make: Any, module: Any, tmp_path: Path) -> None:
+    found = []
+    for number in (1, "auto", 3):
+        data = make(updates_per_step=number)
+        learner, run = fit(tmp_path, data, module())
+        found.append(parameters(learner))
+        assert run.global_step > 0
+        assert run.fit_loop.epoch_loop.batch_progress.total.completed == {1: 20, "auto": 2, 3: 8}[number]
+        assert (data.updates, data.frames) == (20, 60)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+@pytest.mark.parametrize(("most", "expected"), [(2**30, 16), (100, 8), (1, 1)])
+def test_it_follows_from_the_size_of_an_update(
+    most: int, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(updates_per_step, "TABLE", ((most, 16), (10 * most, 8)))  # an update has 58 * 8
+    data = replay_data(updates_per_step="auto")
+    with caplog.at_level(logging.INFO, "torchrl_lightning"):
+        fit(tmp_path, data, max_epochs=1)
+    assert data._step.number == expected
+    assert f"updates_per_step=auto: {expected} (58 parameters, batches of 8)." in caplog.text
+
+
+class Stepping(DQNModule):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        super().training_step(batch, batch_idx)
+
+
+class Looping(Stepping):
+    loops_over_updates = True
+
+
+class Seeing(L.Callback):
+    def on_train_batch_end(self, *_: Any) -> None:
+        pass
+
+
+class Apart(L.Callback):
+    def on_train_epoch_end(self, *_: Any) -> None:
+        pass
+
+
+@pytest.mark.filterwarnings("ignore:Using ModelCheckpoint with manual optimization")
 @pytest.mark.parametrize(
-    ("buffer", "settings", "more", "precision"),
+    ("settings", "reason"),
     [
-        ("uniform", ROLLING, {}, "32-true"),
-        ("prioritized", ROLLING, {}, "32-true"),
-        ("sequence", ROLLING, {"recurrent": True, "refresh_states": True}, "32-true"),
-        ("prioritized", EXACT, {}, "32-true"),
-        ("sequence", EXACT, {"recurrent": True, "refresh_states": True}, "32-true"),
-        ("prioritized", ROLLING, {"learning_rate": 0.1}, "bf16-mixed"),
+        ({"max_steps": 5}, "max_steps or min_steps counts them"),
+        ({"val_check_interval": 3, "limit_val_batches": 1}, "val_check_interval=3 counts them"),
+        ({"limit_train_batches": 4}, "limit_train_batches=4 counts them"),
+        ({"callbacks": [lambda: ModelCheckpoint(every_n_train_steps=2)]}, "every_n_train_steps of ModelCheckpoint"),
+        ({"callbacks": [Seeing]}, "Seeing has hooks on batches"),
+        ({"module": Stepping}, "Stepping does not declare loops_over_updates"),
+        ({"callbacks": [lambda: ModelCheckpoint(every_n_epochs=1), Apart, Timer]}, None),
+        ({"module": Looping}, None),
     ],
 )
-def test_frames_batches_and_weights_are_those_of_one_update_a_step(buffer, settings, more, precision, tmp_path):
-    runs = []
-    for count in (1, 4):
-        data, module = replay_data(buffer, updates_per_step=count, **settings), dqn(Noting, **more)
-        fit(tmp_path, data, module, precision=precision)
-        runs.append((data, module))
-    # Ten updates are steps of four, four and two.
-    assert len(data.train_dataloader()) == 3
-    (data, module), (data_too, module_too) = runs
-    assert module.seen == module_too.seen
-    assert (data.updates, data.frames) == (data_too.updates, data_too.frames)
-    assert torch.equal(stored(data), stored(data_too))
-    assert torch.equal(parameters(module), parameters(module_too))
-    if hasattr(data.buffer.sampler, "table"):
-        cells = torch.arange(len(data.buffer))
-        assert torch.equal(*(each.buffer.sampler.table.tree[cells] for each in (data, data_too)))
-    timeless = [{k: v for k, v in each.metrics().items() if not k.startswith("time/")} for each in (data, data_too)]
-    assert timeless[0] == timeless[1]
+def test_it_is_one_where_each_step_has_to_be_an_update(
+    settings: dict[str, Any], reason: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = {"max_epochs": 1, **settings}
+    settings["callbacks"] = [make() for make in settings.get("callbacks", ())]
+    data = replay_data(updates_per_step="auto")
+    with caplog.at_level(logging.INFO, "torchrl_lightning"):
+        fit(tmp_path, data, dqn(settings.pop("module", DQNModule)), **settings)
+    assert data._step.number == (1 if reason else 16)
+    assert reason is None or reason in caplog.text
 
 
-class Counting(L.Callback):
-    """Counts what Lightning calls around an update."""
-
-    def __init__(self):
-        self.seen = Counter()
-
-    def on_before_backward(self, trainer, pl_module, loss):
-        self.seen["backward"] += 1
-
-    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
-        self.seen["optimizer"] += 1
-
-
-def test_lightnings_hooks_and_counter_run_once_for_a_step(tmp_path):
-    counting, data = Counting(), replay_data("uniform", updates_per_step=4, **ROLLING)
-    _, run = fit(tmp_path, data, callbacks=[counting])
-    assert data.updates == 20  # in two epochs of three steps
-    assert run.global_step == 6
-    assert counting.seen == {"backward": 6, "optimizer": 6}
+def test_a_resumed_run_keeps_it_and_one_of_before_had_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, run = fit(tmp_path, replay_data(updates_per_step="auto"), max_epochs=1)
+    run.save_checkpoint(tmp_path / "one.ckpt")
+    monkeypatch.setattr(updates_per_step, "TABLE", ())
+    data = replay_data(updates_per_step="auto")
+    fit(tmp_path, data, ckpt_path=tmp_path / "one.ckpt")
+    assert (data._step.number, data.updates) == (16, 20)
+    monkeypatch.undo()
+    state = torch.load(tmp_path / "one.ckpt", weights_only=True)["ReplayDataModule"]
+    del state["ranks"][0]["updates_per_step"]
+    data = replay_data(updates_per_step="auto")
+    data.load_state_dict(state)
+    assert data._step.number == 1
 
 
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory):
-    """A run of one update a step: its data, and its module."""
-    data = replay_data("prioritized", **EXACT)
-    return data, fit(tmp_path_factory.mktemp("whole"), data, dqn(Noting), max_epochs=3)[0]
-
-
-@pytest.mark.parametrize("fails_at", [14, 16, 17])
-def test_a_run_that_ended_inside_a_step_goes_on_with_the_update_that_failed(fails_at, uninterrupted, tmp_path):
-    first, resumed = (replay_data("prioritized", updates_per_step=4, **EXACT) for _ in range(2))
-    failing, save = dqn(Noting), SaveAt(tmp_path / "at.ckpt", "on_exception")
-    failing.fails_at = fails_at
-    with pytest.raises(RuntimeError, match="out of luck"):
-        fit(tmp_path, first, failing, max_epochs=3, callbacks=[save])
-    module, _ = fit(tmp_path, resumed, dqn(Noting, seed=99), tmp_path / "at.ckpt", max_epochs=3)
-    # Frames, updates and exploration of each update; its batch is drawn anew.
-    whole, module_too = uninterrupted
-    assert failing.seen + module.seen == module_too.seen
-    assert (resumed.updates, resumed.frames, len(stored(resumed))) == (whole.updates, whole.frames, len(stored(whole)))
-
-
-def test_each_batch_passes_the_hooks(tmp_path):
-    passed = []
-
-    def pass_on(batch, dataloader_idx):
-        passed.append(batch)
-        return batch
-
-    def copied(batch, device, dataloader_idx):
-        return batch.clone() if isinstance(batch, TensorDictBase) else batch
-
-    class Learner(DQNModule):
-        def training_step(self, batch, batch_idx):
-            for part in updates_of(batch):
-                super().training_step(part, batch_idx)
-                assert "td_error" in part
-
-    data = replay_data(updates_per_epoch=4, updates_per_step=4)
-    data.on_before_batch_transfer, data.transfer_batch_to_device = pass_on, copied
-    fit(tmp_path, data, dqn(Learner), max_epochs=1)
-    assert sum(isinstance(batch, TensorDictBase) for batch in passed) == 4
-
-
-def test_lightning_does_not_draw_when_it_looks_for_a_size():
-    assert not isinstance(UpdateBatches(iter([])), Iterable)
-
-
-def test_a_module_that_makes_one_update_is_refused(tmp_path):
-    module = dqn()
-    module.automatic_optimization = True
-    with pytest.raises(ValueError, match=r"DQNModule has automatic_optimization=True.*or take updates_per_step=1"):
-        fit(tmp_path, replay_data(updates_per_step=2), module)
+@pytest.mark.parametrize("value", ["automatic", 0, 2.5, True])
+def test_what_is_no_number_of_updates_is_refused(value: Any) -> None:
+    with pytest.raises(
+        ValueError, match=r"updates_per_step must be 'auto' or a positive integer, got .*; leave it out"
+    ):
+        replay_data(updates_per_step=value)

@@ -18,7 +18,7 @@ from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-from torchrl_lightning.datamodules.adapters import ReplayHooks, batches_served, outside_autocast
+from torchrl_lightning.datamodules.adapters import Batches, ReplayHooks, batches_served, outside_autocast
 from torchrl_lightning.datamodules.base import ExperienceDataModule
 from torchrl_lightning.datamodules.dataset import BufferedDataset, refuse_collection
 from torchrl_lightning.datamodules.discounts import check_discount, discount_of
@@ -26,6 +26,7 @@ from torchrl_lightning.datamodules.environments import is_ready
 from torchrl_lightning.datamodules.snapshots import BufferSnapshots
 from torchrl_lightning.datamodules.sources import BatchSource, RowStore, build_source, check_source
 from torchrl_lightning.datamodules.steps import LentSteps, Steps, plain_batch, read_batch
+from torchrl_lightning.datamodules.updates_per_step import StepSize, count_or_auto
 from torchrl_lightning.demonstrations.dataset import dataset_path
 from torchrl_lightning.environments.origins import cut_off
 from torchrl_lightning.files import check_writable
@@ -77,7 +78,8 @@ class ReplayDataModule(ExperienceDataModule):
             for them. Environments are stepped and the batch is drawn before each of them, so that frames, batches and
             weights are those of one update a step; ``global_step`` counts steps. Above 1, the module optimizes manually
             and learns from each batch of :func:`~torchrl_lightning.updates_of`, as ours do. The last step of an epoch
-            has what is left.
+            has what is left. ``"auto"`` chooses by the size of network and batch; a resumed run keeps it. It is 1 where
+            the trainer or a callback counts or sees batches, or the module does not declare ``loops_over_updates``.
         frames_per_update: new frames for each update, over all environments of this rank; may be below 1. If None, 1,
             and 0 with a data set.
         warmup_frames: frames collected with random actions before the first update (by our own collector; one that is
@@ -111,7 +113,7 @@ class ReplayDataModule(ExperienceDataModule):
     dataset: Any = None
     batch_size: Count = 256
     updates_per_epoch: Count = 1000
-    updates_per_step: Count = 1
+    updates_per_step: Annotated[int | str, count_or_auto] = 1
     frames_per_update: Annotated[float, optional(not_negative)] = setting(default=None)
     warmup_frames: int = setting(default=None)
     write_back: Sequence[NestedKey] | None = None
@@ -126,6 +128,7 @@ class ReplayDataModule(ExperienceDataModule):
         **ExperienceDataModule.RUN_STATE,
         "updates": Kept(whole(), "_learned"),
         "in_step": Kept(whole(), "_in_step"),
+        "updates_per_step": Kept(optional(whole(1)), "_step.kept", missing=1),
         "refilled": Kept(whole(), "_refilled"),
         "batch": Kept(read_batch, "_pending", plain_batch, missing=None),
     }
@@ -148,6 +151,7 @@ class ReplayDataModule(ExperienceDataModule):
         """Updates whose batch was drawn."""
         self._refilled = 0  # frames that are collected anew, because a checkpoint held no buffer
         self._in_step = 0  # updates that an unfinished step has made
+        self._step = StepSize(self.updates_per_step)
         self._dataset: BufferedDataset | None = None  # until the buffer is filled
         self._source: Any = None  # a BatchSource, from setup on
         self._rows: RowStore | None = None  # the source, where it keeps the rows itself
@@ -176,8 +180,7 @@ class ReplayDataModule(ExperienceDataModule):
     @property
     def _pending(self) -> TensorDictBase | None:
         """The batch that was drawn and not learned from; a run without its buffer draws another one."""
-        served = self._resumed if self._served is None else self._served
-        return None if self._kept == "none" else served
+        return None if self._kept == "none" else self._resumed if self._served is None else self._served
 
     @_pending.setter
     def _pending(self, batch: TensorDictBase | None) -> None:
@@ -191,7 +194,7 @@ class ReplayDataModule(ExperienceDataModule):
     @property
     def batches_per_epoch(self) -> int:
         """Steps of Lightning's in an epoch, the same on every rank."""
-        return -(-self.updates_per_epoch // self.updates_per_step)
+        return -(-self.updates_per_epoch // self._step.number)
 
     @property
     def clock(self) -> tuple[int, str]:
@@ -215,12 +218,7 @@ class ReplayDataModule(ExperienceDataModule):
         self._rewritten = getattr(learner, "rewritten_keys", self._rewritten)
         self._gamma, self._ranks = discount_of(learner, buffer), self.world_size
         if learner is not None:
-            if self.updates_per_step > 1 and learner.automatic_optimization:
-                raise ValueError(
-                    f"updates_per_step={self.updates_per_step} needs a module that makes several updates in a step, "
-                    f"but {type(learner).__name__} has automatic_optimization=True. Optimize manually, once for each "
-                    "batch of updates_of(batch), or take updates_per_step=1."
-                )
+            self._step.begin(learner)
             self._hooks.attach(learner.trainer)
         if not len(buffer) and not self.updates:
             buffer.generator.manual_seed(self._spawn_seed("buffer"))
@@ -253,6 +251,11 @@ class ReplayDataModule(ExperienceDataModule):
 
     # ------------------------------------------------------------------ the stream
 
+    def train_dataloader(self) -> Batches:
+        """Return the stream of training steps."""
+        self._step.choose(self.trainer, self.batch_size)
+        return super().train_dataloader()
+
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Keep the batch that the module learns from: its loss writes the new priorities into it."""
         if self._is_drawn:
@@ -265,7 +268,7 @@ class ReplayDataModule(ExperienceDataModule):
         dataset, self._dataset = self._dataset, None
         if dataset is not None and not len(self.buffer):  # a checkpoint has not brought it
             dataset.write(module.policy, self._note if self._normalization.is_on and not self.updates else None)
-        size = self.updates_per_step
+        size = self._step.number
         self._seconds = {"time/collect": 0.0, "time/sample": 0.0}
         update = batches_served(self.trainer) * size + self._in_step
         end = min(self._epoch_length() * size, self.updates_per_epoch)
@@ -295,7 +298,7 @@ class ReplayDataModule(ExperienceDataModule):
 
     def _draw(self, module: Any, update: int, end: int) -> TensorDictBase | None:
         """Collect what an update of an epoch of ``end`` waits for, and return its batch; None if collection ended."""
-        self._in_step = update % self.updates_per_step
+        self._in_step = update % self._step.number
         began = time.perf_counter()
         while self._waits_for_frames() or not len(self._kept_rows):
             if not self._collect_frames(module):
@@ -314,8 +317,7 @@ class ReplayDataModule(ExperienceDataModule):
         self._is_drawn = True
         self._seconds["time/collect"] += drawing - began
         self._seconds["time/sample"] += time.perf_counter() - drawing
-        is_spent = self._is_spent()
-        if is_spent or update + 1 == end:
+        if (is_spent := self._is_spent()) or update + 1 == end:
             self._metrics = {**self._seconds, **self._episodes.summary()}
         if is_spent and self.trainer is not None:
             self.trainer.should_stop = True

@@ -56,6 +56,8 @@ class LossModuleAgent(AgentModule):
         'QValueActor'
     """
 
+    loops_over_updates = True
+
     loss: LossModule | Callable[[Any], LossModule] = setting(kw_only=False)
     acting: nn.Module | Callable[[Any], nn.Module] | None = setting(default=None, alias="policy")
     target_updater: Callable[[LossModule], TargetNetUpdater] | None = None

@@ -64,6 +64,7 @@ class OffPolicyModule(TermsModule):
 
     CONFIG_NAME: ClassVar[str | None] = None
     learns_from = "replay"
+    loops_over_updates = True
     stream_for_it = "data=uniform (ReplayDataModule)"
     followed: ClassVar[Sequence[str]]
 

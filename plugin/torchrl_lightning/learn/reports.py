@@ -63,6 +63,9 @@ class ReportingModule(L.LightningModule):
     evaluation_metrics: ClassVar[tuple[str, ...]] = ("eval/return", "eval/return_std", "eval/length", "eval/success")
     """What :meth:`validation_step` logs, the last one where an environment says it."""
 
+    loops_over_updates: ClassVar[bool] = False
+    """Whether ``training_step`` learns from each batch of :func:`~torchrl_lightning.updates_of`."""
+
     def __init__(self) -> None:
         super().__init__()
         self.metric_sums = MetricSums()

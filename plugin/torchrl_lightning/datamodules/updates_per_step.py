@@ -1,0 +1,132 @@
+"""How many updates a step of Lightning's makes, where nobody says it."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from lightning.pytorch.callbacks import Callback, Checkpoint, ProgressBar, Timer
+from torch.nn.parameter import is_lazy
+
+from torchrl_lightning.ranges import integer
+
+logger = logging.getLogger(__name__)
+
+AUTO = "auto"
+# Parameters times samples of a batch, up to which so many updates are made. Lightning takes as long for a step as an
+# update of a small network takes; one of two layers of 256, on 256 samples, is in the last row.
+TABLE = ((2**21, 16), (2**25, 8), (2**31, 4))
+HOOKS = (
+    "on_train_batch_start",
+    "on_train_batch_end",
+    "on_before_zero_grad",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_before_batch_transfer",
+    "transfer_batch_to_device",
+    "on_after_batch_transfer",
+)
+
+
+def count_or_auto(value: Any, name: str) -> int | str:
+    """Return a positive integer, or ``"auto"``."""
+    try:
+        return AUTO if isinstance(value, str) and value == AUTO else integer(value, name)
+    except ValueError:
+        raise ValueError(f"{name} must be 'auto' or a positive integer, got {value!r}; leave it out.") from None
+
+
+class StepSize:
+    """How many updates a step makes: as given, or as chosen before the first epoch of a fit.
+
+    Args:
+        given: The number, or ``"auto"``.
+    """
+
+    def __init__(self, given: int | str) -> None:
+        self._given = given if isinstance(given, int) else None
+        self._chosen: int | None = None
+
+    @property
+    def kept(self) -> int | None:
+        """What a checkpoint keeps; None before it is chosen. One that is given stands over a checkpoint's."""
+        return self._chosen if self._given is None else self._given
+
+    @kept.setter
+    def kept(self, number: int | None) -> None:
+        self._chosen = number
+
+    @property
+    def number(self) -> int:
+        """Updates of a step."""
+        return self.kept or 1
+
+    def begin(self, learner: Any) -> None:
+        """Begin a fit; refuse, by a ValueError, several updates of a module that optimizes automatically."""
+        self._chosen = None
+        if self.number > 1 and learner.automatic_optimization:
+            raise ValueError(
+                f"updates_per_step={self.number} needs a module that makes several updates in a step, "
+                f"but {type(learner).__name__} has automatic_optimization=True. Optimize manually, once for each "
+                "batch of updates_of(batch), or take updates_per_step=1."
+            )
+
+    def choose(self, trainer: Any, batch_size: int) -> None:
+        """Choose by the size of an update, where nothing is chosen yet, and log it.
+
+        It is 1 where something counts or sees steps, for which each has to be an update.
+        """
+        if self.kept is not None or trainer is None:
+            return
+        learner = trainer.lightning_module
+        reason = _reason_for_one(trainer, learner)
+        parameters = sum(each.numel() for each in learner.parameters() if each.requires_grad and not is_lazy(each))
+        fitting = (updates for most, updates in TABLE if parameters * batch_size <= most)
+        self._chosen = next(fitting, 1) if reason is None else 1
+        if trainer.is_global_zero:
+            shown = f"{parameters} parameters, batches of {batch_size}" if reason is None else reason
+            logger.info("updates_per_step=auto: %d (%s).", self._chosen, shown)
+
+
+def _reason_for_one(trainer: Any, learner: Any) -> str | None:
+    """Return why each step has to be an update; None if several may be in one."""
+    name = type(learner).__name__
+    if learner.automatic_optimization:
+        return f"{name} optimizes automatically"
+    if not _loops(learner):
+        return f"{name} does not declare loops_over_updates = True beside its training_step"
+    if trainer.max_steps != -1 or trainer.min_steps:
+        return "max_steps or min_steps counts them"
+    if isinstance(trainer.val_check_interval, int):
+        return f"val_check_interval={trainer.val_check_interval} counts them"
+    if trainer.limit_train_batches != 1.0 or isinstance(trainer.limit_train_batches, int):
+        return f"limit_train_batches={trainer.limit_train_batches} counts them"
+    counting = next((each for each in trainer.callbacks if getattr(each, "_every_n_train_steps", 0)), None)
+    if counting is not None:
+        return f"every_n_train_steps of {type(counting).__name__} counts them"
+    seeing = next((each for each in (learner, trainer.datamodule, *trainer.callbacks) if _sees_updates(each)), None)
+    return None if seeing is None else f"{type(seeing).__name__} has hooks on batches"
+
+
+def _loops(learner: Any) -> bool:
+    """Return whether a module says that its training step, and not one that it overrides, learns from each update."""
+    for kind in type(learner).__mro__:
+        if "loops_over_updates" in vars(kind):
+            return bool(learner.loops_over_updates)
+        if "training_step" in vars(kind):
+            return False
+    return False
+
+
+def _sees_updates(part: Any) -> bool:
+    """Return whether it has hooks on batches that are neither ours nor harmless ones of Lightning."""
+    harmless = not isinstance(part, Callback) or isinstance(part, ProgressBar | Checkpoint | Timer)
+    for name in HOOKS:
+        hook = getattr(part, name, None)
+        if hook is None or getattr(hook, "__func__", hook) is getattr(Callback, name, None):
+            continue
+        maker = str(getattr(hook, "__module__", "")).partition(".")[0]
+        if maker != "torchrl_lightning" and not (maker == "lightning" and harmless):
+            return True
+    return False
