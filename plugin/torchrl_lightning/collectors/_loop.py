@@ -60,9 +60,8 @@ class RolloutLoop:
         for key, value in self.recurrent.items():
             self._step[key] = value
         self._next_states = {key: join((), next_key(key)) for key in self.states}
-        self._standing: Callable[[], Outputs] | None = (
-            None  # prepared for the step's tensors, which stay where they are
-        )
+        # Prepared for the step's tensors, which stay where they are.
+        self._standing: Callable[[], Outputs] | None = None
         self._unsaid: dict[NestedKey, Tensor] | None = None
         self._is_new = True  # nothing was looked at that is not looked at each time
         self._is_nested = any(isinstance(value, TensorDictBase) for value in level_of(self._step).values())

@@ -203,8 +203,8 @@ class ReplayDataModule(ExperienceDataModule):
 
     def metrics(self) -> dict[str, float]:
         """Add the number of updates, and as ``replay/size`` what the buffer holds."""
-        own = {} if self.buffer is None else {"replay/size": float(len(self._kept_rows))}
-        own |= {} if self._rows is None else self._rows.metrics()
+        own = {} if self.buffer is None else {"replay/size": float(len(self.buffer))}
+        own = own if self._rows is None else self._rows.metrics()
         return {**super().metrics(), "updates": float(self.updates), **own}
 
     def _build_parts(self) -> None:

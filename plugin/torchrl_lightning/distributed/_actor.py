@@ -35,7 +35,7 @@ class RolloutActor:
     ) -> None:
         sys.path.extend(folder for folder in path if folder not in sys.path)
         self._task = payload, number, count, begun
-        self._first = self._begun = begun
+        self._begun = begun
         self._writer, self._left_out = writer, left_out
         self._worker: Worker | None = None
         self._version = -1
@@ -66,7 +66,7 @@ class RolloutActor:
                 cut_off(rollout)
             ids = rollout[ENV_IDS][:, 0].tolist()
             self._writer.write(as_arrays(rollout.exclude(*self._left_out)), ids)
-            if self._begun - 1 > self._first:
+            if self._begun - 1 > self._task[-1]:  # not the first one of this actor
                 rollout = rollout.select(*COUNTED, strict=False)
         return self._begun - 1, as_arrays(rollout)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import pickle
 import re
 import shutil
@@ -16,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tensordict import TensorDict
 
 from torchrl_lightning.distributed._wire import Arrays, Draws, Learned, Receipt, packed, unpacked
 from torchrl_lightning.distributed.cluster import ServiceFault, installed
@@ -25,8 +23,6 @@ from torchrl_lightning.environments.seeds import spawn_seed
 from torchrl_lightning.files import read_state, write_state
 from torchrl_lightning.fitting import Fault
 from torchrl_lightning.replay import ExperienceBuffer
-
-logger = logging.getLogger(__name__)
 
 VERSION = 1
 _KEPT = 2  # snapshots of each kind
@@ -76,7 +72,7 @@ class ServiceActor:
         return {"versions": installed(), "buffer": described(self._buffer)}
 
     # -- writing -----------------------------------------------------------------------------------------------------
-    async def insert(self, writer: str, session: str, number: int, rows: Arrays, env_ids: list[int] | None) -> Receipt:
+    async def insert(self, writer: str, session: str, number: int, rows: Arrays, env_ids: list[int]) -> Receipt:
         """Write a rollout ``[T, N, *F]`` once it may be; one that is written already is passed over.
 
         One ahead of what is written, because earlier ones were lost with this actor, is passed over, too: the receipt
@@ -88,9 +84,8 @@ class ServiceActor:
         async with self._changed:
             await self._changed.wait_for(lambda: self._limiter.admits_insert(shape[0] * shape[1]))
             if number == self._written(writer, session):
-                rollout = TensorDict({key: torch.tensor(value) for key, value in rows.items()}, shape)
-                ids = None if env_ids is None else torch.tensor(env_ids)
-                self._buffer.extend(rollout, ids, time_dim=0)
+                rollout = unpacked(shape, ["time", None], rows)
+                self._buffer.extend(rollout, torch.tensor(env_ids))
                 self._limiter.inserted += rollout.numel()
                 self._sessions[writer] = session, number + 1
                 self._changed.notify_all()
@@ -115,8 +110,7 @@ class ServiceActor:
     # -- drawing -----------------------------------------------------------------------------------------------------
     async def draw(self, batch_size: int, count: int, learned: Sequence[Learned]) -> Draws:
         """Take back what was learned, and draw so many batches once they may be."""
-        for each in learned:
-            self._take_back(each)
+        self.take_back(learned)
         rows = batch_size * count
         async with self._changed:
             await self._changed.wait_for(lambda: self._limiter.admits_draw(rows))

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from torchrl_lightning.distributed._wire import Arrays, Receipt
-from torchrl_lightning.distributed.cluster import ServiceFault
+from torchrl_lightning.distributed.cluster import ServiceFault, in_one_line
 from torchrl_lightning.fitting import Fault
 
 logger = logging.getLogger(__name__)
@@ -21,8 +21,13 @@ PATIENCE = 300.0  # seconds in which a shard that died may be back
 _PAUSE = 0.2
 
 
-def answer(ask: Callable[..., Any], *args: Any) -> Any:
+def answer(ask: Callable[..., Any], *args: Any, sent: Any = None) -> Any:
     """Return what a shard answers to ``ask(*args)``, a request; ask again where it dies, until it is back.
+
+    Args:
+        ask: Sends the request.
+        args: Its arguments.
+        sent: The request, where it is under way already.
 
     Raises:
         Fault: It refuses the request.
@@ -33,23 +38,22 @@ def answer(ask: Callable[..., Any], *args: Any) -> Any:
     began: float | None = None
     while True:
         try:
-            return ray.get(ask(*args))
+            request, sent = ask(*args) if sent is None else sent, None
+            return ray.get(request)
         except ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, Fault):
                 raise error.cause from None
-            raise ServiceFault(f"The replay service refuses this: {_line(error.cause)}") from error
+            raise ServiceFault(f"The replay service refuses this: {in_one_line(error.cause)}") from error
         except (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError) as error:
             now = time.monotonic()
             if began is None:
                 began = now
-                logger.warning("the replay service died; it goes on from its snapshot (%.200s).", _line(error))
+                logger.warning("the replay service died; it goes on from its snapshot (%.200s).", in_one_line(error))
             if now - began > PATIENCE or _is_ended(error):
-                raise ServiceFault(f"The replay service has ended and does not come back: {_line(error)}") from error
+                raise ServiceFault(
+                    f"The replay service has ended and does not come back: {in_one_line(error)}"
+                ) from error
             time.sleep(_PAUSE)
-
-
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())
 
 
 def _is_ended(error: Exception) -> bool:
@@ -134,8 +138,7 @@ class ShardWriter:
         sent, self._sent = self._sent, None
         if sent is None:
             return
-        first = [sent]
-        self._note(answer(lambda: first.pop() if first else self._send(-1)))
+        self._note(answer(self._send, -1, sent=sent))
         self._send_again()
 
     def _send_again(self) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from tensordict import TensorDict, TensorDictBase
@@ -42,15 +41,12 @@ class Learned(NamedTuple):
 
 def as_arrays(rollout: TensorDict) -> Arrays:
     """Return the entries of a rollout ``[N, T]`` as contiguous arrays ``[T, N, *F]``, which travel without a copy."""
-    leaves = rollout.items(include_nested=True, leaves_only=True)
-    return {key: np.ascontiguousarray(value.transpose(0, 1).numpy()) for key, value in leaves}
+    return packed(rollout.transpose(0, 1))[2]
 
 
 def as_rollout(arrays: Arrays) -> TensorDict:
-    """Copy arrays ``[T, N, *F]`` into a rollout ``[N, T]``: to write into Ray's object store would end the process."""
-    steps, num_envs = next(iter(arrays.values())).shape[:2]
-    tensors = {key: torch.from_numpy(value.copy()) for key, value in arrays.items()}
-    return TensorDict(tensors, [steps, num_envs], names=["time", None]).transpose(0, 1)
+    """Copy arrays ``[T, N, *F]`` into a rollout ``[N, T]``."""
+    return unpacked(next(iter(arrays.values())).shape[:2], ["time", None], arrays).transpose(0, 1)
 
 
 def weights_of(policy: object) -> Arrays | None:

@@ -112,5 +112,10 @@ def check_room(ray: Any, count: int, each: Mapping[str, Any]) -> None:
             )
 
 
+def in_one_line(error: BaseException) -> str:
+    """Return what an error says, without its breaks."""
+    return " ".join(str(error).split())
+
+
 def _line(error: BaseException) -> str:
-    return " ".join(str(error).split()).rstrip(".")[:300]
+    return in_one_line(error).rstrip(".")[:300]

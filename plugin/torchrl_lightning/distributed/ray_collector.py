@@ -17,7 +17,7 @@ from torchrl.envs.utils import ExplorationType
 from torchrl_lightning.collectors.workers import WorkersCollector
 from torchrl_lightning.distributed._actor import RolloutActor
 from torchrl_lightning.distributed._wire import as_rollout, weights_of
-from torchrl_lightning.distributed.cluster import ClusterFault, ServiceFault, check_room, installed, joined
+from torchrl_lightning.distributed.cluster import ClusterFault, ServiceFault, check_room, in_one_line, installed, joined
 from torchrl_lightning.distributed.service import ReplayService
 from torchrl_lightning.environments.faults import EnvironmentFault, WorkerFault
 from torchrl_lightning.environments.played import FollowedReplaySource
@@ -251,7 +251,7 @@ class RayCollector(WorkersCollector):
         else:
             self.deaths += 1
             self._failures[worker] += 1
-            reason = " ".join(str(error).split())
+            reason = in_one_line(error)
             if self.sync or self._failures[worker] >= _TRIES:
                 times = f" {self._failures[worker]} times in succession" if self._failures[worker] > 1 else ""
                 mend = "With sync=True nobody takes its place: resume the run. " if self.sync else ""

@@ -203,8 +203,7 @@ class ReplayService(Nameable):
 
     def _receive(self) -> None:
         ref, shard, asked = self._calls.popleft()
-        first = [ref]
-        draws = answer(lambda: first.pop() if first else self._ask(shard))
+        draws = answer(self._ask, shard, sent=ref)
         self._counts[shard] = draws.size, draws.inserted, draws.drawn
         self._drawn.extend((batch, shard, draws.life, asked) for batch in draws.batches)
 
