@@ -3,11 +3,13 @@ from __future__ import annotations
 import logging
 from contextlib import ExitStack
 from types import SimpleNamespace
+from unittest import mock
 
 import gymnasium
 import pytest
 import torch
 import yaml
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from tensordict import TensorDict
 
 from cli.commands import TINY, last_line
@@ -88,6 +90,18 @@ def test_long_names_of_different_runs_differ():
     long = [f"+data.env_kwargs.a_setting_with_a_long_name_{number}=1" for number in range(4)]
     names = {folder_name({"experiment": "ppo_cartpole"}, [*long, f"model.gamma={gamma}"]) for gamma in (0.9, 0.95)}
     assert [len(name) for name in names] == [120, 120]
+
+
+def test_a_config_is_composed_once_and_recorded_as_hydra_does(run, tmp_path):
+    original = ConfigLoaderImpl._load_configuration_impl
+    with mock.patch.object(
+        ConfigLoaderImpl, "_load_configuration_impl", autospec=True, side_effect=original
+    ) as compose:
+        run("train", "data.num_envs=0", "hydra.run.dir=run", expect=1)
+    assert compose.call_count == 1
+    kept = yaml.safe_load((tmp_path / "run/.hydra/hydra.yaml").read_text())["hydra"]
+    assert kept["mode"] == "RUN"
+    assert kept["overrides"] == {"hydra": ["hydra.run.dir=run", "hydra.mode=RUN"], "task": ["data.num_envs=0"]}
 
 
 def test_powers_of_ten_are_integers_where_frames_are_counted(run, tmp_path):

@@ -16,6 +16,7 @@ from tensordict.nn import TensorDictModule
 from torchrl.envs import GymWrapper
 
 from kit.counting import ShiftedEnv, still_policy
+from kit.forks import forked_workers
 from torchrl_lightning import LoadedPolicy, environment_specs, make_vector_env
 from torchrl_lightning.cli.record import scripted_policy
 from torchrl_lightning.collectors import AsynchronousCollector, GymnasiumCollector, play_episodes
@@ -35,16 +36,18 @@ SPACES = {
 SIZES: dict[str, Any] = {"num_envs": 2, "frames_per_batch": 40, "seed": 0}
 
 
-def rollout(collector: Any) -> Any:
-    rows = collector.rollout()
-    collector.shutdown()
+def rollout(build: Callable[..., Any], make: Any, **options: Any) -> Any:
+    with forked_workers():
+        collector = build(make, **SIZES, **options)
+        rows = collector.rollout()
+        collector.shutdown()
     return rows
 
 
 WAYS: dict[str, Callable[[Any], Any]] = {
-    "sync": lambda make: rollout(GymnasiumCollector(make, **SIZES)),
-    "async": lambda make: rollout(GymnasiumCollector(make, vectorization="async", **SIZES)),
-    "workers": lambda make: rollout(AsynchronousCollector(make, num_workers=1, **SIZES)),
+    "sync": partial(rollout, GymnasiumCollector),
+    "async": partial(rollout, GymnasiumCollector, vectorization="async"),
+    "workers": partial(rollout, AsynchronousCollector, num_workers=1),
 }
 
 
@@ -102,7 +105,7 @@ def test_others_go_on_beside_a_replay(vectorization: str) -> None:
     storage = DemonstrationStorage()
     storage.replace(list(record_demonstrations(make, still_policy(), 1, seed=0)), [])
     replay = DemonstrationReplay(storage, DemonstrationSampler(0.5, 0.0, generator=torch.Generator().manual_seed(0)), 2)
-    rows = rollout(GymnasiumCollector(make, replay=replay, vectorization=vectorization, **SIZES))
+    rows = rollout(GymnasiumCollector, make, replay=replay, vectorization=vectorization)
     assert rows["demo", "mask"].float().mean() not in (0.0, 1.0)
     expected = rows["next", "observation"][..., 2] + rows["action"] - 2
     assert torch.equal(rows["next", "reward"].squeeze(-1), expected)

@@ -11,6 +11,7 @@ import torch
 
 from kit.actor_critic import rollouts
 from kit.demonstrated_runs import CART_POLES, demonstrated, ppo, shown
+from kit.forks import forked_workers
 from kit.ranks import Report, fit_ranks, reports, run_ranks
 from kit.replay import cells, dqn, fit, replay_data
 from torchrl_lightning import (
@@ -52,7 +53,8 @@ class Counting(ExperienceLog):
 )
 def test_replayed_steps_are_no_frames_of_the_environment(settings, human, tmp_path):
     data, counting = rollouts(buffer=demonstrated(human), total_frames=300, **settings), Counting()
-    fit(tmp_path, data, ppo(), max_epochs=-1, callbacks=[counting])
+    with forked_workers():
+        fit(tmp_path, data, ppo(), max_epochs=-1, callbacks=[counting])
     frames = replayed = 0
     for own, other, metrics, progress in counting.rows:
         assert frames < 300

@@ -34,6 +34,8 @@ from torchrl_lightning.cli.slurm import is_requeued
 # A number such as 1e5, which Hydra reads as a float, where a setting is an integer.
 _POWER_OF_TEN = re.compile(r"(?<=[=,])\d+(?:\.\d+)?[eE]\+?\d{1,2}(?=,|$)")
 
+_RUN = "hydra.mode=RUN"  # what Hydra adds when it has seen that the config asks for no sweep
+
 
 class OwnLoader(ConfigLoaderImpl):
     """Hydra's loader of configs, which reads 1e5 as an integer and lets an environment's own class be told."""
@@ -102,9 +104,12 @@ class ResumingLoader(OwnLoader):
         validate_sweep_overrides: bool = True,
     ) -> DictConfig:
         asked, self._asked = self._asked, None
-        if asked is not None and asked[0] == overrides and run_mode == RunMode.RUN:
-            return asked[1]
-        # Hydra first asks whether the config says that it is a sweep, and mostly composes the same one again.
+        if asked is not None and [*asked[0], _RUN] == overrides:
+            config = asked[1]
+            config.hydra.mode = RunMode.RUN
+            config.hydra.overrides.hydra.append(_RUN)
+            return config
+        # Hydra first asks whether the config says that it is a sweep; where it does not, it composes the same again.
         if run_mode == RunMode.MULTIRUN and not validate_sweep_overrides and not self._sweeps(config_name, overrides):
             try:
                 self._asked = overrides, self._resume(config_name, overrides, RunMode.RUN, from_shell)
