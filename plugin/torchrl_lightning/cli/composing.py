@@ -12,6 +12,7 @@ from typing import Any
 
 from hydra._internal import hydra as _core
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException
 from hydra.types import RunMode
@@ -109,24 +110,23 @@ class ResumingLoader(OwnLoader):
             config.hydra.mode = RunMode.RUN
             config.hydra.overrides.hydra.append(_RUN)
             return config
+        given = _parsed(overrides)
         # Hydra first asks whether the config says that it is a sweep; where it does not, it composes the same again.
-        if run_mode == RunMode.MULTIRUN and not validate_sweep_overrides and not self._sweeps(config_name, overrides):
+        asks = run_mode == RunMode.MULTIRUN and not validate_sweep_overrides
+        if asks and not any(override.is_sweep_override() for override in given):
             try:
-                self._asked = overrides, self._resume(config_name, overrides, RunMode.RUN, from_shell)
+                self._asked = overrides, self._resume(config_name, overrides, given, RunMode.RUN, from_shell)
                 return self._asked[1]
             except HydraException as error:
                 if not str(error).startswith("You must specify"):  # what a group is to be, a sweep may leave open
                     raise
-        return self._resume(config_name, overrides, run_mode, from_shell, validate_sweep_overrides)
-
-    def _sweeps(self, config_name: str | None, overrides: list[str]) -> bool:
-        given, _ = self._parse_overrides_and_create_caching_repo(config_name, overrides)
-        return any(override.is_sweep_override() for override in given)
+        return self._resume(config_name, overrides, given, run_mode, from_shell, validate_sweep_overrides)
 
     def _resume(
         self,
         config_name: str | None,
         overrides: list[str],
+        given: list[Override],
         run_mode: RunMode,
         from_shell: bool,
         validate_sweep_overrides: bool = True,
@@ -134,7 +134,6 @@ class ResumingLoader(OwnLoader):
         def composed(lines: list[str]) -> DictConfig:
             return super(ResumingLoader, self)._load(config_name, lines, run_mode, from_shell, validate_sweep_overrides)
 
-        given, repository = self._parse_overrides_and_create_caching_repo(config_name, overrides)
         paths = [override for override in given if override.key_or_group == "ckpt_path"]
         path = None
         if paths:
@@ -154,12 +153,13 @@ class ResumingLoader(OwnLoader):
             path = None if found is None else str(found)
             value = "null" if path is None else QuotedString(path, Quote.single).with_quotes()
             overrides = [*others, f"ckpt_path={value}"]
-            given, _ = self._parse_overrides_and_create_caching_repo(config_name, overrides)
+            given = _parsed(overrides)
         with one_line():
             record = self._record(path)
             if record is None:
                 return composed(overrides)
             assert isinstance(path, str)
+            _, repository = self._parse_overrides_and_create_caching_repo(config_name, overrides)
             return _resumed(record, path, given, composed, repository.group_exists)
 
     def _record(self, path: Any) -> Record | None:
@@ -239,6 +239,11 @@ def _as_integer(match: re.Match[str]) -> str:
     """Write a number of a command line as an integer if it is one; fields of floats take it as well."""
     number = Decimal(match[0])
     return str(int(number)) if number == int(number) else match[0]
+
+
+def _parsed(lines: list[str]) -> list[Override]:
+    overrides: list[Override] = OverridesParser.create().parse_overrides(lines)
+    return overrides
 
 
 def _lines(overrides: list[Override]) -> list[str]:
