@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -23,6 +23,12 @@ _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 def is_main_thread() -> bool:
     """Return whether this thread is the one in which signals are handled."""
     return threading.current_thread() is threading.main_thread()
+
+
+def after_fork(renew: Callable[[], object]) -> None:
+    """Let every process call this that is forked from this one, where processes are forked at all."""
+    if sys.platform != "win32":
+        os.register_at_fork(after_in_child=renew)
 
 
 def end_with_parent(parent: int, by_signal: bool) -> None:

@@ -19,7 +19,7 @@ from weakref import WeakSet
 import gymnasium
 
 from torchrl_lightning.environments.faults import numbered
-from torchrl_lightning.processes import is_main_thread
+from torchrl_lightning.processes import after_fork, is_main_thread
 
 _MEND = "Mend the environment, or give it more seconds by step_timeout of its recipe."
 _LONGEST_PAUSE = 1.0  # seconds until calls are seen that were added meanwhile
@@ -163,8 +163,7 @@ def tell_by(tell: Callable[[str], object]) -> None:
     _watch.tell = tell
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_watch_anew)
+after_fork(_watch_anew)
 
 
 def time_calls(env: Any, calls: TimedCalls) -> None:

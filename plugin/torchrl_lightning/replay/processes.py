@@ -6,6 +6,7 @@ import os
 
 from torchrl_lightning.entries import Tree, leaves_of
 from torchrl_lightning.parts import is_spawning
+from torchrl_lightning.processes import after_fork
 
 SHARE_FIRST = (
     "call buffer.share() before the first process starts (of an ExperienceBuffer; TorchRL's own cannot share rings), "
@@ -21,8 +22,7 @@ def _note_fork() -> None:
     current = os.getpid()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_note_fork)
+after_fork(_note_fork)
 
 
 class Owned:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from multiprocessing.reduction import DupFd
 from typing import Any
 
+from torchrl_lightning.processes import after_fork
 from torchrl_lightning.ranges import positive
 
 try:
@@ -32,8 +33,7 @@ def _renew_locks() -> None:
         lock.renew()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_renew_locks)
+after_fork(_renew_locks)
 
 
 class SharedLock:
