@@ -29,10 +29,10 @@ class LeanAdam(Adam):
             with torch.enable_grad():
                 loss = closure()
         hooks = self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks
-        groups = [self._moving(group) for group in self.param_groups]
+        groups = list(map(self._moving, self.param_groups))
         if (
             any((*hooks, _global_optimizer_pre_hooks, _global_optimizer_post_hooks))
-            or hasattr(self, "found_inf")
+            or "found_inf" in vars(self)
             or None in groups
         ):
             ordinary = Adam.step

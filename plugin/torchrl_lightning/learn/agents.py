@@ -222,17 +222,17 @@ class AgentModule(Settings, ReportingModule):
         plugin: Any = self.trainer.precision_plugin
         is_scaled = getattr(plugin, "scaler", None) is not None
         optimizers = self._optimizers()
-        bare = [optimizer.optimizer for optimizer in optimizers]
-        with _unscaled(plugin, bare) if is_scaled else nullcontext() as scaler:
+        with _unscaled(plugin, optimizers) if is_scaled else nullcontext() as scaler:
             for number, (name, group) in enumerate(self._groups.items()):
+                optimizer = optimizers[number]
                 if self.max_grad_norm is not None:
                     norms[name] = group.clip(self.max_grad_norm)
                 if not inner:
-                    optimizers[number].step()
+                    optimizer.step()
                 elif scaler is None:
-                    bare[number].step()
+                    optimizer.optimizer.step()
                 else:
-                    scaler.step(bare[number])
+                    scaler.step(optimizer.optimizer)
         return norms
 
     def minimise(self, terms: Mapping[str, Tensor], *, inner: bool = False) -> None:
@@ -265,13 +265,13 @@ class TermsModule(AgentModule):
 
 
 @contextmanager
-def _unscaled(plugin: Any, optimizers: list[torch.optim.Optimizer]) -> Iterator[_UnscaledSteps]:
+def _unscaled(plugin: Any, optimizers: list[Any]) -> Iterator[_UnscaledSteps]:
     """Unscale the gradients of all optimizers, and update the gradient scaler once after the block.
 
     Lightning unscales and updates at each optimizer's step: too late to clip, and with another scale for the next one.
     """
     scaler = plugin.scaler
-    moving = [optimizer for optimizer in optimizers if _has_gradients(optimizer)]
+    moving = [each.optimizer for each in optimizers if _has_gradients(each.optimizer)]
     for optimizer in moving:
         scaler.unscale_(optimizer)
     plugin.scaler = _UnscaledSteps(scaler)

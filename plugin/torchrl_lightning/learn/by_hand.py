@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,8 @@ from torchrl_lightning.learn.transitions import Transitions
 Array = NDArray[Any]
 Memory = list[Array]
 Gradients = Mapping[Any, Tensor]
+Seen = tuple[Array, Array]
+"""Observations of a batch, and their successors."""
 DISTANCES = {"l1": kernels.L1, "l2": kernels.L2, "smooth_l1": kernels.SMOOTH_L1}
 _NO_SUMS = np.empty(0, np.float32)
 
@@ -117,11 +119,6 @@ def of_critics(critics: Any, gradients: Gradients | None = None) -> list[Percept
     return found
 
 
-def contiguous(values: Tensor) -> Array:
-    """Return values as kernels read them."""
-    return values.contiguous().numpy()
-
-
 def _array(parameter: Tensor) -> Array:
     if not is_plain(parameter):
         raise ValueError("Only contiguous float32 on the CPU is read.")
@@ -142,7 +139,7 @@ class HandGradients(ABC):
 
     def __init__(self, module: Any, gradients: Gradients, rows: int) -> None:
         self.module, self.rows = module, rows
-        self.resting: Collection[nn.Parameter] = ()
+        self.resting: set[nn.Parameter] = set()
         self.every = np.arange(rows)
         self.evenly = np.full(rows, 1.0 / rows, np.float32)
         self.constant = np.empty(rows, np.float32)
@@ -156,14 +153,18 @@ class HandGradients(ABC):
         else:
             factor = self.constant
             factor.fill(discount)
+        seen = batch.now[0].contiguous().numpy(), batch.after[0].contiguous().numpy()
         step = batch.reward.numpy(), batch.terminated.numpy(), factor
         weight = self.evenly if batch.weight is None else jitted(kernels.shares)(batch.weight.numpy())
         error = torch.empty(self.rows)
-        return self.learn(batch, step, weight, error.numpy()), error
+        return self.learn(seen, batch.action.numpy(), step, weight, error.numpy()), error
 
     @abstractmethod
-    def learn(self, batch: Transitions, step: Any, weight: Array, error: Array) -> dict[str, float]:
-        """Write gradients and errors by reward, end and discount of each row, and its share of a mean."""
+    def learn(self, seen: Seen, action: Array, step: Any, weight: Array, error: Array) -> dict[str, float]:
+        """Write gradients and errors by observation and successor, action, reward, end and discount of each row.
+
+        ``weight`` is its share of a mean.
+        """
 
 
 class ChoiceGradients(HandGradients):
@@ -181,13 +182,13 @@ class ChoiceGradients(HandGradients):
         self.d = np.empty_like(self.memory[-1])
         self._learn = jitted(kernels.learn_choices)
 
-    def learn(self, batch: Transitions, step: Any, weight: Array, error: Array) -> dict[str, float]:
+    def learn(self, seen: Seen, action: Array, step: Any, weight: Array, error: Array) -> dict[str, float]:
         """Write them."""
-        now, then = contiguous(batch.now[0]), contiguous(batch.after[0])
+        now, then = seen
         after = self.target.forward(then, self.after)
         chooser = self.online.forward(then, self.chosen) if self.module.double_q else after
-        values, action = self.online.forward(now, self.memory), batch.action.numpy().reshape(-1)
-        loss, mean = self._learn(values, after, chooser, action, step, weight, self.kind, self.d, error)
+        values = self.online.forward(now, self.memory)
+        loss, mean = self._learn(values, after, chooser, action.reshape(-1), step, weight, self.kind, self.d, error)
         self.online.backward(now, self.memory, self.d, self.every)
         return {"loss_value": loss, "value": mean}
 
@@ -221,13 +222,13 @@ class ActorCriticGradients(HandGradients):
         return self.values
 
     def learn_critics(
-        self, batch: Transitions, step: Any, alpha: float, weight: Array, error: Array
+        self, seen: Seen, action: Array, step: Any, alpha: float, weight: Array, error: Array
     ) -> dict[str, float]:
         """Write the critics' gradients, by actions at the successors that lie in ``chosen``."""
-        values = self.evaluate(self.targets, contiguous(batch.after[0]), self.other)
+        values = self.evaluate(self.targets, seen[1], self.other)
         jitted(kernels.target_of)(values, self.log_prob, alpha, step, self.target)
-        np.divide(batch.action.numpy() - self.center, self.half, out=self.x[:, self.features :])
-        values = self.evaluate(self.critics, contiguous(batch.now[0]), self.x)
+        np.divide(action - self.center, self.half, out=self.x[:, self.features :])
+        values = self.evaluate(self.critics, seen[0], self.x)
         loss, mean = jitted(kernels.learn_values)(values, self.target, weight, self.kind, self.d, error)
         for critic, memory, d in zip(self.critics, self.memories, self.d, strict=True):
             critic.backward(self.x, memory, d[:, None], self.every)
@@ -252,13 +253,13 @@ class SquashedGradients(ActorCriticGradients):
         self.pulled = np.empty((rows, 2 * self.actions), np.float32)
         self.to_alpha = gradients.get(module.log_alpha)
 
-    def learn(self, batch: Transitions, step: Any, weight: Array, error: Array) -> dict[str, float]:
+    def learn(self, seen: Seen, action: Array, step: Any, weight: Array, error: Array) -> dict[str, float]:
         """Write them."""
+        now, then = seen
         log_alpha = self.module.log_alpha.item()
         alpha = math.exp(log_alpha)
-        self._sample(contiguous(batch.after[0]))
-        terms = self.learn_critics(batch, step, alpha, weight, error)
-        now = contiguous(batch.now[0])
+        self._sample(then)
+        terms = self.learn_critics(seen, action, step, alpha, weight, error)
         out = self._sample(now)
         judged = self.evaluate(self.critics, now, self.other)
         gain, mean = jitted(kernels.judge)(judged, self.log_prob, alpha, weight, self.best)
@@ -291,19 +292,18 @@ class NoisyGradients(ActorCriticGradients):
             raise ValueError(f"{type(target.head).__name__} is not known.")
         self.target_actor = of_modules(target.trunk, target.head.stack)
 
-    def learn(self, batch: Transitions, step: Any, weight: Array, error: Array) -> dict[str, float]:
+    def learn(self, seen: Seen, action: Array, step: Any, weight: Array, error: Array) -> dict[str, float]:
         """Write them."""
-        module, then = self.module, contiguous(batch.after[0])
+        module, (now, then) = self.module, seen
         out, noise = self.target_actor.forward(then, self.acting), self.noise.normal_().numpy()
         jitted(kernels.smooth)(out, noise, module.policy_noise, module.noise_clip, self.chosen)
-        terms = self.learn_critics(batch, step, 0.0, weight, error)
-        self.resting = () if module.take_turn() else set(module.actor_network.parameters())
+        terms = self.learn_critics(seen, action, step, 0.0, weight, error)
+        self.resting = set() if module.take_turn() else set(module.actor_network.parameters())
         if not self.resting:
-            now = contiguous(batch.now[0])
-            action = np.tanh(self.actor.forward(now, self.acting), out=self.chosen)
+            chosen = np.tanh(self.actor.forward(now, self.acting), out=self.chosen)
             values = self.evaluate(self.critics[:1], now, self.other)[0]
             self.slopes_of(0, self.every, weight)
-            self.actor.backward(now, self.acting, self.slopes * (1.0 - action * action), self.every)
+            self.actor.backward(now, self.acting, self.slopes * (1.0 - chosen * chosen), self.every)
             terms["loss_actor"] = -float(weight.dot(values))
         return terms
 
@@ -335,8 +335,11 @@ class UpdatesByHand:
         if self._known is None or self._known.rows != rows or addresses(self._parameters) != self._addresses:
             self._build(rows)
         found = self._known
-        if found is None or (self._watch is not None and not self._watch.holds()) or self._is_hooked():
+        if found is None or (self._watch is not None and not self._watch.holds()) or torch.is_anomaly_enabled():
             return None
+        for each in self._learning:
+            if not each.requires_grad or each._backward_hooks or each._post_accumulate_grad_hooks:
+                return None
         terms = found(batch)
         for group in self._module._groups.values():
             group.offer(found.resting)
@@ -358,22 +361,16 @@ class UpdatesByHand:
         self._parameters = [*self._learning, *module.targets.parameters()]
         self._addresses = addresses(self._parameters)
 
-    def _is_hooked(self) -> bool:
-        return torch.is_anomaly_enabled() or any(
-            not each.requires_grad or each._backward_hooks or each._post_accumulate_grad_hooks
-            for each in self._learning
-        )
-
 
 def _fits(batch: Transitions) -> bool:
     """Return whether a batch is one of plain transitions."""
-    entries = [*batch.now, *batch.after, batch.reward]
-    entries += [each for each in (batch.weight, batch.discount) if isinstance(each, Tensor)]
+    for each in (*batch.now, *batch.after, batch.reward, batch.weight, batch.discount):
+        if isinstance(each, Tensor) and not (each.dtype is torch.float32 and each.is_cpu):
+            return False
     return (
         len(batch.now) == 1
         and batch.mask is None
         and batch.reward.ndim == 1
-        and all(each.dtype is torch.float32 and each.is_cpu for each in entries)
         and batch.action.dtype in (torch.int64, torch.float32)
     )
 

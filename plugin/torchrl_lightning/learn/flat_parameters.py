@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -98,9 +98,9 @@ class _Segment:
             self._lay()
         return self._gradients
 
-    def offer(self, resting: Container[nn.Parameter]) -> None:
+    def offer(self, resting: set[nn.Parameter]) -> None:
         """Take what was written into the flat gradient as the parameters' gradients, unless all of them rest."""
-        rests = all(parameter in resting for parameter in self.parameters)
+        rests = resting.issuperset(self.parameters)
         for parameter, view in zip(self.parameters, self._gradients, strict=True):
             parameter.grad = None if rests else view
         self.flat.grad = None if rests else self._gradient
@@ -168,7 +168,7 @@ class OptimizedParameters:
             for parameter, view in zip(segment.parameters, segment.settle(), strict=True)
         }
 
-    def offer(self, resting: Container[nn.Parameter] = ()) -> None:
+    def offer(self, resting: set[nn.Parameter]) -> None:
         """Hand over what was written into ``memory``: all of it, but for the parameters that rest."""
         for segment in self._segments:
             segment.offer(resting)
