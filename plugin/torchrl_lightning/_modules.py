@@ -17,7 +17,7 @@ def device_of(module: Any) -> torch.device | None:
 
 def hold(module: nn.Module, **parts: Any) -> None:
     """Set attributes of a module without registering what is one itself: another owns its weights and its mode."""
-    vars(module).update(parts)
+    module.__dict__.update(parts)
 
 
 class EvaluationMode:
@@ -35,19 +35,18 @@ class EvaluationMode:
 
     def __enter__(self) -> None:
         """Switch what is in training mode."""
-        training = [module for module in self._modules if module.training]
-        self._switched.append(training)
-        _set_training(training, False)
+        switched: list[nn.Module] = []
+        self._switched.append(switched)
+        # Not by `train()`, which visits the children again, nor by setattr, which costs a microsecond for each module.
+        for module in self._modules:
+            if module.training:
+                module.__dict__.update(training=False)
+                switched.append(module)
 
     def __exit__(self, *error: object) -> None:
         """Switch it back."""
-        _set_training(self._switched.pop(), True)
-
-
-def _set_training(modules: list[nn.Module], mode: bool) -> None:
-    # Not by `train()`, which visits the children again, nor by setattr, which costs a microsecond for each module.
-    for module in modules:
-        module.__dict__["training"] = mode
+        for module in self._switched.pop():
+            module.__dict__.update(training=True)
 
 
 def clock_of(data: object) -> tuple[int, str] | None:

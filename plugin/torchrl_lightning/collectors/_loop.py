@@ -387,11 +387,10 @@ class RolloutMemory:
     def fits(self, outputs: Mapping[NestedKey, Tensor]) -> bool:
         """Return whether memory is reserved for what the policy writes at a step."""
         layout = self._layout
-        return (
-            bool(layout)
-            and len(layout) == len(outputs)
-            and all(layout.get(key) == (value.shape, value.dtype) for key, value in outputs.items())
-        )
+        for key, value in outputs.items():
+            if layout.get(key) != (value.shape, value.dtype):
+                return False
+        return bool(layout) and len(layout) == len(outputs)
 
     def reserve(self, outputs: Mapping[NestedKey, Tensor]) -> None:
         """Reserve memory for what the policy writes at each step."""

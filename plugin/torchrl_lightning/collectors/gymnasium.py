@@ -186,7 +186,7 @@ class GymnasiumCollector(CollectorBase):
             >>> [tuple(rows.shape) for rows in collector.reused_rows(leave_out=["collector"])]
             [(2,), (2,)]
         """
-        yield from self._until_spent(lambda: self._filled(fresh=False).rows(leave_out))
+        return self._until_spent(lambda: self._filled(fresh=False).rows(leave_out))
 
     def _filled(self, fresh: bool) -> RolloutMemory:
         loop = self._built()
@@ -221,7 +221,7 @@ class GymnasiumCollector(CollectorBase):
     def _number_trajectories(self, memory: RolloutMemory) -> None:
         """Assign numbers to the trajectories of a rollout, in the order in which they begin."""
         memory.trajectories[:] = self._ids
-        for t, env in zip(*(where.tolist() for where in memory.ends.nonzero()), strict=True):
+        for t, env in np.argwhere(memory.ends).tolist():
             memory.trajectories[t + 1 :, env] = self._ids[env] = self._trajectories
             self._trajectories += 1
 

@@ -446,13 +446,13 @@ class ExperienceDataModule(Settings, L.LightningDataModule):
 
     def _collect(self, policy: Any) -> TensorDictBase | None:
         """Return the next rollout ``[N, T]``; None when the collector has ended."""
-        rollout = self._next_rollout(policy)
-        return None if rollout is None else self._feed.numbered(rollout)
-
-    def _next_rollout(self, policy: Any) -> TensorDictBase | None:
-        """Return the next rollout as the collector delivers it; None when it has ended."""
         if self._feed.collector is None:
             self._open(policy)
+        rollout = self._next_rollout()
+        return None if rollout is None else self._feed.numbered(rollout)
+
+    def _next_rollout(self) -> TensorDictBase | None:
+        """Return the next rollout as the open collector delivers it; None when it has ended."""
         rollout = self._feed.next()
         if rollout is None:
             logger.warning("the collector ended after %d frames; training stops.", self.frames)

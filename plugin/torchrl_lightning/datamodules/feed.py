@@ -40,8 +40,7 @@ class Feed:
         self._sums = sums
         self._lost: list[int] = []  # environments whose unfinished episodes the collector has lost
         self._stream: Iterator[TensorDictBase] | None = None
-        self._origins, self._acting = RowOrigins(None), EvaluationMode()
-        self._take_weights: Callable[[], Any] | None = None
+        self._origins = RowOrigins(None)
         self._until_closed = ExitStack()
         self._is_resumed = False  # whether the next collector takes what is kept
         self._rng: Tensor | None = None  # of a checkpoint, until the run goes on
@@ -64,12 +63,10 @@ class Feed:
         rng = torch.get_rng_state() if self._is_resumed and self._rng is None else self._rng
         if inside is not None:
             self._until_closed.enter_context(inside)
-        self.collector, self._stream = build()
+        self.collector, stream = build()
+        self._stream = stream if policy is None else self._acting(stream, policy)
         self._origins = RowOrigins(self.collector)
         self._lost = getattr(self.collector, "lost_envs", [])
-        # Copies of the policy in other processes cannot be reached.
-        self._acting = EvaluationMode(policy)
-        self._take_weights = None if policy is None else getattr(self.collector, "update_policy_weights_", None)
         restore = getattr(self.collector, "load_state_dict", None)
         if self._is_resumed and self._kept is not None and restore is not None:
             restore(self._kept)
@@ -80,16 +77,25 @@ class Feed:
     def next(self) -> TensorDictBase | None:
         """Return the next rollout as the collector delivers it; None when it has ended."""
         assert self._stream is not None
-        if self._take_weights is not None:
-            self._take_weights()
-        with self._acting:
-            rollout = next(self._stream, None)
+        rollout = next(self._stream, None)
         if self._lost:
             lost = torch.tensor(self._lost)
             self._lost.clear()
             for each in self._sums:
                 each.forget_unfinished(lost)
         return rollout
+
+    def _acting(self, stream: Iterator[TensorDictBase], policy: Any) -> Iterator[TensorDictBase]:
+        """Draw with the policy's newest weights and in evaluation mode; copies in other processes are not reached."""
+        mode, take_weights = EvaluationMode(policy), getattr(self.collector, "update_policy_weights_", None)
+        while True:
+            if take_weights is not None:
+                take_weights()
+            with mode:
+                rollout = next(stream, None)
+            if rollout is None:
+                return
+            yield rollout
 
     def metrics(self) -> dict[str, float]:
         """Return what the collector tells of itself, if it does."""

@@ -6,6 +6,7 @@ __all__ = ["MixedReplay"]
 
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -85,7 +86,7 @@ class MixedReplay(Stated, Nameable):
             if share:
                 part = buffer.draw(share)
                 parts.append(part.set(SOURCE, torch.full(part.batch_size, number, device=part.device)))
-        batch = _joined(parts, parts[0].batch_size[1:])
+        batch = _joined(parts, torch.Size([batch_size, *parts[0].batch_size[1:]]))
         if batch is None:
             keys = [set(part.keys(True, True)) for part in parts]
             differing = sorted(map(str, set.union(*keys) - set.intersection(*keys)))
@@ -143,22 +144,23 @@ class MixedReplay(Stated, Nameable):
         return [Fraction(*each) for each in value]
 
 
-def _joined(parts: Sequence[TensorDictBase], behind: torch.Size) -> TensorDictBase | None:
+def _joined(parts: Sequence[TensorDictBase], shape: torch.Size) -> TensorDictBase | None:
     """Return what ``torch.cat`` does, in less time; None if the parts have different entries.
 
     Args:
-        parts: ``[b, *behind]`` each.
-        behind: their dimensions but the first.
+        parts: ``[b, *]`` each.
+        shape: the shape of all of them together.
     """
-    first, *others = levels = [level_of(part) for part in parts]
-    if any(level.keys() != first.keys() for level in others):
-        return None
+    levels = list(map(level_of, parts))
+    keys = levels[0].keys()
+    for level in levels:
+        if level.keys() != keys:
+            return None
     entries: dict[str, Any] = {}
-    for key, value in first.items():
-        values = [level[key] for level in levels]
-        joined = _joined(values, behind) if is_tensordict(value) else torch.cat(values)
+    for key in keys:
+        values = list(map(itemgetter(key), levels))
+        joined = _joined(values, shape) if is_tensordict(values[0]) else torch.cat(values)
         if joined is None:
             return None
         entries[key] = joined
-    shape = torch.Size([sum(part.shape[0] for part in parts), *behind])
-    return new_tensordict(entries, shape, parts[0].names if behind else None, parts[0].device)
+    return new_tensordict(entries, shape, parts[0].names if len(shape) > 1 else None, parts[0].device)

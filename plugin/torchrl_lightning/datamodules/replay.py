@@ -341,7 +341,9 @@ class ReplayDataModule(ExperienceDataModule):
 
     def _collect_frames(self, module: Any) -> bool:
         """Step the environments once more; return False when the collector has ended."""
-        rollout = self._next_rollout(module.policy)
+        if self._feed.collector is None:
+            self._open(module.policy)
+        rollout = self._next_rollout()
         if rollout is None:
             return False
         steps: Steps | LentSteps
@@ -351,7 +353,7 @@ class ReplayDataModule(ExperienceDataModule):
             steps = self._lent
         else:
             steps = self._lent = LentSteps(rollout)
-        self._clock.add(rollout.numel(), self.world_size, steps.ends["replayed"])
+        self._clock.add(rollout.numel(), self._ranks, steps.ends["replayed"])
         self._snapshot = None
         self._episodes.add(**steps.ends, env_ids=steps.ids, cut=self.reset_at_each_batch)
         if self._normalization.is_on:

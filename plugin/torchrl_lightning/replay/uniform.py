@@ -80,7 +80,11 @@ class UniformSampler(Stated, SamplerHooks, Sampler):
         if self.stratified:
             cells = self._stratified(storage, batch_size)
         else:
-            cells = self._ranks(stored, batch_size)
+            if self.with_replacement:
+                cells = integers_below(stored, batch_size, self.generator)
+                cells = cells if cells.is_cpu else cells.cpu()
+            else:
+                cells = self._distinct(stored, batch_size)
             rings = uneven_rings(storage)
             if rings is not None:
                 ends = rings.filled.cumsum(0)
@@ -88,10 +92,8 @@ class UniformSampler(Stated, SamplerHooks, Sampler):
                 cells = rings.cell(env, rings.oldest[env] + cells - (ends - rings.filled)[env])
         return (cells if storage.ndim == 1 else torch.unravel_index(cells, storage.shape)), {}
 
-    def _ranks(self, stored: int, count: int) -> Tensor:
-        if self.with_replacement:
-            drawn = integers_below(stored, count, self.generator)
-            return drawn if drawn.is_cpu else drawn.cpu()
+    def _distinct(self, stored: int, count: int) -> Tensor:
+        """Draw different numbers below ``stored``."""
         rng = self.generator
         if 3 * count > stored:
             return torch.randperm(stored, generator=rng, device=rng.device)[:count].cpu()
