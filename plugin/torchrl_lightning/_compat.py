@@ -73,8 +73,8 @@ def put_entry(data: TensorDictBase, name: str, value: Tensor) -> None:
 
 
 def attached(storage: Storage) -> Iterator[Any]:
-    """Yield what is attached to a storage, and told which cells are written."""
-    yield from storage._attached_entities_iter()
+    """Iterate over what is attached to a storage, and told which cells are written."""
+    return iter(storage._attached_entities_iter())
 
 
 class _NoLock:
@@ -439,6 +439,5 @@ def logger_connector(trainer: Any) -> Any:
     return trainer._logger_connector
 
 
-def has_global_hooks() -> bool:
-    """Return whether hooks are registered that run with every torch module."""
-    return _has_any_global_hook()
+has_global_hooks = _has_any_global_hook
+"""Return whether hooks are registered that run with every torch module."""

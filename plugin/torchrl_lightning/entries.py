@@ -155,7 +155,7 @@ def check_tensordict(data: Any) -> None:
 def entry_of(data: TensorDictBase, key: NestedKey) -> Tensor | None:
     """Look an entry up without the checks of ``get``; None if there is none."""
     node: Any = data
-    for part in path_of(key):
+    for part in (key,) if isinstance(key, str) else key:
         node = entries_of(node).get(part) if is_tensordict(node) else None
     return node
 

@@ -151,10 +151,11 @@ class ReplayDataModule(ExperienceDataModule):
         """Updates whose batch was drawn."""
         self._refilled = 0  # frames that are collected anew, because a checkpoint held no buffer
         self._in_step = 0  # updates that an unfinished step has made
-        self._step = StepSize(self.updates_per_step)
+        self._step, self._size = StepSize(self.updates_per_step), 1  # and updates of a step in this epoch
         self._dataset: BufferedDataset | None = None  # until the buffer is filled
         self._source: Any = None  # a BatchSource, from setup on
         self._rows: RowStore | None = None  # the source, where it keeps the rows itself
+        self._kept_rows: Any = None  # what rows are written to: the buffer, or such a source
         self._writes = True  # whether rollouts are written here, not where they are collected
         self._prepare: Callable[[Any], None] | None = None  # what the source does before each batch
         self._lent: LentSteps | None = None  # that were written last
@@ -187,11 +188,6 @@ class ReplayDataModule(ExperienceDataModule):
         self._resumed = batch
 
     @property
-    def _kept_rows(self) -> Any:
-        """What rows are written to: the buffer, or a source that keeps them itself."""
-        return self.buffer if self._rows is None else self._rows
-
-    @property
     def batches_per_epoch(self) -> int:
         """Steps of Lightning's in an epoch, the same on every rank."""
         return -(-self.updates_per_epoch // self._step.number)
@@ -213,6 +209,7 @@ class ReplayDataModule(ExperienceDataModule):
         if self._source is None:
             self._source = self._source_over(buffer, self._learner)
         self._rows = self._source if isinstance(self._source, RowStore) else None
+        self._kept_rows = buffer if self._rows is None else self._rows
         learner = self._learner
         self._prepare = getattr(self._source, "prepare", None)
         self._rewritten = getattr(learner, "rewritten_keys", self._rewritten)
@@ -268,7 +265,7 @@ class ReplayDataModule(ExperienceDataModule):
         dataset, self._dataset = self._dataset, None
         if dataset is not None and not len(self.buffer):  # a checkpoint has not brought it
             dataset.write(module.policy, self._note if self._normalization.is_on and not self.updates else None)
-        size = self._step.number
+        size = self._size = self._step.number
         self._seconds = {"time/collect": 0.0, "time/sample": 0.0}
         update = batches_served(self.trainer) * size + self._in_step
         end = min(self._epoch_length() * size, self.updates_per_epoch)
@@ -298,7 +295,7 @@ class ReplayDataModule(ExperienceDataModule):
 
     def _draw(self, module: Any, update: int, end: int) -> TensorDictBase | None:
         """Collect what an update of an epoch of ``end`` waits for, and return its batch; None if collection ended."""
-        self._in_step = update % self._step.number
+        self._in_step = update % self._size
         began = time.perf_counter()
         while self._waits_for_frames() or not len(self._kept_rows):
             if not self._collect_frames(module):

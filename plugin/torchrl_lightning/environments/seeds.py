@@ -81,7 +81,7 @@ class IsolatedRng:
             self._generators.append(torch.cuda.default_generators[index])
 
     def __enter__(self) -> None:
-        self._states = [generator.get_state() for generator in self._generators]
+        self._states = list(map(torch.Generator.get_state, self._generators))
         if self._seed is not None:
             for generator in self._generators:
                 generator.manual_seed(self._seed)

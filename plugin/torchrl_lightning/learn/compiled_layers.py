@@ -102,7 +102,7 @@ class CompiledLayers:
     def hold(self) -> bool:
         """Return whether the modules are what they were; see to where their parameters lie."""
         found = self._found()
-        addresses = [parameter.data_ptr() for parameter in found]
+        addresses = list(map(Tensor.data_ptr, found))
         if addresses != self._addresses:
             if [parameter.shape for parameter in found] != self._shapes or not all(map(is_plain, found)):
                 return False

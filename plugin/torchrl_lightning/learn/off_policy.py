@@ -201,8 +201,8 @@ class OffPolicyModule(TermsModule):
                 figures, errors = made
                 self.accumulate({**figures, **self.step_optimizers(inner=inner)})
             self.updates += 1
-            if self.updates % self.target_interval == 0:
-                self.require_built(self.targets).follow(self.tau)
+            if self.updates % self.target_interval == 0 and self.targets is not None:
+                self.targets.follow(self.tau)
             part.set("td_error", errors)
             if states is not None:
                 self._rewrite(part, states)

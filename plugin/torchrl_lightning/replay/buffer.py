@@ -17,7 +17,7 @@ from torchrl.data.replay_buffers.storages import Storage
 from torchrl.data.replay_buffers.writers import Writer
 from torchrl.envs.transforms import Transform
 
-from torchrl_lightning._compat import new_tensordict
+from torchrl_lightning._compat import entries_of, new_tensordict
 from torchrl_lightning.checks import Transforms
 from torchrl_lightning.entries import check_tensordict, entry_of, moved, name_of, nested_key, nested_keys, path_of
 from torchrl_lightning.kernels.indices import integers, last_of_each
@@ -305,7 +305,7 @@ class ExperienceBuffer(Stated, ShareableBuffer):
         if self._n_step is not None and info:
             self._drop_later(info)
         # Entries that the sampler gives itself need not be read.
-        given = [key for key in info if isinstance(key, tuple)] if own and info else ()
+        given = info if own else ()
         names = (None, "time") if own and index.ndim == 2 else None
         entries = storage.gather(index, names, given, self._n_step)
         entries["index"], entries["write_position"] = index, stamps
@@ -335,8 +335,9 @@ class ExperienceBuffer(Stated, ShareableBuffer):
     @staticmethod
     def _drop_later(info: dict[Any, Any]) -> None:
         """Leave out what a sampler gives of the next step, which n-step returns read of a later one."""
-        for key in [key for key in info if key[0] == NEXT]:
-            del info[key]
+        for key in tuple(info):
+            if key[0] == NEXT:
+                del info[key]
 
     def write_back(self, batch: TensorDictBase, keys: Sequence[NestedKey]) -> Tensor:
         """Write rewritten entries of a sampled batch, e.g. recurrent states, back into the cells that they came from.
@@ -478,7 +479,8 @@ class ExperienceBuffer(Stated, ShareableBuffer):
         _, sampler, _ = self.parts
         if not _is_prioritized(sampler):
             return
-        priority, index = entry_of(data, self.priority_key), entry_of(data, "index")
+        entries = entries_of(data)
+        priority, index = entry_of(data, self.priority_key), entries.get("index")
         if priority is None or index is None:
             missing = self.priority_key if priority is None else "index"
             raise KeyError(f"The batch has no entry {missing!r}; it has {sorted(map(str, data.keys()))}.")
@@ -489,7 +491,7 @@ class ExperienceBuffer(Stated, ShareableBuffer):
                 priority = priority.reshape(index.shape)
             index, priority = index.reshape(-1), priority.reshape(-1)
         if prioritized is not None:
-            self.give_priority(index, priority, generation=entry_of(data, "write_generation"))
+            self.give_priority(index, priority, generation=entries.get("write_generation"))
         else:
             self.give_priority(index, priority.detach())
 

@@ -84,7 +84,8 @@ class NStepReturns:
             return self.fold_by_steps(episodes, reward, index)
         rows, rewards = index.contiguous().numpy(), reward.numpy()
         # In their final shapes, because each view of a tensor costs as much as a tenth of this.
-        last, steps, gamma = (np.empty(rows.shape, kind) for kind in (np.int64, np.int64, np.float32))
+        last, steps = np.empty((2, *rows.shape), np.int64)
+        gamma = np.empty(rows.shape, np.float32)
         total = np.empty(rows.shape + rewards.shape[1:], rewards.dtype)
         how = self.n_steps, self.gamma
         jitted(fold_rows)(rows, episodes.rings, episodes.arrays, how, rewards, last, total, steps, gamma)

@@ -65,7 +65,7 @@ class Priorities:
     ) -> None:
         self.tree = SumSegmentTree(capacity, dtype, device, "PrioritizedSampler", backend=backend)
         dtype = self.tree.dtype
-        self.alpha, self.eps = alpha, eps
+        self.capacity, self.alpha, self.eps = capacity, alpha, eps
         self.priorities = allocate(capacity, dtype, device).fill_(ABSENT)
         self.generations = allocate(capacity, torch.int32, device).zero_()
         self.starts = Starts() if limited else None
@@ -100,11 +100,6 @@ class Priorities:
         for name in ("priorities", "generations"):
             if not isinstance(state[name], Tensor):
                 setattr(self, name, torch.from_numpy(state[name]).to(self.tree.device))
-
-    @property
-    def capacity(self) -> int:
-        """Number of cells."""
-        return self.tree.capacity
 
     @property
     def total(self) -> float:

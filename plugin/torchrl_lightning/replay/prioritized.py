@@ -196,7 +196,7 @@ class PrioritizedSampler(Stated, SamplerHooks, _PrioritizedSampler):
     @property
     def device(self) -> torch.device:
         """Where the trees live."""
-        return self.table.tree.device
+        return self.table.priorities.device
 
     @property
     def eps(self) -> float:
@@ -430,7 +430,7 @@ class PrioritizedSampler(Stated, SamplerHooks, _PrioritizedSampler):
 
     def _check_capacity(self, storage: Storage) -> None:
         size = storage.max_size
-        if size > self.max_size:
+        if size > self.table.capacity:
             raise ValueError(
                 f"The storage has {size} cells, this sampler keeps {self.max_size} priorities; "
                 f"build it with max_capacity={size}."
