@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Annotated, Any, TypeGuard, cast
 
 import torch
@@ -10,7 +10,7 @@ from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, is_non
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-from torchrl_lightning._compat import entries_of
+from torchrl_lightning._compat import entries_of, new_tensordict
 
 Tree = dict[str, Any]
 """Nested dict whose leaves are tensors."""
@@ -130,6 +130,20 @@ def to_tensordict(tree: Tree, batch: torch.Size, device: torch.device | None = N
     """Build a TensorDict over the leaves of a tree."""
     entries = {k: to_tensordict(v, batch, device) if isinstance(v, dict) else v for k, v in tree.items()}
     return TensorDict(entries, batch, device=device)
+
+
+def tensordict_of(
+    entries: Mapping[Path, Tensor], batch: torch.Size, names: Sequence[str | None] | None = None
+) -> TensorDict:
+    """Nest entries by their paths without checking them."""
+    level: dict[str, Any] = {}
+    for (name, *rest), value in entries.items():
+        if rest:
+            level.setdefault(name, {})[tuple(rest)] = value
+        else:
+            level[name] = value
+    nested = {key: tensordict_of(part, batch, names) if isinstance(part, dict) else part for key, part in level.items()}
+    return new_tensordict(nested, batch, names)
 
 
 def name_of(path: Path) -> str:

@@ -1,11 +1,12 @@
-"""Collectors over environments that wait: 1, 2 and 4 actors of a Ray cluster, beside worker processes.
+"""Collectors over environments that wait: 1, 2 and 4 actors of a Ray cluster, beside worker processes and TorchRL's.
 
     python tests/benchmarks/ray_collectors.py [--json ray.json] [--rounds 5] [--batches 12]
 
-CartPole whose steps wait for 1 ms, so that two cores serve four actors; rollouts of 256 frames; nobody learns, but
-weights are published after each batch. Contenders take turns in one process, and the first batches of each turn, which
-were collected in the pause, do not count. Reported are frames a second (of the clock on the wall), and the processor
-time of the learner's process for a batch. Needs the extra ``ray``.
+CartPole whose steps wait for 1 ms, so that two cores serve four actors; four environments and rollouts of 256 frames
+each; nobody learns, but the weights of a perceptron are published after each batch. Contenders take turns in one
+process, and the first batches of each turn, which were collected in the pause, do not count. Reported are frames a
+second (of the clock on the wall), and the processor time of the learner's process for a batch, of which Ray's threads
+take a part even while nothing comes; the last line has both for rollouts of 8 x 128. Needs the extra ``ray``.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +32,15 @@ if __name__ == "__main__":
     warnings.simplefilter("ignore")
 
 import gymnasium
+import torch
+from tensordict.nn import TensorDictModule, TensorDictSequential
+from torchrl.collectors.distributed import RayCollector as TorchRLCollector
+from torchrl.envs import EnvBase, GymWrapper, SerialEnv
+from torchrl.modules import MLP
 
 from torchrl_lightning import AsynchronousCollector, RayCollector
-from torchrl_lightning.collectors.workers import WorkersCollector
 
-FRAMES = 256
+ENVS, FRAMES = 4, 256
 
 
 class Waiting(gymnasium.Wrapper[Any, Any, Any, Any]):
@@ -46,23 +51,55 @@ class Waiting(gymnasium.Wrapper[Any, Any, Any, Any]):
         return self.env.step(action)
 
 
-def contenders() -> dict[str, WorkersCollector]:
-    sizes = {"wrappers": [Waiting], "num_envs": 4, "frames_per_batch": FRAMES, "seed": 0}
-    ray = {f"Ray, {n}": RayCollector("CartPole-v1", num_collectors=n, **sizes) for n in (1, 2, 4)}
-    return {**ray, "processes, 2": AsynchronousCollector("CartPole-v1", num_workers=2, **sizes)}
+def waiting() -> EnvBase:
+    return GymWrapper(Waiting(gymnasium.make("CartPole-v1")), categorical_action_encoding=True)
+
+
+def policy() -> TensorDictSequential:
+    """Take the better of two actions."""
+    torch.manual_seed(0)
+    network = MLP(in_features=4, out_features=2, num_cells=[64, 64])
+    scores = TensorDictModule(network, ["observation"], ["scores"])
+    return TensorDictSequential(scores, TensorDictModule(lambda found: found.argmax(-1), ["scores"], ["action"]))
+
+
+def ours(
+    workers: int, wrappers: Sequence[Any] = (Waiting,), num_envs: int = ENVS, frames_per_batch: int = FRAMES
+) -> RayCollector:
+    sizes = {"num_collectors": workers, "num_envs": num_envs, "frames_per_batch": frames_per_batch}
+    return RayCollector("CartPole-v1", policy(), wrappers=wrappers, seed=0, **sizes)
+
+
+def contenders() -> dict[str, Any]:
+    """Name collectors of the same environments and policy."""
+    sizes = {"wrappers": [Waiting], "num_envs": ENVS, "frames_per_batch": FRAMES, "seed": 0}
+    theirs = {"frames_per_batch": FRAMES, "total_frames": 10**9, "num_collectors": 2, "sync": False}
+    room = {"num_cpus": 1, "num_gpus": 0, "memory": 2**27}
+    return {
+        **{f"Ray, {n}": ours(n) for n in (1, 2, 4)},
+        "processes, 2": AsynchronousCollector("CartPole-v1", policy(), num_workers=2, **sizes),
+        "TorchRL, 2": TorchRLCollector([lambda: SerialEnv(ENVS, waiting)] * 2, policy(), remote_configs=room, **theirs),
+    }
 
 
 def taken(
-    collector: WorkersCollector, batches: int, clock: Callable[[], float] = time.perf_counter
+    collector: Any, rollouts: Iterator[Any], batches: int, clock: Callable[[], float] = time.perf_counter
 ) -> tuple[float, float]:
     """Return frames a second and milliseconds of processor time a batch."""
-    for _ in range(2 * collector.num_workers):
-        collector.rollout()
-    began, busy = clock(), time.process_time()
+    for _ in range(8):
+        next(rollouts)
+    began, busy, frames = clock(), time.process_time(), 0
     for _ in range(batches):
-        collector.rollout()
+        frames += next(rollouts).numel()
         collector.update_policy_weights_()
-    return batches * FRAMES / (clock() - began), (time.process_time() - busy) / batches * 1e3
+    return frames / (clock() - began), (time.process_time() - busy) / batches * 1e3
+
+
+def idle() -> float:
+    """Return milliseconds of processor time that Ray's threads take a second."""
+    busy = time.process_time()
+    time.sleep(5)
+    return (time.process_time() - busy) * 1e3 / 5
 
 
 def main() -> None:
@@ -73,20 +110,28 @@ def main() -> None:
     options = parser.parse_args()
     import ray
 
-    ray.init(address="local", num_cpus=8, include_dashboard=False, logging_level="error", log_to_driver=False)
+    ray.init(address="local", num_cpus=16, include_dashboard=False, logging_level="error", log_to_driver=False)
+    polls = idle()
     found: dict[str, list[tuple[float, float]]] = {}
     collectors = contenders()
+    rollouts = {name: iter(collector) for name, collector in collectors.items()}
     for _ in range(options.rounds):
         for name, collector in collectors.items():
-            found.setdefault(name, []).append(taken(collector, options.batches))
+            found.setdefault(name, []).append(taken(collector, rollouts[name], options.batches))
     for collector in collectors.values():
         collector.shutdown()
+    wide = ours(2, (), 8, 1024)
+    rollouts["wide"] = iter(wide)
+    found["Ray, 2, 8 x 128"] = [taken(wide, rollouts["wide"], 4 * options.batches) for _ in range(options.rounds)]
+    wide.shutdown()
     medians = {name: [statistics.median(each) for each in zip(*turns, strict=True)] for name, turns in found.items()}
     for name, (frames, busy) in medians.items():
-        say(f"{name:14} {frames:6.0f} frames/s, {busy:5.2f} ms of the learner's processor time a batch")
+        say(f"{name:15} {frames:6.0f} frames/s, {busy:5.2f} ms of the learner's processor time a batch")
     rates = {name: frames for name, (frames, _) in medians.items()}
     say(f"2 and 4 actors over 1: {rates['Ray, 2'] / rates['Ray, 1']:.2f}, {rates['Ray, 4'] / rates['Ray, 1']:.2f}")
-    say(f"2 actors over 2 processes: {rates['Ray, 2'] / rates['processes, 2']:.2f}")
+    for name in ("processes, 2", "TorchRL, 2"):
+        say(f"2 actors over {name}: {rates['Ray, 2'] / rates[name]:.2f}")
+    say(f"Ray's threads take {polls:.1f} ms of the learner's processor time a second while nothing comes")
     if options.json is not None:
         options.json.write_text(json.dumps(found))
     ray.shutdown()

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from torchrl_lightning._compat import new_tensordict
 from torchrl_lightning.collectors._stepper import VectorStepper
-from torchrl_lightning.entries import Path, join, level_of, next_key, path_of
+from torchrl_lightning.entries import Path, join, level_of, next_key, path_of, tensordict_of
 from torchrl_lightning.environments.faults import EnvironmentFault
 from torchrl_lightning.environments.played import Array, Playing, ReplayedRows, ReplaySource
 from torchrl_lightning.environments.policies import Outputs, Policy, bare_call, policy_outputs, standing_call, unsaid
@@ -408,7 +408,7 @@ class RolloutMemory:
         """Return the rollout as ``[N, T]``, over this memory."""
         if None not in self._ready:
             entries = {path: value.transpose(0, 1) for path, value in self._all_entries().items()}
-            self._ready[None] = _tensordict(entries, torch.Size([self.num_envs, self.steps]), (None, "time"))
+            self._ready[None] = tensordict_of(entries, torch.Size([self.num_envs, self.steps]), (None, "time"))
         return self._ready[None]
 
     def rows(self, leave_out: Collection[str] = ()) -> TensorDict:
@@ -418,24 +418,13 @@ class RolloutMemory:
             entries = {path: value for path, value in self._all_entries().items() if path[0] not in wanted}
             if self.steps == 1:
                 one = {path: value[0] for path, value in entries.items()}
-                self._ready[wanted] = _tensordict(one, torch.Size([self.num_envs]), None)
+                self._ready[wanted] = tensordict_of(one, torch.Size([self.num_envs]), None)
             else:
                 shape = torch.Size([self.steps, self.num_envs])
-                self._ready[wanted] = _tensordict(entries, shape, ("time", None))
+                self._ready[wanted] = tensordict_of(entries, shape, ("time", None))
         return self._ready[wanted]
 
     def _all_entries(self) -> dict[Path, Tensor]:
         written = {path_of(key): value for key, value in self._written.items()}
         # The environment decides what follows a step.
         return {**self._entries, **{p: v for p, v in written.items() if p[0] != "next" or p not in self._entries}}
-
-
-def _tensordict(entries: dict[Path, Tensor], shape: torch.Size, names: tuple[str | None, ...] | None) -> TensorDict:
-    level: dict[str, Any] = {}
-    for (name, *rest), value in entries.items():
-        if rest:
-            level.setdefault(name, {})[tuple(rest)] = value
-        else:
-            level[name] = value
-    nested = {name: _tensordict(part, shape, names) if isinstance(part, dict) else part for name, part in level.items()}
-    return new_tensordict(nested, shape, names)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from numpy.typing import NDArray
 from tensordict import TensorDict, TensorDictBase
 from torch import nn
+
+from torchrl_lightning.entries import Path, path_of, tensordict_of
 
 Arrays = dict[Any, NDArray[Any]]
 
@@ -46,14 +48,15 @@ def as_arrays(rollout: TensorDict) -> Arrays:
 
 def as_rollout(arrays: Arrays) -> TensorDict:
     """Copy arrays ``[T, N, *F]`` into a rollout ``[N, T]``."""
-    return unpacked(next(iter(arrays.values())).shape[:2], ["time", None], arrays).transpose(0, 1)
+    entries = {path: value.transpose(0, 1) for path, value in _copied(arrays)}
+    return tensordict_of(entries, next(iter(entries.values())).shape[:2], (None, "time"))
 
 
 def weights_of(policy: object) -> Arrays | None:
-    """Return the parameters and buffers of a policy on the CPU; None of one that has none."""
+    """Copy the parameters and buffers of a policy; None of one that has none."""
     if not isinstance(policy, nn.Module):
         return None
-    return {name: value.detach().cpu().numpy() for name, value in _tensors(policy).items()}
+    return {name: value.numpy(force=True).copy() for name, value in _tensors(policy).items()}
 
 
 def take_weights(policy: nn.Module, weights: Mapping[str, NDArray[Any]]) -> None:
@@ -77,5 +80,10 @@ def packed(batch: TensorDictBase) -> tuple[list[int], list[Any], Arrays]:
 
 
 def unpacked(shape: Sequence[int], names: Sequence[Any], arrays: Arrays) -> TensorDict:
-    """Copy arrays into a batch: to write into Ray's object store would end the process."""
-    return TensorDict({key: torch.tensor(value) for key, value in arrays.items()}, shape, names=list(names))
+    """Copy arrays into a batch."""
+    return tensordict_of(dict(_copied(arrays)), torch.Size(shape), tuple(names))
+
+
+def _copied(arrays: Arrays) -> Iterator[tuple[Path, torch.Tensor]]:
+    """Yield arrays as tensors of their own: to write into Ray's object store would end the process."""
+    return ((path_of(key), torch.from_numpy(value.copy())) for key, value in arrays.items())

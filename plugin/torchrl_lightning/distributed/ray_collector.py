@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 _FAREWELL = 1.0  # seconds for closing the environments
 _PATIENCE = 30.0  # seconds in which an actor that cannot be reached may answer again
 _SILENCE = 60.0  # seconds without a rollout, after which it is said who is waited for
+_SMALL = 2**16  # bytes of weights that are sent faster than they are stored and fetched
 _TRIES = 3  # deaths of a worker in succession, without a rollout between them
 
 
@@ -40,7 +41,7 @@ class RayCollector(WorkersCollector):
     Batches are ``[N, T]`` named ``(None, "time")``, each from one of them, as those of an
     :class:`~torchrl_lightning.AsynchronousCollector`: ``("collector", "env_ids")`` numbers the environments over all,
     ``("collector", "policy_version")`` says with which weights they were collected. Of each publication, weights travel
-    once to each machine.
+    once to each machine; small ones with each request.
 
     An actor or machine that goes is not missed: the others go on, what it had under way is lost, and another actor
     takes its place wherever there is room, with new seeds and trajectory ids and at the beginning of an episode. Until
@@ -150,7 +151,7 @@ class RayCollector(WorkersCollector):
         self._begun: list[int] = []  # rollouts of each, so that a successor has other seeds and numbers
         self._failures: list[int] = []  # deaths of each since its last rollout
         self._pending: dict[Any, int] = {}  # rollouts that were asked for, and of whom; the oldest first
-        self._weights: tuple[int, Any] = 0, None  # the published version, and a reference to its weights
+        self._weights: tuple[int, Any] = 0, None  # the published version, and its weights or a reference to them
         self._put_at = 0  # how many batches there were when they were
 
     # -- rollouts ----------------------------------------------------------------------------------------------------
@@ -289,8 +290,10 @@ class RayCollector(WorkersCollector):
             self._put_weights(version)
 
     def _put_weights(self, version: int) -> None:
-        weights = weights_of(self.policy)
-        self._weights = version, None if weights is None else self._ray.put(weights)
+        weights: Any = weights_of(self.policy)
+        if weights is not None and sum(value.nbytes for value in weights.values()) > _SMALL:
+            weights = self._ray.put(weights)
+        self._weights = version, weights
         self._put_at = self._batches
 
     def metrics(self) -> dict[str, float]:
