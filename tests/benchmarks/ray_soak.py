@@ -1,11 +1,11 @@
 """Kill actors and take away machines in a run over a Ray cluster: it ends with its score, and counts every frame once.
 
-    python tests/benchmarks/ray_soak.py [--kills 60] [--removed 5] [--frames 400128] [--json soak.json]
+    python tests/benchmarks/ray_soak.py [--kills 60] [--removed 5] [--frames 2400000] [--json soak.json]
 
 The settings of ``vtrace_cartpole``, over three collectors of a cluster of nodes on this machine, enough of which are
-left. Kills (SIGKILL to an actor drawn at random) and removed nodes are spread evenly over the frames of the run. Looked
-at are the frames that were delivered and counted, the numbers of the trajectories, the score of 20 episodes, and what
-is left of the actors. Needs the extra ``ray``.
+left. Kills (SIGKILL to an actor drawn at random, when one has come back from the last) and removed nodes are spread
+evenly over the frames of the run. Looked at are the frames that were delivered and counted, the numbers of the
+trajectories, the score of 20 episodes, and what is left of the actors. Needs the extra ``ray``.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ from torchrl_lightning._conf import CONF_DIR
 from torchrl_lightning.keys import TRAJ_IDS
 
 COLLECTORS, NODES = 3, 2
+PATIENCE = 30.0  # seconds, after which the next is killed though nobody has come back
 
 
 class NotingCollector(RayCollector):
@@ -79,8 +80,10 @@ def actors() -> list[int]:
     return found
 
 
-def disturb(data: Any, cluster: Any, kills: int, removed: int, done: threading.Event) -> None:
-    """Kill and remove where the run has come so far."""
+def disturb(
+    data: Any, kept: list[NotingCollector], cluster: Any, kills: int, removed: int, done: threading.Event
+) -> None:
+    """Kill and remove where the run has come so far, and another one is back from the time before."""
     draw = random.Random(0)
     at = [(data.total_frames * (i + 1) // (kills + 1), "kill") for i in range(kills)]
     at += [(data.total_frames * (i + 1) // (removed + 1), "remove") for i in range(removed)]
@@ -94,7 +97,10 @@ def disturb(data: Any, cluster: Any, kills: int, removed: int, done: threading.E
         while not (alive := actors()) and not done.is_set():
             time.sleep(0.1)
         if alive:
+            back, waits = kept[0].restarts, time.monotonic() + PATIENCE
             os.kill(draw.choice(alive), signal.SIGKILL)
+            while kept[0].restarts == back and time.monotonic() < waits and not done.is_set():
+                time.sleep(0.1)
 
 
 def run(kills: int, removed: int, frames: int) -> dict[str, Any]:
@@ -124,7 +130,7 @@ def run(kills: int, removed: int, frames: int) -> dict[str, Any]:
     }
     trainer = L.Trainer(max_epochs=-1, accelerator="cpu", limit_val_batches=0, **quiet)
     done, began = threading.Event(), time.monotonic()
-    killer = threading.Thread(target=disturb, args=(data, cluster, kills, removed, done), daemon=True)
+    killer = threading.Thread(target=disturb, args=(data, kept, cluster, kills, removed, done), daemon=True)
     killer.start()
     try:
         trainer.fit(model, datamodule=data)
@@ -157,7 +163,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=60)
     parser.add_argument("--removed", type=int, default=5)
-    parser.add_argument("--frames", type=int, default=400_128)
+    parser.add_argument("--frames", type=int, default=2_400_000)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     found = run(options.kills, options.removed, options.frames)
