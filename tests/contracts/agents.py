@@ -104,20 +104,21 @@ def scheduled() -> PPOModule:
     return PPOModule(MLPNetwork([4]), schedule="linear", entropy_coeff=1.0, entropy_schedule="linear")
 
 
-EXACT = {"reset_at_each_batch": True, "frames_per_batch": 8, "frames_per_update": 0.7}
+# What saves amid an epoch sees steps, so that "auto" would choose 1 beside it and 16 without.
+EXACT = {"reset_at_each_batch": True, "frames_per_batch": 8, "frames_per_update": 0.7, "updates_per_step": 1}
 FOLDER = tempfile.TemporaryDirectory()  # cells in files leave no names in it
 
 
 def replayed(buffer: Any = "prioritized, three steps", **settings: Any) -> tuple[Any, Any]:
     network = NETWORKS["gru" if buffer == "sequence" else "mlp"]
-    return DQNModule(network, epsilon_frames=100), replay_data(buffer, **EXACT, **settings)
+    return DQNModule(network, epsilon_frames=100), replay_data(buffer, **{**EXACT, **settings})
 
 
 def imagining(**settings: Any) -> tuple[Any, Any]:
     lengths = {"fits_kept": 2, "last_length": 3, "lengthened_between": (44, 54)}
     source = partial(BranchedReplay, real_ratio=0.3, frames_per_fit=6, branches_per_fit=20, **lengths)
     dynamics = WorldModelFit([8], num_members=3, num_elites=2, max_epochs=2, batch_size=16)
-    made = replay_data(env="Pendulum-v1", source=source, **EXACT, **settings)
+    made = replay_data(env="Pendulum-v1", source=source, **{**EXACT, **settings})
     return MBPOModule(MLPNetwork([8], "relu"), dynamics=dynamics), made
 
 

@@ -26,7 +26,7 @@ from torchrl_lightning.datamodules.environments import is_ready
 from torchrl_lightning.datamodules.snapshots import BufferSnapshots
 from torchrl_lightning.datamodules.sources import BatchSource, RowStore, build_source, check_source
 from torchrl_lightning.datamodules.steps import LentSteps, Steps, plain_batch, read_batch
-from torchrl_lightning.datamodules.updates_per_step import StepSize, count_or_auto
+from torchrl_lightning.datamodules.updates_per_step import AUTO, StepSize, count_or_auto
 from torchrl_lightning.demonstrations.dataset import dataset_path
 from torchrl_lightning.environments.origins import cut_off
 from torchrl_lightning.files import check_writable
@@ -113,7 +113,7 @@ class ReplayDataModule(ExperienceDataModule):
     dataset: Any = None
     batch_size: Count = 256
     updates_per_epoch: Count = 1000
-    updates_per_step: Annotated[int | str, count_or_auto] = 1
+    updates_per_step: Annotated[int | str, count_or_auto] = AUTO
     frames_per_update: Annotated[float, optional(not_negative)] = setting(default=None)
     warmup_frames: int = setting(default=None)
     write_back: Sequence[NestedKey] | None = None

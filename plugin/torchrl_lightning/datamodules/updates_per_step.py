@@ -111,10 +111,10 @@ def _reason_for_one(trainer: Any, learner: Any) -> str | None:
 
 def _loops(learner: Any) -> bool:
     """Return whether a module says that its training step, and not one that it overrides, learns from each update."""
-    for kind in type(learner).__mro__:
-        if "loops_over_updates" in vars(kind):
+    for owner in (learner, *type(learner).__mro__):
+        if "loops_over_updates" in vars(owner):
             return bool(learner.loops_over_updates)
-        if "training_step" in vars(kind):
+        if "training_step" in vars(owner):
             return False
     return False
 
