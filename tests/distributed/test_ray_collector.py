@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -189,6 +190,13 @@ def test_errors_of_environments_and_policies_come_back(made: Any) -> None:
     collector.policy.module.forward = None
     with pytest.raises(RuntimeError, match=r"worker 0 failed:[\s\S]*TypeError"):
         collector.rollout()
+
+
+def test_a_module_that_actors_cannot_import_is_told_with_the_mend(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "here_alone", here := ModuleType("here_alone"))
+    exec("def make():\n    pass", vars(here))  # in no file
+    with pytest.raises(ClusterFault, match=r"worker 0 cannot import .*: No module named 'here_alone'.*py_modules"):
+        made(here.make, num_collectors=1).rollout()
 
 
 def test_settings_reach_the_actor(made: Any) -> None:
