@@ -15,7 +15,7 @@ from torchrl_lightning.environments.played import Array, ResumableVectorEnv
 from torchrl_lightning.environments.specs import first_action, observation_leaves
 from torchrl_lightning.environments.vector_env import autoreset_mode
 
-Final = tuple[int, list[Array]]  # environment, leaves of its last observation
+Final = tuple[int | Array, list[Array]]  # environment, or several, and the leaves of their last observations
 _SUCCESS = ("is_success", "success")
 
 
@@ -39,6 +39,7 @@ class VectorStepper:
         self.action_dtype = np.dtype(space.dtype)
         self.bounds = (space.low, space.high) if isinstance(space, spaces.Box) else None
         self._unchecked = {"reset", "step"}
+        self._resets_parts = False  # whether it was seen to reset some environments without the others
         self.can_rest = isinstance(env, ResumableVectorEnv)
         start = first_action(space)
         self._start = np.asarray(start, self.action_dtype) if start else None
@@ -88,8 +89,8 @@ class VectorStepper:
         """
         own = done if resting is None else done & ~resting
         if self.mode is AutoresetMode.DISABLED:
-            final_leaves = [np.array(leaf) for leaf in leaves]
-            return self.restart(done, leaves), _rows(final_leaves, own)
+            finals = _rows(leaves, own)  # copied before their memory shows something else
+            return self.restart(done, leaves), finals
         if not own.any():
             return leaves, []
         final = info.get("final_obs")
@@ -98,7 +99,7 @@ class VectorStepper:
                 f"{self.env} ended episodes {np.flatnonzero(done).tolist()} without info['final_obs']; "
                 "AutoresetMode.SAME_STEP promises the last observation there."
             )
-        if isinstance(final, dict):
+        if isinstance(final, dict) or (isinstance(final, np.ndarray) and final.dtype.kind != "O"):  # of all, together
             return leaves, _rows(self.leaves(final), own)
         ended = np.flatnonzero(own).tolist()
         for i in ended:  # nobody has put them together, which would have shown what does not fit
@@ -122,7 +123,8 @@ class VectorStepper:
 
         A RuntimeError if the environment cannot do that without the others.
         """
-        others = [leaf[~ended] for leaf in leaves]
+        # Looked at once: later ends cost what they reset alone.
+        others = [] if self._resets_parts else [leaf[~ended] for leaf in leaves]
         try:
             observation, _ = self.env.reset(options={"reset_mask": ended.copy()})
         except EnvironmentFault:
@@ -132,9 +134,10 @@ class VectorStepper:
                 blame(error, "reset")
             raise RuntimeError(_NO_PARTIAL_RESET.format(env=self.env)) from error
         fresh = self.leaves(observation)
-        for before, after in zip(others, fresh, strict=True):
+        for before, after in zip(others, fresh, strict=False):
             if not np.array_equal(before, after[~ended], equal_nan=before.dtype.kind == "f"):
                 raise RuntimeError(_NO_PARTIAL_RESET.format(env=self.env))
+        self._resets_parts = self._resets_parts or not ended.all()
         return fresh
 
     def leaves(self, observation: Any) -> list[Array]:
@@ -174,7 +177,8 @@ def success_of(info: Mapping[str, Any]) -> Any:
 
 
 def _rows(leaves: list[Array], done: Array) -> list[Final]:
-    return [(i, [leaf[i] for leaf in leaves]) for i in np.flatnonzero(done).tolist()]
+    where = np.flatnonzero(done)
+    return [(where, [leaf[where] for leaf in leaves])] if len(where) else []
 
 
 _NO_PARTIAL_RESET = (
