@@ -8,6 +8,7 @@ import pytest
 
 PACKAGES = {
     "atari": ("ale_py", "cv2"),
+    "envpool": ("envpool",),
     "lunarlander": ("Box2D", "pygame"),
     "minigrid": ("minigrid",),
     "mujoco": ("mujoco", "imageio"),

@@ -115,7 +115,7 @@ class GymnasiumCollector(CollectorBase):
         wrappers: Sequence[Callable[[gymnasium.Env[Any, Any]], gymnasium.Env[Any, Any]]] = (),
     ) -> None:
         vectorization = vectorization_of(env, vectorization)
-        check_env_source(env)
+        check_env_source(env, vectorization, env_kwargs, wrappers)
         env_args: dict[str, Any] = {"vectorization": vectorization, "env_kwargs": env_kwargs, "wrappers": wrappers}
         if isinstance(env, VectorEnv):
             num_envs = make_vector_env(env, num_envs, **env_args).num_envs  # only checks

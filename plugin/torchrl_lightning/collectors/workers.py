@@ -21,7 +21,7 @@ from torchrl_lightning.collectors.gymnasium import GymnasiumCollector
 from torchrl_lightning.environments.played import Array, FollowedReplaySource
 from torchrl_lightning.environments.policies import KnowsWorker, Policy, load_weights, policy_device
 from torchrl_lightning.environments.seeds import check_seed, spawn_seed, spawn_seeds
-from torchrl_lightning.environments.vector_env import check_env_source
+from torchrl_lightning.environments.vector_env import check_env_source, vectorization_of
 from torchrl_lightning.keys import ENV_IDS, TRAJ_IDS
 from torchrl_lightning.ranges import optional
 from torchrl_lightning.state import array, whole
@@ -105,7 +105,7 @@ class WorkersCollector(CollectorBase):
                 f"Each worker builds its own environments, but env is a ready {type(env).__name__}; "
                 "pass its id or a factory of one environment."
             )
-        check_env_source(env)
+        check_env_source(env, vectorization_of(env, "sync"), env_kwargs, wrappers)
         env_args = {"vectorization": "sync", "env_kwargs": env_kwargs, "wrappers": tuple(wrappers)}
         super().__init__(env, policy, num_envs, frames_per_batch, total_frames, seed, env_args)
         _pickled((env, env_args), "The environment (env, env_kwargs, wrappers)")

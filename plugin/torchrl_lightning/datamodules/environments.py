@@ -87,7 +87,7 @@ class RunEnvironments:
             ValueError: The message names each difference.
         """
         if stepped is None:
-            if not self._eval_env_given:
+            if not self._eval_env_given and vectorization_of(self.env) != "envpool":
                 return
             with self._shown() as env:
                 stepped = view_of(env)
@@ -103,7 +103,7 @@ class RunEnvironments:
     @contextmanager
     def _shown(self) -> Iterator[VectorEnv | EnvBase]:
         """Lend the environment to look at it, or a copy, so that no process starts for that."""
-        if vectorization_of(self.env) == "sync":
+        if vectorization_of(self.env) != "async":
             yield self.built()
         else:
             env = make_environment(self.env, 1, vectorization="sync", own_number=True)

@@ -94,7 +94,9 @@ class EnvironmentRecipe(Settings, Nameable):
         clip_reward: clip rewards to ``[-clip_reward, clip_reward]`` for learning; not if None. Evaluation earns the
             rewards of the environment itself, as published scores do.
         vectorization: how collection steps its copies: ``"sync"``, in this process, or ``"async"``, each in a process
-            of its own (by ``spawn``: a script needs ``if __name__ == "__main__":``). Evaluation stays in this process.
+            of its own (by ``spawn``: a script needs ``if __name__ == "__main__":``), or ``"envpool"``, by EnvPool,
+            around whose environments nothing can be laid. Evaluation stays in this process, and plays Gymnasium's
+            environment of that id where there is one and no ``env_kwargs``.
         demonstrations_of: ids (or the names of factories) whose demonstrations are taken as of this environment, though
             they were recorded in another, or with another reward; its own id allows other arguments and wrappers.
         step_timeout: seconds that making, ``reset``, ``step`` or ``close`` may take; any number if None. What takes
@@ -134,7 +136,7 @@ class EnvironmentRecipe(Settings, Nameable):
     flatten: bool = False
     frame_stack: Count = 1
     clip_reward: Positive | None = None
-    vectorization: Annotated[str, among("sync", "async")] = "sync"
+    vectorization: Annotated[str, among("sync", "async", "envpool")] = "sync"
     demonstrations_of: Names = ()
     step_timeout: Positive | None = None
 

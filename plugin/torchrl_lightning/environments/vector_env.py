@@ -11,6 +11,7 @@ from typing import Any
 import gymnasium
 from gymnasium.vector import AutoresetMode, VectorEnv
 
+from torchrl_lightning.environments.envpool_env import EnvPoolVectorEnv, check_envpool, envpool_task
 from torchrl_lightning.environments.faults import blaming
 from torchrl_lightning.environments.played import ResumableVectorEnv
 from torchrl_lightning.environments.recipe import EnvironmentRecipe
@@ -53,8 +54,10 @@ def make_vector_env(
         env: A registered id, a factory of one environment, or a ready vector environment, which is returned as it is.
         num_envs: The number of copies; ``None`` means one, or as many as a ready vector environment has.
         vectorization: ``"sync"`` steps the copies in this process, ``"async"`` gives each copy a process of its own
-            (by ``spawn``: a script needs ``if __name__ == "__main__":``); ``None`` means as the
-            :class:`~torchrl_lightning.EnvironmentRecipe` says, or ``"sync"``.
+            (by ``spawn``: a script needs ``if __name__ == "__main__":``), ``"envpool"`` takes EnvPool's environment of
+            that id and steps all copies together in C++; ``None`` means as the
+            :class:`~torchrl_lightning.EnvironmentRecipe` says, or ``"sync"``. An environment of EnvPool's that
+            Gymnasium does not know, or that has ``env_kwargs``, is EnvPool's even where ``"sync"`` is asked for.
         env_kwargs: Keyword arguments for the id or the factory.
         wrappers: Functions that wrap each single environment, innermost first.
 
@@ -74,7 +77,7 @@ def make_vector_env(
         >>> env.close()
     """
     vectorization = vectorization_of(env, vectorization)
-    check_env_source(env)
+    check_env_source(env, vectorization, env_kwargs, wrappers)
     if isinstance(env, VectorEnv):
         if env_kwargs or wrappers:
             raise ValueError(
@@ -88,6 +91,9 @@ def make_vector_env(
             )
         return env
     num_envs = 1 if num_envs is None else integer(num_envs, "num_envs")
+    if vectorization == "envpool":
+        task, kwargs = envpool_task(env, env_kwargs or {}, wrappers)
+        return EnvPoolVectorEnv(task, num_envs, kwargs)
     factory = SingleEnv(env, dict(env_kwargs or {}), tuple(wrappers))
     if vectorization == "async":
         step_timeout = env.step_timeout if isinstance(env, EnvironmentRecipe) else None
@@ -97,18 +103,32 @@ def make_vector_env(
 
 
 def vectorization_of(env: object, asked: str | None = None) -> str:
-    """Return how copies of an environment are stepped: as is asked for, or as its recipe says; else ``"sync"``."""
-    if asked is not None:
-        one_of(asked, "vectorization", ("sync", "async"))
-        return asked
-    return env.vectorization if isinstance(env, EnvironmentRecipe) else "sync"
+    """Return how copies of an environment are stepped: as is asked for, or as its recipe says; else ``"sync"``.
+
+    A recipe of EnvPool's that Gymnasium cannot make stays EnvPool's where ``"sync"`` is asked for.
+    """
+    own = env.vectorization if isinstance(env, EnvironmentRecipe) else "sync"
+    if asked is None:
+        return own
+    one_of(asked, "vectorization", ("sync", "async", "envpool"))
+    if asked == "sync" and own == "envpool" and isinstance(env, EnvironmentRecipe):
+        return "envpool" if env.env_kwargs or env.id not in gymnasium.registry else "sync"
+    return asked
 
 
-def check_env_source(env: object) -> None:
+def check_env_source(
+    env: object,
+    vectorization: str = "sync",
+    env_kwargs: Mapping[str, Any] | None = None,
+    wrappers: Sequence[Any] = (),
+) -> None:
     """Check an environment as far as possible without building it: a ValueError for an unknown id.
 
-    A TypeError if it is neither an id, a factory nor a vector environment.
+    A TypeError if it is neither an id, a factory nor a vector environment. What EnvPool is to step is checked whole.
     """
+    if vectorization == "envpool" and not isinstance(env, VectorEnv):
+        check_envpool(env, env_kwargs, wrappers)
+        return
     if isinstance(env, EnvironmentRecipe) and isinstance(env.id, str):
         env = env.id
     if isinstance(env, str):

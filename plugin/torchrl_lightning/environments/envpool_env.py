@@ -1,0 +1,173 @@
+"""EnvPool's environments, stepped together in C++, as a vector environment that resets in the step of an end."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector.utils import batch_space
+
+from torchrl_lightning.environments.faults import blaming
+from torchrl_lightning.environments.played import Array
+from torchrl_lightning.environments.recipe import EnvironmentRecipe
+from torchrl_lightning.suggestions import did_you_mean
+
+_TAKEN = ("id", "env_kwargs", "time_limit", "vectorization", "demonstrations_of")
+_OURS = {"seed": "seeds come from the run", "num_envs": "num_envs= says it", "env_type": "it is Gymnasium's"}
+
+
+class EnvPoolVectorEnv(VectorEnv[Any, Any, Any]):
+    """Copies of one of EnvPool's environments in mode ``SAME_STEP``; a reset may take some of them.
+
+    EnvPool takes seeds where copies are made: they are made at a reset of all, anew where it gives seeds.
+    An episode that ends by itself in the very step of its time limit is truncated alone: EnvPool says no more.
+
+    Args:
+        task: EnvPool's id.
+        num_envs: how many copies.
+        kwargs: arguments of EnvPool's; ``num_threads`` is 1 if none is given.
+
+    Raises:
+        ImportError: EnvPool is not installed.
+        ValueError: EnvPool does not know the id or an argument, or has several players there.
+    """
+
+    metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}
+
+    def __init__(self, task: str, num_envs: int, kwargs: Mapping[str, Any]) -> None:
+        self.task, self.num_envs = task, num_envs
+        self._kwargs = {"num_threads": 1, **kwargs, "num_envs": num_envs}
+        spec = _spec(task, self._kwargs)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of bounds that are rounded
+            self.single_observation_space, self.single_action_space = spec.observation_space, spec.action_space
+        self.observation_space = batch_space(self.single_observation_space, num_envs)
+        self.action_space = batch_space(self.single_action_space, num_envs)
+        self._pool: Any = None
+        self._shown: Any = None
+
+    def reset(
+        self, *, seed: int | Sequence[int] | None = None, options: Mapping[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        """Begin an episode in all copies, or in those of ``options["reset_mask"]``, which takes no seed."""
+        mask = None if options is None else options.get("reset_mask")
+        if mask is not None and self._pool is not None:
+            if seed is not None:
+                raise ValueError(
+                    f"EnvPool seeds all copies together, but a reset of some has seed={seed}; leave it out."
+                )
+            self._shown = self._restarted(self._shown, np.flatnonzero(mask))
+            return self._shown, {}
+        if self._pool is None or seed is not None:
+            self._make(seed)
+        with warnings.catch_warnings(), blaming("reset"):
+            warnings.simplefilter("ignore")  # as above, of a first reset
+            self._shown = self._pool.reset()[0]
+        return self._shown, {}
+
+    def step(self, actions: Array) -> tuple[Any, Array, Array, Array, dict[str, Any]]:
+        """Step every copy, and reset those whose episodes end; ``final_obs`` holds the observations before that."""
+        with blaming("step"):
+            observation, rewards, terminated, truncated, _ = self._pool.step(actions)
+        info = {}
+        ended = np.flatnonzero(terminated | truncated)
+        if len(ended):
+            info["final_obs"] = observation
+            observation = self._restarted(observation, ended)
+        self._shown = observation
+        return observation, rewards, terminated, truncated, info
+
+    def close_extras(self, **kwargs: Any) -> None:
+        """Close the copies."""
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.close()
+
+    def _make(self, seed: int | Sequence[int] | None) -> None:
+        import envpool
+
+        self.close_extras()
+        if isinstance(seed, int):
+            seed = [seed + index for index in range(self.num_envs)]  # as Gymnasium's vector environments do
+        seeds = np.random.SeedSequence().generate_state(self.num_envs) >> 1 if seed is None else seed
+        with warnings.catch_warnings(), blaming("make"):
+            warnings.simplefilter("ignore")
+            self._pool = envpool.make(
+                self.task, env_type="gymnasium", seed=[int(each) for each in seeds], **self._kwargs
+            )
+
+    def _restarted(self, observation: Any, ended: Array) -> Any:
+        with blaming("reset"):
+            fresh = self._pool.reset(ended.astype(np.int32))[0]
+        return _with_rows(observation, ended, fresh)
+
+
+def envpool_task(env: object, env_kwargs: Mapping[str, Any], wrappers: Sequence[Any]) -> tuple[str, dict[str, Any]]:
+    """Return EnvPool's id and arguments; a ValueError names what EnvPool's environments cannot have.
+
+    Example:
+        >>> envpool_task(EnvironmentRecipe("CartPole-v1", time_limit=9), {}, ())
+        ('CartPole-v1', {'max_episode_steps': 9})
+    """
+    given = ["wrappers"] if wrappers else []
+    kwargs = dict(env_kwargs)
+    if isinstance(env, EnvironmentRecipe):
+        given += [name for name in env.settings() if name not in _TAKEN]
+        kwargs = {**env.env_kwargs, **kwargs}
+        if env.time_limit is not None:
+            kwargs["max_episode_steps"] = env.time_limit
+        env = env.id
+    if not isinstance(env, str):
+        raise ValueError(f"vectorization='envpool' takes an id of EnvPool's, got {env!r}; take vectorization='sync'.")
+    if given:
+        raise ValueError(
+            f"vectorization='envpool' steps {env!r} in C++, around which nothing can be laid, but "
+            f"{', '.join(given)} {'is' if len(given) == 1 else 'are'} given; leave that out, or take "
+            "vectorization='sync'."
+        )
+    for name, why in _OURS.items():
+        if name in kwargs:
+            raise ValueError(
+                f"env_kwargs has {name}={kwargs[name]!r}, which EnvPool is given here: {why}. Leave it out."
+            )
+    return env, kwargs
+
+
+def check_envpool(env: object, env_kwargs: Mapping[str, Any] | None = None, wrappers: Sequence[Any] = ()) -> None:
+    """Refuse what EnvPool does not make, without making it; the errors are those of :class:`EnvPoolVectorEnv`."""
+    task, kwargs = envpool_task(env, env_kwargs or {}, wrappers)
+    _spec(task, kwargs)
+
+
+def _spec(task: str, kwargs: Mapping[str, Any]) -> Any:
+    try:
+        import envpool
+    except ImportError as error:
+        raise ImportError(
+            f"vectorization='envpool' needs what is not installed: {error}. Here the extra 'envpool' brings it: "
+            "torchrl-lightning[envpool]."
+        ) from error
+    known = envpool.list_all_envs()
+    if task not in known:
+        raise ValueError(
+            f"EnvPool does not know the environment {task!r}{did_you_mean(task, known)} envpool.list_all_envs() "
+            "lists all, and vectorization='sync' takes Gymnasium's."
+        )
+    try:
+        spec = envpool.make_spec(task, **kwargs)
+    except TypeError as error:
+        raise ValueError(f"EnvPool's {task!r} does not take env_kwargs={dict(kwargs)}: {error}.") from error
+    if spec.config.max_num_players != 1:
+        raise ValueError(f"EnvPool's {task!r} has several players, but one acts here; take another environment.")
+    return spec
+
+
+def _with_rows(observation: Any, rows: Array, fresh: Any) -> Any:
+    if isinstance(observation, Mapping):
+        return {name: _with_rows(value, rows, fresh[name]) for name, value in observation.items()}
+    changed = observation.copy()
+    changed[rows] = fresh
+    return changed
