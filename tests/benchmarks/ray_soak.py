@@ -5,7 +5,7 @@
 The settings of ``vtrace_cartpole``, over three collectors of a cluster of nodes on this machine, enough of which are
 left. Kills (SIGKILL to an actor drawn at random, when one has come back from the last) and removed nodes are spread
 evenly over the frames of the run. Looked at are the frames that were delivered and counted, the numbers of the
-trajectories, the score of 20 episodes, and what is left of the actors. Needs the extra ``ray``.
+trajectories, the score of the best checkpoint in 20 episodes, and what is left of the actors. Needs the extra ``ray``.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import os
 import random
 import signal
 import sys
+import tempfile
 import threading
 import time
 import warnings
@@ -33,8 +34,10 @@ if __name__ == "__main__":
     warnings.simplefilter("ignore")
 
 import lightning as L
+import torch
 from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
+from lightning.pytorch.callbacks import ModelCheckpoint
 from ray.cluster_utils import Cluster
 from tensordict import TensorDict
 
@@ -122,13 +125,10 @@ def run(kills: int, removed: int, frames: int) -> dict[str, Any]:
 
     data = instantiate(cfg.data, collector=partial(collector, num_collectors=COLLECTORS))
     model = instantiate(cfg.model)
-    quiet = {
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    trainer = L.Trainer(max_epochs=-1, accelerator="cpu", limit_val_batches=0, **quiet)
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    folder = tempfile.TemporaryDirectory()
+    best = ModelCheckpoint(folder.name, monitor="eval/return", mode="max")
+    trainer = L.Trainer(max_epochs=-1, accelerator="cpu", check_val_every_n_epoch=40, callbacks=[best], **quiet)
     done, began = threading.Event(), time.monotonic()
     killer = threading.Thread(target=disturb, args=(data, kept, cluster, kills, removed, done), daemon=True)
     killer.start()
@@ -139,6 +139,7 @@ def run(kills: int, removed: int, frames: int) -> dict[str, Any]:
         killer.join(60)
     (noted,) = kept
     every = [number for numbers in noted.trajectories.values() for number in numbers]
+    model.load_state_dict(torch.load(best.best_model_path, weights_only=True)["state_dict"])
     returns = data.evaluate(model.policy, 20)["episode_return"]
     time.sleep(2.0)
     found = {
