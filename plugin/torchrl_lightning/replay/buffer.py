@@ -485,8 +485,7 @@ class ExperienceBuffer(Stated, ShareableBuffer):
             missing = self.priority_key if priority is None else "index"
             raise KeyError(f"The batch has no entry {missing!r}; it has {sorted(map(str, data.keys()))}.")
         prioritized = prioritized_in(sampler)
-        has_windows = prioritized is not None and prioritized.knows_windows
-        if not has_windows and (index.ndim != 1 or priority.ndim != 1):
+        if (prioritized is None or not prioritized.knows_windows) and (index.ndim != 1 or priority.ndim != 1):
             if priority.ndim > index.ndim:
                 priority = priority.reshape(index.shape)
             index, priority = index.reshape(-1), priority.reshape(-1)
