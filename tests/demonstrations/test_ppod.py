@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -163,6 +164,7 @@ def test_rows_of_several_workers_are_followed_apart() -> None:
 
 
 def test_demonstrations_may_come_while_training_runs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)  # whatever a run before has left
     late, human = tmp_path / "late", saved(tmp_path / "human", episode())
     options = {"initial_human_demos_dir": human, "supplementary_demos_dir": str(late), "total_buffer_demo_capacity": 2}
     buffer, step = attached(2, **options), rollout((0.0, False), (0.0, False))
