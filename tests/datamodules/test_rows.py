@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import Tensor, nn
 from torchrl.modules import GRUModule
 
+from kit.acting import collect
 from kit.counting import CountingEnv, RandomEnv, still_policy, vector_env
 from kit.replay import replay_data
-from kit.runs import trainer
 from kit.states import differences
 from torchrl_lightning import GymnasiumCollector, ReplayDataModule
 from torchrl_lightning.environments.faults import EnvironmentFault
@@ -67,29 +65,6 @@ def recurrent_policy() -> TensorDictSequential:
 
 
 POLICIES = {"box": random_policy, "dict": partial(random_policy, "image", 4), "recurrent": recurrent_policy}
-
-
-class Acting(L.LightningModule):
-    """Learns nothing: its errors are made up; does something behind some of its updates."""
-
-    def __init__(self, policy: Any, behind: dict[int, Callable[[ReplayDataModule], object]]) -> None:
-        super().__init__()
-        self.policy, self.behind, self.automatic_optimization = policy, behind, False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        batch["td_error"] = torch.arange(float(len(batch)))
-        self.behind.get(batch_idx + 1, lambda data: None)(self.trainer.datamodule)
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None: ...
-
-    def configure_optimizers(self) -> Any:
-        return []
-
-
-def collect(data: ReplayDataModule, policy: Any, times: int, behind: Any = None) -> None:
-    """Collect so many times, with an update behind each; ``behind`` says what is done behind which."""
-    data.updates_per_epoch, data.warmup_frames = times, data.frames_per_batch
-    trainer(max_epochs=1, limit_val_batches=0).fit(Acting(policy, behind or {}), datamodule=data)
 
 
 def built(collector: Any, kind: str = "box", sampler: Any = UniformSampler, steps: int = 1, **settings: Any) -> Any:

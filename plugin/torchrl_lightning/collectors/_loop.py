@@ -20,7 +20,7 @@ from torchrl_lightning.environments.faults import EnvironmentFault
 from torchrl_lightning.environments.played import Array, Playing, ReplayedRows, ReplaySource
 from torchrl_lightning.environments.policies import Outputs, Policy, bare_call, policy_outputs, standing_call, unsaid
 from torchrl_lightning.environments.specs import EnvironmentSpecs
-from torchrl_lightning.keys import FLAGS, LOG_PROB
+from torchrl_lightning.keys import FLAGS, LOG_PROB, VALID
 
 
 class RolloutLoop:
@@ -242,6 +242,9 @@ class RolloutLoop:
                     target[index] = source
         for source, target in zip(leaves, self._observations, strict=True):
             np.copyto(target, source)
+        if (resets := stepper.resets) is not None and memory.made is not None:
+            np.logical_not(resets, out=memory.made[t])
+            done[:] = resets  # where an episode begins only now
         if played is not None and self._playing is not None:
             where = self._playing.where
             memory.rewards[t][where] = played.reward
@@ -311,6 +314,9 @@ class RolloutMemory:
         for name in FLAGS:
             self._reserve(("next", name), torch.bool, 1)
         self.trajectories = self._reserve(("collector", "traj_ids"), torch.int64).numpy()
+        self.made: Array | None = None  # which rows are steps, where some are resets
+        if stepper.resets is not None:
+            self.made = self._reserve(VALID, torch.bool).numpy()
         self._plays = plays
         if plays:
             self._reserve(("demo", "mask"), torch.bool, 1)
@@ -361,6 +367,11 @@ class RolloutMemory:
 
     def _by_step(self, paths: Sequence[Path], shapes: Sequence[tuple[int, ...]]) -> list[tuple[Array, ...]]:
         return list(zip(*(self._views(path, shape) for path, shape in zip(paths, shapes, strict=True)), strict=True))
+
+    @property
+    def frames(self) -> int:
+        """How many steps environments have made."""
+        return self.steps * self.num_envs if self.made is None else int(self.made.sum())
 
     def clear_marks(self) -> None:
         """Forget which steps were played in the rollout before."""

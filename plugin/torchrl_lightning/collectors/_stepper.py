@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from functools import reduce
 from typing import Any
 
+import gymnasium
 import numpy as np
 from gymnasium import spaces
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
@@ -39,6 +40,7 @@ class VectorStepper:
         self.action_dtype = np.dtype(space.dtype)
         self.bounds = (space.low, space.high) if isinstance(space, spaces.Box) else None
         self._unchecked = {"reset", "step"}
+        self._takes_one_seed = False  # whether it was seen to refuse one for each copy
         self._resets_parts = False  # whether it was seen to reset some environments without the others
         self.can_rest = isinstance(env, ResumableVectorEnv)
         start = first_action(space)
@@ -46,10 +48,18 @@ class VectorStepper:
         idle = np.full(space.shape or (), start, self.action_dtype)
         self._idle: Array = idle if self.bounds is None else np.clip(idle, *self.bounds)
 
+    @property
+    def resets(self) -> Array | None:
+        """Where the last step was a reset, ``[N]`` bool, in mode ``NEXT_STEP``; None in the others, which have none."""
+        return self.env.resets if self.mode is AutoresetMode.NEXT_STEP else None  # type: ignore[attr-defined]
+
     def reset(self, seeds: list[int] | None) -> list[Array]:
-        """Start an episode in every environment."""
+        """Start an episode in every environment.
+
+        One that steps its copies in its own code may take one seed for all of them alone.
+        """
         try:
-            observation = self.env.reset(seed=seeds)[0]  # type: ignore[arg-type]
+            observation = self._reset(seeds)
         except (Exception, SystemExit) as error:
             self._blame(error, "reset", "after a reset ")
             raise
@@ -88,6 +98,8 @@ class VectorStepper:
         rest nothing is reported.
         """
         own = done if resting is None else done & ~resting
+        if self.mode is AutoresetMode.NEXT_STEP:
+            return leaves, []  # which are the last ones; the next step is a reset
         if self.mode is AutoresetMode.DISABLED:
             finals = _rows(leaves, own)  # copied before their memory shows something else
             return self.restart(done, leaves), finals
@@ -117,6 +129,17 @@ class VectorStepper:
             return None
         reached = np.asarray(found, dtype=bool).reshape(self.env.num_envs, -1)
         return np.asarray(reached.all(1))
+
+    def _reset(self, seeds: list[int] | None) -> Any:
+        env: Any = self.env
+        if seeds is not None and not self._takes_one_seed:
+            try:
+                return env.reset(seed=seeds)[0]
+            except (TypeError, ValueError, gymnasium.error.Error):
+                if isinstance(env.unwrapped, SyncVectorEnv | AsyncVectorEnv):
+                    raise
+                self._takes_one_seed = True
+        return env.reset(seed=None if seeds is None else seeds[0])[0]
 
     def restart(self, ended: Array, leaves: list[Array]) -> list[Array]:
         """Reset some environments (``[N]`` bool), and return what all show then; ``leaves`` are what they show now.

@@ -72,8 +72,9 @@ class GymnasiumCollector(CollectorBase):
     ``vectorization``, ``env_kwargs`` and ``wrappers`` are those of :func:`make_vector_env`.
 
     Raises:
-        ValueError: Sizes do not fit, the id is unknown, actions are NaN, the environment resets in mode ``NEXT_STEP``,
-            or returns what its spaces do not allow or is not finite.
+        ValueError: Sizes do not fit, the id is unknown, actions are NaN, the environment resets in mode ``NEXT_STEP``
+            and does not tell which rows are resets (``("collector", "mask")`` is then false there), or it returns what
+            its spaces do not allow or is not finite.
         TypeError: The environment or policy is something else, or a space has no TorchRL spec.
         KeyError: The policy writes no ``action``.
         RuntimeError: The environment cannot reset in part, where that is needed.
@@ -168,7 +169,8 @@ class GymnasiumCollector(CollectorBase):
     @property
     def lends_rows(self) -> bool:
         """Whether :meth:`reused_rows` yields what iteration does; with a ``rollout`` of its own, a subclass says so."""
-        return type(self).rollout is GymnasiumCollector.rollout and self.storing_device in (None, torch.device("cpu"))
+        own = type(self).rollout is GymnasiumCollector.rollout and not hasattr(self._env_source, "resets")
+        return own and self.storing_device in (None, torch.device("cpu"))
 
     @property
     def gives_rollouts_away(self) -> bool:
@@ -215,7 +217,7 @@ class GymnasiumCollector(CollectorBase):
         self._number_trajectories(memory)
         self._needs_reset, self._restored = False, None
         self._batches += 1
-        self.frames += self.frames_per_batch
+        self.frames += memory.frames
         return memory
 
     def _number_trajectories(self, memory: RolloutMemory) -> None:

@@ -114,6 +114,8 @@ class ExperienceDataModule(Settings, L.LightningDataModule):
     serves: ClassVar[str | None] = None
     """What a learner names in ``learns_from``."""
     learner_for_it: ClassVar[str] = ""
+    leaves_resets_out: ClassVar[bool] = False
+    """Whether rows that are resets need not be kept, so that vector environments in mode ``NEXT_STEP`` will do."""
     RUN_STATE: ClassVar[Mapping[str, Entry]] = {
         "frames": Kept(whole(), "_clock.frames"),
         "replayed": Nested("_clock", missing={"count": 0, "alone": 0}),
@@ -130,7 +132,7 @@ class ExperienceDataModule(Settings, L.LightningDataModule):
         check_builds(self.make_buffer)
         self._run = RunState(self)
         check_frames(self.frames_per_batch, self.envs_per_worker, self.reset_at_each_batch)
-        self._environments = RunEnvironments(self.env, self.num_envs, self.eval_env)
+        self._environments = RunEnvironments(self.env, self.num_envs, self.eval_env, self.leaves_resets_out)
         self.eval_env, self.eval_num_envs = self._environments.eval_env, min(self.eval_num_envs, self.eval_episodes)
         self.buffer: Any = None
         self._clock = FrameClock(self.total_frames)
@@ -183,10 +185,7 @@ class ExperienceDataModule(Settings, L.LightningDataModule):
         return self.frames, "frames"
 
     def metrics(self) -> dict[str, float]:
-        """Metrics of the last rollout or epoch, for loggers and progress bars.
-
-        ``train/return`` and ``train/length`` are means over what ended in it, ``time/*`` seconds; the parts add theirs.
-        """
+        """Metrics of the last rollout or epoch: means over what ended in it, ``time/*`` seconds, and those of parts."""
         return {**self._clock.metrics(), **self._feed.metrics(), **self._metrics}
 
     # ------------------------------------------------------------------ Lightning's hooks

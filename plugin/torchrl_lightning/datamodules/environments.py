@@ -22,6 +22,7 @@ from torchrl_lightning.environments import (
     make_environment,
 )
 from torchrl_lightning.environments.goals import EnvironmentGoals
+from torchrl_lightning.environments.next_step import with_known_resets
 from torchrl_lightning.environments.vector_env import vectorization_of
 from torchrl_lightning.memory import check_room
 
@@ -35,18 +36,19 @@ class RunEnvironments:
         env: an id, a factory of one environment, or a ready one.
         num_envs: how many are stepped side by side.
         eval_env: what evaluation plays, as ``env``; ``env`` anew if None.
+        leaves_resets_out: a ready one in mode ``NEXT_STEP`` will do.
 
     Raises:
         ValueError: ``env`` is ready, so that evaluation cannot build it a second time.
     """
 
-    def __init__(self, env: Any, num_envs: int, eval_env: Any) -> None:
+    def __init__(self, env: Any, num_envs: int, eval_env: Any, leaves_resets_out: bool = False) -> None:
         if is_ready(env) and eval_env is None:
             raise ValueError(
                 "env is a ready (vector) environment, which cannot be built a second time for evaluation. "
                 "Pass eval_env= (an id or a factory) too, or pass env= as an id or a factory."
             )
-        self.env, self.num_envs = env, num_envs
+        self.env, self.num_envs = with_known_resets(env) if leaves_resets_out else env, num_envs
         self.eval_env = env if eval_env is None else eval_env
         self._eval_env_given = eval_env is not None
         self._built: VectorEnv | EnvBase | None = None

@@ -17,11 +17,13 @@ from torchrl.envs import EnvBase, GymWrapper, transforms
 
 from torchrl_lightning.demonstrations import DemonstrationReplayTransform
 from torchrl_lightning.environments import EnvironmentSpecs, environment_specs
+from torchrl_lightning.environments.next_step import KnownResets
 from torchrl_lightning.environments.recipe import differences, plain
 from torchrl_lightning.environments.specs import COUNTERS, layers, spec_fields
 
 # They guard, cut, record or draw an episode; what the policy sees and earns in each step stays the same.
 _NEUTRAL_WRAPPERS = (
+    KnownResets,
     wrappers.PassiveEnvChecker,
     wrappers.OrderEnforcing,
     wrappers.TimeLimit,

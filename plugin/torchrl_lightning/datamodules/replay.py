@@ -24,8 +24,8 @@ from torchrl_lightning.datamodules.dataset import BufferedDataset, refuse_collec
 from torchrl_lightning.datamodules.discounts import check_discount, discount_of
 from torchrl_lightning.datamodules.environments import is_ready
 from torchrl_lightning.datamodules.snapshots import BufferSnapshots
-from torchrl_lightning.datamodules.sources import BatchSource, RowStore, build_source, check_source
-from torchrl_lightning.datamodules.steps import LentSteps, Steps, plain_batch, read_batch
+from torchrl_lightning.datamodules.sources import BatchSource, RowStore, build_source, check_rows, check_source
+from torchrl_lightning.datamodules.steps import LentSteps, Steps, check_resets, plain_batch, read_batch, steps_in
 from torchrl_lightning.datamodules.updates_per_step import AUTO, StepSize, count_or_auto
 from torchrl_lightning.demonstrations.dataset import dataset_path
 from torchrl_lightning.environments.origins import cut_off
@@ -122,7 +122,7 @@ class ReplayDataModule(ExperienceDataModule):
     frames_per_batch: Annotated[int, optional(integer)] = setting(default=None)
     num_envs: Count = 1
 
-    serves = "replay"
+    serves, leaves_resets_out = "replay", True
     learner_for_it = "model=dqn (DQNModule)"
     RUN_STATE = {
         **ExperienceDataModule.RUN_STATE,
@@ -228,17 +228,14 @@ class ReplayDataModule(ExperienceDataModule):
         buffer = self._any_buffer(learner)
         check_discount(buffer, learner)  # it may have been built for another learner's fit
         parts = [("storage", buffer.storage), ("sampler", buffer.sampler), ("writer", buffer.writer)]
+        check_resets(self._environments.env, buffer, self.world_size)
         for name, part in [*parts, *(("transform", each) for each in transforms_in(buffer.transform))]:
             yield f"buffer.{name}"
             require_fit(part, self.specs, learner)
         yield "source"
         source = self._source_over(buffer, learner) if self._source is None else self._source
         require_fit(source, self.specs, learner)
-        if self._writes_there(source) and self._normalization.is_on:
-            raise ValueError(
-                "normalize_observation and normalize_reward need the rows, which this collector writes straight into "
-                f"the {type(source).__name__}. Leave them out, or take collector=process."
-            )
+        check_rows(source, self._normalization.is_on and self._writes_there(source))
         yield "buffer_dir"
         if self.buffer_dir is not None and self._kept == "beside":
             check_writable(Path(self.buffer_dir), "buffer_dir")
@@ -343,23 +340,27 @@ class ReplayDataModule(ExperienceDataModule):
         rollout = self._next_rollout()
         if rollout is None:
             return False
-        steps: Steps | LentSteps
         if not self._lends_rows:
-            steps = Steps(self._feed.numbered(rollout), self.envs_of_rank, left_out_of(self.buffer))
-        elif self._lent is not None and self._lent.rows is rollout:
-            steps = self._lent
-        else:
-            steps = self._lent = LentSteps(rollout)
-        self._clock.add(rollout.numel(), self._ranks, steps.ends["replayed"])
+            for part in (parts := steps_in(self._feed.numbered(rollout))):
+                self._take(Steps(part, self.envs_of_rank, left_out_of(self.buffer)), part is parts[-1])
+            return True
+        if self._lent is None or self._lent.rows is not rollout:
+            self._lent = LentSteps(rollout)
+        self._take(self._lent)
+        return True
+
+    def _take(self, steps: Steps | LentSteps, is_last: bool = True) -> None:
+        """Count and store what was collected, the last part of a rollout or one before it."""
+        cut = self.reset_at_each_batch and is_last
+        self._clock.add(steps.rollout.numel(), self._ranks, steps.ends["replayed"])
         self._snapshot = None
-        self._episodes.add(**steps.ends, env_ids=steps.ids, cut=self.reset_at_each_batch)
+        self._episodes.add(**steps.ends, env_ids=steps.ids, cut=cut)
         if self._normalization.is_on:
-            self._note(steps.rollout, steps.ids, cut=self.reset_at_each_batch)
-        if self.reset_at_each_batch:
+            self._note(steps.rollout, steps.ids, cut=cut)
+        if cut:
             cut_off(steps.rollout)
         if self._writes:
             steps.write(self._kept_rows)
-        return True
 
     def _note(self, rollout: TensorDictBase, ids: Tensor | None, *, cut: bool = False) -> None:
         self._normalization.note(rollout, ids, cut=cut, gamma=self._gamma)

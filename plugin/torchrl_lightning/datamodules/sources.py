@@ -60,6 +60,15 @@ def build_source(make: Callable[..., Any], buffer: Any, folder: Path) -> Any:
     return make(buffer, folder=folder) if takes else make(buffer)
 
 
+def check_rows(source: Any, are_missed: bool) -> None:
+    """Refuse a source into which rows are written elsewhere that must be normalised here."""
+    if are_missed:
+        raise ValueError(
+            "normalize_observation and normalize_reward need the rows, which this collector writes straight into "
+            f"the {type(source).__name__}. Leave them out, or take collector=process."
+        )
+
+
 def check_source(source: Any, learner: Any, *, normalizes: bool, has_data: bool) -> None:
     """Refuse what cannot be drawn from.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from itertools import pairwise
 from typing import Any
 
 from tensordict import TensorDict, TensorDictBase
@@ -10,9 +11,45 @@ from torch import Tensor
 
 from torchrl_lightning.datamodules.episodes import ends_of
 from torchrl_lightning.environments.origins import ring_ids
+from torchrl_lightning.keys import ENV_IDS, VALID
 from torchrl_lightning.replay import ExperienceBuffer
 from torchrl_lightning.replay.prepared import PreparedRows
 from torchrl_lightning.state import Here, wrong
+
+
+def steps_in(rollout: TensorDictBase) -> list[TensorDictBase]:
+    """Cut a rollout ``[N, T]`` of which some rows are resets into rollouts ``[M, t]`` that have none.
+
+    Each says whose rows it holds; one without resets stays whole.
+    """
+    made = rollout.get(VALID, None)
+    if made is None or made.all():
+        return [rollout]
+    change = (made[:, 1:] != made[:, :-1]).any(0).nonzero().flatten() + 1
+    parts = []
+    for begin, end in pairwise([0, *change.tolist(), made.shape[1]]):
+        ids = made[:, begin].nonzero().flatten()
+        if len(ids):
+            part = rollout[ids, begin:end]
+            part[ENV_IDS] = ids[:, None].expand(part.shape)
+            parts.append(part)
+    return parts
+
+
+def check_resets(env: Any, buffer: ExperienceBuffer, ranks: int) -> None:
+    """Refuse an environment some of whose rows are resets where the rings must be evenly filled, or ranks agree."""
+    if not hasattr(env, "resets"):
+        return
+    if ranks > 1:
+        raise ValueError(
+            f"{env.unwrapped} has AutoresetMode.NEXT_STEP, with which {ranks} ranks would collect different numbers of "
+            "frames. Give env= an id, or AutoresetMode.SAME_STEP."
+        )
+    if not getattr(buffer.sampler, "reads_rings", False):
+        raise ValueError(
+            f"{env.unwrapped} has AutoresetMode.NEXT_STEP, whose rows fill the rings unevenly, which "
+            f"{type(buffer.sampler).__name__} cannot read. Take a UniformSampler, or give env= an id."
+        )
 
 
 class Steps:

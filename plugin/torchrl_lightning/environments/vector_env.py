@@ -162,7 +162,10 @@ def check_env_source(
 
 
 def autoreset_mode(env: VectorEnv[Any, Any, Any]) -> AutoresetMode:
-    """Return the autoreset mode of a vector environment; a ValueError if its data cannot be trusted."""
+    """Return the autoreset mode of a vector environment; a ValueError if its data cannot be trusted.
+
+    In mode ``NEXT_STEP`` it must tell its ``resets`` (:class:`~torchrl_lightning.environments.next_step.KnownResets`).
+    """
     mode = env.metadata.get("autoreset_mode")
     if isinstance(mode, str):
         mode = AutoresetMode(mode)
@@ -171,10 +174,11 @@ def autoreset_mode(env: VectorEnv[Any, Any, Any]) -> AutoresetMode:
             f"{env} does not say how it resets: metadata['autoreset_mode'] is {mode!r}, expected "
             "AutoresetMode.SAME_STEP or AutoresetMode.DISABLED. " + _FIX
         )
-    if mode is AutoresetMode.NEXT_STEP:
+    if mode is AutoresetMode.NEXT_STEP and not hasattr(env, "resets"):
         raise ValueError(
             f"{env} has AutoresetMode.NEXT_STEP, which puts one bogus transition behind every episode: its action is "
-            "ignored and its reward is 0. " + _FIX
+            "ignored and its reward is 0. Replay (ReplayDataModule(env=...)) takes it, and leaves these out. Else: "
+            + _FIX
         )
     return mode
 

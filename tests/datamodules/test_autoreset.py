@@ -1,0 +1,115 @@
+"""Vector environments of one's own in every autoreset mode: the same steps, however their episodes are reset."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium
+import pytest
+import torch
+from tensordict.nn import TensorDictModule
+from torchrl.data import RandomSampler
+
+from kit.acting import collect
+from kit.actor_critic import rollouts
+from kit.lanes import DISABLED, NEXT_STEP, SAME_STEP, Lanes
+from kit.ranks import of_rank
+from kit.replay import dqn, experience, fit, replay_data
+from kit.states import differences, plain
+from torchrl_lightning import GymnasiumCollector, play_episodes
+
+N = 4
+policy = TensorDictModule(
+    lambda x: (x[..., 1:].sum(-1) * 1000).long() % 3, in_keys=["observation"], out_keys=["action"]
+)
+
+
+def test_partial_resets_give_the_rows_of_resets_in_the_same_step() -> None:
+    for actor in (policy, None):
+        mine, twin = (
+            GymnasiumCollector(Lanes(mode), actor, frames_per_batch=28, seed=3) for mode in (DISABLED, SAME_STEP)
+        )
+        for _ in range(3):
+            assert not differences(plain(mine.rollout()), plain(twin.rollout()))
+    played = [play_episodes(Lanes(mode), policy, 9, seed=1) for mode in (DISABLED, SAME_STEP)]
+    assert not differences(*map(plain, played))
+
+
+def lanes(mode: Any, **settings: Any) -> Any:
+    given = {"env": Lanes(mode), "eval_env": Lanes(), "num_envs": N, "frames_per_update": 5.0}
+    return replay_data(**{**given, **settings})
+
+
+def rings(data: Any) -> list[Any]:
+    """What was stored of each environment, in its order."""
+    found = data.buffer.writer.rings
+    return [
+        data.buffer.storage.get(found.cell(torch.full((int(end),), env), torch.arange(int(end))))
+        for env, end in enumerate(data.buffer.writer.positions)
+    ]
+
+
+def ended(ring: Any) -> list[list[float]]:
+    """The rewards of each episode that ended in a ring."""
+    episodes: list[list[float]] = [[]]
+    for reward, done in zip(ring["next", "reward"].flatten().tolist(), ring["next", "done"].flatten(), strict=True):
+        episodes[-1].append(reward)
+        episodes += [[]] if done else []
+    return episodes[:-1]
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("mode", [DISABLED, NEXT_STEP])
+def test_the_rings_hold_what_those_of_a_twin_hold(mode, steps) -> None:
+    """Brute force: each environment did what its twin did, which is reset in the step of an end."""
+    found = []
+    for each in (mode, SAME_STEP):
+        data = lanes(each, frames_per_batch=N * steps, normalize_reward=True)
+        collect(data, policy, 40)
+        found.append(rings(data))
+        over = [episode for ring in found[-1] for episode in ended(ring)]
+        metrics = data.metrics()
+        assert data.frames == sum(map(len, found[-1])) == data.state_dict()["ranks"][0]["collector"]["frames"]
+        assert metrics["train/episodes"] == len(over) > 30
+        assert metrics["train/length"] == pytest.approx(sum(map(len, over)) / len(over))
+        assert metrics["train/return"] == pytest.approx(sum(map(sum, over)) / len(over))
+        data.close()
+    for mine, twin in zip(*found, strict=True):
+        both = min(len(mine), len(twin))
+        assert both > 30
+        assert not differences(plain(mine[:both]), plain(twin[:both]))
+
+
+def test_rollouts_that_begin_with_a_reset_are_cut_where_they_end() -> None:
+    data = lanes(NEXT_STEP, frames_per_batch=N * 7, reset_at_each_batch=True)
+    collect(data, policy, 20)
+    for ring in rings(data):
+        begins, done = ring["is_init"][1:, 0], ring["next", "done"][:-1, 0]
+        assert begins.equal(done)
+        assert ring["observation"][1:][~begins].equal(ring["next", "observation"][:-1][~done])
+        assert (ring["observation"][1:][begins][:, 2] == 0).all()
+    data.close()
+
+
+def test_dqn_learns_from_what_gymnasium_steps_in_one_and_is_evaluated(tmp_path) -> None:
+    env = gymnasium.make_vec("CartPole-v1", N, vectorization_mode="vector_entry_point")
+    data = replay_data(experience(n_steps=3), env=env, eval_env="CartPole-v1", num_envs=N, frames_per_update=9.0)
+    module, _ = fit(tmp_path, data, limit_val_batches=1)
+    assert data.frames == int(data.buffer.writer.positions.sum()) in range(211, 215)  # 40 + 19 * 9, and a step more
+    assert data.evaluate(module.policy, 1)["episode_length"] > 0
+    # Its true last observations lie outside, the first ones near the middle.
+    rows = torch.cat(rings(data))
+    last = rows["next", "observation"][rows["next", "done"][:, 0]].abs()
+    assert (last[:, [0, 2]] > torch.tensor([2.4, 0.2])).any(1).all()
+    assert (rows["observation"][rows["is_init"][:, 0]].abs() <= 0.05).all()
+
+
+def test_where_resets_may_not_be_left_out_they_are_refused(tmp_path) -> None:
+    def refused(data: Any, says: str, **settings: Any) -> None:
+        with pytest.raises(ValueError, match=f"^<?[^\n]*{says}[^\n]*$"):
+            fit(tmp_path, data, dqn(), **settings)
+
+    refused(rollouts(env=Lanes(NEXT_STEP), eval_env=Lanes()), "NEXT_STEP.* Replay .* takes it")
+    refused(lanes(NEXT_STEP), "2 ranks would collect different", strategy=of_rank(0, 2))
+    refused(lanes(NEXT_STEP, buffer=experience(RandomSampler)), "RandomSampler cannot read. Take a UniformSampler")
+    refused(lanes(SAME_STEP, eval_env=Lanes(NEXT_STEP)), "NEXT_STEP")
