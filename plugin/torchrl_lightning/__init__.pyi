@@ -71,6 +71,7 @@ from torchrl_lightning.learn.actors import build_critic as build_critic
 from torchrl_lightning.learn.base import ActorCriticModule as ActorCriticModule
 from torchrl_lightning.learn.dynamics_ensemble import DynamicsEnsemble as DynamicsEnsemble
 from torchrl_lightning.learn.ensembles import GaussianEnsemble as GaussianEnsemble
+from torchrl_lightning.learn.exporting import export_policy as export_policy
 from torchrl_lightning.learn.loading import LoadedPolicy as LoadedPolicy
 from torchrl_lightning.learn.loading import load_policy as load_policy
 from torchrl_lightning.learn.loss_module import LossModuleAgent as LossModuleAgent

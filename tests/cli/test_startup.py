@@ -23,9 +23,9 @@ import importlib, resource, sys
 def check(what):
     loaded = [heavy for heavy in HEAVY if heavy in sys.modules]
     assert not loaded, (what, loaded)
-for name in ("train", "evaluate", "record", "plot"):
+for name in ("train", "evaluate", "record", "plot", "export"):
     module = importlib.import_module("torchrl_lightning.cli." + name)
-    for arguments in (["--help"], ["--cfg", "job"]) if name != "plot" else (["--help"],):
+    for arguments in (["--help"], ["--cfg", "job"]) if name not in ("plot", "export") else (["--help"],):
         sys.argv = ["x", *arguments]
         try:
             module.main()

@@ -12,6 +12,7 @@ PACKAGES = {
     "lunarlander": ("Box2D", "pygame"),
     "minigrid": ("minigrid",),
     "mujoco": ("mujoco", "imageio"),
+    "onnx": ("onnx", "onnxruntime", "onnxscript"),
     "ray": ("ray",),
     "robotics": ("gymnasium_robotics",),
 }

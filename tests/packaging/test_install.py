@@ -70,7 +70,7 @@ def test_the_train_command_composes_its_config(installation):
 
 
 def test_the_other_commands_answer(installation):
-    for name, said in (("evaluate", "ckpt_path"), ("record", "ckpt_path"), ("plot", "usage")):
+    for name, said in (("evaluate", "ckpt_path"), ("record", "ckpt_path"), ("plot", "usage"), ("export", "usage")):
         assert said in installation.run(f"torchrl-lightning-{name}", "--help").stdout.lower()
 
 

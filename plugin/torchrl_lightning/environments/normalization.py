@@ -84,6 +84,10 @@ class ObservationNormalizer(nn.Module):
                 mean.copy_(each.mean)
                 factor.copy_((each.variance + EPSILON).rsqrt())
 
+    def constants(self, key: NestedKey) -> tuple[Tensor, Tensor] | None:
+        """Return the mean of an entry and one over its deviation, ``[*F]`` each; None if it is not normalised."""
+        return self._constants(key) if key in self._place else None
+
     def _constants(self, key: NestedKey) -> tuple[Tensor, Tensor]:
         place = self._place[key]
         return self._buffers[f"mean_{place}"], self._buffers[f"factor_{place}"]  # type: ignore[return-value]
@@ -167,7 +171,12 @@ def _scale_into(out: Tensor, value: Tensor, mean: Tensor, factor: Tensor, clip: 
         addresses = value.data_ptr(), out.data_ptr(), mean.data_ptr(), factor.data_ptr()
         jitted(_scale_rows)(*addresses, rows, width, LIKE[value.dtype], LIKE[torch.float32], clip)
     else:
-        out.copy_(torch.sub(value, mean).mul_(factor).clamp_(-clip, clip))
+        out.copy_(scaled_by_torch(value, mean, factor, clip))
+
+
+def scaled_by_torch(value: Tensor, mean: Tensor, factor: Tensor, clip: float) -> Tensor:
+    """Return the same as :func:`scaled`, by operations that can be traced."""
+    return torch.sub(value, mean).mul_(factor).clamp_(-clip, clip).to(torch.float32)
 
 
 def _scale_rows(

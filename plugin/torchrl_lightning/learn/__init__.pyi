@@ -13,6 +13,7 @@ from torchrl_lightning.learn.exploration import EpsilonGreedyPolicy as EpsilonGr
 from torchrl_lightning.learn.exploration import ExploringPolicy as ExploringPolicy
 from torchrl_lightning.learn.exploration import NoisyPolicy as NoisyPolicy
 from torchrl_lightning.learn.exploration import StochasticPolicy as StochasticPolicy
+from torchrl_lightning.learn.exporting import export_policy as export_policy
 from torchrl_lightning.learn.loading import LoadedPolicy as LoadedPolicy
 from torchrl_lightning.learn.loading import load_policy as load_policy
 from torchrl_lightning.learn.loss_module import LossModuleAgent as LossModuleAgent

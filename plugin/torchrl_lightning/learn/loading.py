@@ -143,7 +143,7 @@ def load_policy(
     the LightningModule, built with the arguments that it was trained with.
 
     Args:
-        path: The checkpoint.
+        path: The checkpoint, or the folder of a run, whose best one is taken, else its last.
         module: The LightningModule to load, ours or your own: its ``configure_model`` may read
             ``trainer.datamodule.specs``, and it has a ``policy``. None builds the one of the checkpoint's config.
         deterministic: Whether the policy takes the mode of its distribution instead of a sample.
@@ -161,7 +161,24 @@ def load_policy(
     Example:
         >>> load_policy("logs/run/checkpoints/best.ckpt")  # doctest: +SKIP
     """
+    path = checkpoint_of(path)
     return policy_in(read_checkpoint(path), path, module, deterministic=deterministic, trusted=trusted)
+
+
+def checkpoint_of(run: str | Path) -> Path:
+    """Return the best checkpoint of a run's folder, else its last; a checkpoint is its own.
+
+    Raises:
+        ValueError: It is a folder without any.
+    """
+    path = Path(run)
+    if not path.is_dir():
+        return path
+    known = [path / "checkpoints" / name for name in ("best.ckpt", "last.ckpt")]
+    found = next((each for each in known if each.is_file()), None)
+    if found is None:
+        raise ValueError(f"{run} has neither checkpoints/best.ckpt nor checkpoints/last.ckpt; name a run, or a file")
+    return found
 
 
 def read_checkpoint(path: str | Path) -> dict[str, Any]:

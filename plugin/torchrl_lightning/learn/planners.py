@@ -49,6 +49,10 @@ class ShootingPlanner(Settings, OwnGenerator, TensorDictModuleBase):
     """
 
     HANDED_OVER: ClassVar[tuple[str, ...]] = ("env",)
+    cannot_be_exported: ClassVar[str] = (
+        "it draws action sequences and tries them in a world model at each step; keep the checkpoint, and act by "
+        "load_policy"
+    )
 
     env: WorldModelEnvironment = setting(kw_only=False)
     horizon: Count = 15

@@ -1,0 +1,69 @@
+"""``torchrl-lightning-export``: write a run's policy as one file that acts without this package."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torchrl_lightning.cli.checks import UsageError, one_line
+from torchrl_lightning.cli.command import behind, quiet, use_threads
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write what the command line asks for; return the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="torchrl-lightning-export",
+        description="Write the policy of a run as one file that acts without this package: observations in, as the "
+        "environment shows them, and the action out, with whatever normalises them inside. The file is compared with "
+        "the policy on random observations before it is written.",
+    )
+    parser.add_argument("run", metavar="RUN", help="a run's folder, whose best checkpoint is taken, or a checkpoint")
+    parser.add_argument(
+        "--format", choices=("torch", "onnx"), default="torch", help="torch.export's, or ONNX by the extra `onnx`"
+    )
+    parser.add_argument(
+        "--output", "-o", help="the file to write (default: policy.pt2 or policy.onnx in the folder of RUN)"
+    )
+    parser.add_argument(
+        "--trusted", action="store_true", help="let a checkpoint that is not of your own run name any class"
+    )
+    options = parser.parse_args(argv)
+    if (folder := os.getcwd()) not in sys.path:  # as with the other commands
+        sys.path.insert(0, folder)
+    with one_line():
+        export(options.run, options.format, options.output, trusted=options.trusted)
+    return 0
+
+
+@behind
+def export(run: str, format: Any, output: str | None, *, trusted: bool) -> None:
+    """Load the policy of a run, and write it."""
+    from omegaconf import OmegaConf
+
+    from torchrl_lightning.cli.evaluate import policy_of, rebuilt, run_of
+    from torchrl_lightning.learn.exporting import SUFFIXES, export_policy
+    from torchrl_lightning.learn.loading import checkpoint_of
+
+    quiet()
+    use_threads(1)
+    try:
+        cfg = OmegaConf.create({"ckpt_path": str(checkpoint_of(run)), "trusted": trusted, "deterministic": True})
+        checkpoint, stored, config = run_of(cfg)
+        policy = policy_of(cfg, stored, rebuilt(checkpoint, config, "model"))
+        beside = Path(run) if Path(run).is_dir() else checkpoint.parent
+        path = Path(output) if output is not None else beside / f"policy{SUFFIXES[format]}"
+        described = export_policy(policy, path, format=format)
+    except (ValueError, ImportError) as error:
+        raise UsageError(str(error)) from error
+    print(f"{path}: {_told(described['inputs'])} -> {_told(described['outputs'])}")
+
+
+def _told(tensors: Mapping[str, Any]) -> str:
+    """Write what a file takes or gives in a few words."""
+    return ", ".join(
+        f"{name} [{', '.join(map(str, tensor['shape']))}] {tensor['dtype']}" for name, tensor in tensors.items()
+    )
