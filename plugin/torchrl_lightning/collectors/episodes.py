@@ -25,6 +25,7 @@ from torchrl_lightning.environments.recipe import EnvironmentRecipe
 from torchrl_lightning.environments.seeds import IsolatedRng, check_seed, spawn_seed, spawn_seeds
 from torchrl_lightning.environments.specs import environment_specs
 from torchrl_lightning.environments.threads import close_environment
+from torchrl_lightning.environments.torchrl_batch import stepped_together
 from torchrl_lightning.environments.torchrl_env import make_environment, with_bookkeeping
 from torchrl_lightning.ranges import integer
 
@@ -92,9 +93,10 @@ def play_episodes(
             IsolatedRng(None if seed is None else spawn_seed(seed, "episodes", "policy"), policy_device(policy)),
             set_exploration_type(ExplorationType.DETERMINISTIC if deterministic else ExplorationType.RANDOM),
         ):
-            if isinstance(made, EnvBase):
+            together = stepped_together(made) if isinstance(made, EnvBase) else made
+            if together is None:
                 return _play_torchrl(made, policy, num_episodes, seed)
-            return _play(VectorStepper(made), policy, num_episodes, seed)
+            return _play(VectorStepper(together), policy, num_episodes, seed)
     finally:
         if not ready:
             close_environment(made)

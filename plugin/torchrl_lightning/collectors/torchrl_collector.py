@@ -29,7 +29,7 @@ from torchrl_lightning.environments.policies import (
     unsaid,
 )
 from torchrl_lightning.environments.seeds import IsolatedRng, check_seed, numbered_seed, spawn_seed
-from torchrl_lightning.environments.specs import environment_specs
+from torchrl_lightning.environments.specs import environment_specs, handed_on
 from torchrl_lightning.environments.threads import close_environment, note_threads
 from torchrl_lightning.environments.torchrl_env import (
     GoingOn,
@@ -103,6 +103,7 @@ class TorchRLCollector(CollectorBase):
         self.env = env
         self.reset_at_each_batch, self.init_random_frames = reset_at_each_batch, init_random_frames
         self._specs = environment_specs(env)
+        self._handed_on = [each for name in handed_on(env) for each in (name, ("next", name))]
         self._evaluation = EvaluationMode(policy)
         self._needs_reset = True
         self._resumed = False
@@ -144,6 +145,8 @@ class TorchRLCollector(CollectorBase):
             if batch.ndim == 1:  # of an environment without a batch
                 batch = batch.unsqueeze(0)
                 batch.names = [None, "time"]
+            if self._handed_on:
+                batch = batch.exclude(*self._handed_on)
             returned = {f"observation {key!r}": batch.get(next_key(key)) for key in self.specs.keys}
             first = {f"first observation {key!r} of an episode": batch.get(key) for key in self.specs.keys}
             check_finite({"reward": batch["next", "reward"], **returned, **first}, rollout=True)

@@ -11,12 +11,17 @@ from torchrl.envs import EnvBase
 
 from torchrl_lightning.collectors import GymnasiumCollector, TorchRLCollector
 from torchrl_lightning.datamodules.shares import collectors_of_rank, still_asked
+from torchrl_lightning.environments.torchrl_batch import stepped_together
 
 
 def own_collector(env: Any, policy: Any, num_envs: int, **options: Any) -> Any:
     """Build our collector of Gymnasium's or of TorchRL's environments."""
     if isinstance(env, EnvBase):
-        return TorchRLCollector(env, policy, **options)  # which has its own number
+        # A reset at each batch looks whether the environment's seed makes it begin alike.
+        together = None if options["reset_at_each_batch"] else stepped_together(env)
+        if together is None:
+            return TorchRLCollector(env, policy, **options)  # which has its own number
+        env = together
     return GymnasiumCollector(env, policy, num_envs=num_envs, **options)
 
 

@@ -198,10 +198,17 @@ def torchrl_specs(env: EnvBase) -> EnvironmentSpecs:
         kept = bool({path[0], path[-1]}.intersection(BOOKKEEPING)) or (path[0] == DEMO and len(path) > 1)
         if key in counted or (kept and path[0] not in observed):
             del observation[key]
+    states = handed_on(env)
     for key, spec in list(observation.items()):
-        if isinstance(spec, Composite) and spec.is_empty():
+        if (isinstance(spec, Composite) and spec.is_empty()) or key in states:
             del observation[key]
     return EnvironmentSpecs(observation, _single(env.action_spec_unbatched), max(1, env.batch_size.numel()))
+
+
+def handed_on(env: EnvBase) -> list[str]:
+    """Return the trees that an environment is given back at each step, as the states of Brax, which nobody observes."""
+    states, observation = env.full_state_spec.keys(), env.observation_spec
+    return [key for key, spec in observation.items() if isinstance(spec, Composite) and key in states]
 
 
 @contextmanager

@@ -77,7 +77,9 @@ def make_vector_env(
         >>> env.close()
     """
     vectorization = vectorization_of(env, vectorization)
-    check_env_source(env, vectorization, env_kwargs, wrappers)
+    by_envpool = vectorization == "envpool" and not isinstance(env, VectorEnv)
+    if not by_envpool:  # which looks at what it is given itself
+        check_env_source(env, vectorization, env_kwargs, wrappers)
     if isinstance(env, VectorEnv):
         if env_kwargs or wrappers:
             raise ValueError(
@@ -91,7 +93,7 @@ def make_vector_env(
             )
         return env
     num_envs = 1 if num_envs is None else integer(num_envs, "num_envs")
-    if vectorization == "envpool":
+    if by_envpool:
         task, kwargs = envpool_task(env, env_kwargs or {}, wrappers)
         return EnvPoolVectorEnv(task, num_envs, kwargs)
     factory = SingleEnv(env, dict(env_kwargs or {}), tuple(wrappers))

@@ -1,0 +1,178 @@
+"""TorchRL environments that are batches themselves, stepped as Gymnasium's vector environments are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector.utils import batch_space
+from tensordict import TensorDictBase
+from torch import Tensor
+from torchrl.data import Bounded, Categorical, Composite, MultiCategorical, TensorSpec, Unbounded
+from torchrl.envs import Compose, EnvBase, TransformedEnv
+from torchrl.envs.batched_envs import BatchedEnvBase
+
+from torchrl_lightning._compat import entries_of, new_tensordict
+from torchrl_lightning.entries import Path
+from torchrl_lightning.environments.faults import blaming
+from torchrl_lightning.environments.played import Array
+from torchrl_lightning.environments.policies import rows_as
+from torchrl_lightning.environments.specs import environment_specs, observation_leaves, torchrl_specs
+from torchrl_lightning.environments.threads import close_environment
+from torchrl_lightning.keys import FLAGS, REWARD
+
+
+class BatchVectorEnv(VectorEnv[Any, Any, Any]):
+    """A batched TorchRL environment on the CPU, in mode ``SAME_STEP``; a reset may take some of its copies.
+
+    Its own ``_step`` and ``_reset`` are called, without what TorchRL does around each, which for small environments
+    takes longer. One seed is that of all copies.
+
+    Args:
+        env: the environment, of one batch dimension.
+
+    Raises:
+        TypeError: a spec has no space.
+    """
+
+    metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}
+
+    def __init__(self, env: EnvBase) -> None:
+        specs = torchrl_specs(env)
+        self.env, self.num_envs = env, env.batch_size.numel()
+        entries = {str(key): _space(spec) for key, spec in specs.observation.items()}
+        self._is_one = list(entries) == ["observation"]
+        self.single_observation_space = entries["observation"] if self._is_one else spaces.Dict(entries)
+        self.single_action_space = _space(env.action_spec_unbatched)
+        self.observation_space = batch_space(self.single_observation_space, self.num_envs)
+        self.action_space = batch_space(self.single_action_space, self.num_envs)
+        self._shapes = [
+            (path or ("observation",), (self.num_envs, *(space.shape or ())))
+            for path, _, space in observation_leaves(self.single_observation_space)
+        ]
+        self._state: dict[str, Any] = {}  # what a step begins with
+        self._kept = {*env.observation_spec.keys(), *FLAGS}  # of what it returns, as TorchRL has it
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        """Begin an episode in all copies, or in those of ``options["reset_mask"]``."""
+        mask = None if options is None else options.get("reset_mask")
+        with torch.no_grad(), blaming("reset"):
+            if seed is not None:
+                self.env.set_seed(int(np.atleast_1d(seed)[0]))
+            if mask is None:
+                self._state = dict(entries_of(self.env.reset()))
+            else:
+                self._restart(torch.from_numpy(np.array(mask, dtype=bool))[:, None])
+        return self._shown(), {}
+
+    def step(self, actions: Array) -> tuple[Any, Array, Array, Array, dict[str, Any]]:
+        """Step every copy, and reset those whose episodes end; ``final_obs`` holds the observations before that."""
+        action = torch.from_numpy(actions).clone()  # which the caller writes again
+        with torch.no_grad(), blaming("step"):
+            given = new_tensordict({**self._state, "action": action}, self.env.batch_size)
+            returned = entries_of(self.env._step(given))
+        reward = returned[REWARD[-1]]
+        terminated, done = returned["terminated"], returned["done"]
+        truncated = returned.get("truncated")
+        truncated = done & ~terminated if truncated is None else truncated
+        self._state = {**self._state, **{name: value for name, value in returned.items() if name in self._kept}}
+        info = {}
+        if done.any():
+            info["final_obs"] = self._shown()
+            with torch.no_grad(), blaming("reset"):
+                self._restart(done.reshape(-1, 1))
+        flags = (each.reshape(-1).numpy() for each in (terminated, truncated))
+        return self._shown(), reward.reshape(-1).numpy(), *flags, info
+
+    def close_extras(self, **kwargs: Any) -> None:
+        """Close the environment."""
+        close_environment(self.env)
+
+    def _restart(self, which: Tensor) -> None:
+        """Reset some copies, ``[N, 1]``, and keep what the others show."""
+        given = new_tensordict({**self._state, "_reset": which}, self.env.batch_size)
+        fresh = entries_of(self.env._reset(given))
+        merged = {name: _merged(which, value, self._state[name]) for name, value in fresh.items() if name != "_reset"}
+        flags = {name: self._state[name] & ~which for name in FLAGS if name in self._state}
+        self._state = {**self._state, **merged, **flags}
+
+    def _shown(self) -> Any:
+        arrays = [_at(self._state, path).numpy().reshape(shape) for path, shape in self._shapes]
+        if self._is_one:
+            return arrays[0]
+        shown: dict[str, Any] = {}
+        for (path, _), array in zip(self._shapes, arrays, strict=True):
+            level = shown
+            for name in path[:-1]:
+                level = level.setdefault(name, {})
+            level[path[-1]] = array
+        return shown
+
+    def __repr__(self) -> str:
+        return type(self.env).__name__
+
+
+def stepped_together(env: EnvBase) -> BatchVectorEnv | None:
+    """Return a TorchRL environment as one that steps its batch by itself; None if TorchRL has to step it.
+
+    That is so for one without a batch, with transforms, of several environments or processes, elsewhere than on the
+    CPU, where what it shows should stay, or with specs that no space tells.
+
+    Example:
+        >>> from torchrl.envs import GymEnv
+        >>> stepped_together(GymEnv("Pendulum-v1")) is None
+        True
+    """
+    while isinstance(env, TransformedEnv) and isinstance(env.transform, Compose) and not len(env.transform):
+        env = env.base_env  # a recipe that asks for nothing
+    if (
+        isinstance(env, TransformedEnv | BatchedEnvBase)
+        or len(env.batch_size) != 1
+        or (env.device is not None and env.device.type != "cpu")
+        or any(getattr(type(env), name) is not getattr(EnvBase, name) for name in ("step", "reset", "maybe_reset"))
+    ):
+        return None
+    try:
+        made = BatchVectorEnv(env)
+    except TypeError:
+        return None
+    return made if environment_specs(made) == torchrl_specs(env) else None
+
+
+def _space(spec: TensorSpec) -> spaces.Space[Any]:
+    """Return the space of a spec that has one."""
+    if isinstance(spec, Composite):
+        return spaces.Dict({str(key): _space(entry) for key, entry in spec.items()})
+    shape, dtype = tuple(spec.shape), torch.empty(0, dtype=spec.dtype).numpy().dtype
+    # The exact class: TorchRL derives some kinds of spec from others.
+    kind = type(spec).__name__.removesuffix("Continuous").removesuffix("Discrete")
+    if kind == Unbounded.__name__ and dtype.kind == "f":
+        return spaces.Box(-np.inf, np.inf, shape, dtype.type)
+    if kind == Unbounded.__name__:
+        limits = np.iinfo(dtype)
+        return spaces.Box(limits.min, limits.max, shape, dtype.type)
+    if kind == Bounded.__name__:
+        low, high = (bound.expand(shape).numpy() for bound in (spec.space.low, spec.space.high))
+        return spaces.Box(low, high, shape, dtype.type)
+    if kind == Categorical.__name__:
+        return spaces.MultiDiscrete(np.full(shape, spec.space.n)) if shape else spaces.Discrete(spec.space.n)
+    if kind == MultiCategorical.__name__:
+        return spaces.MultiDiscrete(spec.nvec.numpy())
+    raise TypeError(f"{spec} has no space")
+
+
+def _at(tree: Any, path: Path) -> Tensor:
+    for name in path:
+        tree = tree[name]
+    leaf: Tensor = tree
+    return leaf
+
+
+def _merged(which: Tensor, fresh: Any, before: Any) -> Any:
+    """Return an entry ``[N, *F]``: the fresh one where ``which`` ``[N, 1]`` says so."""
+    if isinstance(fresh, TensorDictBase):
+        return fresh.where(which[:, 0], before)
+    return torch.where(rows_as(which[:, 0], fresh), fresh, before)

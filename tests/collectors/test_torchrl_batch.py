@@ -1,0 +1,103 @@
+"""TorchRL's environments that are batches themselves, stepped as Gymnasium's vector environments are."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from tensordict.nn import TensorDictModule
+from torchrl.envs import GymEnv, SerialEnv, StepCounter, TransformedEnv
+
+from kit import actor_critic
+from kit.replay import fit as replay_fit
+from kit.replay import replay_data
+from kit.states import differences, plain
+from kit.torchrl_envs import CartPoles, Drift, Walk
+from torchrl_lightning import EnvironmentRecipe, GymnasiumCollector, PPOModule
+from torchrl_lightning.datamodules import collection
+from torchrl_lightning.environments.seeds import spawn_seeds
+from torchrl_lightning.environments.torchrl_batch import stepped_together
+
+T = 40
+
+
+def acts(key, function):
+    return TensorDictModule(function, in_keys=[key], out_keys=["action"])
+
+
+ENVS = {
+    "stateful, discrete": (CartPoles, acts("observation", lambda x: (x[:, 2] > 0).long() ^ (x[:, 1] > 0).long())),
+    "stateful, bounded": (partial(Walk, [4]), acts("observation", lambda x: x[:, :1] * 0.4 + 0.1)),
+    "state handed on, nested": (Drift, acts("place", lambda x: (x - 0.3).clamp(-1, 1))),
+}
+
+
+@pytest.mark.parametrize("name", ENVS)
+def test_rows_are_those_of_torchrls_rollout(name) -> None:
+    make, policy = ENVS[name]
+    env = stepped_together(make())
+    n = env.num_envs
+    collector = GymnasiumCollector(env, policy, frames_per_batch=n * T, seed=0)
+    mine, more = collector.rollout(), collector.rollout()
+    twin = make()
+    twin.set_seed(spawn_seeds(0, "environment", 0, count=n)[0])
+    with torch.no_grad():
+        expected = twin.rollout(2 * T, policy, break_when_any_done=False)
+    found = torch.cat([mine, more], 1)
+    assert expected["next", "done"].sum() >= n
+    found = found.exclude("collector", "is_init", ("next", "is_init"))
+    there = [
+        key for key in found.keys(True, True) if key in expected.keys(True, True)
+    ]  # TorchRL's may not be truncated
+    assert not differences(plain(found.select(*there)), plain(expected.select(*there)))
+    assert set(collector.specs.keys) < set(there)
+
+
+def test_what_torchrl_has_to_step_is_left_to_it() -> None:
+    for env in (
+        Walk(),  # no batch
+        Walk([2, 2]),
+        SerialEnv(2, Walk),
+        TransformedEnv(Walk([2]), StepCounter()),
+        GymEnv("CartPole-v1"),
+    ):
+        assert stepped_together(env) is None
+
+
+def test_a_recipe_that_lays_nothing_around_a_batch_leaves_it_one() -> None:
+    assert stepped_together(EnvironmentRecipe(CartPoles)()) is not None
+    assert stepped_together(EnvironmentRecipe(CartPoles, time_limit=9)()) is None
+
+
+def test_some_copies_are_reset_alone_and_the_batch_is_closed() -> None:
+    env = stepped_together(CartPoles(3))
+    env.reset(seed=[5, 6, 7])
+    before = env.step(np.array([0, 1, 0]))[0]
+    after, _ = env.reset(options={"reset_mask": np.array([False, True, False])})
+    assert (before != after).any(1).tolist() == [False, True, False]
+    env.close()
+    assert env.env.is_closed
+
+
+@pytest.mark.parametrize("learner", ["dqn", "ppo"])
+def test_a_batch_is_learned_from_and_evaluated(learner, tmp_path, monkeypatch) -> None:
+    built = []
+    monkeypatch.setattr(
+        collection, "GymnasiumCollector", lambda *a, **k: built.append(1) or GymnasiumCollector(*a, **k)
+    )
+    make = partial(CartPoles, 4, limit=9)
+    if learner == "dqn":
+        data = replay_data(env=make, num_envs=4)
+        module, _ = replay_fit(tmp_path, data, limit_val_batches=1)
+        assert data.frames == 60
+    else:
+        data = actor_critic.rollouts(env=make)
+        module, _ = actor_critic.fit(tmp_path, data, PPOModule(), limit_val_batches=1)
+        assert data.frames == 128
+        assert data.metrics()["train/episodes"] > 0
+    assert built == [1]
+    played = data.evaluate(module.policy, 6)
+    assert (played["episode_return"] == played["episode_length"]).all()
+    assert played["episode_length"].max() <= 9
