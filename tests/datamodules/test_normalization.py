@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tensordict import TensorDict
 
 from kit.actor_critic import rollouts
 from kit.normalized import Checking, all_of, recording, statistics_of
 from kit.replay import cells, dqn, fit, replay_data
 from kit.runs import trainer
+from kit.states import differences
 from torchrl_lightning import PPOModule, load_policy, play_episodes
+from torchrl_lightning.datamodules.normalization import Normalization
 from torchrl_lightning.environments import environment_specs, make_vector_env, spawn_seed
 from torchrl_lightning.learn import DQNModule, MLPNetwork
+from torchrl_lightning.moments import Moments
 
 NORMALISED = {"normalize_observation": True, "normalize_reward": True}
 
@@ -30,7 +34,7 @@ class FirstUpdates(PPOModule):
         super().minimise(terms, **kwargs)
 
 
-def test_on_policy_statistics_are_float64_moments_of_all_steps(tmp_path):
+def test_on_policy_statistics_are_float64_moments_of_two_steps(tmp_path):
     module, checking = FirstUpdates(MLPNetwork([8]), target_kl=1.0, clip_value=0.2), Checking()
     data = rollouts(**NORMALISED, collector=recording(4, 64), eval_episodes=3)
     fit(tmp_path, data, module, max_epochs=3, limit_val_batches=1, callbacks=[checking])
@@ -48,7 +52,7 @@ class CheckingCells(Checking):
         assert torch.equal(cells(data)["observation"], all_of(data, "observation").transpose(0, 1).flatten(0, 1))
 
 
-def test_replay_statistics_are_those_of_all_steps_and_the_buffer_is_raw(tmp_path):
+def test_replay_statistics_are_those_of_two_steps_and_the_buffer_is_raw(tmp_path):
     rewards, checking = [], CheckingCells()
 
     class Agent(DQNModule):
@@ -109,6 +113,39 @@ def test_a_validation_alone_takes_the_statistics_of_its_checkpoint(trained):
     other = rollouts(**NORMALISED)
     trainer(limit_val_batches=1).validate(ppo(), datamodule=other, ckpt_path=path, verbose=False)
     assert str(statistics_of(other)) == str(statistics_of(data))
+
+
+def of_cartpole(observation: bool = True, **settings: bool) -> Normalization:
+    kept = Normalization(observation, True, 10.0, **settings)
+    kept.specs(environment_specs(make_vector_env("CartPole-v1", 1)))
+    return kept
+
+
+def test_frozen_statistics_are_those_of_another_run_and_what_does_not_fit_changes_nothing(trained):
+    _, data, _ = trained
+    there = data.state_dict()["normalization"]
+    kept = of_cartpole(frozen=True)
+    with pytest.raises(ValueError, match=r"scaled no rewards.* say data.normalize_reward=false"):
+        kept.begin_from({**there, "reward": Moments.none().state_dict()})
+    assert kept.statistics()["observation"]["entries"][0]["moments"]["count"] == 0
+    kept.begin_from(there)
+    rollout = two_steps()
+    for _ in range(3):
+        kept.note(rollout, None, cut=True, gamma=0.9)
+        kept.advance_if_due()
+        kept.advance()
+    assert not differences(kept.statistics(), there)
+    raw = of_cartpole(observation=False)
+    with pytest.raises(ValueError, match=r"from normalised .*, this run shows raw .*=\['observation'\]\.$"):
+        raw.begin_from(there)
+    with pytest.raises(ValueError, match=r"from raw .*, this run shows normalised .*=false\.$"):
+        kept.begin_from(raw.statistics())
+
+
+def two_steps() -> TensorDict:
+    """A step of each of two environments."""
+    ends = {"reward": torch.ones(2, 1, 1), "done": torch.zeros(2, 1, 1, dtype=torch.bool)}
+    return TensorDict({"observation": torch.ones(2, 1, 4), "next": ends}, [2, 1])
 
 
 def test_a_discrete_observation_is_refused_before_anything_is_trained(tmp_path):

@@ -86,6 +86,8 @@ def check_config(cfg: DictConfig) -> None:
             raise UsageError(f"{name}={value!s}: expected a whole number.")
         if value < least:
             raise UsageError(f"{name}={value}: expected a whole number of at least {least}.")
+    if not isinstance(cfg.get("freeze_statistics", False), bool):
+        raise UsageError(f"freeze_statistics={cfg.freeze_statistics!s}: expected true or false.")
     try:
         missing = sorted(OmegaConf.missing_keys(cfg))
     except OmegaConfBaseException as error:

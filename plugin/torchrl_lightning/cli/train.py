@@ -32,6 +32,7 @@ def train(cfg: DictConfig) -> float:
     from hydra.core.hydra_config import HydraConfig
     from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+    from torchrl_lightning.cli.beginning import beginning_of
     from torchrl_lightning.cli.checkpoints import check_checkpoint
     from torchrl_lightning.cli.locks import locked
     from torchrl_lightning.cli.parts import GivenSettings, KeptConfig, build_part, check_parts
@@ -43,16 +44,21 @@ def train(cfg: DictConfig) -> float:
     stored = None if cfg.ckpt_path is None else stored_run(cfg)
     L.seed_everything(cfg.seed, verbose=False)
 
-    data = build_part(cfg, "data")
+    data = build_part(cfg, "data", **({"freeze_statistics": True} if cfg.freeze_statistics else {}))
     model = build_part(cfg, "model")
     kept = KeptConfig(cfg, *(recorded_command(HydraConfig.get()) if HydraConfig.initialized() else ()))
     callbacks = [*(build_part(cfg, f"callbacks.{name}") for name in cfg.callbacks), kept]
     differ = {} if stored is None else told_differences(stored, cfg.ckpt_path, kept.config)
     if differ:
         callbacks.append(GivenSettings(differ))
+    beginning = beginning_of(cfg, differ)
+    if beginning is not None:
+        callbacks.append(beginning)
     loggers = [build_part(cfg, f"logger.{name}") for name in cfg.logger]
     trainer = build_part(cfg, "trainer", callbacks=callbacks, logger=loggers)
     check_parts(cfg, data, model)
+    if beginning is not None:
+        beginning.check(data, model)
     if stored is not None:
         # Lightning loads weights before the data's state; with another environment its error would name tensor shapes.
         check_checkpoint(Path(cfg.ckpt_path), stored, data, model, trainer.world_size, cfg)
@@ -61,6 +67,8 @@ def train(cfg: DictConfig) -> float:
         behind.enter_context(locked(Path(cfg.paths.output_dir)))
         for name, (there, here) in differ.items():
             print(f"{name}: {there} in the checkpoint, {here} now")
+        if beginning is not None:
+            print(f"begins with the weights and moments of {beginning.path}")
 
     for logger in trainer.loggers:
         logger.log_hyperparams(kept.config)

@@ -45,7 +45,7 @@ from torchrl_lightning.environments.threads import kept_threads
 from torchrl_lightning.fitting import check_precision, require_stream
 from torchrl_lightning.ranges import budget, optional
 from torchrl_lightning.ranks import gathered, state_of_rank
-from torchrl_lightning.settings import Count, Positive, Settings, setting
+from torchrl_lightning.settings import Count, Positive, Settings, Switch, setting
 from torchrl_lightning.state import check_state, generator, mapping, sequence, whole
 from torchrl_lightning.stated import Entry, Kept, Nested
 
@@ -88,6 +88,7 @@ class ExperienceDataModule(Settings, L.LightningDataModule):
         normalize_reward: divide rewards by the running standard deviation of their discounted sum; what is reported
             are the environment's own.
         normalize_clip: largest absolute value of what is normalised.
+        freeze_statistics: keep the moments that the run begins with, those of :meth:`begin_from`, as they are.
         seed: seed of the run, from which those of environments, evaluations and buffer are spawned, on each rank
             others; drawn from torch's global generator if None.
 
@@ -96,6 +97,7 @@ class ExperienceDataModule(Settings, L.LightningDataModule):
     """
 
     CONFIG_NAME: ClassVar[str | None] = None
+    HANDED_OVER: ClassVar[tuple[str, ...]] = ("freeze_statistics",)
     make_buffer: Any  # a setting of each stream
     env: Any = setting(kw_only=False)
     num_envs: Count = 8
@@ -109,6 +111,7 @@ class ExperienceDataModule(Settings, L.LightningDataModule):
     normalize_observation: bool | Sequence[NestedKey] = False
     normalize_reward: bool = False
     normalize_clip: Positive = 10.0
+    freeze_statistics: Switch = False
     seed: int | None = None
 
     serves: ClassVar[str | None] = None
@@ -138,7 +141,9 @@ class ExperienceDataModule(Settings, L.LightningDataModule):
         self._clock = FrameClock(self.total_frames)
         self._num_evaluations = 0
         self._episodes = FinishedEpisodes(self.num_envs)
-        self._normalization = Normalization(self.normalize_observation, self.normalize_reward, self.normalize_clip)
+        self._normalization = Normalization(
+            self.normalize_observation, self.normalize_reward, self.normalize_clip, frozen=self.freeze_statistics
+        )
         self._feed = Feed(self._episodes, self._normalization)
         self._metrics: dict[str, float] = {}
 
@@ -305,6 +310,19 @@ class ExperienceDataModule(Settings, L.LightningDataModule):
         """Restore of a state what its policy's observations, and rewards, are normalised by, and nothing else."""
         for load, statistics in self._statistics(state):
             load(statistics)
+
+    def begin_from(self, statistics: Mapping[str, Any], *, trial: bool = False) -> None:
+        """Begin with what another run normalised by, the entry ``normalization`` of its state.
+
+        Args:
+            statistics: That entry.
+            trial: Whether it is only seen if they fit.
+
+        Raises:
+            ValueError: They do not fit what this run normalises.
+        """
+        _ = self.specs  # builds the normaliser
+        (copy.deepcopy(self._normalization) if trial else self._normalization).begin_from(statistics)
 
     def _statistics(self, state: dict[str, Any]) -> list[tuple[Callable[[Any], Any], Any]]:
         """Return what loads what is normalised by, the same on all ranks, each with its state."""

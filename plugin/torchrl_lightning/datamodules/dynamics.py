@@ -28,7 +28,7 @@ from torchrl_lightning.environments.origins import ring_ids
 from torchrl_lightning.fitting import require_fit
 from torchrl_lightning.keys import REPEATED
 from torchrl_lightning.ranges import integer, optional
-from torchrl_lightning.settings import Count, Positive, derived, setting
+from torchrl_lightning.settings import Count, Positive, Switch, derived, setting
 from torchrl_lightning.state import mapping, whole
 from torchrl_lightning.stated import Kept, Nested
 
@@ -119,12 +119,14 @@ class DynamicsDataModule(ExperienceDataModule):
     normalize_observation: bool | Sequence[NestedKey] = derived()
     normalize_reward: bool = derived()
     normalize_clip: Positive = derived()
+    freeze_statistics: Switch = derived()
 
     def __post_init__(self) -> None:
         if self.frames_per_batch is None:
             self.frames_per_batch = -(-self.frames_per_fit // self.envs_per_worker) * self.envs_per_worker
         # The scalers of the targets standardise here.
         self.normalize_observation, self.normalize_reward, self.normalize_clip = False, False, 10.0
+        self.freeze_statistics = False
         super().__post_init__()
         self.split = HoldoutSplit(self.validation_fraction, self.max_validation)
         self.fits = 0

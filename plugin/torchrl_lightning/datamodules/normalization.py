@@ -39,6 +39,7 @@ class Normalization(Stated):
         observation: True for all entries of the observation, or the names of some.
         reward: whether rewards are scaled.
         clip: largest absolute value of what comes out.
+        frozen: whether the statistics stay as they are.
     """
 
     OWNER = "normalization"
@@ -51,8 +52,10 @@ class Normalization(Stated):
     }
     """What this rank has noted and not yet taken into the statistics."""
 
-    def __init__(self, observation: bool | Sequence[NestedKey], reward: bool, clip: float) -> None:
-        self.observation, self.reward, self.clip = observation, reward, float(clip)
+    def __init__(
+        self, observation: bool | Sequence[NestedKey], reward: bool, clip: float, *, frozen: bool = False
+    ) -> None:
+        self.observation, self.reward, self.clip, self.frozen = observation, reward, float(clip), frozen
         self.is_on = bool(observation) or reward
         self._normalizer: ObservationNormalizer | None = None
         self._scale = RewardScale(self.clip)
@@ -122,6 +125,8 @@ class Normalization(Stated):
             cut: The environments are reset afterwards.
             gamma: The discount of the sums of rewards.
         """
+        if self.frozen:
+            return
         if rollout is not self._last:
             # Looked up once where the collector delivers the same memory again and again.
             keys = [] if self._normalizer is None else self._normalizer.keys
@@ -144,7 +149,8 @@ class Normalization(Stated):
 
     def advance_if_due(self) -> None:
         """Advance the statistics as soon as some rows are noted, and a hundredth of those before."""
-        if (self._count >= _CHUNK and self._count * 100 >= self._total) or not self._total:
+        is_due = (self._count >= _CHUNK and self._count * 100 >= self._total) or not self._total
+        if is_due and not self.frozen:
             self.advance()
 
     def advance(self) -> None:
@@ -200,6 +206,31 @@ class Normalization(Stated):
         if self._normalizer is not None:
             self._normalizer.load_moments(state["observation"])
         self._scale.load_moments(scale)
+
+    def begin_from(self, state: Mapping[str, Any]) -> None:
+        """Take over the :meth:`statistics` of another run; rewards that it did not scale are scaled anew.
+
+        Raises:
+            ValueError: Its learner saw observations otherwise, or nothing of it is there to be frozen; nothing is
+                changed then.
+        """
+        check_state(state, {"observation": mapping, "reward": mapping}, "normalization")
+        scale = Moments.none().restored(state["reward"], "moments of rewards")
+        if bool(state["observation"]) != (self._normalizer is not None):
+            saw, sees = ("normalised", "raw") if state["observation"] else ("raw", "normalised")
+            keys = [entry["key"] for entry in state["observation"].get("entries", [])]
+            mend = [".".join(key) for key in keys] or "false"
+            raise ValueError(
+                f"it learnt from {saw} observations, this run shows {sees} ones; say data.normalize_observation={mend}."
+            )
+        if self.frozen and self.reward and not scale.count:
+            raise ValueError(
+                "it scaled no rewards, so that there is nothing to be frozen; say data.normalize_reward=false."
+            )
+        if self._normalizer is not None:
+            self._normalizer.load_moments(state["observation"])
+        if self.reward and scale.count:
+            self._scale.load_moments(scale)
 
     @property
     def _kept_rows(self) -> list[Tensor]:

@@ -234,6 +234,16 @@ def policy_in(
     return LoadedPolicy(policy, specs, deterministic=deterministic, environment=state["fingerprint"]["environment"])
 
 
+def statistics_in(stored: Mapping[str, Any], path: str | Path) -> Mapping[str, Any]:
+    """Return what the run of a checkpoint normalised by, as its DataModule keeps it.
+
+    Raises:
+        ValueError: It was not written through one of our DataModules.
+    """
+    found: Mapping[str, Any] = _environment_in(stored, path)[0]["normalization"]
+    return found
+
+
 def _environment_in(
     stored: Mapping[str, Any], path: str | Path
 ) -> tuple[Mapping[str, Any], EnvironmentSpecs, ObservationNormalizer | None]:

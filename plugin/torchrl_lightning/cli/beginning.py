@@ -1,0 +1,86 @@
+"""Begin a run with what another has learnt: its weights, and the moments that it normalised by. The rest is new."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from omegaconf import DictConfig
+
+from torchrl_lightning.cli.checkpoints import copies
+from torchrl_lightning.cli.checks import UsageError
+from torchrl_lightning.learn.loading import checkpoint_of, read_checkpoint, statistics_in
+from torchrl_lightning.learn.weights import check_weights
+
+
+class Beginning(Callback):
+    """The weights and moments of another run, which are handed over where a fit begins.
+
+    Args:
+        source: What was asked for: the folder of a run, or a checkpoint.
+
+    Raises:
+        UsageError: There is none, or it holds no weights of ours.
+    """
+
+    def __init__(self, source: str) -> None:
+        super().__init__()
+        self.source = source
+        try:
+            self.path = checkpoint_of(source)
+            if not self.path.is_file():
+                raise ValueError("it is neither the folder of a run nor a checkpoint")
+            stored = read_checkpoint(self.path)
+            self._statistics = statistics_in(stored, self.path)
+        except ValueError as error:
+            raise UsageError(f"init_from={source}: {error}.") from error
+        self._stored: Mapping[str, Any] = {"state_dict": stored["state_dict"]}
+
+    def check(self, data: Any, model: Any) -> None:
+        """Refuse, by a UsageError, what does not fit, before anything is trained."""
+        try:
+            if (make := copies(model, data)) is not None:
+                check_weights(make, self._stored, own=True)
+            data.begin_from(self._statistics, trial=True)
+        except ValueError as error:
+            raise self._misfit(error) from error
+        finally:
+            data.close()
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Hand them over; networks and optimizers are there by now."""
+        try:
+            pl_module.load_state_dict(self._stored["state_dict"])
+        except RuntimeError as error:  # of a module of the user's own, which could not be asked before
+            raise self._misfit(error) from error
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        data.begin_from(self._statistics)
+        self._stored = {}
+
+    def _misfit(self, error: Exception) -> UsageError:
+        return UsageError(f"init_from={self.source} does not fit this run: {' '.join(str(error).split())}")
+
+
+def beginning_of(cfg: DictConfig, differ: Mapping[str, tuple[Any, Any]]) -> Beginning | None:
+    """Return what a run begins with, if it begins with something and resumes nothing.
+
+    Args:
+        cfg: The config of the run.
+        differ: In what it differs from that of the checkpoint that it resumes.
+
+    Raises:
+        UsageError: Its settings contradict each other, or it cannot be read.
+    """
+    resumes = cfg.ckpt_path is not None
+    if resumes and differ.get("init_from", (None, None))[1] is not None:
+        raise UsageError(
+            f"init_from={cfg.init_from} has no effect on a run that is resumed; leave it out, or leave out ckpt_path."
+        )
+    if cfg.freeze_statistics and not resumes and cfg.init_from is None:
+        raise UsageError(
+            "freeze_statistics=true keeps the moments that a run begins with; say with which: init_from=RUN."
+        )
+    if cfg.freeze_statistics and not (cfg.data.get("normalize_observation") or cfg.data.get("normalize_reward")):
+        raise UsageError("freeze_statistics=true keeps moments, but this run normalises nothing; leave it out.")
+    return None if resumes or cfg.init_from is None else Beginning(str(cfg.init_from))
