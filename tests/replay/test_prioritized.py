@@ -348,7 +348,7 @@ def test_table_equals_a_dictionary(backend: Any, history: tuple[int, list[tuple[
     written: set[int] = set()
     for kind, argument in steps:
         if kind == "mark":
-            table.mark(torch.tensor(argument), 2.0)
+            table.write(torch.tensor(argument), 2.0)
             known.update(dict.fromkeys(argument, 2.0))
             written |= set(argument)
         elif kind == "clear":
@@ -360,7 +360,7 @@ def test_table_equals_a_dictionary(backend: Any, history: tuple[int, list[tuple[
             index = torch.tensor([cell for cell, _ in argument])
             values = torch.tensor([value for _, value in argument], dtype=torch.float64)
             late = kind == "late"
-            table.update(index, values, drawn[index] if late else None)
+            table.write(index, values, drawn[index] if late else None)
             known.update({c: v for c, v in argument if c in known and not (late and c in written)})
             if late:
                 drawn, written = table.generations.clone(), set()

@@ -18,7 +18,6 @@ from torchrl_lightning.cli.checkpoints import copies
 from torchrl_lightning.cli.checks import UsageError
 from torchrl_lightning.cli.resuming import COMMAND, changes_rates, plain
 from torchrl_lightning.fitting import MisfitError, require_fit
-from torchrl_lightning.learn.agents import AgentModule
 from torchrl_lightning.learn.loading import CONFIG
 from torchrl_lightning.suggestions import did_you_mean
 
@@ -141,8 +140,9 @@ class GivenSettings(Callback):
         if changes_rates(self.differing):
             self._set_rates(trainer)
         # Within an epoch its own schedules stay where they were, if nothing of the learner's was changed.
-        if isinstance(pl_module, AgentModule) and any(name.startswith("model.") for name in self.differing):
-            pl_module.follow_schedules()
+        follow = getattr(pl_module, "follow_schedules", None)
+        if follow is not None and any(name.startswith("model.") for name in self.differing):
+            follow()
         for name, restored in self._present(trainer).items():
             if restored != self._built.get(name, restored):
                 raise UsageError(

@@ -264,10 +264,11 @@ class GymnasiumCollector(CollectorBase):
             return
         self.closed = True
         loop, self._loop, self._memory = self._loop, None, None
-        env = loop.stepper if loop is not None else self._env_source
         try:
-            if close_env and isinstance(env, VectorStepper | VectorEnv):
-                env.close()
+            if close_env and loop is not None:
+                loop.stepper.close()
+            elif close_env and isinstance(self._env_source, VectorEnv):
+                self._env_source.close()
         except Exception:
             if raise_on_error:
                 raise

@@ -167,13 +167,16 @@ class TorchRLCollector(CollectorBase):
         self._acted = 0
         try:
             return call()
+        except EnvironmentFault as fault:  # found by who acts
+            raise fault.within(self._place) from fault.__cause__
         except (Exception, SystemExit) as error:
-            place = f"At step {max(0, self._acted - 1)} of the rollout, "
-            if isinstance(error, EnvironmentFault):  # found by who acts
-                raise error.within(place) from error.__cause__
             if not any(frame.f_code is TorchRLCollector._act.__code__ for frame in frames_of(error)):
-                blame(error, "step", place=place)
+                blame(error, "step", place=self._place)
             raise
+
+    @property
+    def _place(self) -> str:
+        return f"At step {max(0, self._acted - 1)} of the rollout, "
 
     def _number_trajectories(self, ids: Tensor, begin_anew: bool) -> None:
         """Count the trajectories from the beginning of the run, also where it was resumed."""

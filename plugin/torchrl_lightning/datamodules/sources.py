@@ -53,6 +53,11 @@ class RowStore(Protocol):
         """End what it runs; may be called again."""
 
 
+def rows_of(source: Any) -> RowStore | None:
+    """Return a source that keeps the rows itself, or None."""
+    return source if isinstance(source, RowStore) else None
+
+
 def build_source(make: Callable[..., Any], buffer: Any, folder: Path) -> Any:
     """Build a source over a buffer, which is handed a folder if it takes one that is not bound yet."""
     bound = make.keywords if isinstance(make, partial) else {}
@@ -91,7 +96,7 @@ def check_source(source: Any, learner: Any, *, normalizes: bool, has_data: bool)
             f"{type(source).__name__} shows the module what is stored, but normalize_observation has it "
             "learn from other numbers; leave it out."
         )
-    if not isinstance(source, RowStore):
+    if rows_of(source) is None:
         return
     if has_data:
         raise ValueError(

@@ -259,8 +259,7 @@ class NormalizedPolicy(TensorDictModuleBase):
         return distribution
 
     def _normalized(self, step: TensorDictBase) -> TensorDictBase:
-        normalizer = self._modules["normalizer"]
-        assert isinstance(normalizer, ObservationNormalizer)
+        normalizer: Any = self._modules["normalizer"]
         if not normalizer.is_flat:
             given = step.copy()
             normalizer.normalize_(given)

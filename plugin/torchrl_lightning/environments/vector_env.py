@@ -14,7 +14,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from torchrl_lightning.environments.envpool_env import EnvPoolVectorEnv, check_envpool, envpool_task
 from torchrl_lightning.environments.faults import blaming
 from torchrl_lightning.environments.played import ResumableVectorEnv
-from torchrl_lightning.environments.recipe import EnvironmentRecipe
+from torchrl_lightning.environments.recipe import EnvironmentRecipe, recipe_of
 from torchrl_lightning.environments.rename import WITHIN
 from torchrl_lightning.environments.worker_env import WorkerVectorEnv
 from torchrl_lightning.ranges import integer, one_of
@@ -98,8 +98,7 @@ def make_vector_env(
         return EnvPoolVectorEnv(task, num_envs, kwargs)
     factory = SingleEnv(env, dict(env_kwargs or {}), tuple(wrappers))
     if vectorization == "async":
-        step_timeout = env.step_timeout if isinstance(env, EnvironmentRecipe) else None
-        return WorkerVectorEnv([factory] * num_envs, step_timeout)
+        return WorkerVectorEnv([factory] * num_envs, recipe_of(env).step_timeout)
     # copy=False: the caller copies each observation into its own memory immediately.
     return ResumableVectorEnv([factory] * num_envs, copy=False, autoreset_mode=AutoresetMode.SAME_STEP)
 

@@ -32,7 +32,10 @@ Parameters = tuple[Tensor, ...]
 
 
 class ActionHead(nn.Module):
-    """One linear layer from features ``[*B, H]`` to the parameters of a distribution, named as it takes them."""
+    """One linear layer from features ``[*B, H]`` to the parameters of a distribution, named as it takes them.
+
+    ``hidden`` are layers in front of it.
+    """
 
     def __init__(
         self,
@@ -40,10 +43,11 @@ class ActionHead(nn.Module):
         parameter_keys: Sequence[str],
         distribution_class: Callable[..., D.Distribution],
         distribution_kwargs: dict[str, Any] | None = None,
+        hidden: nn.Module | None = None,
     ) -> None:
         super().__init__()
-        self.hidden: nn.Module | None = None
         self.layers = layers
+        self.hidden = hidden
         self.parameter_keys = list(parameter_keys)
         self.distribution_class = distribution_class
         self.distribution_kwargs = distribution_kwargs or {}
@@ -133,8 +137,8 @@ class ClippedNormalHead(ActionHead):
     low: Tensor
     high: Tensor
 
-    def __init__(self, layer: GaussianLayer, low: Tensor, high: Tensor) -> None:
-        super().__init__(layer, ["loc", "scale"], ClippedNormal, {"low": low, "high": high})
+    def __init__(self, layer: GaussianLayer, low: Tensor, high: Tensor, hidden: nn.Module | None = None) -> None:
+        super().__init__(layer, ["loc", "scale"], ClippedNormal, {"low": low, "high": high}, hidden)
         self.register_buffer("low", low, persistent=False)
         self.register_buffer("high", high, persistent=False)
 
@@ -239,13 +243,13 @@ def build_head(
 
     sizes = _choices(spec)
     if sizes:
-        head = ActionHead(logits(sum(sizes)), ["logits"], MultiCategorical, {"sizes": sizes})
+        head = ActionHead(logits(sum(sizes)), ["logits"], MultiCategorical, {"sizes": sizes}, hidden)
     elif isinstance(spec, Categorical) and not spec.shape:
-        head = CategoricalHead(logits(int(spec.space.n)), ["logits"], D.Categorical)
+        head = CategoricalHead(logits(int(spec.space.n)), ["logits"], D.Categorical, None, hidden)
     elif isinstance(spec, OneHot):
-        head = ActionHead(logits(int(spec.space.n)), ["logits"], OneHotCategorical)
+        head = ActionHead(logits(int(spec.space.n)), ["logits"], OneHotCategorical, None, hidden)
     elif isinstance(spec, Bounded | Unbounded) and spec.dtype.is_floating_point and len(spec.shape) == 1:
-        head = _gaussian_head(spec, features, distribution, initial_std)
+        head = _gaussian_head(spec, features, distribution, initial_std, hidden)
         distribution = "auto"
     else:
         raise TypeError(
@@ -257,7 +261,6 @@ def build_head(
         raise ValueError(
             f"distribution={distribution!r} is for continuous actions, but the environment takes {action_name(spec)}"
         )
-    head.hidden = hidden
     return head
 
 
@@ -299,19 +302,22 @@ def _choices(spec: TensorSpec) -> list[int]:
     return [2] * spec.shape[0] if isinstance(spec, Binary) else choices(spec)
 
 
-def _gaussian_head(spec: TensorSpec, features: int, distribution: str, initial_std: float) -> ActionHead:
+def _gaussian_head(
+    spec: TensorSpec, features: int, distribution: str, initial_std: float, hidden: nn.Module | None
+) -> ActionHead:
     low, high = bounds_of(spec)
-    bounded = low.isfinite() & high.isfinite()
-    center = torch.where(bounded, (high + low) / 2, 0.0)
-    half_range = torch.where(bounded, (high - low) / 2, 1.0)
+    bounded, squashed = low.isfinite() & high.isfinite(), distribution == "tanh_normal"
+    if squashed and not bounded.all():
+        raise ValueError(
+            f"distribution='tanh_normal' needs finite bounds, got low {low.tolist()}, high {high.tolist()}"
+        )
+    scaled = torch.zeros_like(bounded) if squashed else bounded  # a tanh knows the range itself
+    center = torch.where(scaled, (high + low) / 2, 0.0)
+    half_range = torch.where(scaled, (high - low) / 2, 1.0)
     layer = GaussianLayer(features, center, half_range, initial_std)
-    if distribution == "tanh_normal":
-        if not bounded.all():
-            raise ValueError(
-                f"distribution='tanh_normal' needs finite bounds, got low {low.tolist()}, high {high.tolist()}"
-            )
-        layer.center, layer.half_range = torch.zeros_like(center), torch.ones_like(half_range)
-        return ActionHead(layer, ["loc", "scale"], TanhNormal, {"low": low, "high": high, "event_dims": 1})
+    if squashed:
+        bounds = {"low": low, "high": high, "event_dims": 1}
+        return ActionHead(layer, ["loc", "scale"], TanhNormal, bounds, hidden)
     if bool(low.isinf().all() & high.isinf().all()):
-        return ActionHead(layer, ["loc", "scale"], IndependentNormal)
-    return ClippedNormalHead(layer, low, high)
+        return ActionHead(layer, ["loc", "scale"], IndependentNormal, None, hidden)
+    return ClippedNormalHead(layer, low, high, hidden)

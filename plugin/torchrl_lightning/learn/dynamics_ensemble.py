@@ -151,19 +151,13 @@ class DynamicsEnsemble(WorldModelSettings, TermsModule):
         if planner is None or self._policy_device != model.elites.device:
             # Not registered: a state dict holds the networks once.
             built = self.planner(WorldModelEnvironment(model, model.elites.device))
-            if isinstance(built, ShootingPlanner):
-                self._seed_planner(built, planner)
+            if (draw_on := getattr(built, "draw_on", None)) is not None:  # as the one before, or by the run's seed
+                seed = getattr(self._data, "seed", None)
+                draw_on(planner, None if seed is None else spawn_seed(seed, "planner"))
             planner = built
             hold(self, _policy=planner)
             self._policy_device = model.elites.device
         return planner
-
-    def _seed_planner(self, planner: ShootingPlanner, before: Any) -> None:
-        """Let a planner draw as the one before it would have, or by the run's seed."""
-        if isinstance(before, ShootingPlanner):
-            planner.generator = before.generator
-        elif (seed := getattr(self._data, "seed", None)) is not None:
-            planner.generator.manual_seed(spawn_seed(seed, "planner"))
 
     def configure_optimizers(self) -> list[torch.optim.Optimizer]:
         """Return the optimizer of all members."""

@@ -67,6 +67,7 @@ class OffPolicyModule(TermsModule):
     loops_over_updates = True
     stream_for_it = "data=uniform (ReplayDataModule)"
     followed: ClassVar[Sequence[str]]
+    _policy: ExploringPolicy  # from ``build`` on
 
     network: Annotated[Network, described_network(lambda: MLPNetwork([256, 256], "relu"))] = setting(
         default=None, kw_only=False
@@ -178,7 +179,7 @@ class OffPolicyModule(TermsModule):
 
     def explore(self) -> None:
         """Set the policy's amount of exploration from the frames collected so far."""
-        self.policy.amount.fill_(self.exploration(self.frames))
+        self._policy.amount.fill_(self.exploration(self.frames))
 
     def on_train_end(self) -> None:
         """Forget what belongs to this fit alone."""

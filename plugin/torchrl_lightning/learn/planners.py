@@ -113,6 +113,14 @@ class ShootingPlanner(Settings, OwnGenerator, TensorDictModuleBase):
         self.action_spec = self.action_spec.to(self.origin.device)
         return moved
 
+    def draw_on(self, before: Any, seed: int | None) -> None:
+        """Draw as the planner before this one would have; where that drew nothing, by a seed, if there is one."""
+        generator = getattr(before, "generator", None)
+        if generator is not None:
+            self.generator = generator
+        elif seed is not None:
+            self.generator.manual_seed(seed)
+
     def get_extra_state(self) -> dict[str, Tensor]:
         """Return the generator's state."""
         return {"generator": self.generator.get_state()}

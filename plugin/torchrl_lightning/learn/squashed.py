@@ -83,8 +83,8 @@ class SquashedHead(ActionHead, Ranged):
     @property
     def stack(self) -> list[nn.Module | None]:
         """What it computes of features, in order."""
-        *hidden, last = [self.layers] if isinstance(self.layers, _MeanAndLogStd) else self.layers.children()
-        return [*hidden, last.linear if isinstance(last, _MeanAndLogStd) else last]
+        *hidden, last = self.layers.children() if isinstance(self.layers, nn.Sequential) else [self.layers]
+        return [*hidden, getattr(last, "linear", last)]
 
     def compiled_act(self, layers: CompiledLayers) -> Callable[[bool], Tensor]:
         """Return ``act`` of what compiled layers read (``deterministic`` or not), the same tensor each time."""

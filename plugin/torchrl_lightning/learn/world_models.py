@@ -90,11 +90,8 @@ class WorldModelSettings(Settings):
 
     def new_world_model(self, ensemble: GaussianEnsemble, targets: DynamicsTargets, num_elites: int) -> WorldModel:
         """Return an ensemble as a world model, at first of its first members."""
-        model = WorldModel(
-            ensemble, targets, terminated=self.terminated, propagation=self.propagation, sample=self.sample
-        )
-        model.elites = torch.arange(num_elites)
-        return model
+        options: dict[str, Any] = {"propagation": self.propagation, "sample": self.sample}
+        return WorldModel(ensemble, targets, terminated=self.terminated, num_elites=num_elites, **options)
 
 
 class WorldModel(nn.Module):
@@ -111,6 +108,7 @@ class WorldModel(nn.Module):
             not by the predicted next observation; nothing does if the ensemble has not learnt terminations.
         propagation: ``"step"`` or ``"trajectory"``.
         sample: Whether next observations and rewards are drawn from the member's Gaussian; else its mean is taken.
+        num_elites: How many members predict, the first ones before any fit; all if None.
     """
 
     elites: Tensor
@@ -124,6 +122,7 @@ class WorldModel(nn.Module):
         terminated: Terminated | None = None,
         propagation: str = "step",
         sample: bool = False,
+        num_elites: int | None = None,
     ) -> None:
         super().__init__()
         self.ensemble, self.terminated, self.sample = ensemble, terminated, sample
@@ -132,7 +131,7 @@ class WorldModel(nn.Module):
         self.observations = len(targets.observation_columns)
         # Not registered: the state of the transform is its owner's.
         hold(self, targets=targets)
-        self.register_buffer("elites", torch.arange(ensemble.num_members))
+        self.register_buffer("elites", torch.arange(ensemble.num_members if num_elites is None else num_elites))
         self._layers: list[tuple[Tensor, Tensor]] = []
         self._end_layers: list[tuple[Tensor, Tensor]] = []
         self._size = 0

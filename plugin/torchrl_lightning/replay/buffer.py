@@ -23,12 +23,7 @@ from torchrl_lightning.entries import check_tensordict, entry_of, moved, name_of
 from torchrl_lightning.kernels.indices import integers, last_of_each
 from torchrl_lightning.keys import NEXT
 from torchrl_lightning.parts import fresh_generator
-from torchrl_lightning.replay.checks import (
-    Samplers,
-    device_and_state,
-    pack_batch,
-    unpack_batches,
-)
+from torchrl_lightning.replay.checks import Samplers, device_and_state, pack_batch, unpack_batches
 from torchrl_lightning.replay.episode_transform import EpisodeTransform, bind
 from torchrl_lightning.replay.layout import check_parts, small_storage, time_major
 from torchrl_lightning.replay.n_step import NStepReturns

@@ -34,32 +34,43 @@ class Samplers(Entry):
 
     def save(self, part: Any, attribute: str, copy: bool) -> dict[str, Any]:
         """Return the state of the sampler."""
-        sampler = getattr(part, attribute)
-        return sampler.state_dict(copy=copy) if isinstance(sampler, Stated) else saved(sampler.state_dict(), copy)
+        return dict(_stated(part, attribute).state_dict(copy=copy))
 
     def check(self, part: Any, attribute: str) -> Check:
         """Let ours read its state; compare that of TorchRL's with its own, and let a copy of it load it."""
-        sampler = getattr(part, attribute)
-
-        def check(value: Any, name: str, here: Here) -> Any:
-            if isinstance(sampler, Stated):
-                return sampler.read_state(value)
-            _check_like(mapping(value, name), sampler.state_dict(), part.storage.max_size, type(sampler).__name__)
-            try:
-                deepcopy(sampler).load_state_dict(deepcopy(value))
-            except Exception as error:
-                raise ValueError(f"{type(sampler).__name__} does not take its state: {error}") from error
-            return value
-
-        return check
+        sampler = _stated(part, attribute)
+        return lambda value, name, here: sampler.read_state(mapping(value, name))
 
     def put(self, part: Any, attribute: str, value: Any) -> None:
         """Let the sampler load its state."""
-        sampler = getattr(part, attribute)
-        if isinstance(sampler, Stated):
-            sampler.put_state(value)
-        else:
-            sampler.load_state_dict(value)
+        _stated(part, attribute).put_state(value)
+
+
+def _stated(part: Any, attribute: str) -> Any:
+    sampler = getattr(part, attribute)
+    return sampler if isinstance(sampler, Stated) else _Foreign(sampler, part.storage.max_size)
+
+
+class _Foreign:
+    """A sampler of TorchRL's over so many cells, with the verbs of ours."""
+
+    def __init__(self, sampler: Any, cells: int) -> None:
+        self._sampler, self._cells = sampler, cells
+
+    def state_dict(self, *, copy: bool) -> Any:
+        return saved(self._sampler.state_dict(), copy)
+
+    def read_state(self, value: Mapping[str, Any]) -> Mapping[str, Any]:
+        kind = type(self._sampler).__name__
+        _check_like(value, self._sampler.state_dict(), self._cells, kind)
+        try:
+            deepcopy(self._sampler).load_state_dict(deepcopy(value))
+        except Exception as error:
+            raise ValueError(f"{kind} does not take its state: {error}") from error
+        return value
+
+    def put_state(self, value: Any) -> None:
+        self._sampler.load_state_dict(value)
 
 
 def _check_like(state: Any, own: Any, cells: int, owner: str) -> None:

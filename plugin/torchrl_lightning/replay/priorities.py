@@ -44,8 +44,8 @@ class Priorities:
 
     Example:
         >>> table = Priorities(4, alpha=1.0, eps=0.0)
-        >>> table.mark(torch.tensor([0, 1]), 2.0)
-        >>> table.update(torch.tensor([1, 3]), torch.tensor([6.0, 9.0], dtype=torch.float64))
+        >>> table.write(torch.tensor([0, 1]), 2.0)
+        >>> table.write(torch.tensor([1, 3]), torch.tensor([6.0, 9.0], dtype=torch.float64))
         >>> table.priorities.tolist(), table.total
         ([2.0, 6.0, -1.0, -1.0], 8.0)
     """
@@ -116,22 +116,15 @@ class Priorities:
         shifted = priority + self.eps
         return shifted if self.alpha == 1.0 else shifted.pow_(self.alpha)
 
-    def mark(self, index: Tensor, priority: float) -> None:
-        """Record that cells were written: ``[n]`` int64 on this device, -1 for a row that no cell took."""
-        self._write(index, float(priority))
-
-    def update(self, index: Tensor, priority: Tensor, generation: Tensor | None = None) -> None:
-        """Change priorities; what is not stored (or no longer what it was when drawn) is left alone.
+    def write(self, index: Tensor, priority: Tensor | float, drawn: Tensor | None = None) -> None:
+        """Set priorities, by a number of cells that were just written; else, of what is stored.
 
         Args:
-            index: ``[n]`` int64; -1 stands for nothing.
-            priority: ``[n]``, float32 or float64.
-            generation: ``[n]``, the generations of the cells when they were drawn; None updates whatever they hold now.
+            index: ``[n]`` int64 on this device; -1 for a row that no cell took, or for nothing.
+            priority: that of new data, a float; or ``[n]``, float32 or float64.
+            drawn: ``[n]``, the generations of the cells when they were drawn: what has another one by now is left
+                alone. None changes whatever the cells hold.
         """
-        self._write(index, priority, generation)
-
-    def _write(self, index: Tensor, priority: Tensor | float, drawn: Tensor | None = None) -> None:
-        """Set priorities; a number is that of new data."""
         if not index.numel():
             return
         if self._compiled:

@@ -224,7 +224,7 @@ class PrioritizedSampler(Stated, SamplerHooks, _PrioritizedSampler):
     @property
     def default_priority(self) -> float:
         """Priority of new data."""
-        return max(self.initial_priority, self.table.maximum)
+        return float(max(self.initial_priority, self.table.maximum))
 
     def sample(
         self, storage: Storage, batch_size: int, batch_length: int | Own | None = "own"
@@ -249,8 +249,9 @@ class PrioritizedSampler(Stated, SamplerHooks, _PrioritizedSampler):
         steps = self.batch_length if batch_length == "own" else batch_length
         if steps is not None and not self.knows_windows:
             raise ValueError(f"This sampler draws single cells; build it with batch_length={steps!r}.")
-        self._adopt(storage)
         table, windows = self.table, None
+        if not table.count:
+            self._adopt(storage)
         if not table.count:
             raise RuntimeError(f"Cannot sample {batch_size} cells: 0 are stored. Extend the buffer first.")
         if table.starts is not None:
@@ -336,7 +337,7 @@ class PrioritizedSampler(Stated, SamplerHooks, _PrioritizedSampler):
             TypeError: the cells are not integers.
             ValueError: a priority is negative, NaN or infinite, or shapes do not fit.
         """
-        if storage is not None:
+        if storage is not None and not self.table.count:
             self._adopt(storage)
         if self.knows_windows and isinstance(index, Tensor) and index.ndim == 2:
             index, generation = index[:, 0], generation if generation is None else generation[:, 0]
@@ -348,7 +349,7 @@ class PrioritizedSampler(Stated, SamplerHooks, _PrioritizedSampler):
                 raise ValueError(
                     f"Got {generation.numel()} generations for {cells.numel()} cells; hand back the batch's own."
                 )
-        self.table.update(cells, value, generation)
+        self.table.write(cells, value, generation)
 
     def _flat(self, index: Any, priority: float | Tensor, storage: Storage | None) -> tuple[Tensor, Tensor]:
         cells = self._cells(index, storage)
@@ -398,7 +399,7 @@ class PrioritizedSampler(Stated, SamplerHooks, _PrioritizedSampler):
             index = range(*index.indices(self.max_size))
         if isinstance(index, range):
             index = torch.arange(index.start, index.stop, index.step)
-        self.table.mark(self._cells(index, storage), self.default_priority)
+        self.table.write(self._cells(index, storage), self.default_priority)
 
     def forget(self, index: Tensor) -> None:
         """Never draw cells again that hold nothing any more, ``[n]``, until they are written."""
@@ -424,9 +425,9 @@ class PrioritizedSampler(Stated, SamplerHooks, _PrioritizedSampler):
 
     def _adopt(self, storage: Storage) -> None:
         # A storage that was filled before this sampler came to it never told it what was written.
-        if not self.table.count and len(storage):
+        if len(storage):
             self._check_capacity(storage)
-            self.table.mark(stored_cells(storage).to(self.device), self.default_priority)
+            self.table.write(stored_cells(storage).to(self.device), self.default_priority)
 
     def _check_capacity(self, storage: Storage) -> None:
         size = storage.max_size

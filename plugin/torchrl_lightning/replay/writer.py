@@ -78,6 +78,7 @@ class RingWriter(WriterBase):
         self.track_episodes, self.overwrite = track_episodes, overwrite
         self.done_key = nested_key(done_key)
         self.init_key = nested_key(init_key)
+        self._own_storage: RingStorage | None = None  # what it fills, if that is one of ours
         self._done_path, self._init_path = path_of(self.done_key), path_of(self.init_key)
 
     def register_storage(self, storage: Storage) -> None:
@@ -95,6 +96,7 @@ class RingWriter(WriterBase):
                 f"be equally long; use max_size={below or self.num_envs} or {below + self.num_envs}."
             )
         super().register_storage(storage)
+        self._own_storage = storage if isinstance(storage, RingStorage) else None
         length = storage.max_size // self.num_envs
         if length != self.rings.length:
             self.rings = Rings(self.num_envs, length)
@@ -203,7 +205,7 @@ class RingWriter(WriterBase):
         if first and self._entry(data, None, self._done_path) is None:
             raise KeyError(f"track_episodes=True needs the entry {self.done_key!r} in the data.")
         steps = rows // width
-        leaves, addresses = storage.check(data, rows) if isinstance(storage, RingStorage) else (None, None)
+        leaves, addresses = (None, None) if self._own_storage is None else self._own_storage.check(data, rows)
         done, init = self.flags(data, leaves, steps)
         if addresses is None:
             addresses = NO_LEAVES
@@ -230,12 +232,12 @@ class RingWriter(WriterBase):
 
     def advance(self, leaves: tuple[Ints, Ints], ids: Ints | None, steps: int, done: Flags, init: Flags) -> Tensor:
         """Let the rings write matched rows (:meth:`Rings.write`), and tell it; return the cells, ``[steps * M]``."""
-        rings, storage = self.rings, self.storage
+        rings, storage = self.rings, self._own_storage
         if not self.overwrite:
             self._check_room(rings.ids if ids is None else ids, steps)
         before = rings.count
         cells = rings.write(leaves, ids, steps, done, init)
-        if isinstance(storage, RingStorage):
+        if storage is not None:
             if rings.count == before:
                 storage.touch()
             else:
@@ -268,8 +270,8 @@ class RingWriter(WriterBase):
 
     def count_cells(self) -> None:
         """Tell the storage how many cells are filled."""
-        if isinstance(self.storage, RingStorage):
-            self.storage.set_length(self.rings.count)
+        if self._own_storage is not None:
+            self._own_storage.set_length(self.rings.count)
 
     def flags(self, data: TensorDictBase, leaves: list[Tensor] | None, steps: int) -> tuple[Flags, Flags]:
         """Return which steps end and begin episodes, ``[steps, M]``; empty without an index, which the first may make.
