@@ -20,6 +20,7 @@ import tempfile
 import threading
 import time
 import warnings
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -71,22 +72,34 @@ class NotingCollector(RayCollector):
         return batch
 
 
-def actors() -> list[int]:
-    """Return the processes of the actors of this machine."""
+def parent(process: int | str) -> int:
+    """Return the process that started another."""
+    return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def actors(of: int | None = None) -> list[int]:
+    """Return the processes of the actors of this machine; of the clusters alone that a process has started."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
+        name = path.parent.name
         try:
-            if path.read_bytes().startswith(b"ray::RolloutActor"):
-                found.append(int(path.parent.name))
+            if path.read_bytes().startswith(b"ray::RolloutActor") and of in (None, parent(parent(name))):
+                found.append(int(name))
         except OSError:
             pass
     return found
 
 
 def disturb(
-    data: Any, kept: list[NotingCollector], cluster: Any, kills: int, removed: int, done: threading.Event
+    data: Any,
+    kept: list[NotingCollector],
+    cluster: Any,
+    kills: int,
+    removed: int,
+    done: threading.Event,
+    counts: Counter[str],
 ) -> None:
-    """Kill and remove where the run has come so far, and another one is back from the time before."""
+    """Kill and remove where the run has come so far, and another one is back from the time before; count them."""
     draw = random.Random(0)
     at = [(data.total_frames * (i + 1) // (kills + 1), "kill") for i in range(kills)]
     at += [(data.total_frames * (i + 1) // (removed + 1), "remove") for i in range(removed)]
@@ -96,12 +109,14 @@ def disturb(
             time.sleep(0.1)
         if what == "remove":
             cluster.remove_node(nodes.pop(draw.randrange(len(nodes))), allow_graceful=False)
+            counts["removed"] += 1
             continue
-        while not (alive := actors()) and not done.is_set():
+        while not (alive := actors(os.getpid())) and not done.is_set():
             time.sleep(0.1)
-        if alive:
+        if alive and not done.is_set():
             back, waits = kept[0].restarts, time.monotonic() + PATIENCE
             os.kill(draw.choice(alive), signal.SIGKILL)
+            counts["killed"] += 1
             while kept[0].restarts == back and time.monotonic() < waits and not done.is_set():
                 time.sleep(0.1)
 
@@ -130,7 +145,8 @@ def run(kills: int, removed: int, frames: int) -> dict[str, Any]:
     best = ModelCheckpoint(folder.name, monitor="eval/return", mode="max")
     trainer = L.Trainer(max_epochs=-1, accelerator="cpu", check_val_every_n_epoch=40, callbacks=[best], **quiet)
     done, began = threading.Event(), time.monotonic()
-    killer = threading.Thread(target=disturb, args=(data, kept, cluster, kills, removed, done), daemon=True)
+    counts: Counter[str] = Counter()
+    killer = threading.Thread(target=disturb, args=(data, kept, cluster, kills, removed, done, counts), daemon=True)
     killer.start()
     try:
         trainer.fit(model, datamodule=data)
@@ -144,6 +160,8 @@ def run(kills: int, removed: int, frames: int) -> dict[str, Any]:
     time.sleep(2.0)
     found = {
         "seconds": round(time.monotonic() - began),
+        "actors killed": counts["killed"],
+        "nodes removed": counts["removed"],
         "frames counted": data.frames,
         "frames delivered": noted.delivered,
         "trajectories": len(every),
