@@ -1,6 +1,6 @@
 """Kill actors and take away machines in a run over a Ray cluster: it ends with its score, and counts every frame once.
 
-    python tests/benchmarks/ray_soak.py [--kills 60] [--removed 5] [--frames 6000000] [--json soak.json]
+    python tests/benchmarks/ray_soak.py [--kills 60] [--removed 5] [--frames 7000000] [--json soak.json]
 
 The settings of ``vtrace_cartpole``, over three collectors of a cluster of nodes on this machine, enough of which are
 left. Kills (SIGKILL to an actor drawn at random, when one has come back from the last) and removed nodes are spread
@@ -182,7 +182,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=60)
     parser.add_argument("--removed", type=int, default=5)
-    parser.add_argument("--frames", type=int, default=6_000_000)
+    parser.add_argument("--frames", type=int, default=7_000_000)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     found = run(options.kills, options.removed, options.frames)
