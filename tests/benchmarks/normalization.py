@@ -25,8 +25,9 @@ if __name__ == "__main__":
     one_thread()
     warnings.simplefilter("ignore")
 
-from benchmarks.end_to_end import Run, ours_off_policy, ours_ppo, sb3_ppo
+from benchmarks.end_to_end import Run
 from benchmarks.end_to_end import measure as measured
+from benchmarks.whole_runs import ours, sb3
 from torchrl_lightning.learn import DQNModule, MLPNetwork, SACModule
 
 RAW, NORMALISED = "raw", "normalised"
@@ -41,15 +42,15 @@ def runs(scale: float) -> list[Run]:
     sac = partial(SACModule, MLPNetwork([256, 256], "relu"), learning_rate=3e-4)
     found = []
     for title, train in (
-        ("DQN CartPole, 8 environments", partial(ours_off_policy, dqn, "CartPole-v1", 8, 128, updates)),
-        ("DQN CartPole, 1 environment", partial(ours_off_policy, dqn, "CartPole-v1", 1, 128, updates)),
-        ("SAC Pendulum, 1 environment", partial(ours_off_policy, sac, "Pendulum-v1", 1, 256, updates // 2)),
+        ("DQN CartPole, 8 environments", partial(ours.off_policy, dqn, "CartPole-v1", 8, 128, updates)),
+        ("DQN CartPole, 1 environment", partial(ours.off_policy, dqn, "CartPole-v1", 1, 128, updates)),
+        ("SAC Pendulum, 1 environment", partial(ours.off_policy, sac, "Pendulum-v1", 1, 256, updates // 2)),
     ):
         found.append(Run(title, {RAW: train(), NORMALISED: train(normalized=True)}, ()))
     for num_envs in (8, 1):
-        ours = partial(ours_ppo, "CartPole-v1", num_envs, 1024 // num_envs, rollouts)
-        peer = partial(sb3_ppo, "CartPole-v1", num_envs, 1024 // num_envs, rollouts)
-        contenders = {RAW: ours(), NORMALISED: ours(normalized=True)}
+        own = partial(ours.ppo, "CartPole-v1", num_envs, 1024 // num_envs, rollouts)
+        peer = partial(sb3.ppo, "CartPole-v1", num_envs, 1024 // num_envs, rollouts)
+        contenders = {RAW: own(), NORMALISED: own(normalized=True)}
         contenders |= {PEER_RAW: peer(), PEER_NORMALISED: peer(normalized=True)}
         found.append(Run(f"PPO CartPole, environments: {num_envs}", contenders, ()))
     return found
