@@ -24,14 +24,7 @@ from torchrl_lightning.datamodules.dataset import BufferedDataset, refuse_collec
 from torchrl_lightning.datamodules.discounts import check_discount, discount_of
 from torchrl_lightning.datamodules.environments import is_ready
 from torchrl_lightning.datamodules.snapshots import BufferSnapshots
-from torchrl_lightning.datamodules.sources import (
-    BatchSource,
-    RowStore,
-    build_source,
-    check_rows,
-    check_source,
-    rows_of,
-)
+from torchrl_lightning.datamodules.sources import BatchSource, RowStore, build_source, check_rows, check_source
 from torchrl_lightning.datamodules.steps import LentSteps, Steps, check_resets, plain_batch, read_batch, steps_in
 from torchrl_lightning.datamodules.updates_per_step import AUTO, StepSize, count_or_auto
 from torchrl_lightning.demonstrations.dataset import dataset_path
@@ -215,7 +208,7 @@ class ReplayDataModule(ExperienceDataModule):
         tell(buffer.transform, self._environments.goals)
         if self._source is None:
             self._source = self._source_over(buffer, self._learner)
-        self._rows = rows_of(self._source)
+        self._rows = self._source if isinstance(self._source, RowStore) else None
         self._kept_rows = buffer if self._rows is None else self._rows
         learner = self._learner
         self._prepare = getattr(self._source, "prepare", None)
@@ -411,7 +404,7 @@ class ReplayDataModule(ExperienceDataModule):
     def _writes_there(self, source: Any) -> bool:
         """Return whether the collector writes into a source that keeps the rows, and not this process."""
         make = self.make_collector
-        return make is not None and rows_of(source) is not None and "service" in signature(make).parameters
+        return make is not None and isinstance(source, RowStore) and "service" in signature(make).parameters
 
     def teardown(self, stage: str) -> None:
         """Save what a source of its own holds before it ends; for a checkpoint that is written behind the fit."""

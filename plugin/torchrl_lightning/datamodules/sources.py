@@ -53,11 +53,6 @@ class RowStore(Protocol):
         """End what it runs; may be called again."""
 
 
-def rows_of(source: Any) -> RowStore | None:
-    """Return a source that keeps the rows itself, or None."""
-    return source if isinstance(source, RowStore) else None
-
-
 def build_source(make: Callable[..., Any], buffer: Any, folder: Path) -> Any:
     """Build a source over a buffer, which is handed a folder if it takes one that is not bound yet."""
     bound = make.keywords if isinstance(make, partial) else {}
@@ -96,7 +91,7 @@ def check_source(source: Any, learner: Any, *, normalizes: bool, has_data: bool)
             f"{type(source).__name__} shows the module what is stored, but normalize_observation has it "
             "learn from other numbers; leave it out."
         )
-    if rows_of(source) is None:
+    if not isinstance(source, RowStore):
         return
     if has_data:
         raise ValueError(
