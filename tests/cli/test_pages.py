@@ -2,7 +2,7 @@
 
 The rules: a line of a ``bash`` block is a command of ours; a ``yaml`` block names its file in a comment at its head;
 ``python`` blocks of a page, which may name one, too, run in turn, in one namespace; a ``text`` block behind one is what
-it prints.
+it prints. A ``py`` block is a program of another library, and runs where that is installed.
 """
 
 from __future__ import annotations
@@ -105,7 +105,8 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Done]:
 
 def test_nothing_that_is_fenced_is_left_out():
     languages = re.findall(r"^```(\w*)\n.*?^```$", "\n".join(PAGES.values()), flags=re.MULTILINE | re.DOTALL)
-    assert set(languages) == {"bash", "python", "yaml", "text"}
+    assert set(languages) == {"bash", "python", "py", "yaml", "text"}
+    assert {name for name, page in PAGES.items() if fenced(page, "py")} == {name for name in PAGES if "from_" in name}
     assert languages.count("text") == sum(bool(said) for blocks in PYTHON.values() for _, said in blocks)
     assert FIRST == "torchrl-lightning-train"
     assert {shlex.split(line, comments=True)[0] for line in COMMANDS} == set(SCRIPTS)
@@ -243,11 +244,23 @@ def run_blocks(blocks: list[str]) -> None:
         sys.stdout.write(END)
 
 
+def few_frames(text: str) -> str:
+    return re.sub(r"(total_(?:frames|timesteps)(?:=|\": ))[\d_]+", r"\g<1>1024", text)
+
+
+@pytest.mark.parametrize("name", [name for name, page in PAGES.items() if fenced(page, "py")])
+def test_a_program_of_another_library_runs_there(name, tmp_path):
+    (theirs,) = fenced(PAGES[name], "py")
+    for module in sorted(set(re.findall(r"^(?:from|import) ([\w.]+)", theirs, flags=re.MULTILINE))):
+        pytest.importorskip(module)
+    process = Forked(partial(run_blocks, [few_frames(theirs)]), tmp_path, said=tmp_path / "said")
+    assert process.ends() == 0, process.said
+
+
 @pytest.mark.parametrize("name", PYTHON)
 def test_the_code_of_a_page_prints_what_it_says(name, first):
     folder, run, _ = first
-    few = (re.sub(r"(total_frames(?:=|\": ))[\d_]+", r"\g<1>1024", text) for text, _ in PYTHON[name])
-    blocks = [text.replace("RUN", str(run)) for text in few]
+    blocks = [few_frames(text).replace("RUN", str(run)) for text, _ in PYTHON[name]]
     process = Forked(partial(run_blocks, blocks), folder, said=folder / f"{name}-said")
     assert process.ends() == 0, process.said
     for (_, expected), printed in zip(PYTHON[name], process.said.split(END), strict=False):
