@@ -8,13 +8,30 @@ from __future__ import annotations
 import json
 import sys
 import warnings
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
 from typing import Any
 
 # TorchRL's configs clash with files of the same groups; the others take time and memory before they are needed.
 SPARED = ("torchrl.trainers", "torchrl_lightning.configs", "torchrl.collectors", "numba", "tensorboard", "hydra.main")
+# And these in a whole run.
+NEVER = (
+    "torch._dynamo",
+    "torch._inductor",
+    "sympy",
+    "torchmetrics.utilities.plot",
+    "pandas",
+    "ray",
+    "mujoco",
+    "minari",
+)
 
 
 def imported_by_all_names() -> list[str]:
+    from torchrl_lightning.libraries import SPARED as DEFERRED
+    from torchrl_lightning.libraries import import_libraries
+
+    import_libraries()
     import torchrl_lightning
     import torchrl_lightning.cli.evaluate
     import torchrl_lightning.cli.train
@@ -22,7 +39,18 @@ def imported_by_all_names() -> list[str]:
 
     for name in torchrl_lightning.__all__:
         getattr(torchrl_lightning, name)
-    return [name for name in SPARED if name in sys.modules]
+    return [name for name in (*SPARED, *NEVER, *DEFERRED, "matplotlib") if name in sys.modules]
+
+
+def imported_by_a_run() -> list[str]:
+    from torchrl_lightning.cli.train import main
+
+    sys.argv[1:] = [
+        *("experiment=dqn_cartpole", "data.total_frames=32", "data.warmup_frames=16", "data.updates_per_epoch=16"),
+        *("data.batch_size=8", "data.eval_episodes=1", "eval_episodes=1", "logger=none", "hydra.run.dir=short"),
+    ]
+    main()
+    return [name for name in (*NEVER, "matplotlib") if name in sys.modules]
 
 
 def status_of_a_mistake() -> Any:
@@ -52,6 +80,8 @@ def app_beside_torchrls_groups(folder: str) -> Any:
 if __name__ == "__main__":
     app = sys.argv[1]
     imported = imported_by_all_names()
+    with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
+        imported += imported_by_a_run()
     status = status_of_a_mistake()
     json.dump({"imported": imported, "app": app_beside_torchrls_groups(app)}, sys.stdout)
     sys.exit(status)

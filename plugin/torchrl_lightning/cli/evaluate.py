@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchrl_lightning.cli.command import behind, quiet, run_command, use_threads
+from torchrl_lightning.libraries import import_libraries
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -22,6 +23,7 @@ def main() -> None:
 @behind
 def evaluate(cfg: DictConfig) -> float:
     """Rebuild the run of a checkpoint, play its policy and report its returns."""
+    import_libraries()
     from omegaconf import OmegaConf
 
     from torchrl_lightning.cli.checkpoints import check_checkpoint

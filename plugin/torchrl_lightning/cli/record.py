@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchrl_lightning.cli.command import behind, quiet, run_command, use_threads
+from torchrl_lightning.libraries import import_libraries
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -27,6 +28,7 @@ def main() -> None:
 @behind
 def record(cfg: DictConfig) -> float:
     """Record episodes into a directory, or show the table of one."""
+    import_libraries()
     from torchrl_lightning.cli.checks import UsageError
     from torchrl_lightning.demonstrations import record_demonstrations
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchrl_lightning.cli.command import behind, quiet, run_command, use_threads
 from torchrl_lightning.cli.names import SCORE, recorded_command
+from torchrl_lightning.libraries import import_libraries
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -28,6 +29,7 @@ def train(cfg: DictConfig) -> float:
     check_command(cfg)
     check_config(cfg)
     # Now, so that those mistakes are told at once.
+    import_libraries()
     import lightning as L
     from hydra.core.hydra_config import HydraConfig
     from lightning.pytorch.utilities.exceptions import SIGTERMException
