@@ -11,6 +11,8 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
+from torchrl_lightning.stand_ins import standing_in
+
 PACKAGE = __name__.partition(".")[0]
 _IN_ANY_ORDER: set[Callable[..., Any]] = set()
 
@@ -34,8 +36,7 @@ def jitted(function: Callable[..., Any]) -> Callable[..., Any]:
         >>> jitted(double)(1.5)
         3.0
     """
-    import numba
-
+    numba = _numba()
     assert isinstance(function, FunctionType)
     options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
     if function in _IN_ANY_ORDER:
@@ -47,6 +48,15 @@ def jitted(function: Callable[..., Any]) -> Callable[..., Any]:
         return numba.njit(function, cache=True, **options)
     except RuntimeError:  # numba finds no folder that it may write its cache to
         return numba.njit(function, **options)
+
+
+@functools.cache
+def _numba() -> Any:
+    # It looks whether SciPy's products are there, for kernels that make some: ours do not.
+    with standing_in({"scipy.linalg": {}}):
+        import numba
+        import numba.np.arraymath
+    return numba
 
 
 def _callee(value: Any) -> Any:
