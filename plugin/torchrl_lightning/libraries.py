@@ -1,4 +1,4 @@
-"""Import the libraries that every run uses, without what they would import for others: more than half of the time.
+"""Import the libraries that a run uses, without what they would import for others: more than half of the time.
 
 Lightning names torch's compiler and TorchMetrics, which brings SciPy and matplotlib; TorchRL brings Ray and MuJoCo.
 """
@@ -13,6 +13,7 @@ from functools import wraps
 from importlib import import_module
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
+from pkgutil import resolve_name
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -21,18 +22,32 @@ from torchrl_lightning.stand_ins import Ready, standing_in
 COMPILER = "torch._dynamo"
 SPARED = (COMPILER, "scipy", "torchmetrics.utilities.plot", "ray", "mujoco")
 """What is not imported with them."""
-_LIBRARIES = ("lightning", "tensordict.nn", "torchrl.data", "torchrl.envs", "torchrl.objectives", "gymnasium")
+COLLECTING = ("tensordict.nn", "torchrl.envs", "gymnasium")
+"""What is enough for a process that collects."""
+_ALL = ("lightning", *COLLECTING, "torchrl.data", "torchrl.objectives")
 
 
-def import_libraries() -> None:
+def import_libraries(names: Sequence[str] = _ALL) -> None:
     """Import them, in a process of ours and before anybody else's code; what was imported earlier stays as it is."""
-    if all(name in sys.modules for name in _LIBRARIES):
+    if all(name in sys.modules for name in names):
         return
     notes = CompilerNotes()
     with _uncollected(), standing_in({**{name: {} for name in SPARED}, COMPILER: notes.ready()}):
-        for name in _LIBRARIES:
+        for name in names:
             import_module(name)
     notes.watch()
+
+
+class Libraries:
+    """The first argument of a process for collecting: it imports them where it arrives, before the others do."""
+
+    def __reduce__(self) -> tuple[Callable[..., None], tuple[Sequence[str]]]:
+        return import_libraries, (COLLECTING,)
+
+
+def call(_: Libraries, function: str, *arguments: Any) -> None:
+    """Call a function, ``module:name``, in a process that has imported nothing of ours but this."""
+    resolve_name(function)(*arguments)
 
 
 @contextmanager

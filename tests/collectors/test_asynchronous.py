@@ -168,6 +168,7 @@ def test_workers_end_with_their_parent(tmp_path: Path) -> None:
     try:
         process.waits_for(lambda: process.said.count("\n") == 1)
         interrupted = int(process.said)
+        assert "_raylet" not in Path(f"/proc/{interrupted}/maps").read_text()  # Ray, which TorchRL would import
         os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C in a terminal does
         process.waits_for(lambda: process.said.count("\n") == 2)
         orphan = int(process.said.split()[1])
