@@ -131,8 +131,6 @@ def test_a_dead_worker_ends_all(forked: None) -> None:
 SCRIPT = """
 import multiprocessing
 import signal
-from kit.forks import forked_workers
-from torchrl_lightning.collectors import AsynchronousCollector
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit that it is ignored
 
@@ -142,7 +140,10 @@ def collect():
         if number == 0:
             print(*[child.pid for child in multiprocessing.active_children()], flush=True)
 
-if __name__ == "__main__":
+if __name__ == "__main__":  # where a worker, which runs the script too, imports nothing
+    from kit.forks import forked_workers
+    from torchrl_lightning.collectors import AsynchronousCollector
+
     try:
         collect()
     except KeyboardInterrupt:
