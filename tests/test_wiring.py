@@ -19,10 +19,12 @@ from torchrl_lightning._schemas import schema
 def test_what_is_written_is_what_the_modules_say():
     names = wiring.exports()
     parts = dict(wiring.parts(names[wiring.NAME]))
-    written = {**wiring.stubs(names), wiring.DATA: wiring.data(names, parts), wiring.GUIDE: wiring.guide(parts)}
+    texts = {wiring.DATA: wiring.data(names, parts), wiring.GUIDE: wiring.guide(parts)}
+    written = {**wiring.stubs(names), **wiring.reference(names), **texts}
     differing = [path for path, text in written.items() if path.read_text() != text]
     assert not differing, "run python tests/wiring.py"
     assert {path for path in written if path.suffix == ".pyi"} == set(wiring.PACKAGE.rglob("*.pyi"))
+    assert {path for path in written if path.parent == wiring.REFERENCE} == set(wiring.REFERENCE.iterdir())
 
 
 def test_what_is_read_is_json_that_merges_by_lines():

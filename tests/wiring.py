@@ -5,7 +5,8 @@ Of the exported classes those of a kind below are parts that a config describes,
 class says what its kind and name do not: ``CONFIG_NAME``, another name in configs, or None for none, and
 ``HANDED_OVER``, the arguments that a program hands over, so that no config gives them.
 
-It writes ``wiring.json``, which the package reads, the stubs, which type checkers read, and the guide's table of names.
+It writes ``wiring.json``, which the package reads, the stubs, which type checkers read, and of the guide the table of
+names and the reference, a page for each room.
 Run it after any change of a part's arguments; a test fails where they differ.
 """
 
@@ -30,6 +31,7 @@ NAME = "torchrl_lightning"
 PACKAGE = Path(__file__).resolve().parents[1] / "plugin" / NAME
 DATA = PACKAGE / "wiring.json"
 GUIDE = PACKAGE.parents[1] / "examples" / "guide" / "extending.md"
+REFERENCE = GUIDE.parent / "reference"
 HEAD = "| group | name | what it is |\n| --- | --- | --- |\n"
 PRIMITIVES = (bool, int, float, str)
 
@@ -239,6 +241,14 @@ def guide(described: dict[str, Any]) -> str:
     return before + HEAD + "".join(rows) + "\n" + rest.partition("\n\n")[2]
 
 
+def reference(names: dict[str, dict[str, str]]) -> dict[Path, str]:
+    """Write the pages of the reference: what a room exports, whose text the builder of the site puts in."""
+    rooms: dict[str, list[str]] = {}
+    for name, module in names[NAME].items():
+        rooms.setdefault(module.split(".")[1], []).append(f"::: {module}.{name}\n")
+    return {REFERENCE / f"{room}.md": "\n".join([f"# {room}\n", *found]) for room, found in rooms.items()}
+
+
 def _summary(component: type) -> str:
     line = (component.__doc__ or "").partition("\n")[0]
     return re.sub(r"``|\\[()]", "`", re.sub(r":class:`(\w+)`", r"`\1`", line)).replace("|", r"\|")
@@ -250,8 +260,9 @@ def data(names: dict[str, dict[str, str]], described: dict[str, Any]) -> str:
 
 def main() -> None:
     names = exports()
-    for path, stub in stubs(names).items():
-        path.write_text(stub)
+    for path, text in {**stubs(names), **reference(names)}.items():
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
     DATA.write_text(data(names, {}))  # what the import of the modules below reads
     described = dict(parts(names[NAME]))
     DATA.write_text(data(names, described))

@@ -27,6 +27,7 @@ from hydra.utils import instantiate
 from joblib.externals.loky import get_reusable_executor
 from torchrl.envs import EnvBase
 
+import torchrl_lightning
 from cli.commands import LAST_LINE, Done, call, last_line
 from kit.extras import need_extra
 from kit.forks import Forked, forked_workers
@@ -105,7 +106,7 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Done]:
 
 def test_nothing_that_is_fenced_is_left_out():
     languages = re.findall(r"^```(\w*)\n.*?^```$", "\n".join(PAGES.values()), flags=re.MULTILINE | re.DOTALL)
-    assert set(languages) == {"bash", "python", "py", "yaml", "text"}
+    assert set(languages) == {"bash", "python", "py", "yaml", "text", "bibtex"}
     assert {name for name, page in PAGES.items() if fenced(page, "py")} == {name for name in PAGES if "from_" in name}
     assert languages.count("text") == sum(bool(said) for blocks in PYTHON.values() for _, said in blocks)
     assert FIRST == "torchrl-lightning-train"
@@ -138,6 +139,14 @@ def test_every_link_leads_to_a_file_or_a_heading_and_the_readme_to_every_page():
     assert set(re.findall(r"\(examples/guide/(\w+)\.md\)", PAGES["README"])) == set(PAGES) - {"README"}
     pictures = {path.name for path in GUIDE.iterdir() if path.suffix in (".png", ".svg")}
     assert pictures == {name for page in PAGES.values() for name in re.findall(r"(\w+\.(?:png|svg))\)", page)}
+
+
+def test_the_site_has_every_page_and_the_version_to_cite_is_ours():
+    _, nav = (GUIDE.parent / "mkdocs.yml").read_text().split("\nnav:\n")
+    pages = re.findall(r"[\w/]+\.md", nav)
+    folder = sorted(str(path.relative_to(GUIDE)) for path in GUIDE.rglob("*.md"))
+    assert sorted(pages) == sorted(["index.md", *folder])
+    assert re.search(r"version = \{(.*)\}", PAGES["citing"])[1] == torchrl_lightning.__version__
 
 
 def test_the_floors_are_those_that_imports_are_held_to():
