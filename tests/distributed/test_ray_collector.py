@@ -91,6 +91,13 @@ def ids_of(batch: TensorDict) -> set[int]:
     return set(batch["collector", "traj_ids"].flatten().tolist())
 
 
+def test_a_process_for_actors_is_spared_what_its_libraries_would_import() -> None:
+    named = ray.remote(lambda: list(sys.modules))
+    imported = set(ray.get(named.remote()))
+    assert "tensordict" in imported  # with what an actor needs, before it is there
+    assert not imported & {"torch._dynamo", "mujoco"}
+
+
 def test_stale_weights_are_stamped_and_trajectories_have_numbers_of_their_own(made: Any) -> None:
     collector = made()
     seen: dict[int, set[int]] = {0: set(), 1: set()}

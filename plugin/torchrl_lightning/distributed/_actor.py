@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import torchrl_lightning.distributed._begin  # noqa: F401
+
+# isort: split
 import sys
 from collections.abc import Sequence
 
