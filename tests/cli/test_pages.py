@@ -12,7 +12,6 @@ import doctest
 import re
 import shlex
 import shutil
-import sys
 import tomllib
 from collections.abc import Iterator
 from functools import partial
@@ -29,6 +28,7 @@ from torchrl.envs import EnvBase
 
 import torchrl_lightning
 from cli.commands import LAST_LINE, Done, call, last_line
+from kit.blocks import END, few_frames, run_blocks
 from kit.extras import need_extra
 from kit.forks import Forked, forked_workers
 from kit.processes import PROJECT
@@ -236,25 +236,6 @@ def test_a_command_runs_as_it_is_written(line, first):
         }
     if resumed:
         assert last_line(done.stdout)[4] == "2048"
-
-
-END = "\0\n"  # of what a block prints
-FILLING = ("torchrl_lightning.configs", "torchrl.trainers.algorithms.configs")  # Hydra's store, where imported anew
-
-
-def run_blocks(blocks: list[str]) -> None:
-    """Run blocks in turn, and end what each prints."""
-    made: dict[str, Any] = {"__name__": "__main__"}
-    sys.path.insert(0, "")  # as python has it
-    for module in [each for each in sys.modules if each.startswith(FILLING)]:
-        del sys.modules[module]
-    for number, text in enumerate(blocks):
-        exec(compile(text, f"block {number}", "exec"), made)
-        sys.stdout.write(END)
-
-
-def few_frames(text: str) -> str:
-    return re.sub(r"(total_(?:frames|timesteps)(?:=|\": ))[\d_]+", r"\g<1>1024", text)
 
 
 @pytest.mark.parametrize("name", [name for name, page in PAGES.items() if fenced(page, "py")])
