@@ -7,6 +7,7 @@ import re
 from functools import partial
 
 import lightning  # noqa: F401  # here and below, so that what is forked need not
+import matplotlib.pyplot as plt  # noqa: F401
 import pytest
 import torchrl.objectives  # noqa: F401
 
