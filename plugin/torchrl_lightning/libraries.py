@@ -24,7 +24,7 @@ SPARED = (COMPILER, "scipy", "torchmetrics.utilities.plot", "ray", "mujoco")
 """What is not imported with them."""
 COLLECTING = ("tensordict.nn", "torchrl.envs", "gymnasium")
 """What is enough for a process that collects."""
-_ALL = ("lightning", *COLLECTING, "torchrl.data", "torchrl.objectives")
+_ALL = ("lightning", *COLLECTING, "torchrl.modules")
 
 
 def import_libraries(names: Sequence[str] = _ALL) -> None:

@@ -9,6 +9,7 @@ import torch
 from tensordict import TensorDict
 from torchrl.data import Bounded, Categorical, MultiCategorical
 from torchrl.objectives import A2CLoss, ClipPPOLoss, LossModule, ReinforceLoss
+from torchrl.objectives.common import AUTO_LOSS_MASK_KEYS
 
 from kit.specs import specs_of
 from torchrl_lightning.learn import (
@@ -156,7 +157,7 @@ def test_shapes_that_would_broadcast_are_refused() -> None:
             loss(flat, column)
 
 
-@pytest.mark.parametrize("key", [("collector", "mask"), "shifted_valid"])
+@pytest.mark.parametrize("key", AUTO_LOSS_MASK_KEYS)
 @pytest.mark.parametrize("cls", [PPOModule, A2CModule, ReinforceModule])
 def test_masked_batches_are_refused_and_not_misread(cls: type[ActorCriticModule], key: Any) -> None:
     module, batch = setting(cls, "discrete")

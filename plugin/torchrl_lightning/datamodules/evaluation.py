@@ -15,11 +15,11 @@ from tensordict import TensorDictBase
 from torchrl.data import Composite, TensorSpec
 from torchrl.envs import EnvBase, GymWrapper, transforms
 
-from torchrl_lightning.demonstrations import DemonstrationReplayTransform
 from torchrl_lightning.environments import EnvironmentSpecs, environment_specs
 from torchrl_lightning.environments.next_step import KnownResets
 from torchrl_lightning.environments.recipe import differences, plain
 from torchrl_lightning.environments.specs import COUNTERS, layers, spec_fields
+from torchrl_lightning.environments.torchrl_env import PlayingTransform
 
 # They guard, cut, record or draw an episode; what the policy sees and earns in each step stays the same.
 _NEUTRAL_WRAPPERS = (
@@ -47,7 +47,7 @@ _NEUTRAL_TRANSFORMS = (
     transforms.VecGymEnvTransform,
     transforms.DTypeCastTransform,  # the specs show it
     # Evaluation plays no demonstrations.
-    DemonstrationReplayTransform,
+    PlayingTransform,
     transforms.ConditionalSkip,
 )
 

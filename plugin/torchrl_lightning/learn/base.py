@@ -15,9 +15,8 @@ from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 from torchrl.modules import set_recurrent_mode
-from torchrl.objectives.common import AUTO_LOSS_MASK_KEYS
 
-from torchrl_lightning.keys import INTRINSIC_TARGET, INTRINSIC_VALUE, TARGET, VALUE
+from torchrl_lightning.keys import COLLECTOR, INTRINSIC_TARGET, INTRINSIC_VALUE, MASK, TARGET, VALUE
 from torchrl_lightning.learn.actors import Actor, Critic, build_actor, build_critic
 from torchrl_lightning.learn.agents import OptimizerFactory, TermsModule
 from torchrl_lightning.learn.losses import Distance, critic_loss, standardized
@@ -31,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 STATE = "on_policy"
 _TARGETS = {VALUE: TARGET, INTRINSIC_VALUE: INTRINSIC_TARGET}
+_MASKS = ((COLLECTOR, MASK), "shifted_valid")  # by which TorchRL's losses leave steps out
 
 
 class ActorCriticModule(TermsModule):
@@ -201,7 +201,7 @@ class ActorCriticModule(TermsModule):
 
         A shared trunk runs once. A mask, which a mean over every step would ignore, is refused by a ValueError.
         """
-        for key in AUTO_LOSS_MASK_KEYS:
+        for key in _MASKS:
             if batch.get(key, None) is not None:
                 raise ValueError(
                     f"the batch has the mask {key!r}: it was padded, or some of its steps do not count, but the losses "
