@@ -16,7 +16,7 @@ from torch import nn
 from kit.extras import need_extra
 from kit.runs import trainer
 from kit.specs import BOX
-from torchrl_lightning import LoadedPolicy, OnPolicyDataModule, export_policy, load_policy
+from torchrl_lightning import LoadedPolicy, OnPolicyDataModule, export_policy, load_policy, save_pretrained
 from torchrl_lightning.cli.parts import KeptConfig
 from torchrl_lightning.learn import PPOModule, RecurrentNetwork
 from torchrl_lightning.learn.exporting import DESCRIBED
@@ -139,9 +139,10 @@ def test_a_mistake_is_one_line(arguments, message, run):
     assert len(said.splitlines()) == 1
 
 
-def test_an_extra_that_is_missing_is_named(folder, run, monkeypatch):
+def test_an_extra_that_is_missing_is_named(folder, run, monkeypatch, tmp_path):
     monkeypatch.setattr("torchrl_lightning.learn.exporting.find_spec", lambda name: None)
-    said = run("export", str(folder), "--format", "onnx", expect=1).stderr
+    save_pretrained(folder, tmp_path / "published")
+    said = run("export", "published", "--format", "onnx", expect=1).stderr
     assert (
         said == "error: format=onnx needs onnx and onnxruntime and onnxscript: pip install 'torchrl-lightning[onnx]'\n"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from cli.commands import TINY, call, last_line
 from kit.states import differences
 from kit.store import composed_run
+from torchrl_lightning import save_pretrained
 from torchrl_lightning.cli.checks import UsageError
 from torchrl_lightning.cli.train import train
 
@@ -51,9 +53,9 @@ def check_begun(first: Path, ended: Path) -> None:
 
 
 def test_a_run_begins_with_the_weights_and_moments_of_another(first, run, tmp_path):
-    checkpoint = first / "checkpoints" / "last.ckpt"
-    said = run("train", *TINY, *NORMALISED, *TUNED, *QUIET, f"init_from={checkpoint}", "hydra.run.dir=second").stdout
-    assert f"begins with the weights and moments of {checkpoint}\n" in said
+    save_pretrained(first, tmp_path / "published")
+    said = run("train", *TINY, *NORMALISED, *TUNED, *QUIET, "init_from=published", "hydra.run.dir=second").stdout
+    assert "begins with the weights and moments of published\n" in said
     check_begun(first, tmp_path / "second")
     assert moments(tmp_path / "second")["observation"]["entries"][0]["moments"]["count"] == 256 + 512
     assert moments(tmp_path / "second")["reward"]["count"] == 256 + 512
@@ -89,7 +91,8 @@ MISTAKES = {
     "nothing to be kept": (["freeze_statistics=true"], "this run normalises nothing; leave it out"),
     "no word": ([*NORMALISED, "freeze_statistics=maybe"], "freeze_statistics=maybe: expected true or false"),
     "no start": ([*NORMALISED, "init_from=null", "freeze_statistics=true"], "say with which: init_from=RUN"),
-    "nowhere": (["init_from=nowhere"], "init_from=nowhere: it is neither the folder of a run nor a checkpoint"),
+    "nowhere": (["init_from=nowhere"], "init_from=nowhere: it is neither the folder of a run, nor a checkpoint, nor"),
+    "no hub": (["init_from=me/cartpole"], "=me/cartpole: me/cartpole is no folder; the hub needs huggingface_hub"),
     "no run": (["init_from=."], r"init_from=\.: \. has neither checkpoints/best.ckpt nor"),
     "resumed": ([*RESUMED, "init_from=nowhere"], "init_from=nowhere has no effect on a run that is resumed"),
 }  # fmt: skip
@@ -98,6 +101,7 @@ MISTAKES = {
 @pytest.mark.parametrize("name", MISTAKES)
 def test_what_does_not_fit_is_one_line_before_anything_is_trained(name, first, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     arguments, message = MISTAKES[name]
     given = [argument.replace("FIRST", str(first)) for argument in arguments]
     with pytest.raises(UsageError, match=message) as raised:

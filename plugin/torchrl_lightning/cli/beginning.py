@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -18,7 +19,7 @@ class Beginning(Callback):
     """The weights and moments of another run, which are handed over where a fit begins.
 
     Args:
-        source: What was asked for: the folder of a run, or a checkpoint.
+        source: What was asked for: the folder of a run, a checkpoint, or a published policy, in a folder or on a hub.
 
     Raises:
         UsageError: There is none, or it holds no weights of ours.
@@ -28,12 +29,9 @@ class Beginning(Callback):
         super().__init__()
         self.source = source
         try:
-            self.path = checkpoint_of(source)
-            if not self.path.is_file():
-                raise ValueError("it is neither the folder of a run nor a checkpoint")
-            stored = read_checkpoint(self.path)
+            self.path, stored = _read(source)
             self._statistics = statistics_in(stored, self.path)
-        except ValueError as error:
+        except (ValueError, ImportError) as error:
             raise UsageError(f"init_from={source}: {error}.") from error
         self._stored: Mapping[str, Any] = {"state_dict": stored["state_dict"]}
 
@@ -60,6 +58,18 @@ class Beginning(Callback):
 
     def _misfit(self, error: Exception) -> UsageError:
         return UsageError(f"init_from={self.source} does not fit this run: {' '.join(str(error).split())}")
+
+
+def _read(source: str) -> tuple[str | Path, dict[str, Any]]:
+    """Return where something to begin with lies, and what it holds."""
+    from torchrl_lightning.learn.pretrained import is_pretrained, read_pretrained
+
+    if is_pretrained(source):
+        return source, read_pretrained(source)
+    path = checkpoint_of(source)
+    if not path.is_file():
+        raise ValueError("it is neither the folder of a run, nor a checkpoint, nor a published policy")
+    return path, read_checkpoint(path)
 
 
 def beginning_of(cfg: DictConfig, differ: Mapping[str, tuple[Any, Any]]) -> Beginning | None:

@@ -21,7 +21,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "environment shows them, and the action out, with whatever normalises them inside. The file is compared with "
         "the policy on random observations before it is written.",
     )
-    parser.add_argument("run", metavar="RUN", help="a run's folder, whose best checkpoint is taken, or a checkpoint")
+    parser.add_argument(
+        "run", metavar="RUN", help="a run's folder, whose best checkpoint is taken, a checkpoint, or a published policy"
+    )
     parser.add_argument(
         "--format", choices=("torch", "onnx"), default="torch", help="torch.export's, or ONNX by the extra `onnx`"
     )
@@ -42,24 +44,34 @@ def main(argv: Sequence[str] | None = None) -> int:
 @behind
 def export(run: str, format: Any, output: str | None, *, trusted: bool) -> None:
     """Load the policy of a run, and write it."""
-    from omegaconf import OmegaConf
-
-    from torchrl_lightning.cli.evaluate import policy_of, rebuilt, run_of
     from torchrl_lightning.learn.exporting import SUFFIXES, export_policy
-    from torchrl_lightning.learn.loading import checkpoint_of
+    from torchrl_lightning.learn.pretrained import from_pretrained, is_pretrained
 
     quiet()
     use_threads(1)
     try:
-        cfg = OmegaConf.create({"ckpt_path": str(checkpoint_of(run)), "trusted": trusted, "deterministic": True})
-        checkpoint, stored, config = run_of(cfg)
-        policy = policy_of(cfg, stored, rebuilt(checkpoint, config, "model"))
-        beside = Path(run) if Path(run).is_dir() else checkpoint.parent
+        if is_pretrained(run):
+            policy, beside = from_pretrained(run, trusted=trusted), Path(run if Path(run).is_dir() else "")
+        else:
+            policy, beside = _policy_of_run(run, trusted)
         path = Path(output) if output is not None else beside / f"policy{SUFFIXES[format]}"
         described = export_policy(policy, path, format=format)
     except (ValueError, ImportError) as error:
         raise UsageError(str(error)) from error
     print(f"{path}: {_told(described['inputs'])} -> {_told(described['outputs'])}")
+
+
+def _policy_of_run(run: str, trusted: bool) -> tuple[Any, Path]:
+    """Return the policy of a run or a checkpoint, and its folder."""
+    from omegaconf import OmegaConf
+
+    from torchrl_lightning.cli.evaluate import policy_of, rebuilt, run_of
+    from torchrl_lightning.learn.loading import checkpoint_of
+
+    cfg = OmegaConf.create({"ckpt_path": str(checkpoint_of(run)), "trusted": trusted, "deterministic": True})
+    checkpoint, stored, config = run_of(cfg)
+    policy = policy_of(cfg, stored, rebuilt(checkpoint, config, "model"))
+    return policy, Path(run) if Path(run).is_dir() else checkpoint.parent
 
 
 def _told(tensors: Mapping[str, Any]) -> str:

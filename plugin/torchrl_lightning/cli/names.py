@@ -14,8 +14,6 @@ from torchrl_lightning.cli.slurm import job_id
 
 # What ends a run: a resumed run is given a later end than the run that it continues.
 ENDS = {"data.total_frames", "trainer.max_epochs", "trainer.max_steps", "trainer.max_time"}
-# Column of the score of a run: the mean return of the evaluation after training, which a sweeper gets.
-SCORE = "final/return"
 _LONGEST = 120  # characters of a folder's name
 # Groups that name a run without an experiment.
 _PARTS = ("model", "env", "data")

@@ -16,9 +16,10 @@ from omegaconf import DictConfig, OmegaConf
 from torchrl_lightning._hydra import instantiate
 from torchrl_lightning.cli.checkpoints import copies
 from torchrl_lightning.cli.checks import UsageError
-from torchrl_lightning.cli.resuming import COMMAND, changes_rates, plain
+from torchrl_lightning.cli.resuming import changes_rates, plain
 from torchrl_lightning.fitting import MisfitError, require_fit
 from torchrl_lightning.learn.loading import CONFIG
+from torchrl_lightning.learn.records import COMMAND
 from torchrl_lightning.suggestions import did_you_mean
 
 # What constructors raise for a bad argument; anything else is a fault of the program and keeps its traceback.

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import numpy as np
 
 from torchrl_lightning.cli.curves import Curve, read_source, runs_by_label
-from torchrl_lightning.cli.names import SCORE
 from torchrl_lightning.cli.panels import panel_grid, save_figure
 from torchrl_lightning.cli.sweeps import draw_trials, read_trials, table
+from torchrl_lightning.learn.records import SCORE
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -19,8 +19,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from torchrl_lightning.cli.checks import UsageError, own_config
 from torchrl_lightning.cli.names import own_run
+from torchrl_lightning.learn.records import COMMAND
 
-COMMAND = "command"  # where a checkpoint holds the groups chosen and the overrides given
 # Of the present run, whatever the checkpoint says.
 _PRESENT = {"ckpt_path", "trusted", "paths", "hparams_search", "hydra"}
 _PLACES = {"dirpath", "save_dir", "default_root_dir"}

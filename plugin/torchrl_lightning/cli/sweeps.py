@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from torchrl_lightning.cli.curves import Curve, Run, read_source, runs_by_label
-from torchrl_lightning.cli.names import ENDS, SCORE, run_folder
+from torchrl_lightning.cli.names import ENDS, run_folder
 from torchrl_lightning.cli.panels import panel_grid, save_figure
+from torchrl_lightning.learn.records import SCORE
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

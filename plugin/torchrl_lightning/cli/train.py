@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchrl_lightning.cli.command import behind, quiet, run_command, use_threads
-from torchrl_lightning.cli.names import SCORE, recorded_command
+from torchrl_lightning.cli.names import recorded_command
+from torchrl_lightning.learn.records import SCORE
 from torchrl_lightning.libraries import import_libraries
 
 if TYPE_CHECKING:

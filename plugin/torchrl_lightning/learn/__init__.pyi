@@ -32,6 +32,9 @@ from torchrl_lightning.learn.policy_gradients import A2CModule as A2CModule
 from torchrl_lightning.learn.policy_gradients import PPOModule as PPOModule
 from torchrl_lightning.learn.policy_gradients import ReinforceModule as ReinforceModule
 from torchrl_lightning.learn.policy_gradients import VTraceModule as VTraceModule
+from torchrl_lightning.learn.pretrained import from_pretrained as from_pretrained
+from torchrl_lightning.learn.pretrained import push_to_hub as push_to_hub
+from torchrl_lightning.learn.pretrained import save_pretrained as save_pretrained
 from torchrl_lightning.learn.q_learning import DQNModule as DQNModule
 from torchrl_lightning.learn.q_learning import SACModule as SACModule
 from torchrl_lightning.learn.q_learning import TD3Module as TD3Module
