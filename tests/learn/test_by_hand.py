@@ -8,12 +8,15 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from tensordict import TensorDict
 from torch import nn
+from torchrl.objectives.common import AUTO_LOSS_MASK_KEYS
 
 from kit.learners import OFF_POLICY, SPECS, data_of, learner
 from kit.runs import parameters, trainer
 from kit.transitions import shake_targets, transitions
-from torchrl_lightning.learn import DQNModule, MLPNetwork, by_hand
+from torchrl_lightning.keys import REPLAYED
+from torchrl_lightning.learn import ActorCriticModule, DQNModule, MLPNetwork, by_hand
 from torchrl_lightning.learn.transitions import read_transitions
 
 NETWORKS = {"relu": MLPNetwork([9, 8], "relu"), "tanh": MLPNetwork([8], "tanh", head_sizes=[6])}
@@ -68,6 +71,49 @@ def test_gradients_losses_errors_and_random_numbers_are_autograds(name: str, net
             torch.testing.assert_close(view, parameter.grad, rtol=1e-5, atol=near + 1e-8)
 
 
+def mini_batch(rows: int = 32) -> TensorDict:
+    """Steps of which some policies have moved far away."""
+    torch.manual_seed(1)
+    entries = {
+        "observation": torch.randn(rows, 4),
+        "action": torch.randint(0, 2, (rows,)),
+        "action_log_prob": -torch.rand(rows),
+        "advantage": torch.randn(rows, 1),
+        "value_target": torch.randn(rows, 1),
+    }
+    return TensorDict(entries, [rows])
+
+
+@pytest.mark.parametrize("settings", [{}, {"entropy_coeff": 0.3, "loss_critic_type": "smooth_l1", "critic_coeff": 2.0}])
+@pytest.mark.parametrize("network", NETWORKS)
+def test_gradients_and_losses_of_ppo_are_autograds(network: str, settings: dict[str, Any]) -> None:
+    module = learner("ppo", NETWORKS[network], **settings)
+    for parameter in module.parameters():
+        parameter.data.mul_(2.0)
+    module.configure_optimizers()
+    memory = {key: view for group in module._groups.values() for key, view in group.memory().items()}
+    batch = mini_batch()
+    assert module.rows_by_hand(batch) == 32
+    hand = module.by_hand(memory, 32)
+    found = [hand(batch) for _ in range(2)][-1]  # its memory is used again
+    terms = module.compute(batch)
+    assert 0.1 < float(terms["clip_fraction"]) < 0.9
+    sum(value for key, value in terms.items() if key.startswith("loss_")).backward()
+    expected = {key: float(value.detach()) for key, value in terms.items()}
+    assert dict(sorted(found.items())) == pytest.approx(dict(sorted(expected.items())), rel=1e-5, abs=1e-6)
+    for parameter, view in memory.items():
+        near = 1e-5 * float(parameter.grad.abs().max())
+        torch.testing.assert_close(view, parameter.grad, rtol=1e-5, atol=near + 1e-8)
+
+
+@pytest.mark.parametrize("key", [*AUTO_LOSS_MASK_KEYS, REPLAYED])
+def test_steps_that_do_not_count_alike_are_left_to_autograd(key: Any) -> None:
+    module, batch = learner("ppo"), mini_batch()
+    batch[key] = torch.ones(32, 1, dtype=torch.bool)
+    assert module.rows_by_hand(batch) is None
+    assert module.rows_by_hand(mini_batch().reshape(8, 4)) is None
+
+
 def spied(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Note of each update whether it was made by hand."""
     made: list[bool] = []
@@ -82,7 +128,7 @@ def spied(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return made
 
 
-@pytest.mark.parametrize("case", OFF_POLICY)
+@pytest.mark.parametrize("case", [*OFF_POLICY, "ppo"])
 def test_a_run_by_hand_learns_what_a_run_by_autograd_learns(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ends, metrics, errors = [], [], []
     made = spied(monkeypatch)
@@ -94,7 +140,7 @@ def test_a_run_by_hand_learns_what_a_run_by_autograd_learns(case: str, monkeypat
         trainer(max_epochs=2).fit(module, datamodule=data)
         ends.append(parameters(module))
         metrics.append(module.epoch_metrics)
-        errors.append(data.served[-1]["td_error"])
+        errors.append(data.served[-1].get("td_error", torch.zeros(1)))
     assert made == [True] * 8 + [False] * 8
     torch.testing.assert_close(*ends, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(*errors, rtol=1e-4, atol=1e-4)
@@ -121,6 +167,9 @@ LEFT: dict[str, Callable[[], tuple[Any, L.Trainer]]] = {
         learner("dqn", optimizer=lambda each: type("Own", (torch.optim.SGD,), {})(each, lr=1e-2)),
         trainer(max_epochs=1),
     ),
+    "values that are clipped": lambda: (learner("ppo", clip_value=0.2), trainer(max_epochs=1)),
+    "a shared trunk": lambda: (learner("ppo", MLPNetwork([8], shared=True)), trainer(max_epochs=1)),
+    "another objective": lambda: (learner("a2c"), trainer(max_epochs=1)),
     "dueling": lambda: (learner("dqn", dueling=True), trainer(max_epochs=1)),
     "memory": lambda: (learner("dqn", "gru"), trainer(max_epochs=1)),
     "precision": lambda: (learner("dqn"), trainer(max_epochs=1, precision="bf16-mixed")),
@@ -132,7 +181,7 @@ LEFT: dict[str, Callable[[], tuple[Any, L.Trainer]]] = {
 def test_what_is_more_is_left_to_autograd(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made = spied(monkeypatch)
     module, run = LEFT[name]()
-    run.fit(module, datamodule=data_of("dqn"))
+    run.fit(module, datamodule=data_of("ppo" if isinstance(module, ActorCriticModule) else "dqn"))
     assert made == [False] * 3
 
 

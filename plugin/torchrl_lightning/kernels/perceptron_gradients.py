@@ -181,3 +181,59 @@ def smooth(out: Any, noise: Any, deviation: float, most: float, action: Any) -> 
         for a in range(out.shape[1]):
             more = bounded(noise[r, a] * np.float32(deviation), np.float32(most))
             action[r, a] = bounded(np.tanh(out[r, a]) + more, one)
+
+
+def learn_clipped(
+    logits: Any, action: Any, behaviour: Any, advantage: Any, clip: float, entropy_coeff: float, d: Any
+) -> Any:
+    """Compute the clipped objective of chosen actions, entropy, log-ratio and clipped share, all means (numba).
+
+    Args:
+        logits: of all actions, ``[B, A]``.
+        action: the chosen ones, ``[B]``.
+        behaviour: their log-probabilities when they were chosen, ``[B]``.
+        advantage: ``[B]``.
+        clip: the range of the ratio around 1.
+        entropy_coeff: the weight of the entropy.
+        d: receives the gradient of the objective less the weighted entropy, ``[B, A]``.
+    """
+    rows, size = logits.shape
+    share = np.float32(1.0 / rows)
+    objective = entropy = moved = beyond = 0.0
+    for r in range(rows):
+        row, most, total = logits[r], logits[r].max(), np.float32(0.0)
+        for a in range(size):
+            d[r, a] = np.exp(row[a] - most)
+            total += d[r, a]
+        scale, spread = most + np.log(total), np.float32(0.0)
+        for a in range(size):
+            d[r, a] /= total
+            if d[r, a] > 0.0:  # a forbidden action has log-probability -inf; its share of the entropy is zero
+                spread -= d[r, a] * (row[a] - scale)
+        log_ratio = row[action[r]] - scale - behaviour[r]
+        ratio, gain = np.exp(log_ratio), advantage[r]
+        gained, bound = ratio * gain, gain + np.float32(clip) * abs(gain)
+        slope = -share * gained if gained <= bound else np.float32(0.0)
+        objective -= min(gained, bound)
+        entropy += spread
+        moved += log_ratio
+        beyond += 1.0 if abs(ratio - np.float32(1.0)) > clip else 0.0
+        for a in range(size):
+            p = d[r, a]
+            bonus = p * (row[a] - scale + spread) if p > 0.0 else np.float32(0.0)
+            d[r, a] = np.float32(entropy_coeff) * share * bonus - slope * p
+        d[r, action[r]] += slope
+    return objective / rows, entropy / rows, moved / rows, beyond / rows
+
+
+def learn_returns(values: Any, target: Any, coeff: float, kind: int, d: Any) -> Any:
+    """Compute the weighted mean distance of values ``[B, 1]`` from targets ``[B, 1]`` (numba).
+
+    ``d`` ``[B, 1]`` receives the gradient.
+    """
+    loss, share = 0.0, np.float32(coeff / len(values))
+    for r in range(len(values)):
+        far, slope = distance(values[r, 0] - target[r, 0], kind)
+        loss += far
+        d[r, 0] = share * slope
+    return loss * coeff / len(values)

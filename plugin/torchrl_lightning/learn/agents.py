@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from functools import cache
+from functools import cache, cached_property
 from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from torchrl_lightning.fitting import check_precision, require_fit
 from torchrl_lightning.learn.adam import LeanAdam
+from torchrl_lightning.learn.by_hand import HandGradients, UpdatesByHand
 from torchrl_lightning.learn.flat_parameters import OptimizedParameters, settled_parameters
 from torchrl_lightning.learn.reports import ReportingModule
 from torchrl_lightning.learn.schedules import ConstantSchedule, Schedule, as_schedule, progress_of
@@ -258,6 +259,36 @@ class TermsModule(AgentModule):
     @abstractmethod
     def terms(self, batch: Any) -> Any:
         """Return the parts of the loss (``loss_...``) on a batch, and diagnostics; pure, so that it can be compiled."""
+
+    def rows_by_hand(self, batch: Any) -> int | None:
+        """Return of how many rows a batch is whose gradients may be written down; None where they are autograd's."""
+        return None
+
+    def by_hand(self, gradients: Mapping[nn.Parameter, Tensor], rows: int) -> HandGradients:
+        """Return what writes the gradients of ``terms`` on batches of so many rows; a ValueError if nothing does.
+
+        A class that has ``terms`` of its own has its own, or none.
+        """
+        raise ValueError(f"{type(self).__name__} has no gradients that are written down.")
+
+    @cached_property
+    def _updates_by_hand(self) -> UpdatesByHand:
+        return UpdatesByHand(self)
+
+    def build_optimizers(
+        self,
+        actor: list[nn.Parameter],
+        critic: list[nn.Parameter],
+        critic_optimizer: OptimizerFactory | None = None,
+    ) -> list[torch.optim.Optimizer]:
+        """Return one optimizer over all parameters, or a second one over the critics' own."""
+        vars(self).pop("_updates_by_hand", None)  # of another fit
+        return super().build_optimizers(actor, critic, critic_optimizer)
+
+    def on_train_end(self) -> None:
+        """Forget what belongs to this fit alone."""
+        super().on_train_end()
+        vars(self).pop("_updates_by_hand", None)
 
     def compute(self, batch: Any) -> Any:
         """Return ``terms``, compiled if asked for."""

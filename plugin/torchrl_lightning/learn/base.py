@@ -245,13 +245,17 @@ class ActorCriticModule(TermsModule):
         """Update on one mini-batch."""
         if self._stopped:
             return
-        terms = self.compute(batch)
+        made = self._updates_by_hand(batch)
+        terms = self.compute(batch) if made is None else made
         if self.intrinsic is not None:
             terms["loss_intrinsic_predictor"] = self.intrinsic.loss(batch)
         if self.should_stop(terms):
             self._stopped = True
             return
-        self.minimise(terms)
+        if made is None:
+            self.minimise(terms)
+        else:
+            self.accumulate({**terms, **self.step_optimizers()})
         key = self.critic.out_keys[0]
         value, target = batch.get(key, None), batch.get(target_key(key), None)
         if value is not None and target is not None:

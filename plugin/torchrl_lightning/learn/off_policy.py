@@ -5,8 +5,7 @@ from __future__ import annotations
 __all__ = ["OffPolicyModule"]
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Annotated, Any, ClassVar, Self
 
@@ -21,10 +20,10 @@ from torchrl_lightning.entries import path_of
 from torchrl_lightning.keys import REMEMBERED
 from torchrl_lightning.learn.actors import observation_entries
 from torchrl_lightning.learn.agents import OptimizerFactory, TermsModule
-from torchrl_lightning.learn.by_hand import HandGradients, UpdatesByHand
 from torchrl_lightning.learn.exploration import ExploringPolicy
 from torchrl_lightning.learn.memory import refreshed_states, remember
 from torchrl_lightning.learn.networks import MLPNetwork, Network, described_network
+from torchrl_lightning.learn.q_learning_by_hand import rows_of
 from torchrl_lightning.learn.target_networks import TargetNetworks
 from torchrl_lightning.learn.transitions import Entries, Transitions, read_transitions
 from torchrl_lightning.learn.trunks import RecurrentTrunk
@@ -155,22 +154,14 @@ class OffPolicyModule(TermsModule):
 
     def configure_optimizers(self) -> list[torch.optim.Optimizer]:
         """Return one optimizer, or a second one for the critics' parameters."""
-        vars(self).pop("_updates_by_hand", None)  # of another fit
         groups = self.parameter_groups()
         critic = groups.pop("critic")
         others = [parameter for group in groups.values() for parameter in group]
         return self.build_optimizers(others, critic, self.critic_optimizer)
 
-    def by_hand(self, gradients: Mapping[nn.Parameter, Tensor], rows: int) -> HandGradients:
-        """Return what writes the gradients of ``terms`` on batches of so many rows; a ValueError if nothing does.
-
-        A class that has ``terms`` of its own has its own, or none.
-        """
-        raise ValueError(f"{type(self).__name__} has no gradients that are written down.")
-
-    @cached_property
-    def _updates_by_hand(self) -> UpdatesByHand:
-        return UpdatesByHand(self)
+    def rows_by_hand(self, batch: Transitions) -> int | None:
+        """Return how many transitions a batch holds; None if they are no plain ones."""
+        return rows_of(batch)
 
     def follow_schedules(self) -> None:
         """Set learning rates and exploration from the frames, so that a resumed run has the same."""
@@ -180,11 +171,6 @@ class OffPolicyModule(TermsModule):
     def explore(self) -> None:
         """Set the policy's amount of exploration from the frames collected so far."""
         self._policy.amount.fill_(self.exploration(self.frames))
-
-    def on_train_end(self) -> None:
-        """Forget what belongs to this fit alone."""
-        super().on_train_end()
-        vars(self).pop("_updates_by_hand", None)
 
     # -- learning ---------------------------------------------------------------------------------------------------
 

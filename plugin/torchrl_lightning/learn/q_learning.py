@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from torchrl_lightning.learn.agents import OptimizerFactory
-from torchrl_lightning.learn.by_hand import ChoiceGradients, HandGradients, NoisyGradients, SquashedGradients
+from torchrl_lightning.learn.by_hand import HandGradients
 from torchrl_lightning.learn.exploration import EpsilonGreedyPolicy, FramesDecay, NoisyPolicy, StochasticPolicy
 from torchrl_lightning.learn.losses import (
     Distance,
@@ -24,6 +24,7 @@ from torchrl_lightning.learn.losses import (
 )
 from torchrl_lightning.learn.networks import MLPNetwork, Network, described_network
 from torchrl_lightning.learn.off_policy import OffPolicyModule, Terms
+from torchrl_lightning.learn.q_learning_by_hand import ChoiceGradients, NoisyGradients, SquashedGradients
 from torchrl_lightning.learn.q_networks import ActionValue, CriticEnsemble, build_q_network
 from torchrl_lightning.learn.squashed import build_deterministic_actor, build_squashed_actor
 from torchrl_lightning.learn.transitions import Transitions
