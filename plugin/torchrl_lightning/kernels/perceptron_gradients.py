@@ -215,7 +215,7 @@ def learn_clipped(
         gained, bound = ratio * gain, gain + np.float32(clip) * abs(gain)
         slope = -share * gained if gained <= bound else np.float32(0.0)
         objective -= min(gained, bound)
-        entropy += spread
+        entropy += float(spread)
         moved += log_ratio
         beyond += 1.0 if abs(ratio - np.float32(1.0)) > clip else 0.0
         for a in range(size):
