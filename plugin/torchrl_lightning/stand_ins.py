@@ -26,9 +26,9 @@ def standing_in(modules: Mapping[str, Ready]) -> Iterator[None]:
         modules: The names, each with what its stand-in has ready. Modules that are imported already stay.
 
     Example:
-        >>> with standing_in({"sndhdr": {}}):
-        ...     import sndhdr
-        >>> type(sndhdr).__name__, "sndhdr" in sys.modules
+        >>> with standing_in({"mailbox": {}}):
+        ...     import mailbox
+        >>> type(mailbox).__name__, "mailbox" in sys.modules
         ('StandIn', False)
     """
     finder = _Finder({name: ready for name, ready in modules.items() if name not in sys.modules})
