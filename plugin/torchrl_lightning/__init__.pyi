@@ -71,11 +71,13 @@ from torchrl_lightning.learn.actors import build_critic as build_critic
 from torchrl_lightning.learn.base import ActorCriticModule as ActorCriticModule
 from torchrl_lightning.learn.dynamics_ensemble import DynamicsEnsemble as DynamicsEnsemble
 from torchrl_lightning.learn.ensembles import GaussianEnsemble as GaussianEnsemble
+from torchrl_lightning.learn.exploration import EpsilonGreedyPolicy as EpsilonGreedyPolicy
 from torchrl_lightning.learn.exporting import export_policy as export_policy
 from torchrl_lightning.learn.loading import LoadedPolicy as LoadedPolicy
 from torchrl_lightning.learn.loading import load_policy as load_policy
 from torchrl_lightning.learn.loss_module import LossModuleAgent as LossModuleAgent
 from torchrl_lightning.learn.mbpo import MBPOModule as MBPOModule
+from torchrl_lightning.learn.networks import BatchRenormNetwork as BatchRenormNetwork
 from torchrl_lightning.learn.networks import CNNNetwork as CNNNetwork
 from torchrl_lightning.learn.networks import MLPNetwork as MLPNetwork
 from torchrl_lightning.learn.networks import RecurrentNetwork as RecurrentNetwork
@@ -92,7 +94,12 @@ from torchrl_lightning.learn.pretrained import save_pretrained as save_pretraine
 from torchrl_lightning.learn.q_learning import DQNModule as DQNModule
 from torchrl_lightning.learn.q_learning import SACModule as SACModule
 from torchrl_lightning.learn.q_learning import TD3Module as TD3Module
+from torchrl_lightning.learn.q_networks import build_action_critic as build_action_critic
+from torchrl_lightning.learn.q_networks import build_distributional_q_network as build_distributional_q_network
+from torchrl_lightning.learn.q_networks import build_q_network as build_q_network
 from torchrl_lightning.learn.rnd import RandomNetworkDistillation as RandomNetworkDistillation
+from torchrl_lightning.learn.squashed import build_deterministic_actor as build_deterministic_actor
+from torchrl_lightning.learn.squashed import build_squashed_actor as build_squashed_actor
 from torchrl_lightning.learn.unhealthy import UnhealthyBody as UnhealthyBody
 from torchrl_lightning.learn.world_env import WorldModelEnvironment as WorldModelEnvironment
 from torchrl_lightning.learn.world_model_fit import WorldModelFit as WorldModelFit

@@ -53,6 +53,10 @@ _OTHERS = {
         ObstructView OrderEnforcing PassiveEnvChecker RenderCollection RepeatAction RescaleAction RescaleObservation
         ReshapeObservation ResizeObservation StickyAction TimeAwareObservation TimeLimit
     """,
+    "torchrl.objectives": """
+        BCLoss CQLLoss CrossQLoss DiscreteCQLLoss DiscreteIQLLoss DiscreteSACLoss DQNLoss DistributionalDQNLoss
+        HardUpdate IQLLoss REDQLoss SACLoss SoftUpdate TD3BCLoss TD3Loss TQCLoss
+    """,
     "torchrl.envs": """
         ActionMask BinarizeReward CatFrames CatTensors CenterCrop ClipTransform Crop DMControlEnv DTypeCastTransform
         DiscreteActionProjection DoubleToFloat EndOfLifeTransform ExcludeTransform FlattenObservation GrayScale GymEnv
@@ -75,6 +79,11 @@ _KINDS = (
 )
 _ENVIRONMENTS = ("torchrl.envs.GymEnv", "torchrl.envs.DMControlEnv")
 _RECIPE = "torchrl_lightning.EnvironmentRecipe"
+# Functions of ours that a file may name: they build networks from specs and plain values.
+_BUILDERS = """
+    build_action_critic build_actor build_critic build_deterministic_actor build_distributional_q_network
+    build_q_network build_squashed_actor
+"""
 # Arguments that name what is called or imported, and the only values of them that may be.
 _CALLED = {
     ("torchrl.envs.EndOfLifeTransform", "eol_attribute"): ("unwrapped.ale.lives",),
@@ -132,8 +141,8 @@ file may name
         raise ValueError(f"{where} says what a file may not: {'; '.join(first)}{more}")
 
 
-def target_named(name: str) -> type[Any] | None:
-    """Return the class of ours, or of those of others that we know, that a file means by a name; else None.
+def target_named(name: str) -> Any:
+    """Return the class or builder of ours, or the class of others that we know, that a file means by a name; else None.
 
     Example:
         >>> target_named("torchrl_lightning.GoalReward").__name__, target_named("os.system")
@@ -247,7 +256,7 @@ class _Reading:
             return
         if canonical == _RECIPE:
             yield from self._recipe(node, path)
-        elif issubclass(named, _imported(_COLLECTOR)) and node.get("_partial_") is not True:
+        elif _is_kind(named, _COLLECTOR) and node.get("_partial_") is not True:
             yield f"{path or 'it'} builds a collector, which starts processes"
 
     def _argument(self, canonical: str, key: Any, value: Any, place: str, of_environment: bool) -> Iterator[str]:
@@ -271,7 +280,7 @@ class _Reading:
             target: Any = target_named(name) if type(name) is str else None
             if target is None:  # an id; or refused already, or the user's own
                 continue
-            wraps = issubclass(target, _imported("gymnasium.Wrapper", "torchrl.envs.Transform"))
+            wraps = _is_kind(target, "gymnasium.Wrapper", "torchrl.envs.Transform")
             if not (_canonical(target) in known if known else wraps):
                 what = "environment" if known else "wrapper"
                 yield f"{_shown(f'{path}.{place}' if path else place, name)} makes no {what}"
@@ -298,11 +307,11 @@ def _package() -> str:
     return __name__.partition(".")[0]
 
 
-def _canonical(target: type[Any] | None) -> str:
-    """Return the name by which we know a class; "" for none."""
+def _canonical(target: Any) -> str:
+    """Return the name by which we know a class or a builder; "" for none."""
     if target is None:
         return ""
-    name = target.__name__
+    name: str = target.__name__
     package = next((known for known in _OTHERS if _of_others(known, name) is target), _package())
     return f"{package}.{name}"
 
@@ -315,13 +324,16 @@ def _of_others(package: str, name: str) -> type[Any] | None:
 
 
 @cache
-def _ours(name: str) -> type[Any] | None:
-    """Look a class up among our exports, and tell by its bases whether a file may name it."""
+def _ours(name: str) -> Any:
+    """Look a class up among our exports, and tell by its bases whether a file may name it; or a builder."""
     package = sys.modules[_package()]
     target = getattr(package, name) if name in package.__all__ else None
-    if not isinstance(target, type) or not issubclass(target, (Nameable, *_imported(*_KINDS))):
-        return None
-    return target
+    named = name in _BUILDERS.split() or (isinstance(target, type) and issubclass(target, Nameable))
+    return target if named or _is_kind(target, *_KINDS) else None
+
+
+def _is_kind(target: Any, *kinds: str) -> bool:
+    return isinstance(target, type) and issubclass(target, _imported(*kinds))
 
 
 @cache

@@ -21,6 +21,7 @@ from torchrl_lightning.learn.losses import clipped_surrogate_loss as clipped_sur
 from torchrl_lightning.learn.losses import critic_loss as critic_loss
 from torchrl_lightning.learn.losses import policy_gradient_loss as policy_gradient_loss
 from torchrl_lightning.learn.mbpo import MBPOModule as MBPOModule
+from torchrl_lightning.learn.networks import BatchRenormNetwork as BatchRenormNetwork
 from torchrl_lightning.learn.networks import CNNNetwork as CNNNetwork
 from torchrl_lightning.learn.networks import MLPNetwork as MLPNetwork
 from torchrl_lightning.learn.networks import Network as Network
@@ -39,6 +40,7 @@ from torchrl_lightning.learn.q_learning import DQNModule as DQNModule
 from torchrl_lightning.learn.q_learning import SACModule as SACModule
 from torchrl_lightning.learn.q_learning import TD3Module as TD3Module
 from torchrl_lightning.learn.q_networks import build_action_critic as build_action_critic
+from torchrl_lightning.learn.q_networks import build_distributional_q_network as build_distributional_q_network
 from torchrl_lightning.learn.q_networks import build_q_network as build_q_network
 from torchrl_lightning.learn.rnd import RandomNetworkDistillation as RandomNetworkDistillation
 from torchrl_lightning.learn.schedules import ConstantSchedule as ConstantSchedule

@@ -56,6 +56,7 @@ class Actor(ProbabilisticActor):
         # Plain attributes for speed; the modules are registered once, above.
         hold(self, trunk=trunk, head=head)
         self.out_keys = ["action", "action_log_prob", *(key for key in trunk.out_keys if key != FEATURES)]
+        self._computed = list(self.out_keys)
 
     def act_on(self, step: TensorDictBase) -> dict[NestedKey, Tensor]:
         """Return what ``forward`` writes, and write nothing; collectors call it on each step."""
@@ -65,7 +66,12 @@ class Actor(ProbabilisticActor):
             return {key: full.get(key) for key in self.out_keys}
         features, states = self.trunk.step(step)
         outputs = self.head.sample(self.head.read(features), _DETERMINISTIC[kind])
-        return dict(zip(self.out_keys, (*outputs, *states), strict=True))
+        return self._written((*outputs, *states))
+
+    def _written(self, computed: Sequence[Tensor]) -> dict[NestedKey, Tensor]:
+        found = dict(zip(self._computed, computed, strict=True))
+        keys: list[NestedKey] = self.out_keys  # fewer, if somebody has selected them
+        return found if len(keys) == len(found) else {key: found[key] for key in keys}
 
     def standing(self, step: TensorDictBase) -> Callable[[], dict[NestedKey, Tensor]]:
         """Return :meth:`act_on` of a step ``[N]`` on the CPU whose tensors stay the same and are overwritten.
@@ -73,7 +79,7 @@ class Actor(ProbabilisticActor):
         It may return the same tensors each time. Perceptrons and some heads are compiled, equal to the module's own to
         float error, for as long as the module is what it is now.
         """
-        head, keys = self.head, self.out_keys
+        head = self.head
         sample = layers = None
         if defines_both(head, "compiled_sample", "sample"):
             with suppress(ValueError):
@@ -86,7 +92,7 @@ class Actor(ProbabilisticActor):
             deterministic = _DETERMINISTIC.get(interaction_type() or InteractionType.RANDOM)
             if deterministic is None or not layers.hold():
                 return self.act_on(step)
-            return dict(zip(keys, sample(deterministic), strict=True))
+            return self._written(sample(deterministic))
 
         return act
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-__room__ = ["EpsilonGreedyPolicy", "ExploringPolicy", "NoisyPolicy", "StochasticPolicy"]
+__all__ = ["EpsilonGreedyPolicy"]
+__room__ = ["ExploringPolicy", "NoisyPolicy", "StochasticPolicy"]
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -23,6 +24,7 @@ from torchrl_lightning.keys import FEATURES
 from torchrl_lightning.learn.compiled_layers import CompiledLayers, defines_both
 from torchrl_lightning.learn.flat_parameters import addresses
 from torchrl_lightning.learn.trunks import RecurrentTrunk
+from torchrl_lightning.ranges import fraction
 
 Compiled = tuple[CompiledLayers, Callable[[bool], Tensor]]
 DETERMINISTIC = (InteractionType.DETERMINISTIC, InteractionType.MODE, InteractionType.MEAN)
@@ -127,13 +129,25 @@ class EpsilonGreedyPolicy(ExploringPolicy):
 
     In worker \(i\) of \(N\) the probability is \(\epsilon^{1 + i \alpha / (N - 1)}\) with \(\alpha\) the
     ``spread`` (Horgan et al., 2018).
+
+    Args:
+        network: A TensorDict module with ``trunk``, ``head``, and ``values`` of all actions.
+        memory: Maps observations to the features that the network reads.
+        spread: By how much workers differ.
+        epsilon: The ``amount``, until somebody else sets it.
     """
 
     def __init__(
-        self, network: TensorDictModuleBase, memory: RecurrentTrunk | None = None, *, spread: float = 0.0
+        self,
+        network: TensorDictModuleBase,
+        memory: RecurrentTrunk | None = None,
+        *,
+        spread: float = 0.0,
+        epsilon: float = 0.0,
     ) -> None:
         super().__init__(network, memory)
         self.spread, self.exponent = spread, 1.0
+        self.amount.fill_(fraction(epsilon, "epsilon"))
 
     def use_worker(self, number: int, count: int) -> None:
         """Explore as this worker does."""

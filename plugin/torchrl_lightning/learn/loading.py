@@ -305,6 +305,6 @@ def config_in(
     check_config(chosen, where=where, trusted=trusted, own=own, folders=False)
     for group, node in chosen.items():
         target = target_named(node.get("_target_", ""))
-        if target is not None and not issubclass(target, _KINDS[group]):
+        if target is not None and not (isinstance(target, type) and issubclass(target, _KINDS[group])):
             raise ValueError(f"{where} has {group}._target_={node['_target_']}, which is no {_KINDS[group].__name__}")
     return {group: without_folders(node) for group, node in chosen.items()}

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 __all__ = ["LossModuleAgent"]
 
-from collections.abc import Callable
-from typing import Any, Self
+import inspect
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Annotated, Any, Self
 
 import torch
 from tensordict import TensorDictBase
@@ -14,35 +17,48 @@ from torchrl.objectives import LossModule
 from torchrl.objectives.utils import TargetNetUpdater
 
 from torchrl_lightning._modules import hold
-from torchrl_lightning.learn.agents import AgentModule
-from torchrl_lightning.settings import setting
+from torchrl_lightning.learn.agents import AgentModule, OptimizerFactory
+from torchrl_lightning.learn.networks import MLPNetwork, Network, described_network
+from torchrl_lightning.settings import Fraction, setting
 from torchrl_lightning.updates import UpdateBatches, updates_of
 
 STATE = "target_updater"
 # Where TorchRL's losses keep the network that acts.
 _ACTING = ("actor_network", "value_network", "local_value_network")
+_CRITICS = ("qvalue_network", "value_network")  # and what learns beside an actor, if there is one
 
 
 class LossModuleAgent(AgentModule):
     """Train one of TorchRL's ``LossModule`` on the batches of a DataModule.
 
-    Each batch is one update: the sum of the loss's entries ``loss_...`` (or its ``loss``) is minimised by one
-    optimizer, then the target networks follow. Priorities go to the buffer where the loss writes them (``td_error``).
-    The value estimator is made before a checkpoint is read, with TorchRL's defaults unless ``loss`` made one.
+    Each batch is one update: the sum of the loss's entries ``loss_...`` (or its ``loss``) is minimised, then the target
+    networks follow. Priorities go to the buffer where the loss writes them (``td_error``).
+    The value estimator is made before a checkpoint is read, with TorchRL's defaults unless ``gamma`` is given or
+    ``loss`` made one.
 
     Args:
-        loss: A callable that takes the environment's specs (``observation``, ``action``, ...), builds networks and
-            returns the loss; or a ready loss.
+        loss: With ``networks``, a class of TorchRL's or a partial of one. Without, a callable that takes the
+            environment's specs (``observation``, ``action``, ...), builds networks and returns the loss; or a ready
+            loss.
+        networks: Builders of the loss's networks, under the names of its arguments: callables that take specs and
+            ``network``, such as :func:`build_critic`. An ensemble of critics gets networks with first weights of their
+            own. What else the loss must know of the environment (``action_space``, ``action_spec``, ``num_actions``)
+            it is told.
+        network: Network in front of their heads; ``MLPNetwork()`` by default.
+        gamma: Discount of the value estimator, which the buffer gets, too; None leaves it as the loss has it.
+        minimised: The entries to minimise, where not all ``loss_...`` are meant to be.
         policy: What acts: a TensorDict module, or a callable that takes the loss's own acting network and returns one,
             e.g. followed by an exploration module; by default that network itself (``actor_network``, else
             ``value_network``).
         target_updater: A callable that takes the loss and returns a target updater, e.g.
             ``partial(torchrl.objectives.SoftUpdate, tau=0.005)``, for a loss with target networks.
+        critic_optimizer: A separate optimizer for the critics beside an actor; optional.
         learning_rate: As in :class:`AgentModule`, like everything that is not named here.
 
     Raises:
-        TypeError: ``loss`` gives something else than a ``LossModule``, or the loss has no acting network and none is
-            given.
+        TypeError: ``loss`` gives something else than a ``LossModule``, the networks do not fit the environment, or the
+            loss has no acting network and none is given.
+        ValueError: An entry that is to be minimised is none of the loss's.
 
     Example:
         >>> from types import SimpleNamespace
@@ -59,8 +75,13 @@ class LossModuleAgent(AgentModule):
     loops_over_updates = True
 
     loss: LossModule | Callable[[Any], LossModule] = setting(kw_only=False)
+    networks: Mapping[str, Callable[[Any, Network], nn.Module]] | None = None
+    network: Annotated[Network, described_network(MLPNetwork)] = setting(default=None)
+    gamma: Fraction | None = None
+    minimised: Sequence[str] | None = None
     acting: nn.Module | Callable[[Any], nn.Module] | None = setting(default=None, alias="policy")
     target_updater: Callable[[LossModule], TargetNetUpdater] | None = None
+    critic_optimizer: OptimizerFactory | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -76,15 +97,44 @@ class LossModuleAgent(AgentModule):
     def build(self, specs: Any) -> Self:
         """Build the loss for an environment's specs, once; return the module."""
         if not isinstance(self.loss, LossModule):
-            loss = self.loss(specs)
+            loss = self.loss(specs) if self.networks is None else self._over_networks(specs, self.networks)
             if not isinstance(loss, LossModule):
                 raise TypeError(f"loss gave {type(loss).__name__}; expected one of torchrl.objectives' LossModules.")
             self._adopt(loss)
         return self
 
+    def _over_networks(self, specs: Any, builders: Mapping[str, Callable[[Any, Network], nn.Module]]) -> Any:
+        make: Any = self.loss
+        called, given = (make.func, make.keywords) if isinstance(make, partial) else (make, dict[str, Any]())
+        taken = inspect.signature(called).parameters
+        count = given.get("num_qvalue_nets", taken["num_qvalue_nets"].default if "num_qvalue_nets" in taken else 2)
+        try:
+            networks = {
+                name: [build(specs, self.network) for _ in range(count)]
+                if name == "qvalue_network"
+                else build(specs, self.network)
+                for name, build in builders.items()
+            }
+        except TypeError as error:
+            raise TypeError(f"{called.__name__} does not fit this environment: {error}") from error
+        known = {"action_space": specs.action, "action_spec": specs.action}
+        if "num_actions" in taken:
+            known["num_actions"] = int(specs.action.space.n)
+        if "gamma" in taken and taken["gamma"].default is inspect.Parameter.empty:
+            known["gamma"] = 0.99 if self.gamma is None else self.gamma
+        known = {name: value for name, value in known.items() if name in taken and name not in given}
+        with warnings.catch_warnings():  # of annotations that a class of TorchRL's lacks
+            warnings.filterwarnings("ignore", "The name .* wasn't part of the annotations")
+            return make(**networks, **known)
+
     def _adopt(self, loss: LossModule) -> None:
+        unknown = [name for name in self.minimised or () if name not in loss.out_keys]
+        if unknown:
+            raise ValueError(f"minimised={unknown} are none of what {type(loss).__name__} gives: {loss.out_keys}")
         # TorchRL's losses make these at first use. Made now, they are there when a checkpoint is read.
-        if loss.default_value_estimator is not None:
+        if self.gamma is not None and loss.default_value_estimator is not None:
+            loss.make_value_estimator(gamma=self.gamma)
+        elif loss.default_value_estimator is not None:
             _ = loss.value_estimator
         _ = getattr(loss, "target_entropy", None)
         network = _acting_network(loss)
@@ -94,7 +144,9 @@ class LossModuleAgent(AgentModule):
             self.acting = self.acting(network)
         # Not registered: a state dict holds the networks once, in the loss. `acting` has what a policy adds to them.
         hold(self, _policy=network if self.acting is None else self.acting, _critic=_network(loss, "critic_network"))
-        self.updater = None if self.target_updater is None else self.target_updater(loss)
+        # Without memory, as a checkpoint's weights are compared, there is nothing to follow.
+        has_memory = not any(each.is_meta for each in loss.parameters())
+        self.updater = self.target_updater(loss) if self.target_updater is not None and has_memory else None
         self.loss = loss
 
     @property
@@ -113,10 +165,11 @@ class LossModuleAgent(AgentModule):
         return self._critic
 
     def configure_optimizers(self) -> list[torch.optim.Optimizer]:
-        """Return one optimizer over the parameters of the loss."""
-        return self.build_optimizers(
-            [parameter for parameter in self._built.parameters() if parameter.requires_grad], []
-        )
+        """Return one optimizer over the parameters of the loss, or a second one for the critics'."""
+        learnt = {name: each for name, each in self._built.named_parameters() if each.requires_grad}
+        critics = [each for name, each in learnt.items() if self.critic_optimizer and name.startswith(_CRITICS)]
+        others = [each for each in learnt.values() if not any(each is critic for critic in critics)]
+        return self.build_optimizers(others, critics, self.critic_optimizer)
 
     def settled_parameters(self) -> set[nn.Parameter]:
         """Return all: losses and target updaters of TorchRL's keep views of them."""
@@ -134,11 +187,18 @@ class LossModuleAgent(AgentModule):
         if self.updater is not None and STATE in checkpoint:
             self.updater.load_state_dict(checkpoint[STATE])
 
+    def _is_meant(self, name: str) -> bool:
+        return self.minimised is None or name in self.minimised or not name.startswith("loss")
+
     def training_step(self, batch: TensorDictBase | UpdateBatches, batch_idx: int) -> None:
         """Make an update on each batch of this step; the loss may write into it."""
         for number, part in enumerate(updates_of(batch)):
             terms = self._built(part)
-            scalars = {name: value for name, value in terms.items() if isinstance(value, Tensor) and value.numel() == 1}
+            scalars = {
+                name: value
+                for name, value in terms.items()
+                if isinstance(value, Tensor) and value.numel() == 1 and self._is_meant(name)
+            }
             self.minimise(scalars, inner=number > 0)
             if self.updater is not None:
                 self.updater.step()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-__all__ = ["CNNNetwork", "MLPNetwork", "RecurrentNetwork"]
+__all__ = ["BatchRenormNetwork", "CNNNetwork", "MLPNetwork", "RecurrentNetwork"]
 __room__ = ["Network"]
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchrl.data import Binary, Categorical
 from torchrl.data import MultiCategorical as MultiCategoricalSpec
+from torchrl.modules import BatchRenorm1d
 
 from torchrl_lightning.environments.frame_stack import channels_are_last
 from torchrl_lightning.learn.trunks import RecurrentTrunk, Trunk
@@ -149,6 +151,29 @@ class MLPEncoder(nn.Module):
         return self.layers(self.flat(*entries))
 
 
+class BatchRenormEncoder(nn.Module):
+    """A perceptron over the concatenated observation entries, and what each layer reads renormalised by batches."""
+
+    def __init__(self, specs: Sequence[Any], network: BatchRenormNetwork) -> None:
+        super().__init__()
+        self.flat = FlatEntries(specs)
+        act = ACTIVATIONS[network.activation]
+        widths = [self.flat.features, *map(int, network.hidden_sizes)]
+
+        def renorm(width: int) -> nn.Module:
+            return BatchRenorm1d(width, momentum=network.momentum, warmup_steps=network.warmup_steps)
+
+        layers = [renorm(widths[0])]
+        for inputs, outputs in itertools.pairwise(widths):
+            layers += [orthogonal(nn.Linear(inputs, outputs)), act(), renorm(outputs)]
+        self.layers, self.features = nn.Sequential(*layers), widths[-1]
+
+    def forward(self, *entries: Tensor) -> Tensor:
+        """Map entries ``[*B, *F_i]`` to features ``[*B, H]``."""
+        flat = self.flat(*entries)
+        return self.layers(flat.reshape(-1, flat.shape[-1])).reshape(*flat.shape[:-1], -1)
+
+
 class CNNEncoder(nn.Module):
     """Convolutions over one pixel entry (uint8 is divided by 255), concatenated with the other entries as vectors.
 
@@ -280,6 +305,42 @@ class MLPNetwork(Network, Nameable):
     def encoder(self, specs: Sequence[Any]) -> nn.Module:
         """Build the encoder of these entries."""
         return MLPEncoder(specs, list(self.hidden_sizes), self.activation, self.initialization)
+
+    def trunk(self, keys: Sequence[Any], specs: Sequence[Any]) -> TensorDictModuleBase:
+        """Build the TensorDict module from observation keys to features."""
+        return Trunk(self.encoder(specs), keys)
+
+
+@dataclass
+class BatchRenormNetwork(Network, Nameable):
+    """A perceptron over flat observations with batch renormalisation (Ioffe, 2017) by TorchRL's ``BatchRenorm1d``.
+
+    Args:
+        hidden_sizes: Width of each hidden layer.
+        activation: Name of the activation: elu, gelu, leaky_relu, relu, silu or tanh.
+        momentum: Share of a batch in the running moments.
+        warmup_steps: Batches before the running moments take part in training.
+        shared: Whether actor and critic share the hidden layers.
+
+    Example:
+        >>> from torchrl.data import Unbounded
+        >>> BatchRenormNetwork([16]).encoder([Unbounded(3)])(torch.zeros(2, 3)).shape
+        torch.Size([2, 16])
+    """
+
+    hidden_sizes: Sequence[int] = field(default_factory=lambda: [256, 256])
+    activation: str = "relu"
+    momentum: float = 0.01
+    warmup_steps: int = 100_000
+    shared: bool = False
+    head_sizes: Sequence[int] = field(default=(), init=False)
+
+    def __post_init__(self) -> None:
+        check_layers(self)
+
+    def encoder(self, specs: Sequence[Any]) -> nn.Module:
+        """Build the encoder of these entries."""
+        return BatchRenormEncoder(specs, self)
 
     def trunk(self, keys: Sequence[Any], specs: Sequence[Any]) -> TensorDictModuleBase:
         """Build the TensorDict module from observation keys to features."""

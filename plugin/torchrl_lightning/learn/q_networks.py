@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__room__ = ["build_action_critic", "build_q_network"]
+__all__ = ["build_action_critic", "build_distributional_q_network", "build_q_network"]
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +12,7 @@ from tensordict.nn import TensorDictModule, TensorDictModuleBase, TensorDictSequ
 from torch import Tensor, nn
 from torch.func import functional_call
 from torchrl.data import Categorical, OneHot
-from torchrl.modules import QValueActor, ValueOperator
+from torchrl.modules import DistributionalQValueActor, QValueActor, ValueOperator
 
 from torchrl_lightning._modules import hold
 from torchrl_lightning.keys import FEATURES
@@ -22,6 +22,7 @@ from torchrl_lightning.learn.compiled_layers import CompiledLayers
 from torchrl_lightning.learn.networks import MLPEncoder, MLPNetwork, Network
 from torchrl_lightning.learn.squashed import DEFAULT_NETWORK, action_range
 from torchrl_lightning.learn.transitions import Entries
+from torchrl_lightning.ranges import integer
 
 
 class DuelingHead(nn.Module):
@@ -40,10 +41,12 @@ class DuelingHead(nn.Module):
 class QNetwork(QValueActor):
     """A trunk and a head as TorchRL's ``QValueActor``; ``values`` runs them without a TensorDict."""
 
-    def __init__(self, trunk: TensorDictModuleBase, head: nn.Module, spec: Categorical | OneHot) -> None:
-        values = TensorDictModule(head, in_keys=[FEATURES], out_keys=["action_value"])
+    def __init__(
+        self, trunk: TensorDictModuleBase, head: nn.Module, spec: Categorical | OneHot, out_key: str = "action_value"
+    ) -> None:
+        values = TensorDictModule(head, in_keys=[FEATURES], out_keys=[out_key])
         space = "one_hot" if isinstance(spec, OneHot) else "categorical"
-        super().__init__(TensorDictSequential(trunk, values), action_space=space)
+        super().__init__(TensorDictSequential(trunk, values), action_space=space, action_value_key=out_key)
         self.action_dtype = spec.dtype
         hold(self, trunk=trunk, head=head)
 
@@ -56,10 +59,16 @@ class QNetwork(QValueActor):
         return CompiledLayers(entries[0], self.trunk, self.head, [self.head])
 
 
-def build_q_network(specs: Any, network: Network | None = None, *, dueling: bool = False) -> QNetwork:
-    """Build the network of DQN; arguments as of :func:`build_actor`.
+def build_q_network(
+    specs: Any, network: Network | None = None, *, dueling: bool = False, out_key: str = "action_value"
+) -> QNetwork:
+    """Build the network of DQN.
 
-    With ``dueling``, state values and advantages have separate heads.
+    Args:
+        specs: As of :func:`build_actor`.
+        network: As there.
+        dueling: Whether state values and advantages have separate heads.
+        out_key: Where it writes the values of all actions.
 
     Raises:
         TypeError: The action is not one choice among several.
@@ -70,35 +79,99 @@ def build_q_network(specs: Any, network: Network | None = None, *, dueling: bool
         >>> build_q_network(specs, dueling=True).values([torch.zeros(3, 4)]).shape
         torch.Size([3, 2])
     """
-    spec = specs.action
-    if not (isinstance(spec, OneHot) or (isinstance(spec, Categorical) and not spec.shape)):
-        raise TypeError(
-            f"DQN needs one choice among several actions (Discrete), got {action_name(spec)}; use SAC or TD3 for a Box "
-            "and PPO for any, or convert them by a wrapper, such as gymnasium.wrappers.DiscretizeAction"
-        )
-    network = network or MLPNetwork()
+    spec, network = _one_choice(specs.action), network or MLPNetwork()
     trunk, actions = network.trunk(*observation_entries(specs)), int(spec.space.n)
     head = DuelingHead(trunk.features, actions, network) if dueling else linear_head(network, trunk.features, actions)
-    return QNetwork(trunk, head, spec)
+    return QNetwork(trunk, head, spec, out_key)
+
+
+def _one_choice(spec: Any) -> Any:
+    if isinstance(spec, OneHot) or (isinstance(spec, Categorical) and not spec.shape):
+        return spec
+    raise TypeError(
+        f"learners such as DQN need one choice among several actions (Discrete), got {action_name(spec)}; use SAC or "
+        "TD3 for a Box and PPO for any, or convert them by a wrapper, such as gymnasium.wrappers.DiscretizeAction"
+    )
+
+
+class _Atoms(nn.Module):
+    """Logarithms of the probabilities of each atom, ``[*B, K, A]``."""
+
+    def __init__(self, layers: nn.Module, atoms: int) -> None:
+        super().__init__()
+        self.layers, self.atoms = layers, atoms
+
+    def forward(self, features: Tensor) -> Tensor:
+        return self.layers(features).unflatten(-1, (self.atoms, -1)).log_softmax(-2)
+
+
+class DistributionalQNetwork(DistributionalQValueActor):
+    """A trunk and a head as TorchRL's ``DistributionalQValueActor``; ``values`` are the means, without a TensorDict."""
+
+    def __init__(
+        self, trunk: TensorDictModuleBase, head: nn.Module, spec: Categorical | OneHot, support: Tensor
+    ) -> None:
+        module = TensorDictSequential(trunk, TensorDictModule(head, in_keys=[FEATURES], out_keys=["action_value"]))
+        space = "one_hot" if isinstance(spec, OneHot) else "categorical"
+        super().__init__(module, support, action_space=space, make_log_softmax=False)
+        self.action_dtype = spec.dtype
+        hold(self, trunk=trunk, head=head)
+
+    def values(self, entries: Entries) -> Tensor:
+        """Return the action values ``[*B, A]`` of observation entries."""
+        probabilities = self.head(self.trunk.encoder(*entries)).exp()
+        return (probabilities * self.support.unsqueeze(-1)).sum(-2)
+
+
+def build_distributional_q_network(
+    specs: Any, network: Network | None = None, *, atoms: int = 51, low: float = -10.0, high: float = 10.0
+) -> DistributionalQNetwork:
+    """Build the network of C51 (Bellemare et al., 2017).
+
+    Args:
+        specs: As of :func:`build_actor`.
+        network: As there.
+        atoms: How many returns it tells the probability of.
+        low: The least of them.
+        high: The greatest.
+
+    Raises:
+        TypeError: The action is not one choice among several.
+        ValueError: There are fewer than two atoms, or ``low`` is not below ``high``.
+
+    Example:
+        >>> from torchrl_lightning import environment_specs, make_vector_env
+        >>> specs = environment_specs(make_vector_env("CartPole-v1", 1))
+        >>> build_distributional_q_network(specs, low=0.0, high=100.0).values([torch.zeros(3, 4)]).shape
+        torch.Size([3, 2])
+    """
+    if integer(atoms, "atoms", 2) and not low < high:
+        raise ValueError(f"the atoms lie between low={low} and high={high}; low must be below high")
+    spec, network = _one_choice(specs.action), network or MLPNetwork()
+    trunk = network.trunk(*observation_entries(specs))
+    head = _Atoms(linear_head(network, trunk.features, atoms * int(spec.space.n)), atoms)
+    return DistributionalQNetwork(trunk, head, spec, torch.linspace(low, high, atoms))
 
 
 class ActionValue(Ranged):
     """Q(s, a): the network's encoder over observation entries and the action, the latter in units of its range."""
 
-    def __init__(self, specs: Any, network: Network) -> None:
+    def __init__(self, specs: Any, network: Network, outputs: int = 1) -> None:
         super().__init__()
         _, entries = observation_entries(specs)
         self.set_range(*action_range(specs.action))
         self.encoder = network.encoder([*entries, specs.action])
-        self.last = linear_head(network, self.encoder.features, 1)  # type: ignore[arg-type]
+        self.last = linear_head(network, self.encoder.features, outputs)  # type: ignore[arg-type]
 
     def forward(self, *entries: Tensor) -> Tensor:
         """Map observation entries and action ``[*B, *F_i]`` to the value ``[*B, 1]``."""
         return self.last(self.encoder(*entries[:-1], (entries[-1] - self.center) / self.half_range))
 
 
-def build_action_critic(specs: Any, network: Network | None = None) -> ValueOperator:
+def build_action_critic(specs: Any, network: Network | None = None, *, quantiles: int = 1) -> ValueOperator:
     """Build one critic of SAC or TD3: it writes ``state_action_value``; arguments as of :func:`build_squashed_actor`.
+
+    With several ``quantiles`` it is one of TQC, ``[*B, quantiles]``.
 
     Example:
         >>> from torchrl_lightning import environment_specs, make_vector_env
@@ -107,7 +180,7 @@ def build_action_critic(specs: Any, network: Network | None = None) -> ValueOper
         ['observation', 'action']
     """
     keys, _ = observation_entries(specs)
-    module = ActionValue(specs, network or DEFAULT_NETWORK)
+    module = ActionValue(specs, network or DEFAULT_NETWORK, integer(quantiles, "quantiles"))
     return ValueOperator(module, in_keys=[*keys, "action"], out_keys=["state_action_value"])
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__room__ = ["build_deterministic_actor", "build_squashed_actor"]
+__all__ = ["build_deterministic_actor", "build_squashed_actor"]
 
 import math
 from collections.abc import Callable
@@ -42,7 +42,7 @@ def action_range(spec: TensorSpec) -> tuple[Tensor, Tensor]:
         is_vector = spec.dtype.is_floating_point and len(spec.shape) == 1
         unbounded, mend = (" without bounds", f"use PPO, or {convert}") if is_vector else ("", convert)
     raise TypeError(
-        "SAC and TD3 need one vector of floating-point actions within finite bounds (Box), got "
+        "learners such as SAC and TD3 need one vector of floating-point actions within finite bounds (Box), got "
         f"{action_name(spec)}{unbounded}; {mend}"
     )
 
