@@ -8,14 +8,17 @@ from typing import Any
 import pytest
 import torch
 from hydra.utils import instantiate
+from tensordict import TensorDict
 from torch import Tensor
 from torchrl.envs.utils import ExplorationType, set_exploration_type
+from torchrl.objectives import IQLLoss
 
 from kit.fake_data import FakeReplay
 from kit.runs import SaveAt, trainer
 from kit.specs import BOX, DISCRETE
 from kit.store import composed_run
 from kit.transitions import transitions
+from torchrl_lightning import LossModuleAgent, RecurrentNetwork
 from torchrl_lightning.learn.weights import check_weights
 
 CONTINUOUS = ("iql", "cql", "td3_bc", "bc", "redq", "crossq", "tqc")
@@ -33,8 +36,14 @@ def state(module: Any) -> dict[str, Tensor]:
 
 def run(module: Any, specs: Any, *, resumed: Path | None = None, **settings: Any) -> Any:
     run = trainer(**settings)
-    run.fit(module, datamodule=FakeReplay(specs=specs, batches=2), ckpt_path=resumed, weights_only=True)
+    data = FakeReplay(specs=specs, batches=2, edit=of_two_steps)
+    run.fit(module, datamodule=data, ckpt_path=resumed, weights_only=True)
     return run
+
+
+def of_two_steps(batch: TensorDict) -> None:
+    """Say it as a buffer does."""
+    batch["steps_to_next_obs"] = torch.full(batch.shape, 2)
 
 
 @pytest.mark.parametrize("name", [*CONTINUOUS, *CHOICES])
@@ -65,6 +74,8 @@ def test_actions_of_another_kind_are_refused_in_one_line(name: str, specs: Any, 
     with pytest.raises(TypeError, match=rf"^\w+Loss does not fit this environment: .* got .*; {mend}.*") as error:
         preset(name).build(specs)
     assert "\n" not in str(error.value)
+    with pytest.raises(TypeError, match="no recurrent states; take an MLPNetwork"):
+        LossModuleAgent(IQLLoss, networks={}, network=RecurrentNetwork())
 
 
 def test_the_critics_of_cql_have_their_own_rate_and_the_actor_clones_where_it_is_asked_to() -> None:

@@ -85,6 +85,11 @@ class LossModuleAgent(AgentModule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.networks is not None and self.network.recurrent:
+            raise TypeError(
+                f"the networks of TorchRL's losses keep no recurrent states; take an MLPNetwork, or a CNNNetwork, got "
+                f"{type(self.network).__name__}"
+            )
         self.updater: TargetNetUpdater | None = None
         if isinstance(self.loss, LossModule):
             self._adopt(self.loss)
@@ -193,6 +198,9 @@ class LossModuleAgent(AgentModule):
     def training_step(self, batch: TensorDictBase | UpdateBatches, batch_idx: int) -> None:
         """Make an update on each batch of this step; the loss may write into it."""
         for number, part in enumerate(updates_of(batch)):
+            steps = part.get("steps_to_next_obs", None)
+            if steps is not None and steps.ndim == part.ndim:  # TorchRL's has the shape of the reward
+                part.set("steps_to_next_obs", steps.unsqueeze(-1))
             terms = self._built(part)
             scalars = {
                 name: value
@@ -215,7 +223,9 @@ def _acting_network(loss: LossModule) -> Any:
     # Steps that are collected without the policy have neither the distribution's parameters nor all actions' values.
     network, keys = _network(loss, *_ACTING), loss.tensor_keys
     if network is not None and loss.functional:
-        wanted = {keys.action, getattr(keys, "sample_log_prob", None)}
+        # On-policy losses read how probable an action was; those with critics of actions draw their own.
+        on_policy = "qvalue_network" not in loss.__dict__
+        wanted = {keys.action, getattr(keys, "sample_log_prob", None) if on_policy else None}
         written = [key for key in network.out_keys if key in wanted or (isinstance(key, tuple) and key[0] == "next")]
         if keys.action in written:
             network.select_out_keys(*written)
