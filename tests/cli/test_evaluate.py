@@ -9,6 +9,7 @@ import torch
 from torchrl.envs import GymEnv
 
 from cli.commands import last_line
+from kit.demonstrations import recorded
 from torchrl_lightning.cli.checks import UsageError
 from torchrl_lightning.cli.evaluate import check_films
 
@@ -23,6 +24,16 @@ def test_a_checkpoint_is_played_and_its_returns_drawn(trained, run, tmp_path):
     shutil.copy(checkpoint, tmp_path / "lonely.ckpt")
     lonely = ["evaluate", "ckpt_path=lonely.ckpt", "episodes=5", "hydra.run.dir=run", "histogram=null"]
     assert last_line(run(*lonely, "deterministic=false", "seed=5").stdout)[1] != match[1]
+
+
+def test_what_learnt_from_data_alone_is_played_without_them(run, tmp_path):
+    recorded(tmp_path / "shown")
+    tiny = ["model=discrete_iql", "model.network.hidden_sizes=[8]", "data.batch_size=16", "data.updates_per_epoch=4"]
+    end = ["trainer.max_epochs=1", "data.eval_episodes=1", "eval_episodes=1", "logger=none", "hydra.run.dir=learnt"]
+    run("train", "~experiment", "data=offline", "data.dataset=shown", *tiny, *end)
+    shutil.rmtree(tmp_path / "shown")
+    played = ["evaluate", "ckpt_path=learnt/checkpoints/last.ckpt", "episodes=2", "hydra.run.dir=run", "histogram=null"]
+    assert last_line(run(*played).stdout)[3] == "2"
 
 
 @pytest.mark.parametrize(

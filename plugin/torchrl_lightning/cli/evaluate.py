@@ -88,6 +88,8 @@ def run_of(cfg: DictConfig) -> tuple[Path, dict[str, Any], Any]:
         run.torch_threads = composed.get("torch_threads", 1)
     if OmegaConf.select(run, "data.buffer.device") is not None:
         OmegaConf.update(run, "data.buffer.device", "cpu")
+    if OmegaConf.select(run, "data.frames_per_update") == 0:
+        OmegaConf.update(run, "data.dataset", "unread")  # to play, no data are: it says that nothing is collected
     return checkpoint, stored, run
 
 
