@@ -89,7 +89,10 @@ SETTINGS: dict[str, list[tuple[str, str]]] = {
         ("data.buffer.gamma=0.95", "data.buffer.gamma=0.95: gamma=0.95 of the buffer differs from gamma=0.99 of DQNM"),
         ("data.buffer.storage.max_size=0", "data.buffer.storage.max_size=0: max_size must be a positive integer"),
         ("data.buffer.storage.max_size=9", "data.buffer: max_size=9 is not a multiple of num_envs=8"),
-        ("data.env=Pendulum-v1", "model: DQN needs one choice among several actions (Discrete), got Box of shape"),
+        (
+            "data.env=Pendulum-v1",
+            "model: learners such as DQN need one choice among several actions (Discrete), got Box of shape",
+        ),
         ("data.frames_per_update=0", "data.frames_per_update=0.0: frames_per_update must be above 0, got 0.0."),
         ("model.gamma=2", "model.gamma=2.0: gamma must be between 0 and 1, got 2.0."),
         ("model.tau=2", "model.tau=2.0: tau must be above 0 and at most 1, got 2.0"),
