@@ -12,6 +12,10 @@ import torch
 if "OMP_NUM_THREADS" not in os.environ:
     torch.set_num_threads(max(1, torch.get_num_threads() // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))))
 
+# A process keeps the mode of its first cluster of Ray, and with tokens takes nothing from those without: here all are
+# without, whichever test or example of a docstring is the first.
+os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+
 TESTS = Path(__file__).parent
 
 

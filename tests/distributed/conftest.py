@@ -14,7 +14,6 @@ def cluster() -> Iterator[str]:
     ray = pytest.importorskip("ray")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        patch.setenv("RAY_AUTH_MODE", "disabled")  # a process that had imported Ray before would send no token
         options = {"num_cpus": 4, "include_dashboard": False, "object_store_memory": 2**27}
         ray.init(address="local", **options, logging_level="error", log_to_driver=False, _system_config=READY)
         yield ray.get_runtime_context().gcs_address
