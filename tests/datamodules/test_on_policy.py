@@ -5,8 +5,10 @@ from typing import ClassVar
 
 import pytest
 import torch
+from tensordict.nn import TensorDictModule
 from torchrl.collectors import Collector
 from torchrl.envs import InitTracker, SerialEnv, TransformedEnv
+from torchrl.envs.utils import ExplorationType, exploration_type
 
 from kit.actor_critic import TinyActorCritic, fit, rollouts
 from kit.replay import dqn, replay_data
@@ -88,6 +90,25 @@ def test_a_second_fit_goes_on_with_the_same_buffer_and_count(tmp_path):
 def test_evaluation_changes_nothing_in_training(make, tmp_path):
     weights = [parameters(fit(tmp_path, *make(), limit_val_batches=batches)[0]) for batches in (0, 1)]
     assert torch.equal(*weights)
+
+
+@pytest.mark.parametrize(
+    ("settings", "given", "sampled"),
+    [({}, None, False), ({"eval_mode": "sampled"}, None, True), ({"eval_mode": "sampled"}, True, False)],
+)
+def test_evaluation_plays_the_mode_or_samples(settings, given, sampled):
+    def act(observation):
+        modes.add(exploration_type())
+        return torch.zeros(len(observation), dtype=torch.int64)
+
+    modes: set[ExplorationType] = set()
+    rollouts(**settings).evaluate(TensorDictModule(act, ["observation"], ["action"]), 1, deterministic=given)
+    assert modes == {ExplorationType.RANDOM if sampled else ExplorationType.DETERMINISTIC}
+
+
+def test_an_evaluation_of_no_known_kind_is_refused():
+    with pytest.raises(ValueError, match="eval_mode must be one of 'deterministic', 'sampled'"):
+        rollouts(eval_mode="both")
 
 
 def test_a_buffer_has_its_say_on_environment_and_policy(tmp_path):

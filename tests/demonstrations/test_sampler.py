@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -34,6 +35,23 @@ def test_draws_have_their_probabilities(annealed: float) -> None:
     expected = {"env": 0.4, "r0": rho / 2, "r1": rho / 2, "v0": phi / 5, "v1": phi * 4 / 5, "v2": 0.0, "v3": 0.0}
     # Of two or four degrees of freedom: exceeded once in a thousand seeds.
     assert chi_square(found, expected) < (13.8 if annealed == 1 else 18.5)
+
+
+@pytest.mark.parametrize(("share", "human"), [(0.0, 0.2), (0.1, 0.2), (0.5, 0.5), (1.0, 1.0)])
+def test_a_share_of_the_draws_is_kept_for_human_ones(share: float, human: float) -> None:
+    storage = DemonstrationStorage(10)
+    storage.replace([replace(rewarded(name="h"), is_human=True), *(rewarded(name=f"r{n}") for n in range(4))], [])
+    found = draws(DemonstrationSampler(0.5, 0.0, generator=generator(), human_share=share), storage, 2000)
+    expected = {"env": 0.5, "h": human / 2} | {f"r{n}": (1 - human) / 8 for n in range(4)}
+    assert chi_square(found, expected) < 20.5  # of five degrees of freedom: exceeded once in a thousand seeds
+
+
+@pytest.mark.parametrize("human", [True, False])
+def test_a_share_changes_no_draw_where_all_are_of_one_kind(human: bool) -> None:
+    storage = DemonstrationStorage(10)
+    storage.replace([replace(rewarded(name=f"r{n}"), is_human=human) for n in range(3)], [])
+    found = [draws(DemonstrationSampler(0.5, generator=generator(), human_share=s), storage, 60) for s in (0.0, 0.9)]
+    assert found[0] == found[1]
 
 
 def test_golden_probabilities() -> None:

@@ -45,7 +45,7 @@ from torchrl_lightning.environments.threads import kept_threads
 from torchrl_lightning.fitting import check_precision, require_stream
 from torchrl_lightning.ranges import budget, optional
 from torchrl_lightning.ranks import gathered, state_of_rank
-from torchrl_lightning.settings import Count, Positive, Settings, Switch, setting
+from torchrl_lightning.settings import Count, Positive, Settings, Switch, among, setting
 from torchrl_lightning.state import check_state, generator, mapping, sequence, whole
 from torchrl_lightning.stated import Entry, Kept, Nested
 
@@ -82,6 +82,8 @@ class ExperienceDataModule(Settings, L.LightningDataModule):
             ``eval_env`` that is given, a warning names them.
         eval_episodes: finished episodes that one evaluation plays.
         eval_num_envs: environments that play them side by side.
+        eval_mode: ``deterministic`` plays the mode of the policy's distribution, ``sampled`` a sample of it; what
+            ``eval/return`` means, by which the best checkpoint is chosen.
         normalize_observation: show policy and module observations standardised by their running moments, over all
             environments and ranks: all entries, or those that are named. Rollouts are normalised when they are
             collected, by the moments of those before, and rings hold raw steps, normalised when they are drawn.
@@ -108,6 +110,7 @@ class ExperienceDataModule(Settings, L.LightningDataModule):
     eval_env: Any = None
     eval_episodes: Count = 10
     eval_num_envs: Count = 10
+    eval_mode: Annotated[str, among("deterministic", "sampled")] = "deterministic"
     normalize_observation: bool | Sequence[NestedKey] = False
     normalize_reward: bool = False
     normalize_clip: Positive = 10.0
@@ -484,19 +487,20 @@ class ExperienceDataModule(Settings, L.LightningDataModule):
         self.trainer.should_stop = True
         return True
 
-    def evaluate(self, policy: Any, episodes: int | None = None, *, deterministic: bool = True) -> TensorDict:
+    def evaluate(self, policy: Any, episodes: int | None = None, *, deterministic: bool | None = None) -> TensorDict:
         """Play finished episodes in separate environments, with seeds that training never sees.
 
         Args:
             policy: the policy to evaluate; one that was trained here sees what it saw in training.
             episodes: how many; ``eval_episodes`` if None.
-            deterministic: take the mode of the policy's distribution instead of a sample.
+            deterministic: take the mode of the policy's distribution instead of a sample; as ``eval_mode`` if None.
 
         Returns:
             What :func:`~torchrl_lightning.play_episodes` returns.
         """
         self._num_evaluations += 1
         episodes = self.eval_episodes if episodes is None else episodes
+        deterministic = self.eval_mode == "deterministic" if deterministic is None else deterministic
         seed, num_envs = self._spawn_seed("evaluation", self._num_evaluations), min(self.eval_num_envs, episodes)
         policy = self._of_raw(policy)
         return play_episodes(self.eval_env, policy, episodes, num_envs=num_envs, seed=seed, deterministic=deterministic)

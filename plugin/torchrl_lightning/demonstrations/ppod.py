@@ -67,6 +67,8 @@ class PPODBuffer(GAEBuffer):
         log_prob: log-probability of replayed actions, see :class:`DemonstrationReplay`; with continuous actions
             ``current``, as a warning says once.
         save_value_demos: save value demonstrations too, which there are with ``phi`` above 0.
+        human_share: least share of the draws of reward demonstrations that goes to human ones, which the agent's own
+            would else drown; with 0 all are alike.
         shared_demos: whether all ranks keep the same demonstrations, mined by any of them; else each keeps its own.
             Then the first one alone saves; else the others save to folders ``rank_1``, ... below the target.
         frame_skip: frames of one step, which demonstrations must have too; that of the environment's recipe if None.
@@ -117,6 +119,7 @@ class PPODBuffer(GAEBuffer):
     ends: End = "recorded"
     log_prob: LogProb = "deterministic"
     save_value_demos: Switch = False
+    human_share: Fraction = 0.0
     shared_demos: Switch = False
     given_frame_skip: Count | None = setting(alias="frame_skip", default=None)
 
@@ -124,7 +127,11 @@ class PPODBuffer(GAEBuffer):
         super().__post_init__()
         self.demonstrations = DemonstrationStorage(self.total_buffer_demo_capacity)
         self.demonstration_sampler = DemonstrationSampler(
-            self.initial_rho, self.initial_phi, self.initial_alpha, self.generator
+            self.initial_rho,
+            self.initial_phi,
+            self.initial_alpha,
+            self.generator,
+            human_share=self.human_share,
         )
         self.demonstration_writer = DemonstrationWriter(
             self.demonstrations,

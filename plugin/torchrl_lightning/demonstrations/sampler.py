@@ -24,16 +24,19 @@ class DemonstrationSampler(Stated, OwnGenerator):
     It is no TorchRL sampler: those draw batches of cells, this one draws whether there is a demonstration at all.
 
     Args:
-        rho: The probability of a reward demonstration before the first success; each is as likely as the others.
+        rho: The probability of a reward demonstration before the first success; see ``human_share``.
         phi: The probability of a value demonstration before the first success; one whose largest value is ``v`` is
             drawn with ``P ~ max(v, 0) ** alpha``, all alike if none is positive. It moves to ``rho`` by and by, see
             :class:`DemonstrationAnnealing`; their sum stays. Else, and where there is none of the kind that was drawn,
             the environment plays.
         alpha: How much more likely higher values are.
+        human_share: At least this share of the draws of reward demonstrations goes to the human ones, however many of
+            the agent's there are; with 0 each is as likely as the others.
         generator: The random generator; ``None`` seeds one from torch's global one.
 
     Raises:
-        ValueError: ``rho``, ``phi`` or their sum is outside ``[0, 1]``, or ``alpha`` is negative or infinite.
+        ValueError: ``rho``, ``phi``, their sum or ``human_share`` is outside ``[0, 1]``, or ``alpha`` is negative or
+            infinite.
 
     Example:
         >>> sampler = DemonstrationSampler(rho=0.1, phi=0.3, generator=torch.Generator().manual_seed(0))
@@ -46,9 +49,16 @@ class DemonstrationSampler(Stated, OwnGenerator):
     STATE = {"rho": Kept(number(0)), "phi": Kept(number(0)), "alpha": Kept(number(0)), "generator": Drawn()}
 
     def __init__(
-        self, rho: float = 0.1, phi: float = 0.3, alpha: float = 10, generator: torch.Generator | None = None
+        self,
+        rho: float = 0.1,
+        phi: float = 0.3,
+        alpha: float = 10,
+        generator: torch.Generator | None = None,
+        *,
+        human_share: float = 0.0,
     ) -> None:
         self.rho, self.phi, self.alpha = _checked(rho, phi, alpha)
+        self.human_share = fraction(human_share, "human_share")
         self._own_rng = generator
 
     def probabilities(self, storage: DemonstrationStorage) -> tuple[float, float]:
@@ -74,7 +84,12 @@ class DemonstrationSampler(Stated, OwnGenerator):
         source, place = torch.rand(2, dtype=torch.float64, generator=self.generator).tolist()
         rho, phi = self.probabilities(storage)
         if source < rho:
-            kept = storage.reward_demonstrations
+            kept, share = storage.reward_demonstrations, self.human_share
+            human = storage.num_human
+            if 0 < human < len(kept) and share > human / len(kept):
+                is_human = place < share
+                kept = kept[:human] if is_human else kept[human:]
+                place = place / share if is_human else (place - share) / (1.0 - share)
             return kept[min(int(place * len(kept)), len(kept) - 1)] if kept else None
         kept = storage.value_demonstrations
         if source >= rho + phi or not kept:
