@@ -20,6 +20,7 @@ from torchrl_lightning._modules import EvaluationMode
 from torchrl_lightning.collectors._base import RECURRENT_STATES, CollectorBase
 from torchrl_lightning.collectors._loop import RolloutLoop, RolloutMemory
 from torchrl_lightning.collectors._stepper import VectorStepper
+from torchrl_lightning.environments.next_step import tells_resets
 from torchrl_lightning.environments.played import Array, ReplaySource
 from torchrl_lightning.environments.policies import Policy, policy_device, recurrent_states
 from torchrl_lightning.environments.seeds import IsolatedRng, check_seed, numbered_seed, spawn_seed, spawn_seeds
@@ -169,7 +170,7 @@ class GymnasiumCollector(CollectorBase):
     @property
     def lends_rows(self) -> bool:
         """Whether :meth:`reused_rows` yields what iteration does; with a ``rollout`` of its own, a subclass says so."""
-        own = type(self).rollout is GymnasiumCollector.rollout and not hasattr(self._env_source, "resets")
+        own = type(self).rollout is GymnasiumCollector.rollout and not tells_resets(self._env_source)
         return own and self.storing_device in (None, torch.device("cpu"))
 
     @property

@@ -1,8 +1,8 @@
-"""What Lightning asks for beside a DataModule: a sized loader, and the hooks that it calls on callbacks alone."""
+"""The hooks of a DataModule that Lightning calls on callbacks alone."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -10,61 +10,6 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 
 from torchrl_lightning.callbacks.sparse import SparseCallback
-from torchrl_lightning.entries import is_tensordict
-
-
-class Batches:
-    """A sized, re-iterable stream of ``length`` batches that does nothing before it is iterated.
-
-    When a loader has no length, Lightning fetches one batch ahead of the training step, so that every batch would be
-    one update stale. It is not a :class:`torch.utils.data.DataLoader`, whose collation takes a TensorDict apart.
-    """
-
-    def __init__(self, length: int, make_iterator: Callable[[], Iterator[Any]]) -> None:
-        self._length = length
-        self._make_iterator = make_iterator
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __iter__(self) -> Iterator[Any]:
-        return self._make_iterator()
-
-    def state_dict(self) -> dict[str, int]:
-        """Return nothing, as the DataModule knows where the stream is; Lightning resumes within an epoch unwarned."""
-        return {}
-
-    def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Do nothing, as there is nothing to load."""
-
-
-def is_there(batch: Any, device: torch.device) -> bool:
-    """Return whether a batch lies on a device, as the first tensor of a TensorDict tells."""
-    for value in batch.values() if is_tensordict(batch) else ():
-        if isinstance(value, torch.Tensor):
-            return value.device == device
-    return False
-
-
-def batches_served(trainer: Any) -> int:
-    """Return how many batches of this epoch were served before a checkpoint that was written within it."""
-    loop = getattr(trainer, "fit_loop", None)
-    return loop.epoch_loop.batch_progress.current.ready if loop is not None else 0
-
-
-def reopen_epoch(trainer: Trainer) -> None:
-    """Let a resumed run go on within the epoch in which it ended, as by ``max_steps``, ``max_time`` or its last frame.
-
-    Lightning counts such an epoch as done. Call it when a loader is asked for.
-    """
-    loop: Any = trainer.fit_loop
-    batches, epochs = loop.epoch_loop.batch_progress, loop.epoch_progress
-    is_done = epochs.current.processed == epochs.current.ready
-    if loop.is_resuming and is_done and batches.current.ready and not batches.is_last_batch:
-        for count in (epochs.current, epochs.total):
-            count.processed -= 1
-            count.completed = count.processed
-        loop.restarting = True
 
 
 class DataHooks(SparseCallback):

@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Annotated, Any, ClassVar
 
-import lightning as L
-import torch
 from gymnasium.vector import VectorEnv
 from lightning.pytorch.trainer.states import TrainerFn
 from tensordict import TensorDict, TensorDictBase
@@ -19,7 +17,6 @@ from tensordict.utils import NestedKey
 from torchrl.envs import EnvBase
 
 from torchrl_lightning.collectors import play_episodes
-from torchrl_lightning.datamodules.adapters import Batches, is_there, reopen_epoch
 from torchrl_lightning.datamodules.arguments import (
     check_builds,
     check_fingerprint,
@@ -35,6 +32,7 @@ from torchrl_lightning.datamodules.evaluation import first_checked, view_of_coll
 from torchrl_lightning.datamodules.feed import Feed
 from torchrl_lightning.datamodules.frames import FrameClock
 from torchrl_lightning.datamodules.learner import acting
+from torchrl_lightning.datamodules.loaders import LoadersDataModule
 from torchrl_lightning.datamodules.normalization import Normalization
 from torchrl_lightning.datamodules.run_state import RunState
 from torchrl_lightning.datamodules.shares import envs_of_rank, share_of
@@ -54,7 +52,7 @@ logger = logging.getLogger(__name__)
 STATE_VERSION, STATE = 2, {"fingerprint": mapping, "ranks": sequence, "normalization": mapping}
 
 
-class ExperienceDataModule(Settings, L.LightningDataModule):
+class ExperienceDataModule(Settings, LoadersDataModule):
     """Own the environment, the collector and the count of environment frames of a run.
 
     The LightningModule owns policy, losses and optimizers. It has a ``policy`` (a TensorDict module that writes the
@@ -235,29 +233,6 @@ class ExperienceDataModule(Settings, L.LightningDataModule):
         yield "buffer"
         self.fingerprint(learner)
 
-    def train_dataloader(self) -> Batches:
-        """Return the sized stream of training batches; nothing is collected before it is iterated.
-
-        Training that has nothing left to collect or to learn from ends before it begins.
-        """
-        if self.trainer is not None:
-            reopen_epoch(self.trainer)
-            if self.stop_if_spent():
-                logger.warning(self._clock.reason)
-        return Batches(self.batches_per_epoch, self._epoch)
-
-    def val_dataloader(self) -> Batches:
-        """Return a loader with one batch of finished evaluation episodes, played in separate environments."""
-        return Batches(1, self._evaluation)
-
-    def test_dataloader(self) -> Batches:
-        """Return the same as :meth:`val_dataloader`."""
-        return self.val_dataloader()
-
-    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Move a batch only if it is on another device: Lightning's own way takes 2 % of a small agent's training."""
-        return batch if is_there(batch, device) else super().transfer_batch_to_device(batch, device, dataloader_idx)
-
     def teardown(self, stage: str) -> None:
         """Close collector and environment after a fit; a validation between two fits leaves them open."""
         if stage == "fit":
@@ -387,23 +362,6 @@ class ExperienceDataModule(Settings, L.LightningDataModule):
     # ------------------------------------------------------------------ for the streams below
 
     @property
-    def batches_per_epoch(self) -> int:
-        """Number of batches in one training epoch, the same on every rank."""
-        raise NotImplementedError
-
-    def _epoch(self) -> Iterator[Any]:
-        raise NotImplementedError
-
-    def _epoch_length(self) -> int:
-        """Return how many batches Lightning asks for in an epoch: fewer under ``limit_train_batches``."""
-        asked = self.trainer.num_training_batches if self.trainer is not None else self.batches_per_epoch
-        return int(min(self.batches_per_epoch, asked))
-
-    def _is_spent(self) -> bool:
-        """Return whether nothing is left to collect, and to learn from."""
-        return self._clock.is_spent
-
-    @property
     def _learner(self) -> Any:
         return self.trainer.lightning_module if self.trainer is not None else None
 
@@ -479,13 +437,6 @@ class ExperienceDataModule(Settings, L.LightningDataModule):
             if self.trainer is not None:
                 self.trainer.should_stop = True
         return rollout
-
-    def stop_if_spent(self) -> bool:
-        """Stop training if all frames are collected; return whether this call stopped it."""
-        if self.trainer is None or self.trainer.should_stop or not self._is_spent():
-            return False
-        self.trainer.should_stop = True
-        return True
 
     def evaluate(self, policy: Any, episodes: int | None = None, *, deterministic: bool | None = None) -> TensorDict:
         """Play finished episodes in separate environments, with seeds that training never sees.

@@ -17,9 +17,10 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 
 from torchrl_lightning._compat import new_tensordict
-from torchrl_lightning.datamodules.adapters import Batches, FitHooks, batches_served, reopen_epoch
+from torchrl_lightning.datamodules.adapters import FitHooks
 from torchrl_lightning.datamodules.base import ExperienceDataModule
 from torchrl_lightning.datamodules.episodes import ends_of
+from torchrl_lightning.datamodules.loaders import Batches, batches_served, reopen_epoch
 from torchrl_lightning.datamodules.replay import ReplayBufferFactory
 from torchrl_lightning.dynamics import DynamicsTargets, HoldoutSplit
 from torchrl_lightning.dynamics.scaler import check_finite

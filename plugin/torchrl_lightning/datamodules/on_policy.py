@@ -13,10 +13,10 @@ from gymnasium.vector import VectorEnv
 from tensordict import TensorDictBase
 from torchrl.envs import EnvBase
 
-from torchrl_lightning.datamodules.adapters import batches_served
 from torchrl_lightning.datamodules.base import ExperienceDataModule
 from torchrl_lightning.datamodules.discounts import check_discount
 from torchrl_lightning.datamodules.episodes import ends_of
+from torchrl_lightning.datamodules.loaders import batches_served
 from torchrl_lightning.environments.origins import env_ids
 from torchrl_lightning.fitting import require_fit
 from torchrl_lightning.keys import REPLAYED

@@ -18,11 +18,12 @@ from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-from torchrl_lightning.datamodules.adapters import Batches, ReplayHooks, batches_served, outside_autocast
+from torchrl_lightning.datamodules.adapters import ReplayHooks, outside_autocast
 from torchrl_lightning.datamodules.base import ExperienceDataModule
 from torchrl_lightning.datamodules.dataset import BufferedDataset, refuse_collection
 from torchrl_lightning.datamodules.discounts import check_discount, discount_of
 from torchrl_lightning.datamodules.environments import is_ready
+from torchrl_lightning.datamodules.loaders import Batches, batches_served
 from torchrl_lightning.datamodules.snapshots import BufferSnapshots
 from torchrl_lightning.datamodules.sources import BatchSource, RowStore, build_source, check_rows, check_source
 from torchrl_lightning.datamodules.steps import LentSteps, Steps, check_resets, plain_batch, read_batch, steps_in

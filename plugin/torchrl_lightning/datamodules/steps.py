@@ -10,6 +10,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from torchrl_lightning.datamodules.episodes import ends_of
+from torchrl_lightning.environments.next_step import tells_resets
 from torchrl_lightning.environments.origins import ring_ids
 from torchrl_lightning.keys import ENV_IDS, VALID
 from torchrl_lightning.replay import ExperienceBuffer
@@ -38,7 +39,7 @@ def steps_in(rollout: TensorDictBase) -> list[TensorDictBase]:
 
 def check_resets(env: Any, buffer: ExperienceBuffer, ranks: int) -> None:
     """Refuse an environment some of whose rows are resets where the rings must be evenly filled, or ranks agree."""
-    if not hasattr(env, "resets"):
+    if not tells_resets(env):
         return
     if ranks > 1:
         raise ValueError(

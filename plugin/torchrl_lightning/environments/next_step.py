@@ -45,6 +45,11 @@ class KnownResets(VectorWrapper[Any, Any, Any, Any, Array]):
         return returned
 
 
+def tells_resets(env: Any) -> bool:
+    """Return whether some rows of an environment are resets, as :class:`KnownResets` tells."""
+    return hasattr(env, "resets")
+
+
 def with_known_resets(env: Any) -> Any:
     """Return a ready vector environment in mode ``NEXT_STEP`` as one that tells its resets; anything else as it is."""
     is_such = isinstance(env, VectorEnv) and env.metadata.get("autoreset_mode") in (

@@ -13,6 +13,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 
 from torchrl_lightning.environments.envpool_env import EnvPoolVectorEnv, check_envpool, envpool_task
 from torchrl_lightning.environments.faults import blaming
+from torchrl_lightning.environments.next_step import tells_resets
 from torchrl_lightning.environments.played import ResumableVectorEnv
 from torchrl_lightning.environments.recipe import EnvironmentRecipe, recipe_of
 from torchrl_lightning.environments.rename import WITHIN
@@ -175,7 +176,7 @@ def autoreset_mode(env: VectorEnv[Any, Any, Any]) -> AutoresetMode:
             f"{env} does not say how it resets: metadata['autoreset_mode'] is {mode!r}, expected "
             "AutoresetMode.SAME_STEP or AutoresetMode.DISABLED. " + _FIX
         )
-    if mode is AutoresetMode.NEXT_STEP and not hasattr(env, "resets"):
+    if mode is AutoresetMode.NEXT_STEP and not tells_resets(env):
         raise ValueError(
             f"{env} has AutoresetMode.NEXT_STEP, which puts one bogus transition behind every episode: its action is "
             "ignored and its reward is 0. Replay (ReplayDataModule(env=...)) takes it, and leaves these out. Else: "
