@@ -224,9 +224,16 @@ class GymnasiumCollector(CollectorBase):
     def _number_trajectories(self, memory: RolloutMemory) -> None:
         """Assign numbers to the trajectories of a rollout, in the order in which they begin."""
         memory.trajectories[:] = self._ids
-        for t, env in np.argwhere(memory.ends).tolist():
-            memory.trajectories[t + 1 :, env] = self._ids[env] = self._trajectories
-            self._trajectories += 1
+        ends = memory.ends
+        count = int(ends.sum())
+        if not count:
+            return
+        begun = np.full(ends.shape, -1)
+        begun[ends] = np.arange(self._trajectories, self._trajectories + count)
+        np.maximum.accumulate(begun, 0, out=begun)  # the number of the one that began last
+        np.copyto(memory.trajectories[1:], begun[:-1], where=begun[:-1] >= 0)
+        self._ids = np.where(begun[-1] >= 0, begun[-1], self._ids)
+        self._trajectories += count
 
     @property
     def _policy_seed(self) -> int:

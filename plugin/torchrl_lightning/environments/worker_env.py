@@ -16,6 +16,7 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode
 from gymnasium.vector.async_vector_env import AsyncState, _async_worker
 
 from torchrl_lightning.environments.faults import CheckedEnv, EnvironmentFault, WorkerFault, blame, blaming
+from torchrl_lightning.environments.step_pipe import StepPipe
 from torchrl_lightning.environments.time_limits import OverdueError, TimedCalls, tell_by
 from torchrl_lightning.processes import check_descriptors, end_processes, end_with_parent, how_it_died, is_main_thread
 
@@ -48,6 +49,8 @@ class WorkerVectorEnv(AsyncVectorEnv):
             self.closed = True
             end_processes(getattr(self, "processes", ()), 0.0)
             raise
+        pipes: Any = [StepPipe(pipe, self.single_action_space) for pipe in self.parent_pipes]
+        self.parent_pipes = pipes
 
     def reset_async(self, seed: Any = None, options: Any = None) -> None:
         """Ask every process for a reset."""
@@ -168,9 +171,10 @@ def _run_environment(
         pipe.recv()
         pipe.send((None, False))
         return
+    steps: Any = StepPipe(pipe, env.action_space)
     try:
         with blaming("close", f"environment {index}"):
-            _async_worker(index, lambda: env, pipe, parent_pipe, shared, faults, mode, semaphore)
+            _async_worker(index, lambda: env, steps, parent_pipe, shared, faults, mode, semaphore)
     except EnvironmentFault as fault:
         faults.put((index, type(fault), fault, ""))
 
