@@ -193,6 +193,7 @@ def test_an_environment_is_built(compose_option, option, tmp_path, monkeypatch):
         ("dqn_frames_pong", "atari", ["data.num_envs=2", "data.warmup_frames=4", "data.buffer.storage.max_size=64"]),
         ("ddpg_her_fetchreach", "robotics", ["data.warmup_frames=100"]),
         ("dqn_pong", "atari", ["data.num_envs=2", "data.warmup_frames=4", "data.buffer.storage.max_size=64"]),
+        ("dqn_pong_envpool", "envpool", ["data.num_envs=2", "data.warmup_frames=4", "data.buffer.storage.max_size=64"]),
         ("ppo_cartpole_envpool", "envpool", []),
         ("ppo_halfcheetah", "mujoco", ["data.frames_per_batch=64"]),
         ("ppo_minigrid_doorkey", "minigrid", ["data.frames_per_batch=64"]),
