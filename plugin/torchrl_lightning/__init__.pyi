@@ -59,6 +59,8 @@ from torchrl_lightning.estimators.returns import discount_cumsum as discount_cum
 from torchrl_lightning.estimators.returns import discounted_returns as discounted_returns
 from torchrl_lightning.estimators.standardize import standardize as standardize
 from torchrl_lightning.estimators.vtrace import vtrace as vtrace
+from torchrl_lightning.inspection.report import Inspection as Inspection
+from torchrl_lightning.inspection.report import inspect_buffer as inspect_buffer
 from torchrl_lightning.kernels.scan import discounted_scan as discounted_scan
 from torchrl_lightning.kernels.segment_tree import MaxSegmentTree as MaxSegmentTree
 from torchrl_lightning.kernels.segment_tree import MinSegmentTree as MinSegmentTree

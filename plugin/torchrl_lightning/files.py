@@ -13,7 +13,7 @@ import tempfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -40,6 +40,7 @@ DTYPES = {
 }  # fmt: skip
 _MANIFEST_LIMIT = 1 << 26
 _ALIGNMENT = 64
+_STREAMED = 1 << 20  # bytes of a tensor that is not read as a whole where a reader streams
 _BINARY = re.compile(r"state-[0-9a-f]{16}\.bin")
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}\.tmp")
 _TENSOR, _TUPLE = "__tensor__", "__tuple__"
@@ -267,8 +268,34 @@ def _write_tensor(value: Tensor | Rows, file: BinaryIO, path: str) -> dict[str, 
     }
 
 
-def read_state(folder: Path) -> dict[str, Any]:
-    """Read what :func:`write_state` wrote, if it is there and whole; tensors are mapped from the file, not loaded."""
+@dataclass(frozen=True)
+class StoredRows:
+    """A tensor in a file, of which pieces are read."""
+
+    file: Path
+    offset: int
+    dtype: torch.dtype
+    shape: torch.Size
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, part: slice) -> Tensor:
+        """Read some of the rows, which are next to each other."""
+        start, stop, _ = part.indices(len(self))
+        row = math.prod(self.shape[1:]) * self.dtype.itemsize
+        with self.file.open("rb") as file:
+            file.seek(self.offset + start * row)
+            data = bytearray(file.read(max(stop - start, 0) * row))
+        read = torch.frombuffer(data, dtype=self.dtype) if data else torch.empty(0, dtype=self.dtype)
+        return read.view(-1, *self.shape[1:]) if row else read.new_empty(max(stop - start, 0), *self.shape[1:])
+
+
+def read_state(folder: Path, *, streamed: bool = False) -> dict[str, Any]:
+    """Read what :func:`write_state` wrote, if it is there and whole; tensors are mapped from the file, not loaded.
+
+    With ``streamed``, large ones are :class:`StoredRows`, whose pages do not stay in memory.
+    """
     folder = folder.absolute()
     manifest = folder / MANIFEST
     if not manifest.is_file():
@@ -292,7 +319,7 @@ def read_state(folder: Path) -> dict[str, Any]:
         if not file.is_file() or file.stat().st_size != content.get("size"):
             raise ValueError(f"{file.name} is missing or truncated")
         data = np.memmap(file, np.uint8, "c") if content["size"] else np.empty(0, np.uint8)
-        state = _Reader(data).decode(content.get("state"))
+        state = _Reader(data, file if streamed else None).decode(content.get("state"))
         if not isinstance(state, dict):
             raise ValueError("the state is not a dict")
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:  # a manifest may hold anything
@@ -301,8 +328,8 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 
 class _Reader:
-    def __init__(self, data: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
-        self.data = data
+    def __init__(self, data: np.ndarray[Any, np.dtype[np.uint8]], streamed: Path | None) -> None:
+        self.data, self.streamed = data, streamed
         self.left = len(data)  # no byte is read twice, so that a hostile manifest cannot ask for more than there is
 
     def decode(self, value: Any) -> Any:
@@ -314,7 +341,7 @@ class _Reader:
             return {key: self.decode(entry) for key, entry in value.items()}
         return [self.decode(entry) for entry in value] if isinstance(value, list) else value
 
-    def _tensor(self, described: dict[str, Any]) -> Tensor:
+    def _tensor(self, described: dict[str, Any]) -> Tensor | StoredRows:
         dtype, shape, offset = DTYPES[described["dtype"]], described["shape"], described["offset"]
         if not all(type(number) is int and 0 <= number < 1 << 62 for number in [*shape, offset]):
             raise ValueError("a shape or an offset is not a natural number")
@@ -324,6 +351,11 @@ class _Reader:
             raise ValueError("a tensor reaches beyond the data file")
         if not size:
             return torch.empty(shape, dtype=dtype)
+        if self.streamed is not None and size > _STREAMED:
+            rows = StoredRows(self.streamed, offset, dtype, torch.Size(shape))
+            if reduce(lambda found, piece: zlib.crc32(piece, found), pieces(rows), 0) != described["crc32"]:
+                raise ValueError("a checksum does not match")
+            return rows
         part: Any = self.data[offset : offset + size]
         if zlib.crc32(part) != described["crc32"]:
             raise ValueError("a checksum does not match")

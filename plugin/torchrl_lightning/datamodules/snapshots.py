@@ -60,19 +60,36 @@ class BufferSnapshots:
             FileNotFoundError: the state no longer exists; the message names those that do.
             ValueError: the state is damaged or does not fit the buffer, or the reference is not one of ours.
         """
-        run, name = str(reference["run"]), str(reference["name"])
-        if not (_RUN.fullmatch(run) and _NAME.fullmatch(name)):
-            raise ValueError(f"the checkpoint refers to a replay buffer as {run!r}, {name!r}, which we never wrote.")
-        recorded, here = Path(str(reference["folder"])), self.root / run / f"rank_{self.rank}"
-        found = next((folder for folder in (here, recorded) if (folder / name).is_dir()), None)
-        if found is None:
-            there = sorted(path.name for path in recorded.glob("after_*"))
-            raise FileNotFoundError(
-                f"the checkpoint refers to the replay buffer {recorded / name}, which is neither there nor in {here}; "
-                f"there is {', '.join(there) or 'none'}. A run keeps its newest {KEPT}: resume from its last one, "
-                "or pass the buffer_dir that its folder was moved to."
-            )
-        if (found / name).is_symlink():
-            raise ValueError(f"the replay buffer {found / name} is a link, which we never write.")
-        buffer.loads(found / name)
-        self.run, self._written = run, []
+        found = snapshot_of(reference, self.root, rank=self.rank)
+        buffer.loads(found)
+        self.run, self._written = str(reference["run"]), []
+
+
+def snapshot_of(reference: dict[str, Any], root: Path, *, rank: int | None = None) -> Path:
+    """Return the folder of a state, below ``root`` or where it was written.
+
+    Args:
+        reference: What :meth:`BufferSnapshots.save` returned.
+        root: Where all runs' folders lie now.
+        rank: Whose it is; None for the rank that wrote it.
+
+    Raises:
+        FileNotFoundError: The state no longer exists; the message names those that do.
+        ValueError: The reference is not one of ours.
+    """
+    run, name, recorded = (str(reference.get(key)) for key in ("run", "name", "folder"))
+    if not (_RUN.fullmatch(run) and _NAME.fullmatch(name)):
+        raise ValueError(f"the checkpoint refers to a replay buffer as {run!r}, {name!r}, which we never wrote.")
+    written = Path(recorded)
+    here = root / run / (written.name if rank is None else f"rank_{rank}")
+    found = next((folder for folder in (here, written) if (folder / name).is_dir()), None)
+    if found is None:
+        there = sorted(path.name for path in written.glob("after_*"))
+        raise FileNotFoundError(
+            f"the checkpoint refers to the replay buffer {written / name}, which is neither there nor in {here}; "
+            f"there is {', '.join(there) or 'none'}. A run keeps its newest {KEPT}: resume from its last one, "
+            "or pass the buffer_dir that its folder was moved to."
+        )
+    if (found / name).is_symlink():
+        raise ValueError(f"the replay buffer {found / name} is a link, which we never write.")
+    return found / name

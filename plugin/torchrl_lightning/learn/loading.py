@@ -181,15 +181,15 @@ def checkpoint_of(run: str | Path) -> Path:
     return found
 
 
-def read_checkpoint(path: str | Path) -> dict[str, Any]:
-    """Read a checkpoint, as data alone.
+def read_checkpoint(path: str | Path, *, mapped: bool = False) -> dict[str, Any]:
+    """Read a checkpoint, as data alone; ``mapped`` leaves its tensors in the file until they are looked at.
 
     Raises:
         OSError: There is no such file.
         ValueError: It is damaged, no checkpoint, or holds more than data; one without checksums is taken as it is.
     """
     try:
-        stored = torch.load(path, weights_only=True, map_location="cpu")
+        stored = torch.load(path, weights_only=True, map_location="cpu", mmap=mapped)
     except OSError:
         raise
     except Exception as error:  # a damaged or hostile file makes the readers of zip and pickle raise anything

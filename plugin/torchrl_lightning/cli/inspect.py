@@ -1,0 +1,136 @@
+"""``torchrl-lightning-inspect``: what a run's buffer, or demonstrations, hold, and what looks wrong in them."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torchrl_lightning.cli.checks import UsageError, one_line
+from torchrl_lightning.cli.command import behind, quiet, use_threads, whole_output
+
+if TYPE_CHECKING:
+    from torchrl_lightning.inspection.report import Inspection
+
+_MEND = "name a run, one of its checkpoints, a folder of a saved buffer, or demonstrations"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print what the command line asks for; return the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="torchrl-lightning-inspect",
+        description="Look inside a buffer: its entries, episodes, ages and priorities, and what looks wrong. A run "
+        "that is still writing is read as it stands; nothing is changed, and no code in a file is run.",
+    )
+    parser.add_argument(
+        "source", metavar="SOURCE", help="a run's folder, a checkpoint, the folder of a saved buffer, or demonstrations"
+    )
+    parser.add_argument("--last", type=int, metavar="N", help="look at the newest N cells alone")
+    options = parser.parse_args(argv)
+    with one_line():
+        inspect(options.source, options.last)
+    return 0
+
+
+@behind
+def inspect(source: str, last: int | None) -> None:
+    """Print what lies in a source."""
+    from rich.console import Console
+
+    quiet()
+    use_threads(1)
+    if last is not None and last < 1:
+        raise UsageError(f"--last {last}: expected a whole number of at least 1.")
+    found = look(Path(source), last)
+    with whole_output():
+        width = None if os.isatty(1) else 120
+        Console(width=width).print(found)
+
+
+def look(source: Path, last: int | None = None) -> Inspection:
+    """Look inside what a path names.
+
+    Raises:
+        UsageError: It is nothing of ours, damaged, or holds no buffer.
+    """
+    if not source.exists():
+        raise UsageError(f"there is no {source}; {_MEND}.")
+    try:
+        if source.is_dir():
+            return _in_folder(source, last)
+        if source.suffix in _demonstration_suffixes():
+            return _demonstrations([source], source)
+        return _in_checkpoint(source, source.parent.parent, last)
+    except (ValueError, OSError) as error:
+        if isinstance(error, UsageError):
+            raise
+        said = str(error).rstrip(".")
+        raise UsageError(f"{said}." if ";" in said else f"{said}; {_MEND}.") from error
+
+
+def _in_folder(folder: Path, last: int | None) -> Inspection:
+    from torchrl_lightning.files import MANIFEST, read_state
+    from torchrl_lightning.inspection.report import inspect_state
+
+    if (folder / MANIFEST).is_file():
+        return inspect_state(read_state(folder, streamed=True), folder, last=last)
+    checkpoints = [*(folder / "checkpoints").glob("*.ckpt"), *folder.glob("*.ckpt")]
+    if checkpoints:
+        newest = max(checkpoints, key=lambda path: (path.stat().st_mtime_ns, path.name == "last.ckpt"))
+        return _in_checkpoint(newest, folder, last)
+    if saved := _newest_state(folder):  # of a run that has written no checkpoint yet
+        return inspect_state(read_state(saved, streamed=True), saved, last=last)
+    files = sorted(path for path in folder.iterdir() if path.suffix in _demonstration_suffixes())
+    if files:
+        return _demonstrations(files, folder)
+    running = " (a run writes its first at its first evaluation)" if (folder / ".hydra").is_dir() else ""
+    raise UsageError(f"{folder} holds no checkpoint{running}, no saved buffer and no demonstration; {_MEND}.")
+
+
+def _newest_state(folder: Path) -> Path | None:
+    from torchrl_lightning.files import MANIFEST
+
+    found = list(folder.glob(f"**/after_*/{MANIFEST}"))
+    return max(found, key=lambda path: path.stat().st_mtime_ns).parent if found else None
+
+
+def _in_checkpoint(path: Path, run: Path, last: int | None) -> Inspection:
+    """Look at the buffers inside a checkpoint, or beside it, of each rank."""
+    from torchrl_lightning.datamodules.snapshots import snapshot_of
+    from torchrl_lightning.files import read_state
+    from torchrl_lightning.inspection.report import inspect_state
+    from torchrl_lightning.learn.loading import read_checkpoint
+
+    stored = read_checkpoint(path, mapped=True)
+    state: dict[str, Any] = {key: stored[key] for key in stored if key.endswith("DataModule")}
+    for data in state.values():
+        for own in data.get("ranks", ()) if isinstance(data, dict) else ():
+            if isinstance(own, dict) and isinstance(reference := own.get("snapshot"), dict):
+                own["buffer"] = read_state(snapshot_of(reference, run / "buffer"), streamed=True)
+    if not state:
+        raise UsageError(f"{path} was not written through one of our DataModules, so that it holds no buffer; {_MEND}.")
+    try:
+        return inspect_state(state, path, last=last)
+    except ValueError as error:
+        if "holds no buffer;" not in str(error):
+            raise
+        raise UsageError(
+            f"{path} holds no buffer; train with data.checkpoint_buffer=inside (or beside)."
+        ) from error
+
+
+def _demonstration_suffixes() -> tuple[str, ...]:
+    return (".npz", ".safetensors")
+
+
+def _demonstrations(files: Sequence[Path], source: Path) -> Inspection:
+    from torchrl_lightning.demonstrations.files import read_demonstration
+    from torchrl_lightning.demonstrations.states import states_of
+    from torchrl_lightning.inspection.content import demonstrations
+    from torchrl_lightning.inspection.report import Inspection
+    from torchrl_lightning.inspection.summary import summarize
+
+    states = states_of(read_demonstration(path) for path in files)
+    return Inspection((summarize(demonstrations(states, str(source))),))

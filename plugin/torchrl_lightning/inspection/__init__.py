@@ -1,0 +1,7 @@
+"""What a buffer holds, and what looks wrong in it: computed in pieces, printed, and drawn."""
+
+from __future__ import annotations
+
+from torchrl_lightning._lazy import lazy_exports
+
+__getattr__, __dir__, __all__ = lazy_exports(__name__)

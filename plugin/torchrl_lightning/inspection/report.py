@@ -1,0 +1,95 @@
+"""Look inside a buffer, from Python."""
+
+from __future__ import annotations
+
+__all__ = ["Inspection", "inspect_buffer"]
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, RenderResult
+
+from torchrl_lightning.fitting import Fault
+from torchrl_lightning.inspection.content import contents_in
+from torchrl_lightning.inspection.findings import findings
+from torchrl_lightning.inspection.summary import Summary, summarize
+from torchrl_lightning.inspection.tables import tables
+from torchrl_lightning.ranges import integer, optional
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What one or several buffers hold: prints as tables, in a terminal or a notebook.
+
+    Attributes:
+        summaries: One for each buffer.
+    """
+
+    summaries: tuple[Summary, ...]
+
+    @property
+    def findings(self) -> list[str]:
+        """What looks wrong."""
+        return [finding for summary in self.summaries for finding in findings(summary)]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield from map(tables, self.summaries)
+
+    def __str__(self) -> str:
+        console = Console(width=120, color_system=None)
+        with console.capture() as captured:
+            console.print(self)
+        return captured.get()
+
+
+def inspect_buffer(buffer: Any, *, name: str | None = None, last: int | None = None) -> Inspection:
+    """Look inside a buffer, or a storage: what it holds, its episodes, ages and priorities, and what looks wrong.
+
+    It is read in pieces, as it stands; nothing is copied as a whole.
+
+    Args:
+        buffer: A buffer or a storage of ours, or what its ``state_dict()`` returned.
+        name: What it is called; as its class by default.
+        last: Look at its newest cells alone, about so many; None for all.
+
+    Raises:
+        ValueError: It is none of ours, it holds more cells than are looked at, or ``last`` is not positive.
+
+    Example:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from torchrl_lightning import ExperienceBuffer, RingStorage
+        >>> buffer = ExperienceBuffer(storage=RingStorage(200))
+        >>> steps = TensorDict({"observation": torch.rand(100, 3), "next": {"reward": torch.zeros(100, 1)}}, [100])
+        >>> _ = buffer.extend(steps)
+        >>> inspect_buffer(buffer).findings[0]
+        'next.reward is zero in every step: there is nothing to learn from'
+    """
+    optional(integer)(last, "last")
+    given = isinstance(buffer, dict)
+    if not given and not callable(getattr(buffer, "state_dict", None)):
+        raise Fault(f"A {type(buffer).__name__} is no buffer; pass one of ours, or what its state_dict() returned.")
+    name = name or ("state" if given else type(buffer).__name__)
+    with getattr(buffer, "locked", nullcontext)():
+        try:
+            state = buffer if given else buffer.state_dict(copy=False)
+        except TypeError as error:
+            raise Fault(f"A {type(buffer).__name__} is none of our buffers: {error}.") from error
+        return inspect_state(state, name, last=last)
+
+
+def inspect_state(state: Any, name: str | Path, *, last: int | None = None) -> Inspection:
+    """Look inside the buffers of a state, which may be nested.
+
+    Raises:
+        Fault: There is none in it, or one is not as its counters say.
+    """
+    try:
+        found = Inspection(tuple(summarize(content) for content in contents_in(state, str(name), last)))
+    except (KeyError, TypeError, IndexError, AttributeError, RuntimeError) as error:
+        raise Fault(f"{name} holds no buffer of ours: {type(error).__name__}: {error}.") from error
+    if not found.summaries:
+        raise Fault(f"{name} holds no buffer; name a run that keeps one in its checkpoints, or a folder of a buffer.")
+    return found

@@ -1,0 +1,200 @@
+"""What an inspection says of buffers whose content is known."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+
+from torchrl_lightning import (
+    Demonstration,
+    DemonstrationStorage,
+    ExperienceBuffer,
+    PrioritizedSampler,
+    RingStorage,
+    inspect_buffer,
+)
+from torchrl_lightning.files import StoredRows, read_state
+from torchrl_lightning.inspection import content as contents
+from torchrl_lightning.inspection.episodes import ENDS, episodes_in
+from torchrl_lightning.inspection.report import inspect_state
+from torchrl_lightning.inspection.summary import summarize
+
+
+def steps(count, seed=0, **changed):
+    draw = torch.Generator().manual_seed(seed)
+    done = torch.rand(count, 1, generator=draw) < 0.1
+    terminated = done & (torch.rand(count, 1, generator=draw) < 0.5)
+    entries = {
+        "observation": torch.randn(count, 3, generator=draw),
+        "action": torch.rand(count, 2, generator=draw),
+        ("next", "reward"): torch.randn(count, 1, generator=draw),
+        ("next", "done"): done,
+        ("next", "terminated"): terminated,
+        ("next", "truncated"): done & ~terminated,
+    }
+    data = TensorDict({}, [count])
+    for key, value in {**entries, **changed.pop("entries", {})}.items():
+        data[key] = value
+    return data
+
+
+def filled(cells=120, envs=4, rounds=(120,), uneven=False, **options):
+    """Fill a buffer, and return it with what each environment was given."""
+    buffer = ExperienceBuffer(storage=RingStorage(cells), num_envs=envs, **options)
+    given = [[] for _ in range(envs)]
+    for seed, count in enumerate(rounds):
+        ids = [1, 3] if uneven and seed % 2 else list(range(envs))
+        data = steps(count // envs * len(ids), seed)
+        buffer.extend(data.reshape(-1, len(ids)), torch.tensor(ids), time_dim=0)
+        for place, env in enumerate(ids):
+            given[env].append(data[place :: len(ids)])
+    return buffer, [torch.cat(parts) for parts in given]
+
+
+@pytest.mark.parametrize("piece", [contents.PIECE, 300])
+@pytest.mark.parametrize(
+    ("rounds", "uneven"), [((80,), False), ((120, 92), False), ((40, 40), True), ((120, 60, 40), True)]
+)
+def test_entries_and_episodes_are_those_that_a_plain_walk_finds(monkeypatch, piece, rounds, uneven):
+    monkeypatch.setattr(contents, "PIECE", piece)
+    buffer, given = filled(rounds=rounds, uneven=uneven)
+    (summary,) = inspect_buffer(buffer).summaries
+    held = [rows[-int(count) :] for rows, count in zip(given, buffer.writer.filled, strict=True)]
+    every = torch.cat(held)
+
+    entry = summary.entry("action")
+    assert (entry.low, entry.high) == pytest.approx((every["action"].min().item(), every["action"].max().item()))
+    assert entry.mean == pytest.approx(every["action"].mean().item(), rel=1e-5)
+    assert entry.std == pytest.approx(every["action"].std(correction=0).item(), rel=1e-4)
+
+    wanted = []
+    for env, (rows, whole) in enumerate(zip(held, given, strict=True)):
+        total, length, begun = 0.0, 0, len(rows) == len(whole)
+        for reward, done, terminated in zip(
+            *(rows["next", name][:, 0].tolist() for name in ("reward", "done", "terminated")), strict=True
+        ):
+            total, length = total + reward, length + 1
+            if done:
+                wanted.append((env, length, round(total, 3), "terminated" if terminated else "truncated", begun))
+                total, length, begun = 0.0, 0, True
+        if length:
+            wanted.append((env, length, round(total, 3), "running", False))
+    found = summary.episodes
+    rows = sorted(
+        zip(found.env, found.length, found.returned, (ENDS[end] for end in found.end), found.whole, strict=True)
+    )
+    wanted = sorted(wanted)
+    assert [(row[:2], row[3:]) for row in rows] == [(row[:2], row[3:]) for row in wanted]
+    assert [row[2] for row in rows] == pytest.approx([row[2] for row in wanted], abs=2e-3)
+
+
+def test_a_saved_buffer_is_read_in_pieces_and_says_the_same(tmp_path, monkeypatch):
+    buffer, _ = filled(rounds=(120, 60))
+    buffer.dumps(tmp_path / "saved")
+    monkeypatch.setattr("torchrl_lightning.files._STREAMED", 16)
+    state = read_state(tmp_path / "saved", streamed=True)
+    assert isinstance(state["storage"]["data"]["observation"], StoredRows)
+    assert str(inspect_state(state, "it")) == str(inspect_buffer(buffer, name="it"))
+
+
+def test_ages_and_priorities():
+    sampler = PrioritizedSampler(400, alpha=1.0, beta=0.4)
+    buffer = ExperienceBuffer(storage=RingStorage(400), sampler=sampler)
+    cells = buffer.extend(steps(200))
+    buffer.update_priority(cells, torch.cat([torch.full((199,), 1.0), torch.tensor([801.0])]))
+    found = inspect_buffer(buffer)
+    held, ages = found.summaries[0].priorities, found.summaries[0].ages
+    assert (held.known, held.half) == (200, 1)
+    assert held.largest == pytest.approx(0.801)
+    assert (ages.oldest, ages.mean) == (199, 99.5)
+    assert ages.drawn == pytest.approx(sum(range(1, 200)) / 1000)
+    assert "one priority holds 80% of the mass: one step fills the batches" in found.findings
+
+
+@pytest.mark.parametrize("count", [7, 200])
+def test_the_curve_and_the_half_of_uneven_priorities_are_those_of_a_plain_sum(count):
+    sampler = PrioritizedSampler(400, alpha=1.0, beta=0.4)
+    buffer = ExperienceBuffer(storage=RingStorage(400), sampler=sampler)
+    cells = buffer.extend(steps(count))
+    given = torch.rand(count, generator=torch.Generator().manual_seed(1)) ** 3 + 0.01
+    buffer.update_priority(cells, given)
+    held = inspect_buffer(buffer).summaries[0].priorities
+    shares = np.sort(given.double().numpy())[::-1].cumsum() / given.double().sum().item()
+    assert held.half == int((shares < 0.5).sum()) + 1
+    assert held.curve[-1] == pytest.approx(1)
+    assert held.curve[15] == pytest.approx(shares[count // 2 - 1], rel=1e-4)
+
+
+def test_the_sample_of_an_entry_keeps_no_piece_alive():
+    buffer = ExperienceBuffer(storage=RingStorage(50_000))
+    buffer.extend(steps(50_000))
+    sample = inspect_buffer(buffer).summaries[0].entry("observation").sample
+    owner = sample if sample.base is None else sample.base
+    assert len(sample) > 4000
+    assert owner.nbytes <= 1.1 * sample.nbytes
+
+
+@pytest.mark.parametrize(
+    ("entries", "told"),
+    [
+        ({("next", "reward"): torch.zeros(200, 1)}, "next.reward is zero in every step"),
+        ({"observation": torch.full((200, 3), torch.nan)}, "observation holds 600 numbers that are NaN"),
+        ({"observation": torch.rand(200, 3) * torch.tensor([1, 0, 1])}, "observation has 1 of 3 numbers that are"),
+        ({"action": torch.rand(200, 2).mul(9).clamp(0, 1)}, "action[0] lies at its bounds"),
+        ({"action": torch.arange(200) // 199}, "action is 0 in 100% of the steps"),
+        ({("next", "terminated"): torch.zeros(200, 1, dtype=torch.bool)}, "next.terminated is never set"),
+    ],
+)
+def test_what_looks_wrong_is_said(entries, told):
+    buffer = ExperienceBuffer(storage=RingStorage(200))
+    assert not inspect_buffer(_extended(buffer, {})).findings
+    found = inspect_buffer(_extended(ExperienceBuffer(storage=RingStorage(200)), entries))
+    assert any(finding.startswith(told) for finding in found.findings), found.findings
+    assert f"! {told}" in str(found)
+
+
+def _extended(buffer, entries):
+    buffer.extend(steps(200, entries=entries))
+    return buffer
+
+
+def test_demonstrations_are_episodes_that_end_as_they_say():
+    storage, given = DemonstrationStorage(), []
+    for number, terminated in enumerate((True, False, None)):
+        data = steps(5 + number).select("observation", "action", ("next", "reward"))
+        ends = {} if terminated is None else {"terminated": terminated, "truncated": not terminated}
+        given.append(Demonstration(data, **ends))
+    storage.replace(given, [])
+    (summary,) = inspect_buffer(storage).summaries
+    assert sorted(summary.episodes.length.tolist()) == [5, 6, 7]
+    assert np.bincount(summary.episodes.end).tolist() == [0, 2, 1]
+    assert summary.episodes.whole.all()
+
+
+def test_the_newest_cells_alone():
+    buffer, given = filled(rounds=(120, 60))
+    (summary,) = inspect_buffer(buffer, last=40).summaries
+    newest = torch.cat([rows[-10:] for rows in given])
+    assert summary.content.looked_at == 40
+    assert summary.entry("observation").high == pytest.approx(newest["observation"].max().item())
+
+
+def test_a_buffer_of_a_billion_cells_is_refused_by_one_line_that_says_the_mend():
+    flags = {"observation": torch.zeros(1).expand(10**9)}
+    storage = {"max_size": 10**9, "count": 10**9, "cells": None, "cursor": -1, "data": flags}
+    with pytest.raises(ValueError, match=r"^it holds 1,000,000,000 cells, .*--last 10000000.*last=10_000_000") as error:
+        inspect_state(storage, "it")
+    assert "\n" not in str(error.value)
+    assert inspect_state(storage, "it", last=1000).summaries[0].content.looked_at == 1000
+
+
+def test_nothing_stored_yet_and_nothing_of_ours():
+    assert inspect_buffer(ExperienceBuffer()).findings == ["nothing is stored yet"]
+    with pytest.raises(ValueError, match="A list is no buffer; pass one of ours"):
+        inspect_buffer([])
+    with pytest.raises(ValueError, match="it holds no buffer"):
+        inspect_state({"weights": {}}, "it")
+    assert episodes_in(next(contents.contents_in(ExperienceBuffer().state_dict(), "it"))) is None
+    assert summarize(next(contents.contents_in(ExperienceBuffer().state_dict(), "it"))).ages is None
