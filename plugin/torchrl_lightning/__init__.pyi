@@ -1,5 +1,6 @@
 """The exported names and the modules that define them. Written by ``tests/wiring.py``."""
 
+from torchrl_lightning.callbacks.buffer_page import BufferPage as BufferPage
 from torchrl_lightning.callbacks.checkpoint_io import AtomicCheckpointIO as AtomicCheckpointIO
 from torchrl_lightning.callbacks.checkpoints import BestCheckpoint as BestCheckpoint
 from torchrl_lightning.callbacks.checkpoints import LastCheckpoint as LastCheckpoint

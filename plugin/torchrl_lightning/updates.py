@@ -4,7 +4,7 @@ from __future__ import annotations
 
 __all__ = ["UpdateBatches", "updates_of"]
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 from tensordict import TensorDictBase
@@ -28,8 +28,18 @@ class UpdateBatches:
     def __init__(self, batches: Iterator[TensorDictBase]) -> None:
         self.batches = batches
 
+    def watch(self, note: Callable[[TensorDictBase], None]) -> None:
+        """Have each batch noted when it is drawn."""
+        self.batches = _noted(self.batches, note)
+
     def __getitem__(self, key: Any) -> NoReturn:
         raise TypeError("this step holds several updates; learn from each: for batch in updates_of(batch): ...")
+
+
+def _noted(batches: Iterator[TensorDictBase], note: Callable[[TensorDictBase], None]) -> Iterator[TensorDictBase]:
+    for batch in batches:
+        note(batch)
+        yield batch
 
 
 def updates_of(batch: TensorDictBase | UpdateBatches) -> Iterator[TensorDictBase]:

@@ -28,14 +28,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         "source", metavar="SOURCE", help="a run's folder, a checkpoint, the folder of a saved buffer, or demonstrations"
     )
     parser.add_argument("--last", type=int, metavar="N", help="look at the newest N cells alone")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with pictures and episodes there, too")
     options = parser.parse_args(argv)
     with one_line():
-        inspect(options.source, options.last)
+        inspect(options.source, options.last, options.html)
     return 0
 
 
 @behind
-def inspect(source: str, last: int | None) -> None:
+def inspect(source: str, last: int | None, html: Path | None) -> None:
     """Print what lies in a source."""
     from rich.console import Console
 
@@ -44,6 +45,11 @@ def inspect(source: str, last: int | None) -> None:
     if last is not None and last < 1:
         raise UsageError(f"--last {last}: expected a whole number of at least 1.")
     found = look(Path(source), last)
+    if html is not None:
+        try:
+            found.write_html(html)
+        except OSError as error:
+            raise UsageError(f"--html {html} cannot be written: {error.strerror}; name another file.") from error
     with whole_output():
         width = None if os.isatty(1) else 120
         Console(width=width).print(found)
@@ -116,9 +122,7 @@ def _in_checkpoint(path: Path, run: Path, last: int | None) -> Inspection:
     except ValueError as error:
         if "holds no buffer;" not in str(error):
             raise
-        raise UsageError(
-            f"{path} holds no buffer; train with data.checkpoint_buffer=inside (or beside)."
-        ) from error
+        raise UsageError(f"{path} holds no buffer; train with data.checkpoint_buffer=inside (or beside).") from error
 
 
 def _demonstration_suffixes() -> tuple[str, ...]:

@@ -21,7 +21,7 @@ from torchrl_lightning.ranges import integer, optional
 
 @dataclass(frozen=True)
 class Inspection:
-    """What one or several buffers hold: prints as tables, in a terminal or a notebook.
+    """What one or several buffers hold: prints as tables, and shows itself as a page in a notebook.
 
     Attributes:
         summaries: One for each buffer.
@@ -36,6 +36,21 @@ class Inspection:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield from map(tables, self.summaries)
+
+    def _repr_html_(self) -> str:
+        from torchrl_lightning.inspection.page import fragment
+
+        return fragment(self.summaries)
+
+    def write_html(self, path: str | Path) -> None:
+        """Write one page that needs no other file: the tables, pictures, and episodes to leaf through.
+
+        Raises:
+            OSError: It cannot be written; a file of that name stays as it was.
+        """
+        from torchrl_lightning.inspection.page import write_page
+
+        write_page(self.summaries, Path(path))
 
     def __str__(self) -> str:
         console = Console(width=120, color_system=None)

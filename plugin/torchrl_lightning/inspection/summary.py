@@ -13,6 +13,7 @@ from torch import Tensor
 
 from torchrl_lightning.fitting import Fault
 from torchrl_lightning.inspection.content import Content, Leaf, Piece
+from torchrl_lightning.inspection.draws import Draws
 from torchrl_lightning.inspection.episodes import Episodes, episodes_in
 
 MOST = 200_000_000  # cells that are looked at
@@ -110,6 +111,7 @@ class Summary:
     episodes: Episodes | None
     ages: Ages | None
     priorities: Priorities | None
+    draws: Draws | None = None
 
     def entry(self, *names: str) -> Entry | None:
         """Return the entry of one of these names, as :meth:`Content.find` finds it."""

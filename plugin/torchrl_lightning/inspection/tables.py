@@ -63,6 +63,13 @@ def facts(summary: Summary) -> list[tuple[str, str]]:
         held = summary.priorities
         found.append(("priorities", f"{held.known:,} steps; the largest holds {held.largest:.2%} of the mass"))
         found.append(("half of the mass", f"in {held.half:,} steps; as {held.effective:,.0f} equal ones would repeat"))
+    if summary.draws is not None:
+        draws = summary.draws
+        never = 1 - int((draws.counts > 0).sum()) / max(summary.content.count, 1)
+        found.append(
+            ("drawn in this run", f"{draws.number:,} steps counted, one batch in 8; mean age {draws.mean_age:.4g}")
+        )
+        found.append(("of what is stored", f"{max(never, 0):.0%} not in those batches; one step {draws.most:,} times"))
     return found
 
 

@@ -1,0 +1,65 @@
+"""Pictures as SVG, which a page holds without any other file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+WIDTH, HEIGHT, FOOT = 240, 80, 14
+POINTS = 120  # of a line, at most
+COLOURS = ("#3366aa", "#cc6633", "#339966", "#aa3377", "#888833", "#6644bb", "#228899", "#777777")
+
+
+def bars(heights: Sequence[float], low: float, high: float, title: str, second: Sequence[float] = ()) -> str:
+    """Draw bars over equal parts of a range, and those of a second series before them."""
+    most = max([*heights, *second, 1e-12])
+    drawn = "".join(
+        f'<rect x="{number * WIDTH / len(series):.1f}" y="{HEIGHT * (1 - height / most):.1f}" '
+        f'width="{WIDTH / len(series) * part:.1f}" height="{HEIGHT * height / most:.1f}" fill="{colour}"/>'
+        for series, colour, part in ((heights, COLOURS[0], 0.9), (second, COLOURS[1], 0.4))
+        for number, height in enumerate(series)
+        if height > 0
+    )
+    return _framed(drawn, title, f"{low:.4g}", f"{high:.4g}")
+
+
+def histogram(values: NDArray[Any], title: str, parts: int = 32) -> str:
+    """Draw how many of some numbers lie in each part of their range; nothing where none is finite."""
+    values = values[np.isfinite(values)].astype(np.float64)
+    if not values.size:
+        return ""
+    if (distinct := np.unique(values)).size <= 8:  # actions, flags: a bar for each
+        found = [float((values == value).mean()) for value in distinct]
+        return bars(found, float(distinct[0]), float(distinct[-1]), title)
+    counts, edges = np.histogram(values, parts)
+    return bars(counts.tolist(), float(edges[0]), float(edges[-1]), title)
+
+
+def lines(columns: NDArray[Any], title: str) -> str:
+    """Draw columns ``[n, k]`` over their rows, thinned where there are many."""
+    places = np.unique(np.linspace(0, len(columns) - 1, min(POINTS, len(columns))).astype(np.int64))
+    shown = columns[places].astype(np.float64)
+    finite = shown[np.isfinite(shown)]
+    low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
+    across = np.full(len(places), WIDTH / 2) if len(places) == 1 else np.linspace(0, WIDTH, len(places))
+    up = HEIGHT * (1 - (np.nan_to_num(shown, nan=low, posinf=high, neginf=low) - low) / max(high - low, 1e-12))
+    drawn = "".join(
+        f'<polyline fill="none" stroke="{COLOURS[number % len(COLOURS)]}" '
+        f'points="{" ".join(f"{x:.0f},{y:.1f}" for x, y in zip(across, column, strict=True))}"/>'
+        for number, column in enumerate(up.T)
+    )
+    return _framed(drawn, f"{title}: {low:.4g} to {high:.4g}", "0", str(len(columns) - 1))
+
+
+def _framed(drawn: str, title: str, low: str, high: str) -> str:
+    foot = HEIGHT + FOOT - 3
+    return (
+        f'<figure><figcaption>{escape(title)}</figcaption><svg viewBox="0 0 {WIDTH} {HEIGHT + FOOT}" role="img">'
+        f'<title>{escape(title)}</title>{drawn}<path d="M0 {HEIGHT}H{WIDTH}" stroke="#999"/>'
+        f'<text x="0" y="{foot}">{low}</text><text x="{WIDTH}" y="{foot}" text-anchor="end">{high}</text>'
+        "</svg></figure>"
+    )

@@ -1,0 +1,115 @@
+"""The page of an inspection: whole, by itself, and with what the tables say."""
+
+from __future__ import annotations
+
+import base64
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+
+from torchrl_lightning import ExperienceBuffer, PrioritizedSampler, RingStorage, inspect_buffer
+from torchrl_lightning.inspection.browser import chosen, episode_rows, pixels
+from torchrl_lightning.inspection.pictures import bars, histogram, lines
+from torchrl_lightning.inspection.tables import title_of
+
+VOID = {"meta", "img", "rect", "path", "polyline"}
+
+
+class Dom(HTMLParser):
+    """Elements, their attributes and their text; refuses what is not nested."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.open, self.found, self.text = [], [], []
+        self.feed(page)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag, attrs):
+        self.found.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        if tag not in VOID:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+    def all(self, tag):
+        return [attrs for found, attrs in self.found if found == tag]
+
+
+@pytest.fixture(scope="module")
+def buffer():
+    """Two environments, whose rings have wrapped: episodes of five steps with images of their step's number."""
+    buffer = ExperienceBuffer(storage=RingStorage(48), num_envs=2, sampler=PrioritizedSampler(48))
+    step = torch.arange(40)
+    steps = TensorDict({"pixels": (step % 5).to(torch.uint8).expand(1, 16, 18, 40).permute(3, 0, 1, 2)}, [40])
+    steps["<b>"] = step[:, None].float()
+    steps["next", "reward"] = step[:, None].float()
+    steps["next", "done"] = steps["next", "terminated"] = (step % 5 == 4)[:, None]
+    buffer.extend(steps[:, None].expand(40, 2).clone(), torch.arange(2), time_dim=0)
+    return buffer
+
+
+def test_the_page_is_nested_needs_nothing_else_and_tells_what_the_tables_do(buffer, tmp_path):
+    found = inspect_buffer(buffer)
+    found.write_html(tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    dom, text = Dom(page), page.replace("data:image/png;base64,", "")
+    assert "http" not in text
+    assert "<script" not in page
+    assert "<b>" not in page  # a key is text, whatever it is
+    assert {"&lt;b&gt;", "pixels"} <= {cell for cell in page.replace("<td>", "</td>").split("</td>") if cell in text}
+    assert title_of(found.summaries[0]) in dom.text
+    assert set(found.findings) <= set(dom.text)
+    assert [attrs["title"] for attrs in dom.all("img")][:5] == [f"step {number}" for number in range(5)]
+    assert base64.b64decode(dom.all("img")[0]["src"].split(",")[1]).startswith(b"\x89PNG")
+    assert len(dom.all("details")) == len(chosen(found.summaries[0].episodes))
+    assert len(dom.all("svg")) > 8
+    assert found._repr_html_() in page
+
+
+def test_the_rows_of_an_episode_are_its_own_behind_a_wrap(buffer):
+    summary = inspect_buffer(buffer).summaries[0]
+    content, episodes = summary.content, summary.episodes
+    for number in range(len(episodes)):
+        env, begin, length = (int(column[number]) for column in (episodes.env, episodes.begin, episodes.length))
+        rows = episode_rows(content, content.leaves["<b>",], env, begin, begin + length)
+        assert rows.ravel().tolist() == list(range(begin, begin + length))
+
+
+@pytest.mark.parametrize(
+    ("shape", "shown"),
+    [
+        ((20, 18), (20, 18)),
+        ((3, 20, 18), (20, 18, 3)),
+        ((20, 18, 1), (20, 18)),
+        ((4, 20, 18), (20, 18)),
+        ((4, 20, 18, 3), (20, 18, 3)),
+    ],
+)
+def test_images_of_any_layout(shape, shown):
+    image = torch.randint(256, shape, dtype=torch.uint8)
+    assert pixels(image).shape == shown
+    if shape == (4, 20, 18):
+        np.testing.assert_array_equal(pixels(image), image[-1])
+
+
+def test_pictures_of_nothing_of_one_and_of_what_is_not_finite():
+    nan = np.array([np.nan])
+    assert histogram(nan, "none") == ""
+    assert Dom(histogram(np.r_[nan, np.ones(3)], "one")).all("rect")[0]["height"] == "80.0"
+    assert Dom(lines(np.full((1, 2), np.inf), "a < b")).all("polyline")[1]["points"] == "120,80.0"
+    assert Dom(bars([0, 0], 0, 1, "empty")).all("rect") == []
+
+
+def test_a_page_that_cannot_be_written_leaves_nothing(buffer, tmp_path):
+    with pytest.raises(FileNotFoundError):
+        inspect_buffer(buffer).write_html(tmp_path / "none" / "page.html")
+    assert list(tmp_path.iterdir()) == []
