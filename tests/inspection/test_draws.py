@@ -8,7 +8,7 @@ import torch
 from tensordict import TensorDict
 
 from torchrl_lightning import ExperienceBuffer, RingStorage
-from torchrl_lightning.inspection.draws import BARS, Draws
+from torchrl_lightning.inspection.draws import PARTS, Draws
 
 
 @pytest.mark.parametrize("uneven", [False, True])
@@ -26,14 +26,11 @@ def test_counts_and_ages_are_those_of_the_steps_that_were_drawn(uneven):
         for env, step in zip(batch["env"].ravel().tolist(), batch["step"].ravel().tolist(), strict=True):
             counted[env, step] = counted.get((env, step), 0) + 1
             ages.append(written[env] - 1 - step)
-    kept = buffer[:]
-    here = {
-        cell: counted.get((env, step), 0)
-        for cell, (env, step) in enumerate(zip(kept["env"].ravel().tolist(), kept["step"].ravel().tolist(), strict=True))
-    }
+    kept = zip(*(buffer[:][key].ravel().tolist() for key in ("env", "step")), strict=True)
+    here = {cell: counted.get(step, 0) for cell, step in enumerate(kept)}
     seen = [cell for cell in here if draws.counts[cell] and here[cell]]
     assert [draws.counts[cell] for cell in seen] == [here[cell] for cell in seen]
     assert {cell for cell, count in here.items() if count} == set(seen)
     assert draws.number == len(ages) == 240
     assert draws.mean_age == np.mean(ages)
-    assert draws.ages.tolist() == np.bincount(np.array(ages) * BARS // 10, minlength=BARS).tolist()
+    assert draws.ages.tolist() == np.bincount(np.array(ages) * PARTS // 10, minlength=PARTS).tolist()

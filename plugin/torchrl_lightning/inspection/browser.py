@@ -100,12 +100,13 @@ def _courses(content: Content, env: int, begin: int, length: int) -> Iterator[st
     """Draw the numbers of an episode over its steps: what has no more of them than there are colours."""
     for path, leaf in content.leaves.items():
         width = leaf[:1].numel()
-        if _is_course(path) and 0 < width <= len(COLOURS) and not leaf[:1].is_complex():
+        if is_told(path) and 0 < width <= len(COLOURS) and not leaf[:1].is_complex():
             rows = episode_rows(content, leaf, env, begin, begin + length)
             yield lines(rows.reshape(length, width).float().numpy(), ".".join(path))
 
 
-def _is_course(path: Path) -> bool:
+def is_told(path: Path) -> bool:
+    """Return whether an entry is drawn: no flag, and no observation a second time."""
     return (
         path[-1] not in FLAGS and "collector" not in path and (path[0] != "next" or path[-1] in ("reward", "rewards"))
     )

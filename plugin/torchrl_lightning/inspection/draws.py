@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
-BARS = 32
+PARTS = 1024  # of the length of a ring, in which ages are counted
 
 
 class Draws:
@@ -28,7 +28,7 @@ class Draws:
     def __init__(self, length: int, num_envs: int) -> None:
         self.length, self.num_envs = length, num_envs
         self.number, self._age = 0, 0
-        self.ages = np.zeros(BARS, np.int64)
+        self.ages = np.zeros(PARTS, np.int64)
         self.counts = np.zeros(length * num_envs, np.int64)
         self._steps = np.full(length * num_envs, -1)  # of its environment, that each count is of
 
@@ -45,7 +45,7 @@ class Draws:
         self.counts[cells[self._steps[cells] != step]] = 0
         self._steps[cells] = step
         np.add.at(self.counts, cells, 1)
-        self.ages += np.bincount(age * BARS // self.length, minlength=BARS)
+        self.ages += np.bincount(age * PARTS // self.length, minlength=PARTS)
         self.number += len(age)
         self._age += int(age.sum())
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from torchrl_lightning.files import replaced_files
-from torchrl_lightning.inspection.browser import browser
+from torchrl_lightning.inspection.browser import browser, is_told
+from torchrl_lightning.inspection.draws import PARTS
 from torchrl_lightning.inspection.findings import findings
 from torchrl_lightning.inspection.pictures import bars, histogram
 from torchrl_lightning.inspection.summary import WIDE, Summary
@@ -17,6 +18,7 @@ from torchrl_lightning.inspection.tables import entry_rows, facts, title_of
 
 STYLE = """
 .inspection { font: 14px/1.5 system-ui, sans-serif; color: #222; background: #fff; max-width: 80em; padding: 0 1em; }
+.inspection h1 { font-size: 1.4em; } .inspection h2 { font-size: 1.2em; }
 .inspection table { border-collapse: collapse; margin: 1em 0; }
 .inspection td, .inspection th { border-bottom: 1px solid #ddd; padding: .2em .7em; text-align: left; }
 .inspection td { font-variant-numeric: tabular-nums; }
@@ -84,11 +86,13 @@ def _pictures(summary: Summary) -> Iterator[str]:
         title = "ages: stored (wide), drawn (narrow)"
         yield bars(ages.stored_bars, 0, ages.oldest, title, ages.drawn_bars)
     if (draws := summary.draws) is not None:
-        yield bars(draws.ages.tolist(), 0, draws.length, "ages when drawn in this run")
+        oldest = int(np.flatnonzero(draws.ages)[-1]) + 1
+        shown = np.add.reduceat(draws.ages[:oldest], np.arange(0, oldest, -(-oldest // 32)))
+        yield bars(shown.tolist(), 0, draws.length * oldest / PARTS, "ages when drawn in this run")
         yield histogram(draws.counts[draws.counts > 0], "how often each drawn step was")
     if priorities is not None:
         shares = np.diff((0.0, *priorities.curve)).tolist()
         yield bars(shares, 0, priorities.known, "priorities: shares of the mass, largest first")
     for entry in summary.entries:
-        if 0 < entry.size <= WIDE:
+        if 0 < entry.size <= WIDE and is_told(entry.key):
             yield histogram(entry.sample.ravel(), entry.name)

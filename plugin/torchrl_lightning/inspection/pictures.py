@@ -32,11 +32,12 @@ def histogram(values: NDArray[Any], title: str, parts: int = 32) -> str:
     values = values[np.isfinite(values)].astype(np.float64)
     if not values.size:
         return ""
-    if (distinct := np.unique(values)).size <= 8:  # actions, flags: a bar for each
-        found = [float((values == value).mean()) for value in distinct]
-        return bars(found, float(distinct[0]), float(distinct[-1]), title)
-    counts, edges = np.histogram(values, parts)
-    return bars(counts.tolist(), float(edges[0]), float(edges[-1]), title)
+    low, high = float(values.min()), float(values.max())
+    if (values % 1 == 0).all():  # as many whole numbers in each part
+        width = -(-int(high - low + 1) // parts)
+        return bars(np.bincount((values - low).astype(np.int64) // width).tolist(), low, high, title)
+    counts, _ = np.histogram(values, parts)
+    return bars(counts.tolist(), low, high, title)
 
 
 def lines(columns: NDArray[Any], title: str) -> str:
