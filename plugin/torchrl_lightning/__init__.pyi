@@ -41,6 +41,7 @@ from torchrl_lightning.dynamics.split import HoldoutSplit as HoldoutSplit
 from torchrl_lightning.dynamics.targets import DynamicsTargets as DynamicsTargets
 from torchrl_lightning.environments.frame_stack import FrameStack as FrameStack
 from torchrl_lightning.environments.goal_reward import GoalReward as GoalReward
+from torchrl_lightning.environments.info_mask import ActionMaskFromInfo as ActionMaskFromInfo
 from torchrl_lightning.environments.recipe import EnvironmentRecipe as EnvironmentRecipe
 from torchrl_lightning.environments.recipe import SelectObservation as SelectObservation
 from torchrl_lightning.environments.specs import EnvironmentSpecs as EnvironmentSpecs

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 
 NEXT = "next"
 OBSERVATION = "observation"
+# What an environment may observe beside it, as TorchRL has it: which actions it allows. No network reads it.
+ACTION_MASK = "action_mask"
 
 # What a step is.
 ACTION, LOG_PROB, IS_INIT, RECURRENT_STATE = "action", "action_log_prob", "is_init", "recurrent_state"

@@ -34,6 +34,8 @@ BUILT: dict[str, tuple[Any, EnvironmentSpecs]] = {
     "squashed": (partial(PPOModule, distribution="tanh_normal"), BOX),
     "mixed": (partial(PPOModule, CNNNetwork([4], [4], [2], [8])), specs_of(Categorical(3), **MIXED)),
     "actions from one on": (partial(DQNModule, dueling=True), STARTING_AT_ONE),
+    "masked": (PPOModule, specs_of(MultiCategorical([2, 3]), observation=Unbounded(4), action_mask=Binary(5))),
+    "masked values": (DQNModule, specs_of(Categorical(3), observation=Unbounded(4), action_mask=Binary(3))),
     "a loss of TorchRL's": (partial(loss_agent, iql), BOX),
 }
 NAMES = (*(f"{case}, {network}" for case in (*ON_POLICY, *OFF_POLICY) for network in ("mlp", "gru", "lstm")), *BUILT)

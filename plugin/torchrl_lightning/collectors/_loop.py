@@ -17,10 +17,11 @@ from torchrl_lightning._compat import new_tensordict
 from torchrl_lightning.collectors._stepper import VectorStepper
 from torchrl_lightning.entries import Path, join, level_of, next_key, path_of, tensordict_of
 from torchrl_lightning.environments.faults import EnvironmentFault
+from torchrl_lightning.environments.masks import action_mask
 from torchrl_lightning.environments.played import Array, Playing, ReplayedRows, ReplaySource
 from torchrl_lightning.environments.policies import Outputs, Policy, bare_call, policy_outputs, standing_call, unsaid
 from torchrl_lightning.environments.specs import EnvironmentSpecs
-from torchrl_lightning.keys import FLAGS, LOG_PROB, VALID
+from torchrl_lightning.keys import ACTION_MASK, FLAGS, LOG_PROB, VALID
 
 
 class RolloutLoop:
@@ -49,6 +50,7 @@ class RolloutLoop:
         flags = {name: torch.zeros(num_envs, 1, dtype=torch.bool) for name in (*FLAGS, "is_init")}
         self._step = TensorDict(flags, [num_envs])
         self._starts = flags["is_init"].numpy()[:, 0]
+        self._mask = action_mask(specs.observation, specs.action)
         self.info: dict[str, Any] = {}  # of the newest step
         self._observations: list[Array] = []
         for key, space in zip(stepper.keys, stepper.spaces, strict=True):
@@ -119,6 +121,8 @@ class RolloutLoop:
             played = None if self._playing is None else self._playing.next_rows(self._starts)
             if played is not None:
                 self._put(self._observations, played.observation)
+            if self._mask is not None:
+                self._mask.check(self._step[ACTION_MASK])
             for source, target in zip(self._observations, memory.observations[t], strict=True):
                 np.copyto(target, source)
             memory.starts[t][:] = self._starts
@@ -135,6 +139,8 @@ class RolloutLoop:
                 views[t].copy_(value)
             if played is not None:
                 self._write_played(memory, t, played, device)
+            if self._mask is not None:
+                self._mask.check_actions(torch.from_numpy(memory.actions[t]), self._step[ACTION_MASK], t)
             for key, state in self.recurrent.items():
                 state.copy_(outputs[self._next_states[key]])
             self._advance(memory, t, played)
@@ -173,6 +179,9 @@ class RolloutLoop:
         if self._unsaid is None:
             self._unsaid = {} if self.policy is None else unsaid(self.policy, self._step, device, kept)
         others = {**self._unsaid, **kept}
+        mask = self._mask
+        if mask is not None:
+            return lambda: {**others, "action": mask.draw(self._step[ACTION_MASK])}
         return lambda: {**others, "action": self._action_spec.rand()}
 
     def _check_outputs(self, outputs: Outputs) -> None:
@@ -244,6 +253,8 @@ class RolloutLoop:
             np.copyto(target, source)
         if (resets := stepper.resets) is not None and memory.made is not None:
             np.logical_not(resets, out=memory.made[t])
+            if self._mask is not None:  # what resets is shown again as it ended, and takes any action
+                self._step[ACTION_MASK][torch.from_numpy(done)] = 1
             done[:] = resets  # where an episode begins only now
         if played is not None and self._playing is not None:
             where = self._playing.where

@@ -19,6 +19,7 @@ from torchrl_lightning._modules import EvaluationMode
 from torchrl_lightning.collectors._base import RECURRENT_STATES, CollectorBase
 from torchrl_lightning.entries import join, next_key
 from torchrl_lightning.environments.faults import EnvironmentFault, blame, frames_of
+from torchrl_lightning.environments.masks import action_mask
 from torchrl_lightning.environments.policies import (
     Policy,
     acted,
@@ -37,6 +38,7 @@ from torchrl_lightning.environments.torchrl_env import (
     playing_transforms,
     with_bookkeeping,
 )
+from torchrl_lightning.keys import ACTION_MASK
 from torchrl_lightning.state import tensor, whole
 from torchrl_lightning.stated import Kept
 
@@ -103,6 +105,7 @@ class TorchRLCollector(CollectorBase):
         self.env = env
         self.reset_at_each_batch, self.init_random_frames = reset_at_each_batch, init_random_frames
         self._specs = environment_specs(env)
+        self._mask = action_mask(self._specs.observation, self._specs.action)
         self._handed_on = [each for name in handed_on(env) for each in (name, ("next", name))]
         self._evaluation = EvaluationMode(policy)
         self._needs_reset = True
@@ -211,14 +214,24 @@ class TorchRLCollector(CollectorBase):
 
     def _act(self, step: TensorDictBase) -> TensorDictBase:
         self._acted += 1
+        mask = self._mask
+        if mask is not None:
+            mask.check(step[ACTION_MASK].flatten(0, -2))
         if not self._acts_randomly:
             assert self.policy is not None
-            return acted(self.policy, step, policy_device(self.policy))
+            chosen = acted(self.policy, step, policy_device(self.policy))
+            if mask is not None:
+                masks = chosen[ACTION_MASK].flatten(0, -2)
+                mask.check_actions(chosen["action"].reshape(len(masks), -1), masks, self._acted - 1)
+            return chosen
         if self._unsaid is None:
             self._unsaid = {}
             if self.policy is not None:
                 self._unsaid = unsaid(self.policy, step, policy_device(self.policy), self._next_states)
-        self.env.rand_action(step)
+        if mask is None:
+            self.env.rand_action(step)
+        else:
+            step["action"] = mask.draw(step[ACTION_MASK])
         step["action"] = step["action"].to(self.specs.action.dtype)
         # The recurrent states keep their initial values, so that the batch has its usual keys.
         for key, state in {**self._unsaid, **self._next_states}.items():

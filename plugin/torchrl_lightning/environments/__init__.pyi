@@ -2,6 +2,7 @@
 
 from torchrl_lightning.environments.frame_stack import FrameStack as FrameStack
 from torchrl_lightning.environments.goal_reward import GoalReward as GoalReward
+from torchrl_lightning.environments.info_mask import ActionMaskFromInfo as ActionMaskFromInfo
 from torchrl_lightning.environments.played import FollowedReplaySource as FollowedReplaySource
 from torchrl_lightning.environments.played import ReplayedRows as ReplayedRows
 from torchrl_lightning.environments.played import ReplaySource as ReplaySource

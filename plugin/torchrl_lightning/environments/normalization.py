@@ -21,6 +21,7 @@ from torchrl_lightning.environments.specs import EnvironmentSpecs
 from torchrl_lightning.kernels.compiled import jitted
 from torchrl_lightning.kernels.scan import LIKE
 from torchrl_lightning.kernels.scan_rows import floats_at
+from torchrl_lightning.keys import ACTION_MASK
 from torchrl_lightning.moments import Moments
 from torchrl_lightning.state import check_state, number, same, sequence
 
@@ -36,7 +37,7 @@ class ObservationNormalizer(nn.Module):
 
     Args:
         specs: Specs of the environment.
-        keys: Which entries; True for all.
+        keys: Which entries; True for all but a mask of actions.
         clip: Largest absolute value of what comes out.
 
     Raises:
@@ -53,7 +54,8 @@ class ObservationNormalizer(nn.Module):
     def __init__(self, specs: EnvironmentSpecs, keys: bool | Sequence[NestedKey], clip: float) -> None:
         super().__init__()
         self.clip = float(clip)
-        self.keys: list[NestedKey] = list(specs.keys) if keys is True else [nested_key(key) for key in keys or ()]
+        given = [key for key in specs.keys if key != ACTION_MASK] if keys is True else keys or ()
+        self.keys: list[NestedKey] = [nested_key(key) for key in given]
         observation = specs.observation.clone()
         self._moments: dict[NestedKey, Moments] = {}
         for place, key in enumerate(self.keys):

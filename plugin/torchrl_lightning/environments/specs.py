@@ -21,6 +21,7 @@ from torchrl.envs import EnvBase, GymWrapper, Transform, TransformedEnv, transfo
 from torchrl.envs.batched_envs import BatchedEnvBase
 
 from torchrl_lightning.entries import Path, join, path_of
+from torchrl_lightning.environments.masks import action_mask
 from torchrl_lightning.environments.threads import close_environment, note_threads
 from torchrl_lightning.keys import BOOKKEEPING, DEMO, check_observed
 
@@ -67,7 +68,7 @@ def environment_specs(env: VectorEnv[Any, Any, Any] | EnvBase) -> EnvironmentSpe
 
     Raises:
         TypeError: The environment is of another kind, or has a space without a spec.
-        ValueError: An observation is named as an entry of a run's own.
+        ValueError: An observation is named as an entry of a run's own, or is an ``action_mask`` that does not fit.
 
     Example:
         >>> from torchrl_lightning import make_vector_env
@@ -77,6 +78,7 @@ def environment_specs(env: VectorEnv[Any, Any, Any] | EnvBase) -> EnvironmentSpe
     """
     specs = torchrl_specs(env) if isinstance(env, EnvBase) else _gymnasium_specs(env)
     check_observed(specs.observation.keys())
+    action_mask(specs.observation, specs.action)
     return specs
 
 

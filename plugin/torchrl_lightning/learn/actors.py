@@ -5,6 +5,7 @@ from __future__ import annotations
 __all__ = ["build_actor", "build_critic"]
 __room__ = ["Actor", "Critic"]
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -20,12 +21,21 @@ from torchrl.modules import ProbabilisticActor, ValueOperator
 
 from torchrl_lightning._modules import hold
 from torchrl_lightning.entries import path_of
-from torchrl_lightning.keys import BOOKKEEPING, FEATURES
-from torchrl_lightning.learn.action_heads import ActionHead, build_head
+from torchrl_lightning.environments.masks import action_mask
+from torchrl_lightning.keys import ACTION_MASK, BOOKKEEPING, FEATURES
+from torchrl_lightning.learn.action_heads import ActionHead, Parameters, build_head
 from torchrl_lightning.learn.compiled_layers import CompiledLayers, defines_both
 from torchrl_lightning.learn.networks import MLPNetwork, Network, mlp, orthogonal
 
 _DETERMINISTIC = {InteractionType.RANDOM: False, InteractionType.DETERMINISTIC: True}
+
+
+class MaskedLogits(nn.Module):
+    """Logits ``[*B, A]``, minus infinity where a mask ``[*B, A]`` forbids."""
+
+    def forward(self, logits: Tensor, mask: Tensor) -> Tensor:
+        """Return them."""
+        return logits.masked_fill(~mask.bool(), -math.inf)
 
 
 class Actor(ProbabilisticActor):
@@ -39,11 +49,23 @@ class Actor(ProbabilisticActor):
         trunk: Maps observations to features.
         head: Maps features to distribution parameters.
         spec: The unbatched action spec.
+        masked: Whether it reads ``action_mask``: what that forbids has no probability, in all that is computed.
     """
 
-    def __init__(self, trunk: TensorDictModuleBase, head: ActionHead, spec: TensorSpec | None = None) -> None:
+    def __init__(
+        self,
+        trunk: TensorDictModuleBase,
+        head: ActionHead,
+        spec: TensorSpec | None = None,
+        masked: bool = False,
+    ) -> None:
+        mask = MaskedLogits()
+        parts = [trunk, TensorDictModule(head, in_keys=[FEATURES], out_keys=head.parameter_keys)]
+        if masked:
+            keys = head.parameter_keys
+            parts.append(TensorDictModule(mask, in_keys=[*keys, ACTION_MASK], out_keys=keys))
         super().__init__(
-            TensorDictSequential(trunk, TensorDictModule(head, in_keys=[FEATURES], out_keys=head.parameter_keys)),
+            TensorDictSequential(*parts),
             in_keys=head.parameter_keys,
             out_keys=["action"],
             spec=None if spec is None else Composite(action=spec),
@@ -55,8 +77,20 @@ class Actor(ProbabilisticActor):
         )
         # Plain attributes for speed; the modules are registered once, above.
         hold(self, trunk=trunk, head=head)
+        self._mask = mask if masked else None
         self.out_keys = ["action", "action_log_prob", *(key for key in trunk.out_keys if key != FEATURES)]
         self._computed = list(self.out_keys)
+
+    @property
+    def masked(self) -> bool:
+        """Whether it reads ``action_mask``."""
+        return self._mask is not None
+
+    def allowed(self, parameters: Parameters, step: TensorDictBase) -> Parameters:
+        """Return a distribution's parameters as the mask of a step ``[*B]`` leaves them, if it has one."""
+        if self._mask is None:
+            return parameters
+        return (self._mask(parameters[0], step.get(ACTION_MASK)),)
 
     def act_on(self, step: TensorDictBase) -> dict[NestedKey, Tensor]:
         """Return what ``forward`` writes, and write nothing; collectors call it on each step."""
@@ -65,7 +99,7 @@ class Actor(ProbabilisticActor):
             full = self.generic_forward(step.copy())
             return {key: full.get(key) for key in self.out_keys}
         features, states = self.trunk.step(step)
-        outputs = self.head.sample(self.head.read(features), _DETERMINISTIC[kind])
+        outputs = self.head.sample(self.allowed(self.head.read(features), step), _DETERMINISTIC[kind])
         return self._written((*outputs, *states))
 
     def _written(self, computed: Sequence[Tensor]) -> dict[NestedKey, Tensor]:
@@ -81,7 +115,7 @@ class Actor(ProbabilisticActor):
         """
         head = self.head
         sample = layers = None
-        if defines_both(head, "compiled_sample", "sample"):
+        if self._mask is None and defines_both(head, "compiled_sample", "sample"):
             with suppress(ValueError):
                 layers = CompiledLayers(step.get(self.trunk.in_keys[0]), self.trunk, head, head.stack)
                 sample = head.compiled_sample(layers)
@@ -110,7 +144,7 @@ class Actor(ProbabilisticActor):
 
     def get_dist(self, tensordict: TensorDictBase, *args: Any, **kwargs: Any) -> D.Distribution:
         """Return the distribution over actions, writing nothing."""
-        return self.head.distribution(self.head(self.trunk.read(tensordict)))
+        return self.head.distribution(self.allowed(self.head(self.trunk.read(tensordict)), tensordict))
 
 
 def build_actor(
@@ -132,7 +166,8 @@ def build_actor(
         (torch.Size([3]), torch.Size([3]))
     """
     trunk, hidden, features = trunk_and_layers(specs, network or MLPNetwork())
-    return Actor(trunk, build_head(specs.action, features, distribution, initial_std, hidden), specs.action)
+    head = build_head(specs.action, features, distribution, initial_std, hidden)
+    return Actor(trunk, head, specs.action, masked=action_mask(specs.observation, specs.action) is not None)
 
 
 def trunk_and_layers(specs: Any, network: Network) -> tuple[Any, nn.Module | None, int]:
@@ -157,9 +192,12 @@ def linear_head(network: Network, features: int, size: int) -> nn.Module:
 
 
 def observation_entries(specs: Any) -> tuple[list[Any], list[TensorSpec]]:
-    """Return the observation's sorted keys and leaf specs without bookkeeping entries; a ValueError if none is left."""
+    """Return the sorted keys and leaf specs of what networks read; a ValueError if there is nothing.
+
+    Neither bookkeeping entries nor masks of actions are read.
+    """
     leaves = dict(specs.observation.items(include_nested=True, leaves_only=True))
-    keys = sorted((key for key in leaves if path_of(key)[0] not in BOOKKEEPING), key=str)
+    keys = sorted((key for key in leaves if path_of(key)[0] not in (*BOOKKEEPING, ACTION_MASK)), key=str)
     if not keys:
         raise ValueError(f"the observation spec has no entries: {specs.observation}")
     return keys, [leaves[key] for key in keys]

@@ -13,6 +13,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 
 from torchrl_lightning.fitting import check_precision, require_fit
+from torchrl_lightning.keys import ACTION_MASK
 from torchrl_lightning.learn.adam import LeanAdam
 from torchrl_lightning.learn.by_hand import HandGradients, UpdatesByHand
 from torchrl_lightning.learn.flat_parameters import OptimizedParameters, settled_parameters
@@ -54,6 +55,9 @@ class AgentModule(Settings, ReportingModule):
     """The stream that it learns from, as a DataModule names it in ``serves``; any, if None."""
     stream_for_it: ClassVar[str] = ""
 
+    honours_masks: ClassVar[bool] = False
+    """Whether its policy takes what an ``action_mask`` of the observation allows alone, and its losses know of it."""
+
     learning_rate: Positive = 3e-4
     optimizer: OptimizerFactory | None = None
     max_grad_norm: Positive | None = None
@@ -88,7 +92,14 @@ class AgentModule(Settings, ReportingModule):
 
     def misfit(self, data: Any) -> str | None:
         """Return why it does not fit a DataModule; None if it does."""
-        return None
+        specs = getattr(data, "specs", None)
+        if self.honours_masks or specs is None or ACTION_MASK not in specs.observation:
+            return None
+        return (
+            f"the environment observes {ACTION_MASK!r}, which {type(self).__name__} does not look at; take a learner "
+            "that does, model=ppo, a2c, vtrace, reinforce or dqn, or leave it out by drop=[action_mask] of an "
+            "EnvironmentRecipe."
+        )
 
     def configure_model(self) -> None:
         """Build the networks from the DataModule's specs.

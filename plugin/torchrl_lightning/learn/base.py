@@ -61,6 +61,7 @@ class ActorCriticModule(TermsModule):
     CONFIG_NAME: ClassVar[str | None] = None
 
     adam_eps: ClassVar[float] = 1e-5
+    honours_masks = True
     learns_from = "rollouts"
     stream_for_it = "data=gae (OnPolicyDataModule)"
 
@@ -212,7 +213,7 @@ class ActorCriticModule(TermsModule):
         with set_recurrent_mode(batch.ndim > 1) if actor.trunk.recurrent else nullcontext():
             features = actor.trunk.read(batch)
             values = critic.values_of(features) if critic.is_shared else critic.values(batch)
-        return *actor.head.evaluate(actor.head.read(features), batch.get("action")), values
+        return *actor.head.evaluate(actor.allowed(actor.head.read(features), batch), batch.get("action")), values
 
     def advantage(self, batch: TensorDictBase) -> Tensor:
         r"""Return the advantage ``[*B]`` to follow: \(c_e A + c_i A^{int}\); several critics' ones are averaged."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 __all__ = ["EpsilonGreedyPolicy"]
 __room__ = ["ExploringPolicy", "NoisyPolicy", "StochasticPolicy"]
 
+import math
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,9 +19,10 @@ from tensordict.nn.probabilistic import interaction_type
 from tensordict.utils import NestedKey
 from torch import Tensor, nn
 
+from torchrl_lightning.environments.masks import draw_choice
 from torchrl_lightning.kernels.compiled import jitted
 from torchrl_lightning.kernels.perceptron import choose_greedily, choose_noisily
-from torchrl_lightning.keys import FEATURES
+from torchrl_lightning.keys import ACTION_MASK, FEATURES
 from torchrl_lightning.learn.compiled_layers import CompiledLayers, defines_both
 from torchrl_lightning.learn.flat_parameters import addresses
 from torchrl_lightning.learn.trunks import RecurrentTrunk
@@ -61,17 +63,21 @@ class ExploringPolicy(TensorDictModuleBase):
     Args:
         network: A TensorDict module with ``trunk`` and ``head``.
         memory: Maps observations to the features that the network reads.
+        masked: Whether ``act`` is also given ``action_mask``, behind all other entries.
     """
 
     amount: Tensor
 
-    def __init__(self, network: TensorDictModuleBase, memory: RecurrentTrunk | None = None) -> None:
+    def __init__(
+        self, network: TensorDictModuleBase, memory: RecurrentTrunk | None = None, *, masked: bool = False
+    ) -> None:
         super().__init__()
         self.network, self.memory = network, memory
-        self.in_keys = list(network.in_keys if memory is None else memory.in_keys)
+        self._masks: list[NestedKey] = [ACTION_MASK] if masked else []
+        self.in_keys = [*(network.in_keys if memory is None else memory.in_keys), *self._masks]
         states = [] if memory is None else [key for key in memory.out_keys if key != FEATURES]
         self.out_keys = ["action", *states]
-        self.next_state_keys, self.keys = states, list(network.trunk.in_keys)
+        self.next_state_keys, self.keys = states, [*network.trunk.in_keys, *self._masks]
         self.register_buffer("amount", torch.zeros(()))
 
     def act_on(self, step: TensorDictBase) -> dict[NestedKey, Tensor]:
@@ -83,7 +89,10 @@ class ExploringPolicy(TensorDictModuleBase):
         if self.memory is None:
             return {"action": self.act([step.get(key) for key in self.keys], explore)}
         features, states = self.memory.step(step)
-        return {"action": self.act([features], explore), **dict(zip(self.next_state_keys, states, strict=True))}
+        return {
+            "action": self.act([features, *map(step.get, self._masks)], explore),
+            **dict(zip(self.next_state_keys, states, strict=True)),
+        }
 
     def standing(self, step: TensorDictBase) -> Callable[[], dict[NestedKey, Tensor]]:
         """Return :meth:`act_on` of a step ``[N]`` on the CPU whose tensors stay the same and are overwritten.
@@ -92,7 +101,7 @@ class ExploringPolicy(TensorDictModuleBase):
         as long as the module is what it is now.
         """
         compiled: Compiled | None = None
-        if self.memory is None and defines_both(self, "compiled_act", "act"):
+        if self.memory is None and not self._masks and defines_both(self, "compiled_act", "act"):
             with suppress(ValueError):
                 compiled = self.compiled_act([step.get(key) for key in self.keys])
         if compiled is None:
@@ -128,7 +137,7 @@ class EpsilonGreedyPolicy(ExploringPolicy):
     r"""The best action, or with probability \(\epsilon\), ``amount``, a random one (Mnih et al., 2015).
 
     In worker \(i\) of \(N\) the probability is \(\epsilon^{1 + i \alpha / (N - 1)}\) with \(\alpha\) the
-    ``spread`` (Horgan et al., 2018).
+    ``spread`` (Horgan et al., 2018). Under a mask both are among the actions that it allows.
 
     Args:
         network: A TensorDict module with ``trunk``, ``head``, and ``values`` of all actions.
@@ -144,8 +153,9 @@ class EpsilonGreedyPolicy(ExploringPolicy):
         *,
         spread: float = 0.0,
         epsilon: float = 0.0,
+        masked: bool = False,
     ) -> None:
-        super().__init__(network, memory)
+        super().__init__(network, memory, masked=masked)
         self.spread, self.exponent = spread, 1.0
         self.amount.fill_(fraction(epsilon, "epsilon"))
 
@@ -155,11 +165,15 @@ class EpsilonGreedyPolicy(ExploringPolicy):
 
     def act(self, entries: list[Tensor], explore: bool) -> Tensor:
         """Return integer actions ``[*B]``, or one-hot ones ``[*B, A]``."""
-        values = self.network.values(entries)
+        mask = entries[-1] if self._masks else None
+        values = self.network.values(entries[: len(entries) - len(self._masks)])
+        if mask is not None:
+            values = values.masked_fill(~mask.bool(), -math.inf)
         action = values.argmax(-1)
         if explore:
             random = torch.rand(action.shape, device=action.device) < self.amount**self.exponent
-            action = torch.where(random, torch.randint_like(action, values.shape[-1]), action)
+            others = torch.randint_like(action, values.shape[-1]) if mask is None else draw_choice(mask)
+            action = torch.where(random, others, action)
         if self.network.action_space == "categorical":
             return action
         return nn.functional.one_hot(action, values.shape[-1]).to(self.network.action_dtype)

@@ -23,10 +23,11 @@ from torchrl.data import Bounded, TensorSpec, Unbounded
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from torchrl_lightning.entries import path_of
+from torchrl_lightning.environments.masks import action_mask
 from torchrl_lightning.environments.normalization import NormalizedPolicy, ObservationNormalizer, scaled_by_torch
 from torchrl_lightning.environments.policies import recurrent_states
 from torchrl_lightning.files import replaced_files
-from torchrl_lightning.keys import ACTION
+from torchrl_lightning.keys import ACTION, ACTION_MASK
 from torchrl_lightning.learn.loading import LoadedPolicy
 from torchrl_lightning.ranges import one_of
 
@@ -68,6 +69,7 @@ class PolicyProgram(nn.Module):
         leaves = dict(policy.specs.observation.items(True, True))
         read = {path_of(key) for key in policy.in_keys}
         self.observed = {key: spec for key, spec in leaves.items() if path_of(key) in read} or leaves
+        self.mask = action_mask(policy.specs.observation, policy.specs.action) if ACTION_MASK in self.observed else None
         self.first = {key: state[0] for key, state in recurrent_states(acting, 1).items()}
 
     @property
@@ -106,6 +108,8 @@ class PolicyProgram(nn.Module):
             else:
                 mean, factor = constants
                 found[key] = (mean + 2 * torch.randn(rows, *spec.shape) / factor).to(spec.dtype)
+        if self.mask is not None:
+            found[ACTION_MASK] = self.mask.usable(found[ACTION_MASK])
         states = {
             key: torch.rand(rows, *state.shape).mul(2).sub(1).to(state.dtype) for key, state in self.first.items()
         }

@@ -17,6 +17,7 @@ from torchrl.data import Composite, Unbounded
 
 from torchrl_lightning._modules import hold
 from torchrl_lightning.entries import path_of
+from torchrl_lightning.environments.masks import action_mask
 from torchrl_lightning.keys import REMEMBERED
 from torchrl_lightning.learn.actors import observation_entries
 from torchrl_lightning.learn.agents import OptimizerFactory, TermsModule
@@ -85,6 +86,7 @@ class OffPolicyModule(TermsModule):
                 "which has no states; leave it out"
             )
         self.updates = 0
+        self.masked = False  # whether the environment says which actions it allows
         self.memory: RecurrentTrunk | None = None
         self.targets: TargetNetworks | None = None
         self._keys: list[NestedKey] = []
@@ -121,6 +123,7 @@ class OffPolicyModule(TermsModule):
         """
         if self.targets is None:
             keys, entries = observation_entries(specs)
+            self.masked = action_mask(specs.observation, specs.action) is not None
             self._keys, network = list(keys), self.network
             if network.recurrent:
                 memory: Any = network.trunk(keys, entries)
@@ -177,7 +180,7 @@ class OffPolicyModule(TermsModule):
     def training_step(self, batch: TensorDictBase | UpdateBatches, batch_idx: int) -> None:
         """Make an update on each batch of this step, and write the TD errors into it."""
         for number, part in enumerate(updates_of(batch)):
-            transitions = read_transitions(part, self._keys, self.gamma, self._state_keys)
+            transitions = read_transitions(part, self._keys, self.gamma, self._state_keys, masked=self.masked)
             inner, states, made = number > 0, None, self._updates_by_hand(transitions)
             if made is None:
                 terms, errors = self.compute(transitions)

@@ -35,7 +35,7 @@ class DQNModule(OffPolicyModule):
     r"""DQN (Mnih et al., 2015), by default double (van Hasselt et al., 2016).
 
     It minimises \(d(Q(s, a), r + \gamma \bar Q(s', a^*))\) with the target network \(\bar Q\); \(a^*\) is the best
-    action of the target network or, if double, of the online one.
+    action of the target network or, if double, of the online one, among those that an ``action_mask`` allows.
 
     With a ``RecurrentNetwork`` it is R2D2's learner (Kapturowski et al., 2019): sequences, stored states,
     burn-in by mask.
@@ -60,6 +60,7 @@ class DQNModule(OffPolicyModule):
         torch.Size([3])
     """
 
+    honours_masks = True
     followed = ("q_network",)
 
     network: Annotated[Network, described_network(lambda: MLPNetwork([64, 64], "relu"))] = setting(
@@ -82,7 +83,7 @@ class DQNModule(OffPolicyModule):
     def build_networks(self, specs: Any, network: Network) -> EpsilonGreedyPolicy:
         """Build the action values and the policy."""
         self.q_network = build_q_network(specs, network, dueling=self.dueling)
-        return EpsilonGreedyPolicy(self.q_network, self.memory, spread=self.epsilon_spread)
+        return EpsilonGreedyPolicy(self.q_network, self.memory, spread=self.epsilon_spread, masked=self.masked)
 
     def parameter_groups(self) -> dict[str, list[nn.Parameter]]:
         """Return everything as ``critic``."""
@@ -94,13 +95,17 @@ class DQNModule(OffPolicyModule):
         values = value_of_action(network.values(batch.now), batch.action, one_hot=network.action_space == "one_hot")
         with torch.no_grad():
             after = targets.q_network.values(batch.after_target)
-            after = double_q_value(after, network.values(batch.after)) if self.double_q else after.amax(-1)
-            target = batch.target(after)
+            chooser = network.values(batch.after) if self.double_q else after
+            if batch.allowed is not None:
+                chooser = chooser.masked_fill(~batch.allowed, -math.inf)
+            target = batch.target(double_q_value(after, chooser) if self.double_q else chooser.amax(-1))
         loss, error = batch.td_loss(values, target, self.loss_function)
         return {"loss_value": loss, "value": batch.mean(values.detach())}, error
 
     def by_hand(self, gradients: Mapping[nn.Parameter, Tensor], rows: int) -> HandGradients:
         """Return what writes the gradients of ``terms``; a ValueError where they are not those of a perceptron."""
+        if self.masked:
+            raise ValueError("No masks are known.")
         return ChoiceGradients(self, gradients, rows)
 
     def exploration(self, frames: int) -> float:

@@ -12,6 +12,8 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 
 from torchrl_lightning.entries import level_of, path_of
+from torchrl_lightning.environments.masks import usable
+from torchrl_lightning.keys import ACTION_MASK
 from torchrl_lightning.learn.losses import td_loss
 
 Entries = list[Tensor]
@@ -35,6 +37,7 @@ class Transitions:
     is_init: Tensor | None = None  # whether an episode begins at now
     states: Entries | None = None  # recurrent states before now
     steps: Tensor | None = None  # number of steps from now to after; one if None
+    allowed: Tensor | None = None  # which actions are, after [*B, A]; all if None
 
     @property
     def fixed(self) -> Entries:
@@ -70,13 +73,19 @@ class Transitions:
 
 
 def read_transitions(
-    batch: TensorDictBase, keys: Sequence[NestedKey], gamma: float, state_keys: Sequence[NestedKey] = ()
+    batch: TensorDictBase,
+    keys: Sequence[NestedKey],
+    gamma: float,
+    state_keys: Sequence[NestedKey] = (),
+    *,
+    masked: bool = False,
 ) -> Transitions:
     """Read the entries that a loss needs from transitions ``[B]`` or sequences ``[B, T]``.
 
     The discount is the batch's own ``gamma`` if it has one, else ``gamma`` to the power of its ``steps_to_next_obs``
     (both are written by TorchRL's ``MultiStepTransform``), else ``gamma``. ``mask`` marks the valid steps,
-    ``priority_weight`` weights them. What is missing is named by a KeyError.
+    ``priority_weight`` weights them;
+    if ``masked``, the successors' ``action_mask`` says what is allowed there. What is missing is named by a KeyError.
     """
     # Looked at as plain dicts: a TensorDict's `get` costs two microseconds, and there are a dozen entries.
     entries = level_of(batch)
@@ -117,6 +126,7 @@ def read_transitions(
         is_init=is_init,
         states=states,
         steps=ahead,
+        allowed=usable(_entries(level_of(entries["next"]), [ACTION_MASK], batch)[0]) if masked else None,
     )
 
 

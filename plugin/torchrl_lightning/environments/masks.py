@@ -1,0 +1,130 @@
+"""Which actions an environment allows, as it says by the entry ``action_mask`` of its observation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torchrl.data import Binary, Categorical, MultiCategorical, OneHot, TensorSpec
+
+from torchrl_lightning.environments.faults import EnvironmentFault
+from torchrl_lightning.keys import ACTION_MASK
+
+
+class ActionMask:
+    """Draws and checks actions under masks ``[*B, A]``, in which zeros forbid; those of several choices lie in a row.
+
+    Args:
+        action: The spec of one action.
+
+    Raises:
+        ValueError: It is not made of choices.
+
+    Example:
+        >>> ActionMask(Categorical(3)).draw(torch.tensor([[False, True, False]]))
+        tensor([1])
+    """
+
+    def __init__(self, action: TensorSpec) -> None:
+        self.dtype, self.shape, self.one_hot = action.dtype, action.shape, isinstance(action, OneHot)
+        self.sizes = _sizes(action)
+        if not self.sizes:
+            raise ValueError(
+                f"the environment observes {ACTION_MASK!r}, which says which choices are allowed, but its actions are "
+                f"no choices: {action}. {_MEND}"
+            )
+        self._first = torch.tensor([0, *accumulate(self.sizes)][:-1])
+
+    def draw(self, mask: Tensor) -> Tensor:
+        """Draw allowed actions ``[*B, *action]``, each with the same probability."""
+        drawn = torch.stack([draw_choice(part) for part in mask.split(self.sizes, -1)], -1)
+        if self.one_hot:
+            return F.one_hot(drawn.squeeze(-1), self.sizes[0]).to(self.dtype)
+        return drawn.reshape(*mask.shape[:-1], *self.shape).to(self.dtype)
+
+    def usable(self, mask: Tensor) -> Tensor:
+        """Return masks ``[*B, A]`` in which a choice that has nothing allowed has all."""
+        return torch.cat([usable(part) for part in mask.split(self.sizes, -1)], -1).to(mask.dtype)
+
+    def check(self, mask: Tensor) -> None:
+        """Refuse masks ``[N, A]`` that leave no action, by an EnvironmentFault."""
+        for part in mask.split(self.sizes, -1):
+            stuck = ~part.bool().any(-1)
+            if bool(stuck.any()):
+                row = int(stuck.nonzero()[0, 0])
+                raise EnvironmentFault(
+                    f"environment {row} returned an {ACTION_MASK!r} that leaves no action, expected at least one that "
+                    "is allowed: end the episode there, or allow an action that does nothing."
+                )
+
+    def check_actions(self, action: Tensor, mask: Tensor, step: int) -> None:
+        """Refuse actions ``[N, *action]`` that masks ``[N, A]`` forbid, by a ValueError."""
+        chosen = action.reshape(len(mask), -1)
+        if self.one_hot:
+            chosen = chosen.to(torch.int8).argmax(-1, keepdim=True)
+        allowed = mask.gather(-1, chosen.long() + self._first.to(mask.device)).bool().all(-1)
+        if not bool(allowed.all()):
+            row = int((~allowed).nonzero()[0, 0])
+            raise ValueError(
+                f"At step {step} of the rollout, action {action[row].tolist()} was chosen in environment {row}, which "
+                f"its {ACTION_MASK!r} forbids: the policy or the demonstration does not look at it. PPO, A2C, V-trace, "
+                "REINFORCE and DQN do; for others leave it out by drop=[action_mask] of an EnvironmentRecipe."
+            )
+
+
+def draw_choice(mask: Tensor) -> Tensor:
+    """Draw the number ``[*B]`` of an allowed choice under masks ``[*B, A]``, each with the same probability."""
+    weights = mask.bool().to(torch.float32)
+    return (weights / torch.empty_like(weights).exponential_()).argmax(-1)
+
+
+def usable(mask: Tensor) -> Tensor:
+    """Return a mask as bool, all true where nothing is allowed, as at the end of an episode.
+
+    Example:
+        >>> usable(torch.tensor([[1, 0], [0, 0]], dtype=torch.int8))
+        tensor([[ True, False],
+                [ True,  True]])
+    """
+    allowed = mask.bool()
+    return allowed | ~allowed.any(-1, keepdim=True)
+
+
+def action_mask(observation: Mapping[Any, Any], action: TensorSpec) -> ActionMask | None:
+    """Return what the entry ``action_mask`` of an observation's specs says of actions; None if there is no such entry.
+
+    Raises:
+        ValueError: It does not fit the actions.
+    """
+    spec = observation.get(ACTION_MASK, None)
+    if spec is None:
+        return None
+    mask = ActionMask(action)
+    shape = (sum(mask.sizes),)
+    if tuple(spec.shape) != shape or spec.dtype.is_floating_point:
+        raise ValueError(
+            f"the environment observes an {ACTION_MASK!r} of shape {list(spec.shape)} and dtype {spec.dtype}, but one "
+            f"of shape {list(shape)} and whole numbers says which of its actions are allowed: MultiBinary({shape[0]}). "
+            f"{_MEND}"
+        )
+    return mask
+
+
+def _sizes(action: TensorSpec) -> list[int]:
+    if isinstance(action, MultiCategorical):
+        return [int(n) for n in action.nvec.flatten()]
+    if isinstance(action, Binary):
+        return [2] * action.shape.numel()
+    if isinstance(action, OneHot):
+        return [int(action.space.n)]
+    return [int(action.space.n)] * action.shape.numel() if isinstance(action, Categorical) else []
+
+
+_MEND = (
+    "Mend it, or give the entry another name by rename={action_mask: mask_of_another_kind} of an EnvironmentRecipe, or "
+    "leave it out by its drop=."
+)
