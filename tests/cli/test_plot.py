@@ -60,6 +60,18 @@ def test_seeds_share_a_line_with_mean_and_range(tmp_path, figures):
     assert band[:, 1].min() == pytest.approx(values.min())
 
 
+def test_the_middle_half_of_seeds_is_drawn_with_its_interval(tmp_path, figures):
+    for seed, value in enumerate([1, 2, 3, 4, 100]):
+        (tmp_path / f"{seed}.csv").write_text(f"step,eval/return,final/return\n0,{value},\n10,{value},{value}\n")
+    sources = [tmp_path / f"{seed}.csv" for seed in range(5)]
+    plot_runs(sources, tmp_path / "c.png", labels=["same"] * 5, band="iqm")
+    curve, star = figures[0].axes[0].get_lines()
+    assert curve.get_ydata().tolist() == pytest.approx([3.0, 3.0])  # (0.75 * 2 + 3 + 0.75 * 4) / 2.5
+    assert star.get_ydata().tolist() == pytest.approx([3.0])
+    band = figures[0].axes[0].collections[0].get_paths()[0].vertices[:, 1]
+    assert 1 < band.min() < 3 < band.max() < 100
+
+
 def test_runs_on_other_grids_are_interpolated_and_may_end_early(tmp_path, figures):
     for name, rows in (("one", "0,0\n10,10\n"), ("two", "0,2\n5,7\n10,12\n20,22\n")):
         (tmp_path / f"{name}.csv").write_text("step,eval/return\n" + rows)

@@ -106,6 +106,11 @@ def test_pictures_of_nothing_of_one_and_of_what_is_not_finite():
     assert histogram(nan, "none") == ""
     assert Dom(histogram(np.r_[nan, np.ones(3)], "one")).all("rect")[0]["height"] == "80.0"
     assert Dom(lines(np.full((1, 2), np.inf), "a < b")).all("polyline")[1]["points"] == "120,80.0"
+    peaks = np.zeros((5000, 1))
+    peaks[[7, 4001]] = 1.0
+    heights = [float(point.split(",")[1]) for point in Dom(lines(peaks, "x")).all("polyline")[0]["points"].split()]
+    assert len(heights) == 120
+    assert heights.count(0.0) == 2  # at the top
     assert Dom(bars([0, 0], 0, 1, "empty")).all("rect") == []
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import numpy as np
 
 from torchrl_lightning.cli.curves import Curve, read_source, runs_by_label
+from torchrl_lightning.cli.intervals import bootstrapped, interquartile_mean
 from torchrl_lightning.cli.panels import panel_grid, save_figure
 from torchrl_lightning.cli.sweeps import draw_trials, read_trials, table
 from torchrl_lightning.learn.records import SCORE
@@ -19,7 +20,8 @@ from torchrl_lightning.learn.records import SCORE
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-Band: TypeAlias = Literal["range", "std", "none"]
+Band: TypeAlias = Literal["range", "std", "iqm", "none"]
+BANDS = ("range", "std", "iqm", "none")
 
 
 def plot_runs(
@@ -50,7 +52,8 @@ def plot_runs(
         labels: One for each source; by default the experiment and the overrides of a run without its seed, as Hydra
             recorded them, or else the folder above ``seed_...``.
         smooth: Length of the centred moving average, in points of a run.
-        band: Spread around the mean: ``"range"`` from the lowest to the highest run, ``"std"``, or ``"none"``.
+        band: Spread around the mean: ``"range"`` from the lowest to the highest run, ``"std"``, or ``"none"``;
+            ``"iqm"`` draws the mean of the middle half of the runs instead, and its bootstrapped 95 % interval.
         panels: A panel of its own for each label, where returns have different scales.
         title: Above the picture.
 
@@ -64,8 +67,8 @@ def plot_runs(
     """
     if smooth < 1:
         raise ValueError(f"smooth={smooth} must be at least 1 point.")
-    if band not in ("range", "std", "none"):
-        raise ValueError(f"band={band!r} must be 'range', 'std' or 'none'.")
+    if band not in BANDS:
+        raise ValueError(f"band={band!r} must be one of {', '.join(map(repr, BANDS))}.")
     if not sources:
         raise ValueError("no run given; name a run's folder or a metrics.csv.")
     if labels is not None and len(labels) != len(sources):
@@ -118,16 +121,20 @@ def _draw(
 
 def _draw_group(axes: Any, label: str, curves: list[Curve], band: Band, color: str) -> None:
     grid, values = _together(curves)
-    mean = np.nanmean(values, axis=0)
+    if band == "iqm":
+        mean, low, high = bootstrapped(values)
+    else:
+        mean = np.nanmean(values, axis=0)
     axes.plot(grid, mean, color=color, label=label, linewidth=1.8, marker="o" if len(grid) == 1 else None)
     scores = [curve.score for curve in curves if curve.score is not None]
     if scores:  # what a table of the runs reports
-        axes.plot(grid[-1], np.mean(scores), color=color, marker="*", markersize=11, clip_on=False, zorder=3)
+        score = interquartile_mean(np.array(scores)) if band == "iqm" else np.mean(scores)
+        axes.plot(grid[-1], score, color=color, marker="*", markersize=11, clip_on=False, zorder=3)
     if len(curves) == 1 or band == "none":
         return
     if band == "range":
         low, high = np.nanmin(values, axis=0), np.nanmax(values, axis=0)
-    else:
+    elif band == "std":
         spread = np.nanstd(values, axis=0)
         low, high = mean - spread, mean + spread
     axes.fill_between(grid, low, high, color=color, alpha=0.2, linewidth=0)
@@ -168,7 +175,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="name of a line; once for each RUN, equal names share a line",
     )
     curves.add_argument("--smooth", type=int, default=1, metavar="N", help="moving average over N points")
-    curves.add_argument("--band", choices=("range", "std", "none"), default="range", help="spread over runs")
+    curves.add_argument(
+        "--band",
+        choices=BANDS,
+        default="range",
+        help="spread over runs; iqm draws the mean of their middle half, and its 95 %% interval (default: %(default)s)",
+    )
     curves.add_argument("--panels", action="store_true", help="a panel of its own for each line")
     options = vars(parser.parse_args(argv))
     given = {name: value for name, value in options.items() if value is not None}

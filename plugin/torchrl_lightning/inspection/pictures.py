@@ -41,13 +41,17 @@ def histogram(values: NDArray[Any], title: str, parts: int = 32) -> str:
 
 
 def lines(columns: NDArray[Any], title: str) -> str:
-    """Draw columns ``[n, k]`` over their rows, thinned where there are many."""
-    places = np.unique(np.linspace(0, len(columns) - 1, min(POINTS, len(columns))).astype(np.int64))
-    shown = columns[places].astype(np.float64)
+    """Draw columns ``[n, k]`` over their rows; of many, the least and the largest of each part."""
+    shown = columns.astype(np.float64)
     finite = shown[np.isfinite(shown)]
     low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
-    across = np.full(len(places), WIDTH / 2) if len(places) == 1 else np.linspace(0, WIDTH, len(places))
-    up = HEIGHT * (1 - (np.nan_to_num(shown, nan=low, posinf=high, neginf=low) - low) / max(high - low, 1e-12))
+    shown = np.nan_to_num(shown, nan=low, posinf=high, neginf=low)
+    if len(shown) > POINTS:
+        begins = np.linspace(0, len(shown), POINTS // 2, endpoint=False).astype(np.int64)
+        extremes = [extreme.reduceat(shown, begins, axis=0) for extreme in (np.minimum, np.maximum)]
+        shown = np.stack(extremes, 1).reshape(-1, shown.shape[1])
+    across = np.full(len(shown), WIDTH / 2) if len(shown) == 1 else np.linspace(0, WIDTH, len(shown))
+    up = HEIGHT * (1 - (shown - low) / max(high - low, 1e-12))
     drawn = "".join(
         f'<polyline fill="none" stroke="{COLOURS[number % len(COLOURS)]}" '
         f'points="{" ".join(f"{x:.0f},{y:.1f}" for x, y in zip(across, column, strict=True))}"/>'

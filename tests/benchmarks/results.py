@@ -1,0 +1,192 @@
+"""The scores of the experiments: repeat them, keep their logs in ``examples/results``, make the guide's table of them.
+
+    python tests/benchmarks/results.py run ppo_acrobot [--seeds 0 1 2]
+    python tests/benchmarks/results.py table
+
+``run`` trains an experiment as ``torchrl-lightning-train`` does, plays 100 unseen episodes with the last checkpoint of
+each seed, and writes ``examples/results/ppo_acrobot.csv``: a row for each evaluation of training, and one for the end.
+``table`` writes what stands between the marks in ``examples/guide/experiments.md``. Published figures are those of
+``examples/results/published.yaml``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import hashlib
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import astuple, dataclass, fields
+from pathlib import Path
+from resource import RUSAGE_CHILDREN, getrusage
+
+import numpy as np
+import yaml
+
+from torchrl_lightning.cli.intervals import bootstrapped
+
+PROJECT = Path(__file__).resolve().parents[2]
+RESULTS, CONF = PROJECT / "examples" / "results", PROJECT / "conf" / "experiment"
+GUIDE = PROJECT / "examples" / "guide" / "experiments.md"
+BEGIN, END = "<!-- made by tests/benchmarks/results.py -->\n", "<!-- end -->\n"
+VERSION, EPISODES = 1, 100
+TRAIN, EVALUATE = (f"from torchrl_lightning.cli.{name} import main; main()" for name in ("train", "evaluate"))
+
+
+class ResultsError(ValueError):
+    """A file of results that is not of this version or these settings."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """An evaluation of training, or the end of a run: ``minutes`` of processor time are the end's alone."""
+
+    seed: int
+    frames: int
+    score: float
+    deviation: float
+    episodes: int
+    minutes: float | None = None
+
+
+def settings_of(name: str) -> str:
+    """Return a digest of what an experiment's YAML says, and those that it begins with, without comments.
+
+    Raises:
+        ResultsError: There is no such experiment.
+    """
+    path = CONF / f"{name}.yaml"
+    if not path.is_file():
+        raise ResultsError(f"there is no experiment {name}; those of {CONF} are at hand.")
+    said = yaml.safe_load(path.read_text())
+    before = [settings_of(each) for each in said.get("defaults", []) if isinstance(each, str) and each != "_self_"]
+    return hashlib.sha256(yaml.safe_dump([said, before]).encode()).hexdigest()[:12]
+
+
+def write(name: str, rows: Iterable[Row], folder: Path = RESULTS) -> None:
+    """Write the results of an experiment in its present settings."""
+    folder.mkdir(exist_ok=True)
+    with (folder / f"{name}.csv").open("w", newline="") as file:
+        file.write(f"# version {VERSION}, settings {settings_of(name)}\n")
+        lines = csv.writer(file, lineterminator="\n")
+        lines.writerow(field.name for field in fields(Row))
+        lines.writerows(["" if value is None else f"{value:.6g}" for value in astuple(row)] for row in rows)
+
+
+def read(path: Path) -> list[Row]:
+    """Read the results of an experiment.
+
+    Raises:
+        ResultsError: They are of another version, or of other settings than the experiment has now.
+    """
+    head, *lines = path.read_text().splitlines()
+    found = re.fullmatch(r"# version (\d+), settings (\w+)", head)
+    if found is None or int(found[1]) != VERSION:
+        raise ResultsError(f"{path} begins with {head!r}, not with '# version {VERSION}'. {_mend(path.stem)}")
+    if found[2] != (now := settings_of(path.stem)):
+        raise ResultsError(f"{path} is of the settings {found[2]}, the experiment has {now}. {_mend(path.stem)}")
+    rows = csv.DictReader(lines)
+    return [
+        Row(
+            *(int(float(row[key])) for key in ("seed", "frames")),
+            *(float(row[key]) for key in ("score", "deviation")),
+            int(row["episodes"]),
+            float(row["minutes"]) if row["minutes"] else None,
+        )
+        for row in rows
+    ]
+
+
+def _mend(name: str) -> str:
+    return f"Run it again: python tests/benchmarks/results.py run {name}."
+
+
+def run(name: str, seed: int, folder: Path) -> Iterator[Row]:
+    """Train with a seed, play the last checkpoint, and yield what came of it."""
+    began = _processor_time()
+    _command(TRAIN, f"experiment={name}", f"seed={seed}", "eval_checkpoint=last", f"hydra.run.dir={folder}")
+    minutes = (_processor_time() - began) / 60
+    said = _command(EVALUATE, f"ckpt_path={folder}/checkpoints/last.ckpt", f"episodes={EPISODES}")
+    yield from logged(folder / "csv" / "metrics.csv", seed)
+    yield ended(said, seed, minutes)
+
+
+def logged(path: Path, seed: int) -> Iterator[Row]:
+    """Yield the evaluations that a run has logged."""
+    with path.open(newline="") as file:
+        for row in csv.DictReader(file):
+            if row.get("eval/return"):
+                yield Row(seed, int(float(row["step"])), float(row["eval/return"]), float(row["eval/return_std"]), 0)
+
+
+def ended(said: str, seed: int, minutes: float) -> Row:
+    """Read the last line of ``torchrl-lightning-evaluate``."""
+    found = re.search(r"return: (\S+) \+- (\S+) over (\d+) episodes, (\d+) frames", said)
+    if found is None:
+        raise ResultsError(f"the evaluation of seed {seed} said {said[-300:]!r} instead of a score.")
+    return Row(seed, int(found[4]), float(found[1]), float(found[2]), int(found[3]), minutes)
+
+
+def _command(program: str, *arguments: str) -> str:
+    done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise ResultsError(f"{' '.join(arguments)} ended with {done.returncode}: {done.stderr[-1000:]}")
+    return done.stdout
+
+
+def _processor_time() -> float:
+    used = getrusage(RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def table(folder: Path = RESULTS) -> str:
+    """Return the table of all results."""
+    published = yaml.safe_load((folder / "published.yaml").read_text())
+    heads = ("experiment", "seeds", "frames", "minutes", "score of each seed", "mean, deviation", "published")
+    lines = [f"| {' | '.join(heads)} |", f"|{' --- |' * len(heads)}"]
+    for path in sorted(folder.glob("*.csv")):
+        ends = [row for row in read(path) if row.minutes is not None]
+        scores = [row.score for row in ends]
+        short = [f"{score:.4g}" if abs(score) < 10 else f"{score:.0f}" for score in scores]
+        told = f"{np.mean(scores):.4g} +- {np.std(scores, ddof=1):.2g}" if len(scores) > 1 else short[0]
+        if len(scores) >= 5:
+            told += "; middle half {:.3g} ({:.3g} to {:.3g})".format(*np.ravel(bootstrapped(np.array(scores)[:, None])))
+        frames, minutes = max(row.frames for row in ends), np.mean([row.minutes for row in ends])
+        seeds = ", ".join(str(row.seed) for row in ends)
+        cells = (f"`{path.stem}`", seeds, f"{frames:,}", f"{minutes:.1f}", ", ".join(short), told)
+        lines.append(f"| {' | '.join(cells)} | {published.get(path.stem, '')} |")
+    return "\n".join(lines) + "\n"
+
+
+def with_table(page: str, made: str) -> str:
+    """Return a page with the table between its marks."""
+    before, rest = page.split(BEGIN)
+    return before + BEGIN + "\n" + made + "\n" + END + rest.split(END)[1]
+
+
+def main() -> None:
+    """Run an experiment, or make the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    running = commands.add_parser("run")
+    running.add_argument("name")
+    running.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    commands.add_parser("table")
+    arguments = parser.parse_args()
+    if arguments.command == "table":
+        GUIDE.write_text(with_table(GUIDE.read_text(), table()))
+        return
+    settings_of(arguments.name)  # refuses one that is not there
+    with tempfile.TemporaryDirectory() as folder:
+        runs = [list(run(arguments.name, seed, Path(folder, str(seed)))) for seed in arguments.seeds]
+    write(arguments.name, [row for rows in runs for row in rows])
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except ResultsError as error:
+        sys.exit(f"error: {error}")

@@ -1,0 +1,66 @@
+"""The logs of the experiments' scores, and the table that is made of them."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+from benchmarks import results
+from benchmarks.results import (
+    BEGIN,
+    GUIDE,
+    RESULTS,
+    ResultsError,
+    Row,
+    ended,
+    logged,
+    read,
+    table,
+    with_table,
+)
+
+NAME = "ppod_minigrid_keycorridor"
+ROWS = [Row(0, 100, -1.5, 0.25, 0), Row(0, 200, 3.0, 0.5, 100, 1.25)]
+
+
+def test_the_guide_has_the_table_that_the_logs_make():
+    page = GUIDE.read_text()
+    assert with_table(page, table()) == page, "run python tests/benchmarks/results.py table"
+    assert page.count(BEGIN) == 1
+
+
+def test_what_is_written_is_read_again_as_long_as_the_settings_are_the_same(tmp_path, monkeypatch):
+    results.write(NAME, ROWS, tmp_path)
+    path = tmp_path / f"{NAME}.csv"
+    assert read(path) == ROWS
+    changed = tmp_path / "conf"
+    shutil.copytree(results.CONF, changed)
+    monkeypatch.setattr(results, "CONF", changed)
+    yaml = changed / f"{NAME}.yaml"
+    yaml.write_text(f"# another comment\n{yaml.read_text()}")
+    assert read(path) == ROWS
+    before = results.settings_of("ppod_minigrid_multiroom")
+    yaml.write_text(yaml.read_text().replace("total_frames: 5", "total_frames: 6"))
+    with pytest.raises(ResultsError, match=r"is of the settings \w+, the experiment has \w+\. Run it again: python"):
+        read(path)
+    assert results.settings_of("ppod_minigrid_multiroom") != before  # which begins with this one
+
+
+def test_another_version_or_experiment_is_refused(tmp_path):
+    path = tmp_path / f"{NAME}.csv"
+    path.write_text((RESULTS / f"{NAME}.csv").read_text().replace("version 1", "version 2"))
+    with pytest.raises(ResultsError, match="begins with '# version 2"):
+        read(path)
+    with pytest.raises(ResultsError, match="there is no experiment none"):
+        results.settings_of("none")
+
+
+def test_a_log_and_the_last_line_of_an_evaluation_are_understood(tmp_path):
+    path = tmp_path / "metrics.csv"
+    path.write_text("eval/return,eval/return_std,step\n,,64\n2.5,0.5,128\n")
+    assert list(logged(path, 3)) == [Row(3, 128, 2.5, 0.5, 0)]
+    said = "warning\nmean evaluation return: -83.0 +- 19.5 over 100 episodes, 299008 frames, 3 s\n"
+    assert ended(said, 1, 0.5) == Row(1, 299008, -83.0, 19.5, 100, 0.5)
+    with pytest.raises(ResultsError, match="seed 1 said 'error'"):
+        ended("error", 1, 0.5)
