@@ -22,6 +22,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.harness import one_thread, say
+from benchmarks.results import logged
 
 if __name__ == "__main__":
     one_thread()
@@ -122,10 +123,8 @@ def theirs(folder: Path) -> Iterator[Point]:
 def evaluations(folder: Path) -> Iterator[tuple[float, float]]:
     """Read frames and returns of the evaluations of a run of ``torchrl-lightning-train``."""
     (path,) = folder.rglob("metrics.csv")
-    with path.open(newline="") as file:
-        for row in csv.DictReader(file):
-            if row["eval/return"]:
-                yield float(row["step"]), float(row["eval/return"])
+    for row in logged(path, 0):
+        yield row.frames, row.score
 
 
 def draw(picture: Path, our_runs: list[Path], their_runs: list[Path], doorkey: list[Path]) -> None:

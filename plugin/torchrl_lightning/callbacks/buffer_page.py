@@ -14,14 +14,12 @@ from lightning.pytorch.trainer.states import TrainerFn
 from tensordict import TensorDictBase
 
 from torchrl_lightning.callbacks.sparse import SparseCallback
-from torchrl_lightning.inspection.draws import Draws
+from torchrl_lightning.inspection.draws import EVERY, Draws
 from torchrl_lightning.inspection.report import inspect_buffer
 from torchrl_lightning.ranges import integer
 from torchrl_lightning.updates import UpdateBatches
 
 logger = logging.getLogger(__name__)
-
-EVERY = 8  # batches, of which one is counted
 
 
 class BufferPage(SparseCallback):

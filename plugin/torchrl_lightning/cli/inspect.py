@@ -61,12 +61,14 @@ def look(source: Path, last: int | None = None) -> Inspection:
     Raises:
         UsageError: It is nothing of ours, damaged, or holds no buffer.
     """
+    from torchrl_lightning.demonstrations.files import SUFFIXES
+
     if not source.exists():
         raise UsageError(f"there is no {source}; {_MEND}.")
     try:
         if source.is_dir():
             return _in_folder(source, last)
-        if source.suffix in _demonstration_suffixes():
+        if source.suffix in SUFFIXES:
             return _demonstrations([source], source)
         return _in_checkpoint(source, source.parent.parent, last)
     except (ValueError, OSError) as error:
@@ -77,6 +79,7 @@ def look(source: Path, last: int | None = None) -> Inspection:
 
 
 def _in_folder(folder: Path, last: int | None) -> Inspection:
+    from torchrl_lightning.demonstrations.files import SUFFIXES
     from torchrl_lightning.files import MANIFEST, read_state
     from torchrl_lightning.inspection.report import inspect_state
 
@@ -88,7 +91,7 @@ def _in_folder(folder: Path, last: int | None) -> Inspection:
         return _in_checkpoint(newest, folder, last)
     if saved := _newest_state(folder):  # of a run that has written no checkpoint yet
         return inspect_state(read_state(saved, streamed=True), saved, last=last)
-    files = sorted(path for path in folder.iterdir() if path.suffix in _demonstration_suffixes())
+    files = sorted(path for path in folder.iterdir() if path.suffix in SUFFIXES)
     if files:
         return _demonstrations(files, folder)
     running = " (a run writes its first at its first evaluation)" if (folder / ".hydra").is_dir() else ""
@@ -106,7 +109,7 @@ def _in_checkpoint(path: Path, run: Path, last: int | None) -> Inspection:
     """Look at the buffers inside a checkpoint, or beside it, of each rank."""
     from torchrl_lightning.datamodules.snapshots import snapshot_of
     from torchrl_lightning.files import read_state
-    from torchrl_lightning.inspection.report import inspect_state
+    from torchrl_lightning.inspection.report import NoBufferError, inspect_state
     from torchrl_lightning.learn.loading import read_checkpoint
 
     stored = read_checkpoint(path, mapped=True)
@@ -119,14 +122,8 @@ def _in_checkpoint(path: Path, run: Path, last: int | None) -> Inspection:
         raise UsageError(f"{path} was not written through one of our DataModules, so that it holds no buffer; {_MEND}.")
     try:
         return inspect_state(state, path, last=last)
-    except ValueError as error:
-        if "holds no buffer;" not in str(error):
-            raise
+    except NoBufferError as error:
         raise UsageError(f"{path} holds no buffer; train with data.checkpoint_buffer=inside (or beside).") from error
-
-
-def _demonstration_suffixes() -> tuple[str, ...]:
-    return (".npz", ".safetensors")
 
 
 def _demonstrations(files: Sequence[Path], source: Path) -> Inspection:

@@ -318,13 +318,6 @@ class ReplayDataModule(ExperienceDataModule):
             self.trainer.should_stop = True
         return batch
 
-    def _transferred(self, batch: TensorDictBase) -> Any:
-        """Do to a batch of several what Lightning does to a batch."""
-        batch = self.on_before_batch_transfer(batch, 0)
-        if self.trainer is not None:
-            batch = self.transfer_batch_to_device(batch, self.trainer.strategy.root_device, 0)
-        return self.on_after_batch_transfer(batch, 0)
-
     def _waits_for_frames(self) -> bool:
         """Return whether the next update needs more frames than there are."""
         frames = (self._clock.frames + self._clock.count) // self._ranks - self.warmup_frames - self._refilled

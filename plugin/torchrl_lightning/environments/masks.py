@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from itertools import accumulate
 from typing import Any
@@ -74,6 +75,11 @@ class ActionMask:
                 f"its {ACTION_MASK!r} forbids: the policy or the demonstration does not look at it. PPO, A2C, V-trace, "
                 "REINFORCE and DQN do; for others leave it out by drop=[action_mask] of an EnvironmentRecipe."
             )
+
+
+def allowed_values(values: Tensor, mask: Tensor) -> Tensor:
+    """Return values or logits ``[*B, A]``, minus infinity where a mask ``[*B, A]`` forbids."""
+    return values.masked_fill(~mask.bool(), -math.inf)
 
 
 def draw_choice(mask: Tensor) -> Tensor:

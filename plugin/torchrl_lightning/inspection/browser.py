@@ -12,7 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from torchrl_lightning.inspection.content import PIECE, Content, Ints, Leaf, Path, Piece
+from torchrl_lightning.entries import Path
+from torchrl_lightning.inspection.content import PIECE, Content, Ints, Leaf, Piece
 from torchrl_lightning.inspection.episodes import ENDS, Episodes
 from torchrl_lightning.inspection.pictures import COLOURS, lines
 from torchrl_lightning.inspection.summary import Summary

@@ -12,11 +12,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from torchrl_lightning.entries import Path, leaves_of
+
 PIECE = 1 << 22  # bytes of an entry that are read at a time
 DEPTH = 16
 Ints = NDArray[np.int64]
-Path = tuple[str, ...]
-"""Keys from the root of the steps to one entry."""
 
 
 class Leaf(Protocol):
@@ -191,11 +191,6 @@ def _search(node: Any, name: str, last: int | None, depth: int) -> Iterator[Cont
             )
 
 
-def _leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    for key, entry in tree.items() if isinstance(tree, Mapping) else ():
-        yield from _leaves(entry, (*path, str(key))) if isinstance(entry, Mapping) else [((*path, str(key)), entry)]
-
-
 def _mass(sampler: Any) -> Leaf | None:
     while isinstance(sampler, Mapping):
         if "leaves" in sampler:
@@ -217,7 +212,7 @@ def _rings(
         length, kind = writer["length"], "replay buffer"
     if last is not None:
         first = np.maximum(first, behind - max(1, last // len(first)))
-    leaves = {path: leaf for path, leaf in _leaves(storage["data"]) if len(leaf)}
+    leaves = {path: leaf for path, leaf in leaves_of(storage["data"] or {}) if len(leaf)}
     stack = storage.get("frame_stack")
     found = None if cells is None else cells[:].numpy()
     return Content(
@@ -229,7 +224,10 @@ def _rollout(storage: Mapping[str, Any], name: str) -> Content:
     steps, envs = storage["num_steps"], storage["num_envs"] or 1
     trees = (storage["data"], storage.get("added"))
     leaves = {
-        path: leaf.flatten(0, 1) for tree in trees for path, leaf in _leaves(tree) if leaf.shape[:2] == (steps, envs)
+        path: leaf.flatten(0, 1)
+        for tree in trees
+        for path, leaf in leaves_of(tree or {})
+        if leaf.shape[:2] == (steps, envs)
     }
     first, behind = np.zeros(envs, np.int64), np.full(envs, steps)
     return Content(name, "rollout", leaves, steps * envs, storage["size"] * envs, max(steps, 1), first, behind)
@@ -240,7 +238,7 @@ def demonstrations(states: Sequence[Mapping[str, Any]], name: str, capacity: int
 
     The end of one that does not say how it ended counts as terminal.
     """
-    trees = [dict(_leaves(state["steps"])) for state in states]
+    trees = [dict(leaves_of(state["steps"])) for state in states]
     shared = [path for path in (trees[0] if trees else ()) if all(path in tree for tree in trees)]
     shared = [path for path in shared if len({tree[path].shape[1:] for tree in trees}) == 1]
     leaves: dict[Path, Leaf] = {path: Chained([tree[path] for tree in trees]) for path in shared}

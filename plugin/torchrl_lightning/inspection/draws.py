@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
+EVERY = 8  # batches, of which a run counts one
 PARTS = 1024  # of the length of a ring, in which ages are counted
 
 

@@ -13,7 +13,7 @@ from torchrl_lightning.inspection.browser import browser, is_told
 from torchrl_lightning.inspection.draws import PARTS
 from torchrl_lightning.inspection.findings import findings
 from torchrl_lightning.inspection.pictures import bars, histogram
-from torchrl_lightning.inspection.summary import WIDE, Summary
+from torchrl_lightning.inspection.summary import BARS, WIDE, Summary
 from torchrl_lightning.inspection.tables import entry_rows, facts, title_of
 
 STYLE = """
@@ -87,7 +87,7 @@ def _pictures(summary: Summary) -> Iterator[str]:
         yield bars(ages.stored_bars, 0, ages.oldest, title, ages.drawn_bars)
     if (draws := summary.draws) is not None:
         oldest = int(np.flatnonzero(draws.ages)[-1]) + 1
-        shown = np.add.reduceat(draws.ages[:oldest], np.arange(0, oldest, -(-oldest // 32)))
+        shown = np.add.reduceat(draws.ages[:oldest], np.arange(0, oldest, -(-oldest // BARS)))
         yield bars(shown.tolist(), 0, draws.length * oldest / PARTS, "ages when drawn in this run")
         yield histogram(draws.counts[draws.counts > 0], "how often each drawn step was")
     if priorities is not None:

@@ -19,6 +19,10 @@ from torchrl_lightning.inspection.tables import tables
 from torchrl_lightning.ranges import integer, optional
 
 
+class NoBufferError(Fault):
+    """There is nothing to look at."""
+
+
 @dataclass(frozen=True)
 class Inspection:
     """What one or several buffers hold: prints as tables, and shows itself as a page in a notebook.
@@ -106,5 +110,6 @@ def inspect_state(state: Any, name: str | Path, *, last: int | None = None) -> I
     except (KeyError, TypeError, IndexError, AttributeError, RuntimeError) as error:
         raise Fault(f"{name} holds no buffer of ours: {type(error).__name__}: {error}.") from error
     if not found.summaries:
-        raise Fault(f"{name} holds no buffer; name a run that keeps one in its checkpoints, or a folder of a buffer.")
+        mend = "name a run that keeps one in its checkpoints, or a folder of a buffer"
+        raise NoBufferError(f"{name} holds no buffer; {mend}.")
     return found

@@ -11,6 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from torchrl_lightning.inspection.draws import EVERY
 from torchrl_lightning.inspection.episodes import ENDS, Episodes
 from torchrl_lightning.inspection.findings import findings
 from torchrl_lightning.inspection.summary import Entry, Summary
@@ -66,9 +67,8 @@ def facts(summary: Summary) -> list[tuple[str, str]]:
     if summary.draws is not None:
         draws = summary.draws
         never = 1 - int((draws.counts > 0).sum()) / max(summary.content.count, 1)
-        found.append(
-            ("drawn in this run", f"{draws.number:,} steps counted, one batch in 8; mean age {draws.mean_age:.4g}")
-        )
+        told = f"{draws.number:,} steps counted, one batch in {EVERY}; mean age {draws.mean_age:.4g}"
+        found.append(("drawn in this run", told))
         found.append(("of what is stored", f"{max(never, 0):.0%} not in those batches; one step {draws.most:,} times"))
     return found
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 __all__ = ["build_actor", "build_critic"]
 __room__ = ["Actor", "Critic"]
 
-import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -21,21 +20,13 @@ from torchrl.modules import ProbabilisticActor, ValueOperator
 
 from torchrl_lightning._modules import hold
 from torchrl_lightning.entries import path_of
-from torchrl_lightning.environments.masks import action_mask
+from torchrl_lightning.environments.masks import action_mask, allowed_values
 from torchrl_lightning.keys import ACTION_MASK, BOOKKEEPING, FEATURES
 from torchrl_lightning.learn.action_heads import ActionHead, Parameters, build_head
 from torchrl_lightning.learn.compiled_layers import CompiledLayers, defines_both
 from torchrl_lightning.learn.networks import MLPNetwork, Network, mlp, orthogonal
 
 _DETERMINISTIC = {InteractionType.RANDOM: False, InteractionType.DETERMINISTIC: True}
-
-
-class MaskedLogits(nn.Module):
-    """Logits ``[*B, A]``, minus infinity where a mask ``[*B, A]`` forbids."""
-
-    def forward(self, logits: Tensor, mask: Tensor) -> Tensor:
-        """Return them."""
-        return logits.masked_fill(~mask.bool(), -math.inf)
 
 
 class Actor(ProbabilisticActor):
@@ -59,11 +50,10 @@ class Actor(ProbabilisticActor):
         spec: TensorSpec | None = None,
         masked: bool = False,
     ) -> None:
-        mask = MaskedLogits()
         parts = [trunk, TensorDictModule(head, in_keys=[FEATURES], out_keys=head.parameter_keys)]
         if masked:
             keys = head.parameter_keys
-            parts.append(TensorDictModule(mask, in_keys=[*keys, ACTION_MASK], out_keys=keys))
+            parts.append(TensorDictModule(allowed_values, in_keys=[*keys, ACTION_MASK], out_keys=keys))
         super().__init__(
             TensorDictSequential(*parts),
             in_keys=head.parameter_keys,
@@ -77,20 +67,13 @@ class Actor(ProbabilisticActor):
         )
         # Plain attributes for speed; the modules are registered once, above.
         hold(self, trunk=trunk, head=head)
-        self._mask = mask if masked else None
+        self.masked = masked
         self.out_keys = ["action", "action_log_prob", *(key for key in trunk.out_keys if key != FEATURES)]
         self._computed = list(self.out_keys)
 
-    @property
-    def masked(self) -> bool:
-        """Whether it reads ``action_mask``."""
-        return self._mask is not None
-
     def allowed(self, parameters: Parameters, step: TensorDictBase) -> Parameters:
         """Return a distribution's parameters as the mask of a step ``[*B]`` leaves them, if it has one."""
-        if self._mask is None:
-            return parameters
-        return (self._mask(parameters[0], step.get(ACTION_MASK)),)
+        return (allowed_values(parameters[0], step.get(ACTION_MASK)),) if self.masked else parameters
 
     def act_on(self, step: TensorDictBase) -> dict[NestedKey, Tensor]:
         """Return what ``forward`` writes, and write nothing; collectors call it on each step."""
@@ -115,7 +98,7 @@ class Actor(ProbabilisticActor):
         """
         head = self.head
         sample = layers = None
-        if self._mask is None and defines_both(head, "compiled_sample", "sample"):
+        if not self.masked and defines_both(head, "compiled_sample", "sample"):
             with suppress(ValueError):
                 layers = CompiledLayers(step.get(self.trunk.in_keys[0]), self.trunk, head, head.stack)
                 sample = head.compiled_sample(layers)

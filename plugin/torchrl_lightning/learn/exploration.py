@@ -5,7 +5,6 @@ from __future__ import annotations
 __all__ = ["EpsilonGreedyPolicy"]
 __room__ = ["ExploringPolicy", "NoisyPolicy", "StochasticPolicy"]
 
-import math
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from tensordict.nn.probabilistic import interaction_type
 from tensordict.utils import NestedKey
 from torch import Tensor, nn
 
-from torchrl_lightning.environments.masks import draw_choice
+from torchrl_lightning.environments.masks import allowed_values, draw_choice
 from torchrl_lightning.kernels.compiled import jitted
 from torchrl_lightning.kernels.perceptron import choose_greedily, choose_noisily
 from torchrl_lightning.keys import ACTION_MASK, FEATURES
@@ -168,7 +167,7 @@ class EpsilonGreedyPolicy(ExploringPolicy):
         mask = entries[-1] if self._masks else None
         values = self.network.values(entries[: len(entries) - len(self._masks)])
         if mask is not None:
-            values = values.masked_fill(~mask.bool(), -math.inf)
+            values = allowed_values(values, mask)
         action = values.argmax(-1)
         if explore:
             random = torch.rand(action.shape, device=action.device) < self.amount**self.exponent

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor, nn
 
+from torchrl_lightning.environments.masks import allowed_values
 from torchrl_lightning.learn.agents import OptimizerFactory
 from torchrl_lightning.learn.by_hand import HandGradients
 from torchrl_lightning.learn.exploration import EpsilonGreedyPolicy, FramesDecay, NoisyPolicy, StochasticPolicy
@@ -97,7 +98,7 @@ class DQNModule(OffPolicyModule):
             after = targets.q_network.values(batch.after_target)
             chooser = network.values(batch.after) if self.double_q else after
             if batch.allowed is not None:
-                chooser = chooser.masked_fill(~batch.allowed, -math.inf)
+                chooser = allowed_values(chooser, batch.allowed)
             target = batch.target(double_q_value(after, chooser) if self.double_q else chooser.amax(-1))
         loss, error = batch.td_loss(values, target, self.loss_function)
         return {"loss_value": loss, "value": batch.mean(values.detach())}, error
