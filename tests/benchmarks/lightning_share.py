@@ -55,10 +55,16 @@ def replay(updates_per_step: int) -> ReplayDataModule:
     )
 
 
-def rollouts() -> OnPolicyDataModule:
+def rollouts(updates_per_step: int) -> OnPolicyDataModule:
     """Return a stream of 16 updates an epoch, from 128 steps of each environment."""
     return OnPolicyDataModule(
-        "CartPole-v1", num_envs=NUM_ENVS, frames_per_batch=1024, num_epochs=4, mini_batch_size=256, seed=0
+        "CartPole-v1",
+        num_envs=NUM_ENVS,
+        frames_per_batch=1024,
+        num_epochs=4,
+        mini_batch_size=256,
+        updates_per_step=updates_per_step,
+        seed=0,
     )
 
 
@@ -160,8 +166,7 @@ def by_hand(cls: type, data: Any) -> float:
             began = time.process_time()
         for index, batch in enumerate(data.train_dataloader()):
             module.training_step(data.on_after_batch_transfer(batch, 0), index)
-            if isinstance(data, ReplayDataModule):
-                data.take_back()
+            data.end_step()
         module.metric_sums.flush()
     seconds = time.process_time() - began
     data.close()
@@ -172,7 +177,8 @@ def by_hand(cls: type, data: Any) -> float:
 CASES: list[tuple[str, type, type, Callable[[], Any], int, float]] = [
     ("DQN, batch 128, 8 frames an update, 1 update a step", DQNModule, BareDQN, partial(replay, 1), 256, 0.3),
     ("DQN, the same, 16 updates a step, as auto has it", DQNModule, BareDQN, partial(replay, 16), 256, 0.05),
-    ("PPO, batch 256, 64 frames an update", PPOModule, BarePPO, rollouts, 16, 0.05),
+    ("PPO, batch 256, 64 frames an update, 1 update a step", PPOModule, BarePPO, partial(rollouts, 1), 16, 0.3),
+    ("PPO, the same, 8 updates a step, as auto has it", PPOModule, BarePPO, partial(rollouts, 8), 16, 0.05),
 ]
 
 

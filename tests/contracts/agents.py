@@ -95,16 +95,17 @@ class Noisy(TinyActorCritic):
         return super().training_step(batch, batch_idx) * torch.rand(())
 
 
+# What saves amid an epoch sees steps, so that "auto" would choose 1 beside it and 16 without.
 def collected(module: Callable[[], Any], **settings: Any) -> tuple[Any, Any]:
     sizes = {"num_envs": 4, "frames_per_batch": 64, "mini_batch_size": 32, "num_epochs": 2, "eval_episodes": 1}
-    return module(), OnPolicyDataModule("CartPole-v1", reset_at_each_batch=True, seed=0, **sizes, **settings)
+    exact = {"reset_at_each_batch": True, "updates_per_step": 1}
+    return module(), OnPolicyDataModule("CartPole-v1", seed=0, **{**sizes, **exact, **settings})
 
 
 def scheduled() -> PPOModule:
     return PPOModule(MLPNetwork([4]), schedule="linear", entropy_coeff=1.0, entropy_schedule="linear")
 
 
-# What saves amid an epoch sees steps, so that "auto" would choose 1 beside it and 16 without.
 EXACT = {"reset_at_each_batch": True, "frames_per_batch": 8, "frames_per_update": 0.7, "updates_per_step": 1}
 FOLDER = tempfile.TemporaryDirectory()  # cells in files leave no names in it
 
@@ -174,6 +175,12 @@ RUNS: dict[str, Run] = {
     ),
     "OnPolicyDataModule, schedules to the trainer's last epoch": Run(
         partial(collected, scheduled), (Stop(BEHIND_UPDATE, 7), Stop("on_validation_end", 2), Stop(BEHIND_EPOCH, 2))
+    ),
+    "OnPolicyDataModule, three updates a step": Run(
+        # An epoch has a step of three updates, amid the second pass, and one of what is left.
+        partial(collected, lambda: PPOModule(MLPNetwork([4])), updates_per_step=3),
+        (Stop(BEHIND_UPDATE, 1), Stop(IN_UPDATE, 4), Stop(BEHIND_UPDATE, 5)),
+        NO_EVALUATION,
     ),
     "OnPolicyDataModule, normalised": Run(
         partial(collected, lambda: PPOModule(MLPNetwork([4])), **NORMALISED), FIRST_TWO

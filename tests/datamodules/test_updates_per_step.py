@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,16 @@ from lightning.pytorch.callbacks import ModelCheckpoint, Timer
 
 from kit.replay import dqn, experience, fit, replay_data
 from kit.runs import parameters
-from torchrl_lightning import DQNModule, MLPNetwork, ReplayDataModule, SACModule
+from torchrl_lightning import (
+    DQNModule,
+    MLPNetwork,
+    OnPolicyDataModule,
+    PPOModule,
+    ReplayDataModule,
+    SACModule,
+    VTraceBuffer,
+    VTraceModule,
+)
 from torchrl_lightning.datamodules import updates_per_step
 
 
@@ -39,6 +49,33 @@ def test_weights_do_not_depend_on_it(make: Any, module: Any, tmp_path: Path) -> 
         assert (data.updates, data.frames) == (20, 60)
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
+
+
+@pytest.mark.parametrize("target_kl", [None, 1e-4])
+def test_nor_do_those_of_rollouts(target_kl: float | None, tmp_path: Path) -> None:
+    found = []
+    for number, steps in ((1, 12), ("auto", 2), (4, 4)):
+        torch.manual_seed(0)
+        sizes = {"num_envs": 2, "frames_per_batch": 32, "mini_batch_size": 16, "num_epochs": 3}
+        data = OnPolicyDataModule("CartPole-v1", seed=0, updates_per_step=number, **sizes)
+        learner, run = fit(tmp_path, data, PPOModule(MLPNetwork([8]), learning_rate=0.01, target_kl=target_kl))
+        found.append(parameters(learner))
+        assert run.fit_loop.epoch_loop.batch_progress.total.completed == steps
+        assert learner._stopped == (target_kl is not None)
+        assert data.frames == 64
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+def test_rollouts_between_two_steps_are_estimated_anew_as_with_one(tmp_path: Path) -> None:
+    found = []
+    for number in (1, 6):  # V-trace recomputes its targets before each pass, within a step
+        torch.manual_seed(0)
+        buffer = partial(VTraceBuffer, gamma=0.9)
+        sizes = {"num_envs": 2, "frames_per_batch": 32, "num_mini_batch": 2, "num_epochs": 3}
+        data = OnPolicyDataModule("CartPole-v1", buffer=buffer, seed=0, updates_per_step=number, **sizes)
+        found.append(parameters(fit(tmp_path, data, VTraceModule(MLPNetwork([8]), learning_rate=0.01))[0]))
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize(("most", "expected"), [(2**30, 16), (100, 8), (1, 1)])
@@ -78,6 +115,7 @@ class Apart(L.Callback):
     [
         ({"max_steps": 5}, "max_steps or min_steps counts them"),
         ({"val_check_interval": 3, "limit_val_batches": 1}, "val_check_interval=3 counts them"),
+        ({"val_check_interval": 0.5, "limit_val_batches": 1}, "val_check_interval=0.5 counts them"),
         ({"limit_train_batches": 4}, "limit_train_batches=4 counts them"),
         ({"callbacks": [lambda: ModelCheckpoint(every_n_train_steps=2)]}, "every_n_train_steps of ModelCheckpoint"),
         ({"callbacks": [Seeing]}, "Seeing has hooks on batches"),

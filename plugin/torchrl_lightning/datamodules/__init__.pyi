@@ -6,3 +6,4 @@ from torchrl_lightning.datamodules.dynamics import DynamicsDataModule as Dynamic
 from torchrl_lightning.datamodules.mixed_replay import MixedReplay as MixedReplay
 from torchrl_lightning.datamodules.on_policy import OnPolicyDataModule as OnPolicyDataModule
 from torchrl_lightning.datamodules.replay import ReplayDataModule as ReplayDataModule
+from torchrl_lightning.datamodules.updates_per_step import UpdatesDataModule as UpdatesDataModule

@@ -30,19 +30,23 @@ class DataHooks(SparseCallback):
         return getattr(trainer, "datamodule", None) is self.data
 
 
-class ReplayHooks(DataHooks):
-    """Take priorities back after each update, and write the buffer with each checkpoint.
+class StepHooks(DataHooks):
+    """Tell a DataModule that a step has ended.
 
-    The DataModule puts this callback before all others, so that a checkpoint that another callback writes after an
-    update holds the priorities of that update.
+    The DataModule puts this callback before all others, so that a checkpoint that another callback writes after a step
+    holds what the step has made.
     """
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Take priorities and rewritten entries back."""
+        """End the step."""
         if self.is_of(trainer):
-            self.data.take_back()
+            self.data.end_step()
+
+
+class ReplayHooks(StepHooks):
+    """End each step, which takes priorities back, and write the buffer with each checkpoint."""
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Write the buffer, where it is kept beside the checkpoint, and refer to it."""

@@ -7,16 +7,16 @@ __all__ = ["OnPolicyDataModule"]
 import inspect
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Annotated, Any, Protocol
 
 from gymnasium.vector import VectorEnv
 from tensordict import TensorDictBase
 from torchrl.envs import EnvBase
 
-from torchrl_lightning.datamodules.base import ExperienceDataModule
 from torchrl_lightning.datamodules.discounts import check_discount
 from torchrl_lightning.datamodules.episodes import ends_of
-from torchrl_lightning.datamodules.loaders import batches_served
+from torchrl_lightning.datamodules.updates_per_step import UpdatesDataModule
 from torchrl_lightning.environments.origins import env_ids
 from torchrl_lightning.fitting import require_fit
 from torchrl_lightning.keys import REPLAYED
@@ -25,6 +25,7 @@ from torchrl_lightning.rollout import GAEBuffer, RolloutBuffer
 from torchrl_lightning.settings import Count, setting
 from torchrl_lightning.state import check_state, generator, mapping, whole
 from torchrl_lightning.stated import Kept
+from torchrl_lightning.updates import UpdateBatches
 
 
 class RolloutBufferFactory(Protocol):
@@ -42,10 +43,10 @@ def _place(value: Any, name: str, here: Any) -> dict[str, Any] | None:
     return check_state(value, {"epoch": whole(), "pass": whole(-1), "generator": generator("cpu")}, "place", None, here)
 
 
-class OnPolicyDataModule(ExperienceDataModule):
+class OnPolicyDataModule(UpdatesDataModule):
     """Collect a rollout, estimate its advantages and serve it in mini-batches, once each Lightning epoch.
 
-    An epoch has ``num_epochs * num_mini_batch`` batches. The next rollout is collected when the next epoch begins, with
+    An epoch has ``num_epochs * num_mini_batch`` updates. The next rollout is collected when the next epoch begins, with
     the weights that the last update left: no batch is ever older than its policy.
 
     Args:
@@ -60,7 +61,7 @@ class OnPolicyDataModule(ExperienceDataModule):
             must divide ``num_envs``.
         shuffle: draw the samples of each pass in a new random order.
 
-    The other arguments are those of :class:`ExperienceDataModule`.
+    The other arguments are those of :class:`UpdatesDataModule`.
 
     Raises:
         ValueError: if the mini-batches do not fit the rollout, or (before anything is collected) a rollout the memory.
@@ -82,7 +83,7 @@ class OnPolicyDataModule(ExperienceDataModule):
     serves = "rollouts"
     learner_for_it = "model=ppo (PPOModule)"
     RUN_STATE = {
-        **ExperienceDataModule.RUN_STATE,
+        **UpdatesDataModule.RUN_STATE,
         "metrics": Kept(mapping, "_metrics", missing={}),
         "place": Kept(_place, "_place", missing=None),
     }
@@ -94,9 +95,13 @@ class OnPolicyDataModule(ExperienceDataModule):
         self._resumed: dict[str, Any] | None = None  # the place that a checkpoint was written at
 
     @property
-    def batches_per_epoch(self) -> int:
+    def updates_of_epoch(self) -> int:
         """``num_epochs * num_mini_batch``, the same on every rank."""
         return self.num_epochs * self.num_mini_batch
+
+    @property
+    def _rows_of_update(self) -> int:
+        return -(-self.frames_per_batch // self.num_mini_batch)
 
     @property
     def rollout_length(self) -> int:
@@ -104,6 +109,7 @@ class OnPolicyDataModule(ExperienceDataModule):
         return self.frames_per_batch // self.envs_per_worker
 
     def _build_parts(self) -> None:
+        super()._build_parts()
         if self.buffer is None:
             self.buffer = self._any_buffer(trial=False)
             self.buffer.generator.manual_seed(self._spawn_seed("buffer"))
@@ -143,26 +149,31 @@ class OnPolicyDataModule(ExperienceDataModule):
         self._place = self._place if self.buffer is not None and "buffer" in own else None
         self._resumed = self._place
 
-    def _epoch(self) -> Iterator[TensorDictBase]:
+    def _epoch(self) -> Iterator[TensorDictBase | UpdateBatches]:
         module, buffer = self._module(), self.buffer
         trainer: Any = self.trainer
-        length, served = self._epoch_length(), batches_served(self.trainer)
+        made, end = self._begin_epoch()
         learner = (module.policy, getattr(module, "critic", None))
         resumed, self._resumed = self._resumed, None
-        if resumed is not None and (served > 0 or resumed["epoch"] == trainer.current_epoch):
+        if resumed is not None and (made > 0 or resumed["epoch"] == trainer.current_epoch):
             self._feed.restore_rng()
         else:
             resumed = None
             # A run limited by max_steps restarts after its last batch, and a module may end an epoch early.
-            if served >= length or self.stop_if_spent() or not self._fill(module, buffer, *learner):
+            if made >= end or self.stop_if_spent() or not self._fill(module, buffer, *learner):
                 return
-        for number, batch in self._passes(buffer, learner, resumed, served):
-            if number + 1 == length:
-                # Lightning counts the batches and never asks for one more: nothing runs after the last yield.
-                buffer.after_gradients(None, {})
-                self.stop_if_spent()
-            if served <= number < length:
-                yield batch
+        batches = self._passes(buffer, learner, resumed, made)
+        yield from self._steps(partial(self._draw, batches, end), made, end)
+
+    def _draw(self, batches: Iterator[tuple[int, TensorDictBase]], end: int, update: int) -> TensorDictBase | None:
+        """Return the numbered batch of an update of an epoch of ``end``, leaving out those before it."""
+        for number, batch in batches:
+            if number == update:
+                if number + 1 == end:  # nothing runs after the last update: Lightning never asks for one more
+                    self.buffer.after_gradients(None, {})
+                    self.stop_if_spent()
+                return batch
+        return None
 
     def _fill(self, module: Any, buffer: RolloutBuffer, actor: Any, critic: Any) -> bool:
         """Collect a rollout and estimate its advantages; return whether there is one."""

@@ -9,7 +9,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
-from functools import cached_property
+from functools import cached_property, partial
 from inspect import signature
 from pathlib import Path
 from typing import Annotated, Any, Protocol
@@ -18,16 +18,14 @@ from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-from torchrl_lightning.datamodules.adapters import ReplayHooks, outside_autocast
-from torchrl_lightning.datamodules.base import ExperienceDataModule
+from torchrl_lightning.datamodules.adapters import ReplayHooks
 from torchrl_lightning.datamodules.dataset import BufferedDataset, refuse_collection
 from torchrl_lightning.datamodules.discounts import check_discount, discount_of
 from torchrl_lightning.datamodules.environments import is_ready
-from torchrl_lightning.datamodules.loaders import Batches, batches_served
 from torchrl_lightning.datamodules.snapshots import BufferSnapshots
 from torchrl_lightning.datamodules.sources import BatchSource, RowStore, build_source, check_rows, check_source
 from torchrl_lightning.datamodules.steps import LentSteps, Steps, check_resets, plain_batch, read_batch, steps_in
-from torchrl_lightning.datamodules.updates_per_step import AUTO, StepSize, count_or_auto
+from torchrl_lightning.datamodules.updates_per_step import UpdatesDataModule
 from torchrl_lightning.demonstrations.dataset import dataset_path
 from torchrl_lightning.environments.origins import cut_off
 from torchrl_lightning.files import check_writable
@@ -53,7 +51,7 @@ class ReplayBufferFactory(Protocol):
         ...
 
 
-class ReplayDataModule(ExperienceDataModule):
+class ReplayDataModule(UpdatesDataModule):
     """Serve the batches of ``updates_per_epoch`` updates each epoch from a replay buffer that grows in step with them.
 
     Before update ``u`` (counted from 0 over the whole run) each rank's environments have been stepped for
@@ -75,12 +73,6 @@ class ReplayDataModule(ExperienceDataModule):
             it terminates.
         batch_size: samples (or sequences) in a batch.
         updates_per_epoch: updates of one epoch.
-        updates_per_step: updates that a module makes in one ``training_step``, so that Lightning's hooks are paid once
-            for them. Environments are stepped and the batch is drawn before each of them, so that frames, batches and
-            weights are those of one update a step; ``global_step`` counts steps. Above 1, the module optimizes manually
-            and learns from each batch of :func:`~torchrl_lightning.updates_of`, as ours do. The last step of an epoch
-            has what is left. ``"auto"`` chooses by the size of network and batch; a resumed run keeps it. It is 1 where
-            the trainer or a callback counts or sees batches, or the module does not declare ``loops_over_updates``.
         frames_per_update: new frames for each update, over all environments of this rank; may be below 1. If None, 1,
             and 0 with a data set.
         warmup_frames: frames collected with random actions before the first update (by our own collector; one that is
@@ -95,7 +87,7 @@ class ReplayDataModule(ExperienceDataModule):
         buffer_dir: where ``"beside"`` writes; ``buffer`` below the trainer's root folder if None.
         frames_per_batch: frames collected at a time; one step of every environment if None.
 
-    The other arguments are those of :class:`ExperienceDataModule`.
+    The other arguments are those of :class:`UpdatesDataModule`.
 
     Raises:
         ValueError: if a number is out of range or ``checkpoint_buffer`` is unknown, or if nothing is to be collected
@@ -114,7 +106,6 @@ class ReplayDataModule(ExperienceDataModule):
     dataset: Any = None
     batch_size: Count = 256
     updates_per_epoch: Count = 1000
-    updates_per_step: Annotated[int | str, count_or_auto] = AUTO
     frames_per_update: Annotated[float, optional(not_negative)] = setting(default=None)
     warmup_frames: int = setting(default=None)
     write_back: Sequence[NestedKey] | None = None
@@ -124,12 +115,11 @@ class ReplayDataModule(ExperienceDataModule):
     num_envs: Count = 1
 
     serves, leaves_resets_out = "replay", True
+    HOOKS = ReplayHooks
     learner_for_it = "model=dqn (DQNModule)"
     RUN_STATE = {
-        **ExperienceDataModule.RUN_STATE,
+        **UpdatesDataModule.RUN_STATE,
         "updates": Kept(whole(), "_learned"),
-        "in_step": Kept(whole(), "_in_step"),
-        "updates_per_step": Kept(optional(whole(1)), "_step.kept", missing=1),
         "refilled": Kept(whole(), "_refilled"),
         "batch": Kept(read_batch, "_pending", plain_batch, missing=None),
     }
@@ -151,8 +141,6 @@ class ReplayDataModule(ExperienceDataModule):
         self.updates = 0
         """Updates whose batch was drawn."""
         self._refilled = 0  # frames that are collected anew, because a checkpoint held no buffer
-        self._in_step = 0  # updates that an unfinished step has made
-        self._step, self._size = StepSize(self.updates_per_step), 1  # and updates of a step in this epoch
         self._dataset: BufferedDataset | None = None  # until the buffer is filled
         self._source: Any = None  # a BatchSource, from setup on
         self._rows: RowStore | None = None  # the source, where it keeps the rows itself
@@ -166,7 +154,6 @@ class ReplayDataModule(ExperienceDataModule):
         self._resumed: TensorDictBase | None = None  # the one that a resumed run begins with
         self._rewritten: Callable[[Any], Sequence[NestedKey]] = lambda batch: ()  # keys that the learner rewrites
         self._gamma, self._ranks = 0.99, 1
-        self._hooks = ReplayHooks(self)
         self._seconds: dict[str, float] = {}  # of this epoch
         self._snapshot: dict[str, Any] | None = None  # the state written last, as long as it is the present one
 
@@ -189,9 +176,13 @@ class ReplayDataModule(ExperienceDataModule):
         self._resumed = batch
 
     @property
-    def batches_per_epoch(self) -> int:
-        """Steps of Lightning's in an epoch, the same on every rank."""
-        return -(-self.updates_per_epoch // self._step.number)
+    def updates_of_epoch(self) -> int:
+        """``updates_per_epoch``."""
+        return self.updates_per_epoch
+
+    @property
+    def _rows_of_update(self) -> int:
+        return self.batch_size
 
     @property
     def clock(self) -> tuple[int, str]:
@@ -205,6 +196,7 @@ class ReplayDataModule(ExperienceDataModule):
         return {**super().metrics(), "updates": float(self.updates), **own}
 
     def _build_parts(self) -> None:
+        super()._build_parts()
         self.buffer = buffer = self._any_buffer(trial=False)
         tell(buffer.transform, self._environments.goals)
         if self._source is None:
@@ -215,9 +207,6 @@ class ReplayDataModule(ExperienceDataModule):
         self._prepare = getattr(self._source, "prepare", None)
         self._rewritten = getattr(learner, "rewritten_keys", self._rewritten)
         self._gamma, self._ranks = discount_of(learner, buffer), self.world_size
-        if learner is not None:
-            self._step.begin(learner)
-            self._hooks.attach(learner.trainer)
         if not len(buffer) and not self.updates:
             buffer.generator.manual_seed(self._spawn_seed("buffer"))
         if self.dataset is not None and not len(buffer):
@@ -246,11 +235,6 @@ class ReplayDataModule(ExperienceDataModule):
 
     # ------------------------------------------------------------------ the stream
 
-    def train_dataloader(self) -> Batches:
-        """Return the stream of training steps."""
-        self._step.choose(self.trainer, self.batch_size)
-        return super().train_dataloader()
-
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Keep the batch that the module learns from: its loss writes the new priorities into it."""
         if self._is_drawn:
@@ -263,37 +247,23 @@ class ReplayDataModule(ExperienceDataModule):
         dataset, self._dataset = self._dataset, None
         if dataset is not None and not len(self.buffer):  # a checkpoint has not brought it
             dataset.write(module.policy, self._note if self._normalization.is_on and not self.updates else None)
-        size = self._size = self._step.number
         self._seconds = {"time/collect": 0.0, "time/sample": 0.0}
-        update = batches_served(self.trainer) * size + self._in_step
-        end = min(self._epoch_length() * size, self.updates_per_epoch)
-        while update < end:
-            behind = min(update - update % size + size, end)
-            batch = self._draw(module, update, end)
-            if batch is None:
-                return
-            if size == 1:
-                yield batch
-            else:
-                yield UpdateBatches(self._of_step(module, self._transferred(batch), range(update + 1, behind), end))
-            update = behind
+        made, end = self._begin_epoch()
+        yield from self._steps(partial(self._draw, module, end), made, end)
 
-    def _of_step(self, module: Any, first: TensorDictBase, later: range, end: int) -> Iterator[TensorDictBase]:
-        """Yield the batches of a step, each when its update begins."""
-        yield first
-        for update in later:
-            if self._is_spent():
-                return
-            self.take_back()
-            with outside_autocast():
-                batch = self._draw(module, update, end)
-            if batch is None:
-                return
-            yield self._transferred(batch)
+    def _end_update(self) -> bool:
+        if self._is_spent():
+            return False
+        self.take_back()
+        return True
 
-    def _draw(self, module: Any, update: int, end: int) -> TensorDictBase | None:
+    def end_step(self) -> None:
+        """Hand back to the buffer what the step's last update has made for it."""
+        self.take_back()
+        super().end_step()
+
+    def _draw(self, module: Any, end: int, update: int) -> TensorDictBase | None:
         """Collect what an update of an epoch of ``end`` waits for, and return its batch; None if collection ended."""
-        self._in_step = update % self._size
         began = time.perf_counter()
         while self._waits_for_frames() or not len(self._kept_rows):
             if not self._collect_frames(module):
@@ -368,10 +338,9 @@ class ReplayDataModule(ExperienceDataModule):
     def take_back(self) -> None:
         """Hand priorities and rewritten entries of the batch that was learned from to the buffer.
 
-        Lightning's trainer does so at the end of each step; without a batch it does nothing.
+        Without a batch it does nothing.
         """
         batch, self._served = self._served, None
-        self._in_step = 0
         if batch is None:
             return
         self._snapshot = None

@@ -1,14 +1,24 @@
-"""How many updates a step of Lightning's makes, where nobody says it."""
+"""How many updates a step of Lightning's makes, also where nobody says it, and the streams whose steps make several."""
 
 from __future__ import annotations
 
+__all__ = ["UpdatesDataModule"]
+
 import logging
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any, ClassVar
 
 from lightning.pytorch.callbacks import Callback, Checkpoint, ProgressBar, Timer
+from tensordict import TensorDictBase
 from torch.nn.parameter import is_lazy
 
-from torchrl_lightning.ranges import integer
+from torchrl_lightning.datamodules.adapters import StepHooks, outside_autocast
+from torchrl_lightning.datamodules.base import ExperienceDataModule
+from torchrl_lightning.datamodules.loaders import Batches, batches_served
+from torchrl_lightning.ranges import integer, optional
+from torchrl_lightning.state import whole
+from torchrl_lightning.stated import Kept
+from torchrl_lightning.updates import UpdateBatches
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +108,7 @@ def _reason_for_one(trainer: Any, learner: Any) -> str | None:
         return f"{name} does not declare loops_over_updates = True beside its training_step"
     if trainer.max_steps != -1 or trainer.min_steps:
         return "max_steps or min_steps counts them"
-    if isinstance(trainer.val_check_interval, int):
+    if trainer.val_check_interval != 1.0 or isinstance(trainer.val_check_interval, int):
         return f"val_check_interval={trainer.val_check_interval} counts them"
     if trainer.limit_train_batches != 1.0 or isinstance(trainer.limit_train_batches, int):
         return f"limit_train_batches={trainer.limit_train_batches} counts them"
@@ -130,3 +140,104 @@ def _sees_updates(part: Any) -> bool:
         if maker != "torchrl_lightning" and not (maker == "lightning" and harmless):
             return True
     return False
+
+
+class UpdatesDataModule(ExperienceDataModule):
+    """A stream whose steps of Lightning's make several updates each.
+
+    Args:
+        updates_per_step: updates that a module makes in one ``training_step``, so that Lightning's hooks are paid once
+            for them. Each batch is drawn when its update begins, so that frames, batches and weights are those of one
+            update a step; ``global_step`` counts steps. Above 1, the module optimizes manually and learns from each
+            batch of :func:`~torchrl_lightning.updates_of`, as ours do. The last step of an epoch has what is left.
+            ``"auto"`` chooses by the size of network and batch; a resumed run keeps it. It is 1 where the trainer or a
+            callback counts or sees batches, or the module does not declare ``loops_over_updates``.
+
+    The other arguments are those of :class:`ExperienceDataModule`.
+    """
+
+    CONFIG_NAME: ClassVar[str | None] = None
+    updates_per_step: Annotated[int | str, count_or_auto] = AUTO
+
+    RUN_STATE = {
+        **ExperienceDataModule.RUN_STATE,
+        "in_step": Kept(whole(), "_in_step", missing=0),
+        "updates_per_step": Kept(optional(whole(1)), "_step.kept", missing=1),
+    }
+    HOOKS: ClassVar[type[StepHooks]] = StepHooks
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._step, self._size = StepSize(self.updates_per_step), 1  # and updates of a step in this epoch
+        self._in_step = 0  # updates that an unfinished step has made
+        self._hooks = self.HOOKS(self)
+
+    @property
+    def updates_of_epoch(self) -> int:
+        """Updates of an epoch, the same on every rank."""
+        raise NotImplementedError
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Steps of Lightning's in an epoch, the same on every rank."""
+        return -(-self.updates_of_epoch // self._step.number)
+
+    @property
+    def _rows_of_update(self) -> int:
+        """Return how many samples an update learns from."""
+        raise NotImplementedError
+
+    def _build_parts(self) -> None:
+        if self._learner is not None:
+            self._step.begin(self._learner)
+            self._hooks.attach(self._learner.trainer)
+
+    def train_dataloader(self) -> Batches:
+        """Return the stream of training steps."""
+        self._step.choose(self.trainer, self._rows_of_update)
+        return super().train_dataloader()
+
+    def _begin_epoch(self) -> tuple[int, int]:
+        """Return how many updates of an epoch were made before a checkpoint within it, and how many it makes."""
+        size = self._size = self._step.number
+        made = batches_served(self.trainer) * size + self._in_step
+        return made, min(self._epoch_length() * size, self.updates_of_epoch)
+
+    def _steps(
+        self, draw: Callable[[int], TensorDictBase | None], update: int, end: int
+    ) -> Iterator[TensorDictBase | UpdateBatches]:
+        """Yield the steps of an epoch from an update on; ``draw`` returns the batch of each, None if there is none."""
+        while update < end:
+            behind = min(update - update % self._size + self._size, end)
+            self._in_step = update % self._size
+            batch = draw(update)
+            if batch is None:
+                return
+            if self._size == 1:
+                yield batch
+            else:
+                yield UpdateBatches(self._of_step(draw, self._transferred(batch), range(update + 1, behind)))
+            update = behind
+
+    def _of_step(
+        self, draw: Callable[[int], TensorDictBase | None], first: TensorDictBase, later: range
+    ) -> Iterator[TensorDictBase]:
+        """Yield the batches of a step, each when its update begins."""
+        yield first
+        for update in later:
+            if not self._end_update():
+                return
+            self._in_step = update % self._size
+            with outside_autocast():
+                batch = draw(update)
+            if batch is None:
+                return
+            yield self._transferred(batch)
+
+    def _end_update(self) -> bool:
+        """End an update within a step; return whether another one follows."""
+        return True
+
+    def end_step(self) -> None:
+        """End a step; Lightning's trainer does so, before any callback of others."""
+        self._in_step = 0

@@ -25,6 +25,7 @@ from torchrl_lightning.learn.rnd import RandomNetworkDistillation
 from torchrl_lightning.learn.schedules import Schedule, as_schedule
 from torchrl_lightning.learn.transitions import missing
 from torchrl_lightning.settings import Positive, Switch, setting
+from torchrl_lightning.updates import UpdateBatches, updates_of
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +64,7 @@ class ActorCriticModule(TermsModule):
     adam_eps: ClassVar[float] = 1e-5
     honours_masks = True
     learns_from = "rollouts"
+    loops_over_updates = True
     stream_for_it = "data=gae (OnPolicyDataModule)"
 
     network: Annotated[Network, described_network(MLPNetwork)] = setting(default=None, kw_only=False)
@@ -242,10 +244,13 @@ class ActorCriticModule(TermsModule):
             terms[name] = terms[name] + loss if name in terms else loss
         return terms
 
-    def training_step(self, batch: TensorDictBase, batch_idx: int) -> None:
-        """Update on one mini-batch."""
-        if self._stopped:
-            return
+    def training_step(self, batch: TensorDictBase | UpdateBatches, batch_idx: int) -> None:
+        """Update on each mini-batch of this step, until ``should_stop``."""
+        for number, part in enumerate(updates_of(batch)):
+            if not self._stopped:
+                self._learn(part, inner=number > 0)
+
+    def _learn(self, batch: TensorDictBase, *, inner: bool) -> None:
         made = self._updates_by_hand(batch)
         terms = self.compute(batch) if made is None else made
         if self.intrinsic is not None:
@@ -254,9 +259,9 @@ class ActorCriticModule(TermsModule):
             self._stopped = True
             return
         if made is None:
-            self.minimise(terms)
+            self.minimise(terms, inner=inner)
         else:
-            self.accumulate({**terms, **self.step_optimizers()})
+            self.accumulate({**terms, **self.step_optimizers(inner=inner)})
         key = self.critic.out_keys[0]
         value, target = batch.get(key, None), batch.get(target_key(key), None)
         if value is not None and target is not None:
