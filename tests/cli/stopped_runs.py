@@ -48,17 +48,18 @@ _DYNAMICS = [
     *("model.planner.horizon=3", "model.planner.candidates=10", "model.planner.elites=2", "model.planner.iterations=1"),
 ]
 _RING = ["data.buffer.storage.max_size=512"]
+_BRANCHES = [
+    *(*_RING, "data.source.frames_per_fit=16", "data.source.branches_per_fit=32"),
+    *("model.dynamics.hidden_sizes=[8,8]", "model.dynamics.num_members=2", "model.dynamics.num_elites=1"),
+    *("model.dynamics.batch_size=8", "model.dynamics.max_epochs=3"),
+]
 _OWN = {
     **dict.fromkeys(("ddpg_her_fetchreach", "dqn_cartpole", "dqn_frames_pong", "dqn_pong", "sac_pendulum"), _RING),
-    **dict.fromkeys(("dqn_pong_envpool", "dqn_prioritized_lunarlander"), _RING),
+    **dict.fromkeys(("dqn_pong_envpool", "dqn_prioritized_lunarlander", "sac_invertedpendulum"), _RING),
     "sac_episodic_pendulum": [*_RING, "data.buffer.sampler.recent_data_steps=4"],
     "sac_recurrent_pendulum": [*_RING, "data.buffer.sampler.batch_length=4", "data.buffer.sampler.burn_in=1"],
     "sac_simple_pendulum": ["data.buffer.size=512"],
-    "mbpo_pendulum": [
-        *(*_RING, "data.source.frames_per_fit=16", "data.source.branches_per_fit=32"),
-        *("model.dynamics.hidden_sizes=[8,8]", "model.dynamics.num_members=2", "model.dynamics.num_elites=1"),
-        *("model.dynamics.batch_size=8", "model.dynamics.max_epochs=3"),
-    ],
+    **dict.fromkeys(("mbpo_invertedpendulum", "mbpo_pendulum"), _BRANCHES),
 }
 
 

@@ -195,12 +195,14 @@ def test_an_environment_is_built(compose_option, option, tmp_path, monkeypatch):
         ("dqn_pong", "atari", ["data.num_envs=2", "data.warmup_frames=4", "data.buffer.storage.max_size=64"]),
         ("dqn_pong_envpool", "envpool", ["data.num_envs=2", "data.warmup_frames=4", "data.buffer.storage.max_size=64"]),
         ("ppo_cartpole_envpool", "envpool", []),
+        ("mbpo_invertedpendulum", "mujoco", ["model.dynamics.max_epochs=1", "data.source.branches_per_fit=100"]),
         ("ppo_halfcheetah", "mujoco", ["data.frames_per_batch=64"]),
         ("ppo_minigrid_doorkey", "minigrid", ["data.frames_per_batch=64"]),
         ("ppod_minigrid_keycorridor", "minigrid", ["data.frames_per_batch=128"]),
         ("ppod_minigrid_lockedroom", "minigrid", ["data.frames_per_batch=128"]),
         ("ppod_minigrid_multiroom", "minigrid", ["data.frames_per_batch=128"]),
         ("ppod_minigrid_unlockpickup", "minigrid", ["data.frames_per_batch=128"]),
+        ("sac_invertedpendulum", "mujoco", ["data.warmup_frames=100"]),
     ],
 )
 def test_an_experiment_that_needs_an_extra_learns(compose_train, experiment, env, fewer, tmp_path, monkeypatch):

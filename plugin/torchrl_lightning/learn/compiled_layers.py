@@ -40,7 +40,7 @@ def linear_layers(trunk: Any, modules: Sequence[nn.Module | None]) -> tuple[list
     Raises:
         ValueError: There is something else to compute.
     """
-    if type(trunk) is not Trunk or type(trunk.encoder) is not MLPEncoder or not trunk.encoder.flat.trivial:
+    if type(trunk) is not Trunk or type(trunk.encoder) is not MLPEncoder or not trunk.encoder.flat.vectors:
         raise ValueError(f"{type(trunk).__name__} is not compiled.")
     linear: list[nn.Linear] = []
     activations: list[int] = []
@@ -82,7 +82,7 @@ class CompiledLayers:
     def __init__(self, x: Tensor, trunk: Any, head: nn.Module, modules: Sequence[nn.Module | None]) -> None:
         linear, activations = linear_layers(trunk, modules)
         rows, weights = len(x), sum(layer.weight.numel() for layer in linear)
-        if rows * weights > MOST_PRODUCTS or not is_plain(x) or x.ndim != 2:
+        if rows * weights > MOST_PRODUCTS or not is_plain(x) or x.shape[1:] != (linear[0].in_features,):
             raise ValueError(f"{rows} rows of {weights} weights are not compiled.")
         self._watch = Watch(trunk, head)
         self._levels = [layer._parameters for layer in linear]

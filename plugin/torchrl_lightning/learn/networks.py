@@ -107,7 +107,8 @@ class FlatEntries:
         self.classes = [choices(spec) for spec in specs]
         self.event_dims = [len(spec.shape) for spec in specs]
         self.features = sum(sum(n) or math.prod(spec.shape) for spec, n in zip(specs, self.classes, strict=True))
-        self.trivial = len(specs) == 1 and self.event_dims == [1] and not self.classes[0]
+        self.vectors = set(self.event_dims) == {1} and not any(self.classes)
+        self.trivial = self.vectors and len(specs) == 1
 
     def __call__(self, *entries: Tensor) -> Tensor:
         """Map entries ``[*B, *F_i]`` to ``[*B, F]``."""

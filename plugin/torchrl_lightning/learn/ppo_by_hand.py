@@ -40,8 +40,8 @@ class ClippedGradients(HandGradients):
         super().__init__(rows, actor, critic)
         if type(actor.head) is not CategoricalHead or critic.is_shared or critic.out_keys != ["state_value"]:
             raise ValueError("Only a choice among actions, and one critic of its own, are known.")
-        if actor.masked:
-            raise ValueError("No masks are known.")
+        if actor.masked or len(actor.trunk.in_keys) > 1:
+            raise ValueError("No masks are known, and one entry of an observation.")
         if module.clip_value is not None or module.intrinsic is not None:
             raise ValueError("Clipped values and intrinsic rewards are not known.")
         self.module, self.key = module, actor.trunk.in_keys[0]

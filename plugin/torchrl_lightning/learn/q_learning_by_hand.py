@@ -24,7 +24,7 @@ from torchrl_lightning.learn.by_hand import (
 from torchrl_lightning.learn.compiled_layers import activation_number
 from torchrl_lightning.learn.q_networks import CriticEnsemble, QNetwork
 from torchrl_lightning.learn.squashed import LOG_STD_RANGE, DeterministicHead, SquashedHead, furthest
-from torchrl_lightning.learn.transitions import Transitions
+from torchrl_lightning.learn.transitions import Entries, Transitions
 
 Seen = tuple[Array, Array]
 """Observations of a batch, and their successors."""
@@ -35,13 +35,12 @@ def rows_of(batch: Transitions) -> int | None:
     for each in (*batch.now, *batch.after, batch.reward, batch.weight, batch.discount):
         if isinstance(each, Tensor) and not (each.dtype is torch.float32 and each.is_cpu):
             return None
-    plain = (
-        len(batch.now) == 1
-        and batch.mask is None
-        and batch.reward.ndim == 1
-        and batch.action.dtype in (torch.int64, torch.float32)
-    )
+    plain = batch.mask is None and batch.reward.ndim == 1 and batch.action.dtype in (torch.int64, torch.float32)
     return len(batch.reward) if plain else None
+
+
+def _vectors(entries: Entries) -> Array:
+    return (torch.cat(entries, -1) if len(entries) > 1 else entries[0].contiguous()).numpy()
 
 
 def of_critics(critics: Any, gradients: Gradients | None = None) -> list[Perceptron]:
@@ -53,8 +52,8 @@ def of_critics(critics: Any, gradients: Gradients | None = None) -> list[Percept
             place += 1
         else:
             kinds[place] = activation_number(layer)
-    if flat is None or flat.event_dims != [1, 1] or any(flat.classes):
-        raise ValueError("Only critics of one vector and an action are perceptrons.")
+    if flat is None or not flat.vectors:
+        raise ValueError("Only critics of vectors and an action are perceptrons.")
     found = []
     for number in range(critics.size):
         layers = [
@@ -94,7 +93,7 @@ class TransitionGradients(HandGradients):
         else:
             factor = self.constant
             factor.fill(discount)
-        seen = batch.now[0].contiguous().numpy(), batch.after[0].contiguous().numpy()
+        seen = _vectors(batch.now), _vectors(batch.after)
         step = batch.reward.numpy(), batch.terminated.numpy(), factor
         weight = self.evenly if batch.weight is None else jitted(kernels.shares)(batch.weight.numpy())
         error = torch.empty(self.rows)
