@@ -18,6 +18,9 @@ from torchrl_lightning.datamodules.replay import ReplayDataModule as ReplayDataM
 from torchrl_lightning.datamodules.updates_per_step import UpdatesDataModule as UpdatesDataModule
 from torchrl_lightning.demonstrations.actor import DemonstrationActor as DemonstrationActor
 from torchrl_lightning.demonstrations.annealing import DemonstrationAnnealing as DemonstrationAnnealing
+from torchrl_lightning.demonstrations.dataset import fill as fill
+from torchrl_lightning.demonstrations.dataset import read_dataset as read_dataset
+from torchrl_lightning.demonstrations.dataset import transitions as transitions
 from torchrl_lightning.demonstrations.directory import DemonstrationDirectory as DemonstrationDirectory
 from torchrl_lightning.demonstrations.files import read_demonstration as read_demonstration
 from torchrl_lightning.demonstrations.files import write_demonstration as write_demonstration

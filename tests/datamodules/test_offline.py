@@ -36,7 +36,7 @@ def cartpole(tmp_path_factory):
 def rows(cartpole):
     """Their steps."""
     specs = environment_specs(make_vector_env("CartPole-v1", 1))
-    return [transitions(each, specs) for each in read_dataset(cartpole, specs)]
+    return [transitions(each, specs) for each in read_dataset(cartpole, "CartPole-v1")]
 
 
 def offline(dataset, buffer="uniform", **kwargs):

@@ -19,8 +19,9 @@ from torchrl_lightning import (
 )
 from torchrl_lightning.cli.checks import one_line
 from torchrl_lightning.demonstrations import record_demonstrations, write_demonstration
-from torchrl_lightning.demonstrations.dataset import read_dataset, transitions
+from torchrl_lightning.demonstrations.dataset import fill, read_dataset, transitions
 from torchrl_lightning.environments import make_environment
+from torchrl_lightning.replay import ExperienceBuffer, RingStorage
 
 
 @pytest.mark.parametrize("terminates", [True, False])
@@ -60,7 +61,7 @@ def test_a_mined_episode_is_learned_from_as_it_ended(tmp_path):
     mined = storage.reward_demonstrations[0]
     assert (mined.terminated, mined.truncated) == (False, True)
     write_demonstration(tmp_path / "mined.safetensors", mined)
-    (read,) = read_dataset(tmp_path, CARTPOLE)
+    (read,) = read_dataset(tmp_path, "CartPole-v1")
     for each in (mined, read):
         rows = transitions(each, CARTPOLE)["next"]
         assert rows["truncated"].flatten().tolist() == [False] * 5 + [True]
@@ -72,9 +73,9 @@ def test_a_directory_or_one_of_its_files(tmp_path, caplog):
     write_demonstration(tmp_path / "2.npz", episode(4))
     (tmp_path / "3.npz").write_bytes(b"nothing")
     with caplog.at_level(logging.WARNING):
-        assert [each.length for each in read_dataset(str(tmp_path), CARTPOLE)] == [1, 2, 4]
+        assert [each.length for each in read_dataset(str(tmp_path), "CartPole-v1")] == [1, 2, 4]
     assert "3.npz was refused" in caplog.text
-    assert [each.length for each in read_dataset(tmp_path / "2.npz", CARTPOLE)] == [4]
+    assert [each.length for each in read_dataset(tmp_path / "2.npz", "CartPole-v1")] == [4]
 
 
 def test_what_cannot_be_learned_from_is_named(tmp_path):
@@ -87,7 +88,7 @@ def test_what_cannot_be_learned_from_is_named(tmp_path):
         (tmp_path / "skipping.safetensors", "has frame_skip=4, the environment frame_skip=1"),
     ]:
         with pytest.raises(SystemExit, match=rf"^error: dataset={dataset}: .*{message}"), one_line():
-            read_dataset(dataset, CARTPOLE)
+            read_dataset(dataset, "CartPole-v1")
 
 
 def test_a_minari_data_set(tmp_path, monkeypatch):
@@ -95,10 +96,27 @@ def test_a_minari_data_set(tmp_path, monkeypatch):
     monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path))
     write_cart_poles(ends=False)
     for dataset in ("minari:cartpole/small-v0", minari.load_dataset("cartpole/small-v0")):
-        found = read_dataset(dataset, CARTPOLE)
+        found = read_dataset(dataset, "CartPole-v1")
         assert [each.length for each in found] == [3, 2]
         assert transitions(found[0], CARTPOLE)["next", "truncated"].sum() == 1
     wrong = {"minari:cartpole/none-v0": ".*cartpole/none-v0", 3: r"dataset must be a minari\.MinariDataset"}
     for dataset, message in wrong.items():
         with pytest.raises(SystemExit, match=f"^error: dataset={dataset}: {message}"), one_line():
-            read_dataset(dataset, CARTPOLE)
+            read_dataset(dataset, "CartPole-v1")
+
+
+def test_a_buffer_is_filled_behind_what_it_holds(tmp_path):
+    saved(tmp_path, episode(3), episode(2), episode(4))
+    found = read_dataset(tmp_path, "CartPole-v1")
+    buffer = ExperienceBuffer(storage=RingStorage(24), num_envs=2)
+    buffer.extend(transitions(episode(5)), env_ids=torch.tensor([0]))
+    fill(buffer, found)
+    assert buffer.writer.positions.tolist() == [9, 5]
+    first, second, third = map(transitions, found)
+    for ring, rows in ((0, torch.cat([transitions(episode(5)), third])), (1, torch.cat([first, second]))):
+        held = buffer.storage.get(buffer.writer.cell(torch.tensor(ring), torch.arange(len(rows))))
+        for key, leaf in rows.items(True, True):
+            assert torch.equal(held[key], leaf), key
+    with pytest.raises(ValueError, match=r"has 9 steps in 3 .* max_size=24, 12 for each of 2 .*, of which 14 are"):
+        fill(buffer, found)
+    assert buffer.writer.positions.tolist() == [9, 5]

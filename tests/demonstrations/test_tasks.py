@@ -22,7 +22,7 @@ from torchrl_lightning import (
 from torchrl_lightning.cli.checks import one_line
 from torchrl_lightning.collectors import GymnasiumCollector
 from torchrl_lightning.demonstrations.dataset import read_dataset
-from torchrl_lightning.demonstrations.tasks import given_recipe, recipe_metadata, recorded_recipe
+from torchrl_lightning.demonstrations.tasks import recipe_metadata, recorded_recipe
 
 ID = "MountainCar-v0"
 goal = partial(EnvironmentRecipe, ID, wrappers=[GoalReward])
@@ -134,7 +134,7 @@ def test_what_is_recorded_or_mined_carries_the_recipe_into_every_run(tmp_path):
     write_demonstration(tmp_path / "recorded.safetensors", recorded)
     asked = {"id": ID, "time_limit": 5, "clip_reward": 0.5}
     for folder in (tmp_path, tmp_path / "mined"):
-        for each in read_dataset(folder, buffer.hooks.attached(), 1, recipe):
+        for each in read_dataset(folder, recipe):
             assert recorded_recipe(each.metadata) == asked
             assert each.metadata["environment"] == ID
         reason = "was recorded with clip_reward=0.5, the environment has no clip_reward"
@@ -145,7 +145,7 @@ def test_what_is_recorded_or_mined_carries_the_recipe_into_every_run(tmp_path):
         file = min(folder.glob("*.safetensors"))
         for dataset in (folder, file):
             with pytest.raises(SystemExit, match=f"^error: dataset=.*{reason}"), one_line():
-                read_dataset(dataset, buffer.hooks.attached(), 1, given_recipe(ID))
+                read_dataset(dataset, ID)
         ppod.attach(EnvironmentRecipe(ID, clip_reward=0.5), num_envs=1)
         assert ppod.load_demo(file).length == 5
     data = ReplayDataModule(ID, buffer=ExperienceBuffer, dataset=tmp_path)

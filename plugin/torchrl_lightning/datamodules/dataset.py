@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -10,12 +9,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from torchrl_lightning.datamodules.environments import is_ready
-from torchrl_lightning.demonstrations import Demonstration
-from torchrl_lightning.demonstrations._faults import DemonstrationFault
-from torchrl_lightning.demonstrations.dataset import read_dataset, transitions
-from torchrl_lightning.demonstrations.recording import demonstration_specs
-from torchrl_lightning.demonstrations.tasks import given_recipe
+from torchrl_lightning.demonstrations.dataset import placed, read_dataset, transitions, write_episode
 from torchrl_lightning.entries import path_of
 from torchrl_lightning.environments import EnvironmentSpecs
 from torchrl_lightning.environments.policies import recurrent_states
@@ -26,7 +20,7 @@ class BufferedDataset:
     """The demonstrations of a data set, each whole in the ring that had the fewest steps before.
 
     Args:
-        dataset: what :func:`~torchrl_lightning.demonstrations.dataset.read_dataset` takes.
+        dataset: what :func:`~torchrl_lightning.read_dataset` takes.
         env: the environment that they are to be of: an id, a factory or a ready one.
         specs: its specs, with a frame stack.
         buffer: where they are to be written; it is empty.
@@ -37,21 +31,7 @@ class BufferedDataset:
 
     def __init__(self, dataset: Any, env: Any, specs: EnvironmentSpecs, buffer: ExperienceBuffer) -> None:
         self._specs, self._buffer = specs, buffer
-        demonstrations = read_dataset(
-            dataset, *((specs, 1) if is_ready(env) else demonstration_specs(env)), given_recipe(env)
-        )
-        writer = buffer.parts[2]
-        steps, self._placed = [0] * writer.num_envs, deque[tuple[int, Demonstration]]()
-        for demonstration in demonstrations:
-            ring = steps.index(min(steps))
-            steps[ring] += demonstration.length
-            self._placed.append((ring, demonstration))
-        if max(steps) > writer.length:
-            rings = f", {writer.length} for each of {writer.num_envs} environments" if writer.num_envs > 1 else ""
-            raise DemonstrationFault(
-                f"dataset={dataset} has {sum(steps)} steps in {len(demonstrations)} episodes, but the buffer has "
-                f"max_size={buffer.storage.max_size}{rings}. Give it a larger one."
-            )
+        self._placed = placed(buffer, read_dataset(dataset, env), f"dataset={dataset}")
 
     def write(self, policy: Any, note: Callable[[TensorDictBase, Tensor], None] | None) -> None:
         """Write and let go of them.
@@ -66,8 +46,7 @@ class BufferedDataset:
             rows = transitions(demonstration, self._specs)
             for key, state in states.items():
                 rows[key] = rows["next", *path_of(key)] = state.expand(len(rows), *state.shape[1:])
-            ids = None if self._buffer.parts[2].num_envs == 1 else torch.tensor([ring])
-            self._buffer.extend(rows, env_ids=ids)
+            write_episode(self._buffer, ring, rows)
             if note is not None:
                 note(rows.unsqueeze(0), torch.tensor([ring]))
 

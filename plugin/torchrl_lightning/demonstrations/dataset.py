@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+__all__ = ["fill", "read_dataset", "transitions"]
+
+from collections import deque
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,39 +17,37 @@ from torchrl_lightning.demonstrations.directory import DemonstrationDirectory
 from torchrl_lightning.demonstrations.files import SUFFIXES, read_demonstration
 from torchrl_lightning.demonstrations.minari import minari_demonstrations
 from torchrl_lightning.demonstrations.players import Player
+from torchrl_lightning.demonstrations.recording import demonstration_specs
+from torchrl_lightning.demonstrations.tasks import given_recipe
 from torchrl_lightning.demonstrations.trajectory import Demonstration
 from torchrl_lightning.entries import path_of
-from torchrl_lightning.environments.recipe import EnvironmentRecipe
 from torchrl_lightning.environments.specs import EnvironmentSpecs
 from torchrl_lightning.keys import ACTION, REWARD
+from torchrl_lightning.replay import ExperienceBuffer
 
 MINARI = "minari:"
 
 
-def read_dataset(
-    dataset: Any, specs: EnvironmentSpecs, frame_skip: int = 1, recipe: EnvironmentRecipe | None = None
-) -> list[Demonstration]:
-    """Read the demonstrations of a data set.
+def read_dataset(dataset: Any, env: Any) -> list[Demonstration]:
+    """Read the demonstrations of a data set, all of one environment.
 
     Args:
         dataset: A directory, of which a file that cannot be used is left out, by a warning; one file; ``"minari:ID"``,
             a Minari data set on this machine; or a ``minari.MinariDataset``.
-        specs: What the environment shows and takes, without a frame stack.
-        frame_skip: How many frames the environment takes in one step.
-        recipe: That of the environment, if known.
+        env: The environment that they are to be of: an id, a recipe or a factory of one, or a ready one.
 
     Raises:
         DemonstrationFault: There is no such data set, it holds no steps, or those of another environment.
 
     Example:
-        >>> from torchrl_lightning import environment_specs, make_vector_env
-        >>> read_dataset("nowhere", environment_specs(make_vector_env("CartPole-v1", 1)))
+        >>> read_dataset("nowhere", "CartPole-v1")
         Traceback (most recent call last):
             ...
         torchrl_lightning.demonstrations._faults.DemonstrationFault: dataset=nowhere: nowhere does not exist; \
 name a directory that holds demonstrations, or a .npz or .safetensors file.
     """
-    path = dataset_path(dataset)
+    path, recipe = dataset_path(dataset), given_recipe(env)
+    specs, frame_skip = demonstration_specs(env)
     try:
         if path is not None:
             if path.is_dir() or path.suffix not in SUFFIXES:
@@ -81,22 +83,21 @@ def dataset_path(dataset: Any) -> Path | None:
     return path
 
 
-def transitions(demonstration: Demonstration, specs: EnvironmentSpecs) -> TensorDict:
+def transitions(demonstration: Demonstration, specs: EnvironmentSpecs | None = None) -> TensorDict:
     """Return the steps of a demonstration, ``[T]``, as a collector delivers those of an environment.
 
     It ends as :attr:`Demonstration.ends` says. Where the last observation is not known, the one before it stands in its
     place.
 
     Args:
-        demonstration: One that fits the environment.
-        specs: What the environment shows and takes; images become its frame stacks, as those of an
-            :class:`~torchrl_lightning.EnvironmentRecipe`.
+        demonstration: The demonstration.
+        specs: What an environment shows and takes that it fits: images become its frame stacks, as those of an
+            :class:`~torchrl_lightning.EnvironmentRecipe`; without, observations stay as they are.
 
     Example:
-        >>> from torchrl_lightning import environment_specs, make_vector_env
         >>> steps = TensorDict({"observation": torch.arange(8.0).view(2, 4), "action": torch.tensor([0, 1])}, [2])
         >>> steps["next", "reward"] = torch.ones(2, 1)
-        >>> rows = transitions(Demonstration(steps), environment_specs(make_vector_env("CartPole-v1", 1)))
+        >>> rows = transitions(Demonstration(steps))
         >>> rows["next", "observation"][:, 0].tolist(), rows["next", "terminated"].flatten().tolist()
         ([4.0, 4.0], [False, True])
     """
@@ -113,7 +114,67 @@ def transitions(demonstration: Demonstration, specs: EnvironmentSpecs) -> Tensor
     }
     rows = TensorDict({ACTION: steps.get(ACTION), "is_init": first, "next": following}, [length])
     for key in demonstration.observation_keys:
-        frames = specs.observation[key].shape.numel() // max(1, steps.get(key)[0].numel())
+        shown = steps.get(key)[0] if specs is None else specs.observation[key]
+        frames = shown.shape.numel() // max(1, steps.get(key)[0].numel())
         seen = torch.from_numpy(Player(demonstration, frames, 0).whole(key))
         rows[key], rows["next", *path_of(key)] = seen[:-1], seen[1:]
     return rows
+
+
+def fill(buffer: ExperienceBuffer, dataset: Iterable[Demonstration], specs: EnvironmentSpecs | None = None) -> None:
+    """Write demonstrations into a replay buffer, each whole into the ring that holds the fewest steps.
+
+    Args:
+        buffer: The buffer; what it holds stays.
+        dataset: Demonstrations of one environment, as :func:`read_dataset` gives them.
+        specs: See :func:`transitions`.
+
+    Raises:
+        DemonstrationFault: They have more steps than the buffer has room for; nothing is written.
+
+    Example:
+        >>> from torchrl_lightning import RingStorage, record_demonstrations
+        >>> from tensordict.nn import TensorDictModule
+        >>> left = TensorDictModule(lambda x: x[..., 0].long() * 0, in_keys=["observation"], out_keys=["action"])
+        >>> buffer = ExperienceBuffer(storage=RingStorage(100))
+        >>> fill(buffer, record_demonstrations("CartPole-v1", left, 3, seed=0))
+        >>> len(buffer), buffer[:]["next", "terminated"].sum().item()
+        (26, 3)
+    """
+    for ring, demonstration in placed(buffer, dataset):
+        write_episode(buffer, ring, transitions(demonstration, specs))
+
+
+def placed(
+    buffer: ExperienceBuffer, dataset: Iterable[Demonstration], name: str = "the data set"
+) -> deque[tuple[int, Demonstration]]:
+    """Return the demonstrations, each with the ring that it is to be written into; refuse more than there is room for.
+
+    Args:
+        buffer: The buffer.
+        dataset: Demonstrations.
+        name: What they are called in the message.
+
+    Raises:
+        DemonstrationFault: They do not fit.
+    """
+    writer = buffer.parts[2]
+    there = writer.positions.tolist()
+    steps, found = list(there), deque[tuple[int, Demonstration]]()
+    for demonstration in dataset:
+        ring = steps.index(min(steps))
+        steps[ring] += demonstration.length
+        found.append((ring, demonstration))
+    if max(steps) > writer.length:
+        rings = f", {writer.length} for each of {writer.num_envs} environments" if writer.num_envs > 1 else ""
+        filled = f", of which {sum(there)} are written" if any(there) else ""
+        raise DemonstrationFault(
+            f"{name} has {sum(steps) - sum(there)} steps in {len(found)} episodes, but the buffer has "
+            f"max_size={buffer.storage.max_size}{rings}{filled}. Give it a larger one."
+        )
+    return found
+
+
+def write_episode(buffer: ExperienceBuffer, ring: int, rows: TensorDict) -> None:
+    """Write rows ``[T]`` of one environment."""
+    buffer.extend(rows, env_ids=None if buffer.parts[2].num_envs == 1 else torch.tensor([ring]))
