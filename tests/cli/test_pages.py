@@ -196,7 +196,7 @@ def env_of_experiment(line: str) -> str:
 @pytest.mark.filterwarnings("ignore:Deprecated API features detected")
 @pytest.mark.parametrize("line", OTHERS, ids=range(len(OTHERS)))
 def test_a_command_runs_as_it_is_written(line, first):
-    need_extra((re.findall(r" (?:env|collector)=(\w+)", line) or [env_of_experiment(line)])[0])
+    need_extra((re.findall(r" (?:env|collector|callbacks)=(\w+)", line) or [env_of_experiment(line)])[0])
     folder, run, _ = first
     before = runs_below(folder)
     resumed = "last.ckpt" in line

@@ -15,12 +15,13 @@ PACKAGES = {
     "onnx": ("onnx", "onnxruntime", "onnxscript"),
     "ray": ("ray",),
     "robotics": ("gymnasium_robotics",),
+    "video": ("moviepy", "pygame"),
 }
 
 
-def need_extra(env: str) -> None:
-    """Skip the test if a package is missing that an option of the group ``env`` needs."""
-    for package in PACKAGES.get(env, ()):
+def need_extra(option: str) -> None:
+    """Skip the test if a package is missing that an option of a group of configs needs."""
+    for package in PACKAGES.get(option, ()):
         with warnings.catch_warnings():
             # SWIG's modules end the process where one of their warnings is an error.
             warnings.simplefilter("ignore")

@@ -4,5 +4,6 @@ from torchrl_lightning.callbacks.buffer_page import BufferPage as BufferPage
 from torchrl_lightning.callbacks.checkpoint_io import AtomicCheckpointIO as AtomicCheckpointIO
 from torchrl_lightning.callbacks.checkpoints import BestCheckpoint as BestCheckpoint
 from torchrl_lightning.callbacks.checkpoints import LastCheckpoint as LastCheckpoint
+from torchrl_lightning.callbacks.episode_video import EpisodeVideo as EpisodeVideo
 from torchrl_lightning.callbacks.experience_log import ExperienceLog as ExperienceLog
 from torchrl_lightning.callbacks.frames_bar import FramesProgressBar as FramesProgressBar

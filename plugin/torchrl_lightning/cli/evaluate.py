@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,9 +29,8 @@ def evaluate(cfg: DictConfig) -> float:
     from torchrl_lightning.cli.checks import UsageError
     from torchrl_lightning.cli.parts import named
     from torchrl_lightning.cli.train import summary
+    from torchrl_lightning.collectors.films import check_film, film_episode
 
-    if cfg.video is not None and find_spec("moviepy") is None:
-        raise UsageError("video= needs moviepy and pygame: pip install 'torchrl-lightning[video]'.")
     quiet()
     if OmegaConf.is_missing(cfg, "ckpt_path"):
         raise UsageError("no checkpoint given; say ckpt_path=RUN/checkpoints/best.ckpt.")
@@ -43,7 +41,7 @@ def evaluate(cfg: DictConfig) -> float:
     with named(run, "data.env"):
         data.specs  # noqa: B018  # a property that builds the environment
     if cfg.video is not None:
-        check_films(data.eval_env)
+        check_film(data.eval_env)
     check_checkpoint(checkpoint, stored, data, model)
     policy = policy_of(cfg, stored, model)
     data.setup("validate")
@@ -58,7 +56,8 @@ def evaluate(cfg: DictConfig) -> float:
         draw_histogram(episodes["episode_return"], Path(cfg.histogram), checkpoint)
         print(f"histogram of returns: {cfg.histogram}")
     if cfg.video is not None:
-        film = record_video(data.eval_env, policy, Path(cfg.video), cfg.seed, deterministic=cfg.deterministic)
+        film = Path(cfg.video) / f"seed_{cfg.seed}.mp4"
+        film_episode(data.eval_env, policy, film, seed=cfg.seed, deterministic=cfg.deterministic)
         print(f"video: {film}")
     print(summary(episodes, (data.state_frames(stored[type(data).__qualname__]), "frames"), seconds))
     return float(episodes["episode_return"].mean())
@@ -135,32 +134,3 @@ def draw_histogram(returns: Tensor, path: Path, checkpoint: Path) -> None:
     axes.set(xlabel="return of an episode", ylabel="episodes")
     axes.legend()
     save_figure(figure, path, f"{len(returns)} episodes of {checkpoint.name}")
-
-
-def check_films(env: Any) -> None:
-    """Refuse a video of an environment that is not Gymnasium's."""
-    from torchrl.envs import EnvBase
-
-    from torchrl_lightning.cli.checks import UsageError
-    from torchrl_lightning.environments import close_environment, make_environment
-
-    made = make_environment(env, None, vectorization="sync")
-    close_environment(made)
-    if isinstance(made, EnvBase):
-        raise UsageError("video= films Gymnasium's environments, but that of this run is TorchRL's; leave video out.")
-
-
-def record_video(env: Any, policy: Any, folder: Path, seed: int, *, deterministic: bool = True) -> Path:
-    """Record one episode of an environment, given as an id or a factory, as a video."""
-    import gymnasium
-
-    from torchrl_lightning.collectors import play_episodes
-
-    def make() -> gymnasium.Env[Any, Any]:
-        made = gymnasium.make(env, render_mode="rgb_array") if isinstance(env, str) else env(render_mode="rgb_array")
-        return gymnasium.wrappers.RecordVideo(
-            made, str(folder), episode_trigger=lambda episode: episode == 0, name_prefix=f"seed_{seed}"
-        )
-
-    play_episodes(make, policy, 1, num_envs=1, seed=seed, deterministic=deterministic)
-    return folder / f"seed_{seed}-episode-0.mp4"

@@ -8,6 +8,7 @@ import copy
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 from gymnasium.vector import VectorEnv
@@ -17,6 +18,7 @@ from tensordict.utils import NestedKey
 from torchrl.envs import EnvBase
 
 from torchrl_lightning.collectors import play_episodes
+from torchrl_lightning.collectors.films import film_episode
 from torchrl_lightning.datamodules.arguments import (
     check_builds,
     check_fingerprint,
@@ -455,6 +457,11 @@ class ExperienceDataModule(Settings, LoadersDataModule):
         seed, num_envs = self._spawn_seed("evaluation", self._num_evaluations), min(self.eval_num_envs, episodes)
         policy = self._of_raw(policy)
         return play_episodes(self.eval_env, policy, episodes, num_envs=num_envs, seed=seed, deterministic=deterministic)
+
+    def film(self, policy: Any, path: Path) -> None:
+        """Play one episode as :meth:`evaluate` does and write it as a video; all of a run begin in the same state."""
+        seed, deterministic = self._spawn_seed("film"), self.eval_mode == "deterministic"
+        film_episode(self.eval_env, self._of_raw(policy), path, seed=seed, deterministic=deterministic)
 
     def _evaluation(self) -> Iterator[TensorDictBase]:
         yield self.evaluate(self._module().policy)

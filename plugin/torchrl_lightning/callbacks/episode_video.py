@@ -1,0 +1,74 @@
+"""Videos of what is evaluated, while a run trains."""
+
+from __future__ import annotations
+
+__all__ = ["EpisodeVideo"]
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+
+from torchrl_lightning.callbacks.sparse import SparseCallback
+from torchrl_lightning.collectors.films import check_film
+from torchrl_lightning.fitting import Fault
+from torchrl_lightning.ranges import integer
+
+logger = logging.getLogger(__name__)
+
+
+class EpisodeVideo(SparseCallback):
+    """Write a video of one episode at each evaluation, or at every n-th, played as the evaluation plays.
+
+    All of a run begin in the same state, which training never sees. Training is the same with and without them. The
+    first rank writes them, named by the frames so far; their pictures are in memory until an episode ends.
+
+    Args:
+        dirpath: The folder, made when it is needed.
+        every_n_evaluations: Leave out so many less one, beginning with the first one of this fit.
+
+    Raises:
+        ValueError: ``every_n_evaluations`` is below 1.
+
+    Example:
+        >>> EpisodeVideo("videos", every_n_evaluations=0)
+        Traceback (most recent call last):
+        ValueError: every_n_evaluations must be a positive integer, got 0.
+    """
+
+    def __init__(self, dirpath: str | Path, every_n_evaluations: int = 1) -> None:
+        super().__init__()
+        self.dirpath = Path(dirpath)
+        self.every_n_evaluations = integer(every_n_evaluations, "every_n_evaluations")
+        self._evaluations = 0
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse what cannot be filmed, before anything is trained."""
+        if stage != "fit" or not trainer.is_global_zero:
+            return
+        data = _data(trainer)
+        if not hasattr(data, "film"):
+            raise Fault(f"a video is of what an ExperienceDataModule evaluates in, not of a {type(data).__name__}.")
+        check_film(data.eval_env)
+        self._evaluations = 0
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write a video, in a fit."""
+        if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking or not trainer.is_global_zero:
+            return
+        self._evaluations += 1
+        if (self._evaluations - 1) % self.every_n_evaluations:
+            return
+        data = _data(trainer)
+        count, unit = data.clock
+        path = self.dirpath / f"{unit}_{count:09d}.mp4"
+        try:
+            data.film(pl_module.policy, path)
+        except OSError as error:  # a run does not end for a video
+            logger.warning("%s is not written: %s", path, error)
+
+
+def _data(trainer: Trainer) -> Any:
+    return getattr(trainer, "datamodule", None)

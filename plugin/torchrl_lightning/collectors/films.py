@@ -1,0 +1,94 @@
+"""One episode of a policy as a video."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import gymnasium
+import numpy as np
+import torch
+
+from torchrl_lightning.collectors.episodes import play_episodes
+from torchrl_lightning.environments.policies import Policy
+from torchrl_lightning.environments.seeds import IsolatedRng
+from torchrl_lightning.environments.threads import close_environment
+from torchrl_lightning.files import replaced_files
+from torchrl_lightning.fitting import Fault
+
+_NEEDED = "a video needs an environment that draws render_mode=rgb_array, but that of this run"
+
+
+def check_film(env: Any) -> None:
+    """Refuse an environment that cannot be filmed: one is made, reset and drawn.
+
+    Args:
+        env: What :func:`film_episode` takes.
+
+    Raises:
+        Fault: A package is missing, or it draws no picture.
+
+    Example:
+        >>> from torchrl.envs import GymEnv
+        >>> check_film(lambda render_mode: GymEnv("CartPole-v1"))
+        Traceback (most recent call last):
+            ...
+        torchrl_lightning.fitting.Fault: a video is of Gymnasium's environments, but that of this run is TorchRL's; \
+leave the video out.
+    """
+    try:
+        import moviepy  # noqa: F401
+    except ImportError as error:
+        raise Fault("a video needs moviepy: pip install 'torchrl-lightning[video]'; or leave the video out.") from error
+    if not isinstance(env, str) and not callable(env):
+        raise Fault("a video needs an environment of its own: give eval_env= an id or a factory.")
+    picture = None
+    try:
+        with IsolatedRng(None, torch.device("cpu")), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Gymnasium's, which only say what is refused here
+            made = _drawn(env)()
+            try:
+                if isinstance(made, gymnasium.Env):
+                    made.reset(seed=0)
+                    picture = made.render()
+            finally:
+                close_environment(made)
+    except Exception as error:  # whatever an environment or a library for pictures raises
+        raise Fault(f"{_NEEDED} cannot: {' '.join(str(error).split())}") from error
+    if not isinstance(made, gymnasium.Env):
+        raise Fault("a video is of Gymnasium's environments, but that of this run is TorchRL's; leave the video out.")
+    if not isinstance(picture, np.ndarray):
+        raise Fault(f"{_NEEDED} draws {type(picture).__name__}; leave the video out.")
+
+
+def film_episode(env: Any, policy: Policy, path: Path, *, seed: int, deterministic: bool = True) -> None:
+    """Play one episode and write it as a video, whole or not at all; its pictures are in memory until it ends.
+
+    Args:
+        env: An id, or a factory of one of Gymnasium's environments that takes ``render_mode``.
+        policy: Plays it.
+        path: The file, which is replaced; its folder is made.
+        seed: Seeds of environment and policy are spawned from it.
+        deterministic: Whether the policy takes the mode of its distribution, or a sample.
+    """
+    make = _drawn(env)
+    with TemporaryDirectory() as folder:
+
+        def recorded() -> Any:
+            return gymnasium.wrappers.RecordVideo(make(), f"{folder}/made", episode_trigger=lambda number: number == 0)
+
+        play_episodes(recorded, policy, 1, num_envs=1, seed=seed, deterministic=deterministic)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replaced_files(path) as (file,), next(Path(folder).glob("made/*.mp4")).open("rb") as film:
+            shutil.copyfileobj(film, file)
+
+
+def _drawn(env: Any) -> Callable[[], Any]:
+    """Return what makes an environment that draws itself."""
+    return lambda: (
+        gymnasium.make(env, render_mode="rgb_array") if isinstance(env, str) else env(render_mode="rgb_array")
+    )
