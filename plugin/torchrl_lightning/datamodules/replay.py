@@ -20,7 +20,7 @@ from torch import Tensor
 
 from torchrl_lightning.datamodules.adapters import ReplayHooks, outside_autocast
 from torchrl_lightning.datamodules.base import ExperienceDataModule
-from torchrl_lightning.datamodules.dataset import BufferedDataset, refuse_collection
+from torchrl_lightning.datamodules.dataset import BesideData, BufferedDataset, refuse_collection
 from torchrl_lightning.datamodules.discounts import check_discount, discount_of
 from torchrl_lightning.datamodules.environments import is_ready
 from torchrl_lightning.datamodules.loaders import Batches, batches_served
@@ -73,6 +73,8 @@ class ReplayDataModule(ExperienceDataModule):
             ``num_envs`` is 1, and loggers count updates), unless ``frames_per_update`` says so: what is collected is
             written behind the data and, when the buffer is full, over them. An episode ends as its metadata say, else
             it terminates.
+        dataset_share: the share of each batch that is drawn from the data (RLPD, Ball et al. 2023), which lie in a
+            buffer of their own and stay; collection is as without. If None, they share one buffer and are drawn alike.
         batch_size: samples (or sequences) in a batch.
         updates_per_epoch: updates of one epoch.
         updates_per_step: updates that a module makes in one ``training_step``, so that Lightning's hooks are paid once
@@ -112,6 +114,7 @@ class ReplayDataModule(ExperienceDataModule):
     make_buffer: ReplayBufferFactory = setting(alias="buffer")
     make_source: Callable[[ExperienceBuffer], BatchSource] | None = setting(default=None, alias="source")
     dataset: Any = None
+    dataset_share: float | None = None
     batch_size: Count = 256
     updates_per_epoch: Count = 1000
     updates_per_step: Annotated[int | str, count_or_auto] = AUTO
@@ -135,11 +138,14 @@ class ReplayDataModule(ExperienceDataModule):
     }
 
     def __post_init__(self) -> None:
-        frames, warmup = (1.0, 1000) if self.dataset is None else (0.0, 0)
+        collects = self.dataset is None or self.dataset_share is not None
+        if self.dataset_share is not None:
+            self.make_source = BesideData(self.make_buffer, self.dataset_share, self.dataset, self.make_source)
+        frames, warmup = (1.0, 1000) if collects else (0.0, 0)
         self.frames_per_update = frames if self.frames_per_update is None else self.frames_per_update
         self.warmup_frames = warmup if self.warmup_frames is None else self.warmup_frames
         not_negative(self.warmup_frames, "warmup_frames")
-        if self.dataset is None:
+        if collects:
             positive(self.frames_per_update, "frames_per_update")
         elif not self.frames_per_update:
             refuse_collection(self.make_collector, self.warmup_frames, self.total_frames)
@@ -206,9 +212,11 @@ class ReplayDataModule(ExperienceDataModule):
 
     def _build_parts(self) -> None:
         self.buffer = buffer = self._any_buffer(trial=False)
-        tell(buffer.transform, self._environments.goals)
         if self._source is None:
             self._source = self._source_over(buffer, self._learner)
+        data = buffer if self.dataset_share is None else self._source.buffers[1]
+        for each in (buffer, data):
+            tell(each.transform, self._environments.goals)
         self._rows = self._source if isinstance(self._source, RowStore) else None
         self._kept_rows = buffer if self._rows is None else self._rows
         learner = self._learner
@@ -219,9 +227,10 @@ class ReplayDataModule(ExperienceDataModule):
             self._step.begin(learner)
             self._hooks.attach(learner.trainer)
         if not len(buffer) and not self.updates:
+            data.generator.manual_seed(self._spawn_seed("dataset"))
             buffer.generator.manual_seed(self._spawn_seed("buffer"))
-        if self.dataset is not None and not len(buffer):
-            self._dataset = BufferedDataset(self.dataset, self.env, self._environments.specs, buffer)
+        if self.dataset is not None and not len(data):
+            self._dataset = BufferedDataset(self.dataset, self.env, self._environments.specs, data)
 
     def check_fit(self, learner: Any = None) -> Iterator[str]:
         """Ask the buffer's parts, the source and the data set, too."""
@@ -244,8 +253,6 @@ class ReplayDataModule(ExperienceDataModule):
         if self.dataset is not None:
             dataset_path(self.dataset)  # refuses one that is not there
 
-    # ------------------------------------------------------------------ the stream
-
     def train_dataloader(self) -> Batches:
         """Return the stream of training steps."""
         self._step.choose(self.trainer, self.batch_size)
@@ -261,7 +268,7 @@ class ReplayDataModule(ExperienceDataModule):
         module = self._module()
         self._feed.restore_rng()
         dataset, self._dataset = self._dataset, None
-        if dataset is not None and not len(self.buffer):  # a checkpoint has not brought it
+        if dataset is not None:
             dataset.write(module.policy, self._note if self._normalization.is_on and not self.updates else None)
         size = self._size = self._step.number
         self._seconds = {"time/collect": 0.0, "time/sample": 0.0}
@@ -413,8 +420,6 @@ class ReplayDataModule(ExperienceDataModule):
                 self._rows.shutdown()
         finally:
             super().close()
-
-    # ------------------------------------------------------------------ state
 
     def fingerprint(self, learner: Any = None) -> dict[str, Any]:
         """Add the kind and capacity of the buffer, and what the ratio of frames to updates depends on."""
