@@ -307,6 +307,10 @@ VALUES = (
     ),
     *refused(ReplayDataModule, r"must be above 0, got 0\.0", dataset=None, frames_per_update=0.0),
     *named(ReplayDataModule, updates_per_step=0),
+    *refused(ReplayDataModule, r"dataset_share=1\.0 must be between 0 and 1", dataset_share=1.0),
+    *refused(ReplayDataModule, "give dataset= and no source=", dataset_share=0.5, dataset=None),
+    *refused(ReplayDataModule, "give dataset= and no source=", dataset_share=0.5, source=print),
+    *refused(ReplayDataModule, r"must be above 0, got 0\.0", dataset_share=0.5, frames_per_update=0.0),
 )
 
 TYPES = (

@@ -46,6 +46,13 @@ def offline(kept: str) -> tuple[Any, Any]:
     return DQNModule(MLPNetwork([8], "relu"), epsilon_frames=100), made
 
 
+def beside_data(kept: str) -> tuple[Any, Any]:
+    """A share of each batch is the data set's, and DQN weighs it."""
+    settings = {"dataset": recordings(), "dataset_share": 0.25, "checkpoint_buffer": kept, "frames_per_batch": 8}
+    made = replay_data("prioritized, three steps", **SEEDED, **settings)
+    return DQNModule(MLPNetwork([8], "relu", layer_norm=True), epsilon_frames=100, margin_coeff=1.0), made
+
+
 SEEDED = {"reset_at_each_batch": True}
 # No state of an environment is lost where each of them rests; a demonstration of 7 steps goes on in the next rollouts.
 REPLAYS = {"rho": 1.0, "phi": 0.0, "mini_batch_size": None}
@@ -56,3 +63,4 @@ STREAMS = {
     **{f"PPODBuffer that only replays, {name}": partial(shown, name, **REPLAYS) for name in NETWORKS},
 }
 OFFLINE = {f"ReplayDataModule over a data set, kept {kept}": partial(offline, kept) for kept in ("inside", "beside")}
+OFFLINE |= {f"ReplayDataModule beside a data set, kept {k}": partial(beside_data, k) for k in ("inside", "beside")}

@@ -21,7 +21,7 @@ from kit.demonstrations import recorded
 from kit.files import logged
 from kit.normalized import statistics_of
 from kit.replay import BUFFERS, dqn, fit, recurrent, replay_data, stored
-from torchrl_lightning import ExperienceLog, LossModuleAgent, environment_specs, make_vector_env
+from torchrl_lightning import DQNModule, ExperienceLog, LossModuleAgent, environment_specs, make_vector_env, updates_of
 from torchrl_lightning.demonstrations.dataset import read_dataset, transitions
 from torchrl_lightning.replay import ExperienceBuffer, RingStorage
 
@@ -73,6 +73,32 @@ def test_what_is_collected_comes_behind_the_data(name, cartpole, rows, tmp_path)
         lengths[ring] += len(each)
     behind = cells(writer.cell(torch.arange(2), torch.tensor(lengths)))
     assert behind["is_init"].all()
+
+
+@pytest.mark.parametrize("name", ["prioritized, three steps", "sequence"])
+def test_a_share_of_each_batch_is_drawn_from_data_that_stay(name, cartpole, rows, tmp_path):
+    data = replay_data(name, dataset=cartpole, dataset_share=0.25, warmup_frames=100, total_frames=900)
+    module = dqn(Counting, recurrent=name == "sequence")
+    fit(tmp_path, data, module, max_epochs=-1)
+    assert set(module.shown) == {2}  # of 8
+    own, shown = data._source.buffers
+    assert own is data.buffer
+    assert len(own) == 400  # all of its cells
+    assert shown.writer.positions.tolist() == [sum(map(len, rows))]
+    assert (shown.n_steps, shown.gamma) == (own.n_steps, module.gamma)
+    held = shown.storage.get(torch.arange(len(shown)))
+    for key, leaf in torch.cat(rows).items(True, True):
+        assert torch.equal(held.get(key), leaf), key
+
+
+class Counting(DQNModule):
+    """Counts the demonstrations in each batch."""
+
+    def training_step(self, batch, batch_idx):
+        for part in updates_of(batch):
+            source = part["source"]
+            self.__dict__.setdefault("shown", []).append(int((source if source.ndim == 1 else source[:, 0]).sum()))
+        super().training_step(batch, batch_idx)
 
 
 def test_the_data_are_normalised_by_their_own_moments(cartpole, rows, tmp_path):

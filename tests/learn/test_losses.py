@@ -24,6 +24,7 @@ from torchrl_lightning.learn import (
     critic_loss,
     policy_gradient_loss,
 )
+from torchrl_lightning.learn.losses import margin_loss
 
 ACTIONS = {
     "discrete": Categorical(3),
@@ -163,3 +164,13 @@ def test_masked_batches_are_refused_and_not_misread(cls: type[ActorCriticModule]
     module, batch = setting(cls, "discrete")
     with pytest.raises(ValueError, match="mask"):
         module.terms(batch.set(key, torch.ones(256, 1, dtype=torch.bool)))
+
+
+@pytest.mark.parametrize("one_hot", [False, True])
+def test_the_margin_is_missed_by_the_best_other_action(one_hot):
+    torch.manual_seed(0)
+    values, action = torch.randn(50, 3, 4), torch.randint(4, (50, 3))
+    found = margin_loss(values, torch.nn.functional.one_hot(action) if one_hot else action, 0.5, one_hot=one_hot)
+    for row, taken, missed in zip(values.view(-1, 4).tolist(), action.flatten().tolist(), found.flatten(), strict=True):
+        others = [value + 0.5 * (number != taken) for number, value in enumerate(row)]
+        assert missed == pytest.approx(max(others) - row[taken], abs=1e-6)

@@ -3,8 +3,10 @@ from __future__ import annotations
 import warnings
 
 import pytest
+import torch
 from lightning.pytorch.cli import LightningCLI
 
+from kit.specs import BOX
 from torchrl_lightning import (
     CNNNetwork,
     DQNModule,
@@ -13,7 +15,9 @@ from torchrl_lightning import (
     PPOModule,
     RecurrentNetwork,
     ReplayDataModule,
+    SACModule,
 )
+from torchrl_lightning.learn.q_networks import ActionValue, CriticEnsemble
 
 CHOSEN = {
     MLPNetwork: {"hidden_sizes": [8, 4]},
@@ -49,3 +53,24 @@ def test_lightnings_cli_chooses_a_network(model, data, kind):
 def test_layers_that_cannot_be_built_are_refused_at_once(kind, given, says):
     with pytest.raises((TypeError, ValueError), match=says):
         kind(**given)
+
+
+def test_layers_are_normalised_before_their_activation_also_in_critics_side_by_side():
+    torch.manual_seed(0)
+    network = MLPNetwork([9, 8], "tanh", layer_norm=True)
+    critics = [ActionValue(BOX, network) for _ in range(2)]
+    entries, action = [torch.randn(5, *BOX.observation["observation"].shape) * 50], BOX.action.rand([5])
+    together = CriticEnsemble(critics)(entries, action)
+    for critic, found in zip(critics, together, strict=True):
+        assert torch.allclose(critic(*entries, action).squeeze(-1), found, atol=1e-5)
+        hidden = critic.encoder.layers[:2](critic.encoder.flat(*entries, action))
+        assert torch.allclose(hidden.mean(-1), torch.zeros(5), atol=1e-5)
+        assert torch.allclose(hidden.std(-1, correction=0), torch.ones(5), atol=1e-3)
+
+
+def test_normalised_layers_are_left_to_autograd_and_to_the_module():
+    module = SACModule(MLPNetwork([8], "relu", layer_norm=True)).build(BOX)
+    module.configure_optimizers()
+    gradients = {key: view for group in module._groups.values() for key, view in group.memory().items()}
+    with pytest.raises(ValueError, match="LayerNorm"):
+        module.by_hand(gradients, 4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,8 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from torchrl_lightning.datamodules.discounts import build_buffer
+from torchrl_lightning.datamodules.mixed_replay import MixedReplay
 from torchrl_lightning.demonstrations.dataset import placed, read_dataset, transitions, write_episode
 from torchrl_lightning.entries import path_of
 from torchrl_lightning.environments import EnvironmentSpecs
@@ -34,12 +37,14 @@ class BufferedDataset:
         self._placed = placed(buffer, read_dataset(dataset, env), f"dataset={dataset}")
 
     def write(self, policy: Any, note: Callable[[TensorDictBase, Tensor], None] | None) -> None:
-        """Write and let go of them.
+        """Write and let go of them, unless a checkpoint has brought them.
 
         Args:
             policy: what acts; a recurrent one finds its first states at each step.
             note: what takes rows ``[1, T]`` of an environment into the statistics; None if they hold them.
         """
+        if len(self._buffer):
+            return
         states = recurrent_states(policy, 1)
         while self._placed:
             ring, demonstration = self._placed.popleft()  # which frees it
@@ -49,6 +54,40 @@ class BufferedDataset:
             write_episode(self._buffer, ring, rows)
             if note is not None:
                 note(rows.unsqueeze(0), torch.tensor([ring]))
+
+
+class BesideData:
+    """Make the source of batches of which a share comes from data, in a buffer of their own that nothing overwrites.
+
+    Args:
+        make_buffer: what builds the buffers.
+        share: that of the data in each batch.
+        dataset: the data set that the run was given.
+        source: the source that it was given.
+
+    Raises:
+        ValueError: there are no data, the share is none, or another source is given.
+    """
+
+    def __init__(self, make_buffer: Callable[..., ExperienceBuffer], share: float, dataset: Any, source: Any) -> None:
+        if not 0 < share < 1:
+            raise ValueError(
+                f"dataset_share={share} must be between 0 and 1; leave it out to draw from data and what is collected "
+                "alike, and frames_per_update, too, to learn from the data alone."
+            )
+        if dataset is None or source is not None:
+            raise ValueError(
+                f"dataset_share={share} mixes what is collected with a data set; give dataset= and no source=, or "
+                "leave it out."
+            )
+        # Storage and sampler of a partial serve one buffer, and will be those of what is collected.
+        self._make, self._share = copy.deepcopy(make_buffer), share
+
+    def __call__(self, buffer: ExperienceBuffer) -> MixedReplay:
+        """Return it over the buffer of what is collected; that of the data is its second one, still empty."""
+        # One ring, which holds an episode of any length; the discount is the one that the other was given.
+        data = build_buffer(self._make, buffer, trial=True, num_envs=1)
+        return MixedReplay(buffer, [data], [1 - self._share, self._share])
 
 
 def refuse_collection(collector: Any, warmup_frames: float, total_frames: int) -> None:

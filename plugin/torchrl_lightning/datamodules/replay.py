@@ -19,7 +19,7 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 
 from torchrl_lightning.datamodules.adapters import ReplayHooks
-from torchrl_lightning.datamodules.dataset import BufferedDataset, refuse_collection
+from torchrl_lightning.datamodules.dataset import BesideData, BufferedDataset, refuse_collection
 from torchrl_lightning.datamodules.discounts import check_discount, discount_of
 from torchrl_lightning.datamodules.environments import is_ready
 from torchrl_lightning.datamodules.snapshots import BufferSnapshots
@@ -71,6 +71,8 @@ class ReplayDataModule(UpdatesDataModule):
             ``num_envs`` is 1, and loggers count updates), unless ``frames_per_update`` says so: what is collected is
             written behind the data and, when the buffer is full, over them. An episode ends as its metadata say, else
             it terminates.
+        dataset_share: the share of each batch that is drawn from the data (RLPD, Ball et al. 2023), which lie in a
+            buffer of their own and stay; collection is as without. If None, they share one buffer and are drawn alike.
         batch_size: samples (or sequences) in a batch.
         updates_per_epoch: updates of one epoch.
         frames_per_update: new frames for each update, over all environments of this rank; may be below 1. If None, 1,
@@ -104,6 +106,7 @@ class ReplayDataModule(UpdatesDataModule):
     make_buffer: ReplayBufferFactory = setting(alias="buffer")
     make_source: Callable[[ExperienceBuffer], BatchSource] | None = setting(default=None, alias="source")
     dataset: Any = None
+    dataset_share: float | None = None
     batch_size: Count = 256
     updates_per_epoch: Count = 1000
     frames_per_update: Annotated[float, optional(not_negative)] = setting(default=None)
@@ -125,11 +128,14 @@ class ReplayDataModule(UpdatesDataModule):
     }
 
     def __post_init__(self) -> None:
-        frames, warmup = (1.0, 1000) if self.dataset is None else (0.0, 0)
+        collects = self.dataset is None or self.dataset_share is not None
+        if self.dataset_share is not None:
+            self.make_source = BesideData(self.make_buffer, self.dataset_share, self.dataset, self.make_source)
+        frames, warmup = (1.0, 1000) if collects else (0.0, 0)
         self.frames_per_update = frames if self.frames_per_update is None else self.frames_per_update
         self.warmup_frames = warmup if self.warmup_frames is None else self.warmup_frames
         not_negative(self.warmup_frames, "warmup_frames")
-        if self.dataset is None:
+        if collects:
             positive(self.frames_per_update, "frames_per_update")
         elif not self.frames_per_update:
             refuse_collection(self.make_collector, self.warmup_frames, self.total_frames)
@@ -198,9 +204,11 @@ class ReplayDataModule(UpdatesDataModule):
     def _build_parts(self) -> None:
         super()._build_parts()
         self.buffer = buffer = self._any_buffer(trial=False)
-        tell(buffer.transform, self._environments.goals)
         if self._source is None:
             self._source = self._source_over(buffer, self._learner)
+        data = buffer if self.dataset_share is None else self._source.buffers[1]
+        for each in (buffer, data):
+            tell(each.transform, self._environments.goals)
         self._rows = self._source if isinstance(self._source, RowStore) else None
         self._kept_rows = buffer if self._rows is None else self._rows
         learner = self._learner
@@ -208,9 +216,10 @@ class ReplayDataModule(UpdatesDataModule):
         self._rewritten = getattr(learner, "rewritten_keys", self._rewritten)
         self._gamma, self._ranks = discount_of(learner, buffer), self.world_size
         if not len(buffer) and not self.updates:
+            data.generator.manual_seed(self._spawn_seed("dataset"))
             buffer.generator.manual_seed(self._spawn_seed("buffer"))
-        if self.dataset is not None and not len(buffer):
-            self._dataset = BufferedDataset(self.dataset, self.env, self._environments.specs, buffer)
+        if self.dataset is not None and not len(data):
+            self._dataset = BufferedDataset(self.dataset, self.env, self._environments.specs, data)
 
     def check_fit(self, learner: Any = None) -> Iterator[str]:
         """Ask the buffer's parts, the source and the data set, too."""
@@ -245,7 +254,7 @@ class ReplayDataModule(UpdatesDataModule):
         module = self._module()
         self._feed.restore_rng()
         dataset, self._dataset = self._dataset, None
-        if dataset is not None and not len(self.buffer):  # a checkpoint has not brought it
+        if dataset is not None:
             dataset.write(module.policy, self._note if self._normalization.is_on and not self.updates else None)
         self._seconds = {"time/collect": 0.0, "time/sample": 0.0}
         made, end = self._begin_epoch()

@@ -112,6 +112,19 @@ def value_of_action(values: Tensor, action: Tensor, *, one_hot: bool = False) ->
     return values.gather(-1, index).squeeze(-1)
 
 
+def margin_loss(values: Tensor, action: Tensor, margin: float, *, one_hot: bool = False) -> Tensor:
+    r"""Return \(\max_b [Q(s, b) + m\,1_{b \ne a}] - Q(s, a)\) of values ``[*B, A]``, ``[*B]`` (Hester et al., 2018).
+
+    It is 0 where the action that was shown is better than each other one by at least the margin.
+
+    Example:
+        >>> margin_loss(torch.tensor([[1.0, 2.0], [1.0, 3.0]]), torch.tensor([0, 1]), 0.8)
+        tensor([1.8000, 0.0000])
+    """
+    shown = action if one_hot else F.one_hot(action.reshape(values.shape[:-1]), values.shape[-1])
+    return (values + margin * (1 - shown.to(values.dtype))).amax(-1) - value_of_action(values, action, one_hot=one_hot)
+
+
 def double_q_value(values: Tensor, selector: Tensor) -> Tensor:
     r"""Return \(\bar Q(s', \arg\max_a Q(s', a))\) of values \(\bar Q\) and a selector \(Q\), ``[*B, A]`` each.
 

@@ -88,15 +88,21 @@ def check_layers(network: Any) -> None:
 
 
 def mlp(
-    in_features: int, hidden_sizes: Sequence[int], activation: str = "tanh", initialization: str = "orthogonal"
+    in_features: int,
+    hidden_sizes: Sequence[int],
+    activation: str = "tanh",
+    initialization: str = "orthogonal",
+    layer_norm: bool = False,
 ) -> MLP:
-    """Build hidden layers, initialised as :class:`MLPNetwork` says; without hidden sizes it is the identity."""
+    """Build hidden layers as :class:`MLPNetwork` describes them; without hidden sizes it is the identity."""
     check_widths(hidden_sizes, "hidden_sizes")
     act, layers = ACTIVATIONS[one_of(activation, "activation", ACTIVATIONS)], []
     initialize = INITIALIZATIONS[one_of(initialization, "initialization", INITIALIZATIONS)]
     for width in hidden_sizes:
-        layers += [initialize(nn.Linear(in_features, int(width))), act()]
-        in_features = int(width)
+        in_features, inputs = int(width), in_features
+        # Without scale and shift of its own, so that critics side by side, whose weights are stacked, share it.
+        norm = [nn.LayerNorm(in_features, elementwise_affine=False)] if layer_norm else []
+        layers += [initialize(nn.Linear(inputs, in_features)), *norm, act()]
     return MLP(*layers)
 
 
@@ -140,11 +146,16 @@ class MLPEncoder(nn.Module):
     """A multi-layer perceptron over the concatenated observation entries."""
 
     def __init__(
-        self, specs: Sequence[Any], hidden_sizes: Sequence[int], activation: str, initialization: str = "orthogonal"
+        self,
+        specs: Sequence[Any],
+        hidden_sizes: Sequence[int],
+        activation: str,
+        initialization: str = "orthogonal",
+        layer_norm: bool = False,
     ) -> None:
         super().__init__()
         self.flat = FlatEntries(specs)
-        self.layers = mlp(self.flat.features, hidden_sizes, activation, initialization)
+        self.layers = mlp(self.flat.features, hidden_sizes, activation, initialization, layer_norm)
         self.features = int(hidden_sizes[-1]) if len(hidden_sizes) else self.flat.features
 
     def forward(self, *entries: Tensor) -> Tensor:
@@ -284,6 +295,8 @@ class MLPNetwork(Network, Nameable):
         head_sizes: Width of further layers, which actor and critic do not share.
         initialization: First weights of these layers: ``"orthogonal"`` with gain sqrt(2), and biases of zero; or both
             ``"uniform"`` within 1 / sqrt(inputs), as PyTorch makes them, with which values start nearer to zero.
+        layer_norm: Standardise what each hidden layer computes, before its activation (Ba et al., 2016), which keeps
+            critics from overestimating actions that their data lack (Ball et al., 2023); without scale and shift.
 
     Raises:
         ValueError: a width is not positive, or there is no such activation or initialization.
@@ -299,13 +312,14 @@ class MLPNetwork(Network, Nameable):
     shared: bool = False
     head_sizes: Sequence[int] = ()
     initialization: str = "orthogonal"
+    layer_norm: bool = False
 
     def __post_init__(self) -> None:
         check_layers(self)
 
     def encoder(self, specs: Sequence[Any]) -> nn.Module:
         """Build the encoder of these entries."""
-        return MLPEncoder(specs, list(self.hidden_sizes), self.activation, self.initialization)
+        return MLPEncoder(specs, list(self.hidden_sizes), self.activation, self.initialization, self.layer_norm)
 
     def trunk(self, keys: Sequence[Any], specs: Sequence[Any]) -> TensorDictModuleBase:
         """Build the TensorDict module from observation keys to features."""

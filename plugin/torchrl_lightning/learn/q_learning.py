@@ -18,6 +18,7 @@ from torchrl_lightning.learn.exploration import EpsilonGreedyPolicy, FramesDecay
 from torchrl_lightning.learn.losses import (
     Distance,
     double_q_value,
+    margin_loss,
     smoothed,
     soft_value,
     temperature_loss,
@@ -51,6 +52,8 @@ class DQNModule(OffPolicyModule):
         epsilon_frames: Frames over which it moves from the initial to the final one.
         epsilon_spread: By how much the workers of a collector differ: worker ``i`` of ``N`` explores with the power
             ``1 + epsilon_spread * i / (N - 1)`` of that probability, as the actors of Ape-X (Horgan et al., 2018).
+        margin_coeff: Weight of DQfD's loss (Hester et al., 2018) on the rows that are a ``dataset_share`` of the batch.
+        margin: By how much an action that was shown is to be better than others there.
         gamma: As in :class:`OffPolicyModule`, here and below.
 
     Example:
@@ -74,12 +77,23 @@ class DQNModule(OffPolicyModule):
     epsilon_end: Fraction = 0.05
     epsilon_frames: int = 10_000
     epsilon_spread: NotNegative = 0.0
+    margin_coeff: NotNegative = 0.0
+    margin: NotNegative = 0.8
     learning_rate: Positive = 1e-3
     max_grad_norm: Positive | None = 10.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.epsilon = FramesDecay(self.epsilon_start, self.epsilon_end, self.epsilon_frames)
+
+    def misfit(self, data: Any) -> str | None:
+        """Refuse to weigh demonstrations where a batch does not say which rows are."""
+        if not self.margin_coeff or getattr(data, "dataset_share", None) is not None:
+            return super().misfit(data)
+        return (
+            f"margin_coeff={self.margin_coeff} weighs demonstrations in each batch, but no share of it is theirs; give "
+            "data.dataset= and data.dataset_share= (of a ReplayDataModule), or leave it out."
+        )
 
     def build_networks(self, specs: Any, network: Network) -> EpsilonGreedyPolicy:
         """Build the action values and the policy."""
@@ -93,7 +107,8 @@ class DQNModule(OffPolicyModule):
     def terms(self, batch: Transitions) -> tuple[Terms, Tensor]:
         """Return the loss and the mean value, and the absolute errors ``[*B]``."""
         network, targets = self.q_network, self.require_built(self.targets)
-        values = value_of_action(network.values(batch.now), batch.action, one_hot=network.action_space == "one_hot")
+        every, one_hot = network.values(batch.now), network.action_space == "one_hot"
+        values = value_of_action(every, batch.action, one_hot=one_hot)
         with torch.no_grad():
             after = targets.q_network.values(batch.after_target)
             chooser = network.values(batch.after) if self.double_q else after
@@ -101,12 +116,17 @@ class DQNModule(OffPolicyModule):
                 chooser = allowed_values(chooser, batch.allowed)
             target = batch.target(double_q_value(after, chooser) if self.double_q else chooser.amax(-1))
         loss, error = batch.td_loss(values, target, self.loss_function)
-        return {"loss_value": loss, "value": batch.mean(values.detach())}, error
+        terms = {"loss_value": loss, "value": batch.mean(values.detach())}
+        if self.margin_coeff:
+            assert batch.source is not None  # or it does not fit
+            behind = margin_loss(every, batch.action, self.margin, one_hot=one_hot)
+            terms["loss_margin"] = self.margin_coeff * batch.mean(torch.where(batch.source > 0, behind, 0.0))
+        return terms, error
 
     def by_hand(self, gradients: Mapping[nn.Parameter, Tensor], rows: int) -> HandGradients:
         """Return what writes the gradients of ``terms``; a ValueError where they are not those of a perceptron."""
-        if self.masked:
-            raise ValueError("No masks are known.")
+        if self.masked or self.margin_coeff:
+            raise ValueError("No masks and no margins are known.")
         return ChoiceGradients(self, gradients, rows)
 
     def exploration(self, frames: int) -> float:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from torchrl_lightning.entries import level_of, path_of
 from torchrl_lightning.environments.masks import usable
-from torchrl_lightning.keys import ACTION_MASK
+from torchrl_lightning.keys import ACTION_MASK, SOURCE
 from torchrl_lightning.learn.losses import td_loss
 
 Entries = list[Tensor]
@@ -38,6 +38,7 @@ class Transitions:
     states: Entries | None = None  # recurrent states before now
     steps: Tensor | None = None  # number of steps from now to after; one if None
     allowed: Tensor | None = None  # which actions are, after [*B, A]; all if None
+    source: Tensor | None = None  # the number of the buffer that a row is from, of several; 0 for the one of its own
 
     @property
     def fixed(self) -> Entries:
@@ -126,6 +127,7 @@ def read_transitions(
         is_init=is_init,
         states=states,
         steps=ahead,
+        source=entries.get(SOURCE),
         allowed=usable(_entries(level_of(entries["next"]), [ACTION_MASK], batch)[0]) if masked else None,
     )
 
