@@ -225,7 +225,7 @@ def test_a_command_runs_as_it_is_written(line, first):
     if "joblib" not in line:  # its workers speak for themselves
         assert done.stdout.count("mean evaluation return") == jobs
     if "hparams_search" in line:
-        (found,) = folder.glob("logs/train/sweep_*/optimization_results.yaml")
+        (found,) = folder.glob("logs/train/search_*/optimization_results.yaml")
         printed = [float(match[0]) for match in re.findall(LAST_LINE, done.stdout)]
         scores = [trial.score for trial in read_trials([found.parent])]
         assert scores == pytest.approx(sorted(printed, reverse=True), abs=0.05)

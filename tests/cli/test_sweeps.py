@@ -7,11 +7,13 @@ import numpy as np
 import pytest
 import yaml
 from matplotlib.image import imread
+from scipy.stats import kruskal, spearmanr
 
 from cli.commands import TINY
 from cli.written_runs import keep
 from torchrl_lightning.cli.plot import main
-from torchrl_lightning.cli.sweeps import Trial, draw_trials, read_trials, table
+from torchrl_lightning.cli.sweep_pictures import draw_importances, draw_parallel, draw_trials, importances
+from torchrl_lightning.cli.sweeps import Trial, read_trials, table
 
 
 def made(folder: Path, score: float | None, *overrides: str, seed: int = 0, **choices: str) -> Path:
@@ -48,8 +50,15 @@ def test_a_sweep_becomes_a_table_best_first_and_a_picture(sweep, tmp_path, capsy
         "10               0.03                    5.5 +- 0.5     2",
         f"best run: {sweep}/ppo-0.0001-10/seed_0/4",
         f"scores over settings: {output}",
+        f"trials over all settings: {output.with_stem('sweep_parallel')}",
+        f"importances of settings: {output.with_stem('sweep_importances')}",
     ]
-    assert imread(output)[..., :3].std() > 0.01
+    assert sorted(path.name for path in output.parent.iterdir()) == [
+        "sweep.png",
+        "sweep_importances.png",
+        "sweep_parallel.png",
+    ]
+    assert all(imread(path)[..., :3].std() > 0.01 for path in output.parent.iterdir())
     epochs, rates = figures[0].axes
     assert (epochs.get_xlabel(), rates.get_xlabel()) == ("data.num_epochs", "model.learning_rate")
     assert epochs.get_ylabel() == rates.get_ylabel() == "final/return"
@@ -122,6 +131,61 @@ def test_an_axis_is_logarithmic_where_values_are(tmp_path, figures, numbers, is_
     trials = [Trial({"model.x": str(number)}, [], np.array([number])) for number in numbers]
     draw_trials(trials, tmp_path / "sweep.png")
     assert (figures[0].axes[0].get_xscale() == "log") == is_logarithmic
+
+
+def test_runs_that_were_ended_early_are_told_and_drawn_apart(tmp_path, figures):
+    for number, end in enumerate(("", "1024,,,1024\n", "")):
+        folder = made(tmp_path / str(number), float(number), f"model.gamma=0.{number}")
+        (folder / "csv" / "metrics.csv").write_text(
+            f"step,eval/return,final/return,final/ended_early\n1024,5.0,,\n{end}2048,,{number},\n"
+        )
+    trials = read_trials([tmp_path])
+    assert [line.split() for line in table(trials).splitlines()] == [
+        ["model.gamma", "final/return", "ended", "early"],
+        ["0.2", "2.0", "-"],
+        ["0.1", "1.0", "1024"],
+        ["0.0", "0.0", "-"],
+    ]
+    draw_trials(trials, tmp_path / "sweep.png")
+    draw_parallel(trials, tmp_path / "lines.png")
+    marks = {float(c[0].get_ydata()[0]): c[0].get_markerfacecolor() for c in figures[0].axes[0].containers}
+    assert {score: mark == "none" for score, mark in marks.items()} == {0: False, 1: True, 2: False}
+    lines = {line.get_ydata()[-1]: line.get_linestyle() for line in figures[1].axes[0].lines[:3]}
+    assert lines == {0.0: "-", 0.5: "--", 1.0: "-"}
+
+
+def test_lines_go_through_the_place_of_each_setting(tmp_path, figures):
+    rates, nets, scores = ("0.0001", "0.001", "0.01"), ("b", "a", "b"), (7.0, 5.0, 3.0)
+    trials = [
+        Trial({"net": net, "rate": rate}, [], np.array([score]))
+        for net, rate, score in zip(nets, rates, scores, strict=True)
+    ]
+    draw_parallel(trials, tmp_path / "lines.svg", title="three")
+    (axes,) = figures[0].axes
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["net", "rate", "final/return"]
+    drawn = sorted(line.get_ydata().tolist() for line in axes.lines[:3])
+    np.testing.assert_allclose(drawn, [[0, 0.5, 0.5], [1, 0, 1], [1, 1, 0]], atol=1e-12)
+    assert sorted(text.get_text() for text in axes.texts) == ["0.0001", "0.01", "3", "7", "a", "b"]
+
+
+def test_importances_are_those_of_scipy_and_chance_stands_beside_them(tmp_path, figures):
+    generator = np.random.default_rng(0)
+    scores, rates = generator.normal(size=30), generator.integers(0, 9, 30)
+    nets = generator.integers(0, 3, 30)
+    trials = [
+        Trial({"rate": str(rate), "net": "abc"[net], "same": str(score)}, [], np.array([score]))
+        for score, rate, net in zip(scores, rates, nets, strict=True)
+    ]
+    found = importances(trials)
+    assert found["rate"][0] == pytest.approx(abs(spearmanr(rates, scores).statistic))
+    h = kruskal(*(scores[nets == net] for net in range(3))).statistic  # (n - 1) times the squared ratio
+    assert found["net"][0] == pytest.approx(np.sqrt(h / 29))
+    assert found["same"][0] == pytest.approx(1.0)
+    assert 0.3 < found["rate"][1] < 0.42  # 1.96 / sqrt(29) = 0.364
+    draw_importances(trials, tmp_path / "importances.png")
+    assert [label.get_text() for label in figures[0].axes[0].get_yticklabels()][-1] == "same"
+    equal = [Trial({"rate": str(rate)}, [], np.array([1.0])) for rate in range(4)]
+    assert importances(equal) == {"rate": (0.0, 0.0)}
 
 
 def test_a_run_without_a_score_is_left_out(sweep, caplog):

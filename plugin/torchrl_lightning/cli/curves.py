@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from torchrl_lightning.cli.names import ENDS, base_name, changed_settings, in_order, recorded_command, run_folder
-from torchrl_lightning.learn.records import SCORE
+from torchrl_lightning.learn.records import ENDED_EARLY, SCORE
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -39,6 +39,7 @@ class Curve:
     run: Run | None = None  # None where Hydra recorded none
     unit: str = "environment frames"  # of Lightning's `step`
     score: float | None = None  # of the evaluation after training, which may be that of the best checkpoint
+    ended: float | None = None  # after how many frames a search ended it for doing badly
 
 
 @dataclass(frozen=True)
@@ -93,11 +94,9 @@ def read_source(source: Path, metric: str, x: str, label: str | None = None) -> 
             seed = None if run is None or label else run.seed
             # Lightning adds the epoch to what it counts by updates itself.
             by_updates = "updates_per_second" in header or _is_filled(path, metric, "epoch")
-            score = None
-            if metric == "eval/return" and SCORE in header:
-                last = _read_points(path, SCORE, x)[0]
-                score = last[max(last)] if last else None
-            curves.append(Curve(name, path, xs, ys, seed, run, "updates" if by_updates else Curve.unit, score))
+            score = _last(path, SCORE, x) if metric == "eval/return" and SCORE in header else None
+            ended = _last(path, ENDED_EARLY, x) if ENDED_EARLY in header else None
+            curves.append(Curve(name, path, xs, ys, seed, run, "updates" if by_updates else Curve.unit, score, ended))
     if not curves:
         missing = [name for name in (metric, x) if name not in columns]
         if missing:
@@ -180,6 +179,12 @@ def _is_filled(path: Path, metric: str, column: str) -> bool:
     """Return whether a row that holds a metric holds another column, too."""
     with path.open(newline="") as file:
         return any(row.get(metric) and row.get(column) for row in csv.DictReader(file))
+
+
+def _last(path: Path, metric: str, x: str) -> float | None:
+    """Return the last value of a column; None where it is empty."""
+    points = _read_points(path, metric, x)[0]
+    return points[max(points)] if points else None
 
 
 def _read_points(path: Path, metric: str, x: str) -> tuple[dict[float, float], set[str], float]:

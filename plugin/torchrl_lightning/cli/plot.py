@@ -14,7 +14,8 @@ import numpy as np
 from torchrl_lightning.cli.curves import Curve, read_source, runs_by_label
 from torchrl_lightning.cli.intervals import bootstrapped, interquartile_mean
 from torchrl_lightning.cli.panels import panel_grid, save_figure
-from torchrl_lightning.cli.sweeps import draw_trials, read_trials, table
+from torchrl_lightning.cli.sweep_pictures import draw_importances, draw_parallel, draw_trials
+from torchrl_lightning.cli.sweeps import read_trials, table
 from torchrl_lightning.learn.records import SCORE
 
 if TYPE_CHECKING:
@@ -158,7 +159,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--table",
         action="store_true",
         help="print the settings that differ between runs and the score, which is the last value of the metric, "
-        "highest first, averaged over seeds; and draw the score over each of those settings",
+        "highest first, averaged over seeds; and draw the score over each of those settings, and beside that picture "
+        "the trials as lines over all of them (_parallel) and how closely the score follows each (_importances)",
     )
     parser.add_argument("--title")
     curves = parser.add_argument_group("learning curves, without --table")
@@ -204,4 +206,8 @@ def _compare(sources: Sequence[str], output: str = "sweep.png", metric: str = SC
     trials = read_trials(sources, metric)
     print(table(trials, metric))
     print(f"best run: {trials[0].best_folder}")
-    print(f"scores over settings: {draw_trials(trials, output, metric, title)}")
+    picture = Path(output)
+    print(f"scores over settings: {draw_trials(trials, picture, metric, title)}")
+    lines, importances = (picture.with_stem(f"{picture.stem}_{name}") for name in ("parallel", "importances"))
+    print(f"trials over all settings: {draw_parallel(trials, lines, metric, title)}")
+    print(f"importances of settings: {draw_importances(trials, importances, metric, title)}")

@@ -1,34 +1,36 @@
-"""Compare the runs of a sweep: a table, best first, and a picture of their score over each setting that varies."""
+"""Compare the runs of a sweep: its trials, best first, and their table."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from torchrl_lightning.cli.curves import Curve, Run, read_source, runs_by_label
 from torchrl_lightning.cli.names import ENDS, run_folder
-from torchrl_lightning.cli.panels import panel_grid, save_figure
 from torchrl_lightning.learn.records import SCORE
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-_MARKERS = "osD^v"
 UNSET = "-"  # a setting that other runs change has a default that was not recorded
 
 
 @dataclass(frozen=True)
 class Trial:
-    """The runs of one choice of settings, which differ in their seed alone, and their scores."""
+    """The runs of one choice of settings, which differ in their seed alone, and their scores.
+
+    ``ended`` has, of each run that a search ended for doing badly, after how many frames.
+    """
 
     settings: dict[str, str]
     folders: list[Path]
     scores: NDArray[np.float64]
+    ended: list[float] = field(default_factory=list)
 
     @property
     def score(self) -> float:
@@ -82,6 +84,7 @@ def read_trials(sources: Sequence[str | Path], metric: str = SCORE) -> list[Tria
             {key: settings.get(key) or _default(curves[0], key) for key in varied},
             [run_folder(curve.path) or curve.path.parent for curve in curves],
             np.array([curve.y[-1] for curve in curves]),
+            [curve.ended for curve in curves if curve.ended is not None],
         )
         for settings, curves in zip(found, groups.values(), strict=True)
     ]
@@ -89,7 +92,7 @@ def read_trials(sources: Sequence[str | Path], metric: str = SCORE) -> list[Tria
 
 
 def table(trials: Sequence[Trial], metric: str = SCORE) -> str:
-    """Write trials as lines of columns: settings, score, and the number of runs where one has several.
+    """Write trials as lines of columns: settings, score, the number of runs where one has several, which ended early.
 
     Example:
         >>> seeds, one = np.array([9.0, 7.0]), np.array([1.0])
@@ -99,64 +102,20 @@ def table(trials: Sequence[Trial], metric: str = SCORE) -> str:
         -                     1.0     1
     """
     several = any(len(trial.scores) > 1 for trial in trials)
+    ended = any(trial.ended for trial in trials)
     keys = list(trials[0].settings)
-    rows = [[*keys, metric, *["runs"] * several]]
+    rows = [[*keys, metric, *["runs"] * several, *["ended early"] * ended]]
     for trial in trials:
         spread = f" +- {_rounded(trial.spread)}" if len(trial.scores) > 1 else ""
-        values = map(_shown, trial.settings.values())
-        rows.append([*values, _rounded(trial.score) + spread, *[str(len(trial.scores))] * several])
+        values = map(shown, trial.settings.values())
+        runs, end = [str(len(trial.scores))] * several, [_end_of(trial)] * ended
+        rows.append([*values, _rounded(trial.score) + spread, *runs, *end])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    sides = "<" * len(keys) + ">>"
+    sides = "<" * len(keys) + ">>>"
     return "\n".join(
         "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=False)).rstrip()
         for row in rows
     )
-
-
-def draw_trials(trials: Sequence[Trial], output: str | Path, metric: str = SCORE, title: str | None = None) -> Path:
-    """Draw the score over each setting that varies, with its deviation over the seeds; the best trial stands out.
-
-    Numbers lie on an axis, which is logarithmic where that spreads them more evenly; all else lies in categories, and
-    so does a setting whose default was not recorded. Trials of one budget have one marker, beside those of others.
-    """
-    keys = list(trials[0].settings)
-    figure, grid = panel_grid(len(keys), (4.2, 3.1))
-    for key, axes in zip(keys, grid, strict=True):
-        _draw_setting(axes, key, trials)
-        axes.set(xlabel=key, ylabel=metric)
-    return save_figure(figure, Path(output), title)
-
-
-def _draw_setting(axes: Any, key: str, trials: Sequence[Trial]) -> None:
-    values = [trial.settings[key] for trial in trials]
-    places = [_number(value) for value in values]
-    numbers = sorted({place for place in places if place is not None})
-    if len(numbers) < 2 or None in places:
-        names = sorted({*values})
-        places = [names.index(value) for value in values]
-        axes.set_xticks(range(len(names)), names, rotation=0 if len(names) < 4 else 30)
-        axes.margins(x=0.2)
-    elif _is_logarithmic(numbers):
-        axes.set_xscale("log")
-    else:
-        axes.ticklabel_format(axis="x", scilimits=(-2, 5))  # 0.00045 leaves no room between the ticks
-    budgets = [", ".join(f"{end}={trial.settings[end]}" for end in ENDS if end in trial.settings) for trial in trials]
-    for i, (place, trial) in reversed([*enumerate(zip(places, trials, strict=True))]):
-        spread = trial.spread if len(trial.scores) > 1 else None
-        marker = _MARKERS[sorted({*budgets}).index(budgets[i]) % len(_MARKERS)]
-        color = "C1" if i == 0 else "C0"
-        label = budgets[i] if budgets.index(budgets[i]) == i else None
-        axes.errorbar(place, trial.score, spread, fmt=marker, capsize=3, alpha=0.8, color=color, label=label)
-    if any(budgets) and key not in ENDS:
-        axes.legend(frameon=False, fontsize="small", loc="lower center", bbox_to_anchor=(0.5, 1.0))  # above the marks
-
-
-def _is_logarithmic(numbers: list[float]) -> bool:
-    """Return whether ascending numbers span a decade and lie more evenly by their logarithms."""
-    if numbers[0] <= 0 or numbers[-1] < 10 * numbers[0]:
-        return False
-    widest, widest_log = (max(np.diff(each)) / (each[-1] - each[0]) for each in (np.array(numbers), np.log(numbers)))
-    return len(numbers) == 2 or bool(widest_log < widest)
 
 
 def _default(curve: Curve, key: str) -> str:
@@ -185,7 +144,8 @@ def _settings(curve: Curve) -> dict[str, str]:
     return {"experiment": curve.run.name} | values | _own_ends(curve.run)
 
 
-def _number(text: str) -> float | None:
+def number(text: str) -> float | None:
+    """Read a setting as a finite number; None where it is none."""
     try:
         value = float(text)
     except ValueError:
@@ -193,10 +153,17 @@ def _number(text: str) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _shown(text: str) -> str:
+def shown(text: str) -> str:
     """Shorten numbers as samplers draw them, 0.0006380556092044456."""
-    number = _number(text)
-    return text if number is None or len(text) < 8 else f"{number:.8g}" if number.is_integer() else f"{number:.4g}"
+    value = number(text)
+    return text if value is None or len(text) < 8 else f"{value:.8g}" if value.is_integer() else f"{value:.4g}"
+
+
+def _end_of(trial: Trial) -> str:
+    """Say after how many frames the run of a trial was ended, or how many of its runs were."""
+    if not trial.ended:
+        return "-"
+    return f"{trial.ended[0]:.0f}" if len(trial.scores) == 1 else f"{len(trial.ended)} of {len(trial.scores)}"
 
 
 def _rounded(score: float) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 COMMAND = "command"  # where a checkpoint holds the groups chosen and the overrides given
 # Column of the score of a run: the mean return of the evaluation after training, which a sweeper gets.
 SCORE = "final/return"
+ENDED_EARLY = "final/ended_early"  # of a run that was ended for doing badly: after how many frames
 METRICS = Path("csv") / "metrics.csv"
 
 

@@ -1,0 +1,117 @@
+"""What a search hears of a run while it trains."""
+
+from __future__ import annotations
+
+__all__ = ["TrialReport"]
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+
+from torchrl_lightning._modules import clock_of
+from torchrl_lightning.callbacks.sparse import SparseCallback
+from torchrl_lightning.fitting import Fault
+from torchrl_lightning.learn.records import ENDED_EARLY
+
+logger = logging.getLogger(__name__)
+
+
+class TrialReport(SparseCallback):
+    """Report each evaluation to an Optuna study, under the number of this run's trial, and end a run that does badly.
+
+    The trial is the running one with this run's settings that no other run has taken. It is reported over environment
+    frames, so that trials are compared where they are evaluated at the same ones. A run that is ended goes on with the
+    evaluation after training, of which it returns the score, and logs when it was ended: Hydra's sweeper knows no
+    pruned trials, and counts it as complete.
+
+    Args:
+        study_name: The study, which whoever asked for the trial has made.
+        storage: Where it is kept: a URL, or a storage of Optuna's.
+        overrides: What this run was told, as ``model.gamma=0.9``, by which it finds its trial.
+        folder: Of the run, kept with the trial as ``folder``.
+        monitor: What is reported.
+        pruner: One of Optuna's, which says at each report whether the run does badly; if None, none is ended.
+
+    Source:
+        Golovin et al., 2017: Google Vizier, section 3.2.2, for the median rule.
+
+    Example:
+        >>> report = TrialReport("search", "sqlite:///study.db", ["model.gamma=0.9"], "run")
+        >>> report.monitor
+        'eval/return'
+    """
+
+    def __init__(
+        self,
+        study_name: str,
+        storage: Any,
+        overrides: Sequence[str],
+        folder: str | Path,
+        monitor: str = "eval/return",
+        pruner: Any = None,
+    ) -> None:
+        super().__init__()
+        self.study_name, self.storage, self.monitor, self.pruner = study_name, storage, monitor, pruner
+        self.overrides, self.folder = list(overrides), str(Path(folder).absolute())
+        self._trial: Any = None
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Find the trial, before anything is trained."""
+        if stage == "fit" and trainer.is_global_zero:
+            self._trial = self._find()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Report, in a fit, and end it where the pruner says so, unless it ends by itself."""
+        value = trainer.callback_metrics.get(self.monitor)
+        if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking or value is None:
+            return
+        count, unit = clock_of(getattr(trainer, "datamodule", None)) or (trainer.global_step, "updates")
+        is_bad = False
+        if self._trial is not None:
+            self._trial.report(float(value), count)
+            is_bad = self.pruner is not None and not trainer.should_stop and self._trial.should_prune()
+        if not trainer.strategy.reduce_boolean_decision(is_bad, all=False):
+            return
+        trainer.should_stop = True
+        for each in trainer.loggers:
+            each.log_metrics({ENDED_EARLY: float(count)}, step=count)
+        logger.info("ended early after %d %s: %s=%.4g is worse than in other trials.", count, unit, self.monitor, value)
+
+    def _find(self) -> Any:
+        try:
+            import optuna
+        except ImportError as error:
+            raise Fault("a search by Optuna needs the extra sweep: pip install 'torchrl-lightning[sweep]'.") from error
+
+        storage = optuna.storages.get_storage(self.storage)
+        try:
+            study = optuna.load_study(study_name=self.study_name, storage=storage, pruner=self.pruner)
+        except KeyError as error:
+            raise Fault(f"there is no study {self.study_name} in {self.storage}; a search makes it.") from error
+        for found in study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.RUNNING,)):
+            if found.user_attrs.get("folder", self.folder) == self.folder and _told(found.params, self.overrides):
+                study_id = storage.get_study_id_from_name(self.study_name)
+                number = storage.get_trial_id_from_study_id_trial_number(study_id, found.number)
+                trial = optuna.trial.Trial(study, number)
+                trial.set_user_attr("folder", self.folder)
+                return trial
+        raise Fault(f"no running trial of the study {self.study_name} has the settings of this run.")
+
+
+def _told(params: Mapping[str, Any], overrides: Sequence[str]) -> bool:
+    """Return whether a run was told the settings of a trial, as a sweeper writes them."""
+    given = dict(override.split("=", 1) for override in overrides if "=" in override)
+    return all(name in given and _same(given[name], str(value)) for name, value in params.items())
+
+
+def _same(given: str, asked: str) -> bool:
+    if given == asked:
+        return True
+    try:  # numbers such as 1e+16 are rewritten on their way
+        return float(given) == float(asked)
+    except ValueError:
+        return False

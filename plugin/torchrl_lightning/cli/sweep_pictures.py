@@ -1,0 +1,180 @@
+"""Pictures of a sweep: its score over each setting, its trials as lines over all of them, and how much each matters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from torchrl_lightning.cli.names import ENDS
+from torchrl_lightning.cli.panels import panel_grid, save_figure
+from torchrl_lightning.cli.sweeps import Trial, number, shown
+from torchrl_lightning.learn.records import SCORE
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+_MARKERS = "osD^v"
+_SHUFFLES = 1000
+
+
+@dataclass(frozen=True)
+class _Scale:
+    """Where trials lie on the axis of a setting: ``places`` in numbers, or in categories with ``names``."""
+
+    places: list[float]
+    names: list[str] | None = None
+    is_logarithmic: bool = False
+
+    def heights(self) -> NDArray[np.float64]:
+        """Return the places between 0 and 1."""
+        places = np.log(self.places) if self.is_logarithmic else np.array(self.places, dtype=float)
+        return (places - places.min()) / (np.ptp(places) or 1.0)
+
+
+def _scale(values: Sequence[str]) -> _Scale:
+    numbers = [place for place in map(number, values) if place is not None]
+    if len(set(numbers)) < 2 or len(numbers) < len(values):
+        names = sorted({*values})
+        return _Scale([float(names.index(value)) for value in values], names)
+    return _Scale(numbers, None, _is_logarithmic(sorted(set(numbers))))
+
+
+def draw_trials(trials: Sequence[Trial], output: str | Path, metric: str = SCORE, title: str | None = None) -> Path:
+    """Draw the score over each setting that varies, with its deviation over the seeds; the best trial stands out.
+
+    Numbers lie on an axis, which is logarithmic where that spreads them more evenly; all else lies in categories, and
+    so does a setting whose default was not recorded. Trials of one budget have one marker, beside those of others; that
+    of a trial that was ended early is hollow.
+    """
+    keys = list(trials[0].settings)
+    figure, grid = panel_grid(len(keys), (4.2, 3.1))
+    for key, axes in zip(keys, grid, strict=True):
+        _draw_setting(axes, key, trials)
+        axes.set(xlabel=key, ylabel=metric)
+    return save_figure(figure, Path(output), title)
+
+
+def _draw_setting(axes: Any, key: str, trials: Sequence[Trial]) -> None:
+    scale = _scale([trial.settings[key] for trial in trials])
+    if scale.names is not None:
+        axes.set_xticks(range(len(scale.names)), scale.names, rotation=0 if len(scale.names) < 4 else 30)
+        axes.margins(x=0.2)
+    elif scale.is_logarithmic:
+        axes.set_xscale("log")
+    else:
+        axes.ticklabel_format(axis="x", scilimits=(-2, 5))  # 0.00045 leaves no room between the ticks
+    budgets = [", ".join(f"{end}={trial.settings[end]}" for end in ENDS if end in trial.settings) for trial in trials]
+    for i, (place, trial) in reversed([*enumerate(zip(scale.places, trials, strict=True))]):
+        spread = trial.spread if len(trial.scores) > 1 else None
+        marker = _MARKERS[sorted({*budgets}).index(budgets[i]) % len(_MARKERS)]
+        color = "C1" if i == 0 else "C0"
+        label = budgets[i] if budgets.index(budgets[i]) == i else None
+        look = {"fmt": marker, "capsize": 3, "alpha": 0.8, "color": color, "mfc": "none" if trial.ended else color}
+        axes.errorbar(place, trial.score, spread, label=label, **look)
+    if any(budgets) and key not in ENDS:
+        axes.legend(frameon=False, fontsize="small", loc="lower center", bbox_to_anchor=(0.5, 1.0))  # above the marks
+
+
+def draw_parallel(trials: Sequence[Trial], output: str | Path, metric: str = SCORE, title: str | None = None) -> Path:
+    """Draw each trial as a line through its settings to its score; those that were ended early are dashed.
+
+    Each axis reaches from its least to its largest value, and is logarithmic as in :func:`draw_trials`.
+    """
+    from matplotlib import colormaps
+
+    keys = list(trials[0].settings)
+    scales = [*(_scale([trial.settings[key] for trial in trials]) for key in keys), _Scale([t.score for t in trials])]
+    figure, (axes,) = panel_grid(1, (1.8 * len(scales) + 1.5, 4.2))
+    heights = np.stack([scale.heights() for scale in scales])
+    for i, trial in reversed([*enumerate(trials)]):
+        look: dict[str, Any] = {"color": colormaps["viridis"](heights[-1, i]), "ls": "--" if trial.ended else "-"}
+        axes.plot(range(len(scales)), heights[:, i], lw=2.5 if i == 0 else 1.2, alpha=0.8, **look)
+    texts: dict[tuple[int, float], str] = {}
+    for place, (scale, column) in enumerate(zip(scales, heights, strict=True)):
+        axes.axvline(place, color="0.6", lw=0.8)
+        for i in range(len(trials)) if scale.names else (column.argmin(), column.argmax()):
+            text = scale.names[int(scale.places[i])] if scale.names else shown(f"{scale.places[i]:.4g}")
+            texts[place, float(column[i])] = text
+    for at, text in texts.items():
+        axes.annotate(text, at, (4, 3), textcoords="offset points", fontsize="small")
+    axes.set_xticks(range(len(scales)), [*keys, metric], rotation=15)
+    axes.set_yticks([])
+    axes.grid(visible=False)
+    axes.spines[["left", "bottom"]].set_visible(False)
+    return save_figure(figure, Path(output), title)
+
+
+def draw_importances(
+    trials: Sequence[Trial], output: str | Path, metric: str = SCORE, title: str | None = None
+) -> Path:
+    """Draw how closely the score follows each setting, and how closely shuffled scores would.
+
+    The closeness is that of :func:`importances`. It is a correlation and no cause: it sees no setting that matters only
+    together with another, and settings that a search chose by the scores before are not independent.
+    """
+    found = sorted(importances(trials).items(), key=lambda item: item[1][0])
+    figure, (axes,) = panel_grid(1, (6.5, 0.5 * len(found) + 1.6))
+    names, values = [name for name, _ in found], np.array([value for _, value in found])
+    axes.barh(names, values[:, 0], color="C0", alpha=0.8)
+    axes.plot(values[:, 1], names, "|", color="C3", ms=16, mew=2, label="of shuffled scores, 95 % stay below")
+    axes.set(xlim=(0, 1.02), xlabel=f"rank correlation with {metric}, of categories correlation ratio; n={len(trials)}")
+    axes.legend(frameon=False, fontsize="small", loc="lower center", bbox_to_anchor=(0.5, 1.0))
+    return save_figure(figure, Path(output), title)
+
+
+def importances(trials: Sequence[Trial]) -> dict[str, tuple[float, float]]:
+    """Return how closely the ranks of the scores follow each setting, from 0 to 1, and what chance reaches.
+
+    Of numbers it is Spearman's rank correlation without its sign, of categories the correlation ratio of the ranks::
+
+        eta = sqrt(sum_c n_c (mean_c - mean)^2 / sum_i (rank_i - mean)^2)
+
+    Of a thousand shuffles of the scores, 95 % stay below what chance reaches.
+
+    Example:
+        >>> trials = [Trial({"a": str(i), "b": "xy"[i % 2]}, [], np.array([float(i)])) for i in range(9)]
+        >>> {name: round(value, 2) for name, (value, _) in importances(trials).items()}
+        {'a': 1.0, 'b': 0.0}
+    """
+    ranks = _ranks(np.array([trial.score for trial in trials]))
+    generator = np.random.default_rng(0)
+    rows = np.stack([ranks, *(generator.permutation(ranks) for _ in range(_SHUFFLES))])
+    found = {}
+    for key in trials[0].settings:
+        scale = _scale([trial.settings[key] for trial in trials])
+        values = _closeness(np.array(scale.places), rows, scale.names is not None)
+        found[key] = float(values[0]), float(np.quantile(values[1:], 0.95))
+    return found
+
+
+def _closeness(places: NDArray[np.float64], rows: NDArray[np.float64], are_categories: bool) -> NDArray[np.float64]:
+    """Return how closely each row of ranks ``[R, n]`` follows the places ``[n]``."""
+    rows = rows - rows.mean(1, keepdims=True)
+    total = (rows**2).sum(1)
+    if are_categories:
+        members = places == np.unique(places)[:, None]  # [categories, n]
+        explained = ((rows @ members.T) ** 2 / members.sum(1)).sum(1)
+    else:
+        ranks = _ranks(places)
+        ranks = ranks - ranks.mean()
+        explained = (rows @ ranks) ** 2 / (ranks**2).sum()
+    # Scores that are all the same follow nothing.
+    return np.sqrt(np.divide(explained, total, out=np.zeros_like(total), where=total > 0))
+
+
+def _ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the ranks of values, the mean one of equals."""
+    _, which, counts = np.unique(values, return_inverse=True, return_counts=True)
+    return (np.cumsum(counts) - (counts - 1) / 2)[which]
+
+
+def _is_logarithmic(numbers: list[float]) -> bool:
+    """Return whether ascending numbers span a decade and lie more evenly by their logarithms."""
+    if numbers[0] <= 0 or numbers[-1] < 10 * numbers[0]:
+        return False
+    widest, widest_log = (max(np.diff(each)) / (each[-1] - each[0]) for each in (np.array(numbers), np.log(numbers)))
+    return len(numbers) == 2 or bool(widest_log < widest)
