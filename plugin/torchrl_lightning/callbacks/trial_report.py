@@ -15,7 +15,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torchrl_lightning._modules import clock_of
 from torchrl_lightning.callbacks.sparse import SparseCallback
 from torchrl_lightning.fitting import Fault
-from torchrl_lightning.learn.records import ENDED_EARLY
+from torchrl_lightning.records import ENDED_EARLY
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from torchrl_lightning.cli.names import ENDS, base_name, changed_settings, in_order, recorded_command, run_folder
-from torchrl_lightning.learn.records import ENDED_EARLY, SCORE
+from torchrl_lightning.records import ENDED_EARLY, SCORE
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

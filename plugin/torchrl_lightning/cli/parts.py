@@ -19,7 +19,7 @@ from torchrl_lightning.cli.checks import UsageError
 from torchrl_lightning.cli.resuming import changes_rates, plain
 from torchrl_lightning.fitting import MisfitError, require_fit
 from torchrl_lightning.learn.loading import CONFIG
-from torchrl_lightning.learn.records import COMMAND
+from torchrl_lightning.records import COMMAND
 from torchrl_lightning.suggestions import did_you_mean
 
 # What constructors raise for a bad argument; anything else is a fault of the program and keeps its traceback.

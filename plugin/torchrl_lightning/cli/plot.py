@@ -16,7 +16,7 @@ from torchrl_lightning.cli.intervals import bootstrapped, interquartile_mean
 from torchrl_lightning.cli.panels import panel_grid, save_figure
 from torchrl_lightning.cli.sweep_pictures import draw_importances, draw_parallel, draw_trials
 from torchrl_lightning.cli.sweeps import read_trials, table
-from torchrl_lightning.learn.records import SCORE
+from torchrl_lightning.records import SCORE
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -19,7 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from torchrl_lightning.cli.checks import UsageError, own_config
 from torchrl_lightning.cli.names import own_run
-from torchrl_lightning.learn.records import COMMAND
+from torchrl_lightning.records import COMMAND
 
 # Of the present run, whatever the checkpoint says.
 _PRESENT = {"ckpt_path", "trusted", "paths", "hparams_search", "hydra"}

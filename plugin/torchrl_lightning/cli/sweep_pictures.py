@@ -12,7 +12,7 @@ import numpy as np
 from torchrl_lightning.cli.names import ENDS
 from torchrl_lightning.cli.panels import panel_grid, save_figure
 from torchrl_lightning.cli.sweeps import Trial, number, shown
-from torchrl_lightning.learn.records import SCORE
+from torchrl_lightning.records import SCORE
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

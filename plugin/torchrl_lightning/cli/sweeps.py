@@ -12,7 +12,7 @@ import numpy as np
 
 from torchrl_lightning.cli.curves import Curve, Run, read_source, runs_by_label
 from torchrl_lightning.cli.names import ENDS, run_folder
-from torchrl_lightning.learn.records import SCORE
+from torchrl_lightning.records import SCORE
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

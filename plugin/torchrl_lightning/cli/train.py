@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from torchrl_lightning.cli.command import behind, quiet, run_command, use_threads
 from torchrl_lightning.cli.names import recorded_command
-from torchrl_lightning.learn.records import SCORE
 from torchrl_lightning.libraries import import_libraries
+from torchrl_lightning.records import SCORE
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

@@ -9,7 +9,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from torchrl_lightning.learn.records import COMMAND
+from torchrl_lightning.records import COMMAND
 
 # Of the machine that it was trained on, not of what was trained.
 _LEFT_OUT = re.compile(r"[+~]*(hydra|paths|logger|callbacks|ckpt_path|trusted|task_name|hparams_search)\b")

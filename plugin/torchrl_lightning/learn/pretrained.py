@@ -25,7 +25,7 @@ from torchrl_lightning.learn.loading import (
     policy_in,
     read_checkpoint,
 )
-from torchrl_lightning.learn.records import COMMAND, score_of
+from torchrl_lightning.records import COMMAND, score_of
 from torchrl_lightning.seal import SEAL, check_seal, seal
 from torchrl_lightning.state import check_state, mapping
 from torchrl_lightning.trust import without_folders
