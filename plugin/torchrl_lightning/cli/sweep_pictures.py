@@ -39,7 +39,7 @@ def _scale(values: Sequence[str]) -> _Scale:
     numbers = [place for place in map(number, values) if place is not None]
     if len(set(numbers)) < 2 or len(numbers) < len(values):
         names = sorted({*values})
-        return _Scale([float(names.index(value)) for value in values], names)
+        return _Scale([float(names.index(value)) for value in values], [*map(shown, names)])
     return _Scale(numbers, None, _is_logarithmic(sorted(set(numbers))))
 
 
