@@ -36,7 +36,7 @@ _ALL = [
 ]
 _ON_POLICY = [
     *("data.num_envs=4", "data.frames_per_batch=64", "data.num_epochs=2", "data.num_mini_batch=2"),
-    "data.mini_batch_size=null",
+    *("data.mini_batch_size=null", "data.updates_per_step=1"),
 ]
 _REPLAY = [
     *("data.num_envs=2", "data.frames_per_batch=16", "data.frames_per_update=1", "data.warmup_frames=32"),
