@@ -125,8 +125,10 @@ class DQNModule(OffPolicyModule):
 
     def by_hand(self, gradients: Mapping[nn.Parameter, Tensor], rows: int) -> HandGradients:
         """Return what writes the gradients of ``terms``; a ValueError where they are not those of a perceptron."""
-        if self.masked or self.margin_coeff:
-            raise ValueError("No masks and no margins are known.")
+        if self.masked:
+            raise ValueError("No masks are known.")
+        if self.margin_coeff:
+            raise ValueError("No margins are known.")
         return ChoiceGradients(self, gradients, rows)
 
     def exploration(self, frames: int) -> float:
