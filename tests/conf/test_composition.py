@@ -85,6 +85,8 @@ def compose_option(compose_train):
 def test_every_option_of_every_group_composes(compose_train, compose_option, group, option):
     beside = group in ("debug", "hparams_search", "paths")
     cfg = compose_train(f"{group}={option}") if beside else compose_option(group, option)
+    if group == "hparams_search":  # whose runs ask their sweep
+        cfg.callbacks.report.update(study_name="search", storage="sqlite://", overrides=[])
     assert OmegaConf.missing_keys(cfg) == ({"model.loss"} if option == "loss_module" else set())
     plain = OmegaConf.to_container(cfg, resolve=True)
     # What a checkpoint keeps of it may be built without trusting the file.

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import base64
+import shutil
+import subprocess
 from html.parser import HTMLParser
 
 import numpy as np
 import pytest
 import torch
+from matplotlib.image import imread
 from tensordict import TensorDict
 
 from torchrl_lightning import ExperienceBuffer, PrioritizedSampler, RingStorage, inspect_buffer
@@ -15,6 +18,7 @@ from torchrl_lightning.inspection.browser import chosen, episode_rows, pixels
 from torchrl_lightning.inspection.pictures import bars, histogram, lines
 from torchrl_lightning.inspection.tables import title_of
 
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 VOID = {"meta", "img", "rect", "path", "polyline"}
 
 
@@ -73,6 +77,32 @@ def test_the_page_is_nested_needs_nothing_else_and_tells_what_the_tables_do(buff
     assert len(dom.all("details")) == len(chosen(found.summaries[0].episodes))
     assert len(dom.all("svg")) > 5
     assert found._repr_html_() in page
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+def test_a_browser_shows_the_page(buffer, tmp_path):
+    page = tmp_path / "page.html"
+    inspect_buffer(buffer).write_html(page)
+    page.write_text(page.read_text().replace("<details", "<details open", 1))
+    quiet = ("background-networking", "component-update", "sync", "quic", "gpu")
+    command = [str(CHROMIUM), "--headless", "--no-sandbox", "--no-first-run", *(f"--disable-{each}" for each in quiet)]
+    command += [f"--user-data-dir={tmp_path / 'profile'}", "--hide-scrollbars", "--window-size=900,2000"]
+
+    def asked(*options):
+        done = subprocess.run([*command, *options, page.as_uri()], capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    dom, written = Dom(asked("--dump-dom")), Dom(page.read_text())
+    for tag in ("table", "tr", "td", "svg", "rect", "polyline", "img"):
+        assert dom.all(tag) == written.all(tag), tag
+    assert len(dom.all("details")) == len(written.all("details"))
+    asked(f"--screenshot={tmp_path / 'page.png'}")
+    shown = (imread(tmp_path / "page.png")[..., :3] * 255).round().astype(int)
+    assert shown.shape == (2000, 900, 3)
+    assert (shown == (0x33, 0x66, 0xAA)).all(-1).sum() > 1000  # bars
+    shades = [(shown == shade).all(-1).sum() for shade in range(1, 5)]  # of images of a step's number
+    assert min(shades) > 100 * 100
 
 
 def test_the_rows_of_an_episode_are_its_own_behind_a_wrap(buffer):
