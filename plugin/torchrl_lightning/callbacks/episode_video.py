@@ -6,7 +6,7 @@ __all__ = ["EpisodeVideo"]
 
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
@@ -17,6 +17,18 @@ from torchrl_lightning.fitting import Fault
 from torchrl_lightning.ranges import integer
 
 logger = logging.getLogger(__name__)
+
+
+@runtime_checkable
+class Films(Protocol):
+    """What films an episode of what it evaluates in."""
+
+    eval_env: Any
+    clock: tuple[int, str]
+
+    def film(self, policy: Any, path: Path) -> None:
+        """Write the video."""
+        ...
 
 
 class EpisodeVideo(SparseCallback):
@@ -49,7 +61,7 @@ class EpisodeVideo(SparseCallback):
         if stage != "fit" or not trainer.is_global_zero:
             return
         data = _data(trainer)
-        if not hasattr(data, "film"):
+        if not isinstance(data, Films):
             raise Fault(f"a video is of what an ExperienceDataModule evaluates in, not of a {type(data).__name__}.")
         check_film(data.eval_env)
         self._evaluations = 0

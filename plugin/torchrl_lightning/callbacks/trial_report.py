@@ -95,8 +95,8 @@ class TrialReport(SparseCallback):
         for found in study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.RUNNING,)):
             if found.user_attrs.get("folder", self.folder) == self.folder and _told(found.params, self.overrides):
                 study_id = storage.get_study_id_from_name(self.study_name)
-                number = storage.get_trial_id_from_study_id_trial_number(study_id, found.number)
-                trial = optuna.trial.Trial(study, number)
+                trial_id = storage.get_trial_id_from_study_id_trial_number(study_id, found.number)
+                trial = optuna.trial.Trial(study, trial_id)
                 trial.set_user_attr("folder", self.folder)
                 return trial
         raise Fault(f"no running trial of the study {self.study_name} has the settings of this run.")

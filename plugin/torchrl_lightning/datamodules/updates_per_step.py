@@ -168,7 +168,7 @@ class UpdatesDataModule(ExperienceDataModule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._step, self._size = StepSize(self.updates_per_step), 1  # and updates of a step in this epoch
+        self._step = StepSize(self.updates_per_step)
         self._in_step = 0  # updates that an unfinished step has made
         self._hooks = self.HOOKS(self)
 
@@ -199,7 +199,7 @@ class UpdatesDataModule(ExperienceDataModule):
 
     def _begin_epoch(self) -> tuple[int, int]:
         """Return how many updates of an epoch were made before a checkpoint within it, and how many it makes."""
-        size = self._size = self._step.number
+        size = self._step.number
         made = batches_served(self.trainer) * size + self._in_step
         return made, min(self._epoch_length() * size, self.updates_of_epoch)
 
@@ -207,13 +207,14 @@ class UpdatesDataModule(ExperienceDataModule):
         self, draw: Callable[[int], TensorDictBase | None], update: int, end: int
     ) -> Iterator[TensorDictBase | UpdateBatches]:
         """Yield the steps of an epoch from an update on; ``draw`` returns the batch of each, None if there is none."""
+        size = self._step.number
         while update < end:
-            behind = min(update - update % self._size + self._size, end)
-            self._in_step = update % self._size
+            behind = min(update - update % size + size, end)
+            self._in_step = update % size
             batch = draw(update)
             if batch is None:
                 return
-            if self._size == 1:
+            if size == 1:
                 yield batch
             else:
                 yield UpdateBatches(self._of_step(draw, self._transferred(batch), range(update + 1, behind)))
@@ -227,7 +228,7 @@ class UpdatesDataModule(ExperienceDataModule):
         for update in later:
             if not self._end_update():
                 return
-            self._in_step = update % self._size
+            self._in_step += 1
             with outside_autocast():
                 batch = draw(update)
             if batch is None:

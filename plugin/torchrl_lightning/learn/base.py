@@ -247,7 +247,7 @@ class ActorCriticModule(TermsModule):
     def training_step(self, batch: TensorDictBase | UpdateBatches, batch_idx: int) -> None:
         """Update on each mini-batch of this step, until ``should_stop``."""
         for number, part in enumerate(updates_of(batch)):
-            if not self._stopped:
+            if not self._stopped:  # the rest is drawn all the same: its last batch ends the rollout
                 self._learn(part, inner=number > 0)
 
     def _learn(self, batch: TensorDictBase, *, inner: bool) -> None:
