@@ -33,19 +33,18 @@ def check_film(env: Any) -> None:
         Fault: A package is missing, or it draws no picture.
 
     Example:
-        >>> from torchrl.envs import GymEnv
-        >>> check_film(lambda render_mode: GymEnv("CartPole-v1"))
+        >>> from torchrl_lightning import make_vector_env
+        >>> check_film(make_vector_env("CartPole-v1", 1))
         Traceback (most recent call last):
             ...
-        torchrl_lightning.fitting.Fault: a video is of Gymnasium's environments, but that of this run is TorchRL's; \
-leave the video out.
+        torchrl_lightning.fitting.Fault: a video needs an environment of its own: give eval_env= an id or a factory.
     """
+    if not isinstance(env, str) and not callable(env):
+        raise Fault("a video needs an environment of its own: give eval_env= an id or a factory.")
     try:
         import moviepy  # noqa: F401
     except ImportError as error:
         raise Fault("a video needs moviepy: pip install 'torchrl-lightning[video]'; or leave the video out.") from error
-    if not isinstance(env, str) and not callable(env):
-        raise Fault("a video needs an environment of its own: give eval_env= an id or a factory.")
     picture = None
     try:
         with IsolatedRng(None, torch.device("cpu")), warnings.catch_warnings():
