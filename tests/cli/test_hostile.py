@@ -19,7 +19,7 @@ from kit.store import composed, composed_run
 from torchrl_lightning import EnvironmentRecipe, LoadedPolicy, OnPolicyDataModule, load_policy
 from torchrl_lightning._conf import CONF_DIR
 from torchrl_lightning.cli.evaluate import evaluate
-from torchrl_lightning.cli.names import own_run
+from torchrl_lightning.cli.ownership import own_run, sign
 from torchrl_lightning.cli.record import record
 from torchrl_lightning.cli.train import train
 from torchrl_lightning.learn import MLPNetwork, PPOModule
@@ -176,10 +176,23 @@ def test_trusting_the_file_is_the_only_way_past(settings, own_class):
 def test_what_the_users_own_run_names_is_taken(stored, settings, own_class):
     (own_class.parent / ".hydra").mkdir()
     (own_class.parent / ".hydra" / "config.yaml").write_text(OmegaConf.to_yaml({"model": OWN_MODEL}))
+    sign(own_class.parent)
     assert record(settings["record"]) > 0
     # The folder vouches for its own names alone, not for whatever lies in it.
     save(stored, model={**OWN_MODEL, "optimizer": {"_target_": "os.system", "command": "true"}})
     check_refused(own_class, record, settings["record"])
+
+
+def test_what_the_folder_of_somebody_else_names_is_refused(settings, own_class, tmp_path, monkeypatch):
+    """Whoever unpacks a folder owns its files, but they are signed with another key, or not at all."""
+    (own_class.parent / ".hydra").mkdir()
+    (own_class.parent / ".hydra" / "config.yaml").write_text(OmegaConf.to_yaml({"model": OWN_MODEL}))
+    check_commands_refuse(own_class, settings)
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setenv("XDG_STATE_HOME", str(tmp_path / "another's"))
+        sign(own_class.parent)
+        assert record(settings["record"]) > 0
+    check_commands_refuse(own_class, settings)
 
 
 def left_by_a_run(folder: Path, checkpoint: str = "checkpoints/a.ckpt") -> Path:

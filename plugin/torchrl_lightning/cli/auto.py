@@ -13,7 +13,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from torchrl_lightning.cli.checks import UsageError, read_stored
 from torchrl_lightning.cli.locks import check_unlocked
-from torchrl_lightning.cli.names import folder_name, job_name, own_run, recorded_command, told
+from torchrl_lightning.cli.names import folder_name, job_name, recorded_command, told
+from torchrl_lightning.cli.ownership import own_run
 
 _log = logging.getLogger(__name__)
 

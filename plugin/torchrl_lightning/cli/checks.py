@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from torchrl_lightning._conf import CONF_DIR
-from torchrl_lightning.cli.names import own_run
+from torchrl_lightning.cli.ownership import is_signed, own_run
 from torchrl_lightning.fitting import Fault
 from torchrl_lightning.processes import lack_of
 from torchrl_lightning.suggestions import did_you_mean
@@ -139,9 +139,11 @@ def check_command(cfg: DictConfig) -> None:
 
 
 def own_config(checkpoint: Path) -> DictConfig:
-    """Return the config that the user's own run was composed to; an empty one for another's checkpoint."""
+    """Return the config that the user's own run was composed to and has signed; an empty one for another's."""
     folder = own_run(checkpoint)
-    composed: Any = OmegaConf.create({}) if folder is None else OmegaConf.load(folder / ".hydra" / "config.yaml")
+    if folder is None or not is_signed(folder):
+        return OmegaConf.create({})
+    composed: Any = OmegaConf.load(folder / ".hydra" / "config.yaml")
     return composed
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable, Mapping
 from hashlib import sha256
@@ -103,22 +102,6 @@ def run_folder(path: Path) -> Path | None:
     """Find the folder of the run that wrote a file: the next one above that holds Hydra's config."""
     parents = path.resolve().parents
     return next((folder for folder in parents if (folder / ".hydra" / "config.yaml").is_file()), None)
-
-
-def own_run(checkpoint: Path) -> Path | None:
-    """Return the folder of the user's own run that wrote a checkpoint; None if it is another's, or lies elsewhere.
-
-    It is that of RUN/*.ckpt and RUN/checkpoints/*.ckpt, if folder, config and checkpoint are the user's, and no links
-    lead to the config: in a shared folder anybody may put a config beside a file.
-    """
-    path = checkpoint.resolve()
-    folder = path.parent.parent if path.parent.name == "checkpoints" else path.parent
-    config = folder / ".hydra" / "config.yaml"
-    parts = (folder, path.parent, path, config.parent, config)
-    if path.suffix != ".ckpt" or not config.is_file() or config.is_symlink() or config.parent.is_symlink():
-        return None
-    user = os.getuid() if hasattr(os, "getuid") else 0  # where nobody has a number, files have 0
-    return folder if all(part.stat().st_uid == user for part in parts) else None
 
 
 def recorded_command(hydra: Any) -> tuple[dict[str, str | None], list[str]]:

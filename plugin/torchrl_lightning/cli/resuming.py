@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from torchrl_lightning.cli.checks import UsageError, own_config
-from torchrl_lightning.cli.names import own_run
+from torchrl_lightning.cli.ownership import own_run
 from torchrl_lightning.records import COMMAND
 
 # Of the present run, whatever the checkpoint says.

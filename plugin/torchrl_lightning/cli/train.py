@@ -38,6 +38,7 @@ def train(cfg: DictConfig) -> float:
     from torchrl_lightning.cli.beginning import beginning_of
     from torchrl_lightning.cli.checkpoints import check_checkpoint
     from torchrl_lightning.cli.locks import locked
+    from torchrl_lightning.cli.ownership import sign
     from torchrl_lightning.cli.parts import GivenSettings, KeptConfig, build_part, check_parts
     from torchrl_lightning.cli.resuming import told_differences
     from torchrl_lightning.cli.slurm import requeued_on_signal
@@ -67,7 +68,8 @@ def train(cfg: DictConfig) -> float:
         check_checkpoint(Path(cfg.ckpt_path), stored, data, model, trainer.world_size, cfg)
         del stored
     if trainer.is_global_zero:
-        behind.enter_context(locked(Path(cfg.paths.output_dir)))
+        behind.enter_context(locked(folder := Path(cfg.paths.output_dir)))
+        sign(folder)
         for name, (there, here) in differ.items():
             print(f"{name}: {there} in the checkpoint, {here} now")
         if beginning is not None:
