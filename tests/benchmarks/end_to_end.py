@@ -8,11 +8,11 @@ and target updates.
 
 ``ours`` has the default settings (``updates_per_step="auto"``), ``ours, one`` makes an update in each training step,
 and ``ours, as the command runs`` adds the CSV log, the progress bar and the checkpoints of ``torchrl-lightning-train``;
-evaluation is left out on all sides. ``Stable-Baselines3`` is as it ships; ``lean`` leaves its Monitor out and gives it
-torch's fused Adam, ``lean, our Adam`` ours. ``four`` makes four updates at once after four steps. ``SBX`` has the same
-algorithms in JAX. ``bare loop`` is the arithmetic without any library. SBX and Tianshou take part where they are
-installed. The ratios are medians over medians, over several peers over the fastest; ``--check`` exits with 1 where a
-budget is missed.
+evaluation is left out on all sides. ``Stable-Baselines3`` is as it ships; ``lean`` leaves its Monitor out, has
+Gymnasium's wrapper of Pong instead of its own, and torch's fused Adam, ``lean, our Adam`` ours. ``four`` makes four
+updates at once after four steps. ``SBX`` has the same algorithms in JAX. ``bare loop`` is the arithmetic without any
+library. SBX and Tianshou take part where they are installed; Pong needs the extra ``atari``. The ratios are medians
+over medians, over several peers over the fastest; ``--check`` exits with 1 where a budget is missed.
 """
 
 from __future__ import annotations
@@ -44,13 +44,15 @@ import numpy as np
 
 from benchmarks.whole_runs import bare, ours, sb3
 from benchmarks.whole_runs.clock import Training
-from torchrl_lightning.learn import DQNModule, MLPNetwork, SACModule, TD3Module
+from torchrl_lightning.learn import CNNNetwork, DQNModule, MLPNetwork, SACModule, TD3Module
 
 OURS, ONE, COMMAND = "ours", "ours, one", "ours, as the command runs"
 SB3, SB3_FOUR = "Stable-Baselines3", "Stable-Baselines3, four"
 LEAN, LEAN_OURS = "Stable-Baselines3, lean", "Stable-Baselines3, lean, our Adam"
 SBX, SBX_FOUR, TIANSHOU, BARE = "SBX", "SBX, four", "Tianshou", "bare loop"
 ANY_SBX = (SBX, SBX_FOUR)
+IMAGES = 4000
+"""Cells of a replay of images."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,7 @@ class Run:
     title: str
     contenders: dict[str, Training]
     budgets: tuple[tuple[str, str | tuple[str, ...], float], ...]
+    convolutions: Callable[[Training], float] | None = None  # their share of a training run
 
 
 def has(library: str) -> bool:
@@ -168,6 +171,48 @@ def ppo(env: str, num_envs: int, rollouts: int, over_sb3: float) -> Run:
     return Run(f"PPO {env.split('-')[0]}, {environments}", contenders, tuple(budgets))
 
 
+def dqn_pong(updates: int) -> Run:
+    """DQN on images of Pong: batch 32, the convolutions of Mnih et al., an update for each step of 4 environments."""
+    from benchmarks.whole_runs import pong
+
+    target: dict[str, Any] = {"tau": 1.0, "target_interval": 250}
+    acting: dict[str, Any] = {"epsilon_start": 0.05, "epsilon_end": 0.05}
+    module = partial(DQNModule, CNNNetwork(), double=False, learning_rate=1e-4, **target, **acting)
+    own = partial(ours.off_policy, module, pong.ours(), 4, 32, updates, cells=IMAGES)
+    peer = partial(
+        sb3.off_policy,
+        "DQN",
+        "Pong",
+        4,
+        32,
+        updates,
+        policy="CnnPolicy",
+        policy_kwargs={},
+        cells=IMAGES,
+        build=pong.theirs,
+        learning_rate=1e-4,
+        tau=1.0,
+        target_update_interval=1000,  # frames
+        exploration_initial_eps=0.05,
+        exploration_final_eps=0.05,
+    )
+    contenders = {OURS: own(), SB3: peer(), LEAN: peer(lean=True, optimizer="fused")}
+    return Run("DQN Pong, 4 environments", contenders, ((OURS, LEAN, 1.0),), pong.share_of_convolutions)
+
+
+def ppo_pong(rollouts: int) -> Run:
+    """PPO on images of Pong: rollouts of 1024 frames, batch 256, 4 epochs, the convolutions of Mnih et al., shared."""
+    from benchmarks.whole_runs import pong
+
+    peer = partial(sb3.ppo, "Pong", 8, 128, rollouts, policy="CnnPolicy", build=pong.theirs)
+    contenders = {
+        OURS: ours.ppo(pong.ours(), 8, 128, rollouts, network=CNNNetwork()),
+        SB3: peer(),
+        LEAN: peer(lean=True, optimizer="fused"),
+    }
+    return Run("PPO Pong, 8 environments", contenders, ((OURS, LEAN, 1.03),), pong.share_of_convolutions)
+
+
 def runs(scale: float) -> dict[str, Callable[[], Run]]:
     """Return the runs, built when they are asked for."""
     updates = max(8, round(1000 * scale) // 8 * 8)
@@ -182,6 +227,8 @@ def runs(scale: float) -> dict[str, Callable[[], Run]]:
         "ppo_8": partial(ppo, "CartPole-v1", 8, rollouts, 1.9),
         "ppo_1": partial(ppo, "CartPole-v1", 1, rollouts, 1.9),
         "ppo_pendulum": partial(ppo, "Pendulum-v1", 8, rollouts, 1.5),
+        "dqn_pong": partial(dqn_pong, updates // 4),
+        "ppo_pong": partial(ppo_pong, max(2, rollouts // 5)),
     }
 
 
@@ -214,6 +261,8 @@ def report(run: Run, speeds: dict[str, list[float]]) -> bool:
         reached = middle[name] / middle[peer]
         met &= reached >= wanted
         say(f"  {name} >= {wanted} x {peer}: {reached:.2f}, {'met' if reached >= wanted else 'MISSED'}")
+    if run.convolutions is not None:
+        say(f"  convolutions take {run.convolutions(run.contenders[OURS]):.0%} of the time of {OURS}")
     return met
 
 

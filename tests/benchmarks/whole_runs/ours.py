@@ -14,8 +14,14 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
 from benchmarks.whole_runs.clock import CELLS, WARMUP, Stopwatch, Training
-from torchrl_lightning import ExperienceLog, FramesProgressBar, OnPolicyDataModule, ReplayDataModule
-from torchrl_lightning.learn import PPOModule
+from torchrl_lightning import (
+    EnvironmentRecipe,
+    ExperienceLog,
+    FramesProgressBar,
+    OnPolicyDataModule,
+    ReplayDataModule,
+)
+from torchrl_lightning.learn import Network, PPOModule
 from torchrl_lightning.replay import ExperienceBuffer, RingStorage, UniformSampler
 
 
@@ -66,13 +72,14 @@ def fit(module: L.LightningModule, data: L.LightningDataModule, epochs: int, com
 
 def off_policy(
     make_module: Callable[[], L.LightningModule],
-    env: str,
+    env: str | EnvironmentRecipe,
     num_envs: int,
     batch_size: int,
     updates: int,
     *,
     updates_per_step: int | str = "auto",
     n_steps: int = 1,
+    cells: int = CELLS,
     command: bool = False,
     normalized: bool = False,
 ) -> Training:
@@ -84,7 +91,7 @@ def off_policy(
             env,
             num_envs=num_envs,
             buffer=lambda num_envs: ExperienceBuffer(
-                storage=RingStorage(CELLS), sampler=UniformSampler(), num_envs=num_envs, n_steps=n_steps
+                storage=RingStorage(cells), sampler=UniformSampler(), num_envs=num_envs, n_steps=n_steps
             ),
             batch_size=batch_size,
             updates_per_epoch=updates // 2,
@@ -101,7 +108,14 @@ def off_policy(
 
 
 def ppo(
-    env: str, num_envs: int, steps: int, rollouts: int, *, command: bool = False, normalized: bool = False
+    env: str | EnvironmentRecipe,
+    num_envs: int,
+    steps: int,
+    rollouts: int,
+    *,
+    network: Network | None = None,
+    command: bool = False,
+    normalized: bool = False,
 ) -> Training:
     """Train with mini-batches of 256 and 4 epochs."""
 
@@ -117,6 +131,6 @@ def ppo(
             normalize_reward=normalized,
             seed=seed,
         )
-        return fit(PPOModule(learning_rate=3e-4), data, rollouts + 1, command)
+        return fit(PPOModule(network, learning_rate=3e-4), data, rollouts + 1, command)
 
     return run

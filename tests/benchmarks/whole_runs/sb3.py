@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 import gymnasium
@@ -10,10 +11,13 @@ import torch
 from stable_baselines3 import PPO
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.env_util import make_vec_env
-from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
+from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv, VecNormalize
 
 from benchmarks.whole_runs.clock import CELLS, WARMUP, Stopwatch, Training
 from torchrl_lightning.learn.adam import LeanAdam
+
+Environments = Callable[[int, int, bool], VecEnv]
+"""Makes so many environments, with a seed, lean or not."""
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "its own": {},
@@ -68,6 +72,9 @@ def off_policy(
     lean: bool = False,
     optimizer: str = "its own",
     at_once: int = 1,
+    policy: str = "MlpPolicy",
+    cells: int = CELLS,
+    build: Environments | None = None,
     **kwargs: Any,
 ) -> Training:
     """Train with an update for each step of all environments, or ``at_once`` of them after as many steps."""
@@ -75,14 +82,14 @@ def off_policy(
 
     def run(seed: int) -> float:
         torch.manual_seed(seed)
-        made = environments(env, num_envs, seed, lean)
+        made = environments(env, num_envs, seed, lean) if build is None else build(num_envs, seed, lean)
         model = kind(
-            "MlpPolicy",
+            policy,
             made,
             device="cpu",
             seed=seed,
             batch_size=batch_size,
-            buffer_size=CELLS,
+            buffer_size=cells,
             learning_starts=WARMUP,
             train_freq=(at_once, "step"),
             gradient_steps=at_once,
@@ -108,6 +115,8 @@ def ppo(
     lean: bool = False,
     optimizer: str = "its own",
     normalized: bool = False,
+    policy: str = "MlpPolicy",
+    build: Environments | None = None,
 ) -> Training:
     """Train with mini-batches of 256 and 4 epochs."""
     frames = num_envs * steps
@@ -115,11 +124,11 @@ def ppo(
 
     def run(seed: int) -> float:
         torch.manual_seed(seed)
-        made = environments(env, num_envs, seed, lean)
+        made = environments(env, num_envs, seed, lean) if build is None else build(num_envs, seed, lean)
         if normalized:
             made = VecNormalize(made)
         model = kind(
-            "MlpPolicy",
+            policy,
             made,
             device="cpu",
             seed=seed,
