@@ -57,7 +57,7 @@ def replaced_files(*paths: Path) -> Iterator[list[BinaryIO]]:
     for folder in folders:
         remove_leftovers(folder)
     with contextlib.ExitStack() as held:
-        temporary = [held.enter_context(_aside(path, partial(Path.touch, exist_ok=False))) for path in paths]
+        temporary = [held.enter_context(aside(path, partial(Path.touch, exist_ok=False))) for path in paths]
         with contextlib.ExitStack() as stack:
             files: list[BinaryIO] = [stack.enter_context(path.open("r+b")) for path in temporary]
             yield files
@@ -82,7 +82,7 @@ def remove_leftovers(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def _aside(target: Path, make: Callable[[Path], None]) -> Iterator[Path]:
+def aside(target: Path, make: Callable[[Path], None]) -> Iterator[Path]:
     """Make a temporary file or folder beside the target, hold it, and remove it behind the block if it is there."""
     while True:
         path = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
@@ -213,9 +213,9 @@ def write_state(folder: Path, state: Mapping[str, Any]) -> None:
         _write_into(folder, state)
         return
     remove_leftovers(folder.parent)
-    with _aside(folder, Path.mkdir) as aside:
-        _write_into(aside, state)
-        aside.rename(folder)
+    with aside(folder, Path.mkdir) as made:
+        _write_into(made, state)
+        made.rename(folder)
     _sync_folder(folder.parent)
 
 

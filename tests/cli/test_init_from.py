@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from cli.commands import TINY, call, last_line
+from kit.demonstrations import recorded
 from kit.states import differences
 from kit.store import composed_run
 from torchrl_lightning import save_pretrained
@@ -80,6 +81,42 @@ def test_one_whose_moments_are_frozen_is_resumed_as_any_other(first, run, tmp_pa
     for folder in ("whole", "half", "rest"):
         assert not differences(moments(first, "best"), moments(tmp_path / folder)), folder
     assert (again["config"]["init_from"], again["config"]["freeze_statistics"]) == (str(first), True)
+
+
+SMALL = ["model/network=mlp", "model.network.hidden_sizes=[8]", "~experiment", "env=cartpole"]
+CLONED = ["data=offline", "model=discrete_iql", "model.loss.temperature=0", "data.dataset=shown"]
+SHOWN = [
+    "data=ppod",
+    "data.buffer.initial_human_demos_dir=shown",
+    "data.mini_batch_size=64",
+    "data.frames_per_batch=64",
+]
+
+
+def test_of_a_run_that_cloned_behaviour_ppo_with_demonstrations_takes_the_actor(run, tmp_path, monkeypatch):
+    recorded(tmp_path / "shown", episodes=2)
+    updates = ["data.updates_per_epoch=4", "trainer.max_epochs=1"]
+    run("train", *SMALL, *CLONED, *updates, "model.network.activation=tanh", *QUIET, "hydra.run.dir=cloned")
+    given = [*SMALL, *SHOWN, "model.learning_rate=1e-9", "data.total_frames=64", "init_from=cloned"]
+    said = run("train", *given, *QUIET, "hydra.run.dir=warm").stdout
+    assert "begins with the actor and moments of cloned/checkpoints/best.ckpt; new: critic_network\n" in said
+    there, here = (stored(tmp_path / name)["state_dict"] for name in ("cloned", "warm"))
+    names = [name for name in here if name.startswith("actor_network.")]
+    assert len(names) == 4
+    for name in names:
+        own = there[name.replace("actor_network.", "loss.actor_network_params.")]
+        assert torch.allclose(here[name], own, atol=1e-6), name
+    monkeypatch.chdir(tmp_path)
+    for changed, message in (
+        (
+            [*SHOWN, "model.network.hidden_sizes=[4]"],
+            r"the actors differ: actor_network\..* is \[8, 4\] in .*\[4, 4\]",
+        ),
+        (["data=uniform", "model=dqn"], "the networks differ: "),
+    ):
+        with pytest.raises(UsageError, match=message) as raised:
+            train(composed_run(*SMALL, *changed, "init_from=cloned", "logger=none", "data.total_frames=64"))
+        assert len(str(raised.value).splitlines()) == 1
 
 
 RESUMED = ["ckpt_path=FIRST/checkpoints/last.ckpt"]

@@ -8,7 +8,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from cli.commands import unchanged_process
-from kit.demonstrations import episode
+from kit.demonstrations import episode, recorded
 from torchrl_lightning._conf import CONF_DIR
 from torchrl_lightning.cli.checks import UsageError
 from torchrl_lightning.cli.record import record
@@ -43,6 +43,18 @@ def test_a_scripted_policy_is_recorded_beside_what_is_there(run, tmp_path):
     found = read_demonstration(paths[0])
     assert found.total_reward >= 100  # which pushing to one side does not reach
     assert found.metadata["environment"] == "CartPole-v1"
+
+
+def test_demonstrations_are_written_for_minari_once(run, tmp_path, monkeypatch):
+    minari = pytest.importorskip("minari")
+    monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path / "sets"))
+    recorded(tmp_path / "demos", episodes=2)
+    command = ["record", "convert=demos", "dataset=minari:cartpole/own-v0", "hydra.run.dir=run"]
+    said = run(*command, "env=cartpole").stdout
+    assert "minari:cartpole/own-v0: 2 episodes, mean return " in said
+    assert minari.load_dataset("cartpole/own-v0").total_episodes == 2
+    assert "own-v0 exists; name another version" in run(*command, "env=cartpole", expect=1).stderr
+    assert "convert=demos needs dataset=minari:ID and its environment, env=NAME." in run(*command, expect=1).stderr
 
 
 def test_a_class_of_ones_own_takes_none_of_the_presets_settings(run, tmp_path):

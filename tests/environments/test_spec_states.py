@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from torchrl.data import Composite, MultiOneHot
+from torchrl.data import Composite, MultiOneHot, NonTensor
 
-from torchrl_lightning.environments.specs import space_to_spec, spec_from_state, spec_state
+from torchrl_lightning.environments.specs import space_to_spec, spec_from_state, spec_state, spec_to_space
 
 SPACES = [
     spaces.Box(-np.inf, np.inf, (3,), np.float32),
@@ -34,7 +34,17 @@ def test_a_spec_comes_back_from_plain_data(space):
     assert restored.rand().shape == spec.rand().shape
 
 
+@pytest.mark.parametrize("space", SPACES, ids=str)
+def test_a_space_comes_back_from_its_spec(space):
+    spec = space_to_spec(space, "observation")
+    made = spec_to_space(spec)
+    assert space_to_spec(made, "observation") == spec
+    assert made == space or space.shape == ()  # TorchRL gives scalars a dimension
+
+
 def test_other_kinds_are_refused():
+    with pytest.raises(TypeError, match="no space for a NonTensor spec"):
+        spec_to_space(NonTensor())
     with pytest.raises(TypeError, match="a MultiOneHot spec cannot be kept"):
         spec_state(Composite(action=MultiOneHot([3, 2])))
     with pytest.raises(ValueError, match="unknown kind of spec 'Other'"):

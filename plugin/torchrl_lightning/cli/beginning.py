@@ -1,4 +1,7 @@
-"""Begin a run with what another has learnt: its weights, and the moments that it normalised by. The rest is new."""
+"""Begin a run with what another has learnt: its weights, and the moments that it normalised by. The rest is new.
+
+Of a run of another learner, such as one that cloned behaviour, the weights are those of its actor.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from omegaconf import DictConfig
 from torchrl_lightning.cli.checkpoints import copies
 from torchrl_lightning.cli.checks import UsageError
 from torchrl_lightning.learn.loading import checkpoint_of, read_checkpoint, statistics_in
-from torchrl_lightning.learn.weights import check_weights
+from torchrl_lightning.learn.weights import beginning_weights
 
 
 class Beginning(Callback):
@@ -33,28 +36,36 @@ class Beginning(Callback):
             self._statistics = statistics_in(stored, self.path)
         except (ValueError, ImportError) as error:
             raise UsageError(f"init_from={source}: {error}.") from error
-        self._stored: Mapping[str, Any] = {"state_dict": stored["state_dict"]}
+        self._weights: dict[str, Any] = dict(stored["state_dict"])
+        self._anew: list[str] = []  # the networks that do not begin with them
 
     def check(self, data: Any, model: Any) -> None:
         """Refuse, by a UsageError, what does not fit, before anything is trained."""
         try:
             if (make := copies(model, data)) is not None:
-                check_weights(make, self._stored, own=True)
+                self._weights, self._anew = beginning_weights(make, {"state_dict": self._weights}, own=True)
             data.begin_from(self._statistics, trial=True)
         except ValueError as error:
             raise self._misfit(error) from error
         finally:
             data.close()
 
+    @property
+    def told(self) -> str:
+        """What is printed of it, once it is checked."""
+        what, new = ("actor", f"; new: {', '.join(self._anew)}") if self._anew else ("weights", "")
+        return f"begins with the {what} and moments of {self.path}{new}"
+
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Hand them over; networks and optimizers are there by now."""
         try:
-            pl_module.load_state_dict(self._stored["state_dict"])
+            others = pl_module.state_dict() if self._anew else {}
+            pl_module.load_state_dict({**others, **self._weights})
         except RuntimeError as error:  # of a module of the user's own, which could not be asked before
             raise self._misfit(error) from error
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         data.begin_from(self._statistics)
-        self._stored = {}
+        self._weights = {}
 
     def _misfit(self, error: Exception) -> UsageError:
         return UsageError(f"init_from={self.source} does not fit this run: {' '.join(str(error).split())}")

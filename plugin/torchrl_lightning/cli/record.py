@@ -1,4 +1,4 @@
-"""``torchrl-lightning-record``: record demonstrations, or show what a directory of them holds."""
+"""``torchrl-lightning-record``: record demonstrations, show what a directory holds, or write it for Minari."""
 
 from __future__ import annotations
 
@@ -32,16 +32,19 @@ def record(cfg: DictConfig) -> float:
     from torchrl_lightning.cli.checks import UsageError
     from torchrl_lightning.demonstrations import record_demonstrations
 
-    given = [name for name in ("ckpt_path", "policy", "keyboard", "table") if cfg[name]]
+    given = [name for name in ("ckpt_path", "policy", "keyboard", "table", "convert") if cfg[name]]
     if len(given) != 1:
         raise UsageError(
             f"{' and '.join(given) or 'nothing'} given; say either ckpt_path=RUN/checkpoints/best.ckpt, or "
-            "policy=MODULE:FUNCTION and env=NAME, or keyboard=true and env=NAME, or table=DIRECTORY."
+            "policy=MODULE:FUNCTION and env=NAME, or keyboard=true and env=NAME, or table=DIRECTORY, or convert=PATH, "
+            "dataset=minari:ID and env=NAME."
         )
     quiet()
     use_threads(1)
     if cfg.table:
         return show_table(Path(cfg.table), _environment(cfg))
+    if cfg.convert:
+        return _written(cfg, _environment(cfg))
     if not isinstance(cfg.episodes, int) or cfg.episodes < 1:
         raise UsageError(f"episodes={cfg.episodes}: expected a positive whole number.")
     if not isinstance(cfg.min_return, int | float | None):
@@ -75,6 +78,20 @@ def _played(cfg: DictConfig, env: Any) -> Iterable[Demonstration]:
         return list(play_demonstrations(env, cfg.episodes, keys=settings["keys"], noop=settings["noop"], seed=cfg.seed))
     except MISTAKES as error:
         raise UsageError(f"keyboard=true: {error}") from error
+
+
+def _written(cfg: DictConfig, env: Any) -> float:
+    """Write what lies in a path as a data set of Minari's, and return the mean return of what is read again."""
+    from torchrl_lightning.cli.checks import UsageError
+    from torchrl_lightning.demonstrations import read_dataset, write_dataset
+
+    if env is None or not cfg.dataset:
+        raise UsageError(f"convert={cfg.convert} needs dataset=minari:ID and its environment, env=NAME.")
+    write_dataset(cfg.dataset, cfg.convert, env)
+    returns = [each.total_reward for each in read_dataset(cfg.dataset, env)]
+    mean = sum(returns) / len(returns)
+    print(f"{cfg.dataset}: {len(returns)} episodes, mean return {mean:.1f}")
+    return mean
 
 
 def _environment(cfg: DictConfig) -> Any:

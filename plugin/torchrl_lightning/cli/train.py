@@ -73,7 +73,7 @@ def train(cfg: DictConfig) -> float:
         for name, (there, here) in differ.items():
             print(f"{name}: {there} in the checkpoint, {here} now")
         if beginning is not None:
-            print(f"begins with the weights and moments of {beginning.path}")
+            print(beginning.told)
 
     for logger in trainer.loggers:
         logger.log_hyperparams(kept.config)

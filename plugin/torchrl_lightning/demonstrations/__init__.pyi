@@ -5,6 +5,7 @@ from torchrl_lightning.demonstrations.annealing import DemonstrationAnnealing as
 from torchrl_lightning.demonstrations.dataset import fill as fill
 from torchrl_lightning.demonstrations.dataset import read_dataset as read_dataset
 from torchrl_lightning.demonstrations.dataset import transitions as transitions
+from torchrl_lightning.demonstrations.dataset import write_dataset as write_dataset
 from torchrl_lightning.demonstrations.directory import DemonstrationDirectory as DemonstrationDirectory
 from torchrl_lightning.demonstrations.files import read_demonstration as read_demonstration
 from torchrl_lightning.demonstrations.files import write_demonstration as write_demonstration

@@ -2,38 +2,46 @@
 
 from __future__ import annotations
 
-__all__ = ["fill", "read_dataset", "transitions"]
+__all__ = ["fill", "read_dataset", "transitions", "write_dataset"]
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import gymnasium as gym
 import torch
 from tensordict import TensorDict
 
 from torchrl_lightning.demonstrations._faults import DemonstrationFault
+from torchrl_lightning.demonstrations.buffered import buffered_episodes
+from torchrl_lightning.demonstrations.d4rl import d4rl_demonstrations
 from torchrl_lightning.demonstrations.directory import DemonstrationDirectory
 from torchrl_lightning.demonstrations.files import SUFFIXES, read_demonstration
-from torchrl_lightning.demonstrations.minari import minari_demonstrations
+from torchrl_lightning.demonstrations.minari import minari_demonstrations, write_minari
 from torchrl_lightning.demonstrations.players import Player
 from torchrl_lightning.demonstrations.recording import demonstration_specs
-from torchrl_lightning.demonstrations.tasks import given_recipe
+from torchrl_lightning.demonstrations.tasks import given_recipe, recipe_metadata
 from torchrl_lightning.demonstrations.trajectory import Demonstration
 from torchrl_lightning.entries import path_of
+from torchrl_lightning.environments.recipe import EnvironmentRecipe
 from torchrl_lightning.environments.specs import EnvironmentSpecs
+from torchrl_lightning.files import MANIFEST, read_state
 from torchrl_lightning.keys import ACTION, REWARD
 from torchrl_lightning.replay import ExperienceBuffer
 
 MINARI = "minari:"
+D4RL = ".hdf5"
+Source = ExperienceBuffer | Mapping[str, Any] | str | Path | Iterable[Demonstration]
+"""What episodes are written of."""
 
 
 def read_dataset(dataset: Any, env: Any) -> list[Demonstration]:
     """Read the demonstrations of a data set, all of one environment.
 
     Args:
-        dataset: A directory, of which a file that cannot be used is left out, by a warning; one file; ``"minari:ID"``,
-            a Minari data set on this machine; or a ``minari.MinariDataset``.
+        dataset: A directory, of which a file that cannot be used is left out, by a warning; one file, also D4RL's
+            ``.hdf5``; ``"minari:ID"``, a Minari data set on this machine; or a ``minari.MinariDataset``.
         env: The environment that they are to be of: an id, a recipe or a factory of one, or a ready one.
 
     Raises:
@@ -44,15 +52,18 @@ def read_dataset(dataset: Any, env: Any) -> list[Demonstration]:
         Traceback (most recent call last):
             ...
         torchrl_lightning.demonstrations._faults.DemonstrationFault: dataset=nowhere: nowhere does not exist; \
-name a directory that holds demonstrations, or a .npz or .safetensors file.
+name a directory that holds demonstrations, or a .npz, .safetensors or .hdf5 file.
     """
     path, recipe = dataset_path(dataset), given_recipe(env)
     specs, frame_skip = demonstration_specs(env)
     try:
         if path is not None:
-            if path.is_dir() or path.suffix not in SUFFIXES:
+            if path.is_dir() or path.suffix not in (*SUFFIXES, D4RL):
                 return list(DemonstrationDirectory(path, specs, frame_skip, recipe=recipe).initial)
-            found = [read_demonstration(path, specs)]
+            if path.suffix == D4RL:
+                found = list(d4rl_demonstrations(path, specs, _time_limit(recipe)))
+            else:
+                found = [read_demonstration(path, specs)]
         else:
             found = list(
                 minari_demonstrations(dataset.removeprefix(MINARI) if isinstance(dataset, str) else dataset, specs)
@@ -78,9 +89,64 @@ def dataset_path(dataset: Any) -> Path | None:
     if not path.exists():
         raise DemonstrationFault(
             f"dataset={dataset}: {path} does not exist; name a directory that holds demonstrations, or a "
-            f"{' or '.join(SUFFIXES)} file."
+            f"{', '.join(SUFFIXES)} or {D4RL} file."
         )
     return path
+
+
+def _time_limit(recipe: EnvironmentRecipe | None) -> int | None:
+    """Return after how many steps an environment truncates its episodes, if that is known."""
+    if recipe is not None and recipe.time_limit is None and isinstance(recipe.id, str):
+        return gym.spec(recipe.id).max_episode_steps
+    return None if recipe is None else recipe.time_limit
+
+
+def write_dataset(dataset: str, source: Source, env: Any) -> None:
+    """Write episodes of an environment as a data set of Minari's on this machine, which :func:`read_dataset` reads.
+
+    Of a buffer, an episode whose first steps were overwritten is left out; one that has not ended, or that a restart
+    cut, is truncated where it was cut. Of stacked images the newest is kept, as in a demonstration. Whose last
+    observation is not known has the one before it in its place. It keeps the recipe and the frame skip of the
+    environment, which are checked when it is read; who showed an episode, its value and its other metadata are lost.
+
+    Args:
+        dataset: ``"minari:ID"``, such as ``"minari:cartpole/own-v0"``.
+        source: A replay buffer; the folder that its ``dumps`` wrote, or a state that holds some; demonstrations; or a
+            path that :func:`read_dataset` takes.
+        env: The environment that they are of: an id, a recipe or a factory of one, or a ready one.
+
+    Raises:
+        DemonstrationFault: There is such a data set, or the source holds no whole episode, those of another
+            environment, or does not know where they end; nothing is written.
+
+    Example:
+        >>> write_dataset("cartpole", [], "CartPole-v1")
+        Traceback (most recent call last):
+            ...
+        torchrl_lightning.demonstrations._faults.DemonstrationFault: dataset=cartpole: expected minari:ID, such as \
+minari:cartpole/own-v0.
+    """
+    recipe = given_recipe(env)
+    specs, frame_skip = demonstration_specs(env)
+
+    def fitting() -> Iterator[Demonstration]:
+        given: Any = source
+        if isinstance(source, str | Path):
+            is_saved = (Path(source) / MANIFEST).is_file()
+            given = read_state(Path(source)) if is_saved else read_dataset(source, env)
+        if isinstance(given, ExperienceBuffer | Mapping):
+            stack, metadata = 1 if recipe is None else recipe.frame_stack, recipe_metadata(recipe)
+            given = buffered_episodes(given, specs, stack, frame_skip=frame_skip, metadata=metadata)
+        for demonstration in given:
+            demonstration.fits(specs, frame_skip, recipe)
+            yield demonstration
+
+    try:
+        if not dataset.startswith(MINARI):
+            raise ValueError(f"expected {MINARI}ID, such as {MINARI}cartpole/own-v0.")
+        write_minari(dataset.removeprefix(MINARI), fitting(), specs, recipe)
+    except (ImportError, OSError, TypeError, ValueError) as error:
+        raise DemonstrationFault(f"dataset={dataset}: {error}") from error
 
 
 def transitions(demonstration: Demonstration, specs: EnvironmentSpecs | None = None) -> TensorDict:

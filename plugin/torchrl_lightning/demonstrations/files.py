@@ -75,7 +75,7 @@ def read_demonstration(path: str | Path, specs: EnvironmentSpecs | None = None, 
         if len(data) > limit:
             raise ValueError(f"it has more than the limit of {limit} bytes")
         if path.suffix == ".npz":
-            fields = npz_fields(data, "observation" if specs is None else _only_key(specs), limit)
+            fields = npz_fields(data, "observation" if specs is None else _key_in_npz(specs), limit)
         else:
             fields = _own_fields(data)
     except (
@@ -116,12 +116,14 @@ def _check_suffix(path: Path) -> None:
         raise ValueError(f"{path} ends in {path.suffix!r}, expected {' or '.join(map(repr, SUFFIXES))}.")
 
 
-def _only_key(specs: EnvironmentSpecs) -> NestedKey:
+def _key_in_npz(specs: EnvironmentSpecs) -> NestedKey:
+    return only_key(specs, "an .npz file holds", "record it anew as .safetensors")
+
+
+def only_key(specs: EnvironmentSpecs, who: str, mend: str) -> NestedKey:
+    """Return the key of what an environment shows, where a file holds one array; a ValueError if there are several."""
     if len(specs.keys) != 1:
-        raise ValueError(
-            f"an .npz file holds one array of observations, but the environment shows {specs.keys}; record it anew as "
-            ".safetensors"
-        )
+        raise ValueError(f"{who} one array of observations, but the environment shows {specs.keys}; {mend}")
     return specs.keys[0]
 
 
@@ -200,13 +202,24 @@ def _unescaped(part: str) -> str:
 
 # -- as the environment has it -----------------------------------------------------------------------------------------
 def of_episode(
-    specs: EnvironmentSpecs | None, seen: Mapping[NestedKey, NDArray[Any]], actions: Any, rewards: Any, **known: Any
+    specs: EnvironmentSpecs | None,
+    seen: Mapping[NestedKey, NDArray[Any]],
+    actions: Any,
+    rewards: Any,
+    *,
+    last_known: bool = True,
+    **known: Any,
 ) -> Demonstration:
-    """Build a demonstration as :func:`as_environment` does, of what an episode showed, ``[T + 1, ...]``, and did."""
-    steps, last = TensorDict({}, []), TensorDict({}, [])
+    """Build a demonstration as :func:`as_environment` does, of what an episode showed, ``[T + 1, ...]``, and did.
+
+    Where the last observation is not known, it is not among those that were shown, ``[T, ...]``.
+    """
+    steps, last = TensorDict({}, []), TensorDict({}, []) if last_known else None
     for key, shown in seen.items():
         leaf = torch.from_numpy(shown)
-        steps[key], last[key] = leaf[:-1], leaf[-1]
+        steps[key] = leaf if last is None else leaf[:-1]
+        if last is not None:
+            last[key] = leaf[-1]
     steps[ACTION] = torch.from_numpy(np.array(actions))
     steps[REWARD] = torch.from_numpy(np.array(rewards))[:, None]
     return as_environment({"steps": steps, "last_observation": last, **known}, specs)

@@ -77,7 +77,7 @@ def play_demonstrations(
         ended, taken = {"terminated": terminated, "truncated": truncated}, np.array(actions)
         if specs.action_start:
             taken = taken - specs.action_start
-        known = {"is_human": True, "frame_skip": frame_skip, "metadata": metadata, **ended}
+        known: dict[str, Any] = {"is_human": True, "frame_skip": frame_skip, "metadata": metadata, **ended}
         yield of_episode(specs, seen, taken, rewards, name=f"{metadata['environment']}, episode {number}", **known)
 
 

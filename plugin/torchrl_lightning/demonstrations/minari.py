@@ -1,20 +1,38 @@
-"""Episodes of a Minari data set as demonstrations."""
+"""Episodes of a Minari data set as demonstrations, and demonstrations as one."""
 
 from __future__ import annotations
 
 __all__ = ["minari_demonstrations"]
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Iterable, Iterator
 from functools import reduce
 from operator import getitem
 from pathlib import Path
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
+from gymnasium.envs.registration import EnvSpec
 
 from torchrl_lightning.demonstrations.files import of_episode
+from torchrl_lightning.demonstrations.hdf5 import opened
+from torchrl_lightning.demonstrations.players import Player
+from torchrl_lightning.demonstrations.tasks import recipe_metadata
 from torchrl_lightning.demonstrations.trajectory import Demonstration
-from torchrl_lightning.environments.specs import EnvironmentSpecs, first_action, observation_leaves, space_to_spec
+from torchrl_lightning.entries import path_of
+from torchrl_lightning.environments.recipe import EnvironmentRecipe
+from torchrl_lightning.environments.specs import (
+    EnvironmentSpecs,
+    first_action,
+    observation_leaves,
+    space_to_spec,
+    spec_to_space,
+)
+from torchrl_lightning.files import aside
+
+_TOLD = ("environment", "recipe")  # what our own data sets say of it beside Minari's
+_BARE = {"id", "env_kwargs", "time_limit", "vectorization", "step_timeout", "demonstrations_of"}
 
 
 def minari_demonstrations(dataset: Any, specs: EnvironmentSpecs | None = None) -> Iterator[Demonstration]:
@@ -39,10 +57,7 @@ def minari_demonstrations(dataset: Any, specs: EnvironmentSpecs | None = None) -
         >>> for demonstration in minari_demonstrations("D4RL/door/human-v2"):  # doctest: +SKIP
         ...     print(demonstration.name, demonstration.total_reward)
     """
-    try:
-        import minari
-    except ImportError as error:
-        raise ImportError("Minari's data sets need minari: pip install 'torchrl-lightning[minari]'.") from error
+    minari = _imported()
     if isinstance(dataset, str):
         dataset = minari.load_dataset(dataset)
     if not isinstance(dataset, minari.MinariDataset):
@@ -51,30 +66,28 @@ def minari_demonstrations(dataset: Any, specs: EnvironmentSpecs | None = None) -
     return _episodes(dataset, specs)
 
 
+def _imported() -> Any:
+    try:
+        import minari
+    except ImportError as error:
+        raise ImportError("Minari's data sets need minari: pip install 'torchrl-lightning[minari]'.") from error
+    return minari
+
+
 def _check_links(folder: Path) -> None:
     """Refuse a data set from which a link leads to other files, by a ValueError."""
     for path in folder.rglob("*"):
         if path.is_symlink():
             raise ValueError(f"{path} is a link; a data set holds its own files.")
-        if path.suffix != ".hdf5":
-            continue
-        import h5py
-
-        with h5py.File(path, "r") as file:
-
-            def led_away(name: bytes, link: Any, file: Any = file) -> str | None:
-                part = file[name] if link.type == h5py.h5l.TYPE_HARD else None
-                if part is None or (isinstance(part, h5py.Dataset) and (part.is_virtual or part.external)):
-                    return name.decode(errors="replace")  # which ends the visit
-                return None
-
-            if (name := file.id.links.visit(led_away, info=True)) is not None:
-                raise ValueError(f"{path} was refused: {name!r} in it is a link, or kept in another file.")
+        if path.suffix == ".hdf5":
+            with opened(path):
+                pass
 
 
 def _episodes(dataset: Any, specs: EnvironmentSpecs | None) -> Iterator[Demonstration]:
-    spec = dataset.spec
-    environment = {} if spec.env_spec is None else {"environment": spec.env_spec.id}
+    spec, metadata = dataset.spec, dataset.storage.metadata
+    known = {} if spec.env_spec is None else {"environment": spec.env_spec.id}
+    known |= {name: metadata[name] for name in _TOLD if name in metadata}
     shown, start = None if specs is None else set(specs.keys), first_action(spec.action_space)
     leaves = [
         (path, key, space_to_spec(space, str(key)).shape)
@@ -87,6 +100,94 @@ def _episodes(dataset: Any, specs: EnvironmentSpecs | None) -> Iterator[Demonstr
             for path, key, shape in leaves
         }
         ended = {"terminated": bool(np.any(episode.terminations)), "truncated": bool(np.any(episode.truncations))}
-        fields = {"name": f"{spec.dataset_id}, episode {episode.id}", "metadata": environment, **ended}
+        fields = {
+            "frame_skip": metadata.get("frame_skip", 1),
+            "name": f"{spec.dataset_id}, episode {episode.id}",
+            "metadata": known,
+            **ended,
+        }
         actions = np.array(episode.actions)
         yield of_episode(specs, seen, actions - start if start else actions, episode.rewards, **fields)
+
+
+def write_minari(
+    id: str, demonstrations: Iterable[Demonstration], specs: EnvironmentSpecs, recipe: EnvironmentRecipe | None
+) -> None:
+    """Write demonstrations, which fit an environment, as a data set of Minari's on this machine.
+
+    Images are kept as they are, not as JPEG. Gymnasium's spec of the environment is told where the recipe lays nothing
+    around it.
+
+    Args:
+        id: Of the data set.
+        demonstrations: They are taken one by one.
+        specs: What the environment shows and takes.
+        recipe: That of the environment, if known.
+
+    Raises:
+        ImportError: Minari is not installed.
+        ValueError: There is a data set of this id, it is none, or there are no demonstrations; nothing was written.
+    """
+    minari = _imported()
+    from minari.data_collector import EpisodeBuffer
+    from minari.dataset.minari_dataset import parse_dataset_id
+    from minari.dataset.minari_storage import MinariStorage
+    from minari.namespace import create_namespace, list_local_namespaces
+    from minari.storage.datasets_root_dir import get_dataset_path
+
+    try:
+        namespace, *_ = parse_dataset_id(id)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{id!r} is no name of a data set; it is NAME-v0 or NAMESPACE/NAME-v0.") from error
+    path = get_dataset_path(id)
+    if path.exists():
+        raise ValueError(f"{path} exists; name another version, or delete it by minari.delete_dataset({id!r}).")
+    shown = specs.observation
+    observation = spec_to_space(shown["observation"] if specs.keys == ["observation"] else shown)
+    action, start = spec_to_space(specs.action, specs.action_start), np.asarray(specs.action_start)
+
+    def episodes() -> Iterator[Any]:
+        for demonstration in demonstrations:
+            actions = demonstration.steps["action"].numpy()
+            last = np.arange(demonstration.length) == demonstration.length - 1
+            terminated, truncated = demonstration.ends
+            yield EpisodeBuffer(
+                observations=_observed(demonstration, specs),
+                actions=actions + start.astype(actions.dtype) if start.any() else actions,
+                rewards=demonstration.rewards.numpy(),
+                terminations=last & terminated,
+                truncations=last & truncated,
+                infos={},
+            )
+
+    with aside(get_dataset_path() / path.name, Path.mkdir) as folder:
+        storage = MinariStorage.new(folder / "data", observation, action, _spec_of(recipe), jpeg_encoding=False)
+        told = {**recipe_metadata(recipe), "frame_skip": 1 if recipe is None else recipe.action_repeat}
+        storage.update_metadata({"dataset_id": id, "minari_version": minari.__version__, **told})
+        storage.update_episodes(episodes())
+        if not storage.total_episodes:
+            raise ValueError("there are no whole episodes to write.")
+        if namespace is not None and namespace not in list_local_namespaces():
+            create_namespace(namespace)
+        folder.rename(path)
+
+
+def _observed(demonstration: Demonstration, specs: EnvironmentSpecs) -> Any:
+    """Return what was seen before all steps and after the last one, as the space of the data set nests it."""
+    player = Player(demonstration, 1, 0)
+    if specs.keys == ["observation"]:
+        return player.whole("observation")
+    seen: dict[str, Any] = {}
+    for key in specs.keys:
+        *above, name = path_of(key)
+        reduce(lambda level, part: level.setdefault(part, {}), above, seen)[name] = player.whole(key)
+    return seen
+
+
+def _spec_of(recipe: EnvironmentRecipe | None) -> EnvSpec | None:
+    if recipe is None or not isinstance(recipe.id, str) or not set(recipe.settings()) <= _BARE:
+        return None
+    spec = copy.deepcopy(gym.spec(recipe.id))
+    spec.kwargs.update(recipe.env_kwargs)
+    spec.max_episode_steps = recipe.time_limit or spec.max_episode_steps
+    return spec

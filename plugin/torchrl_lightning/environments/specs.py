@@ -16,7 +16,7 @@ from gymnasium import spaces
 from gymnasium.vector import VectorEnv
 from tensordict.utils import NestedKey
 from torchrl.data import Binary, Bounded, Categorical, Composite, MultiCategorical, OneHot, TensorSpec, Unbounded
-from torchrl.data.utils import numpy_to_torch_dtype_dict
+from torchrl.data.utils import numpy_to_torch_dtype_dict, torch_to_numpy_dtype_dict
 from torchrl.envs import EnvBase, GymWrapper, Transform, TransformedEnv, transforms
 from torchrl.envs.batched_envs import BatchedEnvBase
 
@@ -146,6 +146,36 @@ def space_to_spec(space: spaces.Space[Any], name: str) -> TensorSpec:
         "MultiBinary or Dict of those. Convert it by a gymnasium wrapper, for example FlattenObservation, or leave it "
         "out by EnvironmentRecipe(drop=...)."
     )
+
+
+def spec_to_space(spec: TensorSpec, start: Any = 0) -> spaces.Space[Any]:
+    """Convert a spec to a space that :func:`space_to_spec` converts to it; a TypeError if there is none.
+
+    Args:
+        spec: The spec, without a batch dimension.
+        start: The choice that 0 stands for, or one for each part.
+
+    Example:
+        >>> spec_to_space(Categorical(3), start=1)
+        Discrete(3, start=1)
+    """
+    if isinstance(spec, Composite):
+        return spaces.Dict({key: spec_to_space(entry) for key, entry in spec.items()})
+    dtype: Any = torch_to_numpy_dtype_dict.get(spec.dtype)
+    if isinstance(spec, Binary | OneHot):
+        return spaces.MultiBinary(spec.shape[0] if spec.ndim == 1 else spec.shape)
+    if isinstance(spec, Categorical):
+        if not spec.ndim:
+            return spaces.Discrete(int(spec.n), start=start)
+        choices = spec.nvec.numpy() if isinstance(spec, MultiCategorical) else np.full(spec.shape, int(spec.n))
+        return spaces.MultiDiscrete(choices, dtype=dtype, start=np.broadcast_to(start, choices.shape))
+    if isinstance(spec, Bounded):
+        return spaces.Box(spec.space.low.numpy(), spec.space.high.numpy(), dtype=dtype)
+    if isinstance(spec, Unbounded):
+        limits = None if spec.dtype.is_floating_point else torch.iinfo(spec.dtype)
+        low, high = (-np.inf, np.inf) if limits is None else (limits.min, limits.max)
+        return spaces.Box(low, high, tuple(spec.shape), dtype)
+    raise TypeError(f"Gymnasium has no space for a {type(spec).__name__} spec of {spec.dtype}.")
 
 
 def observation_leaves(space: spaces.Space[Any]) -> list[tuple[Path, NestedKey, spaces.Space[Any]]]:

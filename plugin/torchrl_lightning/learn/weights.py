@@ -8,6 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+# Where agents keep the network that acts: our own, and those over TorchRL's losses.
+_ACTOR = "actor_network."
+_ACTORS = (_ACTOR, "loss.actor_network_params.")
+_TARGETS = "targets"  # what follows the networks of an agent
+
 
 def check_weights(make: Callable[[], nn.Module], stored: Mapping[str, Any], *, own: bool = False) -> None:
     """Refuse weights that networks do not have, lack, or have in other sizes, and those that are no numbers.
@@ -20,19 +25,68 @@ def check_weights(make: Callable[[], nn.Module], stored: Mapping[str, Any], *, o
     Raises:
         ValueError: The weights do not fit; the message names the first that differs.
     """
+    weights = _weights_in(stored)
+    networks = _built(make, own)
+    _check_same(weights, networks.state_dict(), "the networks differ")
+    check_finite(networks, weights)
+
+
+def beginning_weights(
+    make: Callable[[], nn.Module], stored: Mapping[str, Any], *, own: bool = False
+) -> tuple[dict[str, Any], list[str]]:
+    """Return with which weights networks begin, and the names of those parts that begin anew.
+
+    All weights are those of the same learner. Of another learner it is the actor alone, under its name here, if there
+    is one on both sides and nothing else has to follow it, as target networks do.
+
+    Args:
+        make: See :func:`check_weights`.
+        stored: What holds the weights.
+        own: See :func:`check_weights`.
+
+    Raises:
+        ValueError: The weights do not fit; the message names the first that differs.
+    """
+    weights = _weights_in(stored)
+    networks = _built(make, own)
+    here = networks.state_dict()
+    parts = [dict.fromkeys(name.partition(".")[0] for name in names) for names in (weights, here)]
+    root = next((root for root in _ACTORS if any(name.startswith(root) for name in weights)), None)
+    if parts[0].keys() == parts[1].keys() or root is None or not parts[1].keys().isdisjoint((_TARGETS, "loss")):
+        _check_same(weights, here, "the networks differ")
+        check_finite(networks, weights)
+        return dict(weights), []
+    derived = {name for name, _ in networks.named_buffers()}  # of the environment, which TorchRL's losses keep
+    actor = {_ACTOR + name.removeprefix(root): each for name, each in weights.items() if name.startswith(root)}
+    actor = {name: each for name, each in actor.items() if name in here or name not in derived}
+    _check_same(actor, {name: each for name, each in here.items() if name.startswith(_ACTOR)}, "the actors differ")
+    check_finite(networks, actor)
+    anew = sorted({name.partition(".")[0] for name, _ in networks.named_parameters() if not name.startswith(_ACTOR)})
+    return actor, anew
+
+
+def _weights_in(stored: Mapping[str, Any]) -> Mapping[str, Any]:
     weights = stored.get("state_dict")
     if not isinstance(weights, Mapping):
         raise ValueError("it holds no weights (no state_dict)")
+    return weights
+
+
+def _built(make: Callable[[], nn.Module], own: bool) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         try:
             with torch.device("meta"):
-                networks = make()
+                return make()
         except Exception as error:
             if not own:
                 raise ValueError(f"its networks cannot be built: {' '.join(str(error).split())[:300]}") from error
-            networks = make()
-    states = (weights, networks.state_dict())
-    there, here = ({name: list(getattr(each, "shape", [])) for name, each in state.items()} for state in states)
+            return make()
+
+
+def _check_same(weights: Mapping[str, Any], networks: Mapping[str, Any], what: str) -> None:
+    there, here = (
+        {name: list(getattr(each, "shape", [])) for name, each in state.items()} for state in (weights, networks)
+    )
     differ = [
         f"{name} is {there.get(name, 'absent')} in the checkpoint and {here.get(name, 'absent')} in this run"
         for name in dict.fromkeys((*there, *here))
@@ -40,8 +94,7 @@ def check_weights(make: Callable[[], nn.Module], stored: Mapping[str, Any], *, o
     ]
     if differ:
         more = f" (and {len(differ) - 1} more weights)" if len(differ) > 1 else ""
-        raise ValueError(f"the networks differ: {differ[0]}{more}.")
-    check_finite(networks, weights)
+        raise ValueError(f"{what}: {differ[0]}{more}.")
 
 
 def check_finite(networks: nn.Module, weights: Mapping[str, Any]) -> None:

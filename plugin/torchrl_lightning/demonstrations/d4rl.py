@@ -1,0 +1,92 @@
+"""Episodes of D4RL's HDF5 files as demonstrations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torchrl_lightning.demonstrations.files import LIMIT, of_episode, only_key
+from torchrl_lightning.demonstrations.hdf5 import opened
+from torchrl_lightning.demonstrations.trajectory import Demonstration
+from torchrl_lightning.environments.specs import EnvironmentSpecs
+
+Array = NDArray[Any]
+ENDS = ("terminals", "timeouts")
+NEEDED = ("observations", "actions", "rewards")
+OTHERS = (*ENDS, "next_observations")
+
+
+def d4rl_demonstrations(path: Path, specs: EnvironmentSpecs, time_limit: int | None = None) -> Iterator[Demonstration]:
+    """Read the episodes of a D4RL file, one at a time; needs h5py, which the extras ``d4rl`` and ``minari`` bring.
+
+    Where it has no ``next_observations``, transitions are those of D4RL's ``qlearning_dataset``: a step at which an
+    episode timed out is left out, because nobody knows what followed it, and so is the last step of the file if it ends
+    nothing; what was seen before it is the last observation of the steps that led there. What followed a terminal step
+    is not known either, and not needed. ``infos`` and other entries are not read.
+
+    Args:
+        path: The file.
+        specs: What the environment, which shows one array, shows and takes.
+        time_limit: After how many steps episodes timed out, where the file has no ``timeouts``.
+
+    Raises:
+        ImportError: h5py is not installed.
+        ValueError: It is damaged, lacks an entry, tells no end of an episode, or has more than 1 GiB of what is read.
+    """
+    key = only_key(specs, "a D4RL file holds", "take an environment that shows one")
+    with opened(path) as file:
+        arrays = _arrays(file, path)
+    terminals, timeouts = _ends(arrays, path, time_limit)
+    following, count = arrays.get("next_observations"), len(terminals)
+    last = np.flatnonzero(terminals | timeouts)
+    for number, (begin, end) in enumerate(zip([0, *last + 1], [*last, count - 1], strict=True)):
+        terminal, timeout = bool(terminals[end : end + 1].any()), bool(timeouts[end : end + 1].any())
+        is_whole = following is not None or (terminal and not timeout)
+        steps = slice(begin, end + is_whole)
+        if steps.stop <= steps.start:
+            continue
+        seen = arrays["observations"][begin : end + 1]
+        if following is not None:
+            seen = np.concatenate((seen, following[end : end + 1]))
+        yield of_episode(
+            specs,
+            {key: seen},
+            arrays["actions"][steps],
+            arrays["rewards"][steps],
+            last_known=following is not None or not is_whole,
+            name=f"{path}, episode {number}",
+            terminated=terminal and is_whole,
+            truncated=timeout or not terminal,
+        )
+
+
+def _arrays(file: Any, path: Path) -> dict[str, Array]:
+    """Read the entries of a file, ``[T, ...]`` each."""
+    found = {name: file[name] for name in (*NEEDED, *OTHERS) if name in file}
+    if missing := [name for name in NEEDED if name not in found]:
+        raise ValueError(f"{path} was refused: it lacks {' and '.join(missing)}, which D4RL's files have.")
+    for name, entry in found.items():
+        # Of a group, and of texts and compounds, neither is known.
+        kind, shape = getattr(getattr(entry, "dtype", None), "kind", ""), getattr(entry, "shape", ())
+        if kind not in tuple("biuf") or shape[:1] != getattr(found["rewards"], "shape", ())[:1] or not shape:
+            raise ValueError(f"{path} was refused: {name!r} in it is no array of numbers with a row for each reward.")
+    if (size := sum(entry.nbytes for entry in found.values())) > LIMIT:
+        raise ValueError(f"{path} was refused: its arrays have {size} bytes, more than the limit of {LIMIT}.")
+    return {name: entry[()] for name, entry in found.items()}
+
+
+def _ends(arrays: Mapping[str, Array], path: Path, time_limit: int | None) -> tuple[Array, Array]:
+    """Return at which steps episodes terminated, and at which they timed out, ``[T]`` each."""
+    count = len(arrays["rewards"])
+    flags = (arrays.get(name, np.zeros(count)).reshape(count, -1) for name in ENDS)
+    terminals, timeouts = (np.asarray(flag.any(1)) for flag in flags)
+    if "timeouts" not in arrays and time_limit is not None:
+        begins = np.maximum.accumulate(np.where(np.r_[True, terminals[:-1]], np.arange(count), 0))
+        timeouts = ((np.arange(count) - begins + 1) % time_limit == 0) & ~terminals
+    if not np.any(terminals | timeouts):
+        raise ValueError(f"{path} was refused: no step in it ends an episode, neither by terminals nor by timeouts.")
+    return terminals, timeouts

@@ -1,0 +1,37 @@
+"""HDF5 files of others, which hold all that is read from them themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[Any]:
+    """Open an HDF5 file for reading.
+
+    Raises:
+        ImportError: h5py is not installed.
+        ValueError: It is damaged, or a link in it leads to another file.
+    """
+    try:
+        import h5py
+    except ImportError as error:
+        raise ImportError("HDF5 files need h5py: pip install 'torchrl-lightning[d4rl]'.") from error
+
+    def led_away(name: bytes, link: Any) -> str | None:
+        part = file[name] if link.type == h5py.h5l.TYPE_HARD else None
+        if part is None or (isinstance(part, h5py.Dataset) and (part.is_virtual or part.external)):
+            return name.decode(errors="replace")  # which ends the visit
+        return None
+
+    try:
+        file = h5py.File(path, "r")
+    except OSError as error:
+        raise ValueError(f"{path} was refused: it is no whole HDF5 file: {str(error).rstrip('.')}.") from error
+    with file:
+        if (name := file.id.links.visit(led_away, info=True)) is not None:
+            raise ValueError(f"{path} was refused: {name!r} in it is a link, or kept in another file.")
+        yield file
