@@ -104,22 +104,19 @@ def target_of(values: Any, log_prob: Any, alpha: float, step: Any, target: Any) 
 
 
 def learn_values(values: Any, target: Any, weight: Any, kind: int, d: Any, error: Any) -> Any:
-    """Compute the losses' sum of several critics' values ``[N, B]``, and the first one's mean (numba).
+    """Compute the loss of a critic's values ``[B]``, and their mean (numba).
 
-    ``d`` ``[N, B]`` receives the gradient, ``error`` ``[B]`` the greatest absolute errors.
+    ``d`` ``[B]`` receives the gradient, ``error`` ``[B]`` the absolute errors that are greater than those there.
     """
     loss = mean = 0.0
-    error[:] = np.float32(0.0)
-    for n in range(len(values)):
-        for r in range(len(target)):
-            difference = values[n, r] - target[r]
-            far, slope = distance(difference, kind)
-            loss += weight[r] * far
-            if n == 0:
-                mean += weight[r] * values[0, r]
-            d[n, r] = weight[r] * slope
-            size = abs(difference)
-            error[r] = error[r] if error[r] >= size else size
+    for r in range(len(target)):
+        difference = values[r] - target[r]
+        far, slope = distance(difference, kind)
+        loss += weight[r] * far
+        mean += weight[r] * values[r]
+        d[r] = weight[r] * slope
+        size = abs(difference)
+        error[r] = error[r] if error[r] >= size else size
     return loss, mean
 
 

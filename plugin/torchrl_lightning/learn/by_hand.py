@@ -24,6 +24,8 @@ from torchrl_lightning.learn.flat_parameters import addresses
 
 Array = NDArray[Any]
 Memory = list[Array]
+Slopes = dict[tuple[int, int], Array]
+"""Memory for gradients on their way down, which nobody reads behind a backward pass, so that networks may share it."""
 Gradients = Mapping[Any, Tensor]
 DISTANCES = {"l1": kernels.L1, "l2": kernels.L2, "smooth_l1": kernels.SMOOTH_L1}
 _NO_SUMS = np.empty(0, np.float32)
@@ -42,9 +44,12 @@ class Perceptron:
         self._finish, self._pull_back = jitted(kernels.add_and_activate), jitted(kernels.pull_back)
         self._slopes: Memory = []  # of what the layers read
 
-    def memory(self, rows: int) -> Memory:
-        """Return memory for what the layers return."""
-        self._slopes = [np.empty((rows, len(weight)), np.float32) for weight, _, _ in self.layers]
+    def memory(self, rows: int, slopes: Slopes | None = None) -> Memory:
+        """Return memory for what the layers return; gradients go through ``slopes``, of as many rows."""
+        shared: Slopes = {} if slopes is None else slopes
+        # A layer reads those of the layer above, and those of its own it writes.
+        places = [(number % 2, len(weight)) for number, (weight, _, _) in enumerate(self.layers)]
+        self._slopes = [shared.setdefault(place, np.empty((rows, place[1]), np.float32)) for place in places]
         return [np.empty((rows, len(bias)), np.float32) for _, bias, _ in self.layers]
 
     def forward(self, x: Array, memory: Memory) -> Array:

@@ -17,7 +17,9 @@ from torchrl_lightning.learn.by_hand import (
     Array,
     Gradients,
     HandGradients,
+    Memory,
     Perceptron,
+    Slopes,
     array_of,
     of_modules,
 )
@@ -145,8 +147,12 @@ class ActorCriticGradients(TransitionGradients):
         self.actor = of_modules(actor.trunk, actor.head.stack, gradients)
         self.center, self.half = array_of(actor.head.center), array_of(actor.head.half_range)
         self.features, self.actions = len(self.actor.layers[0][0]), len(self.center)
-        # Of all that is computed, only what has a gradient must outlast the next forward pass.
-        self.memories, self.acting = [each.memory(rows) for each in self.critics], self.actor.memory(rows)
+        # Little memory, for all of it wanders through the caches with each update: only what the actor's loss reads
+        # again outlasts the next forward pass.
+        slopes: Slopes = {}
+        self.acting = self.actor.memory(rows, slopes)
+        self.memories = [each.memory(rows, slopes) for each in self.critics]
+        self.passing = self.memories[:1] * len(self.critics)
         self.x, self.other = np.empty((2, rows, self.features + self.actions), np.float32)
         self.chosen = self.other[:, self.features :]
         self.values = np.empty((len(self.critics), rows), np.float32)
@@ -154,10 +160,10 @@ class ActorCriticGradients(TransitionGradients):
         self.target, self.log_prob = np.zeros((2, rows), np.float32)
         self.noise = torch.empty(rows, self.actions)
 
-    def evaluate(self, critics: list[Perceptron], observation: Array, x: Array) -> Array:
+    def evaluate(self, critics: list[Perceptron], memories: list[Memory], observation: Array, x: Array) -> Array:
         """Return the values ``[N, B]`` of actions that lie in ``x`` already."""
         x[:, : self.features] = observation
-        for critic, memory, values in zip(critics, self.memories, self.values, strict=False):
+        for critic, memory, values in zip(critics, memories, self.values, strict=False):
             values[:] = critic.forward(x, memory)[:, 0]
         return self.values
 
@@ -165,14 +171,21 @@ class ActorCriticGradients(TransitionGradients):
         self, seen: Seen, action: Array, step: Any, alpha: float, weight: Array, error: Array
     ) -> dict[str, float]:
         """Write the critics' gradients, by actions at the successors that lie in ``chosen``."""
-        values = self.evaluate(self.targets, seen[1], self.other)
+        values = self.evaluate(self.targets, self.passing, seen[1], self.other)
         jitted(kernels.target_of)(values, self.log_prob, alpha, step, self.target)
+        self.x[:, : self.features] = seen[0]
         np.divide(action - self.center, self.half, out=self.x[:, self.features :])
-        values = self.evaluate(self.critics, seen[0], self.x)
-        loss, mean = jitted(kernels.learn_values)(values, self.target, weight, self.kind, self.d, error)
-        for critic, memory, d in zip(self.critics, self.memories, self.d, strict=True):
-            critic.backward(self.x, memory, d[:, None], self.every)
-        return {"loss_qvalue": loss, "value": mean}
+        error.fill(0.0)
+        found = [
+            self._learn_critic(*each, weight, error) for each in zip(self.critics, self.passing, self.d, strict=True)
+        ]
+        return {"loss_qvalue": sum(loss for loss, _ in found), "value": found[0][1]}
+
+    def _learn_critic(self, critic: Perceptron, memory: Memory, d: Array, weight: Array, error: Array) -> Any:
+        values = critic.forward(self.x, memory)[:, 0]
+        found = jitted(kernels.learn_values)(values, self.target, weight, self.kind, d, error)
+        critic.backward(self.x, memory, d[:, None], self.every)
+        return found
 
     def slopes_of(self, number: int, rows: Array, weight: Array) -> None:
         """Write by how much less a critic's values, times their weights, become by each action of some rows."""
@@ -201,7 +214,7 @@ class SquashedGradients(ActorCriticGradients):
         self._sample(then)
         terms = self.learn_critics(seen, action, step, alpha, weight, error)
         out = self._sample(now)
-        judged = self.evaluate(self.critics, now, self.other)
+        judged = self.evaluate(self.critics, self.memories, now, self.other)
         gain, mean = jitted(kernels.judge)(judged, self.log_prob, alpha, weight, self.best)
         for number in range(len(self.critics)):
             self.slopes_of(number, np.flatnonzero(self.best == number), weight)
@@ -241,7 +254,7 @@ class NoisyGradients(ActorCriticGradients):
         self.resting = set() if module.take_turn() else set(module.actor_network.parameters())
         if not self.resting:
             chosen = np.tanh(self.actor.forward(now, self.acting), out=self.chosen)
-            values = self.evaluate(self.critics[:1], now, self.other)[0]
+            values = self.evaluate(self.critics[:1], self.memories, now, self.other)[0]
             self.slopes_of(0, self.every, weight)
             self.actor.backward(now, self.acting, self.slopes * (1.0 - chosen * chosen), self.every)
             terms["loss_actor"] = -float(weight.dot(values))
