@@ -149,6 +149,12 @@ def test_the_site_has_every_page_and_the_version_to_cite_is_ours():
     assert re.search(r"version = \{(.*)\}", PAGES["citing"])[1] == torchrl_lightning.__version__
 
 
+def test_the_readme_names_every_extra():
+    (told,) = re.findall(r"^\*\*From the wheel\*\*.*$", PAGES["README"], flags=re.MULTILINE)
+    extras = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert set(re.findall(r"`(\w+)`", told)) == set(extras)
+
+
 def test_the_floors_are_those_that_imports_are_held_to():
     (contract, *_) = tomllib.loads((PROJECT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     layers = [set(re.findall(r"torchrl_lightning\.(\w+)", layer)) for layer in contract["layers"]]
