@@ -72,12 +72,12 @@ def _markers(budgets: Sequence[str]) -> dict[str, str]:
 
 
 def _explain(figure: Figure, looks: Mapping[str, Mapping[str, Any]], **shared: Any) -> None:
-    """Say above the panels what each look means; the figure grows by it."""
+    """Say below the panels, where no title stands, what each look means; the figure grows by it."""
     from matplotlib.lines import Line2D
 
     handles = [Line2D([], [], label=label, **{**shared, **look}) for label, look in looks.items()]
     figure.set_figheight(figure.get_figheight() + 0.2 * len(handles))
-    figure.legend(handles=handles, loc="outside upper center", frameon=False, fontsize="small")
+    figure.legend(handles=handles, loc="outside lower center", frameon=False, fontsize="small")
 
 
 def _draw_setting(axes: Any, key: str, trials: Sequence[Trial]) -> None:
