@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 
 NEXT = "next"
 OBSERVATION = "observation"
@@ -58,8 +59,12 @@ RESERVED = frozenset(
 """Names at the root of a TensorDict, or under ``"next"``, that are a run's own."""
 
 
-def check_observed(names: Iterable[str]) -> None:
+def check_observed(names: Iterable[str], meant: Mapping[str, str] = MappingProxyType({})) -> None:
     """Refuse, by a ValueError, entries of an observation that are named as a run's own.
+
+    Args:
+        names: Those of its entries.
+        meant: Which names some of them should have.
 
     Example:
         >>> check_observed(["observation", "gamma"])
@@ -69,7 +74,7 @@ overwrite those. Rename them by rename={gamma: last_gamma} of an EnvironmentReci
 data.env.rename=...), or leave them out by its drop=.
     """
     if taken := sorted(RESERVED.intersection(names)):
-        mend = ", ".join(f"{name}: last_{name.removeprefix('_')}" for name in taken)
+        mend = ", ".join(f"{name}: {meant.get(name, 'last_' + name.removeprefix('_'))}" for name in taken)
         raise ValueError(
             f"the environment observes {', '.join(map(repr, taken))}, but a run keeps entries of its own under such "
             f"names, which would overwrite those. Rename them by rename={{{mend}}} of an EnvironmentRecipe (in a "

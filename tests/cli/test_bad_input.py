@@ -24,7 +24,7 @@ from torchrl_lightning.cli.train import train
         (["--multirun", "seed=0,1", "trainer.strategy=ddp"], "take trainer.strategy=ddp_spawn"),
         (
             ["~experiment", "data=offline", "model=dqn", "trainer.max_epochs=1"],
-            "error: data.dataset=demonstrations: dataset=demonstrations: demonstrations does not exist; name a",
+            "error: data.dataset=demonstrations: demonstrations does not exist; name a",
         ),
     ],
 )

@@ -28,15 +28,16 @@ def test_what_learnt_from_data_alone_is_played_without_them(run, tmp_path):
     end = ["trainer.max_epochs=1", "data.eval_episodes=1", "eval_episodes=1", "logger=none", "hydra.run.dir=learnt"]
     run("train", "~experiment", "data=offline", "data.dataset=shown", *tiny, *end)
     shutil.rmtree(tmp_path / "shown")
-    played = ["evaluate", "ckpt_path=learnt/checkpoints/last.ckpt", "episodes=2", "hydra.run.dir=run", "histogram=null"]
+    played = ["evaluate", "ckpt_path=learnt", "episodes=2", "hydra.run.dir=run", "histogram=null"]
     assert last_line(run(*played).stdout)[3] == "2"
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "error: no checkpoint given; say ckpt_path=RUN/checkpoints/best.ckpt."),
+        ([], "error: no checkpoint given; say ckpt_path=RUN, or ckpt_path=RUN/checkpoints/last.ckpt."),
         (["ckpt_path=nowhere.ckpt"], "error: ckpt_path=nowhere.ckpt is not a file"),
+        (["ckpt_path=."], "error: ckpt_path=. has neither checkpoints/best.ckpt nor checkpoints/last.ckpt; name a run"),
         (["ckpt_path=other.ckpt"], "error: other.ckpt holds no config"),
         (["episode=5"], "error: episode: there is no such setting; did you mean episodes?"),
     ],

@@ -80,6 +80,7 @@ def test_onnx_acts_as_the_policy_does(folder, run, tmp_path):
     session = onnxruntime.InferenceSession(tmp_path / "a.onnx")
     names = [entry.name for entry in session.get_inputs()]
     assert names == ["observation", "recurrent_state.h", "recurrent_state.c"]
+    assert {entry.shape[0] for entry in (*session.get_inputs(), *session.get_outputs())} == {"N"}
     assert [entry.name for entry in session.get_outputs()] == ["action", *(f"next.{name}" for name in names[1:])]
     assert json.loads(session.get_modelmeta().custom_metadata_map[DESCRIBED])["inputs"]["observation"]["shape"] == [
         "N",
@@ -129,7 +130,10 @@ def test_what_cannot_be_exported_is_one_line_and_nothing_is_written(act, message
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nowhere"], "error: ckpt_path=nowhere is not a file"),
+        (
+            ["nowhere"],
+            "error: nowhere: there is no such file or folder; name a run, a checkpoint or a published",
+        ),
         (["."], "error: . has neither checkpoints/best.ckpt nor checkpoints/last.ckpt; name a run, or a file"),
     ],
 )

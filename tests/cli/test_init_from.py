@@ -122,8 +122,12 @@ def test_of_a_run_that_cloned_behaviour_ppo_with_demonstrations_takes_the_actor(
 RESUMED = ["ckpt_path=FIRST/checkpoints/last.ckpt"]
 MISTAKES = {
     "another network": ([*NORMALISED, "model.network.hidden_sizes=[8]"], "does not fit this run: the networks differ"),
+    "another learner": (
+        [*NORMALISED, "model=a2c", "model.network.hidden_sizes=[8]"],
+        "run: it is of PPOModule, this run has A2CModule; say the experiment= or model= of that one: the networks",
+    ),
     "another environment": ([*NORMALISED, "env=acrobot"], r"the networks differ: .*\[64, 4\] in the checkpoint"),
-    "raw observations": (["data.normalize_observation=false"], r"it learnt from normalised .*=\['observation'\]\."),
+    "raw observations": (["data.normalize_observation=false"], r"it learnt from normalised .*observation=true\."),
     "another clip": ([*NORMALISED, "data.normalize_clip=5"], "has clip=10.0, this normaliser has clip=5.0"),
     "nothing to be kept": (["freeze_statistics=true"], "this run normalises nothing; leave it out"),
     "no word": ([*NORMALISED, "freeze_statistics=maybe"], "freeze_statistics=maybe: expected true or false"),

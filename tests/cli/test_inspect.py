@@ -33,8 +33,12 @@ def _checkpoint(run, **own):
 
 
 def test_a_run_without_a_checkpoint_shows_the_newest_buffer(run, capsys):
-    assert main([str(run)]) == 0
-    assert "6 of 8 cells (75%)" in " ".join(capsys.readouterr().out.split())
+    page = run / "page.html"
+    assert main([str(run), "--html", str(page)]) == 0
+    out = capsys.readouterr().out
+    assert "6 of 8 cells (75%)" in " ".join(out.split())
+    assert out.endswith(f"page: {page}\n")
+    assert page.is_file()
 
 
 def test_a_run_shows_the_buffer_that_its_checkpoint_refers_to_wherever_the_run_lies(run, capsys):

@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from cli.commands import unchanged_process
+from cli.written_runs import write_run
 from kit.processes import environment
 
 TABLE = yaml.safe_load((Path(__file__).parents[1] / "data" / "mistakes.yaml").read_text())
@@ -92,10 +93,12 @@ def test_a_setting_of_the_users_that_others_interpolate_may_be_added(run):
     assert "eval_checkpoint is 'bset'" in run("train", *width, expect=1).stderr
 
 
-def test_a_pipe_that_nobody_reads_on_ends_help_in_silence(tmp_path):
+@pytest.mark.parametrize(("command", "argument"), [("train", "--help"), ("plot", ".")])
+def test_a_pipe_that_nobody_reads_on_ends_in_silence(command, argument, tmp_path):
+    write_run(tmp_path / "run", points=2)
     script = (
-        "import os, sys; sys.argv = ['x', '--help']; reader, writer = os.pipe(); os.close(reader); os.dup2(writer, 1); "
-        "from torchrl_lightning.cli.train import main; main()"
+        f"import os, sys; sys.argv = ['x', '{argument}']; reader, writer = os.pipe(); os.close(reader); "
+        f"os.dup2(writer, 1); from torchrl_lightning.cli.{command} import main; main()"
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env=environment(), stderr=subprocess.PIPE)
     assert (done.returncode, done.stderr) == (141, b"")

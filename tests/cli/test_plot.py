@@ -9,7 +9,7 @@ import yaml
 from matplotlib.image import imread
 
 from cli.written_runs import keep, write_run
-from torchrl_lightning.cli.curves import default_label, latest_of_each_seed, read_source
+from torchrl_lightning.cli.curves import default_label, one_of_each_seed, read_source
 from torchrl_lightning.cli.plot import main, plot_runs
 
 
@@ -173,10 +173,10 @@ def test_a_seed_that_was_run_again_is_no_second_seed(tmp_path, caplog):
     runs = [keep(write_run(tmp_path / name, seed=i), seed=3) for i, name in enumerate(("b", "a"))]
     os.utime(runs[0] / "csv" / "metrics.csv", (1, 1))
     curves = [curve for source in (runs[0], tmp_path) for curve in read_source(source, "eval/return", "step")]
-    curves = latest_of_each_seed(curves)
+    curves = one_of_each_seed(curves)
     assert [curve.path.parts[-3] for curve in curves] == ["a"]
     assert "has its settings and its seed" in caplog.text
-    labelled = latest_of_each_seed(read_source(tmp_path, "eval/return", "step", "mine"))
+    labelled = one_of_each_seed(read_source(tmp_path, "eval/return", "step", "mine"))
     assert [curve.label for curve in labelled] == ["mine", "mine"]
 
 

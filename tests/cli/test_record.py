@@ -66,8 +66,7 @@ def test_a_class_of_ones_own_takes_none_of_the_presets_settings(run, tmp_path):
 
 
 def test_a_checkpoint_is_recorded_in_the_environment_of_its_run(trained, run, tmp_path):
-    checkpoint = trained[0] / "checkpoints" / "last.ckpt"
-    done = run("record", f"ckpt_path={checkpoint}", "episodes=3", "directory=demos", "hydra.run.dir=run")
+    done = run("record", f"ckpt_path={trained[0]}", "episodes=3", "directory=demos", "hydra.run.dir=run")
     assert len(list((tmp_path / "demos").iterdir())) == 3
     assert "3 of 3 episodes recorded" in done.stdout
 

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import os
 from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 import pytest
 import yaml
+from matplotlib.figure import Figure
 from matplotlib.image import imread
 from scipy.stats import kruskal, spearmanr
 
@@ -22,6 +24,23 @@ def made(folder: Path, score: float | None, *overrides: str, seed: int = 0, **ch
     last = "" if score is None else f"2048,,{score}\n"
     (folder / "csv" / "metrics.csv").write_text(f"step,eval/return,final/return\n1024,500.0,\n{last}")
     return keep(folder, *overrides, seed=seed, **choices)
+
+
+def legend(figure: Figure) -> list[str]:
+    return [text.get_text() for text in figure.legends[0].get_texts()]
+
+
+def test_pictures_of_many_settings_and_budgets_have_room_for_their_panels(tmp_path, figures):
+    names = ("data.total_frames", "trainer.max_epochs", "model.learning_rate", "model.entropy_coeff", "data.num_epochs")
+    trials = [
+        Trial({name: str(10**i) for name in (*names, "model.network.hidden_sizes")}, [], np.array([i]), [9.0] * (i % 2))
+        for i in range(8)
+    ]
+    draw_trials(trials, tmp_path / "sweep.png", title="eight")
+    draw_parallel(trials, tmp_path / "lines.png", title="eight")
+    for figure in figures:
+        for axes in figure.axes:
+            assert not axes.get_visible() or min(axes.get_window_extent().size) > 100
 
 
 @pytest.fixture
@@ -112,8 +131,11 @@ def test_runs_at_defaults_stay_and_budgets_are_told_apart(tmp_path, figures):
     frames, rates = figures[0].axes
     assert (frames.get_xscale(), rates.get_xscale()) == ("linear", "log")
     assert len(rates.containers) == 6
-    markers = {container.get_label(): container[0].get_marker() for container in rates.containers}
-    assert markers["data.total_frames=1000"] != markers["data.total_frames=9000"]
+    assert legend(figures[0])[1:] == ["data.total_frames=1000", "data.total_frames=9000"]
+    _, *budgets = figures[0].legends[0].get_lines()
+    drawn = {container[0].get_marker() for container in rates.containers}
+    assert drawn == {line.get_marker() for line in budgets}
+    assert len(drawn) == 2
 
 
 @pytest.mark.parametrize(
@@ -124,6 +146,7 @@ def test_runs_at_defaults_stay_and_budgets_are_told_apart(tmp_path, figures):
         ([0.9, 0.99, 0.999], False),
         ([1.0, 5.0, 10.0], False),
         ([0.0, 0.1, 1.0], False),
+        ([1e-7, 5e-4, 1e-3, 2e-3], True),
         ([8.0, 16.0, 32.0, 64.0, 128.0], True),
     ],
 )
@@ -150,8 +173,20 @@ def test_runs_that_were_ended_early_are_told_and_drawn_apart(tmp_path, figures):
     draw_parallel(trials, tmp_path / "lines.png")
     marks = {float(c[0].get_ydata()[0]): c[0].get_markerfacecolor() for c in figures[0].axes[0].containers}
     assert {score: mark == "none" for score, mark in marks.items()} == {0: False, 1: True, 2: False}
+    assert legend(figures[0]) == legend(figures[1]) == ["best", "ended early"]
+    assert figures[1].legends[0].get_lines()[1].get_linestyle() == "--"
     lines = {line.get_ydata()[-1]: line.get_linestyle() for line in figures[1].axes[0].lines[:3]}
     assert lines == {0.0: "-", 0.5: "--", 1.0: "-"}
+
+
+def test_of_repeated_runs_the_latest_that_was_not_ended_early_counts(tmp_path):
+    runs = (("0.9", 500.0, ""), ("0.9", 400.0, ""), ("0.9", 7.0, "1024"), ("0.8", 3.0, "1024"), ("0.8", 2.0, "1024"))
+    for number, (gamma, score, ended) in enumerate(runs):
+        path = made(tmp_path / str(number), score, f"model.gamma={gamma}") / "csv" / "metrics.csv"
+        path.write_text(f"step,final/return,final/ended_early\n1024,,{ended}\n2048,{score},\n")
+        os.utime(path, (number, number))
+    found = {trial.settings["model.gamma"]: (trial.score, len(trial.ended)) for trial in read_trials([tmp_path])}
+    assert found == {"0.9": (400.0, 0), "0.8": (2.0, 1)}
 
 
 def test_lines_go_through_the_place_of_each_setting(tmp_path, figures):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from tensordict import TensorDict
@@ -135,8 +137,14 @@ def test_frozen_statistics_are_those_of_another_run_and_what_does_not_fit_change
         kept.advance()
     assert not differences(kept.statistics(), there)
     raw = of_cartpole(observation=False)
-    with pytest.raises(ValueError, match=r"from normalised .*, this run shows raw .*=\['observation'\]\.$"):
+    with pytest.raises(
+        ValueError, match=r"from normalised .*, this run shows raw .* data\.normalize_observation=true\.$"
+    ):
         raw.begin_from(there)
+    two = copy.deepcopy(there)
+    two["observation"]["entries"] = [{"key": key} for key in (["goal"], ["sight", "far"])]
+    with pytest.raises(ValueError, match=r"say 'data\.normalize_observation=\[goal,sight\.far\]'\.$"):
+        raw.begin_from(two)
     with pytest.raises(ValueError, match=r"from raw .*, this run shows normalised .*=false\.$"):
         kept.begin_from(raw.statistics())
 

@@ -132,6 +132,10 @@ MISFITS = {
     "frame_stack must be a positive integer": (made, {"frame_stack": 0}),
     "give one of them": (made, {"keep": ["a"], "drop": ["b"]}),
     r"wrappers\[0\] has the unknown _target_ 'gymnasium.wrappers.Nothing'": (made, {"wrappers": [NOTHING]}),
+    r"'masked.Own': No module named 'masked'. Run where masked.py lies, or name its folder in PYTHONPATH\.$": (
+        made,
+        {"wrappers": [{"_target_": "masked.Own"}]},
+    ),
     r"drop=\['misson'\].*observes \['image'": (made, {"drop": ["misson"]}),
     r"keep=\['sight'\].*not there": (made, {"keep": ["sight"]}),
     "leaves nothing": (made, {"drop": ["image", "step", "mission"]}),

@@ -190,10 +190,18 @@ def test_a_buffer_of_a_billion_cells_is_refused_by_one_line_that_says_the_mend()
     assert inspect_state(storage, "it", last=1000).summaries[0].content.looked_at == 1000
 
 
+def test_a_summary_is_told_without_its_samples():
+    summaries = inspect_buffer(filled(sampler=PrioritizedSampler(120))[0]).summaries
+    assert len(repr(summaries)) < 4000
+    assert "Entry(key=('observation',), shape=(3,), dtype='float32'" in repr(summaries)
+
+
 def test_nothing_stored_yet_and_nothing_of_ours():
     assert inspect_buffer(ExperienceBuffer()).findings == ["nothing is stored yet"]
     with pytest.raises(ValueError, match="A list is no buffer; pass one of ours"):
         inspect_buffer([])
+    with pytest.raises(ValueError, match=r"A str is no buffer; .* torchrl-lightning-inspect PATH reads what lies"):
+        inspect_buffer("RUN")
     with pytest.raises(ValueError, match="it holds no buffer"):
         inspect_state({"weights": {}}, "it")
     assert episodes_in(next(contents.contents_in(ExperienceBuffer().state_dict(), "it"))) is None

@@ -27,6 +27,7 @@ from torchrl_lightning.environments.faults import EnvironmentFault
 from torchrl_lightning.environments.masks import ActionMask
 from torchrl_lightning.fitting import MisfitError
 from torchrl_lightning.learn import DQNModule, MLPNetwork, PPOModule, RecurrentNetwork, VTraceModule, build_actor
+from torchrl_lightning.learn.loading import LoadedPolicy
 from torchrl_lightning.learn.transitions import read_transitions
 
 ROWS = 30_000  # a million in all, in which any action may be taken
@@ -192,10 +193,22 @@ def test_a_policy_that_does_not_look_at_the_mask_is_told() -> None:
         GymnasiumCollector(env, policy, frames_per_batch=64).rollout()
 
 
+@pytest.mark.parametrize("learner", [PPOModule, DQNModule])
+def test_a_loaded_policy_refuses_one_observation_whose_mask_leaves_nothing(learner: Any) -> None:
+    specs = environment_specs(make_vector_env(Doors, 1))
+    policy = LoadedPolicy(learner(MLPNetwork([8])).build(specs).policy, specs)
+    shown = {"observation": np.zeros(4, np.float32), "action_mask": np.int8([0, 0, 1, 0])}
+    assert policy.act(shown) == 2
+    with pytest.raises(EnvironmentFault, match="environment 0 returned an 'action_mask' that leaves no action"):
+        policy.act({**shown, "action_mask": np.zeros(4, np.int8)})
+    batch = {"observation": np.zeros((2, 4), np.float32), "action_mask": np.int8([[0, 0, 1, 0], [0, 0, 0, 0]])}
+    assert policy.act(batch, starts=True)[0] == 2  # the other episode has ended
+
+
 class Odd(gymnasium.Env[Any, Any]):
-    def __init__(self, action: Any, mask: Any) -> None:
+    def __init__(self, action: Any, mask: Any, name: str = "action_mask") -> None:
         self.action_space = action
-        self.observation_space = gymnasium.spaces.Dict({"x": gymnasium.spaces.Box(0, 1, (1,)), "action_mask": mask})
+        self.observation_space = gymnasium.spaces.Dict({"x": gymnasium.spaces.Box(0, 1, (1,)), name: mask})
 
 
 @pytest.mark.parametrize(
@@ -209,6 +222,13 @@ class Odd(gymnasium.Env[Any, Any]):
 def test_a_mask_that_does_not_fit_the_actions_is_refused(action: Any, mask: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         environment_specs(make_vector_env(lambda: Odd(action, mask), 1))
+
+
+@pytest.mark.parametrize(("size", "mend"), [(3, "mask: action_mask"), (4, "mask: last_mask")])
+def test_an_entry_called_mask_that_fits_the_actions_is_to_be_called_as_theirs(size: int, mend: str) -> None:
+    mask = gymnasium.spaces.MultiBinary(size)
+    with pytest.raises(ValueError, match=rf"observes 'mask', .* by rename={{{mend}}} of"):
+        environment_specs(make_vector_env(lambda: Odd(gymnasium.spaces.Discrete(3), mask, "mask"), 1))
 
 
 def test_masks_in_info_become_part_of_the_observation() -> None:

@@ -85,6 +85,7 @@ def test_the_card_tells_score_settings_and_how_to_run_it(saved):
     assert result["metrics"][0]["value"] == 123.5
     assert "| mean return | 123.5 over 20 episodes, after training |" in body
     assert "| trained for | 64 frames |" in body
+    assert "| acts | Discrete(2) |" in body
     assert "torchrl-lightning-train experiment=ppo_recurrent_cartpole seed=3\n" in body
     assert f"torchrl-lightning-train experiment=ppo_recurrent_cartpole seed=3 init_from={saved}\n" in body
     settings = yaml.safe_load(body.partition("```yaml\n")[2].partition("```")[0])

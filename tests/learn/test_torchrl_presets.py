@@ -69,7 +69,9 @@ def test_it_learns_acts_and_resumes(name: str, tmp_path: Path) -> None:
     check_weights(lambda: preset(name).build(specs), {"state_dict": after})
 
 
-@pytest.mark.parametrize(("name", "specs", "mend"), [("iql", DISCRETE, "use DQN"), ("c51", BOX, "use SAC or TD3")])
+@pytest.mark.parametrize(
+    ("name", "specs", "mend"), [("bc", DISCRETE, "use DQN .* model=.*temperature=0"), ("c51", BOX, "use SAC or TD3")]
+)
 def test_actions_of_another_kind_are_refused_in_one_line(name: str, specs: Any, mend: str) -> None:
     with pytest.raises(TypeError, match=rf"^\w+Loss does not fit this environment: .* got .*; {mend}.*") as error:
         preset(name).build(specs)

@@ -14,8 +14,9 @@ from omegaconf import DictConfig
 
 from torchrl_lightning.cli.checkpoints import copies
 from torchrl_lightning.cli.checks import UsageError
-from torchrl_lightning.learn.loading import checkpoint_of, read_checkpoint, statistics_in
+from torchrl_lightning.learn.loading import CONFIG, checkpoint_of, read_checkpoint, statistics_in
 from torchrl_lightning.learn.weights import beginning_weights
+from torchrl_lightning.trust import target_named
 
 
 class Beginning(Callback):
@@ -38,12 +39,12 @@ class Beginning(Callback):
             raise UsageError(f"init_from={source}: {error}.") from error
         self._weights: dict[str, Any] = dict(stored["state_dict"])
         self._anew: list[str] = []  # the networks that do not begin with them
+        self._config = stored.get(CONFIG)
 
     def check(self, data: Any, model: Any) -> None:
         """Refuse, by a UsageError, what does not fit, before anything is trained."""
         try:
-            if (make := copies(model, data)) is not None:
-                self._weights, self._anew = beginning_weights(make, {"state_dict": self._weights}, own=True)
+            self._check_weights(data, model)
             data.begin_from(self._statistics, trial=True)
         except ValueError as error:
             raise self._misfit(error) from error
@@ -55,6 +56,27 @@ class Beginning(Callback):
         """What is printed of it, once it is checked."""
         what, new = ("actor", f"; new: {', '.join(self._anew)}") if self._anew else ("weights", "")
         return f"begins with the {what} and moments of {self.path}{new}"
+
+    def _check_weights(self, data: Any, model: Any) -> None:
+        if (make := copies(model, data)) is None:
+            return
+        try:
+            self._weights, self._anew = beginning_weights(make, {"state_dict": self._weights}, own=True)
+        except ValueError as error:
+            # Asked only now: weights of another learner may fit, such as those of A2C in PPO.
+            there, here = self._learner(), type(model)
+            if there in (None, here):
+                raise
+            raise ValueError(
+                f"it is of {there.__name__}, this run has {here.__name__}; say the experiment= or model= of that one: "
+                f"{error}"
+            ) from error
+
+    def _learner(self) -> Any:
+        """Return which class of ours has learnt the weights; None where the file does not say."""
+        model = self._config.get("model") if isinstance(self._config, Mapping) else None
+        name = model.get("_target_") if isinstance(model, Mapping) else None
+        return target_named(name) if isinstance(name, str) else None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Hand them over; networks and optimizers are there by now."""

@@ -109,10 +109,10 @@ def read_source(source: Path, metric: str, x: str, label: str | None = None) -> 
     return curves
 
 
-def latest_of_each_seed(curves: Iterable[Curve]) -> list[Curve]:
-    """Keep the latest run of each label and seed; leave out those that were repeated or resumed."""
+def one_of_each_seed(curves: Iterable[Curve]) -> list[Curve]:
+    """Keep one run of each label and seed: the latest, of those that were not ended early if there are any."""
     chosen: dict[object, Curve] = {}
-    for curve in sorted(curves, key=lambda curve: curve.path.stat().st_mtime):
+    for curve in sorted(curves, key=lambda curve: (curve.ended is None, curve.path.stat().st_mtime)):
         same = (curve.label, curve.path.resolve() if curve.seed is None else curve.seed)
         if same in chosen and chosen[same].path.resolve() != curve.path.resolve():
             _log.warning("%s is left out: %s has its settings and its seed", chosen[same].path, curve.path)
@@ -121,9 +121,9 @@ def latest_of_each_seed(curves: Iterable[Curve]) -> list[Curve]:
 
 
 def runs_by_label(curves: Iterable[Curve]) -> dict[str, list[Curve]]:
-    """Return the latest run of each seed, below the label that the seeds share."""
+    """Return one run of each seed, as :func:`one_of_each_seed`, below the label that the seeds share."""
     groups: dict[str, list[Curve]] = {}
-    for curve in latest_of_each_seed(curves):
+    for curve in one_of_each_seed(curves):
         groups.setdefault(curve.label, []).append(curve)
     return groups
 

@@ -33,7 +33,7 @@ def evaluate(cfg: DictConfig) -> float:
 
     quiet()
     if OmegaConf.is_missing(cfg, "ckpt_path"):
-        raise UsageError("no checkpoint given; say ckpt_path=RUN/checkpoints/best.ckpt.")
+        raise UsageError("no checkpoint given; say ckpt_path=RUN, or ckpt_path=RUN/checkpoints/last.ckpt.")
     checkpoint, stored, run = run_of(cfg)
     use_threads(run.get("torch_threads", 1))
     data = rebuilt(checkpoint, run, "data", seed=cfg.seed)
@@ -71,9 +71,12 @@ def run_of(cfg: DictConfig) -> tuple[Path, dict[str, Any], Any]:
     from omegaconf import OmegaConf
 
     from torchrl_lightning.cli.checks import UsageError, own_config, own_names, read_stored
-    from torchrl_lightning.learn.loading import CONFIG, config_in
+    from torchrl_lightning.learn.loading import CONFIG, checkpoint_of, config_in
 
-    checkpoint = Path(cfg.ckpt_path)
+    try:
+        checkpoint = checkpoint_of(cfg.ckpt_path)
+    except ValueError as error:
+        raise UsageError(f"ckpt_path={error}.") from error
     stored, composed = read_stored(checkpoint), own_config(checkpoint)
     if composed and CONFIG not in stored:
         run = composed

@@ -68,6 +68,8 @@ def _policy_of_run(run: str, trusted: bool) -> tuple[Any, Path]:
     from torchrl_lightning.cli.evaluate import policy_of, rebuilt, run_of
     from torchrl_lightning.learn.loading import checkpoint_of
 
+    if not Path(run).exists():
+        raise UsageError(f"{run}: there is no such file or folder; name a run, a checkpoint or a published policy.")
     cfg = OmegaConf.create({"ckpt_path": str(checkpoint_of(run)), "trusted": trusted, "deterministic": True})
     checkpoint, stored, config = run_of(cfg)
     policy = policy_of(cfg, stored, rebuilt(checkpoint, config, "model"))

@@ -53,6 +53,8 @@ def inspect(source: str, last: int | None, html: Path | None) -> None:
     with whole_output():
         width = None if os.isatty(1) else 120
         Console(width=width).print(found)
+        if html is not None:
+            print(f"page: {html}")
 
 
 def look(source: Path, last: int | None = None) -> Inspection:

@@ -79,8 +79,9 @@ def describe(cfg: DictConfig, key: str, error: BaseException) -> str:
     for holder in filter(None, (key, key.rpartition(".")[0])):
         node = OmegaConf.select(cfg, holder)
         if isinstance(node, DictConfig) and begin is not None and begin[1] in node:
+            told = f"{begin[1]}={node[begin[1]]}"
             # Of a list the message shows the entry itself.
-            return f"{holder}.{text}" if begin[2] else f"{holder}.{begin[1]}={node[begin[1]]}: {text}"
+            return f"{holder}.{text}" if begin[2] or text.startswith(told) else f"{holder}.{told}: {text}"
     return text if isinstance(error, MisfitError) else f"{key}: {text}"
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import numpy as np
 
+from torchrl_lightning.cli.command import whole_output
 from torchrl_lightning.cli.curves import Curve, read_source, runs_by_label
 from torchrl_lightning.cli.intervals import bootstrapped, interquartile_mean
 from torchrl_lightning.cli.panels import panel_grid, save_figure
@@ -39,10 +40,11 @@ def plot_runs(
 ) -> Path:
     """Draw a metric over environment frames, one line for each label, with its spread over the runs of that label.
 
-    Runs that differ in their seed alone share a label; of several with one seed the latest is drawn. A resumed run
-    continues the curve of the run whose checkpoint it began with. Runs of one label are interpolated to their common
-    points; where some have ended, the rest goes on. Beside the end of a curve of ``eval/return`` a star shows the mean
-    score of the evaluation after training, which is that of the best checkpoint where a run keeps one.
+    Runs that differ in their seed alone share a label; of several with one seed the latest is drawn, of those that were
+    not ended early if there are any. A resumed run continues the curve of the run whose checkpoint it began with. Runs
+    of one label are interpolated to their common points; where some have ended, the rest goes on. Beside the end of a
+    curve of ``eval/return`` a star shows the mean score of the evaluation after training, which is that of the best
+    checkpoint where a run keeps one.
 
     Args:
         sources: CSV files, or folders that are searched for ``metrics.csv`` to any depth.
@@ -187,14 +189,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = vars(parser.parse_args(argv))
     given = {name: value for name, value in options.items() if value is not None}
     try:
-        if given.pop("table"):
-            names = {"x": "--x", "labels": "--label", "smooth": "--smooth", "band": "--band", "panels": "--panels"}
-            others = [flag for name, flag in names.items() if options[name] != parser.get_default(name)]
-            if others:
-                raise ValueError(f"--table takes --metric, --output and --title, not {', '.join(others)}.")
-            _compare(**{name: value for name, value in given.items() if name not in names})
-        else:
-            print(f"learning curve: {plot_runs(**{'output': 'curve.png', **given})}")
+        with whole_output():
+            if given.pop("table"):
+                names = {"x": "--x", "labels": "--label", "smooth": "--smooth", "band": "--band", "panels": "--panels"}
+                others = [flag for name, flag in names.items() if options[name] != parser.get_default(name)]
+                if others:
+                    raise ValueError(f"--table takes --metric, --output and --title, not {', '.join(others)}.")
+                _compare(**{name: value for name, value in given.items() if name not in names})
+            else:
+                print(f"learning curve: {plot_runs(**{'output': 'curve.png', **given})}")
     except (OSError, ValueError) as error:
         parser.exit(2, f"{parser.prog}: error: {error}\n")
     except KeyError as error:

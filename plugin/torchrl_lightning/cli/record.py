@@ -35,7 +35,7 @@ def record(cfg: DictConfig) -> float:
     given = [name for name in ("ckpt_path", "policy", "keyboard", "table", "convert") if cfg[name]]
     if len(given) != 1:
         raise UsageError(
-            f"{' and '.join(given) or 'nothing'} given; say either ckpt_path=RUN/checkpoints/best.ckpt, or "
+            f"{' and '.join(given) or 'nothing'} given; say either ckpt_path=RUN, or "
             "policy=MODULE:FUNCTION and env=NAME, or keyboard=true and env=NAME, or table=DIRECTORY, or convert=PATH, "
             "dataset=minari:ID and env=NAME."
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ from torchrl_lightning.cli.sweeps import Trial, number, shown
 from torchrl_lightning.records import SCORE
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
     from numpy.typing import NDArray
 
 _MARKERS = "osD^v"
@@ -46,16 +47,37 @@ def _scale(values: Sequence[str]) -> _Scale:
 def draw_trials(trials: Sequence[Trial], output: str | Path, metric: str = SCORE, title: str | None = None) -> Path:
     """Draw the score over each setting that varies, with its deviation over the seeds; the best trial stands out.
 
-    Numbers lie on an axis, which is logarithmic where that spreads them more evenly; all else lies in categories, and
-    so does a setting whose default was not recorded. Trials of one budget have one marker, beside those of others; that
-    of a trial that was ended early is hollow.
+    Numbers lie on an axis, which is logarithmic where they span three decades or where that spreads them more evenly;
+    all else lies in categories, and so does a setting whose default was not recorded. Trials of one budget have one
+    marker, beside those of others; that of a trial that was ended early is hollow.
     """
     keys = list(trials[0].settings)
     figure, grid = panel_grid(len(keys), (4.2, 3.1))
     for key, axes in zip(keys, grid, strict=True):
         _draw_setting(axes, key, trials)
         axes.set(xlabel=key, ylabel=metric)
+    looks = {budget: {"color": "C0", "marker": mark} for budget, mark in _markers(_budgets(trials)).items() if budget}
+    ended = {"ended early": {"color": "C0", "marker": "o", "mfc": "none"}} if any(each.ended for each in trials) else {}
+    _explain(figure, {"best": {"color": "C1", "marker": "o"}, **ended, **looks}, ls="")
     return save_figure(figure, Path(output), title)
+
+
+def _budgets(trials: Sequence[Trial]) -> list[str]:
+    """Say after what each trial was to end, as far as trials differ in it."""
+    return [", ".join(f"{end}={trial.settings[end]}" for end in ENDS if end in trial.settings) for trial in trials]
+
+
+def _markers(budgets: Sequence[str]) -> dict[str, str]:
+    return {budget: _MARKERS[i % len(_MARKERS)] for i, budget in enumerate(sorted({*budgets}))}
+
+
+def _explain(figure: Figure, looks: Mapping[str, Mapping[str, Any]], **shared: Any) -> None:
+    """Say below the panels, where no title stands, what each look means; the figure grows by it."""
+    from matplotlib.lines import Line2D
+
+    handles = [Line2D([], [], label=label, **{**shared, **look}) for label, look in looks.items()]
+    figure.set_figheight(figure.get_figheight() + 0.2 * len(handles))
+    figure.legend(handles=handles, loc="outside lower center", frameon=False, fontsize="small")
 
 
 def _draw_setting(axes: Any, key: str, trials: Sequence[Trial]) -> None:
@@ -67,16 +89,13 @@ def _draw_setting(axes: Any, key: str, trials: Sequence[Trial]) -> None:
         axes.set_xscale("log")
     else:
         axes.ticklabel_format(axis="x", scilimits=(-2, 5))  # 0.00045 leaves no room between the ticks
-    budgets = [", ".join(f"{end}={trial.settings[end]}" for end in ENDS if end in trial.settings) for trial in trials]
+    budgets = _budgets(trials)
+    markers = _markers(budgets)
     for i, (place, trial) in reversed([*enumerate(zip(scale.places, trials, strict=True))]):
         spread = trial.spread if len(trial.scores) > 1 else None
-        marker = _MARKERS[sorted({*budgets}).index(budgets[i]) % len(_MARKERS)]
         color = "C1" if i == 0 else "C0"
-        label = budgets[i] if budgets.index(budgets[i]) == i else None
-        look = {"fmt": marker, "capsize": 3, "alpha": 0.8, "color": color, "mfc": "none" if trial.ended else color}
-        axes.errorbar(place, trial.score, spread, label=label, **look)
-    if any(budgets) and key not in ENDS:
-        axes.legend(frameon=False, fontsize="small", loc="lower center", bbox_to_anchor=(0.5, 1.0))  # above the marks
+        look = {"capsize": 3, "alpha": 0.8, "color": color, "mfc": "none" if trial.ended else color}
+        axes.errorbar(place, trial.score, spread, fmt=markers[budgets[i]], **look)
 
 
 def draw_parallel(trials: Sequence[Trial], output: str | Path, metric: str = SCORE, title: str | None = None) -> Path:
@@ -105,6 +124,8 @@ def draw_parallel(trials: Sequence[Trial], output: str | Path, metric: str = SCO
     axes.set_yticks([])
     axes.grid(visible=False)
     axes.spines[["left", "bottom"]].set_visible(False)
+    ended = {"ended early": {"ls": "--"}} if any(trial.ended for trial in trials) else {}
+    _explain(figure, {"best": {"lw": 2.5}, **ended}, color=colormaps["viridis"](1.0))
     return save_figure(figure, Path(output), title)
 
 
@@ -173,8 +194,10 @@ def _ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _is_logarithmic(numbers: list[float]) -> bool:
-    """Return whether ascending numbers span a decade and lie more evenly by their logarithms."""
+    """Return whether ascending numbers span three decades, or one and lie more evenly by their logarithms."""
     if numbers[0] <= 0 or numbers[-1] < 10 * numbers[0]:
         return False
+    if numbers[-1] >= 1000 * numbers[0]:
+        return True
     widest, widest_log = (max(np.diff(each)) / (each[-1] - each[0]) for each in (np.array(numbers), np.log(numbers)))
     return len(numbers) == 2 or bool(widest_log < widest)

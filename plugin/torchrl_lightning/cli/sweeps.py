@@ -58,7 +58,8 @@ def read_trials(sources: Sequence[str | Path], metric: str = SCORE) -> list[Tria
         metric: Column of the score.
 
     Returns:
-        One trial for each setting that was run, with all its seeds; of runs with one seed the latest.
+        One trial for each setting that was run, with all its seeds; of runs with one seed the latest, of those that
+        were not ended early if there are any.
 
     Raises:
         FileNotFoundError: A source does not exist or holds no ``metrics.csv``.

@@ -218,11 +218,11 @@ class Normalization(Stated):
         scale = Moments.none().restored(state["reward"], "moments of rewards")
         if bool(state["observation"]) != (self._normalizer is not None):
             saw, sees = ("normalised", "raw") if state["observation"] else ("raw", "normalised")
-            keys = [entry["key"] for entry in state["observation"].get("entries", [])]
-            mend = [".".join(key) for key in keys] or "false"
-            raise ValueError(
-                f"it learnt from {saw} observations, this run shows {sees} ones; say data.normalize_observation={mend}."
-            )
+            keys = [".".join(entry["key"]) for entry in state["observation"].get("entries", [])]
+            mend = f"data.normalize_observation={str(keys == ['observation']).lower()}"
+            if keys not in ([], ["observation"]):
+                mend = f"'data.normalize_observation=[{','.join(keys)}]'"  # a shell would read the brackets
+            raise ValueError(f"it learnt from {saw} observations, this run shows {sees} ones; say {mend}.")
         if self.frozen and self.reward and not scale.count:
             raise ValueError(
                 "it scaled no rewards, so that there is nothing to be frozen; say data.normalize_reward=false."

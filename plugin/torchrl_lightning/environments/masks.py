@@ -111,13 +111,19 @@ def action_mask(observation: Mapping[Any, Any], action: TensorSpec) -> ActionMas
         return None
     mask = ActionMask(action)
     shape = (sum(mask.sizes),)
-    if tuple(spec.shape) != shape or spec.dtype.is_floating_point:
+    if not is_mask(spec, action):
         raise ValueError(
             f"the environment observes an {ACTION_MASK!r} of shape {list(spec.shape)} and dtype {spec.dtype}, but one "
             f"of shape {list(shape)} and whole numbers says which of its actions are allowed: MultiBinary({shape[0]}). "
             f"{_MEND}"
         )
     return mask
+
+
+def is_mask(spec: TensorSpec | None, action: TensorSpec) -> bool:
+    """Return whether an entry has one whole number or flag for each choice that an action may be."""
+    sizes = _sizes(action)
+    return spec is not None and bool(sizes) and spec.shape == (sum(sizes),) and not spec.dtype.is_floating_point
 
 
 def _sizes(action: TensorSpec) -> list[int]:

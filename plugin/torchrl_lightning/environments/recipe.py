@@ -39,8 +39,8 @@ def _named(part: Any, argument: str) -> Any:
     try:
         instantiate({"_target_": part["_target_"], "_partial_": True})
     except InstantiationException as error:
-        reason = str(error.__cause__ or error).splitlines()[0]
-        raise ValueError(f"{argument} has the unknown _target_ {part['_target_']!r}: {reason}.") from error
+        loading = error.__cause__  # around what was raised by the import
+        raise _unknown(argument, part["_target_"], (loading and loading.__cause__) or error) from error
     _resolved(part, argument)
     return dict(part)
 
@@ -283,6 +283,13 @@ def _shown(space: spaces.Space[Any], keep: Sequence[str] | None, drop: Sequence[
     return shown
 
 
+def _unknown(argument: str, target: str, error: BaseException) -> ValueError:
+    reason, module = str(error).splitlines()[0], target.partition(".")[0]
+    is_missing = reason == f"No module named '{module}'"
+    mend = f" Run where {module}.py lies, or name its folder in PYTHONPATH." if is_missing else ""
+    return ValueError(f"{argument} has the unknown _target_ {target!r}: {reason}.{mend}")
+
+
 def _resolved(part: Any, argument: str) -> Callable[..., Any]:
     """Return what a callable is, or a mapping of ``_target_`` and arguments means."""
     if callable(part):
@@ -291,7 +298,7 @@ def _resolved(part: Any, argument: str) -> Callable[..., Any]:
     try:
         target = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"{argument} has the unknown _target_ {part['_target_']!r}: {error}.") from error
+        raise _unknown(argument, part["_target_"], error) from error
     arguments = {key: value for key, value in part.items() if not key.startswith("_")}
     positional = part.get("_args_", ())
     return partial(target, *positional, **arguments) if arguments or positional else target

@@ -21,9 +21,9 @@ from torchrl.envs import EnvBase, GymWrapper, Transform, TransformedEnv, transfo
 from torchrl.envs.batched_envs import BatchedEnvBase
 
 from torchrl_lightning.entries import Path, join, path_of
-from torchrl_lightning.environments.masks import action_mask
+from torchrl_lightning.environments.masks import action_mask, is_mask
 from torchrl_lightning.environments.threads import close_environment, note_threads
-from torchrl_lightning.keys import BOOKKEEPING, DEMO, check_observed
+from torchrl_lightning.keys import ACTION_MASK, BOOKKEEPING, DEMO, MASK, check_observed
 
 COUNTERS = (
     transforms.InitTracker,
@@ -77,7 +77,8 @@ def environment_specs(env: VectorEnv[Any, Any, Any] | EnvBase) -> EnvironmentSpe
         (['observation'], torch.Size([4]), 2)
     """
     specs = torchrl_specs(env) if isinstance(env, EnvBase) else _gymnasium_specs(env)
-    check_observed(specs.observation.keys())
+    is_meant = ACTION_MASK not in specs.observation and is_mask(specs.observation.get(MASK, None), specs.action)
+    check_observed(specs.observation.keys(), {MASK: ACTION_MASK} if is_meant else {})
     action_mask(specs.observation, specs.action)
     return specs
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -67,14 +67,14 @@ class Content:
 
     name: str
     kind: str
-    leaves: Mapping[Path, Leaf]
+    leaves: Mapping[Path, Leaf] = field(repr=False)
     count: int
     capacity: int
     length: int
-    first: Ints
-    behind: Ints
-    cells: Ints | None = None
-    mass: Leaf | None = None
+    first: Ints = field(repr=False)
+    behind: Ints = field(repr=False)
+    cells: Ints | None = field(default=None, repr=False)
+    mass: Leaf | None = field(default=None, repr=False)
     ordered: bool = True
     stack: int | None = None
 

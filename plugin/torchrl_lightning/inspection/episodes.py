@@ -37,6 +37,9 @@ class Episodes:
     def __len__(self) -> int:
         return len(self.env)
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(of {len(self)})"
+
 
 def episodes_in(content: Content) -> Episodes | None:
     """Find the episodes, in one walk; None where no flag says where they end.

@@ -89,7 +89,10 @@ def inspect_buffer(buffer: Any, *, name: str | None = None, last: int | None = N
     optional(integer)(last, "last")
     given = isinstance(buffer, dict)
     if not given and not callable(getattr(buffer, "state_dict", None)):
-        raise Fault(f"A {type(buffer).__name__} is no buffer; pass one of ours, or what its state_dict() returned.")
+        path = "; torchrl-lightning-inspect PATH reads what lies there" if isinstance(buffer, str | Path) else ""
+        raise Fault(
+            f"A {type(buffer).__name__} is no buffer; pass one of ours, or what its state_dict() returned{path}."
+        )
     name = name or ("state" if given else type(buffer).__name__)
     with getattr(buffer, "locked", nullcontext)():
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
@@ -55,8 +55,8 @@ class Entry:
     nans: int
     constant: int
     size: int
-    sample: NDArray[np.float32]
-    counts: tuple[int, ...] = ()
+    sample: NDArray[np.float32] = field(repr=False)
+    counts: tuple[int, ...] = field(default=(), repr=False)
 
     @property
     def name(self) -> str:
@@ -79,8 +79,8 @@ class Ages:
     oldest: int
     mean: float
     drawn: float
-    stored_bars: tuple[float, ...]
-    drawn_bars: tuple[float, ...]
+    stored_bars: tuple[float, ...] = field(repr=False)
+    drawn_bars: tuple[float, ...] = field(repr=False)
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class Priorities:
     largest: float
     half: int
     effective: float
-    curve: tuple[float, ...]
+    curve: tuple[float, ...] = field(repr=False)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from torchrl_lightning.learn.action_heads import action_name
 from torchrl_lightning.records import COMMAND
 
 # Of the machine that it was trained on, not of what was trained.
@@ -97,7 +98,7 @@ def written_card(
         score="not known" if score is None else f"{score:g} over {episodes} episodes, after training",
         frames=frames,
         observation=", ".join(f"{key} {list(spec.shape)}" for key, spec in policy.specs.observation.items(True, True)),
-        action=f"{type(policy.specs.action).__name__} {list(policy.specs.action.shape)}",
+        action=action_name(policy.specs.action),
         source=source,
         trust=", trusted=True" if trusted else "",
         words="trusted=True" if trusted else "",

@@ -220,6 +220,7 @@ def _as_onnx(traced: torch.export.ExportedProgram, described: Mapping[str, Any])
         reason = f"has no operator for {lacking[1]}" if lacking else f"does not hold it: {_line(error)}"
         raise ValueError(f"ONNX {reason}, which the policy computes; take format=torch") from error
     model = made.model_proto
+    _name_batch(model.graph)
     entry = model.metadata_props.add()
     entry.key, entry.value = DESCRIBED, json.dumps(described)
     content: bytes = model.SerializeToString()
@@ -230,6 +231,14 @@ def _as_onnx(traced: torch.export.ExportedProgram, described: Mapping[str, Any])
         return [torch.from_numpy(found) for found in session.run(list(described["outputs"]), tensors)]
 
     return content, run
+
+
+def _name_batch(graph: Any) -> None:
+    """Call the batch of an ONNX graph N, for which the exporter has a name of its own making."""
+    shapes = [value.type.tensor_type.shape.dim for value in (*graph.input, *graph.output, *graph.value_info)]
+    batch = shapes[0][0].dim_param
+    for dimension in (each for shape in shapes for each in shape if each.dim_param == batch):
+        dimension.dim_param = "N"
 
 
 @contextmanager

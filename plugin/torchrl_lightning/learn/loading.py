@@ -21,10 +21,12 @@ from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from torchrl_lightning._hydra import instantiate
 from torchrl_lightning.environments import EnvironmentRecipe
+from torchrl_lightning.environments.masks import action_mask
 from torchrl_lightning.environments.normalization import NormalizedPolicy, ObservationNormalizer
 from torchrl_lightning.environments.observed import observed_entries
 from torchrl_lightning.environments.policies import recurrent_states
 from torchrl_lightning.environments.specs import EnvironmentSpecs, specs_from_state
+from torchrl_lightning.keys import ACTION_MASK
 from torchrl_lightning.learn.weights import check_finite, check_weights
 from torchrl_lightning.seal import check_seal
 from torchrl_lightning.trust import check_config, target_named, without_folders
@@ -53,6 +55,7 @@ class LoadedPolicy(TensorDictModuleBase):
         self.in_keys, self.out_keys = list(policy.in_keys), list(policy.out_keys)
         self.state: dict[NestedKey, Tensor] = {}
         self._acted: int | None = None  # in how many environments
+        self._mask = action_mask(specs.observation, specs.action) if ACTION_MASK in self.in_keys else None
         self.requires_grad_(False)
         self.eval()
 
@@ -83,6 +86,8 @@ class LoadedPolicy(TensorDictModuleBase):
         Raises:
             ValueError: The observation is not as the environment of training shows it, or it is of another number of
                 environments than the last one, where no episode begins.
+            EnvironmentFault: The ``action_mask`` of one observation leaves no action; in a batch that is an episode
+                which has ended, whose action counts for nothing.
 
         Example:
             >>> policy = load_policy("logs/run/checkpoints/best.ckpt")  # doctest: +SKIP
@@ -90,6 +95,8 @@ class LoadedPolicy(TensorDictModuleBase):
         """
         entries, count = observed_entries(self.specs.observation, observation)
         rows = count or 1
+        if self._mask is not None and count is None:  # of a batch, environments may have ended
+            self._mask.check(entries[ACTION_MASK])
         begins = torch.as_tensor(np.broadcast_to(np.asarray(starts, dtype=bool), rows).copy())[:, None]
         if self._acted != rows and state is None:
             if self._acted is not None and not begins.all():

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from tensordict.nn import TensorDictModule, TensorDictModuleBase, TensorDictSequential
 from torch import Tensor, nn
-from torchrl.data import Bounded, TensorSpec, Unbounded
+from torchrl.data import Bounded, Categorical, TensorSpec, Unbounded
 from torchrl.modules import TanhNormal
 
 from torchrl_lightning._modules import hold
@@ -41,8 +41,10 @@ def action_range(spec: TensorSpec) -> tuple[Tensor, Tensor]:
     if isinstance(spec, Bounded | Unbounded):
         is_vector = spec.dtype.is_floating_point and len(spec.shape) == 1
         unbounded, mend = (" without bounds", f"use PPO, or {convert}") if is_vector else ("", convert)
+    elif isinstance(spec, Categorical) and not spec.shape:
+        mend += "; on data alone model=discrete_cql or discrete_iql, which clones with model.loss.temperature=0"
     raise TypeError(
-        "learners such as SAC and TD3 need one vector of floating-point actions within finite bounds (Box), got "
+        "learners such as SAC, TD3 and BC need one vector of floating-point actions within finite bounds (Box), got "
         f"{action_name(spec)}{unbounded}; {mend}"
     )
 
