@@ -124,7 +124,7 @@ MISTAKES = {
     "another network": ([*NORMALISED, "model.network.hidden_sizes=[8]"], "does not fit this run: the networks differ"),
     "another learner": (
         [*NORMALISED, "model=a2c", "model.network.hidden_sizes=[8]"],
-        "run: it is of PPOModule, this run has A2CModule; say the experiment= or model= of that one: the networks",
+        "run: it is of PPOModule, this run has A2CModule; say the experiment= or model= of that one: the actors",
     ),
     "another environment": ([*NORMALISED, "env=acrobot"], r"the networks differ: .*\[64, 4\] in the checkpoint"),
     "raw observations": (["data.normalize_observation=false"], r"it learnt from normalised .*observation=true\."),
