@@ -34,7 +34,7 @@ def sign(folder: Path) -> None:
     if not (folder / _CONFIG).is_file():
         return
     try:
-        (folder / _SIGNATURE).write_bytes(_signature(folder, _key()))
+        (folder / _SIGNATURE).write_bytes(_signature(folder))
     except (OSError, RuntimeError) as error:
         _log.debug("The config of the run is not signed: %s", error)
 
@@ -46,12 +46,12 @@ def is_signed(folder: Path) -> bool:
     ``~/.local/state``, and does not travel with a folder.
     """
     with suppress(OSError, RuntimeError):
-        return hmac.compare_digest((folder / _SIGNATURE).read_bytes(), _signature(folder, _key()))
+        return hmac.compare_digest((folder / _SIGNATURE).read_bytes(), _signature(folder))
     return False
 
 
-def _signature(folder: Path, key: bytes) -> bytes:
-    return hmac.new(key, (folder / _CONFIG).read_bytes(), "sha256").hexdigest().encode()
+def _signature(folder: Path) -> bytes:
+    return hmac.new(_key(), (folder / _CONFIG).read_bytes(), "sha256").hexdigest().encode()
 
 
 def _key() -> bytes:

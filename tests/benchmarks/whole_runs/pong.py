@@ -8,7 +8,6 @@ from typing import Any
 
 import ale_py
 import gymnasium
-import numpy as np
 import torch
 from gymnasium.wrappers import AtariPreprocessing
 from stable_baselines3.common.atari_wrappers import AtariWrapper, ClipRewardEnv
@@ -51,4 +50,4 @@ def share_of_convolutions(train: Training) -> float:
         train(0)
     spent = time.process_time() - began
     events = profile.key_averages()
-    return float(np.sum([each.self_cpu_time_total for each in events if "conv" in each.key])) / 1e6 / spent
+    return float(sum(each.self_cpu_time_total for each in events if "conv" in each.key)) / 1e6 / spent
