@@ -37,6 +37,7 @@ def test_each_evaluation_is_reported_to_the_trial_of_this_run(study, tmp_path):
     there = study.trials[mine.number]
     assert list(there.intermediate_values) == [64, 128]
     assert there.user_attrs["folder"] == str(tmp_path)
+    assert there.user_attrs["trained"]
     assert there.state == optuna.trial.TrialState.RUNNING  # the sweeper tells the score
     assert study.trials[other.number].intermediate_values == {}
 

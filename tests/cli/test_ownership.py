@@ -20,6 +20,7 @@ def folder(tmp_path, monkeypatch):
 
 def test_a_run_is_signed_with_one_key_that_only_its_user_reads(folder, tmp_path):
     assert not is_signed(folder)
+    assert not (tmp_path / "state").exists()
     sign(folder)
     assert is_signed(folder)
     (key,) = (tmp_path / "state" / "torchrl-lightning").iterdir()

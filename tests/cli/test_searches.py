@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import csv
+import sys
+import time
 
 import numpy as np
 import pytest
 import yaml
+from omegaconf import OmegaConf
 
 from cli.commands import TINY
+from kit.forks import Forked
+from torchrl_lightning.cli.locks import locked
+from torchrl_lightning.cli.searches import SearchFolder
 from torchrl_lightning.cli.sweeps import read_trials, table
 
 optuna = pytest.importorskip("optuna")
@@ -59,3 +65,36 @@ def test_a_search_goes_on_by_the_same_command_and_ends_bad_runs_early(run, tmp_p
     assert {tuple(line.split()) for line in told[1:]} == {
         (str(limit), f"{limit:.1f}", "-" if end is None else str(end)) for limit, end in zip(limits, ended, strict=True)
     }
+
+
+def test_where_a_search_goes_on_the_trials_of_killed_runs_have_failed(tmp_path, caplog):
+    storage = f"sqlite:///{tmp_path / 'study.db'}"
+    sweeper = {"study_name": "mine", "storage": storage}
+    config = OmegaConf.create({"hydra": {"sweep": {"dir": str(tmp_path)}, "sweeper": sweeper}})
+    SearchFolder().on_multirun_start(config)  # there is no study yet
+    study = optuna.create_study(study_name="mine", storage=storage)
+    for name in ("killed", "writing", "trained", "elsewhere", None):
+        trial = study.ask()
+        if name is not None:
+            trial.set_user_attr("folder", str(tmp_path / name))
+        if name == "trained":
+            trial.set_user_attr("trained", True)
+        if name not in ("elsewhere", None):
+            (tmp_path / name / ".hydra").mkdir(parents=True)
+            with locked(tmp_path / name):
+                pass
+
+    def write() -> None:
+        with locked(tmp_path / "writing"):
+            sys.stdout.write("held\n")
+            time.sleep(600)
+
+    holder = Forked(write, tmp_path / "holder")
+    try:
+        holder.waits_for(lambda: holder.said == "held\n")
+        SearchFolder().on_multirun_start(config)
+    finally:
+        holder.kill()
+    study = optuna.load_study(study_name="mine", storage=storage)
+    assert [trial.state.name for trial in study.trials] == ["FAIL", *["RUNNING"] * 4]
+    assert f"trial 0 has failed: its run, in {tmp_path / 'killed'}, was killed." in caplog.text

@@ -81,6 +81,11 @@ class TrialReport(SparseCallback):
             each.log_metrics({ENDED_EARLY: float(count)}, step=count)
         logger.info("ended early after %d %s: %s=%.4g is worse than in other trials.", count, unit, self.monitor, value)
 
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Keep with the trial that it was trained to its end: its run was not killed, though nobody knows its score."""
+        if stage == "fit" and self._trial is not None:
+            self._trial.set_user_attr("trained", True)
+
     def _find(self) -> Any:
         try:
             import optuna

@@ -50,6 +50,15 @@ def check_unlocked(folder: Path) -> None:
         _take(file, folder)
 
 
+def is_abandoned(folder: Path) -> bool:
+    """Return whether a run was begun in a folder that no living process is writing."""
+    try:
+        check_unlocked(folder)
+    except UsageError:
+        return False
+    return (folder / _NAME).is_file()
+
+
 def _take(file: TextIO, folder: Path) -> None:
     """Take the lock, which closing the file gives back."""
     try:

@@ -34,6 +34,7 @@ def sign(folder: Path) -> None:
     if not (folder / _CONFIG).is_file():
         return
     try:
+        _make_key()
         (folder / _SIGNATURE).write_bytes(_signature(folder))
     except (OSError, RuntimeError) as error:
         _log.debug("The config of the run is not signed: %s", error)
@@ -55,20 +56,30 @@ def _signature(folder: Path) -> bytes:
 
 
 def _key() -> bytes:
-    """Read the user's key; the first one who asks makes it."""
-    home = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    path = Path(home) / "torchrl-lightning" / "key"
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        made = path.with_name(f"{path.name}-{secrets.token_hex(8)}")
-        try:
-            with open(os.open(made, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-                file.write(secrets.token_bytes(32))
-            with suppress(FileExistsError):  # of another process, which was faster
-                os.link(made, path)
-        finally:
-            made.unlink(missing_ok=True)
+    """Read the user's key."""
+    path = _key_file()
     key = path.read_bytes()
     if len(key) != 32:
         raise OSError(f"{path} has {len(key)} bytes, expected 32; delete it.")
     return key
+
+
+def _make_key() -> None:
+    """Make the user's key, unless there is one."""
+    path = _key_file()
+    if path.exists():
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    made = path.with_name(f"{path.name}-{secrets.token_hex(8)}")
+    try:
+        with open(os.open(made, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(secrets.token_bytes(32))
+        with suppress(FileExistsError):  # of another process, which was faster
+            os.link(made, path)
+    finally:
+        made.unlink(missing_ok=True)
+
+
+def _key_file() -> Path:
+    home = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(home) / "torchrl-lightning" / "key"
