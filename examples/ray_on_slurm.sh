@@ -13,7 +13,10 @@ head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export RAY_ADDRESS="$head:6379" RAY_USAGE_STATS_ENABLED=0
 each=(srun --overlap --ntasks=1 --nodes=1)
 
-# The tokens by which machines of a cluster know each other lie in the home folder, which they share.
+# Without a token whoever reaches its ports can run code on all machines. It lies in the home folder, which they share.
+ray get-auth-token --generate > /dev/null
+export RAY_AUTH_MODE=token
+
 "${each[@]}" --nodelist="$head" ray start --block --head --port=6379 --num-cpus="$SLURM_CPUS_PER_TASK" &
 sleep 20
 if (( SLURM_NNODES > 1 )); then

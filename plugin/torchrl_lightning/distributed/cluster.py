@@ -62,7 +62,8 @@ def joined(config: Mapping[str, Any]) -> tuple[Any, bool]:
     except (ConnectionError, TimeoutError, ValueError) as error:
         raise ClusterFault(
             f"No Ray cluster could be joined at address={address!r} ({_line(error)}). Start one (ray start --head), "
-            "write its address, or leave the address out of ray_init_config for a cluster on this machine."
+            "write its address, set RAY_AUTH_MODE=token if it asks for one, or leave the address out of "
+            "ray_init_config for a cluster on this machine."
         ) from error
     except RuntimeError as error:
         if "ersion" not in str(error):
