@@ -30,6 +30,7 @@ from torchrl_lightning.cli.intervals import bootstrapped
 
 PROJECT = Path(__file__).resolve().parents[2]
 RESULTS, CONF = PROJECT / "examples" / "results", PROJECT / "conf" / "experiment"
+DEMONSTRATIONS = PROJECT / "conf" / "demonstrations"
 GUIDE = PROJECT / "examples" / "guide" / "experiments.md"
 BEGIN, END = "<!-- made by tests/benchmarks/results.py -->\n", "<!-- end -->\n"
 VERSION, EPISODES = 1, 100
@@ -55,6 +56,8 @@ class Row:
 def settings_of(name: str) -> str:
     """Return a digest of what an experiment's YAML says, and those that it begins with, without comments.
 
+    The demonstrations that it names belong to it.
+
     Raises:
         ResultsError: There is no such experiment.
     """
@@ -63,7 +66,11 @@ def settings_of(name: str) -> str:
         raise ResultsError(f"there is no experiment {name}; those of {CONF} are at hand.")
     said = yaml.safe_load(path.read_text())
     before = [settings_of(each) for each in said.get("defaults", []) if isinstance(each, str) and each != "_self_"]
-    return hashlib.sha256(yaml.safe_dump([said, before]).encode()).hexdigest()[:12]
+    digest = hashlib.sha256(yaml.safe_dump([said, before]).encode())
+    for folder in re.findall(r"\$\{paths\.demonstrations\}/(\w+)", path.read_text()):
+        for file in sorted((DEMONSTRATIONS / folder).iterdir()):
+            digest.update(file.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def write(name: str, rows: Iterable[Row], folder: Path = RESULTS) -> None:

@@ -47,6 +47,17 @@ def test_what_is_written_is_read_again_as_long_as_the_settings_are_the_same(tmp_
     assert results.settings_of("ppod_minigrid_multiroom") != before  # which begins with this one
 
 
+def test_demonstrations_are_settings(tmp_path, monkeypatch):
+    before = [results.settings_of(name) for name in (NAME, "ppo_acrobot")]
+    changed = tmp_path / "demonstrations"
+    shutil.copytree(results.DEMONSTRATIONS, changed)
+    monkeypatch.setattr(results, "DEMONSTRATIONS", changed)
+    assert [results.settings_of(name) for name in (NAME, "ppo_acrobot")] == before
+    (changed / "keycorridor" / "another.safetensors").write_bytes(b"0")
+    assert results.settings_of(NAME) != before[0]
+    assert results.settings_of("ppo_acrobot") == before[1]
+
+
 def test_another_version_or_experiment_is_refused(tmp_path):
     path = tmp_path / f"{NAME}.csv"
     path.write_text((RESULTS / f"{NAME}.csv").read_text().replace("version 1", "version 2"))
