@@ -111,6 +111,13 @@ def test_powers_of_ten_are_integers_where_frames_are_counted(run, tmp_path):
     assert not (tmp_path / "run/train.log").exists()
 
 
+def test_a_command_may_refer_to_other_settings(run):
+    own = ["data=offline", "env=mountaincar_sparse", "model=discrete_iql", "data.updates_per_epoch=2"]
+    told = ["data.dataset=${paths.demonstrations}/mountaincar", "trainer.max_epochs=1", "eval_episodes=1"]
+    for more in ([], ["ckpt_path=auto"]):
+        assert run("train", "~experiment", *own, *told, *more).stdout.count("2 updates") == 1
+
+
 def test_another_class_of_an_environment_gets_the_arguments_that_it_knows(run, tmp_path):
     other = ["env=torchrl", "data.env.id._target_=torchrl.envs.PendulumEnv", "data.env.time_limit=9"]
     run("train", *TINY, *other, "hydra.run.dir=run")

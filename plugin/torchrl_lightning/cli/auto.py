@@ -56,7 +56,8 @@ def _folders(config: DictConfig, name: str, *, this_job: bool) -> Iterator[Path]
     begin = glob.escape(name) + ("" if this_job else "*")
     for pattern in (f"{begin}/seed_{seed}/*", f"sweep_*/{begin}/seed_{seed}/*"):
         yield from root.glob(pattern)
-    given = [line.partition("=")[2] for line in config.hydra.overrides.hydra if line.startswith("hydra.run.dir=")]
+    lines: Any = OmegaConf.to_container(config.hydra.overrides.hydra, resolve=False)
+    given = [line.partition("=")[2] for line in lines if line.startswith("hydra.run.dir=")]
     yield from map(Path, given)
 
 

@@ -17,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from torchrl_lightning._conf import CONF_DIR
+from torchrl_lightning.cli.names import recorded_command
 from torchrl_lightning.cli.ownership import is_signed, own_run
 from torchrl_lightning.fitting import Fault
 from torchrl_lightning.processes import lack_of
@@ -118,8 +119,9 @@ def check_command(cfg: DictConfig) -> None:
     if not HydraConfig.initialized():
         return
     hydra = HydraConfig.get()
-    chosen, experiment = chosen_groups(hydra.overrides.task), hydra.runtime.choices.get("experiment")
-    for override in hydra.overrides.task:
+    choices, overrides = recorded_command(hydra)
+    chosen, experiment = chosen_groups(overrides), choices.get("experiment")
+    for override in overrides:
         added = re.match(rf"\+({'|'.join(_GROUPS)})=(.*)", override)
         if added is not None:
             # Hydra would merge it over the group's first choice, and over what the experiment says.

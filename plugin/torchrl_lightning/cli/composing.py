@@ -22,6 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from torchrl_lightning.cli.auto import AUTO, newest_checkpoint
 from torchrl_lightning.cli.checks import UsageError, one_line, read_stored
+from torchrl_lightning.cli.names import recorded_command
 from torchrl_lightning.cli.resuming import (
     Record,
     check_taken,
@@ -217,7 +218,7 @@ def _of_own_class(config: DictConfig) -> DictConfig:
 
     What a checkpoint says was checked before: the class is imported here.
     """
-    told = {line.lstrip("+~").partition("=")[0] for line in config.hydra.overrides.task}
+    told = {line.lstrip("+~").partition("=")[0] for line in recorded_command(config.hydra)[1]}
     if "data.env.id._target_" not in told:
         return config
     node = OmegaConf.select(config, "data.env.id")
