@@ -66,8 +66,9 @@ def settings_of(name: str) -> str:
         raise ResultsError(f"there is no experiment {name}; those of {CONF} are at hand.")
     said = yaml.safe_load(path.read_text())
     before = [settings_of(each) for each in said.get("defaults", []) if isinstance(each, str) and each != "_self_"]
-    digest = hashlib.sha256(yaml.safe_dump([said, before]).encode())
-    for folder in re.findall(r"\$\{paths\.demonstrations\}/(\w+)", path.read_text()):
+    told = yaml.safe_dump([said, before])
+    digest = hashlib.sha256(told.encode())
+    for folder in re.findall(r"\$\{paths\.demonstrations\}/(\w+)", told):
         for file in sorted((DEMONSTRATIONS / folder).iterdir()):
             digest.update(file.read_bytes())
     return digest.hexdigest()[:12]
