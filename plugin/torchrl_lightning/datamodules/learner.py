@@ -32,6 +32,13 @@ class Annotates(Protocol):
         """Add entries to a time-major rollout ``[T, N]``."""
 
 
+class ValuesWhatItDoes(Protocol):
+    """A learner whose policy can say, as it acts, what its critic makes of each step."""
+
+    valued_policy: Any
+    """The policy; it writes the critic's values, too, where they cost little more than acting."""
+
+
 class RewritesStates(Protocol):
     """A learner that rewrites entries of replayed batches, e.g. recurrent states, which are then stored."""
 

@@ -262,6 +262,11 @@ class OnPolicyDataModule(UpdatesDataModule):
             )
         return {**options, "replay": replay}
 
+    def _own_collector(self, policy: Any) -> tuple[Any, Iterator[TensorDictBase]]:
+        # One of the user's may act with older weights than those by whose values is learned.
+        valued = getattr(self._module(), "valued_policy", None) if self.buffer.keeps_values else None
+        return super()._own_collector(policy if valued is None else valued)
+
     def _wrap_env(self, env: VectorEnv | EnvBase) -> Any:
         return self.buffer.wrap_env(env)
 

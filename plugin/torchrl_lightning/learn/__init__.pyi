@@ -1,5 +1,6 @@
 """The exported names and the modules that define them. Written by ``tests/wiring.py``."""
 
+from torchrl_lightning.learn.actor_with_values import ActorWithValues as ActorWithValues
 from torchrl_lightning.learn.actors import Actor as Actor
 from torchrl_lightning.learn.actors import Critic as Critic
 from torchrl_lightning.learn.actors import build_actor as build_actor

@@ -29,6 +29,11 @@ from torchrl_lightning.learn.networks import MLPNetwork, Network, mlp, orthogona
 _DETERMINISTIC = {InteractionType.RANDOM: False, InteractionType.DETERMINISTIC: True}
 
 
+def acts_deterministically() -> bool | None:
+    """Return whether actions are modes or samples, as ``interaction_type()`` says; None if they are neither."""
+    return _DETERMINISTIC.get(interaction_type() or InteractionType.RANDOM)
+
+
 class Actor(ProbabilisticActor):
     """A trunk and an action head, as a ``ProbabilisticActor`` that writes ``action`` and ``action_log_prob``.
 
@@ -77,12 +82,18 @@ class Actor(ProbabilisticActor):
 
     def act_on(self, step: TensorDictBase) -> dict[NestedKey, Tensor]:
         """Return what ``forward`` writes, and write nothing; collectors call it on each step."""
-        kind = interaction_type() or InteractionType.RANDOM
-        if kind not in _DETERMINISTIC:
+        deterministic = acts_deterministically()
+        if deterministic is None:
             full = self.generic_forward(step.copy())
             return {key: full.get(key) for key in self.out_keys}
         features, states = self.trunk.step(step)
-        outputs = self.head.sample(self.allowed(self.head.read(features), step), _DETERMINISTIC[kind])
+        return self.choose(features, states, step, deterministic)
+
+    def choose(
+        self, features: Tensor, states: Sequence[Tensor], step: TensorDictBase, deterministic: bool
+    ) -> dict[NestedKey, Tensor]:
+        """Return what ``forward`` writes, by what the trunk says of a step, and write nothing."""
+        outputs = self.head.sample(self.allowed(self.head.read(features), step), deterministic)
         return self._written((*outputs, *states))
 
     def _written(self, computed: Sequence[Tensor]) -> dict[NestedKey, Tensor]:
@@ -106,7 +117,7 @@ class Actor(ProbabilisticActor):
             return lambda: self.act_on(step)
 
         def act() -> dict[NestedKey, Tensor]:
-            deterministic = _DETERMINISTIC.get(interaction_type() or InteractionType.RANDOM)
+            deterministic = acts_deterministically()
             if deterministic is None or not layers.hold():
                 return self.act_on(step)
             return self._written(sample(deterministic))

@@ -17,6 +17,7 @@ from torch import Tensor
 from torchrl.modules import set_recurrent_mode
 
 from torchrl_lightning.keys import COLLECTOR, INTRINSIC_TARGET, INTRINSIC_VALUE, MASK, TARGET, VALUE
+from torchrl_lightning.learn.actor_with_values import ActorWithValues
 from torchrl_lightning.learn.actors import Actor, Critic, build_actor, build_critic
 from torchrl_lightning.learn.agents import OptimizerFactory, TermsModule
 from torchrl_lightning.learn.losses import Distance, critic_loss, standardized
@@ -143,6 +144,13 @@ class ActorCriticModule(TermsModule):
     def critic(self) -> Critic:
         """The critic."""
         return self.require_built(self.critic_network)
+
+    @property
+    def valued_policy(self) -> Actor | ActorWithValues:
+        """The policy to collect with: it writes the values, too, where that spares a costly trunk a second pass."""
+        policy, critic = self.policy, self.critic
+        spares = critic.is_shared and getattr(self.network, "costly", False) and policy is self.actor_network
+        return ActorWithValues(policy, critic) if spares else policy
 
     def annotate(self, rollout: TensorDictBase) -> None:
         """Add ``("next", "intrinsic_reward")`` to a time-major rollout, where the module has an intrinsic stream."""

@@ -256,6 +256,8 @@ class Network(Protocol):
 
     recurrent: ClassVar[bool] = False
     """Whether its trunk is a ``RecurrentTrunk``, which remembers."""
+    costly: ClassVar[bool] = False
+    """Whether its layers take longer than calling them does: nobody runs them twice over the same step."""
     shared: bool
     head_sizes: Sequence[int]
     activation: str
@@ -380,6 +382,8 @@ class CNNNetwork(Network, Nameable):
         >>> CNNNetwork().encoder([Unbounded((4, 84, 84), dtype=torch.uint8)]).features
         512
     """
+
+    costly: ClassVar[bool] = True
 
     channels: Sequence[int] = field(default_factory=lambda: [32, 64, 64])
     kernels: Sequence[int] = field(default_factory=lambda: [8, 4, 3])

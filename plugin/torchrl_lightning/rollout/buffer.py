@@ -249,6 +249,11 @@ class RolloutBuffer(Settings, Stated, OfParts, DocumentedVerbs):
         return [*self.estimator.required_keys]
 
     @property
+    def keeps_values(self) -> bool:
+        """Whether values stand that the policy has written, so that no critic is asked again."""
+        return self.stream.bootstrap and not (self.recompute_values or self.estimator.follows_policy)
+
+    @property
     def result_keys(self) -> list[NestedKey]:
         """Entries that the estimates write, by their configured names."""
         own, inner = self.stream, INTRINSIC
