@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import csv
-import sys
-import time
 
 import numpy as np
 import pytest
@@ -12,7 +10,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from cli.commands import TINY
-from kit.forks import Forked
+from kit.forks import held_by_another
 from torchrl_lightning.cli.locks import locked
 from torchrl_lightning.cli.searches import SearchFolder
 from torchrl_lightning.cli.sweeps import read_trials, table
@@ -84,17 +82,8 @@ def test_where_a_search_goes_on_the_trials_of_killed_runs_have_failed(tmp_path, 
             with locked(tmp_path / name):
                 pass
 
-    def write() -> None:
-        with locked(tmp_path / "writing"):
-            sys.stdout.write("held\n")
-            time.sleep(600)
-
-    holder = Forked(write, tmp_path / "holder")
-    try:
-        holder.waits_for(lambda: holder.said == "held\n")
+    with held_by_another(tmp_path / "writing", tmp_path / "holder"):
         SearchFolder().on_multirun_start(config)
-    finally:
-        holder.kill()
     study = optuna.load_study(study_name="mine", storage=storage)
     assert [trial.state.name for trial in study.trials] == ["FAIL", *["RUNNING"] * 4]
     assert f"trial 0 has failed: its run, in {tmp_path / 'killed'}, was killed." in caplog.text

@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import signal
-import sys
 import time
 from pathlib import Path
 
@@ -16,9 +15,8 @@ import torch
 from omegaconf import OmegaConf
 
 from cli.commands import TINY, Done, last_line, start
-from kit.forks import Forked
+from kit.forks import held_by_another
 from kit.processes import members
-from torchrl_lightning.cli.locks import locked
 
 ENDLESS = [*TINY, "data.total_frames=10000000", "trainer.check_val_every_n_epoch=1000000", "eval_checkpoint=last"]
 JOB = {
@@ -144,19 +142,10 @@ def test_auto_takes_the_newest_whole_checkpoint_of_the_same_run_or_starts(run, t
     last.write_bytes(whole[: len(whole) // 2])
     assert chosen(*given) == str(best.relative_to(tmp_path))
 
-    def hold() -> None:
-        with locked(folder):
-            sys.stdout.write("held\n")
-            time.sleep(600)
-
-    holder = Forked(hold, tmp_path / "holder")
-    try:
-        holder.waits_for(lambda: holder.said == "held\n")
+    with held_by_another(folder, tmp_path / "holder") as holder:
         for arguments in (given, [*given, "ckpt_path=null", f"hydra.run.dir={folder}"]):
             done = run("train", *arguments, expect=1)
-            assert f"is being written by process {holder.pid} on " in done.stderr
-    finally:
-        holder.kill()
+            assert f"is being written by process {holder} on " in done.stderr
     assert chosen(*given) == str(best.relative_to(tmp_path))
 
 

@@ -27,6 +27,7 @@ from unittest import mock
 import torch
 
 from kit.processes import environment
+from torchrl_lightning.cli.locks import locked
 from torchrl_lightning.environments.threads import kept_threads
 
 _FORK, _BARE = multiprocessing.get_context("fork"), multiprocessing.get_context("forkserver")
@@ -118,6 +119,23 @@ def _run_script(path: str, arguments: tuple[str, ...]) -> None:
     sys.argv = [path, *arguments]
     sys.path.insert(0, str(Path(path).parent))
     runpy.run_path(path, run_name="__main__")
+
+
+@contextmanager
+def held_by_another(folder: Path, home: Path) -> Iterator[int]:
+    """Let another process, which works in ``home``, hold the lock of a run's folder; yield its number."""
+
+    def hold() -> None:
+        with locked(folder):
+            sys.stdout.write("held\n")
+            time.sleep(600)
+
+    holder = Forked(hold, home)
+    try:
+        holder.waits_for(lambda: holder.said == "held\n")
+        yield holder.pid
+    finally:
+        holder.kill()
 
 
 def killed_after(seconds: float, write: Callable[..., Iterator[int]], *arguments: Any, first: int = 1) -> list[int]:
