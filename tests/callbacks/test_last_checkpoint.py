@@ -127,12 +127,14 @@ def test_an_exception_leaves_a_checkpoint_that_resumes(when, tmp_path):
     assert (data.frames, module.updates) == (256, 16 - when)
 
 
-def test_what_fails_before_training_begins_leaves_nothing(tmp_path):
+@pytest.mark.parametrize("where", ["setup", "_own_collector"])
+def test_what_fails_before_anything_is_collected_leaves_nothing(where, tmp_path, caplog):
     save, data = LastCheckpoint(tmp_path / "checkpoints"), rollouts()
-    data.setup = lambda stage: (_ for _ in ()).throw(RuntimeError("no environment"))
+    setattr(data, where, lambda *_, **__: (_ for _ in ()).throw(RuntimeError("no environment")))
     with pytest.raises(RuntimeError, match="no environment"):
         fit(tmp_path, data, callbacks=[save])
     assert not save.path.exists()
+    assert "to resume" not in caplog.text
 
 
 def test_an_exception_during_an_evaluation_is_saved_too(tmp_path):

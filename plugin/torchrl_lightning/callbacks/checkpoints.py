@@ -14,6 +14,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
+from torchrl_lightning._modules import clock_of
 from torchrl_lightning.callbacks.checkpoint_io import write_atomically
 from torchrl_lightning.callbacks.sparse import SparseCallback
 from torchrl_lightning.fitting import Fault
@@ -52,6 +53,7 @@ class LastCheckpoint(SparseCallback, Checkpoint):
         self.path = Path(dirpath) / f"{filename}.ckpt"
         self._training = False
         self._began = self._evaluated = -1  # batches of the whole run, when it began and when it was evaluated last
+        self._collected: tuple[int, str] | None = None  # before it began
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Have a trainer that writes in Lightning's own way replace checkpoints as a whole."""
@@ -61,6 +63,7 @@ class LastCheckpoint(SparseCallback, Checkpoint):
         """Start watching; nothing has been learned by a run that fails earlier."""
         self._training = True
         self._began = self._evaluated = trainer.fit_loop.total_batch_idx
+        self._collected = clock_of(getattr(trainer, "datamodule", None))
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the state that was evaluated."""
@@ -79,9 +82,10 @@ class LastCheckpoint(SparseCallback, Checkpoint):
         self._training = False
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Write the state while collector and buffer are still alive, and log where."""
+        """Write the state while collector and buffer are still alive, and log where, unless it is as it began."""
         training, self._training = self._training, False
-        if not training or getattr(trainer, "fast_dev_run", False):
+        state = trainer.fit_loop.total_batch_idx, clock_of(getattr(trainer, "datamodule", None))
+        if not training or getattr(trainer, "fast_dev_run", False) or state == (self._began, self._collected):
             return
         reason = type(exception).__name__
         if trainer.world_size > 1:
