@@ -74,28 +74,30 @@ def settings_of(name: str) -> str:
     return digest.hexdigest()[:12]
 
 
-def write(name: str, rows: Iterable[Row], folder: Path = RESULTS) -> None:
-    """Write the results of an experiment in its present settings."""
+def write(name: str, rows: Iterable[Row], folder: Path = RESULTS, settings: str | None = None) -> None:
+    """Write the results of an experiment in its present settings, or of a run in others by their digest."""
     folder.mkdir(exist_ok=True)
     with (folder / f"{name}.csv").open("w", newline="") as file:
-        file.write(f"# version {VERSION}, settings {settings_of(name)}\n")
+        file.write(f"# version {VERSION}, settings {settings_of(name) if settings is None else settings}\n")
         lines = csv.writer(file, lineterminator="\n")
         lines.writerow(field.name for field in fields(Row))
         lines.writerows(["" if value is None else f"{value:.6g}" for value in astuple(row)] for row in rows)
 
 
-def read(path: Path) -> list[Row]:
-    """Read the results of an experiment.
+def read(path: Path, settings: str | None = None) -> list[Row]:
+    """Read the results of an experiment, or of a run with settings of this digest.
 
     Raises:
-        ResultsError: They are of another version, or of other settings than the experiment has now.
+        ResultsError: They are of another version, or of other settings than these are now.
     """
     head, *lines = path.read_text().splitlines()
+    mend = f"Run it again: python tests/benchmarks/{'results' if settings is None else 'ablations'}.py run {path.stem}."
     found = re.fullmatch(r"# version (\d+), settings (\w+)", head)
     if found is None or int(found[1]) != VERSION:
-        raise ResultsError(f"{path} begins with {head!r}, not with '# version {VERSION}'. {_mend(path.stem)}")
-    if found[2] != (now := settings_of(path.stem)):
-        raise ResultsError(f"{path} is of the settings {found[2]}, the experiment has {now}. {_mend(path.stem)}")
+        raise ResultsError(f"{path} begins with {head!r}, not with '# version {VERSION}'. {mend}")
+    now = settings_of(path.stem) if settings is None else settings
+    if found[2] != now:
+        raise ResultsError(f"{path} is of the settings {found[2]}, the experiment has {now}. {mend}")
     rows = csv.DictReader(lines)
     return [
         Row(
@@ -108,14 +110,10 @@ def read(path: Path) -> list[Row]:
     ]
 
 
-def _mend(name: str) -> str:
-    return f"Run it again: python tests/benchmarks/results.py run {name}."
-
-
-def run(name: str, seed: int, folder: Path) -> Iterator[Row]:
-    """Train with a seed, play the last checkpoint, and yield what came of it."""
+def run(given: Iterable[str], seed: int, folder: Path) -> Iterator[Row]:
+    """Train by the command, with what it is given and a seed, play the last checkpoint, and yield what came of it."""
     began = _processor_time()
-    _command(TRAIN, f"experiment={name}", f"seed={seed}", "eval_checkpoint=last", f"hydra.run.dir={folder}")
+    _command(TRAIN, *given, f"seed={seed}", "eval_checkpoint=last", f"hydra.run.dir={folder}")
     minutes = (_processor_time() - began) / 60
     said = _command(EVALUATE, f"ckpt_path={folder}/checkpoints/last.ckpt", f"episodes={EPISODES}")
     yield from logged(folder / "csv" / "metrics.csv", seed)
@@ -169,10 +167,10 @@ def table(folder: Path = RESULTS) -> str:
     return "\n".join(lines) + "\n"
 
 
-def with_table(page: str, made: str) -> str:
+def with_table(page: str, made: str, begin: str = BEGIN) -> str:
     """Return a page with the table between its marks."""
-    before, rest = page.split(BEGIN)
-    return before + BEGIN + "\n" + made + "\n" + END + rest.split(END)[1]
+    before, rest = page.split(begin)
+    return before + begin + "\n" + made + "\n" + END + rest.split(END, 1)[1]
 
 
 def main() -> None:
@@ -189,7 +187,7 @@ def main() -> None:
         return
     settings_of(arguments.name)  # refuses one that is not there
     with tempfile.TemporaryDirectory() as folder:
-        runs = [list(run(arguments.name, seed, Path(folder, str(seed)))) for seed in arguments.seeds]
+        runs = [list(run([f"experiment={arguments.name}"], seed, Path(folder, str(seed)))) for seed in arguments.seeds]
     write(arguments.name, [row for rows in runs for row in rows])
 
 

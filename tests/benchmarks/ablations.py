@@ -1,0 +1,97 @@
+"""What settings of a replay are worth: one of them changed at a time, on two tasks, over five seeds.
+
+    python tests/benchmarks/ablations.py run cartpole_uniform [--seeds 0 1 2 3 4]
+    python tests/benchmarks/ablations.py table
+
+What each run is given, and which two are compared, stands in ``examples/results/ablations.yaml``. ``run`` trains and
+plays as ``results.py`` does, and writes ``examples/results/ablations/cartpole_uniform.csv``; ``table`` writes what
+stands between its marks in ``examples/guide/experiments.md``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import numpy as np
+import yaml
+
+from benchmarks.results import GUIDE, RESULTS, ResultsError, Row, read, run, settings_of, with_table, write
+from torchrl_lightning.cli.intervals import bootstrapped
+
+FOLDER, BEGIN = RESULTS / "ablations", "<!-- made by tests/benchmarks/ablations.py -->\n"
+SAID = yaml.safe_load((RESULTS / "ablations.yaml").read_text())
+
+
+def given(name: str) -> list[str]:
+    """Return what a run's command is given; a ResultsError if there is no such run."""
+    if name not in SAID["runs"]:
+        raise ResultsError(f"there is no run {name}; there are {', '.join(SAID['runs'])}.")
+    return list(SAID["runs"][name])
+
+
+def settings(name: str) -> str:
+    """Return a digest of what a run's command is given, and of the experiment that it names."""
+    arguments = given(name)
+    experiments = [each.partition("=")[2] for each in arguments if each.startswith("experiment=")]
+    said = yaml.safe_dump([arguments, *map(settings_of, experiments)])
+    return hashlib.sha256(said.encode()).hexdigest()[:12]
+
+
+def scores(rows: Sequence[Row]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Return each seed's mean over the evaluations of training, and the score of its last checkpoint."""
+    seeds = sorted({row.seed for row in rows})
+    learning = [np.mean([row.score for row in rows if row.seed == seed and row.minutes is None]) for seed in seeds]
+    ends = [row.score for seed in seeds for row in rows if row.seed == seed and row.minutes is not None]
+    return np.array(learning), np.array(ends)
+
+
+def told(values: np.ndarray[Any, Any]) -> str:
+    """Return the mean of the middle half, and its interval."""
+    return "{:.3g} ({:.3g} to {:.3g})".format(*np.ravel(bootstrapped(values[:, None])))
+
+
+def table(folder: Path = FOLDER) -> str:
+    """Return the table of all comparisons."""
+    heads = ("task", "setting", "frames", "over training", "without", "last checkpoint", "without")
+    lines = [f"| {' | '.join(heads)} |", f"|{' --- |' * len(heads)}"]
+    for question, pairs in SAID["compared"].items():
+        for task, (changed, plain) in pairs.items():
+            both = [read(folder / f"{name}.csv", settings(name)) for name in (changed, plain)]
+            (learning, ends), (learning_without, ends_without) = map(scores, both)
+            frames = f"{max(row.frames for row in both[0]):,}"
+            cells = [told(each) for each in (learning, learning_without, ends, ends_without)]
+            lines.append(f"| {' | '.join((task, question, frames, *cells))} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Run one, or make the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    running = commands.add_parser("run")
+    running.add_argument("name")
+    running.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
+    commands.add_parser("table")
+    arguments = parser.parse_args()
+    if arguments.command == "table":
+        GUIDE.write_text(with_table(GUIDE.read_text(), table(), BEGIN))
+        return
+    name = arguments.name
+    with tempfile.TemporaryDirectory() as folder:
+        runs = [list(run(given(name), seed, Path(folder, str(seed)))) for seed in arguments.seeds]
+    write(name, [row for rows in runs for row in rows], FOLDER, settings(name))
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except ResultsError as error:
+        sys.exit(f"error: {error}")
