@@ -165,7 +165,7 @@ def test_workers_end_with_their_parent(tmp_path: Path) -> None:
     """The first is spawned, as a user's are."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    process = Forked(as_script(script), tmp_path, session=True)
+    process = Forked(as_script(script), tmp_path, session=True, bare=True)  # it forks without the threads of the tests
     try:
         process.waits_for(lambda: process.said.count("\n") == 1)
         interrupted = int(process.said)
