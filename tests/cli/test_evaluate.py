@@ -22,11 +22,19 @@ def test_a_checkpoint_is_played_and_its_returns_drawn(trained, run, tmp_path):
     assert last_line(run(*lonely, "deterministic=false", "seed=5").stdout)[1] != match[1]
 
 
-def test_what_learnt_from_data_alone_is_played_without_them(run, tmp_path):
+@pytest.mark.parametrize(
+    "kind",
+    [
+        ["data=offline", "model=discrete_iql"],
+        ["data=uniform", "data.dataset_share=0.5", "data.warmup_frames=16", "env=cartpole", "model=dqn"],
+    ],
+    ids=["alone", "a share of each batch"],
+)
+def test_what_learnt_from_data_is_played_without_them(kind, run, tmp_path):
     recorded(tmp_path / "shown")
-    tiny = ["model=discrete_iql", "model.network.hidden_sizes=[8]", "data.batch_size=16", "data.updates_per_epoch=4"]
+    tiny = ["model.network.hidden_sizes=[8]", "data.batch_size=16", "data.updates_per_epoch=4"]
     end = ["trainer.max_epochs=1", "data.eval_episodes=1", "eval_episodes=1", "logger=none", "hydra.run.dir=learnt"]
-    run("train", "~experiment", "data=offline", "data.dataset=shown", *tiny, *end)
+    run("train", "~experiment", "data.dataset=shown", *kind, *tiny, *end)
     shutil.rmtree(tmp_path / "shown")
     played = ["evaluate", "ckpt_path=learnt", "episodes=2", "hydra.run.dir=run", "histogram=null"]
     assert last_line(run(*played).stdout)[3] == "2"

@@ -92,6 +92,8 @@ def run_of(cfg: DictConfig) -> tuple[Path, dict[str, Any], Any]:
         OmegaConf.update(run, "data.buffer.device", "cpu")
     if OmegaConf.select(run, "data.frames_per_update") == 0:
         OmegaConf.update(run, "data.dataset", "unread")  # to play, no data are: it says that nothing is collected
+    if OmegaConf.select(run, "data.dataset_share") is not None:
+        OmegaConf.update(run, "data.dataset_share", None)  # of data that are not there
     return checkpoint, stored, run
 
 
