@@ -10,10 +10,8 @@ stands between its marks in ``examples/guide/experiments.md``.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,8 +21,19 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import numpy as np
 import yaml
 
-from benchmarks.results import GUIDE, RESULTS, ResultsError, Row, read, run, settings_of, with_table, write
-from torchrl_lightning.cli.intervals import bootstrapped
+from benchmarks.results import (
+    GUIDE,
+    RESULTS,
+    ResultsError,
+    Row,
+    asked,
+    middle_half,
+    read,
+    run_all,
+    settings_of,
+    with_table,
+    write,
+)
 
 FOLDER, BEGIN = RESULTS / "ablations", "<!-- made by tests/benchmarks/ablations.py -->\n"
 SAID = yaml.safe_load((RESULTS / "ablations.yaml").read_text())
@@ -53,11 +62,6 @@ def scores(rows: Sequence[Row]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, A
     return np.array(learning), np.array(ends)
 
 
-def told(values: np.ndarray[Any, Any]) -> str:
-    """Return the mean of the middle half, and its interval."""
-    return "{:.3g} ({:.3g} to {:.3g})".format(*np.ravel(bootstrapped(values[:, None])))
-
-
 def table(folder: Path = FOLDER) -> str:
     """Return the table of all comparisons."""
     heads = ("task", "setting", "frames", "over training", "without", "last checkpoint", "without")
@@ -67,27 +71,19 @@ def table(folder: Path = FOLDER) -> str:
             both = [read(folder / f"{name}.csv", settings(name)) for name in (changed, plain)]
             (learning, ends), (learning_without, ends_without) = map(scores, both)
             frames = f"{max(row.frames for row in both[0]):,}"
-            cells = [told(each) for each in (learning, learning_without, ends, ends_without)]
+            cells = [middle_half(each) for each in (learning, learning_without, ends, ends_without)]
             lines.append(f"| {' | '.join((task, question, frames, *cells))} |")
     return "\n".join(lines) + "\n"
 
 
 def main() -> None:
     """Run one, or make the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="command", required=True)
-    running = commands.add_parser("run")
-    running.add_argument("name")
-    running.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
-    commands.add_parser("table")
-    arguments = parser.parse_args()
+    arguments = asked(__doc__, [0, 1, 2, 3, 4])
     if arguments.command == "table":
         GUIDE.write_text(with_table(GUIDE.read_text(), table(), BEGIN))
         return
     name = arguments.name
-    with tempfile.TemporaryDirectory() as folder:
-        runs = [list(run(given(name), seed, Path(folder, str(seed)))) for seed in arguments.seeds]
-    write(name, [row for rows in runs for row in rows], FOLDER, settings(name))
+    write(name, run_all(given(name), arguments.seeds), FOLDER, settings(name))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from resource import RUSAGE_CHILDREN, getrusage
@@ -148,6 +148,11 @@ def _processor_time() -> float:
     return used.ru_utime + used.ru_stime
 
 
+def middle_half(values: Sequence[float]) -> str:
+    """Return the mean of the middle half of seeds' scores, and its interval."""
+    return "{:.3g} ({:.3g} to {:.3g})".format(*np.ravel(bootstrapped(np.array(values)[:, None])))
+
+
 def table(folder: Path = RESULTS) -> str:
     """Return the table of all results."""
     published = yaml.safe_load((folder / "published.yaml").read_text())
@@ -159,7 +164,7 @@ def table(folder: Path = RESULTS) -> str:
         short = [f"{score:.4g}" if abs(score) < 10 else f"{score:.0f}" for score in scores]
         told = f"{np.mean(scores):.4g} +- {np.std(scores, ddof=1):.2g}" if len(scores) > 1 else short[0]
         if len(scores) >= 5:
-            told += "; middle half {:.3g} ({:.3g} to {:.3g})".format(*np.ravel(bootstrapped(np.array(scores)[:, None])))
+            told += f"; middle half {middle_half(scores)}"
         frames, minutes = max(row.frames for row in ends), np.mean([row.minutes for row in ends])
         seeds = ", ".join(str(row.seed) for row in ends)
         cells = (f"`{path.stem}`", seeds, f"{frames:,}", f"{minutes:.1f}", ", ".join(short), told)
@@ -173,22 +178,31 @@ def with_table(page: str, made: str, begin: str = BEGIN) -> str:
     return before + begin + "\n" + made + "\n" + END + rest.split(END, 1)[1]
 
 
-def main() -> None:
-    """Run an experiment, or make the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def asked(description: str | None, seeds: Sequence[int]) -> argparse.Namespace:
+    """Return what the command line asks for: ``run NAME``, with these seeds if no others are given, or ``table``."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     running = commands.add_parser("run")
     running.add_argument("name")
-    running.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    running.add_argument("--seeds", type=int, nargs="+", default=seeds)
     commands.add_parser("table")
-    arguments = parser.parse_args()
+    return parser.parse_args()
+
+
+def run_all(given: Sequence[str], seeds: Iterable[int]) -> list[Row]:
+    """Train with each seed, and return all rows."""
+    with tempfile.TemporaryDirectory() as folder:
+        return [row for seed in seeds for row in run(given, seed, Path(folder, str(seed)))]
+
+
+def main() -> None:
+    """Run an experiment, or make the table."""
+    arguments = asked(__doc__, [0, 1, 2])
     if arguments.command == "table":
         GUIDE.write_text(with_table(GUIDE.read_text(), table()))
         return
     settings_of(arguments.name)  # refuses one that is not there
-    with tempfile.TemporaryDirectory() as folder:
-        runs = [list(run([f"experiment={arguments.name}"], seed, Path(folder, str(seed)))) for seed in arguments.seeds]
-    write(arguments.name, [row for rows in runs for row in rows])
+    write(arguments.name, run_all([f"experiment={arguments.name}"], arguments.seeds))
 
 
 if __name__ == "__main__":

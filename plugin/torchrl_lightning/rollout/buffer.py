@@ -24,7 +24,7 @@ from torchrl_lightning.ranges import Check, fraction
 from torchrl_lightning.rollout.batches import pruned, sequences, split_epoch
 from torchrl_lightning.rollout.estimates import GAE, INTRINSIC, Estimator, Stream
 from torchrl_lightning.rollout.hooks import RolloutHooks
-from torchrl_lightning.rollout.intrinsic import write_normalized
+from torchrl_lightning.rollout.intrinsic import has_intrinsic, write_normalized
 from torchrl_lightning.rollout.minibatches import MinibatchSampler
 from torchrl_lightning.rollout.names import DOCUMENTED
 from torchrl_lightning.rollout.storage import RolloutStorage, gather
@@ -382,7 +382,7 @@ class RolloutBuffer(Settings, Stated, OfParts, DocumentedVerbs):
         said = estimator.of_policy(rollout, self.actor if actor is None else actor, keys)
         known = () if now or self.recompute_values else self.storage.schema
         extrinsic: dict[NestedKey, bool] = {self.stream.value: True} if self.stream.bootstrap else {}
-        intrinsic: dict[NestedKey, bool] = {INTRINSIC.value: False} if _has_intrinsic(rollout) else {}
+        intrinsic: dict[NestedKey, bool] = {INTRINSIC.value: False} if has_intrinsic(rollout) else {}
         if self.intrinsic_critic is None:
             extrinsic, intrinsic = {**extrinsic, **intrinsic}, {}
         own = self.critic if critic is None else critic
@@ -396,7 +396,7 @@ class RolloutBuffer(Settings, Stated, OfParts, DocumentedVerbs):
         """Write advantages and targets from the present values, by :attr:`estimator` if no other is given."""
         rollout, estimator = self.storage.rollout, self.estimator if estimator is None else estimator
         estimator.compute(rollout, self.gamma, self.stream)
-        if _has_intrinsic(rollout):
+        if has_intrinsic(rollout):
             self.normalize_int_rewards()
             estimator.compute(rollout, self.gamma_intrinsic, INTRINSIC)
 
@@ -498,7 +498,3 @@ class RolloutBuffer(Settings, Stated, OfParts, DocumentedVerbs):
         if rollout is not None and estimator.follows_policy:
             figures |= estimator.metrics(rollout, policy_version)
         return figures
-
-
-def _has_intrinsic(rollout: TensorDictBase) -> bool:
-    return rollout.get(INTRINSIC_REWARD, None) is not None

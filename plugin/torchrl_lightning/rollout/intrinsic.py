@@ -109,3 +109,8 @@ def write_normalized(
     if normalizer is not None:
         reward = normalizer.normalize(reward, env_ids(rollout, time_dim=0))
     rollout.set(NORMALIZED_REWARD, reward)
+
+
+def has_intrinsic(rollout: TensorDictBase) -> bool:
+    """Return whether a rollout has intrinsic rewards."""
+    return rollout.get(INTRINSIC_REWARD, None) is not None
