@@ -147,7 +147,7 @@ VALUES = (
     *refused(experience, "max_size=8 or 12", max_size=10, num_envs=4),
     *refused(experience, "num_envs=3", writer=RingWriter(2), num_envs=3),
     *refused(experience, "gamma must be between 0 and 1, got 1.5", n_steps=3, gamma=1.5),
-    *named(SequenceSampler, batch_length=Each((0, 2.5)), episode_ends="over"),
+    *named(SequenceSampler, batch_length=Each((0, 2.5)), episode_ends="over", start_states="none"),
     *refused(SequenceSampler, "burn_in", burn_in=Each((4, -1))),
     *named(PrioritizedSampler, alpha=NUMBERS, beta=NUMBERS, eps=NUMBERS, initial_priority=NUMBERS),
     *named(PrioritizedSampler, weight_norm="max", reduction="sum", batch_length=0, num_earliest_frames_ignored=-1),

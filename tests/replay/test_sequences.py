@@ -175,6 +175,18 @@ def test_nested_states_under_other_keys() -> None:
     assert batch["agent"].names == [None, "time"]
 
 
+@pytest.mark.parametrize("episode_ends", ["inside", "across", "pad"])
+def test_windows_may_begin_with_zeros(episode_ends: str) -> None:
+    data = episodes([6, 4], recurrent_state=torch.ones(10, 2), is_init=torch.arange(10).view(10, 1) % 6 == 0)
+    data["next", "recurrent_state"] = torch.full((10, 2), 2.0)
+    buffer = make_buffer(1, 20, batch_length=3, episode_ends=episode_ends, start_states="zero", data=data)
+    batch = buffer.sample(50)
+    assert batch["recurrent_state"].shape == batch["next", "recurrent_state"].shape == (50, 3, 2)
+    assert not batch["recurrent_state"].any()
+    assert not batch["next", "recurrent_state"].any()
+    assert (buffer[:]["recurrent_state"] == 1).all()  # what is stored stays
+
+
 def test_an_emptied_buffer_starts_again() -> None:
     buffer = make_buffer(1, 10, batch_length=4, data=episodes([9]))
     buffer.sample()

@@ -27,6 +27,7 @@ from torchrl_lightning.replay.writer import RingWriter, writer_of
 from torchrl_lightning.stated import Drawn, Entry, Stated
 
 EPISODE_ENDS = ("inside", "across", "pad")
+START_STATES = ("stored", "zero")
 MAX_DRAWS = 1 << 16
 """So many steps are drawn before all of them are looked at."""
 
@@ -50,6 +51,8 @@ class SequenceSampler(Stated, SamplerHooks, Sampler):
         recurrent_keys: recurrent states, of which only the first one of a window is read. It is expanded over the
             window, with zeros where an episode starts, as TorchRL's ``GRUModule`` and ``LSTMModule`` read it; so is the
             state under ``"next"``.
+        start_states: ``"stored"``: a window begins with the state that was stored with its first step. ``"zero"``: with
+            zeros, which ``burn_in`` steps then warm up. Kapturowski et al. (2019) compare the two.
         generator: random generator; the buffer's takes its place.
 
     Raises:
@@ -77,9 +80,11 @@ class SequenceSampler(Stated, SamplerHooks, Sampler):
         episode_ends: str = "inside",
         burn_in: int = 0,
         recurrent_keys: Sequence[NestedKey] = ("recurrent_state",),
+        start_states: str = "stored",
         generator: torch.Generator | None = None,
     ) -> None:
         one_of(episode_ends, "episode_ends", EPISODE_ENDS)
+        one_of(start_states, "start_states", START_STATES)
         batch_length = integer(batch_length, "batch_length")
         if isinstance(burn_in, bool) or not isinstance(burn_in, int) or not 0 <= burn_in < batch_length:
             raise ValueError(f"burn_in must lie in [0, batch_length), got {burn_in!r} of {batch_length} steps.")
@@ -87,6 +92,7 @@ class SequenceSampler(Stated, SamplerHooks, Sampler):
         """Steps of a window, more than the burn-in."""
         self.episode_ends, self.burn_in = episode_ends, burn_in
         self.recurrent_keys = [path_of(key) for key in nested_keys(recurrent_keys)]
+        self.start_states = start_states
         self._own_rng = generator
         self._by_episode = episode_ends != "across"
         self.clear()
@@ -124,7 +130,8 @@ class SequenceSampler(Stated, SamplerHooks, Sampler):
         self._fill(writer, cells, mask)
         index = torch.from_numpy(cells)
         info: dict[Any, Any] = {"mask": torch.from_numpy(mask)}
-        info.update(_first_states(storage, index, self.recurrent_keys, self.episode_ends == "across"))
+        stored, across = self.start_states == "stored", self.episode_ends == "across"
+        info.update(_first_states(storage, index, self.recurrent_keys, stored, across))
         if batch_length is None:
             return index.squeeze(1), {key: value.squeeze(1) for key, value in info.items()}
         return index, info
@@ -188,13 +195,15 @@ class SequenceSampler(Stated, SamplerHooks, Sampler):
         return f"{type(self).__name__}({self.batch_length}, {options})"
 
 
-def _first_states(storage: Storage, index: Tensor, keys: Collection[Path], across: bool) -> dict[Path, Tensor]:
+def _first_states(
+    storage: Storage, index: Tensor, keys: Collection[Path], stored: bool, across: bool
+) -> dict[Path, Tensor]:
     """Read recurrent states of windows, ``[B, T, ...]``, as TorchRL's ``GRUModule`` and ``LSTMModule`` read them.
 
     Only the first state of a window is read and expanded over ``T``, because these modules read the state at the first
     step of a row and wherever ``is_init`` splits it; there it is zero. Beside it, if stored, comes the state after the
     step, under ``"next"``, for unrolling over the next observations: that of the first step, and at a later ``is_init``
-    the stored one.
+    the stored one. What is not ``stored`` is zero.
     """
     if not keys:
         return {}
@@ -214,7 +223,10 @@ def _first_states(storage: Storage, index: Tensor, keys: Collection[Path], acros
     for path, leaf in leaves.items():
         after = path[0] == "next"
         if any(under(path[after:], key) for key in keys):
-            states[path] = _expanded(leaf, cells, index.shape, begins, zero=not after)
+            if stored:
+                states[path] = _expanded(leaf, cells, index.shape, begins, zero=not after)
+            else:
+                states[path] = leaf.new_zeros(1).expand(*index.shape, *leaf.shape[1:])
     return states
 
 
