@@ -150,7 +150,8 @@ def _processor_time() -> float:
 
 def middle_half(values: Sequence[float]) -> str:
     """Return the mean of the middle half of seeds' scores, and its interval."""
-    return "{:.3g} ({:.3g} to {:.3g})".format(*np.ravel(bootstrapped(np.array(values)[:, None])))
+    ends = np.ravel(bootstrapped(np.array(values)[:, None]))
+    return "{} ({} to {})".format(*(f"{end:.3g}" if abs(end) < 1000 else f"{end:.0f}" for end in ends))
 
 
 def table(folder: Path = RESULTS) -> str:
