@@ -20,6 +20,7 @@ from torchrl_lightning import LoadedPolicy, OnPolicyDataModule, export_policy, l
 from torchrl_lightning.cli.parts import KeptConfig
 from torchrl_lightning.learn import PPOModule, RecurrentNetwork
 from torchrl_lightning.learn.exporting import DESCRIBED
+from torchrl_lightning.learn.loading import CONFIG
 
 MODEL = {
     "_target_": "torchrl_lightning.PPOModule",
@@ -141,6 +142,15 @@ def test_a_mistake_is_one_line(arguments, message, run):
     said = run("export", *arguments, expect=1).stderr
     assert said.startswith(message)
     assert len(said.splitlines()) == 1
+
+
+def test_a_class_that_no_file_may_name_is_told_with_how_this_command_is_told_to_trust(folder, run, tmp_path):
+    stored = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=False)
+    stored[CONFIG]["model"]["network"] = {"_target_": "own.Class"}
+    torch.save(stored, tmp_path / "theirs.ckpt")
+    said = run("export", "theirs.ckpt", expect=1).stderr
+    assert "'own.Class' is none of the classes" in said
+    assert said.endswith("if you trust whoever made it, say --trusted.\n")
 
 
 def test_an_extra_that_is_missing_is_named(folder, run, monkeypatch, tmp_path):

@@ -63,10 +63,11 @@ def evaluate(cfg: DictConfig) -> float:
     return float(episodes["episode_return"].mean())
 
 
-def run_of(cfg: DictConfig) -> tuple[Path, dict[str, Any], Any]:
+def run_of(cfg: DictConfig, trusting: str = "trusted=true") -> tuple[Path, dict[str, Any], Any]:
     """Return the path of the checkpoint that was asked for, what it holds, and its run's config, to play on the CPU.
 
-    It may name what the config in the folder of the user's own run names, and else what any file may, if not trusted.
+    It may name what the config in the folder of the user's own run names, and else what any file may, if not trusted;
+    ``trusting`` is how the user of this command says that it is.
     """
     from omegaconf import OmegaConf
 
@@ -85,7 +86,7 @@ def run_of(cfg: DictConfig) -> tuple[Path, dict[str, Any], Any]:
         try:
             run = OmegaConf.create(config_in(stored, checkpoint, "data", "model", trusted=cfg.trusted, own=own))
         except ValueError as error:
-            hint = "; if you trust whoever made it, say trusted=true" if CONFIG in stored else ""
+            hint = f"; if you trust whoever made it, say {trusting}" if CONFIG in stored else ""
             raise UsageError(f"{error}{hint}.") from error
         run.torch_threads = composed.get("torch_threads", 1)
     if OmegaConf.select(run, "data.buffer.device") is not None:

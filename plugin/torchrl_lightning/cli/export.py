@@ -71,7 +71,7 @@ def _policy_of_run(run: str, trusted: bool) -> tuple[Any, Path]:
     if not Path(run).exists():
         raise UsageError(f"{run}: there is no such file or folder; name a run, a checkpoint or a published policy.")
     cfg = OmegaConf.create({"ckpt_path": str(checkpoint_of(run)), "trusted": trusted, "deterministic": True})
-    checkpoint, stored, config = run_of(cfg)
+    checkpoint, stored, config = run_of(cfg, "--trusted")
     policy = policy_of(cfg, stored, rebuilt(checkpoint, config, "model"))
     return policy, Path(run) if Path(run).is_dir() else checkpoint.parent
 
