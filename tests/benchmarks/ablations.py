@@ -68,7 +68,7 @@ def table(folder: Path = FOLDER) -> str:
     lines = [f"| {' | '.join(heads)} |", f"|{' --- |' * len(heads)}"]
     for question, pairs in SAID["compared"].items():
         for task, (changed, plain) in pairs.items():
-            both = [read(folder / f"{name}.csv", settings(name)) for name in (changed, plain)]
+            both = [read(folder / f"{name}.csv", settings(name), "ablations.py") for name in (changed, plain)]
             (learning, ends), (learning_without, ends_without) = map(scores, both)
             frames = f"{max(row.frames for row in both[0]):,}"
             cells = [middle_half(each) for each in (learning, learning_without, ends, ends_without)]

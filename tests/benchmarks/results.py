@@ -6,7 +6,7 @@
 ``run`` trains an experiment as ``torchrl-lightning-train`` does, plays 100 unseen episodes with the last checkpoint of
 each seed, and writes ``examples/results/ppo_acrobot.csv``: a row for each evaluation of training, and one for the end.
 ``table`` writes what stands between the marks in ``examples/guide/experiments.md``. Published figures are those of
-``examples/results/published.yaml``.
+``examples/results/published.yaml``, those of Stable-Baselines3 at the same settings are logged by ``zoo.py``.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ from torchrl_lightning.cli.intervals import bootstrapped
 
 PROJECT = Path(__file__).resolve().parents[2]
 RESULTS, CONF = PROJECT / "examples" / "results", PROJECT / "conf" / "experiment"
+PEER = RESULTS / "stable_baselines3"
+"""The logs of ``zoo.py``."""
 DEMONSTRATIONS = PROJECT / "conf" / "demonstrations"
 GUIDE = PROJECT / "examples" / "guide" / "experiments.md"
 BEGIN, END = "<!-- made by tests/benchmarks/results.py -->\n", "<!-- end -->\n"
@@ -84,14 +86,14 @@ def write(name: str, rows: Iterable[Row], folder: Path = RESULTS, settings: str 
         lines.writerows(["" if value is None else f"{value:.6g}" for value in astuple(row)] for row in rows)
 
 
-def read(path: Path, settings: str | None = None) -> list[Row]:
-    """Read the results of an experiment, or of a run with settings of this digest.
+def read(path: Path, settings: str | None = None, script: str = "results.py") -> list[Row]:
+    """Read the results of an experiment, or of a run with settings of this digest, which a script makes.
 
     Raises:
         ResultsError: They are of another version, or of other settings than these are now.
     """
     head, *lines = path.read_text().splitlines()
-    mend = f"Run it again: python tests/benchmarks/{'results' if settings is None else 'ablations'}.py run {path.stem}."
+    mend = f"Run it again: python tests/benchmarks/{script} run {path.stem}."
     found = re.fullmatch(r"# version (\d+), settings (\w+)", head)
     if found is None or int(found[1]) != VERSION:
         raise ResultsError(f"{path} begins with {head!r}, not with '# version {VERSION}'. {mend}")
@@ -154,22 +156,46 @@ def middle_half(values: Sequence[float]) -> str:
     return "{} ({} to {})".format(*(f"{end:.3g}" if abs(end) < 1000 else f"{end:.0f}" for end in ends))
 
 
+def short(score: float) -> str:
+    """Return a score in a few digits."""
+    return f"{score:.4g}" if abs(score) < 10 else f"{score:.0f}"
+
+
+def spread(scores: Sequence[float]) -> str:
+    """Return the mean of seeds' scores and its deviation; the score of a single one."""
+    return f"{np.mean(scores):.4g} +- {np.std(scores, ddof=1):.2g}" if len(scores) > 1 else short(scores[0])
+
+
+def minutes(ends: Sequence[Row]) -> str:
+    """Return how long a seed trains."""
+    return f"{np.mean([row.minutes for row in ends if row.minutes is not None]):.1f}"
+
+
+def of_peer(name: str, folder: Path = RESULTS) -> str:
+    """Return what Stable-Baselines3 came to in an experiment's settings, of how many seeds, if it was run."""
+    path = folder / PEER.name / f"{name}.csv"
+    if not path.is_file():
+        return ""
+    ends = read(path, settings_of(name), "zoo.py")
+    of = f"{len(ends)} seeds" if len(ends) > 1 else "1 seed"
+    return f"{spread([row.score for row in ends])} ({of}, {minutes(ends)} minutes)"
+
+
 def table(folder: Path = RESULTS) -> str:
     """Return the table of all results."""
     published = yaml.safe_load((folder / "published.yaml").read_text())
-    heads = ("experiment", "seeds", "frames", "minutes", "score of each seed", "mean, deviation", "published")
+    heads = ("experiment", "seeds", "frames", "minutes", "score of each seed", "mean, deviation")
+    heads += ("Stable-Baselines3, run here", "published")
     lines = [f"| {' | '.join(heads)} |", f"|{' --- |' * len(heads)}"]
     for path in sorted(folder.glob("*.csv")):
         ends = [row for row in read(path) if row.minutes is not None]
         scores = [row.score for row in ends]
-        short = [f"{score:.4g}" if abs(score) < 10 else f"{score:.0f}" for score in scores]
-        told = f"{np.mean(scores):.4g} +- {np.std(scores, ddof=1):.2g}" if len(scores) > 1 else short[0]
+        told = spread(scores)
         if len(scores) >= 5:
             told += f"; middle half {middle_half(scores)}"
-        frames, minutes = max(row.frames for row in ends), np.mean([row.minutes for row in ends])
-        seeds = ", ".join(str(row.seed) for row in ends)
-        cells = (f"`{path.stem}`", seeds, f"{frames:,}", f"{minutes:.1f}", ", ".join(short), told)
-        lines.append(f"| {' | '.join(cells)} | {published.get(path.stem, '')} |")
+        frames, seeds = max(row.frames for row in ends), ", ".join(str(row.seed) for row in ends)
+        cells = (f"`{path.stem}`", seeds, f"{frames:,}", minutes(ends), ", ".join(map(short, scores)), told)
+        lines.append(f"| {' | '.join(cells)} | {of_peer(path.stem, folder)} | {published.get(path.stem, '')} |")
     return "\n".join(lines) + "\n"
 
 

@@ -1,12 +1,15 @@
-"""HalfCheetah-v5 by Stable-Baselines3's PPO with its zoo's settings, and a picture of ``ppo_halfcheetah`` beside it.
+"""The experiments by Stable-Baselines3, at the same settings: scores beside ours, and a picture of HalfCheetah.
 
-    python tests/benchmarks/zoo.py train FOLDER [--seed 0] [--frames 1000000]
+    python tests/benchmarks/zoo.py run NAME [--seeds 0 1 2]
+    python tests/benchmarks/zoo.py train NAME FOLDER [--seed 0]
     python tests/benchmarks/zoo.py draw PICTURE --ours RUN... --theirs FOLDER... --doorkey RUN...
 
-``train`` writes ``FOLDER/metrics.csv`` (frames, minutes of processor time, mean return of the last 100 training
-episodes) and prints the mean return of the last model over 100 unseen episodes. ``draw`` shows both over frames and
-over minutes of training, on our side those that the run logged, without evaluations, and the evaluations of
-``ppo_minigrid_doorkey``. One thread.
+``run`` trains ``experiment=NAME`` by Stable-Baselines3 in as many frames, plays 100 unseen episodes with the last model
+of each seed, and writes ``examples/results/stable_baselines3/NAME.csv``, of which ``results.py table`` makes a column;
+``results.py run NAME`` repeats our own. Settings are read from the experiment; what cannot be said there is refused.
+``train`` writes ``FOLDER/metrics.csv`` besides: frames, minutes of processor time and the mean return of the last 100
+training episodes. ``draw`` shows both over frames and over minutes of training, on our side those that the run logged,
+without evaluations, and the evaluations of ``ppo_minigrid_doorkey``. One thread.
 """
 
 from __future__ import annotations
@@ -14,88 +17,21 @@ from __future__ import annotations
 import argparse
 import csv
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.harness import one_thread, say
-from benchmarks.results import logged
+from benchmarks.results import PEER, ResultsError, logged, settings_of, write
 
 if __name__ == "__main__":
-    one_thread()
+    one_thread(pin=False)
 
-import gymnasium
 import numpy as np
 
-GAMMA, WINDOW = 0.98, 100
+WINDOW = 100
 Point = tuple[float, float, float]  # frames, minutes, return
-
-
-def train(folder: Path, seed: int, frames: int) -> None:
-    """Train, and play the last model."""
-    import torch
-    from stable_baselines3 import PPO
-    from stable_baselines3.common.callbacks import BaseCallback
-    from stable_baselines3.common.evaluation import evaluate_policy
-    from stable_baselines3.common.monitor import Monitor
-    from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
-
-    def environment() -> Any:
-        return Monitor(gymnasium.make("HalfCheetah-v5"))
-
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "metrics.csv").open("w", newline="") as file:
-        rows = csv.writer(file)
-        rows.writerow(["frames", "minutes", "return"])
-
-        class Log(BaseCallback):
-            """Write a row every 10240 frames."""
-
-            def _on_training_start(self) -> None:
-                self.began = time.process_time()
-
-            def _on_step(self) -> bool:
-                returns = [episode["r"] for episode in self.model.ep_info_buffer or ()]
-                if self.num_timesteps % 10240 == 0 and returns:
-                    minutes = (time.process_time() - self.began) / 60
-                    rows.writerow([self.num_timesteps, f"{minutes:.3f}", f"{np.mean(returns):.1f}"])
-                    file.flush()
-                return True
-
-        model = PPO(
-            "MlpPolicy",
-            VecNormalize(DummyVecEnv([environment]), gamma=GAMMA),
-            n_steps=512,
-            batch_size=64,
-            gamma=GAMMA,
-            learning_rate=2.0633e-05,
-            ent_coef=0.000401762,
-            clip_range=0.1,
-            n_epochs=20,
-            gae_lambda=0.92,
-            max_grad_norm=0.8,
-            vf_coef=0.58096,
-            policy_kwargs={
-                "log_std_init": -2,
-                "ortho_init": False,
-                "activation_fn": torch.nn.ReLU,
-                "net_arch": {"pi": [256, 256], "vf": [256, 256]},
-            },
-            seed=seed,
-            device="cpu",
-        )
-        processor = time.process_time()
-        model.learn(frames, callback=Log())
-        processor = time.process_time() - processor
-    played = VecNormalize(DummyVecEnv([environment]), training=False, norm_reward=False)
-    moments: Any = model.get_vec_normalize_env()
-    played.obs_rms = moments.obs_rms
-    played.seed(seed + 10_000)
-    mean, std = evaluate_policy(model, played, n_eval_episodes=100, deterministic=True)
-    say(f"mean return {mean:.0f} +- {std:.0f} over 100 episodes, {processor / 60:.1f} minutes for {frames} frames")
 
 
 def ours(folder: Path) -> Iterator[Point]:
@@ -114,7 +50,7 @@ def ours(folder: Path) -> Iterator[Point]:
 
 
 def theirs(folder: Path) -> Iterator[Point]:
-    """Read what :func:`train` wrote."""
+    """Read what ``train`` wrote."""
     with (folder / "metrics.csv").open(newline="") as file:
         for row in csv.DictReader(file):
             yield float(row["frames"]), float(row["minutes"]), float(row["return"])
@@ -156,24 +92,40 @@ def draw(picture: Path, our_runs: list[Path], their_runs: list[Path], doorkey: l
 
 
 def main() -> None:
-    """Train or draw."""
+    """Run, train or draw."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
+    running = commands.add_parser("run")
+    running.add_argument("name")
+    running.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     training = commands.add_parser("train")
+    training.add_argument("name")
     training.add_argument("folder", type=Path)
     training.add_argument("--seed", type=int, default=0)
-    training.add_argument("--frames", type=int, default=1_000_000)
     drawing = commands.add_parser("draw")
     drawing.add_argument("picture", type=Path)
     drawing.add_argument("--ours", type=Path, nargs="+", default=[])
     drawing.add_argument("--theirs", type=Path, nargs="+", default=[])
     drawing.add_argument("--doorkey", type=Path, nargs="+", default=[])
     arguments = parser.parse_args()
-    if arguments.command == "train":
-        train(arguments.folder, arguments.seed, arguments.frames)
-    else:
+    if arguments.command == "draw":
         draw(arguments.picture, arguments.ours, arguments.theirs, arguments.doorkey)
+        return
+    settings = settings_of(arguments.name)  # refuses one that is not there
+    from benchmarks.twin import Twin
+
+    twin = Twin(arguments.name)
+    if arguments.command == "run":
+        write(arguments.name, [twin.run(seed) for seed in arguments.seeds], PEER, settings)
+        return
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    with (arguments.folder / "metrics.csv").open("w", newline="") as file:
+        end = twin.run(arguments.seed, file)
+    say(f"mean return {end.score:.6g} +- {end.deviation:.3g} over {end.episodes} episodes, {end.minutes:.1f} minutes")
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except ResultsError as error:
+        sys.exit(f"error: {error}")

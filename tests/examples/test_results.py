@@ -15,6 +15,7 @@ from benchmarks.results import (
     Row,
     ended,
     logged,
+    of_peer,
     read,
     table,
     with_table,
@@ -75,3 +76,15 @@ def test_a_log_and_the_last_line_of_an_evaluation_are_understood(tmp_path):
     assert ended(said, 1, 0.5) == Row(1, 299008, -83.0, 19.5, 100, 0.5)
     with pytest.raises(ResultsError, match="seed 1 said 'error'"):
         ended("error", 1, 0.5)
+
+
+def test_what_a_peer_came_to_stands_beside_it_as_long_as_the_settings_are_the_same(tmp_path):
+    assert of_peer(NAME, tmp_path) == ""
+    folder = tmp_path / results.PEER.name
+    results.write(NAME, [Row(0, 200, 1.0, 0.5, 100, 2.0)], folder)
+    assert of_peer(NAME, tmp_path) == "1 (1 seed, 2.0 minutes)"
+    results.write(NAME, [Row(seed, 200, 2.0 * seed, 0.5, 100, 2.0) for seed in (0, 1)], folder)
+    assert of_peer(NAME, tmp_path) == "1 +- 1.4 (2 seeds, 2.0 minutes)"
+    results.write(NAME, [Row(0, 200, 1.0, 0.5, 100, 2.0)], folder, settings="0123456789ab")
+    with pytest.raises(ResultsError, match=rf"Run it again: python tests/benchmarks/zoo\.py run {NAME}"):
+        of_peer(NAME, tmp_path)

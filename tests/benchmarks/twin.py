@@ -1,0 +1,202 @@
+"""An experiment by Stable-Baselines3: the same task and settings, in as many frames."""
+
+from __future__ import annotations
+
+import csv
+import math
+import time
+from collections.abc import Callable
+from typing import Any, TextIO
+
+import numpy as np
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+from stable_baselines3 import DDPG, PPO, SAC, TD3, HerReplayBuffer
+from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.evaluation import evaluate_policy
+from stable_baselines3.common.monitor import Monitor
+from stable_baselines3.common.noise import NormalActionNoise
+from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
+from torch import nn
+
+from benchmarks.results import EPISODES, ResultsError, Row
+from kit.store import composed_run
+from torchrl_lightning import EnvironmentRecipe
+
+Arguments = dict[str, Any]
+ACTIVATIONS = {"relu": nn.ReLU, "tanh": nn.Tanh}
+UNSEEN = 10_000
+"""What is added to a run's seed for the episodes that its last model plays."""
+INTERVAL = 10_240
+"""Frames between two rows of a curve."""
+SAME: dict[str, Any] = {
+    "model.optimizer": None,
+    "model.entropy_schedule": "constant",
+    "model.clip_schedule": "constant",
+    "model.loss_critic_type": "l2",
+    "model.loss_function": "l2",
+    "model.noise_end": None,
+    "model.num_critics": 2,
+    "model.network._target_": "torchrl_lightning.MLPNetwork",
+    "data.collector": None,
+    "data.source": None,
+    "data.dataset": None,
+    "data.buffer.n_steps": 1,
+    "data.buffer.sampler._target_": "torchrl_lightning.UniformSampler",
+}
+"""What an experiment must say, where it says anything of it, for it cannot be said to Stable-Baselines3."""
+
+
+class Twin:
+    """The twin of an experiment; a ResultsError if it has none."""
+
+    def __init__(self, name: str) -> None:
+        cfg = composed_run(f"experiment={name}")
+        kinds: dict[str, tuple[Any, Callable[[], Arguments]]] = {
+            "PPO": (PPO, self._ppo),
+            "SAC": (SAC, self._sac),
+            "TD3": (TD3, self._td3),
+        }
+        learner = cfg.model._target_.rpartition(".")[2].removesuffix("Module")
+        if learner not in kinds:
+            raise ResultsError(f"{name} learns by {learner}; those by {', '.join(kinds)} have a twin.")
+        for key, same in SAME.items():
+            said = OmegaConf.select(cfg, key, default=same)
+            if said != same and not (key == "model.num_critics" and said == 1):
+                raise ResultsError(f"{name} has {key}={said}, and Stable-Baselines3 no counterpart of it.")
+        self.recipe = EnvironmentRecipe(cfg.data.env) if isinstance(cfg.data.env, str) else instantiate(cfg.data.env)
+        self.cfg: Any = OmegaConf.to_container(cfg, resolve=True)
+        self.data, self.model, self.buffer = self.cfg["data"], self.cfg["model"], self.cfg["data"]["buffer"]
+        self.gamma: float = self.buffer.get("gamma") or self.model.get("gamma") or 0.99
+        self._kind, self._arguments = kinds[learner]
+        if self.model.get("num_critics") == 1:
+            self._kind = DDPG
+
+    def run(self, seed: int, curve: TextIO | None = None) -> Row:
+        """Train with a seed, write its curve, if asked to, and play unseen episodes with the model that ends it."""
+        environments: Any = DummyVecEnv([self._environment] * self.data["num_envs"])
+        shown, earned = bool(self.data["normalize_observation"]), self.data["normalize_reward"]
+        if shown or earned:
+            clip = self.data["normalize_clip"]
+            environments = VecNormalize(environments, True, shown, earned, clip, clip, self.gamma)
+        model = self._kind(
+            "MultiInputPolicy" if hasattr(environments.observation_space, "spaces") else "MlpPolicy",
+            environments,
+            gamma=self.gamma,
+            learning_rate=self._rate(),
+            policy_kwargs=self._network(),
+            seed=seed,
+            device="cpu",
+            **self._arguments(),
+        )
+        began = time.process_time()
+        model.learn(self.data["total_frames"], callback=None if curve is None else _Curve(curve))
+        minutes = (time.process_time() - began) / 60
+        played: Any = DummyVecEnv([self._environment])
+        if shown:
+            played = VecNormalize(played, training=False, norm_reward=False)
+            played.obs_rms = environments.obs_rms
+        played.seed(seed + UNSEEN)
+        mean, deviation = evaluate_policy(model, played, n_eval_episodes=EPISODES, deterministic=True)
+        return Row(seed, model.num_timesteps, float(np.mean(mean)), float(np.mean(deviation)), EPISODES, minutes)
+
+    def _environment(self) -> Any:
+        return Monitor(self.recipe())
+
+    def _rate(self) -> Any:
+        rate, schedule = self.model["learning_rate"], self.model["schedule"]
+        if schedule not in ("constant", "linear"):
+            raise ResultsError(f"model.schedule={schedule} has no counterpart in Stable-Baselines3.")
+        return rate if schedule == "constant" else lambda left: left * rate
+
+    def _network(self) -> Arguments:
+        network = self.model["network"]
+        sizes, activation = list(network["hidden_sizes"]), ACTIVATIONS[network["activation"]]
+        told: Arguments = {
+            "net_arch": {"pi": sizes, "vf": sizes} if self._kind is PPO else sizes,
+            "activation_fn": activation,
+        }
+        if self._kind is PPO:
+            told["ortho_init"] = network["initialization"] == "orthogonal"
+            told["log_std_init"] = math.log(self.model["initial_std"])
+        return told
+
+    def _ppo(self) -> Arguments:
+        data, model = self.data, self.model
+        standardize = model["normalize_advantage"]
+        return {
+            "n_steps": data["frames_per_batch"] // data["num_envs"],
+            "batch_size": data["mini_batch_size"],
+            "n_epochs": data["num_epochs"],
+            "gae_lambda": self.buffer["gae_lambda"],
+            "clip_range": model["clip_epsilon"],
+            "clip_range_vf": model["clip_value"],
+            "ent_coef": model["entropy_coeff"],
+            "vf_coef": model["critic_coeff"],
+            "max_grad_norm": math.inf if model["max_grad_norm"] is None else model["max_grad_norm"],
+            "target_kl": model["target_kl"],
+            "normalize_advantage": standardize is not False,
+        }
+
+    def _replay(self) -> Arguments:
+        data = self.data
+        updates = data["num_envs"] / data["frames_per_update"]
+        steps, at_once = (1, updates) if updates >= 1 else (1 / updates, 1)
+        told: Arguments = {
+            "buffer_size": self.buffer["storage"]["max_size"],
+            "batch_size": data["batch_size"],
+            "learning_starts": data["warmup_frames"],
+            "train_freq": (round(steps), "step"),
+            "gradient_steps": round(at_once),
+            "tau": self.model["tau"],
+        }
+        goals = self.buffer.get("transform")
+        if goals is not None:
+            share = goals["her_proportion"]
+            kinds = {"n_sampled_goal": round(share / (1 - share)), "goal_selection_strategy": goals["strategy"]}
+            told |= {"replay_buffer_class": HerReplayBuffer, "replay_buffer_kwargs": kinds}
+        return told
+
+    def _sac(self) -> Arguments:
+        model = self.model
+        target = model["target_entropy"]
+        return {
+            **self._replay(),
+            "ent_coef": f"auto_{model['alpha']}" if model["learn_alpha"] else model["alpha"],
+            "target_entropy": "auto" if target is None else target,
+            "target_update_interval": model["target_interval"],
+        }
+
+    def _td3(self) -> Arguments:
+        model, size = self.model, self.recipe().action_space.shape[0]
+        told: Arguments = {
+            **self._replay(),
+            "action_noise": NormalActionNoise(np.zeros(size), model["noise"] * np.ones(size)),
+        }
+        if self._kind is TD3:
+            told |= {
+                "policy_delay": model["target_interval"],
+                "target_policy_noise": model["policy_noise"],
+                "target_noise_clip": model["noise_clip"],
+            }
+        return told
+
+
+class _Curve(BaseCallback):
+    """Write a row every so many frames."""
+
+    def __init__(self, file: TextIO) -> None:
+        super().__init__()
+        self.file, self.rows = file, csv.writer(file)
+        self.rows.writerow(["frames", "minutes", "return"])
+
+    def _on_training_start(self) -> None:
+        self.began = time.process_time()
+
+    def _on_step(self) -> bool:
+        returns = [episode["r"] for episode in self.model.ep_info_buffer or ()]
+        if self.num_timesteps % INTERVAL < self.training_env.num_envs and returns:
+            minutes = (time.process_time() - self.began) / 60
+            self.rows.writerow([self.num_timesteps, f"{minutes:.3f}", f"{np.mean(returns):.1f}"])
+            self.file.flush()
+        return True

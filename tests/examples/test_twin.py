@@ -1,0 +1,74 @@
+"""Experiments by Stable-Baselines3."""
+
+from __future__ import annotations
+
+import csv
+
+import pytest
+
+pytest.importorskip("stable_baselines3")
+
+from torch import nn
+
+from benchmarks import twin
+from benchmarks.results import ResultsError
+from benchmarks.twin import Twin
+
+
+def test_ppo_is_given_what_the_experiment_says():
+    told = Twin("ppo_acrobot")
+    assert told._arguments() == {
+        "n_steps": 256,
+        "batch_size": 64,
+        "n_epochs": 4,
+        "gae_lambda": 0.94,
+        "clip_range": 0.2,
+        "clip_range_vf": None,
+        "ent_coef": 0.0,
+        "vf_coef": 0.5,
+        "max_grad_norm": 0.5,
+        "target_kl": None,
+        "normalize_advantage": True,
+    }
+    sizes = {"pi": [64, 64], "vf": [64, 64]}
+    assert told._network() == {"net_arch": sizes, "activation_fn": nn.Tanh, "ortho_init": True, "log_std_init": 0.0}
+
+
+def test_replay_is_given_what_the_experiment_says():
+    told = Twin("sac_pendulum")._arguments()  # four environments, an update a frame
+    assert (told["train_freq"], told["gradient_steps"]) == ((1, "step"), 4)
+    assert (told["batch_size"], told["learning_starts"], told["buffer_size"]) == (128, 1000, 50_000)
+    assert (told["ent_coef"], told["tau"]) == ("auto_1.0", 0.005)
+    goals = Twin("ddpg_her_fetchreach")
+    told = goals._arguments()
+    assert goals._kind.__name__ == "DDPG"
+    assert told["replay_buffer_kwargs"] == {"n_sampled_goal": 4, "goal_selection_strategy": "future"}
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("dqn_cartpole", "learns by DQN; those by PPO, SAC, TD3 have a twin"),
+        ("sac_recurrent_pendulum", r"has model\.network\._target_=torchrl_lightning\.RecurrentNetwork"),
+        ("sac_episodic_pendulum", r"has data\.buffer\.sampler\._target_=torchrl_lightning\.RecentSampler"),
+    ],
+)
+def test_what_cannot_be_said_there_is_refused(name, why):
+    with pytest.raises(ResultsError, match=why):
+        Twin(name)
+
+
+@pytest.mark.parametrize(("name", "frames"), [("ppo_acrobot", 4096), ("sac_pendulum", 2048)])
+def test_a_run_ends_with_unseen_episodes_and_leaves_a_curve(name, frames, tmp_path, monkeypatch):
+    monkeypatch.setattr(twin, "EPISODES", 2)
+    monkeypatch.setattr(twin, "INTERVAL", 1000)
+    made = Twin(name)
+    made.data.update(total_frames=frames, warmup_frames=2000)
+    with (tmp_path / "metrics.csv").open("w", newline="") as file:
+        end = made.run(0, file)
+    assert (end.seed, end.frames, end.episodes) == (0, frames, 2)
+    assert -2000 < end.score < 0
+    with (tmp_path / "metrics.csv").open(newline="") as file:
+        shown = [int(row["frames"]) for row in csv.DictReader(file)]
+    assert shown == sorted(shown)
+    assert all(0 < each <= frames for each in shown)
