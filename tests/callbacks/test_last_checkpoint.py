@@ -146,3 +146,24 @@ def test_an_exception_during_an_evaluation_is_saved_too(tmp_path):
     with pytest.raises(RuntimeError, match="cannot judge"):
         fit(tmp_path, None, Failing(), callbacks=[save], limit_val_batches=1)
     assert frames_of(save.path) == 64
+
+
+class Trial(L.Callback):
+    goes_on = "the search goes on"
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "advice"),
+    [
+        ([], "to resume, run the same command with ckpt_path="),
+        ([Trial()], "the search goes on; the end of this run is "),
+    ],
+    ids=["a run of its own", "part of a search"],
+)
+def test_what_stopped_is_told_how_it_goes_on(tmp_path, caplog, callbacks, advice):
+    def stop():
+        raise RuntimeError("stopped")
+
+    with pytest.raises(RuntimeError, match="stopped"):
+        run(tmp_path, callbacks=[*callbacks, At(6, stop)])
+    assert f"stopped by RuntimeError; {advice}{tmp_path / 'last.ckpt'}" in caplog.text

@@ -6,7 +6,7 @@ __all__ = ["BestCheckpoint", "LastCheckpoint"]
 
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
@@ -21,6 +21,17 @@ from torchrl_lightning.fitting import Fault
 from torchrl_lightning.suggestions import did_you_mean, nearest
 
 logger = logging.getLogger(__name__)
+
+
+@runtime_checkable
+class PartOfMore(Protocol):
+    """A callback of a run that is part of something larger.
+
+    Attributes:
+        goes_on: How that goes on when the run was stopped.
+    """
+
+    goes_on: str
 
 
 class LastCheckpoint(SparseCallback, Checkpoint):
@@ -96,6 +107,10 @@ class LastCheckpoint(SparseCallback, Checkpoint):
         except OSError as error:  # as on a full disk, which may be what has stopped the run
             logger.error("stopped by %s; its end was not written: %s", reason, error)
             return
+        larger = next((each.goes_on for each in _callbacks(trainer) if isinstance(each, PartOfMore)), None)
+        if larger is not None:
+            logger.warning("stopped by %s; %s; the end of this run is %s", reason, larger, self.path)
+            return
         logger.warning("stopped by %s; to resume, run the same command with ckpt_path=%s", reason, self.path)
 
     def _evaluate_beside(self, trainer: Trainer) -> None:
@@ -119,8 +134,12 @@ class LastCheckpoint(SparseCallback, Checkpoint):
 
 def _states(trainer: Trainer) -> dict[str, Any]:
     """Return the states of a trainer's callbacks as a checkpoint holds them."""
-    callbacks: list[Any] = getattr(trainer, "callbacks")  # noqa: B009  # Lightning gives it no type
-    return {callback.state_key: state for callback in callbacks if (state := callback.state_dict())}
+    return {callback.state_key: state for callback in _callbacks(trainer) if (state := callback.state_dict())}
+
+
+def _callbacks(trainer: Trainer) -> list[Any]:
+    found: list[Any] = getattr(trainer, "callbacks")  # noqa: B009  # Lightning gives it no type
+    return found
 
 
 def evaluate(trainer: Trainer) -> None:

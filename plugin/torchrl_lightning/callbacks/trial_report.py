@@ -45,6 +45,8 @@ class TrialReport(SparseCallback):
         'eval/return'
     """
 
+    goes_on = "the search goes on by its own command, as it was given"
+
     def __init__(
         self,
         study_name: str,
