@@ -77,8 +77,8 @@ class Twin:
         environments: Any = DummyVecEnv([self._environment] * self.data["num_envs"])
         shown, earned = bool(self.data["normalize_observation"]), self.data["normalize_reward"]
         if shown or earned:
-            clip = self.data["normalize_clip"]
-            environments = VecNormalize(environments, True, shown, earned, clip, clip, self.gamma)
+            clip, epsilon = self.data["normalize_clip"], self.data["normalize_epsilon"]
+            environments = VecNormalize(environments, True, shown, earned, clip, clip, self.gamma, epsilon)
         model = self._kind(
             "MultiInputPolicy" if hasattr(environments.observation_space, "spaces") else "MlpPolicy",
             environments,
@@ -94,7 +94,7 @@ class Twin:
         minutes = (time.process_time() - began) / 60
         played: Any = DummyVecEnv([self._environment])
         if shown:
-            played = VecNormalize(played, training=False, norm_reward=False)
+            played = VecNormalize(played, False, norm_reward=False, clip_obs=clip, gamma=self.gamma, epsilon=epsilon)
             played.obs_rms = environments.obs_rms
         played.seed(seed + UNSEEN)
         mean, deviation = evaluate_policy(model, played, n_eval_episodes=EPISODES, deterministic=True)

@@ -129,6 +129,10 @@ MISTAKES = {
     "another environment": ([*NORMALISED, "env=acrobot"], r"the networks differ: .*\[64, 4\] in the checkpoint"),
     "raw observations": (["data.normalize_observation=false"], r"it learnt from normalised .*observation=true\."),
     "another clip": ([*NORMALISED, "data.normalize_clip=5"], "has clip=10.0, this normaliser has clip=5.0"),
+    "another epsilon": (
+        [*NORMALISED, "data.normalize_epsilon=1e-4"],
+        "has epsilon=1e-08, this normaliser has epsilon=0.0001",
+    ),
     "nothing to be kept": (["freeze_statistics=true"], "this run normalises nothing; leave it out"),
     "no word": ([*NORMALISED, "freeze_statistics=maybe"], "freeze_statistics=maybe: expected true or false"),
     "no start": ([*NORMALISED, "init_from=null", "freeze_statistics=true"], "say with which: init_from=RUN"),

@@ -224,6 +224,7 @@ FOREIGN: tuple[tuple[Callable[..., Any], dict[str, Any], str], ...] = (
     (on_policy, {"buffer": VTraceBuffer}, "buffer='GAEBuffer', but this run has buffer='VTraceBuffer'"),
     (on_policy, {"normalize_observation": True}, "written with normalize_observation=False"),
     (on_policy, {"normalize_clip": 3.0}, "written with normalize_clip=10.0"),
+    (on_policy, {"normalize_epsilon": 1e-4}, "written with normalize_epsilon=1e-08"),
     (replay_data, {"buffer": "simple"}, "buffer='ExperienceBuffer', but this run has buffer='SimpleReplayBuffer'"),
     (replay_data, {"buffer": "prioritized"}, "sampler='UniformSampler', but .* has sampler='PrioritizedSampler'"),
     (replay_data, {"buffer": "three steps"}, "n_steps=1, but this run has n_steps=3"),

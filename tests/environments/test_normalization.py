@@ -40,6 +40,17 @@ def test_entries_are_standardised_and_clipped():
     assert normalizer.normalized("position", torch.tensor([1e9, -1e9, 5.0])).tolist() == [5.0, -5.0, 5.0]
 
 
+def test_epsilon_bounds_how_much_what_hardly_varies_is_enlarged():
+    rows = {"position": torch.tensor([1.0, 2.0, 3.0]).repeat(4, 1)}
+    given = ObservationNormalizer(SPECS, ["position"], 5.0, 1e-4)
+    given.advance({key: Moments.of(value) for key, value in rows.items()})
+    near = torch.tensor([1.0, 2.02, 2.99])
+    torch.testing.assert_close(given.normalized("position", near), torch.tensor([0.0, 2.0, -1.0]), atol=1e-4, rtol=0)
+    assert advanced(["position"], rows).normalized("position", near).tolist() == [0.0, 5.0, -5.0]
+    again = ObservationNormalizer.from_state(SPECS, given.moments_state())
+    assert torch.equal(again.normalized("position", near), given.normalized("position", near))
+
+
 def test_before_the_first_sample_observations_are_only_clipped():
     normalizer = ObservationNormalizer(SPECS, ["position"], 5.0)
     assert normalizer.normalized("position", torch.tensor([1.0, 9.0, -2.0])).tolist() == [1.0, 5.0, -2.0]

@@ -39,6 +39,7 @@ from torchrl_lightning.datamodules.normalization import Normalization
 from torchrl_lightning.datamodules.run_state import RunState
 from torchrl_lightning.datamodules.shares import envs_of_rank, share_of
 from torchrl_lightning.environments import EnvironmentSpecs, spawn_seed
+from torchrl_lightning.environments.normalization import EPSILON
 from torchrl_lightning.environments.seeds import check_seed
 from torchrl_lightning.environments.specs import specs_state
 from torchrl_lightning.environments.threads import kept_threads
@@ -90,6 +91,8 @@ class ExperienceDataModule(Settings, LoadersDataModule):
         normalize_reward: divide rewards by the running standard deviation of their discounted sum; what is reported
             are the environment's own.
         normalize_clip: largest absolute value of what is normalised.
+        normalize_epsilon: added to the variances that it is divided by. Take 1e-4 where hindsight brings other values
+            of something that hardly varies, as the height of goals on a table.
         freeze_statistics: keep the moments that the run begins with, those of :meth:`begin_from`, as they are.
         seed: seed of the run, from which those of environments, evaluations and buffer are spawned, on each rank
             others; drawn from torch's global generator if None.
@@ -114,6 +117,7 @@ class ExperienceDataModule(Settings, LoadersDataModule):
     normalize_observation: bool | Sequence[NestedKey] = False
     normalize_reward: bool = False
     normalize_clip: Positive = 10.0
+    normalize_epsilon: Positive = EPSILON
     freeze_statistics: Switch = False
     seed: int | None = None
 
@@ -144,8 +148,9 @@ class ExperienceDataModule(Settings, LoadersDataModule):
         self._clock = FrameClock(self.total_frames)
         self._num_evaluations = 0
         self._episodes = FinishedEpisodes(self.num_envs)
+        bounds = self.normalize_clip, self.normalize_epsilon
         self._normalization = Normalization(
-            self.normalize_observation, self.normalize_reward, self.normalize_clip, frozen=self.freeze_statistics
+            self.normalize_observation, self.normalize_reward, *bounds, frozen=self.freeze_statistics
         )
         self._feed = Feed(self._episodes, self._normalization)
         self._metrics: dict[str, float] = {}
@@ -331,6 +336,7 @@ class ExperienceDataModule(Settings, LoadersDataModule):
             "normalize_observation": self.normalize_observation,
             "normalize_reward": self.normalize_reward,
             "normalize_clip": float(self.normalize_clip),
+            "normalize_epsilon": float(self.normalize_epsilon),
         }
 
     def _any_buffer(self, learner: Any = None, *, trial: bool = True) -> Any:

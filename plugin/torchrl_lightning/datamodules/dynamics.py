@@ -25,6 +25,7 @@ from torchrl_lightning.datamodules.replay import ReplayBufferFactory
 from torchrl_lightning.dynamics import DynamicsTargets, HoldoutSplit
 from torchrl_lightning.dynamics.scaler import check_finite
 from torchrl_lightning.environments import spawn_seed
+from torchrl_lightning.environments.normalization import EPSILON
 from torchrl_lightning.environments.origins import ring_ids
 from torchrl_lightning.fitting import require_fit
 from torchrl_lightning.keys import REPEATED
@@ -120,14 +121,15 @@ class DynamicsDataModule(ExperienceDataModule):
     normalize_observation: bool | Sequence[NestedKey] = derived()
     normalize_reward: bool = derived()
     normalize_clip: Positive = derived()
+    normalize_epsilon: Positive = derived()
     freeze_statistics: Switch = derived()
 
     def __post_init__(self) -> None:
         if self.frames_per_batch is None:
             self.frames_per_batch = -(-self.frames_per_fit // self.envs_per_worker) * self.envs_per_worker
         # The scalers of the targets standardise here.
-        self.normalize_observation, self.normalize_reward, self.normalize_clip = False, False, 10.0
-        self.freeze_statistics = False
+        self.normalize_observation = self.normalize_reward = self.freeze_statistics = False
+        self.normalize_clip, self.normalize_epsilon = 10.0, EPSILON
         super().__post_init__()
         self.split = HoldoutSplit(self.validation_fraction, self.max_validation)
         self.fits = 0

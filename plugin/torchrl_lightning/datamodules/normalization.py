@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torchrl_lightning.datamodules.reward_scale import RewardScale
 from torchrl_lightning.environments import EnvironmentSpecs
-from torchrl_lightning.environments.normalization import NormalizedPolicy, ObservationNormalizer, normalizes
+from torchrl_lightning.environments.normalization import EPSILON, NormalizedPolicy, ObservationNormalizer, normalizes
 from torchrl_lightning.keys import REWARD
 from torchrl_lightning.moments import Moments
 from torchrl_lightning.ranks import gathered
@@ -39,6 +39,7 @@ class Normalization(Stated):
         observation: True for all entries of the observation, or the names of some.
         reward: whether rewards are scaled.
         clip: largest absolute value of what comes out.
+        epsilon: added to variances.
         frozen: whether the statistics stay as they are.
     """
 
@@ -53,12 +54,19 @@ class Normalization(Stated):
     """What this rank has noted and not yet taken into the statistics."""
 
     def __init__(
-        self, observation: bool | Sequence[NestedKey], reward: bool, clip: float, *, frozen: bool = False
+        self,
+        observation: bool | Sequence[NestedKey],
+        reward: bool,
+        clip: float,
+        epsilon: float = EPSILON,
+        *,
+        frozen: bool = False,
     ) -> None:
-        self.observation, self.reward, self.clip, self.frozen = observation, reward, float(clip), frozen
+        self.observation, self.reward, self.frozen = observation, reward, frozen
+        self.clip, self.epsilon = float(clip), float(epsilon)
         self.is_on = bool(observation) or reward
         self._normalizer: ObservationNormalizer | None = None
-        self._scale = RewardScale(self.clip)
+        self._scale = RewardScale(self.clip, self.epsilon)
         self._rows: dict[NestedKey, list[Tensor]] = {}  # observations that were noted
         self._waiting = 0  # how many
         self._noted: dict[NestedKey, Moments] = {}  # of what was noted before
@@ -80,7 +88,7 @@ class Normalization(Stated):
         if not self.observation:
             return specs
         if self._normalizer is None:
-            self._normalizer = ObservationNormalizer(specs, self.observation, self.clip)
+            self._normalizer = ObservationNormalizer(specs, self.observation, self.clip, self.epsilon)
         return self._normalizer.specs
 
     def policy(self, policy: Any) -> Any:

@@ -47,6 +47,7 @@ class RewardScale(Stated):
 
     Args:
         clip: largest absolute value of what comes out.
+        epsilon: added to the variance.
     """
 
     OWNER = "reward scale"
@@ -57,8 +58,8 @@ class RewardScale(Stated):
         "env_ids": Kept(optional(tensor(torch.int64, _envs_of)), "_env_ids"),
     }
 
-    def __init__(self, clip: float) -> None:
-        self.clip = clip
+    def __init__(self, clip: float, epsilon: float = EPSILON) -> None:
+        self.clip, self.epsilon = clip, epsilon
         self._gamma = 0.99  # until the first rewards bring another
         self.moments = Moments.none()
         """The moments of the sums."""
@@ -133,7 +134,7 @@ class RewardScale(Stated):
         """Replace the moments of the sums."""
         self.moments = moments
         if moments.count:
-            self._constants = torch.zeros(1), (moments.variance + EPSILON).rsqrt().float().reshape(1)
+            self._constants = torch.zeros(1), (moments.variance + self.epsilon).rsqrt().float().reshape(1)
 
     def _loaded(self) -> None:
         self._steps = sum(done.shape[1] for _, done in self._noted)

@@ -26,7 +26,7 @@ from torchrl_lightning.moments import Moments
 from torchrl_lightning.state import check_state, number, same, sequence
 
 EPSILON = 1e-8
-"""Added to variances, so that a constant column becomes 0."""
+"""Added to variances by default, so that a constant column becomes 0."""
 
 
 class ObservationNormalizer(nn.Module):
@@ -39,6 +39,7 @@ class ObservationNormalizer(nn.Module):
         specs: Specs of the environment.
         keys: Which entries; True for all but a mask of actions.
         clip: Largest absolute value of what comes out.
+        epsilon: Added to variances.
 
     Raises:
         ValueError: An entry is not there, or has no numbers to be normalised: it counts choices or is boolean.
@@ -51,9 +52,11 @@ class ObservationNormalizer(nn.Module):
         tensor([ 1.,  1.,  0., -3.])
     """
 
-    def __init__(self, specs: EnvironmentSpecs, keys: bool | Sequence[NestedKey], clip: float) -> None:
+    def __init__(
+        self, specs: EnvironmentSpecs, keys: bool | Sequence[NestedKey], clip: float, epsilon: float = EPSILON
+    ) -> None:
         super().__init__()
-        self.clip = float(clip)
+        self.clip, self.epsilon = float(clip), float(epsilon)
         given = [key for key in specs.keys if key != ACTION_MASK] if keys is True else keys or ()
         self.keys: list[NestedKey] = [nested_key(key) for key in given]
         observation = specs.observation.clone()
@@ -84,7 +87,7 @@ class ObservationNormalizer(nn.Module):
             if each.count:
                 mean, factor = self._constants(key)
                 mean.copy_(each.mean)
-                factor.copy_((each.variance + EPSILON).rsqrt())
+                factor.copy_((each.variance + self.epsilon).rsqrt())
 
     def constants(self, key: NestedKey) -> tuple[Tensor, Tensor] | None:
         """Return the mean of an entry and one over its deviation, ``[*F]`` each; None if it is not normalised."""
@@ -128,11 +131,11 @@ class ObservationNormalizer(nn.Module):
                     part.set(key, self.normalized(key, value))
 
     def moments_state(self) -> dict[str, Any]:
-        """Return the clip and the moments, as tensors and scalars."""
+        """Return clip, epsilon and the moments, as tensors and scalars."""
         entries = [
             {"key": list(path_of(key)), "moments": moments.state_dict()} for key, moments in self._moments.items()
         ]
-        return {"clip": self.clip, "entries": entries}
+        return {"clip": self.clip, "epsilon": self.epsilon, "entries": entries}
 
     def load_moments(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`moments_state` returned.
@@ -140,7 +143,12 @@ class ObservationNormalizer(nn.Module):
         Raises:
             ValueError: It is that of other entries or shapes; nothing is changed then.
         """
-        check_state(state, {"clip": same(self.clip, "normaliser"), "entries": sequence}, "normaliser")
+        schema = {
+            "clip": same(self.clip, "normaliser"),
+            "epsilon": same(self.epsilon, "normaliser"),
+            "entries": sequence,
+        }
+        check_state(state, schema, "normaliser")
         stored = {nested_key(entry["key"]): entry["moments"] for entry in state["entries"]}
         if set(stored) != set(self.keys):
             raise ValueError(
@@ -152,8 +160,9 @@ class ObservationNormalizer(nn.Module):
     @classmethod
     def from_state(cls, specs: EnvironmentSpecs, state: Mapping[str, Any]) -> ObservationNormalizer:
         """Build the normaliser whose :meth:`moments_state` this is, for the same environment."""
-        check_state(state, {"clip": number(0.0), "entries": sequence}, "normaliser")
-        normalizer = cls(specs, [nested_key(entry["key"]) for entry in state["entries"]], state["clip"])
+        check_state(state, {"clip": number(0.0), "epsilon": number(0.0), "entries": sequence}, "normaliser")
+        keys = [nested_key(entry["key"]) for entry in state["entries"]]
+        normalizer = cls(specs, keys, state["clip"], state["epsilon"])
         normalizer.load_moments(state)
         return normalizer
 
