@@ -165,6 +165,31 @@ def test_her_proportion_of_the_samples_are_relabelled_and_the_others_stay():
     assert torch.equal(batch["next", "desired_goal"], batch["desired_goal"])
 
 
+@pytest.mark.parametrize("strategy", ["future", "episode", "final"])
+@pytest.mark.parametrize("sampler", [None, SequenceSampler(3)])
+@pytest.mark.parametrize("n_steps", [1, 2])
+def test_goals_that_were_reached_before_may_be_left_out(strategy, sampler, n_steps):
+    data = walk([12])
+    moved = torch.tensor([0.0, 0, 0, 0, 0, 1, 2, 2, 3, 3, 3, 3, 3]).unsqueeze(-1)  # rests, moves, rests, moves, rests
+    data["achieved_goal"], data["next", "achieved_goal"] = moved[:-1], moved[1:]
+    numbers = torch.rand(300, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    goals = {}
+    for skips in (False, True):
+        transform = Injected(1.0, strategy=strategy, skip_reached=skips)
+        steps = {"n_steps": n_steps, "gamma": 0.9}
+        made = ring(32, 1, sampler, transform=transform, batch_size=300, data=data, seed=0, **steps)
+        transform.inject(torch.zeros(300), numbers)
+        batch = made.sample()
+        goals[skips] = batch["desired_goal"].view(300, -1)[:, 0]
+    shown = batch["achieved_goal"].view(300, -1)[:, 0]
+    reached = goals[False] == shown
+    assert 0 < reached.sum() < 300
+    assert torch.equal(goals[True], torch.where(reached, -5.0, goals[False]))
+    rewards = batch["next", "reward"].view(300, -1)[:, 0]
+    assert (rewards[reached] <= -1).all()
+    assert (rewards[~reached] > -2).all()
+
+
 def test_the_stored_steps_never_change():
     buffer = relabelling(32, [3, 8, 5], 100, compute_terminated=lambda achieved, desired, _: achieved == desired)
     buffer.sample()

@@ -56,6 +56,9 @@ class HindsightRelabel(EpisodeTransform):
         strategy: of which step a goal is what was achieved after it: ``"future"``, of one from the sample's own to the
             last of its episode, each equally likely; ``"episode"``, of any of its episode, each equally likely;
             ``"final"``, of the last one.
+        skip_reached: leave those samples their own goal that show theirs as reached already: whose reward, for what
+            was achieved before the step, is that for the goal itself. A block that nobody moves is where it was all
+            along, and such samples teach not to touch it (Manela and Biess 2019).
         achieved_goal_key: what a goal is read from.
         desired_goal_key: the goal, replaced also under ``"next"``.
         reward_key: the reward; of time steps ``"reward"``, unless another is given.
@@ -95,6 +98,7 @@ class HindsightRelabel(EpisodeTransform):
         her_proportion: float = 0.8,
         *,
         strategy: str = "future",
+        skip_reached: bool = False,
         achieved_goal_key: NestedKey = "achieved_goal",
         desired_goal_key: NestedKey = "desired_goal",
         reward_key: NestedKey = ("next", "reward"),
@@ -104,7 +108,7 @@ class HindsightRelabel(EpisodeTransform):
     ) -> None:
         super().__init__()
         self.her_proportion = fraction(her_proportion, "her_proportion")
-        self.strategy = one_of(strategy, "strategy", STRATEGIES)
+        self.strategy, self.skip_reached = one_of(strategy, "strategy", STRATEGIES), skip_reached
         self.achieved_goal_key, self.desired_goal_key = nested_key(achieved_goal_key), nested_key(desired_goal_key)
         self.reward_key = nested_key(reward_key)
         self.goal = goal
@@ -154,9 +158,30 @@ class HindsightRelabel(EpisodeTransform):
                 low = (last if self.strategy == "future" else begin)[rows]
                 left = goal - low
                 goal = low + np.minimum(self.draw(len(rows)).numpy() * (left + 1), left).astype(np.int64)
-            relabel = self._relabel_folded if is_folded else self._relabel
-            relabel(tensordict, torch.from_numpy(rows), torch.from_numpy(episodes.cells_of(env, goal)))
+            chosen, cells = torch.from_numpy(rows), torch.from_numpy(episodes.cells_of(env, goal))
+            if self.skip_reached:
+                missed = ~self._reached(tensordict, chosen, cells)
+                chosen, cells = chosen[missed], cells[missed]
+            if len(chosen):
+                (self._relabel_folded if is_folded else self._relabel)(tensordict, chosen, cells)
         return tensordict
+
+    def _reached(self, batch: TensorDictBase, rows: Tensor, cells: Tensor) -> Tensor:
+        """Return which samples show the goals that they are to get as reached, ``[n]``."""
+        (_, stored), *_ = self.storage.leaves(self._layout(batch)[0])
+        goals = self._goals(_rows(stored, cells))
+
+        def first(entry: Tensor) -> Tensor:
+            return _rows(entry, rows)[:, 0] if batch.ndim > 1 else _rows(entry, rows)
+
+        def seen(name: str) -> Tensor | None:
+            entry = entry_of(batch, name)
+            return None if entry is None else first(entry)
+
+        shown = self._goals(first(_require(batch, self.achieved_goal_key)))
+        reward, *_ = self._functions or self._computing()
+        found, most = (torch.as_tensor(reward(each, goals, seen, 1)) for each in (shown, goals))
+        return (found >= most).reshape(len(rows)).cpu()
 
     def _single_steps(self, batch: TensorDictBase, cells: Tensor) -> TensorDictBase:
         """Read the steps of which a batch has n-step returns."""
