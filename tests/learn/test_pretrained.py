@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -154,6 +155,13 @@ def test_what_is_too_large_or_not_there_is_not_fetched(run, hub):
     assert not hub.fetched
     with pytest.raises(ValueError, match=r"repo='cartpole' is no repository"):
         push_to_hub(run, "cartpole")
+
+
+def test_what_was_saved_is_not_saved_again_as_a_run(saved, hub, tmp_path):
+    for publish in (partial(save_pretrained, saved, tmp_path / "again"), partial(push_to_hub, saved, "me/cartpole")):
+        with pytest.raises(ValueError, match=f"{saved} is no run, but .*: hf upload OWNER/NAME {saved}"):
+            publish()
+    assert not (tmp_path / "again").exists()
 
 
 def test_an_extra_that_is_missing_is_named(monkeypatch):

@@ -55,12 +55,18 @@ def save_pretrained(run: str | Path, folder: str | Path, *, name: str | None = N
         name: What the card calls it; the folder by default.
 
     Raises:
-        ValueError: There is no checkpoint, or it has no config or no specs, as one without the command has none.
+        ValueError: There is no checkpoint, or it has no config or no specs, as one without the command has none; or
+            the folder is one that this has written.
         TypeError: The checkpoint holds something else than plain data for its module.
 
     Example:
         >>> save_pretrained("logs/run", "cartpole")  # doctest: +SKIP
     """
+    if all((Path(run) / name).is_file() for name in (_WEIGHTS, _CONTENT)):
+        raise ValueError(
+            f"{run} is no run, but what save_pretrained has written of one, ready to be published; give the run, or "
+            f"upload the folder as it is: hf upload OWNER/NAME {run}"
+        )
     folder, path = Path(folder), checkpoint_of(run)
     stored = read_checkpoint(path)
     data = next((key for key, state in stored.items() if isinstance(state, Mapping) and "specs" in state), None)
