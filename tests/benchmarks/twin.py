@@ -36,13 +36,14 @@ SAME: dict[str, Any] = {
     "model.loss_critic_type": "l2",
     "model.loss_function": "l2",
     "model.noise_end": None,
-    "model.num_critics": 2,
     "model.network._target_": "torchrl_lightning.MLPNetwork",
     "data.collector": None,
     "data.source": None,
     "data.dataset": None,
     "data.buffer.n_steps": 1,
+    "model.intrinsic": None,
     "data.buffer.sampler._target_": "torchrl_lightning.UniformSampler",
+    "data.buffer.transform.skip_reached": False,
 }
 """What an experiment must say, where it says anything of it, for it cannot be said to Stable-Baselines3."""
 
@@ -52,25 +53,27 @@ class Twin:
 
     def __init__(self, name: str) -> None:
         cfg = composed_run(f"experiment={name}")
-        kinds: dict[str, tuple[Any, Callable[[], Arguments]]] = {
-            "PPO": (PPO, self._ppo),
-            "SAC": (SAC, self._sac),
-            "TD3": (TD3, self._td3),
+        kinds: dict[str, tuple[Any, Callable[[], Arguments], str]] = {
+            "PPO": (PPO, self._ppo, "GAEBuffer"),
+            "SAC": (SAC, self._sac, "ExperienceBuffer"),
+            "TD3": (TD3, self._td3, "ExperienceBuffer"),
         }
         learner = cfg.model._target_.rpartition(".")[2].removesuffix("Module")
         if learner not in kinds:
             raise ResultsError(f"{name} learns by {learner}; those by {', '.join(kinds)} have a twin.")
-        for key, same in SAME.items():
-            said = OmegaConf.select(cfg, key, default=same)
-            if said != same and not (key == "model.num_critics" and said == 1):
+        self._kind, self._arguments, buffer = kinds[learner]
+        if learner == "TD3" and cfg.model.num_critics == 1:
+            self._kind = DDPG
+        same = {**SAME, "data.buffer._target_": f"torchrl_lightning.{buffer}"}
+        same["model.num_critics"] = 1 if self._kind is DDPG else 2
+        for key, expected in same.items():
+            said = OmegaConf.select(cfg, key, default=expected)
+            if said != expected:
                 raise ResultsError(f"{name} has {key}={said}, and Stable-Baselines3 no counterpart of it.")
         self.recipe = EnvironmentRecipe(cfg.data.env) if isinstance(cfg.data.env, str) else instantiate(cfg.data.env)
         self.cfg: Any = OmegaConf.to_container(cfg, resolve=True)
         self.data, self.model, self.buffer = self.cfg["data"], self.cfg["model"], self.cfg["data"]["buffer"]
         self.gamma: float = self.buffer.get("gamma") or self.model.get("gamma") or 0.99
-        self._kind, self._arguments = kinds[learner]
-        if self.model.get("num_critics") == 1:
-            self._kind = DDPG
 
     def run(self, seed: int, curve: TextIO | None = None) -> Row:
         """Train with a seed, write its curve, if asked to, and play unseen episodes with the model that ends it."""

@@ -50,6 +50,8 @@ def test_replay_is_given_what_the_experiment_says():
     [
         ("dqn_cartpole", "learns by DQN; those by PPO, SAC, TD3 have a twin"),
         ("sac_recurrent_pendulum", r"has model\.network\._target_=torchrl_lightning\.RecurrentNetwork"),
+        ("ppo_l2r_cartpole", r"has data\.buffer\._target_=torchrl_lightning\.PPOBuffer"),
+        ("ppo_intrinsic_mountaincar", r"has model\.intrinsic="),
         ("sac_episodic_pendulum", r"has data\.buffer\.sampler\._target_=torchrl_lightning\.RecentSampler"),
     ],
 )
