@@ -5,6 +5,7 @@
 
 ``run`` trains an experiment as ``torchrl-lightning-train`` does, plays 100 unseen episodes with the last checkpoint of
 each seed, and writes ``examples/results/ppo_acrobot.csv``: a row for each evaluation of training, and one for the end.
+A long row may be run seed by seed: what is there of other seeds in the same settings stays.
 ``table`` writes what stands between the marks in ``examples/guide/experiments.md``. Published figures are those of
 ``examples/results/published.yaml``, those of Stable-Baselines3 at the same settings are logged by ``zoo.py``.
 """
@@ -12,6 +13,7 @@ each seed, and writes ``examples/results/ppo_acrobot.csv``: a row for each evalu
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 import hashlib
 import re
@@ -20,6 +22,7 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass, fields
+from operator import attrgetter
 from pathlib import Path
 from resource import RUSAGE_CHILDREN, getrusage
 
@@ -77,13 +80,22 @@ def settings_of(name: str) -> str:
 
 
 def write(name: str, rows: Iterable[Row], folder: Path = RESULTS, settings: str | None = None) -> None:
-    """Write the results of an experiment in its present settings, or of a run in others by their digest."""
+    """Write the results of an experiment in its present settings, or of a run in others by their digest.
+
+    Those of other seeds that are there in the same settings stay.
+    """
     folder.mkdir(exist_ok=True)
-    with (folder / f"{name}.csv").open("w", newline="") as file:
-        file.write(f"# version {VERSION}, settings {settings_of(name) if settings is None else settings}\n")
+    path, told = folder / f"{name}.csv", settings_of(name) if settings is None else settings
+    written = list(rows)
+    seeds = {row.seed for row in written}
+    with contextlib.suppress(FileNotFoundError, ResultsError):
+        written += [row for row in read(path, told) if row.seed not in seeds]
+    with path.open("w", newline="") as file:
+        file.write(f"# version {VERSION}, settings {told}\n")
         lines = csv.writer(file, lineterminator="\n")
         lines.writerow(field.name for field in fields(Row))
-        lines.writerows(["" if value is None else f"{value:.6g}" for value in astuple(row)] for row in rows)
+        ordered = sorted(written, key=attrgetter("seed"))
+        lines.writerows(["" if value is None else f"{value:.6g}" for value in astuple(row)] for row in ordered)
 
 
 def read(path: Path, settings: str | None = None, script: str = "results.py") -> list[Row]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 
 import pytest
 
@@ -46,6 +47,18 @@ def test_what_is_written_is_read_again_as_long_as_the_settings_are_the_same(tmp_
     with pytest.raises(ResultsError, match=r"is of the settings \w+, the experiment has \w+\. Run it again: python"):
         read(path)
     assert results.settings_of("ppod_minigrid_multiroom") != before  # which begins with this one
+
+
+def test_other_seeds_stay_in_the_same_settings(tmp_path):
+    path, seeds = tmp_path / f"{NAME}.csv", [[replace(row, seed=seed) for row in ROWS] for seed in (0, 1, 2)]
+    for rows in (seeds[0] + seeds[2], seeds[1]):
+        results.write(NAME, rows, tmp_path)
+    assert read(path) == [*seeds[0], *seeds[1], *seeds[2]]
+    again = [replace(row, score=9.0) for row in seeds[2]]
+    results.write(NAME, again, tmp_path)
+    assert read(path) == seeds[0] + seeds[1] + again
+    results.write(NAME, seeds[0], tmp_path, settings="0123456789ab")  # which the others are not of
+    assert read(path, "0123456789ab") == seeds[0]
 
 
 def test_demonstrations_are_settings(tmp_path, monkeypatch):
