@@ -204,6 +204,7 @@ def test_an_environment_is_built(compose_option, option, tmp_path, monkeypatch):
         ("ppod_minigrid_lockedroom", "minigrid", ["data.frames_per_batch=128"]),
         ("ppod_minigrid_multiroom", "minigrid", ["data.frames_per_batch=128"]),
         ("ppod_minigrid_unlockpickup", "minigrid", ["data.frames_per_batch=128"]),
+        ("sac_hopper", "mujoco", ["data.warmup_frames=300"]),
         ("sac_invertedpendulum", "mujoco", ["data.warmup_frames=100"]),
     ],
 )
