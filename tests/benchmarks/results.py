@@ -175,7 +175,10 @@ def short(score: float) -> str:
 
 def spread(scores: Sequence[float]) -> str:
     """Return the mean of seeds' scores and its deviation; the score of a single one."""
-    return f"{np.mean(scores):.4g} +- {np.std(scores, ddof=1):.2g}" if len(scores) > 1 else short(scores[0])
+    if len(scores) == 1:
+        return short(scores[0])
+    deviation = np.std(scores, ddof=1) if np.ptp(scores) else 0.0  # not what rounding makes of equal scores
+    return f"{np.mean(scores):.4g} +- {deviation:.2g}"
 
 
 def minutes(ends: Sequence[Row]) -> str:
