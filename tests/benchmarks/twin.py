@@ -71,8 +71,8 @@ class Twin:
             if said != expected:
                 raise ResultsError(f"{name} has {key}={said}, and Stable-Baselines3 no counterpart of it.")
         self.recipe = EnvironmentRecipe(cfg.data.env) if isinstance(cfg.data.env, str) else instantiate(cfg.data.env)
-        self.cfg: Any = OmegaConf.to_container(cfg, resolve=True)
-        self.data, self.model, self.buffer = self.cfg["data"], self.cfg["model"], self.cfg["data"]["buffer"]
+        plain: Any = OmegaConf.to_container(cfg, resolve=True)
+        self.data, self.model, self.buffer = plain["data"], plain["model"], plain["data"]["buffer"]
         self.gamma: float = self.buffer.get("gamma") or self.model.get("gamma") or 0.99
 
     def run(self, seed: int, curve: TextIO | None = None) -> Row:
@@ -126,7 +126,6 @@ class Twin:
 
     def _ppo(self) -> Arguments:
         data, model = self.data, self.model
-        standardize = model["normalize_advantage"]
         return {
             "n_steps": data["frames_per_batch"] // data["num_envs"],
             "batch_size": data["mini_batch_size"],
@@ -138,7 +137,7 @@ class Twin:
             "vf_coef": model["critic_coeff"],
             "max_grad_norm": math.inf if model["max_grad_norm"] is None else model["max_grad_norm"],
             "target_kl": model["target_kl"],
-            "normalize_advantage": standardize is not False,
+            "normalize_advantage": model["normalize_advantage"] is not False,
         }
 
     def _replay(self) -> Arguments:

@@ -107,11 +107,11 @@ class LastCheckpoint(SparseCallback, Checkpoint):
         except OSError as error:  # as on a full disk, which may be what has stopped the run
             logger.error("stopped by %s; its end was not written: %s", reason, error)
             return
-        larger = next((each.goes_on for each in _callbacks(trainer) if isinstance(each, PartOfMore)), None)
-        if larger is not None:
-            logger.warning("stopped by %s; %s; the end of this run is %s", reason, larger, self.path)
-            return
-        logger.warning("stopped by %s; to resume, run the same command with ckpt_path=%s", reason, self.path)
+        larger = (
+            f"{each.goes_on}; the end of this run is " for each in _callbacks(trainer) if isinstance(each, PartOfMore)
+        )
+        advice = next(larger, "to resume, run the same command with ckpt_path=")
+        logger.warning("stopped by %s; %s%s", reason, advice, self.path)
 
     def _evaluate_beside(self, trainer: Trainer) -> None:
         """Evaluate the state that was written; a run that goes on from it is as if it had not been evaluated here.
