@@ -66,6 +66,7 @@ class Twin:
             self._kind = DDPG
         same = {**SAME, "data.buffer._target_": f"torchrl_lightning.{buffer}"}
         same["model.num_critics"] = 1 if self._kind is DDPG else 2
+        same |= {"data.buffer.standardize_advantages": False} if learner == "PPO" else {"model.max_grad_norm": None}
         for key, expected in same.items():
             said = OmegaConf.select(cfg, key, default=expected)
             if said != expected:

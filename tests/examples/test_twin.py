@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 
 import pytest
 
@@ -13,6 +14,7 @@ from torch import nn
 from benchmarks import twin
 from benchmarks.results import ResultsError
 from benchmarks.twin import Twin
+from kit.store import composed_run
 
 
 def test_ppo_is_given_what_the_experiment_says():
@@ -57,6 +59,16 @@ def test_replay_is_given_what_the_experiment_says():
 )
 def test_what_cannot_be_said_there_is_refused(name, why):
     with pytest.raises(ResultsError, match=why):
+        Twin(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "setting"),
+    [("ppo_acrobot", "data.buffer.standardize_advantages=True"), ("sac_pendulum", "model.max_grad_norm=0.5")],
+)
+def test_so_is_a_setting_that_it_has_not(name, setting, monkeypatch):
+    monkeypatch.setattr(twin, "composed_run", lambda *said: composed_run(*said, setting))
+    with pytest.raises(ResultsError, match=rf"has {re.escape(setting)}, and Stable-Baselines3 no counterpart"):
         Twin(name)
 
 
