@@ -94,6 +94,27 @@ def test_vectors_of_several_entries_are_read_as_one(case: str) -> None:
     assert found[0][2] == found[1][2]
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.uint8])
+@pytest.mark.parametrize("case", [*OFF_POLICY, "ppo"])
+def test_numbers_of_another_dtype_are_read_as_networks_read_them(case: str, dtype: torch.dtype) -> None:
+    """MuJoCo's observations are float64, and images as vectors uint8."""
+    found = []
+    for read_as in (dtype, torch.float32):
+        torch.manual_seed(0)
+        module = learner(case, NETWORKS["relu"])
+        module.configure_optimizers()
+        memory = {key: view for group in module._groups.values() for key, view in group.memory().items()}
+        torch.manual_seed(1)
+        batch = mini_batch() if case == "ppo" else transitions(SPECS[case], 32)
+        for level in (batch, batch.get("next", batch)):
+            level["observation"] = (9.0 * level["observation"].abs()).to(dtype).to(read_as)
+        read: Any = batch if case == "ppo" else read_transitions(batch, ["observation"], 0.9)
+        assert module.rows_by_hand(read) == 32
+        module.by_hand(memory, 32)(read)
+        found.append([each.clone() for each in memory.values()])
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
 def mini_batch(rows: int = 32) -> TensorDict:
     """Steps of which some policies have moved far away."""
     torch.manual_seed(1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
-from torchrl.data import Bounded
+from torchrl.data import Bounded, Composite, Unbounded
 from torchrl.envs import ExplorationType, set_exploration_type
 
 from kit.specs import BOX, DISCRETE, ONE_HOT, TWO_CHOICES, specs_of
@@ -91,6 +92,30 @@ def test_a_compiled_policy_acts_as_its_module(
             for key, value in modules.items():
                 assert mine[key].dtype == value.dtype
                 torch.testing.assert_close(mine[key], value, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.uint8])
+@pytest.mark.parametrize("keys", [["observation"], ["left", "right"]])
+@pytest.mark.parametrize("kind", [PPOModule, DQNModule, SACModule, TD3Module])
+def test_vectors_of_several_entries_and_of_any_numbers_are_read(
+    kind: Any, keys: list[str], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MuJoCo's observations are float64, images as vectors uint8, those with goals three entries."""
+    sizes = dict(zip(keys, ([4] if len(keys) == 1 else [1, 3]), strict=True))
+    specs = BOX if kind in (SACModule, TD3Module) else DISCRETE
+    torch.manual_seed(0)
+    shown = Composite({key: Unbounded(size, dtype=dtype) for key, size in sizes.items()})
+    policy = kind(MLPNetwork([8])).build(SimpleNamespace(observation=shown, action=specs.action)).policy
+    step = TensorDict({key: torch.zeros(ROWS, size, dtype=dtype) for key, size in sizes.items()}, [ROWS])
+    call = standing_call(policy, step)
+    assert call is not None
+    assert is_compiled(policy, call, monkeypatch)
+    for _ in range(2):
+        for key in keys:
+            step[key].copy_((3.0 * torch.randn(step[key].shape)).abs())
+        mine, modules = both(policy, call, step)
+        for key, value in modules.items():
+            torch.testing.assert_close(mine[key], value, rtol=1e-6, atol=1e-6)
 
 
 def test_what_was_in_memory_before_chooses_no_action(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,7 +111,7 @@ class Actor(ProbabilisticActor):
         sample = layers = None
         if not self.masked and defines_both(head, "compiled_sample", "sample"):
             with suppress(ValueError):
-                layers = CompiledLayers(step.get(self.trunk.in_keys[0]), self.trunk, head, head.stack)
+                layers = CompiledLayers([step.get(key) for key in self.trunk.in_keys], self.trunk, head, head.stack)
                 sample = head.compiled_sample(layers)
         if layers is None or sample is None:
             return lambda: self.act_on(step)

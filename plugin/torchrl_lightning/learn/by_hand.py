@@ -95,6 +95,12 @@ def of_modules(trunk: Any, modules: Sequence[nn.Module | None], gradients: Gradi
     return Perceptron(layers, [(gradients[each.weight].numpy().T, gradients[each.bias].numpy()) for each in linear])
 
 
+def vectors_of(entries: Sequence[Tensor]) -> Array:
+    """Return the vectors ``[B, F_i]`` of an observation as networks read them: float32, side by side, ``[B, F]``."""
+    found = [entry.to(torch.float32) for entry in entries]
+    return (torch.cat(found, -1) if len(found) > 1 else found[0].contiguous()).numpy()
+
+
 def array_of(parameter: Tensor) -> Array:
     """Return a parameter's memory; a ValueError if kernels cannot read it."""
     if not is_plain(parameter):

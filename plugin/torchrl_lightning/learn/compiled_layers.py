@@ -65,12 +65,12 @@ def activation_number(module: nn.Module) -> int:
 
 
 class CompiledLayers:
-    """Linear layers, tanh and relu over one entry of an observation, for a fixed number of rows.
+    """Linear layers, tanh and relu over the vectors of an observation, for a fixed number of rows.
 
     What lies in the modules' parameters is read at each call, wherever they have been moved.
 
     Args:
-        x: The entry, ``[N, F]``: its memory stays where it is, and is overwritten.
+        entries: The vectors, ``[N, F_i]``: their memory stays where it is, and is overwritten.
         trunk: What computes features of it.
         head: What comes behind it.
         modules: What the head computes of the features, in order; of those with children, these are.
@@ -79,11 +79,20 @@ class CompiledLayers:
         ValueError: There is something else to compute, or too much.
     """
 
-    def __init__(self, x: Tensor, trunk: Any, head: nn.Module, modules: Sequence[nn.Module | None]) -> None:
+    def __init__(
+        self, entries: Sequence[Tensor], trunk: Any, head: nn.Module, modules: Sequence[nn.Module | None]
+    ) -> None:
         linear, activations = linear_layers(trunk, modules)
-        rows, weights = len(x), sum(layer.weight.numel() for layer in linear)
-        if rows * weights > MOST_PRODUCTS or not is_plain(x) or x.shape[1:] != (linear[0].in_features,):
+        rows, weights = len(entries[0]), sum(layer.weight.numel() for layer in linear)
+        if rows * weights > MOST_PRODUCTS or not all(entry.is_cpu and entry.ndim == 2 for entry in entries):
             raise ValueError(f"{rows} rows of {weights} weights are not compiled.")
+        widths, features = [entry.shape[1] for entry in entries], linear[0].in_features
+        if sum(widths) != features:
+            raise ValueError(f"Vectors of {widths} numbers are not the {features} that are read.")
+        x, self._copied = entries[0], list[tuple[Tensor, Tensor]]()
+        if len(entries) > 1 or not is_plain(x):  # MuJoCo's are float64
+            x = torch.empty(rows, features)
+            self._copied = list(zip(x.split(widths, 1), entries, strict=True))
         self._watch = Watch(trunk, head)
         self._levels = [layer._parameters for layer in linear]
         self._shapes = [parameter.shape for parameter in self._found()]
@@ -100,7 +109,7 @@ class CompiledLayers:
         return [parameter for level in self._levels for parameter in level.values() if parameter is not None]
 
     def hold(self) -> bool:
-        """Return whether the modules are what they were; see to where their parameters lie."""
+        """Return whether the modules are what they were; see to what they read, and to where their parameters lie."""
         found = self._found()
         addresses = list(map(Tensor.data_ptr, found))
         if addresses != self._addresses:
@@ -108,6 +117,8 @@ class CompiledLayers:
                 return False
             self._addresses = addresses
             self._table[:, :2] = np.reshape(addresses, (-1, 2))
+        for place, entry in self._copied:
+            place.copy_(entry)
         return self._watch.holds()
 
 

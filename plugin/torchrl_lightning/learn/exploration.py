@@ -210,7 +210,7 @@ class StochasticPolicy(ExploringPolicy):
         head, trunk = self.network.head, self.network.trunk
         if not defines_both(head, "compiled_act", "act"):
             raise ValueError(f"{type(head).__name__} is not compiled.")
-        layers = CompiledLayers(entries[0], trunk, head, head.stack)
+        layers = CompiledLayers(entries, trunk, head, head.stack)
         act = head.compiled_act(layers)
         return layers, lambda explore: act(not explore)
 
@@ -231,7 +231,7 @@ class NoisyPolicy(ExploringPolicy):
         head, trunk = self.network.head, self.network.trunk
         if not defines_both(head, "stack", "squashed"):
             raise ValueError(f"{type(head).__name__} is not compiled.")
-        layers = CompiledLayers(entries[0], trunk, head, head.stack)
+        layers = CompiledLayers(entries, trunk, head, head.stack)
         noise, action = torch.empty(2, len(entries[0]), layers.outputs)
         amounts: Any = self._buffers
         kernel, shape, drawn, chosen = jitted(choose_noisily), np.empty(2, np.int64), noise.numpy(), action.numpy()

@@ -22,11 +22,12 @@ from torchrl_lightning.learn.by_hand import (
     Slopes,
     array_of,
     of_modules,
+    vectors_of,
 )
 from torchrl_lightning.learn.compiled_layers import activation_number
 from torchrl_lightning.learn.q_networks import CriticEnsemble, QNetwork
 from torchrl_lightning.learn.squashed import LOG_STD_RANGE, DeterministicHead, SquashedHead, furthest
-from torchrl_lightning.learn.transitions import Entries, Transitions
+from torchrl_lightning.learn.transitions import Transitions
 
 Seen = tuple[Array, Array]
 """Observations of a batch, and their successors."""
@@ -34,15 +35,12 @@ Seen = tuple[Array, Array]
 
 def rows_of(batch: Transitions) -> int | None:
     """Return how many plain transitions a batch holds; None if it holds others."""
-    for each in (*batch.now, *batch.after, batch.reward, batch.weight, batch.discount):
-        if isinstance(each, Tensor) and not (each.dtype is torch.float32 and each.is_cpu):
+    for each in (batch.reward, batch.weight, batch.discount):
+        if isinstance(each, Tensor) and each.dtype is not torch.float32:
             return None
-    plain = batch.mask is None and batch.reward.ndim == 1 and batch.action.dtype in (torch.int64, torch.float32)
+    plain = batch.mask is None and batch.reward.ndim == 1 and batch.reward.is_cpu
+    plain = plain and batch.action.dtype in (torch.int64, torch.float32)
     return len(batch.reward) if plain else None
-
-
-def _vectors(entries: Entries) -> Array:
-    return (torch.cat(entries, -1) if len(entries) > 1 else entries[0].contiguous()).numpy()
 
 
 def of_critics(critics: Any, gradients: Gradients | None = None) -> list[Perceptron]:
@@ -95,7 +93,7 @@ class TransitionGradients(HandGradients):
         else:
             factor = self.constant
             factor.fill(discount)
-        seen = _vectors(batch.now), _vectors(batch.after)
+        seen = vectors_of(batch.now), vectors_of(batch.after)
         step = batch.reward.numpy(), batch.terminated.numpy(), factor
         weight = self.evenly if batch.weight is None else jitted(kernels.shares)(batch.weight.numpy())
         error = torch.empty(self.rows)

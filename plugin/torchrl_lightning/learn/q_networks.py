@@ -56,7 +56,7 @@ class QNetwork(QValueActor):
 
     def compiled_values(self, entries: Entries) -> CompiledLayers:
         """Return ``values`` as compiled layers; a ValueError where they are not compiled."""
-        return CompiledLayers(entries[0], self.trunk, self.head, [self.head])
+        return CompiledLayers(entries, self.trunk, self.head, [self.head])
 
 
 def build_q_network(
