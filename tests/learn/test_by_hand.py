@@ -14,11 +14,13 @@ from torch import nn
 from torchrl.data import Composite, Unbounded
 from torchrl.objectives.common import AUTO_LOSS_MASK_KEYS
 
+from kit.fake_data import FakeData
 from kit.learners import OFF_POLICY, SPECS, data_of, learner
 from kit.runs import parameters, trainer
+from kit.specs import BOX, TWO_CHOICES
 from kit.transitions import shake_targets, transitions
 from torchrl_lightning.keys import REPLAYED
-from torchrl_lightning.learn import ActorCriticModule, DQNModule, MLPNetwork, by_hand
+from torchrl_lightning.learn import ActorCriticModule, DQNModule, MLPNetwork, PPOModule, by_hand
 from torchrl_lightning.learn.transitions import read_transitions
 
 NETWORKS = {"relu": MLPNetwork([9, 8], "relu"), "tanh": MLPNetwork([8], "tanh", head_sizes=[6])}
@@ -115,12 +117,13 @@ def test_numbers_of_another_dtype_are_read_as_networks_read_them(case: str, dtyp
     torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
-def mini_batch(rows: int = 32) -> TensorDict:
-    """Steps of which some policies have moved far away."""
+def mini_batch(rows: int = 32, in_a_box: bool = False) -> TensorDict:
+    """Steps of which some policies have moved far away; in a box, some of the actions lie on its bounds."""
     torch.manual_seed(1)
+    low, high = BOX.action.space.low, BOX.action.space.high
     entries = {
         "observation": torch.randn(rows, 4),
-        "action": torch.randint(0, 2, (rows,)),
+        "action": (3.0 * torch.randn(rows, 2)).clamp(low, high) if in_a_box else torch.randint(0, 2, (rows,)),
         "action_log_prob": -torch.rand(rows),
         "advantage": torch.randn(rows, 1),
         "value_target": torch.randn(rows, 1),
@@ -130,13 +133,22 @@ def mini_batch(rows: int = 32) -> TensorDict:
 
 @pytest.mark.parametrize("settings", [{}, {"entropy_coeff": 0.3, "loss_critic_type": "smooth_l1", "critic_coeff": 2.0}])
 @pytest.mark.parametrize("network", NETWORKS)
-def test_gradients_and_losses_of_ppo_are_autograds(network: str, settings: dict[str, Any]) -> None:
-    module = learner("ppo", NETWORKS[network], **settings)
+@pytest.mark.parametrize("in_a_box", [False, True])
+def test_gradients_and_losses_of_ppo_are_autograds(in_a_box: bool, network: str, settings: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    module = PPOModule(NETWORKS[network], **settings).build(BOX if in_a_box else TWO_CHOICES)
     for parameter in module.parameters():
         parameter.data.mul_(2.0)
+    if in_a_box:
+        module.policy.head.layers.log_std.data.copy_(torch.tensor([-0.4, 0.3]))
     module.configure_optimizers()
     memory = {key: view for group in module._groups.values() for key, view in group.memory().items()}
-    batch = mini_batch()
+    batch = mini_batch(in_a_box=in_a_box)
+    if in_a_box:
+        on_bounds = (batch["action"] == BOX.action.space.low) | (batch["action"] == BOX.action.space.high)
+        assert 0.1 < on_bounds.float().mean() < 0.9
+        with torch.no_grad():
+            batch["action_log_prob"] = module.evaluate(batch)[0] + 0.3 * torch.randn(32)
     assert module.rows_by_hand(batch) == 32
     hand = module.by_hand(memory, 32)
     found = [hand(batch) for _ in range(2)][-1]  # its memory is used again
@@ -172,14 +184,18 @@ def spied(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return made
 
 
-@pytest.mark.parametrize("case", [*OFF_POLICY, "ppo"])
+@pytest.mark.parametrize("case", [*OFF_POLICY, "ppo", "ppo in a box"])
 def test_a_run_by_hand_learns_what_a_run_by_autograd_learns(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ends, metrics, errors = [], [], []
     made = spied(monkeypatch)
     for hand in (True, False):
         if not hand:
             monkeypatch.setattr(by_hand, "_is_ours", lambda module: False)
-        module, data = learner(case, max_grad_norm=0.5), data_of(case, batches=4)
+        if case == "ppo in a box":
+            torch.manual_seed(0)
+            module, data = PPOModule(NETWORKS["relu"], max_grad_norm=0.5).build(BOX), FakeData(4, specs=BOX)
+        else:
+            module, data = learner(case, max_grad_norm=0.5), data_of(case, batches=4)
         torch.manual_seed(5)
         trainer(max_epochs=2).fit(module, datamodule=data)
         ends.append(parameters(module))
@@ -213,6 +229,7 @@ LEFT: dict[str, Callable[[], tuple[Any, L.Trainer]]] = {
     ),
     "values that are clipped": lambda: (learner("ppo", clip_value=0.2), trainer(max_epochs=1)),
     "a shared trunk": lambda: (learner("ppo", MLPNetwork([8], shared=True)), trainer(max_epochs=1)),
+    "a tanh": lambda: (PPOModule(distribution="tanh_normal").build(BOX), trainer(max_epochs=1)),
     "another objective": lambda: (learner("a2c"), trainer(max_epochs=1)),
     "dueling": lambda: (learner("dqn", dueling=True), trainer(max_epochs=1)),
     "memory": lambda: (learner("dqn", "gru"), trainer(max_epochs=1)),
@@ -225,7 +242,8 @@ LEFT: dict[str, Callable[[], tuple[Any, L.Trainer]]] = {
 def test_what_is_more_is_left_to_autograd(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made = spied(monkeypatch)
     module, run = LEFT[name]()
-    run.fit(module, datamodule=data_of("ppo" if isinstance(module, ActorCriticModule) else "dqn"))
+    in_a_box = FakeData(3, specs=BOX) if name == "a tanh" else None
+    run.fit(module, datamodule=in_a_box or data_of("ppo" if isinstance(module, ActorCriticModule) else "dqn"))
     assert made == [False] * 3
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from torchrl_lightning.kernels.compiled import in_any_order
-from torchrl_lightning.kernels.perceptron import RELU, TANH, activate, bounded
+from torchrl_lightning.kernels.perceptron import RELU, TANH, activate, bounded, log_tail
 
 L1, L2, SMOOTH_L1 = 0, 1, 2
 
@@ -180,7 +180,7 @@ def smooth(out: Any, noise: Any, deviation: float, most: float, action: Any) -> 
             action[r, a] = bounded(np.tanh(out[r, a]) + more, one)
 
 
-def learn_clipped(
+def learn_choices_clipped(
     logits: Any, action: Any, behaviour: Any, advantage: Any, clip: float, entropy_coeff: float, d: Any
 ) -> Any:
     """Compute the clipped objective of chosen actions, entropy, log-ratio and clipped share, all means (numba).
@@ -208,19 +208,80 @@ def learn_clipped(
             if d[r, a] > 0.0:  # a forbidden action has log-probability -inf; its share of the entropy is zero
                 spread -= d[r, a] * (row[a] - scale)
         log_ratio = row[action[r]] - scale - behaviour[r]
-        ratio, gain = np.exp(log_ratio), advantage[r]
-        gained, bound = ratio * gain, gain + np.float32(clip) * abs(gain)
-        slope = -share * gained if gained <= bound else np.float32(0.0)
-        objective -= min(gained, bound)
+        gained, rises, is_beyond = clipped_gain(log_ratio, advantage[r], clip)
+        slope = -share * gained if rises else np.float32(0.0)
+        objective -= gained
         entropy += float(spread)
         moved += log_ratio
-        beyond += 1.0 if abs(ratio - np.float32(1.0)) > clip else 0.0
+        beyond += is_beyond
         for a in range(size):
             p = d[r, a]
             bonus = p * (row[a] - scale + spread) if p > 0.0 else np.float32(0.0)
             d[r, a] = np.float32(entropy_coeff) * share * bonus - slope * p
         d[r, action[r]] += slope
     return objective / rows, entropy / rows, moved / rows, beyond / rows
+
+
+def learn_normals_clipped(
+    out: Any, action: Any, behaviour: Any, advantage: Any, clip: float, entropy_coeff: float, box: Any, d: Any, to: Any
+) -> Any:
+    """Compute the same of actions ``[B, A]`` that were drawn from Normals and clipped to a box (numba).
+
+    Args:
+        out: the means, in units of half the range, ``[B, A]``.
+        action: what was done, ``[B, A]``.
+        behaviour: its log-probabilities when it was chosen, ``[B]``.
+        advantage: ``[B]``.
+        clip: the range of the ratio around 1.
+        entropy_coeff: the weight of the entropy, which is that before clipping.
+        box: center and half of the range of a mean, the logarithm of the deviation in units of the latter, and the
+            bounds, low and high, ``[A]`` each.
+        d: receives the gradient of the means, ``[B, A]``.
+        to: receives that of the logarithms, ``[A]``.
+    """
+    (rows, size), (center, half, log_std, low, high) = out.shape, box
+    constant = 0.5 * math.log(2.0 * math.pi)
+    scale, log_scale, tilt, sums = np.empty(size), np.empty(size), np.empty(size), np.empty(size)
+    objective = moved = beyond = entropy = 0.0
+    for a in range(size):
+        scale[a], log_scale[a] = math.exp(log_std[a]) * half[a], log_std[a] + math.log(half[a])
+        entropy += log_scale[a] + 0.5 + constant
+        sums[a] = -entropy_coeff
+    for r in range(rows):
+        total = 0.0
+        for a in range(size):
+            value = action[r, a]
+            z = (value - np.float64(out[r, a]) * half[a] - center[a]) / scale[a]
+            if low[a] < value < high[a]:
+                total -= 0.5 * z * z + log_scale[a] + constant
+                slope = -z
+                tilt[a] = z * z - 1.0
+            else:  # the mass of the tail, whose slope is its hazard
+                side = 1.0 if value <= low[a] else -1.0
+                tail = log_tail(side * z)
+                total += tail
+                slope = side * math.exp(-0.5 * z * z - constant - tail)
+                tilt[a] = -slope * z
+            d[r, a] = slope
+        log_ratio = np.float32(total) - behaviour[r]
+        gained, rises, is_beyond = clipped_gain(log_ratio, advantage[r], clip)
+        objective -= gained
+        moved += log_ratio
+        beyond += is_beyond
+        share = -gained / rows if rises else 0.0
+        for a in range(size):
+            sums[a] += share * tilt[a]
+            d[r, a] *= -share * half[a] / scale[a]
+    for a in range(size):
+        to[a] = sums[a]
+    return objective / rows, entropy, moved / rows, beyond / rows
+
+
+def clipped_gain(log_ratio: Any, advantage: Any, clip: float) -> Any:
+    """Return PPO's objective of a step, whether it rises with the ratio, and whether that is clipped (numba)."""
+    ratio = np.exp(log_ratio)
+    gained, bound = ratio * advantage, advantage + np.float32(clip) * abs(advantage)
+    return min(gained, bound), gained <= bound, 1.0 if abs(ratio - np.float32(1.0)) > clip else 0.0
 
 
 def learn_returns(values: Any, target: Any, coeff: float, kind: int, d: Any) -> Any:

@@ -14,7 +14,7 @@ from torchrl_lightning.keys import REPLAYED
 from torchrl_lightning.learn.base import ActorCriticModule, require, standardizer
 from torchrl_lightning.learn.by_hand import HandGradients
 from torchrl_lightning.learn.losses import clipped_surrogate_loss, policy_gradient_loss
-from torchrl_lightning.learn.ppo_by_hand import ClippedGradients, rows_of
+from torchrl_lightning.learn.ppo_by_hand import gradients_of, rows_of
 from torchrl_lightning.learn.schedules import Schedule
 from torchrl_lightning.settings import Positive, Switch
 
@@ -169,7 +169,7 @@ class PPOModule(EntropyModule):
 
     def by_hand(self, gradients: Mapping[nn.Parameter, Tensor], rows: int) -> HandGradients:
         """Return what writes the gradients of ``terms``; a ValueError where they are not those of two perceptrons."""
-        return ClippedGradients(self, gradients, rows)
+        return gradients_of(self, gradients, rows)
 
     def should_stop(self, terms: Mapping[str, Tensor]) -> bool:
         """Return whether the policy has moved too far from the one that acted; all ranks decide alike."""
