@@ -188,6 +188,9 @@ def test_an_environment_is_built(compose_option, option, tmp_path, monkeypatch):
         data.close()
 
 
+FEW_BRANCHES = ["model.dynamics.max_epochs=1", "data.source.branches_per_fit=100"]
+
+
 @pytest.mark.filterwarnings("ignore:.*MultiRoom-N4-S5-v0 is out of date")  # it has published returns
 @pytest.mark.parametrize(
     ("experiment", "env", "fewer"),
@@ -197,13 +200,15 @@ def test_an_environment_is_built(compose_option, option, tmp_path, monkeypatch):
         ("dqn_pong", "atari", ["data.num_envs=2", "data.warmup_frames=4", "data.buffer.storage.max_size=64"]),
         ("dqn_pong_envpool", "envpool", ["data.num_envs=2", "data.warmup_frames=4", "data.buffer.storage.max_size=64"]),
         ("ppo_cartpole_envpool", "envpool", []),
-        ("mbpo_invertedpendulum", "mujoco", ["model.dynamics.max_epochs=1", "data.source.branches_per_fit=100"]),
+        ("mbpo_hopper", "mujoco", [*FEW_BRANCHES, "data.warmup_frames=100"]),
+        ("mbpo_invertedpendulum", "mujoco", FEW_BRANCHES),
         ("ppo_halfcheetah", "mujoco", ["data.frames_per_batch=64"]),
         ("ppo_minigrid_doorkey", "minigrid", ["data.frames_per_batch=64"]),
         ("ppod_minigrid_keycorridor", "minigrid", ["data.frames_per_batch=128"]),
         ("ppod_minigrid_lockedroom", "minigrid", ["data.frames_per_batch=128"]),
         ("ppod_minigrid_multiroom", "minigrid", ["data.frames_per_batch=128"]),
         ("ppod_minigrid_unlockpickup", "minigrid", ["data.frames_per_batch=128"]),
+        ("sac_her_fetchpush", "robotics", ["data.warmup_frames=300"]),
         ("sac_hopper", "mujoco", ["data.warmup_frames=300"]),
         ("sac_invertedpendulum", "mujoco", ["data.warmup_frames=100"]),
     ],
