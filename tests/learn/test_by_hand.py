@@ -75,22 +75,24 @@ def test_gradients_losses_errors_and_random_numbers_are_autograds(name: str, net
             torch.testing.assert_close(view, parameter.grad, rtol=1e-5, atol=near + 1e-8)
 
 
-@pytest.mark.parametrize("case", OFF_POLICY)
+@pytest.mark.parametrize("case", [*OFF_POLICY, "ppo"])
 def test_vectors_of_several_entries_are_read_as_one(case: str) -> None:
     specs, found = SPECS[case], []
     parts = Composite(left=Unbounded(1), right=Unbounded(3))
     for observation, keys in ((specs.observation, ["observation"]), (parts, ["left", "right"])):
         torch.manual_seed(0)
-        module = OFF_POLICY[case](NETWORKS["relu"]).build(SimpleNamespace(observation=observation, action=specs.action))
+        kind = {**OFF_POLICY, "ppo": PPOModule}[case]
+        module = kind(NETWORKS["relu"]).build(SimpleNamespace(observation=observation, action=specs.action))
         module.configure_optimizers()
         memory = {key: view for group in module._groups.values() for key, view in group.memory().items()}
         torch.manual_seed(1)
-        batch = transitions(specs, 32)
-        for level in (batch, batch["next"]):
+        batch = mini_batch() if case == "ppo" else transitions(specs, 32)
+        for level in (batch, batch.get("next", batch)):
             level["left"], level["right"] = level["observation"].split([1, 3], -1)
-        read = read_transitions(batch, keys, 0.9)
+        read: Any = batch if case == "ppo" else read_transitions(batch, keys, 0.9)
         assert module.rows_by_hand(read) == 32
-        terms, error = module.by_hand(memory, 32)(read)
+        told = module.by_hand(memory, 32)(read)
+        terms, error = (told, torch.zeros(1)) if case == "ppo" else told
         found.append(([each.clone() for each in memory.values()], error, terms))
     torch.testing.assert_close(*(each[:2] for each in found), rtol=0, atol=0)
     assert found[0][2] == found[1][2]
