@@ -48,7 +48,10 @@ class ResultsError(ValueError):
 
 @dataclass(frozen=True)
 class Row:
-    """An evaluation of training, or the end of a run: ``minutes`` of processor time are the end's alone."""
+    """An evaluation of training, or the end of a run: ``minutes`` of processor time are the end's alone.
+
+    ``success`` is the share of episodes that end at the goal, where the environment has one.
+    """
 
     seed: int
     frames: int
@@ -56,6 +59,7 @@ class Row:
     deviation: float
     episodes: int
     minutes: float | None = None
+    success: float | None = None
 
 
 def settings_of(name: str) -> str:
@@ -118,7 +122,7 @@ def read(path: Path, settings: str | None = None, script: str = "results.py") ->
             *(int(float(row[key])) for key in ("seed", "frames")),
             *(float(row[key]) for key in ("score", "deviation")),
             int(row["episodes"]),
-            float(row["minutes"]) if row["minutes"] else None,
+            *(float(row[key]) if row.get(key) else None for key in ("minutes", "success")),
         )
         for row in rows
     ]
@@ -139,15 +143,19 @@ def logged(path: Path, seed: int) -> Iterator[Row]:
     with path.open(newline="") as file:
         for row in csv.DictReader(file):
             if row.get("eval/return"):
-                yield Row(seed, int(float(row["step"])), float(row["eval/return"]), float(row["eval/return_std"]), 0)
+                score, deviation = float(row["eval/return"]), float(row["eval/return_std"])
+                success = float(row["eval/success"]) if row.get("eval/success") else None
+                yield Row(seed, int(float(row["step"])), score, deviation, 0, success=success)
 
 
 def ended(said: str, seed: int, minutes: float) -> Row:
     """Read the last line of ``torchrl-lightning-evaluate``."""
-    found = re.search(r"return: (\S+) \+- (\S+) over (\d+) episodes, (\d+) frames", said)
+    form = r"return: (\S+) \+- (\S+) over (\d+) episodes,(?: success rate (\S+),)? (\d+) frames"
+    found = re.search(form, said)
     if found is None:
         raise ResultsError(f"the evaluation of seed {seed} said {said[-300:]!r} instead of a score.")
-    return Row(seed, int(found[4]), float(found[1]), float(found[2]), int(found[3]), minutes)
+    success = None if found[4] is None else float(found[4])
+    return Row(seed, int(found[5]), float(found[1]), float(found[2]), int(found[3]), minutes, success)
 
 
 def _command(program: str, *arguments: str) -> str:
@@ -171,6 +179,11 @@ def middle_half(values: Sequence[float]) -> str:
 def short(score: float) -> str:
     """Return a score in a few digits."""
     return f"{score:.4g}" if abs(score) < 10 else f"{score:.0f}"
+
+
+def shown(end: Row) -> str:
+    """Return the score of a run, and in brackets how often it succeeds."""
+    return short(end.score) if end.success is None else f"{short(end.score)} ({end.success:.2f})"
 
 
 def spread(scores: Sequence[float]) -> str:
@@ -209,7 +222,7 @@ def table(folder: Path = RESULTS) -> str:
         if len(scores) >= 5:
             told += f"; middle half {middle_half(scores)}"
         frames, seeds = max(row.frames for row in ends), ", ".join(str(row.seed) for row in ends)
-        cells = (f"`{path.stem}`", seeds, f"{frames:,}", minutes(ends), ", ".join(map(short, scores)), told)
+        cells = (f"`{path.stem}`", seeds, f"{frames:,}", minutes(ends), ", ".join(map(shown, ends)), told)
         lines.append(f"| {' | '.join(cells)} | {of_peer(path.stem, folder)} | {published.get(path.stem, '')} |")
     return "\n".join(lines) + "\n"
 

@@ -18,6 +18,7 @@ from benchmarks.results import (
     logged,
     of_peer,
     read,
+    shown,
     table,
     with_table,
 )
@@ -47,6 +48,13 @@ def test_what_is_written_is_read_again_as_long_as_the_settings_are_the_same(tmp_
     with pytest.raises(ResultsError, match=r"is of the settings \w+, the experiment has \w+\. Run it again: python"):
         read(path)
     assert results.settings_of("ppod_minigrid_multiroom") != before  # which begins with this one
+
+
+def test_the_share_that_succeeds_is_read_again_and_stands_behind_the_score(tmp_path):
+    rows = [replace(ROWS[0], success=0.5), replace(ROWS[1], success=0.91)]
+    results.write(NAME, rows, tmp_path)
+    assert read(tmp_path / f"{NAME}.csv") == rows
+    assert list(map(shown, [rows[1], ROWS[1]])) == ["3 (0.91)", "3"]
 
 
 def test_other_seeds_stay_in_the_same_settings(tmp_path):
@@ -87,6 +95,10 @@ def test_a_log_and_the_last_line_of_an_evaluation_are_understood(tmp_path):
     assert list(logged(path, 3)) == [Row(3, 128, 2.5, 0.5, 0)]
     said = "warning\nmean evaluation return: -83.0 +- 19.5 over 100 episodes, 299008 frames, 3 s\n"
     assert ended(said, 1, 0.5) == Row(1, 299008, -83.0, 19.5, 100, 0.5)
+    path.write_text("eval/return,eval/return_std,eval/success,step\n-9.0,0.5,0.75,128\n")
+    assert list(logged(path, 3)) == [Row(3, 128, -9.0, 0.5, 0, success=0.75)]
+    said = "mean evaluation return: -14.4 +- 12.4 over 100 episodes, success rate 0.91, 400000 frames, 12 s\n"
+    assert ended(said, 1, 0.5) == Row(1, 400000, -14.4, 12.4, 100, 0.5, 0.91)
     with pytest.raises(ResultsError, match="seed 1 said 'error'"):
         ended("error", 1, 0.5)
 
