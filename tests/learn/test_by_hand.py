@@ -21,6 +21,7 @@ from kit.specs import BOX, TWO_CHOICES
 from kit.transitions import shake_targets, transitions
 from torchrl_lightning.keys import REPLAYED
 from torchrl_lightning.learn import ActorCriticModule, DQNModule, MLPNetwork, PPOModule, by_hand
+from torchrl_lightning.learn.action_heads import GaussianLayer
 from torchrl_lightning.learn.transitions import read_transitions
 
 NETWORKS = {"relu": MLPNetwork([9, 8], "relu"), "tanh": MLPNetwork([8], "tanh", head_sizes=[6])}
@@ -170,6 +171,20 @@ def test_steps_that_do_not_count_alike_are_left_to_autograd(key: Any) -> None:
     batch[key] = torch.ones(32, 1, dtype=torch.bool)
     assert module.rows_by_hand(batch) is None
     assert module.rows_by_hand(mini_batch().reshape(8, 4)) is None
+
+
+@pytest.mark.parametrize("key", ["observation", "action_log_prob", "advantage", "value_target"])
+def test_steps_without_an_entry_are_left_to_autograd_which_names_it(key: str) -> None:
+    assert learner("ppo").rows_by_hand(mini_batch().exclude(key)) is None
+
+
+def test_another_layer_of_means_and_deviations_is_left_to_autograd() -> None:
+    module = PPOModule(NETWORKS["relu"]).build(BOX)
+    module.policy.head.layers.__class__ = type("Other", (GaussianLayer,), {})
+    module.configure_optimizers()
+    memory = {key: view for group in module._groups.values() for key, view in group.memory().items()}
+    with pytest.raises(ValueError, match="Other is not known"):
+        module.by_hand(memory, 32)
 
 
 def spied(monkeypatch: pytest.MonkeyPatch) -> list[bool]:

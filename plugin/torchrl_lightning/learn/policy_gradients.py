@@ -165,7 +165,7 @@ class PPOModule(EntropyModule):
 
     def rows_by_hand(self, batch: TensorDictBase) -> int | None:
         """Return how many steps a mini-batch holds; None if they are no plain ones."""
-        return rows_of(batch)
+        return rows_of(batch, self.policy.trunk.in_keys)
 
     def by_hand(self, gradients: Mapping[nn.Parameter, Tensor], rows: int) -> HandGradients:
         """Return what writes the gradients of ``terms``; a ValueError where they are not those of two perceptrons."""

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from tensordict import TensorDictBase
+from tensordict.utils import NestedKey
 from torch import Tensor
 from torchrl.objectives.common import AUTO_LOSS_MASK_KEYS
 
 from torchrl_lightning.kernels import perceptron_gradients as kernels
 from torchrl_lightning.kernels.compiled import jitted
 from torchrl_lightning.keys import REPLAYED
-from torchrl_lightning.learn.action_heads import CategoricalHead, ClippedNormalHead
+from torchrl_lightning.learn.action_heads import CategoricalHead, ClippedNormalHead, GaussianLayer
 from torchrl_lightning.learn.by_hand import (
     DISTANCES,
     Array,
@@ -31,15 +33,18 @@ _READ = ("action_log_prob", "advantage", "value_target")
 _NOT_KNOWN = (*AUTO_LOSS_MASK_KEYS, REPLAYED)
 
 
-def rows_of(batch: TensorDictBase) -> int | None:
-    """Return how many plain steps a mini-batch holds; None if some are replayed, masked, or part of sequences."""
+def rows_of(batch: TensorDictBase, keys: Sequence[NestedKey]) -> int | None:
+    """Return how many plain steps a mini-batch holds; None if some are replayed, masked, or part of sequences.
+
+    ``keys`` are those of what is observed.
+    """
     if batch.ndim != 1 or any(batch.get(key, None) is not None for key in _NOT_KNOWN):
         return None
-    for key in _READ:
-        entry = batch.get(key, None)
-        if not isinstance(entry, Tensor) or entry.dtype is not torch.float32 or not entry.is_cpu:
-            return None
-    return len(batch) if batch.get("action").dtype in (torch.int64, torch.float32) else None
+    entries = [batch.get(key, None) for key in (*_READ, "action", *keys)]
+    if not all(isinstance(entry, Tensor) and entry.is_cpu for entry in entries):
+        return None
+    *read, action = (entry.dtype for entry in entries[: len(_READ) + 1])
+    return len(batch) if set(read) == {torch.float32} and action in (torch.int64, torch.float32) else None
 
 
 class ClippedGradients(HandGradients):
@@ -101,6 +106,8 @@ class ClippedNormalGradients(ClippedGradients):
         super().__init__(module, gradients, rows)
         head = module.policy.head
         layer = head.layers
+        if type(layer) is not GaussianLayer:
+            raise ValueError(f"{type(layer).__name__} is not known.")
         self.box = tuple(map(array_of, (layer.center, layer.half_range, layer.log_std, head.low, head.high)))
         self.to_log_std = gradients[layer.log_std].numpy()
 
