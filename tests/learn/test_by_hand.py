@@ -35,6 +35,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+def gradients_of(module: Any) -> dict[nn.Parameter, torch.Tensor]:
+    """Return where the gradients of a module's parameters go."""
+    module.configure_optimizers()
+    return {key: view for group in module._groups.values() for key, view in group.memory().items()}
+
+
 def batch_of(case: str, rows: int = 32, weighted: bool = False) -> Any:
     torch.manual_seed(1)
     batch = transitions(SPECS[case], rows)
@@ -54,8 +60,7 @@ def test_gradients_losses_errors_and_random_numbers_are_autograds(name: str, net
         if parameter.requires_grad and parameter.ndim:
             parameter.data.mul_(2.0)
     shake_targets(module)
-    module.configure_optimizers()
-    memory = {key: view for group in module._groups.values() for key, view in group.memory().items()}
+    memory = gradients_of(module)
     batch = batch_of(case, weighted=weighted)
     hand = module.by_hand(memory, 32)
     for _ in range(2):  # its memory is used again
@@ -84,8 +89,7 @@ def test_vectors_of_several_entries_are_read_as_one(case: str) -> None:
         torch.manual_seed(0)
         kind = {**OFF_POLICY, "ppo": PPOModule}[case]
         module = kind(NETWORKS["relu"]).build(SimpleNamespace(observation=observation, action=specs.action))
-        module.configure_optimizers()
-        memory = {key: view for group in module._groups.values() for key, view in group.memory().items()}
+        memory = gradients_of(module)
         torch.manual_seed(1)
         batch = mini_batch() if case == "ppo" else transitions(specs, 32)
         for level in (batch, batch.get("next", batch)):
@@ -107,8 +111,7 @@ def test_numbers_of_another_dtype_are_read_as_networks_read_them(case: str, dtyp
     for read_as in (dtype, torch.float32):
         torch.manual_seed(0)
         module = learner(case, NETWORKS["relu"])
-        module.configure_optimizers()
-        memory = {key: view for group in module._groups.values() for key, view in group.memory().items()}
+        memory = gradients_of(module)
         torch.manual_seed(1)
         batch = mini_batch() if case == "ppo" else transitions(SPECS[case], 32)
         for level in (batch, batch.get("next", batch)):
@@ -144,8 +147,7 @@ def test_gradients_and_losses_of_ppo_are_autograds(in_a_box: bool, network: str,
         parameter.data.mul_(2.0)
     if in_a_box:
         module.policy.head.layers.log_std.data.copy_(torch.tensor([-0.4, 0.3]))
-    module.configure_optimizers()
-    memory = {key: view for group in module._groups.values() for key, view in group.memory().items()}
+    memory = gradients_of(module)
     batch = mini_batch(in_a_box=in_a_box)
     if in_a_box:
         on_bounds = (batch["action"] == BOX.action.space.low) | (batch["action"] == BOX.action.space.high)
@@ -181,8 +183,7 @@ def test_steps_without_an_entry_are_left_to_autograd_which_names_it(key: str) ->
 def test_another_layer_of_means_and_deviations_is_left_to_autograd() -> None:
     module = PPOModule(NETWORKS["relu"]).build(BOX)
     module.policy.head.layers.__class__ = type("Other", (GaussianLayer,), {})
-    module.configure_optimizers()
-    memory = {key: view for group in module._groups.values() for key, view in group.memory().items()}
+    memory = gradients_of(module)
     with pytest.raises(ValueError, match="Other is not known"):
         module.by_hand(memory, 32)
 
