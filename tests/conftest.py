@@ -19,6 +19,18 @@ os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 TESTS = Path(__file__).parent
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Hides GPUs unless ``-m cuda`` asks for their tests: a process that has used one cannot fork, as tests do."""
+    if config.option.markexpr != "cuda":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skips what is marked ``cuda`` where no GPU is seen."""
+    if item.get_closest_marker("cuda") and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device, and -m cuda")
+
+
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
     """Looks for doctests in the package alone: helpers and scripts among the tests are no modules to import."""
     inside = TESTS in collection_path.parents and collection_path.suffix == ".py"

@@ -1,4 +1,4 @@
-"""The parts on a CUDA device, against the same parts on the CPU. Skipped where there is none."""
+"""The parts on a CUDA device, against the same parts on the CPU."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ from torchrl_lightning.rollout import GAEBuffer
 DEVICE = "cuda"
 pytestmark = [
     pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     pytest.mark.filterwarnings("ignore:.*logger.*"),
     pytest.mark.filterwarnings("ignore:.*GPU available but not used.*"),
 ]
@@ -98,7 +97,8 @@ def test_rings(sampler: Callable[[], Any], n_steps: int) -> None:
     near, far = made("cpu", steps), made(DEVICE, steps.to(DEVICE))
     one, other = near.sample(), far.sample()
     keys = list(one.keys(True, True))
-    assert_alike((other[key] for key in keys), (one[key] for key in keys), 0.0)
+    # Devices add up three rewards with other roundings; all else is copied.
+    assert_alike((other[key] for key in keys), (one[key] for key in keys), 0.0 if n_steps == 1 else 1e-6)
     if isinstance(far.sampler, PrioritizedSampler):
         other["td_error"] = torch.rand(32, device=DEVICE)
         far.update_tensordict_priority(other)

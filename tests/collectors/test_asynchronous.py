@@ -39,7 +39,7 @@ def replay() -> FollowedReplay:
 @pytest.fixture(scope="module")
 def pool(replay: FollowedReplay) -> Iterator[AsynchronousCollector]:
     """Two workers with two environments each, which several tests read from."""
-    sizes = {"num_workers": 2, "num_envs": 2, "frames_per_batch": 8, "total_frames": 176}
+    sizes = {"num_workers": 2, "num_envs": 2, "frames_per_batch": 8, "total_frames": 184}
     collector = AsynchronousCollector(RandomEnv, constant_policy(), **sizes, seed=0, replay=replay)
     assert not workers()
     yield collector
@@ -73,6 +73,7 @@ def test_stale_weights_are_stamped_and_bounded(pool: AsynchronousCollector, fork
 
 
 def test_workers_follow_what_is_replayed(pool: AsynchronousCollector, replay: FollowedReplay) -> None:
+    pool.rollout()  # the workers begin with what is replayed now: nothing
     assert not replay.told
     for content in (1, 2):
         replay.content = content
@@ -95,7 +96,7 @@ def test_workers_end_with_the_last_batch(pool: AsynchronousCollector) -> None:
     assert len(workers()) == 2
     assert all(batch.shape == (2, 4) for batch in stream)
     assert pool.frames == pool.total_frames
-    assert len(pool) == 22
+    assert len(pool) == 23
     assert not workers()
 
 

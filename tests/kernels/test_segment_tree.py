@@ -227,7 +227,7 @@ def test_operations_given_as_functions_of_torch(function: Any, name: str) -> Non
     other.load_state_dict(one.state_dict())
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.cuda
 def test_cuda_equals_cpu() -> None:
     seeded = generator(2)
     tree, twin = SumSegmentTree(5000, device="cuda"), SumSegmentTree(5000)

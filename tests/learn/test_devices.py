@@ -53,10 +53,9 @@ from torchrl_lightning.rollout.values import RECURRENT_KEYS
 
 SPECS = specs_of(Categorical(2), observation=Unbounded(1))
 Move = Callable[[nn.Module], nn.Module]
-on_cuda = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"))
 
 
-@pytest.fixture(params=["stand-in", on_cuda])
+@pytest.fixture(params=["stand-in", pytest.param("cuda", marks=pytest.mark.cuda)])
 def there(request: pytest.FixtureRequest) -> Iterator[tuple[torch.device, Move]]:
     """Another device, and what moves a module to it."""
     if request.param == "cuda":
@@ -102,8 +101,10 @@ def test_values_and_log_probabilities_of_a_rollout_that_lies_elsewhere(
         estimated(buffer, data)
         assert {value.device.type for value in buffer.rollout.values(True, True)} == {"cpu"}
         rollouts.append(buffer.rollout)
+    # cuDNN multiplies by recurrent weights in TF32, whose fractions have ten bits.
+    roughly = {"rtol": 1e-2, "atol": 1e-3} if there[0].type == "cuda" else {}
     for key in ("state_value", ("next", "state_value"), "advantage", "value_target"):
-        torch.testing.assert_close(rollouts[1][key], rollouts[0][key])
+        torch.testing.assert_close(rollouts[1][key], rollouts[0][key], **roughly)
 
 
 @pytest.mark.parametrize("propagation", ["step", "trajectory"])
@@ -178,7 +179,7 @@ def test_the_acting_policy_follows_its_module(case: str) -> None:
     assert {tensor.dtype for tensor in tensors} == {torch.float64}
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.cuda
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
 def test_runs_on_an_accelerator(precision: Any, tmp_path: Any) -> None:
     own = partial(torch.optim.Adam, lr=1e-3)
