@@ -2,10 +2,11 @@
 
     python tests/benchmarks/gpu.py [--device cuda] [--size 1000000] [--repetitions 11] [--json timings.json]
 
-``prioritized`` draws 256 of a million cells on the device and takes their priorities back, ``uniform`` only draws;
-TorchRL needs its compiled extension for prioritized sampling and is left out where it does not load. ``gae`` estimates
-rollouts that lie on the device. ``update`` is one training step of PPO and SAC in the Trainer, eager and compiled. Each
-call ends with a synchronisation, so that what is timed is done. ``--device cpu`` only shows that the script runs.
+``prioritized`` draws 256 of a million cells on the device and takes their priorities back, with trees on the CPU, the
+default, and on the device; ``uniform`` only draws. TorchRL needs its compiled extension for prioritized sampling and is
+left out where it does not load. ``gae`` estimates rollouts that lie on the device. ``update`` is one update of PPO and
+SAC in the Trainer, eager and compiled. Each call ends with a synchronisation, so that what is timed is done.
+``--device cpu`` only shows that the script runs.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from torchrl_lightning.estimators import gae
 from torchrl_lightning.learn import MLPNetwork, PPOModule, SACModule
 from torchrl_lightning.replay import ExperienceBuffer, PrioritizedSampler, RingStorage, UniformSampler
 
-OURS, TORCHRL, LOOP = "ours", "TorchRL", "compiled loop"
+OURS, THERE, TORCHRL, LOOP = "ours", "ours, trees there", "TorchRL", "compiled loop"
 BATCH, UPDATES, SKIPPED = 256, 200, 50
 
 
@@ -92,9 +93,15 @@ def drawing(buffer: Any, device: str, prioritized: bool) -> Contender:
 
 def replay(size: int, device: str, prioritized: bool) -> dict[str, Contender]:
     """Return the buffers that draw."""
-    sampler = PrioritizedSampler(size, alpha=0.6, beta=0.4, device=device) if prioritized else UniformSampler()
-    own = ExperienceBuffer(storage=RingStorage(size, device=device), sampler=sampler, batch_size=BATCH)
-    contenders = {OURS: drawing(filled(own, size, device), device, prioritized)}
+
+    def own(sampler: Any) -> Contender:
+        buffer = ExperienceBuffer(storage=RingStorage(size, device=device), sampler=sampler, batch_size=BATCH)
+        return drawing(filled(buffer, size, device), device, prioritized)
+
+    if prioritized:
+        contenders = {OURS: own(PrioritizedSampler()), THERE: own(PrioritizedSampler(device=device))}
+    else:
+        contenders = {OURS: own(UniformSampler())}
     storage = LazyTensorStorage(size, device=device)
     try:
         if prioritized:
@@ -160,7 +167,13 @@ def update(algorithm: str, compiled: bool, device: str) -> Timing:
     data: L.LightningDataModule
     if algorithm == "PPO":
         data = OnPolicyDataModule(
-            "Pendulum-v1", num_envs=8, frames_per_batch=2048, num_epochs=10, mini_batch_size=BATCH, seed=0
+            "Pendulum-v1",
+            num_envs=8,
+            frames_per_batch=2048,
+            num_epochs=10,
+            mini_batch_size=BATCH,
+            updates_per_step=1,
+            seed=0,
         )
         epochs = -(-UPDATES // 80)
     else:
@@ -171,6 +184,7 @@ def update(algorithm: str, compiled: bool, device: str) -> Timing:
             ),
             batch_size=BATCH,
             updates_per_epoch=UPDATES,
+            updates_per_step=1,
             warmup_frames=500,
             seed=0,
         )

@@ -28,8 +28,8 @@ from torchrl_lightning.replay import ExperienceBuffer, RingStorage, UniformSampl
 class StartWatch(L.Callback):
     """Start a stopwatch with the second epoch."""
 
-    def __init__(self) -> None:
-        self.watch = Stopwatch()
+    def __init__(self, device: str) -> None:
+        self.watch = Stopwatch(device)
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Start the stopwatch."""
@@ -49,9 +49,11 @@ def command_settings() -> Iterator[dict[str, Any]]:
         }
 
 
-def fit(module: L.LightningModule, data: L.LightningDataModule, epochs: int, command: bool = False) -> float:
+def fit(
+    module: L.LightningModule, data: L.LightningDataModule, epochs: int, command: bool = False, device: str = "cpu"
+) -> float:
     """Train, and return the speed from the second epoch on."""
-    start = StartWatch()
+    start = StartWatch(device)
     plain: dict[str, Any] = {
         "logger": False,
         "enable_checkpointing": False,
@@ -60,7 +62,8 @@ def fit(module: L.LightningModule, data: L.LightningDataModule, epochs: int, com
     }
     with command_settings() if command else contextlib.nullcontext(plain) as settings:
         L.Trainer(
-            accelerator="cpu",
+            accelerator="cpu" if device == "cpu" else "gpu",
+            devices=1,
             max_epochs=epochs,
             limit_val_batches=0,
             num_sanity_val_steps=0,
@@ -82,6 +85,7 @@ def off_policy(
     cells: int = CELLS,
     command: bool = False,
     normalized: bool = False,
+    device: str = "cpu",
 ) -> Training:
     """Train with an update for each step of all environments."""
 
@@ -102,7 +106,7 @@ def off_policy(
             normalize_reward=normalized,
             seed=seed,
         )
-        return fit(make_module(), data, 3, command)
+        return fit(make_module(), data, 3, command, device)
 
     return run
 
@@ -114,8 +118,10 @@ def ppo(
     rollouts: int,
     *,
     network: Network | None = None,
+    compiled: bool = False,
     command: bool = False,
     normalized: bool = False,
+    device: str = "cpu",
 ) -> Training:
     """Train with mini-batches of 256 and 4 epochs."""
 
@@ -131,6 +137,6 @@ def ppo(
             normalize_reward=normalized,
             seed=seed,
         )
-        return fit(PPOModule(network, learning_rate=3e-4), data, rollouts + 1, command)
+        return fit(PPOModule(network, learning_rate=3e-4, compile=compiled), data, rollouts + 1, command, device)
 
     return run

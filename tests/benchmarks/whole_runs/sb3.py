@@ -34,9 +34,9 @@ def environments(env: str, num_envs: int, seed: int, lean: bool) -> Any:
 class Updates(BaseCallback):
     """Start the stopwatch after the first half of ``updates``, stop the run after as many again and half."""
 
-    def __init__(self, updates: int) -> None:
+    def __init__(self, updates: int, device: str) -> None:
         super().__init__()
-        self.watch, self.updates = Stopwatch(), updates
+        self.watch, self.updates = Stopwatch(device), updates
 
     def _on_step(self) -> bool:
         done: int = self.model._n_updates
@@ -48,9 +48,9 @@ class Updates(BaseCallback):
 class Rollouts(BaseCallback):
     """Start the stopwatch with the second rollout."""
 
-    def __init__(self, frames: int) -> None:
+    def __init__(self, frames: int, device: str) -> None:
         super().__init__()
-        self.watch, self.frames = Stopwatch(), frames
+        self.watch, self.frames = Stopwatch(device), frames
 
     def _on_rollout_start(self) -> None:
         if self.model.num_timesteps >= self.frames:
@@ -75,6 +75,7 @@ def off_policy(
     policy: str = "MlpPolicy",
     cells: int = CELLS,
     build: Environments | None = None,
+    device: str = "cpu",
     **kwargs: Any,
 ) -> Training:
     """Train with an update for each step of all environments, or ``at_once`` of them after as many steps."""
@@ -86,7 +87,7 @@ def off_policy(
         model = kind(
             policy,
             made,
-            device="cpu",
+            device=device,
             seed=seed,
             batch_size=batch_size,
             buffer_size=cells,
@@ -96,7 +97,7 @@ def off_policy(
             policy_kwargs={**policy_kwargs, **OPTIMIZERS[optimizer]},
             **kwargs,
         )
-        measure = Updates(updates)
+        measure = Updates(updates, device)
         model.learn(10**9, callback=measure)
         speed = measure.watch.speed(model.num_timesteps)
         made.close()
@@ -117,6 +118,7 @@ def ppo(
     normalized: bool = False,
     policy: str = "MlpPolicy",
     build: Environments | None = None,
+    device: str = "cpu",
 ) -> Training:
     """Train with mini-batches of 256 and 4 epochs."""
     frames = num_envs * steps
@@ -130,7 +132,7 @@ def ppo(
         model = kind(
             policy,
             made,
-            device="cpu",
+            device=device,
             seed=seed,
             n_steps=steps,
             batch_size=256,
@@ -138,7 +140,7 @@ def ppo(
             learning_rate=3e-4,
             policy_kwargs=dict(OPTIMIZERS[optimizer]),
         )
-        measure = Rollouts(frames)
+        measure = Rollouts(frames, device)
         model.learn(frames * (rollouts + 1), callback=measure)
         speed = measure.watch.speed(model.num_timesteps)
         made.close()
