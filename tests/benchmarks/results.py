@@ -99,7 +99,10 @@ def write(name: str, rows: Iterable[Row], folder: Path = RESULTS, settings: str 
         lines = csv.writer(file, lineterminator="\n")
         lines.writerow(field.name for field in fields(Row))
         ordered = sorted(written, key=attrgetter("seed"))
-        lines.writerows(["" if value is None else f"{value:.6g}" for value in astuple(row)] for row in ordered)
+        lines.writerows(
+            ["" if value is None else value if isinstance(value, int) else f"{value:.6g}" for value in astuple(row)]
+            for row in ordered
+        )
 
 
 def read(path: Path, settings: str | None = None, script: str = "results.py") -> list[Row]:
