@@ -53,6 +53,8 @@ SBX, SBX_FOUR, TIANSHOU, BARE = "SBX", "SBX, four", "Tianshou", "bare loop"
 ANY_SBX = (SBX, SBX_FOUR)
 IMAGES = 4000
 """Cells of a replay of images."""
+Sides = tuple[Callable[..., Training], Callable[..., Training]]
+"""What makes our training runs, and a peer's at the same settings; further arguments say where, and how."""
 
 
 @dataclass(frozen=True)
@@ -120,11 +122,11 @@ def dqn(num_envs: int, updates: int, over_sb3: float, *, soft: bool = True, n_st
     )
 
 
-def continuous(algorithm: str, updates: int, over_sb3: float) -> Run:
+def continuous_sides(algorithm: str, updates: int, **where: Any) -> Sides:
     """SAC or TD3 on Pendulum-v1: one environment, batch 256, 256 x 256, an update a frame."""
     network = MLPNetwork([256, 256], "relu")
     module = partial(SACModule if algorithm == "SAC" else TD3Module, network, learning_rate=3e-4)
-    own = partial(ours.off_policy, module, "Pendulum-v1", 1, 256, updates)
+    own = partial(ours.off_policy, module, "Pendulum-v1", 1, 256, updates, **where)
     noise: dict[str, Any] = {}
     if algorithm == "TD3":
         from stable_baselines3.common.noise import NormalActionNoise
@@ -140,7 +142,14 @@ def continuous(algorithm: str, updates: int, over_sb3: float) -> Run:
         policy_kwargs={"net_arch": [256, 256]},
         learning_rate=3e-4,
         **noise,
+        **where,
     )
+    return own, peer
+
+
+def continuous(algorithm: str, updates: int, over_sb3: float) -> Run:
+    """Return the contenders of SAC or TD3."""
+    own, peer = continuous_sides(algorithm, updates)
     return Run(
         f"{algorithm} Pendulum, 1 environment",
         {OURS: own(), ONE: own(updates_per_step=1), **off_policy_peers(peer)},
@@ -171,14 +180,14 @@ def ppo(env: str, num_envs: int, rollouts: int, over_sb3: float) -> Run:
     return Run(f"PPO {env.split('-')[0]}, {environments}", contenders, tuple(budgets))
 
 
-def dqn_pong(updates: int) -> Run:
+def dqn_pong_sides(updates: int, **where: Any) -> Sides:
     """DQN on images of Pong: batch 32, the convolutions of Mnih et al., an update for each step of 4 environments."""
     from benchmarks.whole_runs import pong
 
     target: dict[str, Any] = {"tau": 1.0, "target_interval": 250}
     acting: dict[str, Any] = {"epsilon_start": 0.05, "epsilon_end": 0.05}
     module = partial(DQNModule, CNNNetwork(), double=False, learning_rate=1e-4, **target, **acting)
-    own = partial(ours.off_policy, module, pong.ours(), 4, 32, updates, cells=IMAGES)
+    own = partial(ours.off_policy, module, pong.ours(), 4, 32, updates, cells=IMAGES, **where)
     peer = partial(
         sb3.off_policy,
         "DQN",
@@ -195,21 +204,34 @@ def dqn_pong(updates: int) -> Run:
         target_update_interval=1000,  # frames
         exploration_initial_eps=0.05,
         exploration_final_eps=0.05,
+        **where,
     )
+    return own, peer
+
+
+def dqn_pong(updates: int) -> Run:
+    """Return the contenders of DQN on images."""
+    from benchmarks.whole_runs import pong
+
+    own, peer = dqn_pong_sides(updates)
     contenders = {OURS: own(), SB3: peer(), LEAN: peer(lean=True, optimizer="fused")}
     return Run("DQN Pong, 4 environments", contenders, ((OURS, LEAN, 1.0),), pong.share_of_convolutions)
 
 
-def ppo_pong(rollouts: int) -> Run:
+def ppo_pong_sides(rollouts: int, **where: Any) -> Sides:
     """PPO on images of Pong: rollouts of 1024 frames, batch 256, 4 epochs, the convolutions of Mnih et al., shared."""
     from benchmarks.whole_runs import pong
 
-    peer = partial(sb3.ppo, "Pong", 8, 128, rollouts, policy="CnnPolicy", build=pong.theirs)
-    contenders = {
-        OURS: ours.ppo(pong.ours(), 8, 128, rollouts, network=CNNNetwork()),
-        SB3: peer(),
-        LEAN: peer(lean=True, optimizer="fused"),
-    }
+    own = partial(ours.ppo, pong.ours(), 8, 128, rollouts, network=CNNNetwork(), **where)
+    return own, partial(sb3.ppo, "Pong", 8, 128, rollouts, policy="CnnPolicy", build=pong.theirs, **where)
+
+
+def ppo_pong(rollouts: int) -> Run:
+    """Return the contenders of PPO on images."""
+    from benchmarks.whole_runs import pong
+
+    own, peer = ppo_pong_sides(rollouts)
+    contenders = {OURS: own(), SB3: peer(), LEAN: peer(lean=True, optimizer="fused")}
     return Run("PPO Pong, 8 environments", contenders, ((OURS, LEAN, 1.03),), pong.share_of_convolutions)
 
 

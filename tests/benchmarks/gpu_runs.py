@@ -15,7 +15,6 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -24,76 +23,27 @@ if __name__ == "__main__":
 
 import torch
 
-from benchmarks.end_to_end import IMAGES, LEAN, OURS, SB3, Run, measure, report
+from benchmarks.end_to_end import (
+    LEAN,
+    OURS,
+    SB3,
+    Run,
+    Sides,
+    continuous_sides,
+    dqn_pong_sides,
+    measure,
+    ppo_pong_sides,
+    report,
+)
 from benchmarks.harness import say
-from benchmarks.whole_runs import ours, pong, sb3
-from benchmarks.whole_runs.clock import Training
-from torchrl_lightning.learn import CNNNetwork, DQNModule, MLPNetwork, SACModule
 
 COMPILED = "ours, compiled"
-
-
-def contenders(own: Callable[..., Training], peer: Callable[..., Training]) -> dict[str, Training]:
-    """Return both ways of each side."""
-    return {OURS: own(), COMPILED: own(compiled=True), SB3: peer(), LEAN: peer(lean=True, optimizer="fused")}
-
-
-def sac(device: str, scale: float) -> Run:
-    """SAC on Pendulum: one environment, batch 256, 256 x 256, an update a frame."""
-    updates = round(1000 * scale)
-
-    def own(compiled: bool = False) -> Training:
-        module = partial(SACModule, MLPNetwork([256, 256], "relu"), learning_rate=3e-4, compile=compiled)
-        return ours.off_policy(module, "Pendulum-v1", 1, 256, updates, device=device)
-
-    peer = partial(
-        sb3.off_policy,
-        *("SAC", "Pendulum-v1", 1, 256, updates),
-        policy_kwargs={"net_arch": [256, 256]},
-        learning_rate=3e-4,
-        device=device,
-    )
-    return Run("SAC Pendulum, 1 environment", contenders(own, peer), ())
-
-
-def dqn_pong(device: str, scale: float) -> Run:
-    """DQN on images of Pong: batch 32, the convolutions of Mnih et al., an update for each step of 4 environments."""
-    updates = round(600 * scale)
-    target: dict[str, Any] = {"tau": 1.0, "target_interval": 250}
-    acting: dict[str, Any] = {"epsilon_start": 0.05, "epsilon_end": 0.05}
-
-    def own(compiled: bool = False) -> Training:
-        module = partial(
-            DQNModule, CNNNetwork(), double=False, learning_rate=1e-4, compile=compiled, **target, **acting
-        )
-        return ours.off_policy(module, pong.ours(), 4, 32, updates, cells=IMAGES, device=device)
-
-    peer = partial(
-        sb3.off_policy,
-        *("DQN", "Pong", 4, 32, updates),
-        policy="CnnPolicy",
-        policy_kwargs={},
-        cells=IMAGES,
-        build=pong.theirs,
-        device=device,
-        learning_rate=1e-4,
-        tau=1.0,
-        target_update_interval=1000,  # frames
-        exploration_initial_eps=0.05,
-        exploration_final_eps=0.05,
-    )
-    return Run("DQN Pong, 4 environments", contenders(own, peer), ())
-
-
-def ppo_pong(device: str, scale: float) -> Run:
-    """PPO on images of Pong: rollouts of 1024 frames, batch 256, 4 epochs, the convolutions of Mnih et al., shared."""
-    rollouts = max(2, round(4 * scale))
-    own = partial(ours.ppo, pong.ours(), 8, 128, rollouts, network=CNNNetwork(), device=device)
-    peer = partial(sb3.ppo, "Pong", 8, 128, rollouts, policy="CnnPolicy", build=pong.theirs, device=device)
-    return Run("PPO Pong, 8 environments", contenders(own, peer), ())
-
-
-RUNS = {"sac": sac, "dqn_pong": dqn_pong, "ppo_pong": ppo_pong}
+RUNS: dict[str, tuple[str, Callable[..., Sides], int]] = {
+    "sac": ("SAC Pendulum, 1 environment", partial(continuous_sides, "SAC"), 1000),
+    "dqn_pong": ("DQN Pong, 4 environments", dqn_pong_sides, 600),
+    "ppo_pong": ("PPO Pong, 8 environments", ppo_pong_sides, 4),
+}
+"""Titles, both sides, and how long the runs are: updates, or rollouts."""
 
 
 def main() -> int:
@@ -109,7 +59,10 @@ def main() -> int:
     if arguments.device != "cpu":
         say(torch.cuda.get_device_name(arguments.device))
     for name in arguments.runs or RUNS:
-        run = RUNS[name](arguments.device, arguments.scale)
+        title, sides, length = RUNS[name]
+        own, peer = sides(max(2, round(length * arguments.scale)), device=arguments.device)
+        lean = peer(lean=True, optimizer="fused")
+        run = Run(title, {OURS: own(), COMPILED: own(compiled=True), SB3: peer(), LEAN: lean}, ())
         report(run, measure(run, arguments.repetitions))
     return 0
 

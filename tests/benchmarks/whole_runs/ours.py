@@ -74,7 +74,7 @@ def fit(
 
 
 def off_policy(
-    make_module: Callable[[], L.LightningModule],
+    make_module: Callable[..., L.LightningModule],
     env: str | EnvironmentRecipe,
     num_envs: int,
     batch_size: int,
@@ -83,6 +83,7 @@ def off_policy(
     updates_per_step: int | str = "auto",
     n_steps: int = 1,
     cells: int = CELLS,
+    compiled: bool = False,
     command: bool = False,
     normalized: bool = False,
     device: str = "cpu",
@@ -106,7 +107,7 @@ def off_policy(
             normalize_reward=normalized,
             seed=seed,
         )
-        return fit(make_module(), data, 3, command, device)
+        return fit(make_module(compile=compiled), data, 3, command, device)
 
     return run
 
