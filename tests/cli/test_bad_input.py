@@ -65,7 +65,10 @@ def test_an_environment_that_fails_in_training_is_told_in_one_line(run, tmp_path
 
 @pytest.mark.parametrize(
     ("model", "fitting"),
-    [("dqn", "; or take one that fits: experiment=dqn_cartpole, experiment=dqn_pong"), ("a2c", "")],
+    [
+        ("dqn", "; or take one that fits: experiment=dqn_cartpole, experiment=dqn_mountaincar, experiment=dqn_pong"),
+        ("a2c", ""),
+    ],
 )
 def test_the_experiment_that_nobody_asked_for_is_named_where_it_does_not_fit(model, fitting, run):
     chosen = ["data=uniform", f"model={model}"]
