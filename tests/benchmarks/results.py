@@ -1,4 +1,4 @@
-"""The scores of the experiments: repeat them, keep their logs in ``examples/results``, make the guide's table of them.
+"""The scores of the experiments: repeat them, keep their logs in ``examples/results``, show them in the guide.
 
     python tests/benchmarks/results.py run ppo_acrobot [--seeds 0 1 2]
     python tests/benchmarks/results.py table
@@ -6,7 +6,8 @@
 ``run`` trains an experiment as ``torchrl-lightning-train`` does, plays 100 unseen episodes with the last checkpoint of
 each seed, and writes ``examples/results/ppo_acrobot.csv``: a row for each evaluation of training, and one for the end.
 A long row may be run seed by seed: what is there of other seeds in the same settings stays.
-``table`` writes what stands between the marks in ``examples/guide/experiments.md``. Published figures are those of
+``table`` writes what stands between the marks in ``examples/guide/experiments.md``, and draws ``scores.png`` beside it:
+the evaluations of training, a line for each seed, and stars where the last checkpoints end. Published figures are in
 ``examples/results/published.yaml``, those of Stable-Baselines3 at the same settings are logged by ``zoo.py``.
 """
 
@@ -25,11 +26,16 @@ from dataclasses import astuple, dataclass, fields
 from operator import attrgetter
 from pathlib import Path
 from resource import RUSAGE_CHILDREN, getrusage
+from typing import TYPE_CHECKING
 
 import numpy as np
 import yaml
 
 from torchrl_lightning.cli.intervals import bootstrapped
+from torchrl_lightning.cli.panels import panel_grid, save_figure
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 PROJECT = Path(__file__).resolve().parents[2]
 RESULTS, CONF = PROJECT / "examples" / "results", PROJECT / "conf" / "experiment"
@@ -37,6 +43,7 @@ PEER = RESULTS / "stable_baselines3"
 """The logs of ``zoo.py``."""
 DEMONSTRATIONS = PROJECT / "conf" / "demonstrations"
 GUIDE = PROJECT / "examples" / "guide" / "experiments.md"
+PICTURE = GUIDE.with_name("scores.png")
 BEGIN, END = "<!-- made by tests/benchmarks/results.py -->\n", "<!-- end -->\n"
 VERSION, EPISODES = 1, 100
 TRAIN, EVALUATE = (f"from torchrl_lightning.cli.{name} import main; main()" for name in ("train", "evaluate"))
@@ -202,12 +209,17 @@ def minutes(ends: Sequence[Row]) -> str:
     return f"{np.mean([row.minutes for row in ends if row.minutes is not None]):.1f}"
 
 
+def ends_of_peer(name: str, folder: Path = RESULTS) -> list[Row]:
+    """Return how Stable-Baselines3's runs in an experiment's settings ended; none if it was not run."""
+    path = folder / PEER.name / f"{name}.csv"
+    return read(path, settings_of(name), "zoo.py") if path.is_file() else []
+
+
 def of_peer(name: str, folder: Path = RESULTS) -> str:
     """Return what Stable-Baselines3 came to in an experiment's settings, of how many seeds, if it was run."""
-    path = folder / PEER.name / f"{name}.csv"
-    if not path.is_file():
+    ends = ends_of_peer(name, folder)
+    if not ends:
         return ""
-    ends = read(path, settings_of(name), "zoo.py")
     of = f"{len(ends)} seeds" if len(ends) > 1 else "1 seed"
     return f"{spread([row.score for row in ends])} ({of}, {minutes(ends)} minutes)"
 
@@ -228,6 +240,33 @@ def table(folder: Path = RESULTS) -> str:
         cells = (f"`{path.stem}`", seeds, f"{frames:,}", minutes(ends), ", ".join(map(shown, ends)), told)
         lines.append(f"| {' | '.join(cells)} | {of_peer(path.stem, folder)} | {published.get(path.stem, '')} |")
     return "\n".join(lines) + "\n"
+
+
+def picture(folder: Path = RESULTS) -> Figure:
+    """Return the curves of all results: a panel for each, a line for each seed, stars for the ends."""
+    from matplotlib.ticker import EngFormatter
+
+    published = yaml.safe_load((folder / "published.yaml").read_text())
+    paths = sorted(folder.glob("*.csv"))
+    figure, grid = panel_grid(len(paths), (3.6, 2.2))
+    for axes, path in zip(grid, paths, strict=True):
+        rows = read(path)
+        for seed in sorted({row.seed for row in rows}):
+            points = [(row.frames, row.score) for row in rows if row.seed == seed and row.minutes is None]
+            axes.plot(*zip(*points, strict=True), color="C0", alpha=0.7, linewidth=1.2)
+        ends = [row for row in rows if row.minutes is not None]
+        for color, label, stars in (("C0", "ours", ends), ("C1", "Stable-Baselines3", ends_of_peer(path.stem, folder))):
+            if stars:
+                at = [row.frames for row in stars], [row.score for row in stars]
+                axes.plot(*at, "*", color=color, label=label, clip_on=False, zorder=3)
+        found = re.match(r"(?:about )?(-?\d[\d.]*)", published.get(path.stem, ""))
+        if found:
+            axes.axhline(float(found[1]), color="C2", linestyle=":", label="published")
+        axes.set_title(path.stem, fontsize=9)
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    lines = {line.get_label(): line for axes in grid for line in axes.get_legend_handles_labels()[0]}
+    figure.legend(lines.values(), lines, loc="outside lower center", ncols=len(lines), frameon=False)
+    return figure
 
 
 def with_table(page: str, made: str, begin: str = BEGIN) -> str:
@@ -254,10 +293,11 @@ def run_all(given: Sequence[str], seeds: Iterable[int]) -> list[Row]:
 
 
 def main() -> None:
-    """Run an experiment, or make the table."""
+    """Run an experiment, or make the table and the picture."""
     arguments = asked(__doc__, [0, 1, 2])
     if arguments.command == "table":
         GUIDE.write_text(with_table(GUIDE.read_text(), table()))
+        save_figure(picture(), PICTURE, "Mean return of evaluations over frames; stars: the last checkpoint")
         return
     settings_of(arguments.name)  # refuses one that is not there
     write(arguments.name, run_all([f"experiment={arguments.name}"], arguments.seeds))

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import csv
 import math
 import time
 from collections.abc import Callable
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
-from stable_baselines3 import DDPG, PPO, SAC, TD3, HerReplayBuffer
-from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3 import DDPG, DQN, PPO, SAC, TD3, HerReplayBuffer
 from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.noise import NormalActionNoise
@@ -27,8 +25,6 @@ Arguments = dict[str, Any]
 ACTIVATIONS = {"relu": nn.ReLU, "tanh": nn.Tanh}
 UNSEEN = 10_000
 """What is added to a run's seed for the episodes that its last model plays."""
-INTERVAL = 10_240
-"""Frames between two rows of a curve."""
 SAME: dict[str, Any] = {
     "model.optimizer": None,
     "model.entropy_schedule": "constant",
@@ -47,6 +43,14 @@ SAME: dict[str, Any] = {
 }
 """What an experiment must say, where it says anything of it, for it cannot be said to Stable-Baselines3."""
 
+OWN: dict[str, dict[str, Any]] = {
+    "PPO": {"data.buffer.standardize_advantages": False},
+    "SAC": {"model.num_critics": 2, "model.max_grad_norm": None},
+    "TD3": {"model.num_critics": 2, "model.max_grad_norm": None},
+    "DQN": {"model.double": False, "model.dueling": False, "model.loss_function": "smooth_l1"},
+}
+"""What it must say besides, by its learner."""
+
 
 class Twin:
     """The twin of an experiment; a ResultsError if it has none."""
@@ -57,6 +61,7 @@ class Twin:
             "PPO": (PPO, self._ppo, "GAEBuffer"),
             "SAC": (SAC, self._sac, "ExperienceBuffer"),
             "TD3": (TD3, self._td3, "ExperienceBuffer"),
+            "DQN": (DQN, self._dqn, "ExperienceBuffer"),
         }
         learner = cfg.model._target_.rpartition(".")[2].removesuffix("Module")
         if learner not in kinds:
@@ -65,8 +70,9 @@ class Twin:
         if learner == "TD3" and cfg.model.num_critics == 1:
             self._kind = DDPG
         same = {**SAME, "data.buffer._target_": f"torchrl_lightning.{buffer}"}
-        same["model.num_critics"] = 1 if self._kind is DDPG else 2
-        same |= {"data.buffer.standardize_advantages": False} if learner == "PPO" else {"model.max_grad_norm": None}
+        same |= OWN[learner]
+        if self._kind is DDPG:
+            same["model.num_critics"] = 1
         for key, expected in same.items():
             said = OmegaConf.select(cfg, key, default=expected)
             if said != expected:
@@ -76,8 +82,8 @@ class Twin:
         self.data, self.model, self.buffer = plain["data"], plain["model"], plain["data"]["buffer"]
         self.gamma: float = self.buffer.get("gamma") or self.model.get("gamma") or 0.99
 
-    def run(self, seed: int, curve: TextIO | None = None) -> Row:
-        """Train with a seed, write its curve, if asked to, and play unseen episodes with the model that ends it."""
+    def run(self, seed: int) -> Row:
+        """Train with a seed, and play unseen episodes with the model that ends it."""
         environments: Any = DummyVecEnv([self._environment] * self.data["num_envs"])
         shown, earned = bool(self.data["normalize_observation"]), self.data["normalize_reward"]
         if shown or earned:
@@ -94,7 +100,7 @@ class Twin:
             **self._arguments(),
         )
         began = time.process_time()
-        model.learn(self.data["total_frames"], callback=None if curve is None else _Curve(curve))
+        model.learn(self.data["total_frames"])
         minutes = (time.process_time() - began) / 60
         played: Any = DummyVecEnv([self._environment])
         if shown:
@@ -160,6 +166,17 @@ class Twin:
             told |= {"replay_buffer_class": HerReplayBuffer, "replay_buffer_kwargs": kinds}
         return told
 
+    def _dqn(self) -> Arguments:
+        data, model = self.data, self.model
+        return {
+            **self._replay(),
+            "target_update_interval": round(model["target_interval"] * data["frames_per_update"]),
+            "exploration_fraction": model["epsilon_frames"] / data["total_frames"],
+            "exploration_initial_eps": model["epsilon_start"],
+            "exploration_final_eps": model["epsilon_end"],
+            "max_grad_norm": model["max_grad_norm"],
+        }
+
     def _sac(self) -> Arguments:
         model = self.model
         target = model["target_entropy"]
@@ -183,23 +200,3 @@ class Twin:
                 "target_noise_clip": model["noise_clip"],
             }
         return told
-
-
-class _Curve(BaseCallback):
-    """Write a row every so many frames."""
-
-    def __init__(self, file: TextIO) -> None:
-        super().__init__()
-        self.file, self.rows = file, csv.writer(file)
-        self.rows.writerow(["frames", "minutes", "return"])
-
-    def _on_training_start(self) -> None:
-        self.began = time.process_time()
-
-    def _on_step(self) -> bool:
-        returns = [episode["r"] for episode in self.model.ep_info_buffer or ()]
-        if self.num_timesteps % INTERVAL < self.training_env.num_envs and returns:
-            minutes = (time.process_time() - self.began) / 60
-            self.rows.writerow([self.num_timesteps, f"{minutes:.3f}", f"{np.mean(returns):.1f}"])
-            self.file.flush()
-        return True

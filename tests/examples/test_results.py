@@ -17,6 +17,7 @@ from benchmarks.results import (
     ended,
     logged,
     of_peer,
+    picture,
     read,
     shown,
     table,
@@ -113,3 +114,15 @@ def test_what_a_peer_came_to_stands_beside_it_as_long_as_the_settings_are_the_sa
     results.write(NAME, [Row(0, 200, 1.0, 0.5, 100, 2.0)], folder, settings="0123456789ab")
     with pytest.raises(ResultsError, match=rf"Run it again: python tests/benchmarks/zoo\.py run {NAME}"):
         of_peer(NAME, tmp_path)
+
+
+def test_a_picture_shows_what_the_logs_say(tmp_path):
+    (tmp_path / "published.yaml").write_text(f"{NAME}: about -2.5 +- 1 (v2)\n")
+    results.write(NAME, [replace(row, seed=seed) for seed in (0, 1) for row in ROWS], tmp_path)
+    results.write(NAME, [Row(0, 200, 1.0, 0.5, 100, 2.0)], tmp_path / results.PEER.name)
+    (axes,) = picture(tmp_path).axes
+    assert axes.get_title() == NAME
+    drawn = [line.get_xydata().tolist() for line in axes.lines]
+    evaluated, ended_at, theirs = [[100, -1.5]], [[200, 3.0], [200, 3.0]], [[200, 1.0]]
+    assert drawn[:4] == [evaluated, evaluated, ended_at, theirs]
+    assert list(axes.lines[4].get_ydata()) == [-2.5, -2.5]
