@@ -19,9 +19,9 @@ from kit.store import composed_run
 def test_ppo_is_given_what_the_experiment_says():
     told = Twin("ppo_acrobot")
     assert told._arguments() == {
-        "n_steps": 256,
+        "n_steps": 128,
         "batch_size": 64,
-        "n_epochs": 4,
+        "n_epochs": 10,
         "gae_lambda": 0.94,
         "clip_range": 0.2,
         "clip_range_vf": None,
