@@ -205,6 +205,7 @@ FEW_BRANCHES = ["model.dynamics.max_epochs=1", "data.source.branches_per_fit=100
         ("ppo_halfcheetah", "mujoco", ["data.frames_per_batch=64"]),
         ("ppo_hopper", "mujoco", ["data.frames_per_batch=64"]),
         ("ppo_minigrid_doorkey", "minigrid", ["data.frames_per_batch=64"]),
+        ("ppo_pong", "envpool", ["data.frames_per_batch=64", "data.mini_batch_size=64"]),
         ("ppod_minigrid_keycorridor", "minigrid", ["data.frames_per_batch=128"]),
         ("ppod_minigrid_lockedroom", "minigrid", ["data.frames_per_batch=128"]),
         ("ppod_minigrid_multiroom", "minigrid", ["data.frames_per_batch=128"]),
