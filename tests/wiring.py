@@ -172,9 +172,10 @@ def checked_type(annotation: Any) -> Any:
         kinds = set(members)
         if Any in kinds or (len(kinds) > 1 and not kinds <= set(PRIMITIVES)):
             return Any
-        union = members[0]
-        for member in members[1:]:
-            union |= member
+        # Of two equal unions Python keeps the one that was made first, by whatever library: their order says nothing.
+        union, *others = [each for each in PRIMITIVES if each in kinds] or members[:1]
+        for other in others:
+            union |= other
         return union | None if type(None) in arguments else union
     return Any
 
