@@ -5,6 +5,7 @@ import warnings
 import pytest
 import torch
 from lightning.pytorch.cli import LightningCLI
+from torchrl.data import Unbounded
 
 from kit.specs import BOX
 from torchrl_lightning import (
@@ -74,3 +75,18 @@ def test_normalised_layers_are_left_to_autograd_and_to_the_module():
     gradients = {key: view for group in module._groups.values() for key, view in group.memory().items()}
     with pytest.raises(ValueError, match="LayerNorm"):
         module.by_hand(gradients, 4)
+
+
+@pytest.mark.parametrize("shape", [(4, 12, 10), (12, 10, 4), (12, 10)])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+def test_an_image_is_read_alike_in_any_layout_and_under_vmap(shape, dtype):
+    torch.manual_seed(0)
+    encoder = CNNNetwork([8, 4], [3, 3], [2, 1], [16]).encoder([Unbounded(shape, dtype=dtype)])
+    images = torch.randint(0, 256, (2, 3, *shape)).to(dtype)
+    before = images.clone()
+    planes = images.float() / (255.0 if dtype is torch.uint8 else 1.0)
+    planes = planes.unsqueeze(-3) if len(shape) == 2 else planes.movedim(-1, -3) if shape[-1] == 4 else planes
+    expected = encoder.layers(encoder.convolutions(planes.flatten(0, 1).contiguous()).flatten(1)).reshape(2, 3, -1)
+    for features in (encoder(images), torch.vmap(encoder)(images)):
+        torch.testing.assert_close(features, expected, rtol=1e-4, atol=1e-4)
+    assert torch.equal(images, before)

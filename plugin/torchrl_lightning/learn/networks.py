@@ -238,15 +238,15 @@ class CNNEncoder(nn.Module):
     def forward(self, *entries: Tensor) -> Tensor:
         """Map entries ``[*B, *F_i]`` to features ``[*B, H]``."""
         image = entries[self.pixels]
-        scaled = image.dtype is not torch.uint8
         if self.two_dimensional:
-            image = image.unsqueeze(-3)
-        elif self.channels_last:
-            image = image.movedim(-1, -3)
+            image = image.unsqueeze(-1)
+        elif not self.channels_last:
+            image = image.movedim(-3, -1)
         batch = image.shape[:-3]
-        # With the channels of a pixel side by side in memory, a batch of 256 takes two thirds of the time on a CPU.
-        image = image.reshape(-1, *image.shape[-3:]).to(torch.float32, memory_format=torch.channels_last)
-        features = self.convolutions(image if scaled else image.div_(255.0)).reshape(*batch, -1)
+        # With the channels of a pixel side by side in memory, 256 images take up to a third less time on a CPU.
+        image = image.contiguous().reshape(-1, *image.shape[-3:])
+        image = image.float().div_(255.0) if image.dtype is torch.uint8 else image.float()
+        features = self.convolutions(image.movedim(-1, -3)).reshape(*batch, -1)
         if self.flat is not None:
             others = [entry for i, entry in enumerate(entries) if i != self.pixels]
             features = torch.cat([features, self.flat(*others)], -1)
