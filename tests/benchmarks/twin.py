@@ -69,8 +69,7 @@ class Twin:
         self._kind, self._arguments, buffer = kinds[learner]
         if learner == "TD3" and cfg.model.num_critics == 1:
             self._kind = DDPG
-        same = {**SAME, "data.buffer._target_": f"torchrl_lightning.{buffer}"}
-        same |= OWN[learner]
+        same = {**SAME, "data.buffer._target_": f"torchrl_lightning.{buffer}", **OWN[learner]}
         if self._kind is DDPG:
             same["model.num_critics"] = 1
         for key, expected in same.items():
