@@ -53,6 +53,11 @@ _OTHERS = {
         ObstructView OrderEnforcing PassiveEnvChecker RenderCollection RepeatAction RescaleAction RescaleObservation
         ReshapeObservation ResizeObservation StickyAction TimeAwareObservation TimeLimit
     """,
+    "minigrid.wrappers": """
+        ActionBonus DictObservationSpaceWrapper DirectionObsWrapper FlatObsWrapper FullyObsWrapper ImgObsWrapper NoDeath
+        OneHotPartialObsWrapper PositionBonus RGBImgObsWrapper RGBImgPartialObsWrapper ReseedWrapper
+        StochasticActionWrapper SymbolicObsWrapper ViewSizeWrapper
+    """,
     "torchrl.objectives": """
         BCLoss CQLLoss CrossQLoss DiscreteCQLLoss DiscreteIQLLoss DiscreteSACLoss DQNLoss DistributionalDQNLoss
         HardUpdate IQLLoss REDQLoss SACLoss SoftUpdate TD3BCLoss TD3Loss TQCLoss
@@ -245,7 +250,7 @@ class _Reading:
                     continue
             if key == "_target_":
                 if (named is None and not self._is_known(value)) or "${" in value:
-                    yield f"{_shown(place, value)} is none of the classes that a file may name"
+                    yield f"{_shown(place, value)} is {_why_not(value)}"
                 continue
             below = words or key == "env_kwargs" or canonical in _ENVIRONMENTS
             yield from self._argument(canonical, key, value, place, below)
@@ -293,6 +298,12 @@ def _is_shipped(folder: str) -> bool:
     return Path(os.path.normpath(folder)).is_relative_to(CONF_DIR / "demonstrations")
 
 
+def _why_not(name: str) -> str:
+    package, _, last = name.rpartition(".")
+    is_known = last in _OTHERS.get(package, "").split()
+    return "not installed here" if is_known else "none of the classes that a file may name"
+
+
 def _shown(place: str, value: Any) -> str:
     text = _short(repr(value)) if isinstance(value, bool | float | str | None) else f"a {type(value).__name__}"
     return f"{_short(place)}={text}" if place else text
@@ -318,8 +329,13 @@ def _canonical(target: Any) -> str:
 
 @cache
 def _of_others(package: str, name: str) -> type[Any] | None:
-    """Look a class of another package up in the package itself."""
-    target = getattr(import_module(package), name, None) if name in _OTHERS[package].split() else None
+    """Look a class of another package up in the package itself, if it is installed."""
+    if name not in _OTHERS[package].split():
+        return None
+    try:
+        target = getattr(import_module(package), name, None)
+    except ModuleNotFoundError:  # an extra
+        return None
     return target if isinstance(target, type) else None
 
 

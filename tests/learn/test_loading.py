@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 
 import gymnasium
 import pytest
@@ -11,9 +12,10 @@ from torchrl.envs import GymEnv
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from kit.actor_critic import TinyActorCritic
+from kit.extras import need_extra
 from kit.replay import dqn, fit, replay_data
 from kit.runs import trainer
-from torchrl_lightning import EnvironmentRecipe, LoadedPolicy, OnPolicyDataModule, load_policy, play_episodes
+from torchrl_lightning import EnvironmentRecipe, LoadedPolicy, OnPolicyDataModule, load_policy, play_episodes, trust
 from torchrl_lightning.cli.parts import KeptConfig
 from torchrl_lightning.learn import MLPNetwork, PPOModule, RecurrentNetwork
 from torchrl_lightning.learn.loading import CONFIG, config_in
@@ -224,14 +226,30 @@ def test_a_module_without_a_policy_is_named(tmp_path, stored):
     ],
 )
 def test_the_recipe_of_a_checkpoint_may_name_wrappers_but_none_that_writes_or_loads(wrapper, is_taken):
-    wrappers = [{"_target_": wrapper}]
-    env = {"_target_": "torchrl_lightning.EnvironmentRecipe", "wrappers": wrappers}
-    stored = {CONFIG: {"data": {"_target_": "torchrl_lightning.OnPolicyDataModule", "env": env}}}
+    stored = with_wrapper(wrapper)
     if is_taken:
         assert config_in(stored, "a.ckpt", "data") == stored[CONFIG]
     else:
         with pytest.raises(ValueError, match=f"'{wrapper}' is none of the classes"):
             config_in(stored, "a.ckpt", "data")
+
+
+def with_wrapper(name):
+    """What a checkpoint says of a run around whose environment a wrapper is laid."""
+    env = {"_target_": "torchrl_lightning.EnvironmentRecipe", "wrappers": [{"_target_": name}]}
+    return {CONFIG: {"data": {"_target_": "torchrl_lightning.OnPolicyDataModule", "env": env}}}
+
+
+def test_the_recipe_of_a_checkpoint_may_name_the_wrappers_of_an_extra_where_it_is_installed(monkeypatch):
+    missing = "minigrid.wrappers.NoDeath"
+    trust._of_others.cache_clear()
+    monkeypatch.setitem(sys.modules, "minigrid.wrappers", None)  # as if it were not installed
+    with pytest.raises(ValueError, match=f"wrappers.0..*'{missing}' is not installed here"):
+        config_in(with_wrapper(missing), "a.ckpt", "data")
+    trust._of_others.cache_clear()
+    monkeypatch.undo()
+    need_extra("minigrid")
+    assert config_in(with_wrapper(missing), "a.ckpt", "data") == with_wrapper(missing)[CONFIG]
 
 
 class Shifted(gymnasium.ObservationWrapper):
