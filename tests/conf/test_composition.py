@@ -89,6 +89,8 @@ def test_every_option_of_every_group_composes(compose_train, compose_option, gro
         cfg.callbacks.report.update(study_name="search", storage="sqlite://", overrides=[])
     assert OmegaConf.missing_keys(cfg) == ({"model.loss"} if option == "loss_module" else set())
     plain = OmegaConf.to_container(cfg, resolve=True)
+    if option == "ppo_minigrid_fourrooms":  # whose wrapper is looked up
+        need_extra("minigrid")
     # What a checkpoint keeps of it may be built without trusting the file.
     node = {name: plain[name] for name in ("data", "model")}
     if option == "pets_cartpole_continuous":  # whose environment is a module among the examples
@@ -205,6 +207,7 @@ FEW_BRANCHES = ["model.dynamics.max_epochs=1", "data.source.branches_per_fit=100
         ("ppo_halfcheetah", "mujoco", ["data.frames_per_batch=64"]),
         ("ppo_hopper", "mujoco", ["data.frames_per_batch=64"]),
         ("ppo_minigrid_doorkey", "minigrid", ["data.frames_per_batch=64"]),
+        ("ppo_minigrid_fourrooms", "minigrid", ["data.frames_per_batch=64"]),
         ("ppo_pong", "envpool", ["data.frames_per_batch=64", "data.mini_batch_size=64"]),
         ("ppod_minigrid_keycorridor", "minigrid", ["data.frames_per_batch=128"]),
         ("ppod_minigrid_lockedroom", "minigrid", ["data.frames_per_batch=128"]),
