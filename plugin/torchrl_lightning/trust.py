@@ -300,8 +300,9 @@ def _is_shipped(folder: str) -> bool:
 
 def _why_not(name: str) -> str:
     package, _, last = name.rpartition(".")
-    is_known = last in _OTHERS.get(package, "").split()
-    return "not installed here" if is_known else "none of the classes that a file may name"
+    if last in _OTHERS.get(package, "").split():
+        return f"in no {package.partition('.')[0]} that is installed here"
+    return "none of the classes that a file may name"
 
 
 def _shown(place: str, value: Any) -> str:

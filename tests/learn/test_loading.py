@@ -244,7 +244,7 @@ def test_the_recipe_of_a_checkpoint_may_name_the_wrappers_of_an_extra_where_it_i
     missing = "minigrid.wrappers.NoDeath"
     trust._of_others.cache_clear()
     monkeypatch.setitem(sys.modules, "minigrid.wrappers", None)  # as if it were not installed
-    with pytest.raises(ValueError, match=f"wrappers.0..*'{missing}' is not installed here"):
+    with pytest.raises(ValueError, match=f"wrappers.0..*'{missing}' is in no minigrid that is installed here"):
         config_in(with_wrapper(missing), "a.ckpt", "data")
     trust._of_others.cache_clear()
     monkeypatch.undo()
