@@ -89,8 +89,8 @@ def test_every_option_of_every_group_composes(compose_train, compose_option, gro
         cfg.callbacks.report.update(study_name="search", storage="sqlite://", overrides=[])
     assert OmegaConf.missing_keys(cfg) == ({"model.loss"} if option == "loss_module" else set())
     plain = OmegaConf.to_container(cfg, resolve=True)
-    if option == "ppo_minigrid_fourrooms":  # whose wrapper is looked up
-        need_extra("minigrid")
+    if group == "experiment":
+        need_extra(option)
     # What a checkpoint keeps of it may be built without trusting the file.
     node = {name: plain[name] for name in ("data", "model")}
     if option == "pets_cartpole_continuous":  # whose environment is a module among the examples
@@ -147,6 +147,7 @@ def test_a_preset_knows_the_module_of_its_ids(compose_train, env, module, id):
 
 @pytest.mark.parametrize("experiment", options("experiment"))
 def test_an_experiment_is_built(compose_train, experiment):
+    need_extra(experiment)
     cfg = compose_train(f"experiment={experiment}")
     data = instantiate(cfg.data)
     try:

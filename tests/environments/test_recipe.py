@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import sys
 from functools import partial
 from typing import Any
 
@@ -151,6 +152,12 @@ def test_a_setting_that_does_not_fit_is_named(message: str) -> None:
     make, settings = MISFITS[message]
     with pytest.raises(ValueError, match=message):
         make(**settings)
+
+
+def test_a_wrapper_of_a_package_that_is_missing_is_named_with_the_extra_that_brings_it(monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "minigrid", None)
+    with pytest.raises(ValueError, match=r"'minigrid.wrappers.NoDeath'.* the extra .*-lightning\[minigrid\]\.$"):
+        made(wrappers=[{"_target_": "minigrid.wrappers.NoDeath"}])
 
 
 @pytest.mark.parametrize(

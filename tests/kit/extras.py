@@ -13,6 +13,7 @@ PACKAGES = {
     "minigrid": ("minigrid",),
     "mujoco": ("mujoco", "imageio"),
     "onnx": ("onnx", "onnxruntime", "onnxscript"),
+    "ppo_minigrid_fourrooms": ("minigrid",),  # whose wrapper is looked up
     "ray": ("ray",),
     "robotics": ("gymnasium_robotics",),
     "video": ("moviepy", "pygame"),

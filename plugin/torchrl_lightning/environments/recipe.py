@@ -17,6 +17,7 @@ from gymnasium import spaces
 from gymnasium.wrappers import ClipReward, FilterObservation, FlattenObservation, RepeatAction, TimeLimit
 
 from torchrl_lightning._hydra import instantiate
+from torchrl_lightning.environments.extras import extra_for
 from torchrl_lightning.environments.frame_stack import FrameStack
 from torchrl_lightning.environments.rename import RenameObservation, check_rename
 from torchrl_lightning.environments.time_limits import TimedCalls, TimedEnv
@@ -284,10 +285,10 @@ def _shown(space: spaces.Space[Any], keep: Sequence[str] | None, drop: Sequence[
 
 
 def _unknown(argument: str, target: str, error: BaseException) -> ValueError:
-    reason, module = str(error).splitlines()[0], target.partition(".")[0]
-    is_missing = reason == f"No module named '{module}'"
-    mend = f" Run where {module}.py lies, or name its folder in PYTHONPATH." if is_missing else ""
-    return ValueError(f"{argument} has the unknown _target_ {target!r}: {reason}.{mend}")
+    module, mend = target.partition(".")[0], ""
+    if isinstance(error, ModuleNotFoundError) and error.name == module:
+        mend = extra_for(error) or f" Run where {module}.py lies, or name its folder in PYTHONPATH."
+    return ValueError(f"{argument} has the unknown _target_ {target!r}: {str(error).splitlines()[0]}.{mend}")
 
 
 def _resolved(part: Any, argument: str) -> Callable[..., Any]:

@@ -12,6 +12,7 @@ import gymnasium
 from gymnasium.vector import AutoresetMode, VectorEnv
 
 from torchrl_lightning.environments.envpool_env import EnvPoolVectorEnv, check_envpool, envpool_task
+from torchrl_lightning.environments.extras import extra_for
 from torchrl_lightning.environments.faults import blaming
 from torchrl_lightning.environments.next_step import tells_resets
 from torchrl_lightning.environments.played import ResumableVectorEnv
@@ -25,17 +26,6 @@ _FIX = (
     "autoreset_mode=gymnasium.vector.AutoresetMode.SAME_STEP), or pass the environment's id or a factory of one "
     "environment and let torchrl_lightning.make_vector_env build it."
 )
-
-# What the message about a missing package names, and the extra that brings it.
-_EXTRAS = {
-    "Box2D": "box2d",
-    "MuJoCo": "mujoco",
-    "imageio": "mujoco",
-    "gymnasium_robotics": "robotics",
-    "minigrid": "minigrid",
-    "ale_py": "atari",
-    "opencv": "atari",
-}
 
 
 def make_vector_env(
@@ -143,7 +133,7 @@ def check_env_source(
         except ImportError as error:
             raise ValueError(
                 f"The module before the colon of {env!r} cannot be imported: {error}. Install it and what it needs, or "
-                f"put it where Python finds it, such as the working directory.{_extra_for(error)}"
+                f"put it where Python finds it, such as the working directory.{extra_for(error)}"
             ) from error
         except gymnasium.error.Error as error:
             raise ValueError(
@@ -185,11 +175,6 @@ def autoreset_mode(env: VectorEnv[Any, Any, Any]) -> AutoresetMode:
     return mode
 
 
-def _extra_for(error: Exception) -> str:
-    extra = next((extra for package, extra in _EXTRAS.items() if package in str(error)), None)
-    return "" if extra is None else f" Here the extra {extra!r} brings it: torchrl-lightning[{extra}]."
-
-
 class NoGymnasiumEnvironmentError(TypeError):
     """A factory has built something else than one Gymnasium environment, such as TorchRL's, which it hands on."""
 
@@ -220,7 +205,7 @@ class SingleEnv:
         except (gymnasium.error.DependencyNotInstalled, ModuleNotFoundError) as error:
             what = str(error).rstrip(".")
             raise ImportError(
-                f"The environment {self.env!r} needs what is not installed: {what}.{_extra_for(error)}"
+                f"The environment {self.env!r} needs what is not installed: {what}.{extra_for(error)}"
             ) from error
         except gymnasium.error.Error as error:  # of an id that a factory looks up
             raise ValueError(f"The environment {self.env!r} cannot be made: {error}") from error
