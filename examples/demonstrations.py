@@ -3,17 +3,20 @@
 python examples/demonstrations.py record demonstrations/car MountainCar-v0 --seed 3 --count 1
 python examples/demonstrations.py replay demonstrations/car MountainCar-v0 --episodes 100
 python examples/demonstrations.py record demonstrations/key minigrid:MiniGrid-UnlockPickup-v0 --goal
+python examples/demonstrations.py record demonstrations/block gymnasium_robotics:FetchPickAndPlace-v4 --count 20
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from pick_and_place import act
 from planner import shortest_plan
 from tensordict import TensorDict
 
@@ -21,26 +24,28 @@ from torchrl_lightning import Demonstration, EnvironmentRecipe, GoalReward, read
 
 
 def recipe_of(id: str, goal: bool) -> EnvironmentRecipe:
-    """Return what the presets env=minigrid and env=mountaincar_sparse make of an id."""
+    """Return what the presets env=minigrid, env=robotics and env=mountaincar_sparse make of an id."""
     if id.startswith("minigrid:"):
         return EnvironmentRecipe(id, drop=["mission"], wrappers=[GoalReward] if goal else [])
-    return EnvironmentRecipe(id, wrappers=[GoalReward])
+    return EnvironmentRecipe(id, wrappers=[] if id.startswith("gymnasium_robotics:") else [GoalReward])
 
 
-def expert(env: Any) -> Iterator[int]:
+def expert(env: Any) -> Iterator[Any]:
     """Yield the actions that solve an episode, each when it is asked for."""
+    while hasattr(env, "gripper_extra_height"):  # an arm of Fetch's
+        yield act(env._get_obs())
     if hasattr(env, "grid"):
         yield from shortest_plan(env)
     while hasattr(env, "state"):  # MountainCar: push to where it rolls, so that every push adds energy
         yield 2 if env.state[1] >= 0 else 0
 
 
-def play(env: Any, actions: Iterable[int]) -> tuple[list[Any], ...]:
-    """Play on while there are actions and the episode lasts; return what it showed, was given and paid."""
+def play(env: Any, actions: Iterable[Any]) -> tuple[list[Any], ...]:
+    """Play on while there are actions and the episode lasts; return what it showed, was given, paid and reached."""
     played = []
     for action in actions:
-        observation, reward, terminated, truncated, _ = env.step(action)
-        played.append((observation, action, float(reward)))
+        observation, reward, terminated, truncated, info = env.step(action)
+        played.append((observation, action, float(reward), bool(info.get("is_success", reward > 0)), terminated))
         if terminated or truncated:
             break
     return tuple(map(list, zip(*played, strict=True)))
@@ -48,17 +53,16 @@ def play(env: Any, actions: Iterable[int]) -> tuple[list[Any], ...]:
 
 def demonstrate(env: Any, id: str, seed: int) -> Demonstration:
     first, _ = env.reset(seed=seed)
-    observations, actions, rewards = play(env, expert(env.unwrapped))
+    observations, actions, rewards, goals, ends = play(env, expert(env.unwrapped))
     env.reset(seed=seed)
-    if sum(rewards) <= 0 or play(env, actions)[2] != rewards:
+    if not goals[-1] or play(env, actions)[2] != rewards:
         raise RuntimeError(f"{id} was not solved with seed {seed}, or not once more by the same actions.")
     entries = [each if isinstance(each, dict) else {"observation": each} for each in (first, *observations)]
     shown = TensorDict({key: np.stack([each[key] for each in entries]) for key in entries[0]}, [len(entries)])
     steps = shown[:-1].clone()
-    steps["action"], steps["next", "reward"] = torch.tensor(actions), torch.tensor(rewards)[:, None]
-    last, metadata = shown[-1].clone(), {"environment": id, "seed": seed}
-    human = True  # given, not found by an agent
-    return Demonstration(steps, last, is_human=human, terminated=True, truncated=False, metadata=metadata)
+    steps["action"], steps["next", "reward"] = torch.as_tensor(np.array(actions)), torch.tensor(rewards)[:, None]
+    ending = {"terminated": ends[-1], "truncated": not ends[-1], "metadata": {"environment": id, "seed": seed}}
+    return Demonstration(steps, shown[-1].clone(), is_human=True, **ending)  # given, not found by an agent
 
 
 def record(env: Any, id: str, folder: Path, seeds: range) -> None:
@@ -71,29 +75,25 @@ def record(env: Any, id: str, folder: Path, seeds: range) -> None:
 
 def replay(env: Any, folder: Path, episodes: int) -> None:
     env.action_space.seed(0)
-    plans = [read_demonstration(path).steps["action"].tolist() for path in sorted(folder.glob("*.safetensors"))]
+    plans = [read_demonstration(path).steps["action"].numpy() for path in sorted(folder.glob("*.safetensors"))]
     blind, random = [], []
     for seed in range(1_000_000, 1_000_000 + episodes):  # episodes that no demonstration is from
         env.reset(seed=seed)
-        random.append(sum(play(env, iter(env.action_space.sample, None))[2]))
+        random.append(sum(play(env, (env.action_space.sample() for _ in count()))[2]))
         env.reset(seed=seed)
-        blind.append(sum(play(env, plans[seed % len(plans)])[2]))
+        blind.append(play(env, plans[seed % len(plans)])[3][-1])
     print(f"mean return of random actions: {np.mean(random):.3f}")
-    print(f"share of episodes that the demonstrated actions solve: {np.mean(np.array(blind) > 0):.2f}")
+    print(f"share of episodes that the demonstrated actions solve: {np.mean(blind):.2f}")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("what", choices=["record", "replay"])
     parser.add_argument("folder", type=Path)
-    parser.add_argument("id", help="MountainCar-v0, or a task of MiniGrid with minigrid: in front")
+    parser.add_argument("id", help="MountainCar-v0, or a task with minigrid: or gymnasium_robotics: in front")
     parser.add_argument("--goal", action="store_true", help="a reward of 1 at the goal of a MiniGrid, however late")
-    parser.add_argument("--count", type=int, default=1)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--episodes", type=int, default=100)
+    for name, default in {"count": 1, "seed": 0, "episodes": 100}.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()
-    env = recipe_of(args.id, args.goal)()
-    if args.what == "record":
-        record(env, args.id, args.folder, range(args.seed, args.seed + args.count))
-    else:
-        replay(env, args.folder, args.episodes)
+    env, seeds = recipe_of(args.id, args.goal)(), range(args.seed, args.seed + args.count)
+    record(env, args.id, args.folder, seeds) if args.what == "record" else replay(env, args.folder, args.episodes)

@@ -58,6 +58,7 @@ _OWN = {
     **dict.fromkeys(("dqn_pong_envpool", "dqn_prioritized_lunarlander", "sac_hopper", "sac_invertedpendulum"), _RING),
     **dict.fromkeys(("dqfd_mountaincar", "dqn_lunarlander", "dqn_mountaincar", "sac_her_fetchpush"), _RING),
     "rlpd_pendulum": ["data.buffer.storage.max_size=2048"],  # its data have 2000 steps
+    "sac_her_fetchpickandplace": ["data.buffer.storage.max_size=1024"],  # its data have 1000 steps
     "sac_episodic_pendulum": [*_RING, "data.buffer.sampler.recent_data_steps=4"],
     "sac_recurrent_pendulum": [*_RING, "data.buffer.sampler.batch_length=4", "data.buffer.sampler.burn_in=1"],
     "sac_simple_pendulum": ["data.buffer.size=512"],

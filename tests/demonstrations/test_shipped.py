@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 
+from kit.extras import need_extra
 from kit.processes import PROJECT
 from torchrl_lightning import EnvironmentRecipe, GoalReward, read_demonstration
 
@@ -17,9 +18,9 @@ FILES = sorted((PROJECT / "conf" / "demonstrations").glob("*/*"))
 def test_the_actions_earn_the_same_in_the_same_episode(path):
     demonstration = read_demonstration(path)
     environment, seed = (demonstration.metadata[key] for key in ("environment", "seed"))
-    if environment.startswith("minigrid:"):
-        pytest.importorskip("minigrid")
-    is_sparse = environment != "Pendulum-v1"
+    module, _, name = environment.rpartition(":")
+    need_extra({"minigrid": "minigrid", "gymnasium_robotics": "robotics"}.get(module, "none"))
+    is_sparse = name not in ("Pendulum-v1", "FetchPickAndPlace-v4")
     wrappers = [GoalReward] if is_sparse and demonstration.rewards[-1] == 1 else []
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*is out of date.*")  # MultiRoom-N4-S5-v0 is the one with published scores
@@ -27,6 +28,8 @@ def test_the_actions_earn_the_same_in_the_same_episode(path):
     env.reset(seed=seed)
     played = [env.step(action)[1] for action in demonstration.steps["action"].numpy()]
     assert torch.tensor(played).float().equal(demonstration.rewards)
+    if module == "gymnasium_robotics":
+        assert demonstration.rewards[-1] == 0  # -1 elsewhere than at the goal
     if is_sparse:
         assert demonstration.rewards[-1] > 0
         assert demonstration.rewards[:-1].eq(0).all()

@@ -9,6 +9,7 @@ import gymnasium
 import numpy as np
 import pytest
 
+from kit.extras import need_extra
 from kit.forks import Forked, as_script
 from kit.processes import PROJECT
 from torchrl_lightning import read_demonstration
@@ -18,7 +19,7 @@ OWN_CARTPOLE = "examples.continuous_cartpole:ContinuousCartPole"
 SCRIPTS = (
     *("torchrl_only.py", "own_trainer.py", "own_environment.py", "loss_module.py", "hydra_app/train.py"),
     *("planner.py", "demonstrations.py", "behaviour_cloning.py", "continuous_cartpole.py", "guide/draw_data_path.py"),
-    "ray_learners.py",
+    *("pick_and_place.py", "ray_learners.py"),
 )
 
 
@@ -78,6 +79,17 @@ def test_a_demonstration_is_made_and_its_actions_are_tried_elsewhere(tmp_path):
     at_random, demonstrated = run_example("demonstrations.py", "replay", folder, id, "--episodes", "5", folder=tmp_path)
     assert at_random.endswith("random actions: 0.000")
     assert re.fullmatch(r".*demonstrated actions solve: [01]\.\d0", demonstrated)
+
+
+@pytest.mark.filterwarnings("ignore:.*reward functions were updated")
+def test_the_arm_brings_the_block_to_its_goal(tmp_path):
+    need_extra("robotics")
+    folder, id = str(tmp_path / "block"), "gymnasium_robotics:FetchPickAndPlace-v4"
+    said = run_example("demonstrations.py", "record", folder, id, "--seed", "40", "--count", "3", folder=tmp_path)
+    assert [line.partition(":")[0] for line in said if line.startswith("seed")] == ["seed 40", "seed 41", "seed 42"]
+    found = read_demonstration(tmp_path / "block" / "seed_41.safetensors")
+    assert (found.length, float(found.rewards[0]), float(found.rewards[-1])) == (50, -1, 0)
+    assert (found.terminated, found.truncated) == (False, True)
 
 
 def test_the_picture_of_the_data_path_is_the_one_that_is_drawn(tmp_path):
