@@ -65,19 +65,19 @@ def demonstrate(env: Any, id: str, seed: int) -> Demonstration:
     return Demonstration(steps, shown[-1].clone(), is_human=True, **ending)  # given, not found by an agent
 
 
-def record(env: Any, id: str, folder: Path, seeds: range) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    for seed in seeds:
-        demonstration = demonstrate(env, id, seed)
-        write_demonstration(folder / f"seed_{seed}.safetensors", demonstration)
+def record(env: Any, asked: argparse.Namespace) -> None:
+    asked.folder.mkdir(parents=True, exist_ok=True)
+    for seed in range(asked.seed, asked.seed + asked.count):
+        demonstration = demonstrate(env, asked.id, seed)
+        write_demonstration(asked.folder / f"seed_{seed}.safetensors", demonstration)
         print(f"seed {seed}: return {demonstration.total_reward:.3f} after {demonstration.length} steps")
 
 
-def replay(env: Any, folder: Path, episodes: int) -> None:
+def replay(env: Any, asked: argparse.Namespace) -> None:
     env.action_space.seed(0)
-    plans = [read_demonstration(path).steps["action"].numpy() for path in sorted(folder.glob("*.safetensors"))]
+    plans = [read_demonstration(path).steps["action"].numpy() for path in sorted(asked.folder.glob("*.safetensors"))]
     blind, random = [], []
-    for seed in range(1_000_000, 1_000_000 + episodes):  # episodes that no demonstration is from
+    for seed in range(1_000_000, 1_000_000 + asked.episodes):  # episodes that no demonstration is from
         env.reset(seed=seed)
         random.append(sum(play(env, (env.action_space.sample() for _ in count()))[2]))
         env.reset(seed=seed)
@@ -94,6 +94,6 @@ if __name__ == "__main__":
     parser.add_argument("--goal", action="store_true", help="a reward of 1 at the goal of a MiniGrid, however late")
     for name, default in {"count": 1, "seed": 0, "episodes": 100}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
-    args = parser.parse_args()
-    env, seeds = recipe_of(args.id, args.goal)(), range(args.seed, args.seed + args.count)
-    record(env, args.id, args.folder, seeds) if args.what == "record" else replay(env, args.folder, args.episodes)
+    asked = parser.parse_args()
+    play_through = record if asked.what == "record" else replay
+    play_through(recipe_of(asked.id, asked.goal)(), asked)
