@@ -8,6 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from gymnasium.spaces import Box
+from gymnasium.wrappers import DtypeObservation
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from stable_baselines3 import DDPG, DQN, PPO, SAC, TD3, HerReplayBuffer
@@ -110,7 +112,10 @@ class Twin:
         return Row(seed, model.num_timesteps, float(np.mean(mean)), float(np.mean(deviation)), EPISODES, minutes)
 
     def _environment(self) -> Any:
-        return Monitor(self.recipe())
+        env = self.recipe()
+        # It keeps normalised observations in the dtype of the space, so that whole numbers would cut them off.
+        whole = isinstance(env.observation_space, Box) and np.issubdtype(env.observation_space.dtype, np.integer)
+        return Monitor(DtypeObservation(env, np.float32) if whole and self.data["normalize_observation"] else env)
 
     def _rate(self) -> Any:
         rate, schedule = self.model["learning_rate"], self.model["schedule"]

@@ -13,6 +13,7 @@ from torch import nn
 from benchmarks import twin
 from benchmarks.results import ResultsError
 from benchmarks.twin import Twin
+from kit.extras import need_extra
 from kit.store import composed_run
 
 
@@ -52,6 +53,12 @@ def test_dqn_is_given_what_the_experiment_says():
     assert told["target_update_interval"] == 600  # frames
     assert (told["exploration_fraction"], told["exploration_final_eps"]) == (0.2, 0.07)
     assert (told["tau"], told["max_grad_norm"]) == (1.0, 10.0)
+
+
+def test_normalised_observations_are_not_kept_as_whole_numbers():
+    need_extra("minigrid")
+    space = Twin("ppo_minigrid_doorkey")._environment().observation_space
+    assert (space.dtype, space.shape) == ("float32", (151,))
 
 
 @pytest.mark.parametrize(
