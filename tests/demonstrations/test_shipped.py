@@ -19,7 +19,7 @@ def test_the_actions_earn_the_same_in_the_same_episode(path):
     demonstration = read_demonstration(path)
     environment, seed = (demonstration.metadata[key] for key in ("environment", "seed"))
     module, _, name = environment.rpartition(":")
-    need_extra({"minigrid": "minigrid", "gymnasium_robotics": "robotics"}.get(module, "none"))
+    need_extra(module.removeprefix("gymnasium_"))
     is_sparse = name not in ("Pendulum-v1", "FetchPickAndPlace-v4")
     wrappers = [GoalReward] if is_sparse and demonstration.rewards[-1] == 1 else []
     with warnings.catch_warnings():
