@@ -153,8 +153,8 @@ class Twin:
 
     def _replay(self) -> Arguments:
         data = self.data
-        updates = data["num_envs"] / data["frames_per_update"]
-        steps, at_once = (1, updates) if updates >= 1 else (1 / updates, 1)
+        frames = data["frames_per_batch"] or max(data["num_envs"], data["frames_per_update"])  # between two updates
+        steps, at_once = frames / data["num_envs"], frames / data["frames_per_update"]
         told: Arguments = {
             "buffer_size": self.buffer["storage"]["max_size"],
             "batch_size": data["batch_size"],

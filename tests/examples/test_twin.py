@@ -48,8 +48,8 @@ def test_replay_is_given_what_the_experiment_says():
 
 
 def test_dqn_is_given_what_the_experiment_says():
-    told = Twin("dqn_mountaincar")._arguments()  # one environment, an update every second frame
-    assert (told["train_freq"], told["gradient_steps"]) == ((2, "step"), 1)
+    told = Twin("dqn_mountaincar")._arguments()  # 16 frames, then as many updates as are due
+    assert (told["train_freq"], told["gradient_steps"]) == ((16, "step"), 8)
     assert told["target_update_interval"] == 600  # frames
     assert (told["exploration_fraction"], told["exploration_final_eps"]) == (0.2, 0.07)
     assert (told["tau"], told["max_grad_norm"]) == (1.0, 10.0)
