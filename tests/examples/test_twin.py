@@ -3,18 +3,33 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 pytest.importorskip("stable_baselines3")
 
-from torch import nn
+import torch
+from gymnasium import Env
+from gymnasium.spaces import Box
+from stable_baselines3 import SAC
+from stable_baselines3.common.logger import Logger
+from stable_baselines3.common.type_aliases import ReplayBufferSamples
+from torch import Tensor, nn
+from torch.testing import assert_close
+from torchrl.data import Bounded
 
 from benchmarks import twin
 from benchmarks.results import ResultsError
 from benchmarks.twin import Twin
 from kit.extras import need_extra
+from kit.specs import specs_of
 from kit.store import composed_run
+from kit.transitions import transitions
+from torchrl_lightning.learn import MLPNetwork, SACModule
+from torchrl_lightning.learn.transitions import read_transitions
 
 
 def test_ppo_is_given_what_the_experiment_says():
@@ -99,3 +114,62 @@ def test_a_run_ends_with_unseen_episodes(name, frames, monkeypatch):
     end = made.run(0)
     assert (end.seed, end.frames, end.episodes) == (0, frames, 2)
     assert -2000 < end.score < 0
+
+
+class _Nowhere(Env[Any, Any]):
+    observation_space, action_space = Box(-1, 1, [4]), Box(-1, 1, [2])
+
+
+def _laid_as_ours(actor: Any, critics: Any, of: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    """Return their tensors in the order and the shapes of our actor's and critics'."""
+    heads, kinds, layers = (actor.mu, actor.log_std), ("weight", "bias"), (0, 2)
+    return [
+        *(of(each) for each in actor.latent_pi.parameters()),
+        *(torch.cat([of(getattr(head, kind)) for head in heads]) for kind in kinds),
+        *(torch.stack([of(critic[layer].weight).T for critic in critics]) for layer in layers),
+        *(torch.stack([of(critic[layer].bias)[None] for critic in critics]) for layer in layers),
+    ]
+
+
+def test_sac_has_their_gradients(monkeypatch):
+    """From the same weights, on the same transitions and by the same noise."""
+    torch.manual_seed(0)
+    specs = specs_of(Bounded(-torch.ones(2), torch.ones(2)))
+    ours = SACModule(MLPNetwork([8], "relu"), alpha=0.3).build(specs)
+    their = SAC("MlpPolicy", _Nowhere(), 0.0, gamma=0.9, ent_coef="auto_0.3", policy_kwargs={"net_arch": [8]})
+    learnt, targets = their.critic.q_networks, their.critic_target.q_networks
+    parameters = [*ours.actor_network.parameters(), *ours.critics.parameters()]
+    with torch.no_grad():
+        for each in their.critic_target.parameters():
+            each += 0.1 * torch.randn_like(each)
+        followed = [*ours.actor_network.parameters(), *ours.targets.critics.parameters()]
+        for own, critics in ((parameters, learnt), (followed, targets)):
+            for each, value in zip(own, _laid_as_ours(their.actor, critics, Tensor.clone), strict=True):
+                each.copy_(value)
+    batch, (now, after) = transitions(specs, 32), torch.randn(2, 32, 2)
+
+    drawn = iter([after, now])
+    monkeypatch.setattr(torch, "randn_like", lambda _: next(drawn))
+    terms, _ = ours.terms(read_transitions(batch, ["observation"], 0.9))
+    torch.stack([value for name, value in terms.items() if name.startswith("loss_")]).sum().backward()
+
+    drawn, found = iter([now, after]), {}
+    monkeypatch.setattr("torch.distributions.normal._standard_normal", lambda *_, **__: next(drawn))
+
+    def look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        found.update({each: each.grad.clone() for group in optimizer.param_groups for each in group["params"]})
+
+    for optimizer in (their.actor.optimizer, their.critic.optimizer, their.ent_coef_optimizer):
+        optimizer.register_step_pre_hook(look)
+    ends = batch["next"]
+    rows = ReplayBufferSamples(
+        batch["observation"], batch["action"], ends["observation"], ends["terminated"].float(), ends["reward"], None
+    )
+    their.replay_buffer = SimpleNamespace(sample=lambda *_, **__: rows)
+    their.set_logger(Logger(None, []))
+    their.train(1)
+    expected = _laid_as_ours(their.actor, learnt, found.__getitem__)
+    for number, (own, value) in enumerate(zip(parameters, expected, strict=True)):
+        # They halve the critics' losses, which Adam does not see.
+        assert_close(own.grad, value if number < 4 else 2.0 * value, rtol=1e-4, atol=1e-5)
+    assert_close(ours.log_alpha.grad, found[their.log_ent_coef][0], rtol=1e-4, atol=1e-5)
