@@ -38,7 +38,6 @@ SAME: dict[str, Any] = {
     "data.collector": None,
     "data.source": None,
     "data.dataset": None,
-    "data.buffer.n_steps": 1,
     "model.intrinsic": None,
     "data.buffer.sampler._target_": "torchrl_lightning.UniformSampler",
     "data.buffer.transform.skip_reached": False,
@@ -74,6 +73,8 @@ class Twin:
         same = {**SAME, "data.buffer._target_": f"torchrl_lightning.{buffer}", **OWN[learner]}
         if self._kind is DDPG:
             same["model.num_critics"] = 1
+        if OmegaConf.select(cfg, "data.buffer.transform") is not None:
+            same["data.buffer.n_steps"] = 1  # which its goals know nothing of
         for key, expected in same.items():
             said = OmegaConf.select(cfg, key, default=expected)
             if said != expected:
@@ -162,6 +163,7 @@ class Twin:
             "train_freq": (round(steps), "step"),
             "gradient_steps": round(at_once),
             "tau": self.model["tau"],
+            "n_steps": self.buffer["n_steps"],
         }
         goals = self.buffer.get("transform")
         if goals is not None:

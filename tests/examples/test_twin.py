@@ -67,7 +67,7 @@ def test_dqn_is_given_what_the_experiment_says():
     assert (told["train_freq"], told["gradient_steps"]) == ((16, "step"), 8)
     assert told["target_update_interval"] == 600  # frames
     assert (told["exploration_fraction"], told["exploration_final_eps"]) == (0.2, 0.07)
-    assert (told["tau"], told["max_grad_norm"]) == (1.0, 10.0)
+    assert (told["tau"], told["max_grad_norm"], told["n_steps"]) == (1.0, 10.0, 3)
 
 
 def test_normalised_observations_are_not_kept_as_whole_numbers():
@@ -80,7 +80,7 @@ def test_normalised_observations_are_not_kept_as_whole_numbers():
     ("name", "why"),
     [
         ("a2c_cartpole", "learns by A2C; those by PPO, SAC, TD3, DQN have a twin"),
-        ("dqn_cartpole", r"has data\.buffer\.n_steps=3"),
+        ("dqn_cartpole", r"has model\.double=True"),
         ("sac_recurrent_pendulum", r"has model\.network\._target_=torchrl_lightning\.RecurrentNetwork"),
         ("ppo_l2r_cartpole", r"has data\.buffer\._target_=torchrl_lightning\.PPOBuffer"),
         ("ppo_intrinsic_mountaincar", r"has model\.intrinsic="),
@@ -98,6 +98,7 @@ def test_what_cannot_be_said_there_is_refused(name, why):
         ("ppo_acrobot", "data.buffer.standardize_advantages=True"),
         ("sac_pendulum", "model.max_grad_norm=0.5"),
         ("dqn_mountaincar", "model.double=True"),
+        ("ddpg_her_fetchreach", "data.buffer.n_steps=3"),
     ],
 )
 def test_so_is_a_setting_that_it_has_not(name, setting, monkeypatch):
