@@ -121,15 +121,18 @@ class _Nowhere(Env[Any, Any]):
     observation_space, action_space = Box(-1, 1, [4]), Box(-1, 1, [2])
 
 
-def _laid_as_ours(actor: Any, critics: Any, of: Callable[[Tensor], Tensor]) -> list[Tensor]:
-    """Return their tensors in the order and the shapes of our actor's and critics'."""
-    heads, kinds, layers = (actor.mu, actor.log_std), ("weight", "bias"), (0, 2)
-    return [
-        *(of(each) for each in actor.latent_pi.parameters()),
-        *(torch.cat([of(getattr(head, kind)) for head in heads]) for kind in kinds),
-        *(torch.stack([of(critic[layer].weight).T for critic in critics]) for layer in layers),
-        *(torch.stack([of(critic[layer].bias)[None] for critic in critics]) for layer in layers),
-    ]
+def _actor(actor: Any, of: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    """Return tensors of their actor in the order and the shapes of our parameters."""
+    heads = (actor.mu, actor.log_std)
+    last = [torch.cat([of(getattr(head, kind)) for head in heads]) for kind in ("weight", "bias")]
+    return [*(of(each) for each in actor.latent_pi.parameters()), *last]
+
+
+def _critics(critic: Any, of: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    """Return those of their critics so."""
+    same = [[each[layer] for each in critic.q_networks] for layer in (0, 2)]
+    weights = [torch.stack([of(layer.weight).T for layer in layers]) for layers in same]
+    return [*weights, *(torch.stack([of(layer.bias)[None] for layer in layers]) for layers in same)]
 
 
 def test_sac_has_their_gradients(monkeypatch):
@@ -138,14 +141,15 @@ def test_sac_has_their_gradients(monkeypatch):
     specs = specs_of(Bounded(-torch.ones(2), torch.ones(2)))
     ours = SACModule(MLPNetwork([8], "relu"), alpha=0.3).build(specs)
     their = SAC("MlpPolicy", _Nowhere(), 0.0, gamma=0.9, ent_coef="auto_0.3", policy_kwargs={"net_arch": [8]})
-    learnt, targets = their.critic.q_networks, their.critic_target.q_networks
-    parameters = [*ours.actor_network.parameters(), *ours.critics.parameters()]
     with torch.no_grad():
         for each in their.critic_target.parameters():
             each += 0.1 * torch.randn_like(each)
-        followed = [*ours.actor_network.parameters(), *ours.targets.critics.parameters()]
-        for own, critics in ((parameters, learnt), (followed, targets)):
-            for each, value in zip(own, _laid_as_ours(their.actor, critics, Tensor.clone), strict=True):
+        for own, values in (
+            (ours.actor_network, _actor(their.actor, Tensor.clone)),
+            (ours.critics, _critics(their.critic, Tensor.clone)),
+            (ours.targets.critics, _critics(their.critic_target, Tensor.clone)),
+        ):
+            for each, value in zip(own.parameters(), values, strict=True):
                 each.copy_(value)
     batch, (now, after) = transitions(specs, 32), torch.randn(2, 32, 2)
 
@@ -169,8 +173,10 @@ def test_sac_has_their_gradients(monkeypatch):
     their.replay_buffer = SimpleNamespace(sample=lambda *_, **__: rows)
     their.set_logger(Logger(None, []))
     their.train(1)
-    expected = _laid_as_ours(their.actor, learnt, found.__getitem__)
-    for number, (own, value) in enumerate(zip(parameters, expected, strict=True)):
-        # They halve the critics' losses, which Adam does not see.
-        assert_close(own.grad, value if number < 4 else 2.0 * value, rtol=1e-4, atol=1e-5)
+    gradient = found.__getitem__
+    # They halve the critics' losses, which Adam does not see.
+    critics = [2.0 * value for value in _critics(their.critic, gradient)]
+    for own, values in ((ours.actor_network, _actor(their.actor, gradient)), (ours.critics, critics)):
+        for each, value in zip(own.parameters(), values, strict=True):
+            assert_close(each.grad, value, rtol=1e-4, atol=1e-5)
     assert_close(ours.log_alpha.grad, found[their.log_ent_coef][0], rtol=1e-4, atol=1e-5)
