@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from gymnasium import spaces
+from gymnasium.vector import AutoresetMode
 from tensordict import TensorDict, TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
@@ -16,6 +17,7 @@ from torch import Tensor
 from torchrl_lightning._compat import new_tensordict
 from torchrl_lightning.collectors._stepper import VectorStepper
 from torchrl_lightning.entries import Path, join, level_of, next_key, path_of, tensordict_of
+from torchrl_lightning.environments.copies import copied
 from torchrl_lightning.environments.faults import EnvironmentFault
 from torchrl_lightning.environments.masks import action_mask
 from torchrl_lightning.environments.played import Array, Playing, ReplayedRows, ReplaySource
@@ -232,8 +234,7 @@ class RolloutLoop:
                 f"{np.flatnonzero(np.isnan(action.reshape(len(action), -1)).any(1)).tolist()}: "
                 "its weights or its inputs are not finite. Look at the learning rate and the gradient norm."
             )
-        if action.dtype != stepper.action_dtype:
-            action = action.astype(stepper.action_dtype)
+        action = action.astype(stepper.action_dtype)  # always a copy, which environments may change and keep
         if self.clip_actions and stepper.bounds is not None:
             action = np.clip(action, *stepper.bounds)
         resting = None if played is None else played.mask
@@ -245,7 +246,9 @@ class RolloutLoop:
         for source, target in zip(leaves, successor, strict=True):
             np.copyto(target, source)
         if done.any():
-            leaves, finals = stepper.finish(done, leaves, self.info, resting)
+            if stepper.mode is AutoresetMode.DISABLED:
+                self.info = copied(self.info)  # before the reset, which may change it
+            leaves, finals = stepper.finish(done, leaves, self.info, resting, self._observations)
             for index, final in finals:
                 for target, source in zip(successor, final, strict=True):
                     target[index] = source

@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
 from functools import reduce
 from typing import Any
+from weakref import WeakSet
 
 import gymnasium
 import numpy as np
 from gymnasium import spaces
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 
+from torchrl_lightning.environments.copies import copy_beneath_wrappers, copy_ends
+from torchrl_lightning.environments.envpool_env import EnvPoolVectorEnv
 from torchrl_lightning.environments.faults import EnvironmentFault, blame, blaming, check_observation, frames_of
 from torchrl_lightning.environments.played import Array, ResumableVectorEnv
 from torchrl_lightning.environments.specs import first_action, observation_leaves
+from torchrl_lightning.environments.torchrl_batch import BatchVectorEnv
 from torchrl_lightning.environments.vector_env import autoreset_mode
+from torchrl_lightning.environments.worker_env import WorkerVectorEnv
+
+logger = logging.getLogger(__name__)
 
 Final = tuple[int | Array, list[Array]]  # environment, or several, and the leaves of their last observations
 _SUCCESS = ("is_success", "success")
+_COPY_ENDS = (ResumableVectorEnv, WorkerVectorEnv, EnvPoolVectorEnv, BatchVectorEnv)  # those built by this package
+_SUSPECT_ENDS = 3  # in succession, after which a last observation is suspected to be the one after the reset
+_WARNED: WeakSet[VectorEnv[Any, Any, Any]] = WeakSet()
 
 
 class VectorStepper:
@@ -47,6 +58,10 @@ class VectorStepper:
         self._start = np.asarray(start, self.action_dtype) if start else None
         idle = np.full(space.shape or (), start, self.action_dtype)
         self._idle: Array = idle if self.bounds is None else np.clip(idle, *self.bounds)
+        self._copies_ends = isinstance(env.unwrapped, _COPY_ENDS)
+        self._suspect_ends = 0
+        if not self._copies_ends:
+            self._copy_ends()
 
     @property
     def resets(self) -> Array | None:
@@ -90,12 +105,21 @@ class VectorStepper:
         return self.leaves(observation), reward, terminated, truncated, info
 
     def finish(
-        self, done: Array, leaves: list[Array], info: dict[str, Any], resting: Array | None = None
+        self,
+        done: Array,
+        leaves: list[Array],
+        info: dict[str, Any],
+        resting: Array | None = None,
+        before: Sequence[Array] = (),
     ) -> tuple[list[Array], list[Final]]:
         """Return what to act on next, and the true last observation of each episode that ended (``done``, ``[N]``).
 
-        A RuntimeError if the environment does not report it, or cannot reset single environments. Of those that should
-        rest nothing is reported.
+        Environments in ``resting`` report nothing. ``before`` are the observations before the step: with them, a
+        warning is logged if the last observations seem to be those after the reset.
+
+        Raises:
+            RuntimeError: The environment does not report the last observations, or cannot reset single environments.
+            EnvironmentFault: The last observations do not fit the space, or share memory with the next ones.
         """
         own = done if resting is None else done & ~resting
         if self.mode is AutoresetMode.NEXT_STEP:
@@ -111,12 +135,49 @@ class VectorStepper:
                 f"{self.env} ended episodes {np.flatnonzero(done).tolist()} without info['final_obs']; "
                 "AutoresetMode.SAME_STEP promises the last observation there."
             )
+        finals: list[Final]
         if isinstance(final, dict) or (isinstance(final, np.ndarray) and final.dtype.kind != "O"):  # of all, together
-            return leaves, _rows(self.leaves(final), own)
-        ended = np.flatnonzero(own).tolist()
-        for i in ended:  # nobody has put them together, which would have shown what does not fit
-            check_observation(self.env.single_observation_space, final[i], f"environment {i}")
-        return leaves, [(i, self.leaves(final[i])) for i in ended]
+            reported = [self.leaves(final)]
+            finals = _rows(reported[0], own)
+        else:
+            ended = np.flatnonzero(own).tolist()
+            for i in ended:  # nobody has put them together, which would have shown what does not fit
+                check_observation(self.env.single_observation_space, final[i], f"environment {i}")
+            finals = [(i, self.leaves(final[i])) for i in ended]
+            reported = [values for _, values in finals]
+        if not self._copies_ends:
+            self._check_finals(reported, finals, leaves, before)
+        return leaves, finals
+
+    def _copy_ends(self) -> None:
+        """Let a ready environment copy the last step of each episode, if its single environments are reachable."""
+        envs = getattr(self.env.unwrapped, "envs", None)
+        for env in envs if isinstance(envs, list | tuple) else ():
+            if isinstance(env, gymnasium.Env):
+                copy_beneath_wrappers(env)
+                copy_ends(env)
+
+    def _check_finals(
+        self, reported: list[list[Array]], finals: list[Final], leaves: list[Array], before: Sequence[Array]
+    ) -> None:
+        """Check that last observations are not those after the reset."""
+        if any(
+            np.shares_memory(last, leaf) for values in reported for last, leaf in zip(values, leaves, strict=True)
+        ):
+            raise EnvironmentFault(
+                f"{self.env} returned info['final_obs'] in the memory of the next observations, expected memory of its "
+                "own, because a reset overwrites it. Copy the last observations before the reset."
+            )
+        for where, values in finals:
+            for row in range(len(where)) if isinstance(where, np.ndarray) else (None,):
+                index = where if row is None else where[row]  # type: ignore[index]
+                last = [np.asarray(value if row is None else value[row]) for value in values]
+                is_next = all(map(_is_equal, last, (leaf[index] for leaf in leaves)))
+                has_moved = not all(map(_is_equal, last, (leaf[index] for leaf in before)))
+                self._suspect_ends = self._suspect_ends + 1 if is_next and has_moved else 0
+                if self._suspect_ends == _SUSPECT_ENDS and self.env not in _WARNED:
+                    _WARNED.add(self.env)
+                    logger.warning(_SUSPECT, self.env, _SUSPECT_ENDS)
 
     def successes(self, info: dict[str, Any]) -> Array | None:
         """Return where the episodes that end in this step reach their goal (``[N]`` bool); None if nobody says so.
@@ -199,11 +260,20 @@ def success_of(info: Mapping[str, Any]) -> Any:
     return next((info[name] for name in _SUCCESS if name in info), None)
 
 
+def _is_equal(one: Array, other: Array) -> bool:
+    return np.array_equal(one, other, equal_nan=one.dtype.kind == "f" and other.dtype.kind == "f")
+
+
 def _rows(leaves: list[Array], done: Array) -> list[Final]:
     where = np.flatnonzero(done)
     return [(where, [leaf[where] for leaf in leaves])] if len(where) else []
 
 
+_SUSPECT = (
+    "%s returned the first observation of the next episode as the last one of an episode (final_obs), %d times in "
+    "succession. Its environments probably reuse one array: return a copy from their step, or let make_vector_env "
+    "build it from a factory. If an episode of this environment ends where the next one begins, ignore this."
+)
 _NO_PARTIAL_RESET = (
     "{env} cannot reset only some environments (env.reset(options={{'reset_mask': mask}})), as a replay "
     "and AutoresetMode.DISABLED need. Build it by make_vector_env from an id or a factory; without a replay, "

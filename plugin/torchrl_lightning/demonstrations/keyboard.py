@@ -100,9 +100,10 @@ class _Recorder(gym.Wrapper[Any, Any, Any, Any]):
         return observation, info
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
-        observation, reward, terminated, truncated, info = self.env.step(action)
-        self._observations.append(copy.deepcopy(observation))
+        # Copies both ways: the environment may write into the action, and Gymnasium's play passes the same one again.
         self._actions.append(copy.deepcopy(action))
+        observation, reward, terminated, truncated, info = self.env.step(copy.deepcopy(action))
+        self._observations.append(copy.deepcopy(observation))
         self._rewards.append(float(reward))
         if terminated or truncated:
             ended, success = (bool(terminated), bool(truncated)), success_of(info)

@@ -12,6 +12,7 @@ from gymnasium.vector import SyncVectorEnv
 from gymnasium.vector.utils import concatenate, iterate
 from numpy.typing import NDArray
 
+from torchrl_lightning.environments.copies import copied
 from torchrl_lightning.environments.faults import blaming, check_returned
 
 if TYPE_CHECKING:
@@ -114,7 +115,8 @@ class ResumableVectorEnv(SyncVectorEnv):
             if ends or is_cut:
                 if not checks:
                     self._check(returned, "step", i)
-                infos = self._add_info(infos, {"final_obs": shown[i], "final_info": info}, i)
+                # The reset may change the memory of both.
+                infos = self._add_info(infos, {"final_obs": copied(shown[i]), "final_info": copied(info)}, i)
                 shown[i], info = env.reset()
             if info:
                 infos = self._add_info(infos, info, i)
@@ -136,7 +138,7 @@ class ResumableVectorEnv(SyncVectorEnv):
             shown[i], rewards[i], terminated[i], truncated[i], _ = returned
             if terminated[i] or truncated[i]:
                 self._check(returned, "step", i)
-                final[i] = shown[i]
+                final[i] = copied(shown[i])
                 shown[i], _ = env.reset()
         self._observations = concatenate(self.single_observation_space, shown, self._observations)
         return self._observations, rewards, terminated, truncated, {"final_obs": final}

@@ -17,6 +17,7 @@ from gymnasium import spaces
 from gymnasium.wrappers import ClipReward, FilterObservation, FlattenObservation, RepeatAction, TimeLimit
 
 from torchrl_lightning._hydra import instantiate
+from torchrl_lightning.environments.copies import copy_beneath_wrappers
 from torchrl_lightning.environments.extras import extra_for
 from torchrl_lightning.environments.frame_stack import FrameStack
 from torchrl_lightning.environments.rename import RenameObservation, check_rename
@@ -186,6 +187,7 @@ class EnvironmentRecipe(Settings, Nameable):
             env = FrameStack(env, self.frame_stack)
         if self.clip_reward is not None:
             env = ClipReward(env, -self.clip_reward, self.clip_reward)
+        copy_beneath_wrappers(env)
         return env
 
     def _around_torchrl(self, env: Any, calls: TimedCalls | None) -> Any:

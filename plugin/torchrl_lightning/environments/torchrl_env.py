@@ -102,18 +102,36 @@ def make_environment(
 
 
 def with_bookkeeping(env: EnvBase, policy: object) -> EnvBase:
-    """Lay around an environment what marks the starts of episodes, carries recurrent states and casts actions.
+    """Add transforms that copy, mark the starts of episodes, carry recurrent states and cast actions.
 
-    What is there already is not added. The environment itself stays as it is.
+    Those of the last three kinds that the environment already has are not added. The environment itself is unchanged.
     """
     there = set(env.observation_spec.keys(True, True)) | set(env.full_state_spec.keys(True, True))
-    added: list[Transform] = [] if "is_init" in there else [InitTracker()]
+    added: list[Transform] = [CopyTransform()]
+    if "is_init" not in there:
+        added.append(InitTracker())
     added += [primer for primer in recurrent_primers(policy) if not there.issuperset(primer.primers.keys(True, True))]
     if env.action_spec.dtype == torch.float64:  # policies compute in float32
         added.append(DoubleToFloat(in_keys_inv=["action"]))
     for transform in added:
         env = TransformedEnv(env, transform, auto_unwrap=False)
     return env
+
+
+class CopyTransform(Transform):
+    """Copy what an environment is given and what it returns: it may reuse, change and keep all of its memory.
+
+    TorchRL's collectors keep the tensors of every step until the rollout is complete.
+    """
+
+    def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
+        return tensordict.clone()
+
+    def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
+        return tensordict_reset.clone()
+
+    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+        return next_tensordict.clone()
 
 
 class PlayingTransform(Transform):

@@ -11,6 +11,7 @@ from typing import Any
 import gymnasium
 from gymnasium.vector import AutoresetMode, VectorEnv
 
+from torchrl_lightning.environments.copies import copy_beneath_wrappers
 from torchrl_lightning.environments.envpool_env import EnvPoolVectorEnv, check_envpool, envpool_task
 from torchrl_lightning.environments.extras import extra_for
 from torchrl_lightning.environments.faults import blaming
@@ -220,4 +221,5 @@ class SingleEnv:
         for wrapper in self.wrappers:
             with blaming("make"):
                 env = wrapper(env)
+        copy_beneath_wrappers(env)
         return env

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torchrl_lightning.environments.copies import copied
 from torchrl_lightning.environments.faults import EnvironmentFault
 from torchrl_lightning.environments.goals import GoalFunction
 
@@ -44,12 +45,12 @@ class EnvironmentFunction:
         if dims > 1:
             reached, wanted = achieved.flatten(0, dims - 1), desired.flatten(0, dims - 1)
             return self(reached, wanted, _flat(lookup, dims), 1).view(achieved.shape[:dims])
-        goals = achieved.numpy(force=True), desired.numpy(force=True)
+        goals = copied((achieved.numpy(force=True), desired.numpy(force=True)))  # the environment may change them
         if self._takes_many is None and len(achieved) > 1:
             few = goals[0][:_FEW], goals[1][:_FEW]
-            rows = self._of_each(*few, lookup)
+            rows = self._of_each(*copied(few), lookup)
             try:
-                many = np.asarray(self._function(*few, StepInfo(lookup, slice(_FEW))), dtype=np.float64)
+                many = np.asarray(self._function(*copied(few), StepInfo(lookup, slice(_FEW))), dtype=np.float64)
                 self._takes_many = many.size == rows.size and np.allclose(many.reshape(-1), rows, equal_nan=True)
             except Exception:  # it takes a single step
                 self._takes_many = False
@@ -103,7 +104,7 @@ class StepInfo(dict[str, Any]):
                 f"the rewards of relabelled goals need info[{name!r}], which stored steps do not have. Show it as an "
                 f"entry of the observation named {name!r}, or give HindsightRelabel a compute_reward= without it."
             )
-        return entry if self._rows is None else entry.numpy(force=True)[self._rows]
+        return entry if self._rows is None else copied(entry.numpy(force=True)[self._rows])
 
     def __contains__(self, name: object) -> bool:
         return isinstance(name, str) and self._lookup(name) is not None
