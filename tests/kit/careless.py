@@ -67,6 +67,17 @@ def _put(target: Any, value: float) -> None:
         target[...] = number >> np.arange(target.size).reshape(target.shape) & 1 if is_bits else number % 80
 
 
+def _filled(shown: Any, arrays: Any) -> Any:
+    """Put arrays into dicts that were returned before."""
+    if not isinstance(arrays, dict):
+        return arrays
+    before = dict(shown)
+    shown.clear()
+    for name, entry in arrays.items():
+        shown[name] = _filled(before[name] if isinstance(before.get(name), dict) else {}, entry)
+    return shown
+
+
 class Careless(gymnasium.Env[Any, Any]):
     """Observes a number that follows from its name, the episode, the step and all actions, in every entry.
 
@@ -100,7 +111,8 @@ class Careless(gymnasium.Env[Any, Any]):
 
     def _memory(self) -> dict[str, Any]:
         return {
-            "observation": _zeros(self.observation_space),
+            "arrays": _zeros(self.observation_space),
+            "observation": {},  # the dict that is returned, which others may change
             "reward": np.zeros((), np.float64),
             "terminated": np.zeros((), bool),
             "truncated": np.zeros((), bool),
@@ -114,7 +126,7 @@ class Careless(gymnasium.Env[Any, Any]):
         self.calls += 1
         if self.careless:
             for memory in self.memories:
-                _put(memory["observation"], np.nan)
+                _put(memory["arrays"], np.nan)
                 memory["reward"][...], memory["list"][0] = np.nan, np.nan
                 memory["terminated"][...] = memory["truncated"][...] = memory["success"][...] = self.calls % 2
                 memory["mask"][...] = 0
@@ -122,7 +134,8 @@ class Careless(gymnasium.Env[Any, Any]):
             memory = self.memories[self.calls % len(self.memories)]
         else:
             memory = self._memory()
-        _put(memory["observation"], 20 * (self.episode % 3) + 3 * self.t + round(8 * self.total) % 5)
+        _put(memory["arrays"], 20 * (self.episode % 3) + 3 * self.t + round(8 * self.total) % 5)
+        memory["observation"] = _filled(memory["observation"], memory["arrays"])
         memory["reward"][...] = reward
         memory["terminated"][...], memory["truncated"][...] = terminated, truncated
         memory["success"][...], memory["list"][0] = self.episode % 3 == 0, self.total
@@ -277,7 +290,7 @@ class CarelessTorchRL(EnvBase):
         self.total = torch.zeros(*shape, 1)
         self.memory: dict[str, torch.Tensor] = {
             "observation": torch.zeros(*shape, 2),
-            "count": torch.zeros(*shape, dtype=torch.int64),
+            "count": torch.zeros(shape, dtype=torch.int64),
             "reward": torch.zeros(*shape, 1),
             **{name: torch.zeros(*shape, 1, dtype=torch.bool) for name in ("done", "terminated", "truncated")},
         }

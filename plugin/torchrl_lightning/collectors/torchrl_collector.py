@@ -34,6 +34,7 @@ from torchrl_lightning.environments.specs import environment_specs, handed_on
 from torchrl_lightning.environments.threads import close_environment, note_threads
 from torchrl_lightning.environments.torchrl_env import (
     GoingOn,
+    copy_calls,
     playing_nothing_yet,
     playing_transforms,
     with_bookkeeping,
@@ -101,6 +102,7 @@ class TorchRLCollector(CollectorBase):
         init_random_frames: int = 0,
     ) -> None:
         note_threads(env)
+        copy_calls(env)
         super().__init__(env, policy, env.batch_size.numel(), frames_per_batch, total_frames, seed, {})
         self.env = env
         self.reset_at_each_batch, self.init_random_frames = reset_at_each_batch, init_random_frames

@@ -6,6 +6,7 @@ __room__ = ["make_environment"]
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from torchrl.envs import (
     VecNorm,
     VecNormV2,
 )
+from torchrl.envs.batched_envs import BatchedEnvBase
 
 from torchrl_lightning.environments.policies import recurrent_primers, rows_as
 from torchrl_lightning.environments.specs import first_action, flat, layers
@@ -102,14 +104,12 @@ def make_environment(
 
 
 def with_bookkeeping(env: EnvBase, policy: object) -> EnvBase:
-    """Add transforms that copy, mark the starts of episodes, carry recurrent states and cast actions.
+    """Lay around an environment what marks the starts of episodes, carries recurrent states and casts actions.
 
-    Those of the last three kinds that the environment already has are not added. The environment itself is unchanged.
+    What is there already is not added. The environment itself stays as it is.
     """
     there = set(env.observation_spec.keys(True, True)) | set(env.full_state_spec.keys(True, True))
-    added: list[Transform] = [CopyTransform()]
-    if "is_init" not in there:
-        added.append(InitTracker())
+    added: list[Transform] = [] if "is_init" in there else [InitTracker()]
     added += [primer for primer in recurrent_primers(policy) if not there.issuperset(primer.primers.keys(True, True))]
     if env.action_spec.dtype == torch.float64:  # policies compute in float32
         added.append(DoubleToFloat(in_keys_inv=["action"]))
@@ -118,20 +118,49 @@ def with_bookkeeping(env: EnvBase, policy: object) -> EnvBase:
     return env
 
 
-class CopyTransform(Transform):
-    """Copy what an environment is given and what it returns: it may reuse, change and keep all of its memory.
+def copy_calls(env: EnvBase) -> None:
+    """Let an environment and what it wraps copy all that they are given and return: they may reuse, change and keep it.
 
-    TorchRL's collectors keep the tensors of every step until the rollout is complete.
+    TorchRL's collectors keep the tensors of every step until the rollout is complete, its transforms some until the
+    next step. Processes that run already are out of reach.
     """
+    _copy_calls_of(env)
+    while isinstance(env, TransformedEnv):
+        env = env.base_env
+    if not isinstance(env, BatchedEnvBase):
+        _copy_calls_of(env)
+    elif env.is_closed:  # it makes its environments later, some in other processes
+        env.create_env_fn = [
+            make if isinstance(make, _CopyingFactory) else _CopyingFactory(make) for make in env.create_env_fn
+        ]
+    elif isinstance(env, SerialEnv):
+        for inner in env._envs:
+            copy_calls(inner)
 
-    def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
-        return tensordict.clone()
 
-    def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
-        return tensordict_reset.clone()
+def _copy_calls_of(env: EnvBase) -> None:
+    for name in ("_step", "_reset"):
+        call = getattr(env, name)
+        if not (isinstance(call, partial) and call.func is _copied_call):
+            setattr(env, name, partial(_copied_call, call))
 
-    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
-        return next_tensordict.clone()
+
+def _copied_call(call: Callable[..., Any], tensordict: TensorDictBase | None = None, **kwargs: Any) -> Any:
+    given = None if tensordict is None else tensordict.clone()
+    returned = call(given, **kwargs)
+    return returned.clone() if isinstance(returned, TensorDictBase) else returned
+
+
+class _CopyingFactory:
+    """Make an environment that copies all that it is given and returns; a class, so that it can be pickled."""
+
+    def __init__(self, make: Any) -> None:
+        self._make = make
+
+    def __call__(self, **kwargs: Any) -> EnvBase:
+        env: EnvBase = self._make if isinstance(self._make, EnvBase) else self._make(**kwargs)
+        copy_calls(env)
+        return env
 
 
 class PlayingTransform(Transform):
