@@ -177,32 +177,6 @@ class Careless(gymnasium.Env[Any, Any]):
         return np.zeros((8, 8, 3), np.uint8)
 
 
-class Goals(Careless):
-    """Its ``compute_reward`` overwrites the goals that it is given, and returns the same memory each time."""
-
-    def __init__(self, careless: bool = True) -> None:
-        super().__init__(careless)
-        self.observation_space = spaces.Dict(observation=FLOATS, achieved_goal=FLOATS, desired_goal=FLOATS)
-        self.memories = [self._memory()]
-        self.rewards = np.zeros(10_000)
-
-    def compute_reward(self, achieved: Any, desired: Any, info: Any) -> Any:
-        reward = -np.abs(achieved - desired).sum(-1)
-        if not self.careless:
-            return reward
-        achieved[...], desired[...] = -77, 77
-        if not np.ndim(reward):
-            return reward
-        self.rewards[...] = np.nan
-        self.rewards[: len(reward)] = reward
-        return self.rewards[: len(reward)]
-
-    def step(self, action: Any) -> Any:
-        observation, _, *ends = super().step(action)
-        goals = [observation[name].copy() for name in ("achieved_goal", "desired_goal")]
-        return (observation, self.compute_reward(*goals, {}), *ends)
-
-
 class CarelessVector(VectorEnv[Any, Any, Any]):
     """Copies of one counter in a single array, which all calls return; a ready environment of unreachable copies.
 
@@ -214,7 +188,11 @@ class CarelessVector(VectorEnv[Any, Any, Any]):
     """
 
     def __init__(
-        self, mode: AutoresetMode = AutoresetMode.SAME_STEP, final: str = "own", careless: bool = True, num_envs: int = 2
+        self,
+        mode: AutoresetMode = AutoresetMode.SAME_STEP,
+        final: str = "own",
+        careless: bool = True,
+        num_envs: int = 2,
     ) -> None:
         self.metadata, self.mode, self.final = {"autoreset_mode": mode}, mode, final
         self.num_envs, self.careless = num_envs, careless

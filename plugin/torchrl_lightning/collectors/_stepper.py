@@ -135,7 +135,6 @@ class VectorStepper:
                 f"{self.env} ended episodes {np.flatnonzero(done).tolist()} without info['final_obs']; "
                 "AutoresetMode.SAME_STEP promises the last observation there."
             )
-        finals: list[Final]
         if isinstance(final, dict) or (isinstance(final, np.ndarray) and final.dtype.kind != "O"):  # of all, together
             reported = [self.leaves(final)]
             finals = _rows(reported[0], own)
@@ -161,9 +160,7 @@ class VectorStepper:
         self, reported: list[list[Array]], finals: list[Final], leaves: list[Array], before: Sequence[Array]
     ) -> None:
         """Check that last observations are not those after the reset."""
-        if any(
-            np.shares_memory(last, leaf) for values in reported for last, leaf in zip(values, leaves, strict=True)
-        ):
+        if any(np.shares_memory(last, leaf) for values in reported for last, leaf in zip(values, leaves, strict=True)):
             raise EnvironmentFault(
                 f"{self.env} returned info['final_obs'] in the memory of the next observations, expected memory of its "
                 "own, because a reset overwrites it. Copy the last observations before the reset."

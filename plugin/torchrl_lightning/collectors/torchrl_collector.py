@@ -66,7 +66,8 @@ class TorchRLCollector(CollectorBase):
         init_random_frames: Draw random actions until this many frames are collected (in whole batches); whatever else
             the policy writes is zero there.
 
-    Batches lie where the environment's tensors do.
+    Batches lie where the environment's tensors do. The environment may reuse and change all that it returns, and change
+    and keep all that it is given: its ``_step`` and ``_reset`` are replaced by ones that copy both.
 
     Raises:
         ValueError: Sizes do not fit, the environment's values or actions are not finite, or with

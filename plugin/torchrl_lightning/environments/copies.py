@@ -40,7 +40,7 @@ def copied(value: Any) -> Any:
         for index in np.ndindex(value.shape):
             elements[index] = copied(value[index])
         return elements
-    if isinstance(value, Mapping):
+    if isinstance(value, dict | Mapping):  # the usual type first: it is faster to recognise
         return {key: copied(entry) for key, entry in value.items()}
     if isinstance(value, tuple):
         entries = map(copied, value)
@@ -119,6 +119,6 @@ def copy_beneath_wrappers(env: gym.Env[Any, Any]) -> None:
         if isinstance(env, _KEEP_OBSERVATIONS) and not isinstance(inner, FreshObservations):
             env.env = FreshObservations(inner)
         elif isinstance(env, _PASS_AGAIN) and not isinstance(inner, FreshActions):
-            if not isinstance(inner.action_space, spaces.Discrete):  # whose actions are numbers
-                env.env = FreshActions(inner)
+            is_number = isinstance(inner.action_space, spaces.Discrete)
+            env.env = inner if is_number else FreshActions(inner)
         env = inner

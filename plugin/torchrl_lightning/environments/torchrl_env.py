@@ -30,6 +30,7 @@ from torchrl.envs import (
 )
 from torchrl.envs.batched_envs import BatchedEnvBase
 
+from torchrl_lightning.environments.copies import FreshActions
 from torchrl_lightning.environments.policies import recurrent_primers, rows_as
 from torchrl_lightning.environments.specs import first_action, flat, layers
 from torchrl_lightning.environments.threads import close_environment, note_threads
@@ -121,21 +122,24 @@ def with_bookkeeping(env: EnvBase, policy: object) -> EnvBase:
 def copy_calls(env: EnvBase) -> None:
     """Let an environment and what it wraps copy all that they are given and return: they may reuse, change and keep it.
 
-    TorchRL's collectors keep the tensors of every step until the rollout is complete, its transforms some until the
-    next step. Processes that run already are out of reach.
+    TorchRL's collectors keep the tensors of every step until the rollout is complete, its transforms keep some until
+    the next step. Environments in processes that run already are out of reach.
     """
-    _copy_calls_of(env)
-    while isinstance(env, TransformedEnv):
-        env = env.base_env
-    if not isinstance(env, BatchedEnvBase):
-        _copy_calls_of(env)
-    elif env.is_closed:  # it makes its environments later, some in other processes
-        env.create_env_fn = [
-            make if isinstance(make, _CopyingFactory) else _CopyingFactory(make) for make in env.create_env_fn
+    base = env
+    while isinstance(base, TransformedEnv):
+        base = base.base_env
+    if isinstance(base, BatchedEnvBase):  # which copies itself what its environments return
+        base.create_env_fn = [
+            make if isinstance(make, _CopyingFactory) else _CopyingFactory(make) for make in base.create_env_fn
         ]
-    elif isinstance(env, SerialEnv):
-        for inner in env._envs:
+        for inner in base._envs if isinstance(base, SerialEnv) and not base.is_closed else ():
             copy_calls(inner)
+    else:
+        _copy_calls_of(base)
+        if isinstance(base, GymWrapper) and base.wrapper_frame_skip > 1 and not isinstance(base._env, FreshActions):
+            base._env = FreshActions(base._env)  # which gets the same action at each of these steps
+    if env is not base:
+        _copy_calls_of(env)
 
 
 def _copy_calls_of(env: EnvBase) -> None:

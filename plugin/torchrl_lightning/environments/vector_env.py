@@ -44,6 +44,7 @@ def make_vector_env(
 
     Args:
         env: A registered id, a factory of one environment, or a ready vector environment, which is returned as it is.
+            Environments that are built here may write everything that they return into the same memory.
         num_envs: The number of copies; ``None`` means one, or as many as a ready vector environment has.
         vectorization: ``"sync"`` steps the copies in this process, ``"async"`` gives each copy a process of its own
             (by ``spawn``: a script needs ``if __name__ == "__main__":``), ``"envpool"`` takes EnvPool's environment of
