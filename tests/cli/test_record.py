@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from unittest import mock
 
 import numpy as np
@@ -101,6 +102,9 @@ FAILED = r"all 2 episodes failed, .*; the best had a return of -200\. min_return
         (True, 0.5, None, [2, 4], 2),  # what every episode earns tells less
         (False, 0.0, -1, [1, 2, 3, 4], 2),
         (False, 0.5, None, [1, 2, 3, 4], 0),
+        (True, 0.7, 0.7, [1, 2, 3, 4], 2),  # rewards are rounded to float32
+        (True, -0.3, -0.3, [1, 2, 3, 4], 2),
+        (True, 0.7, math.inf, None, 2),
     ],
 )
 def test_failures_are_told_and_kept_by_their_return_alone(told, reward, least, kept, failed, tmp_path, capsys):
@@ -112,8 +116,14 @@ def test_failures_are_told_and_kept_by_their_return_alone(told, reward, least, k
     ]
     given = {**CARTPOLE, "episodes": 4, "min_return": least, "directory": str(tmp_path), "policy": "operator:index"}
     cfg = OmegaConf.create({**OmegaConf.load(CONF_DIR / "record.yaml"), **given})
-    with unchanged_process(), mock.patch("torchrl_lightning.demonstrations.record_demonstrations", return_value=demos):
+    with (
+        unchanged_process(),
+        mock.patch("torchrl_lightning.demonstrations.record_demonstrations", return_value=demos),
+        pytest.raises(UsageError, match="at least min_return=inf") if kept is None else contextlib.nullcontext(),
+    ):
         record(cfg)
+    if kept is None:
+        return
     assert [read_demonstration(path).length for path in sorted(tmp_path.iterdir())] == kept
     assert (f"; {failed} failed, as" in capsys.readouterr().out) == bool(failed)
 
@@ -136,6 +146,7 @@ def test_failures_are_told_and_kept_by_their_return_alone(told, reward, least, k
         ({**CARTPOLE, "data": {"env": "No-v0"}}, "data.env: Gymnasium does not know the environment 'No-v0'"),
         ({**CARTPOLE, "episodes": 0}, "episodes=0: expected a positive whole number"),
         ({**CARTPOLE, "min_return": "much"}, "min_return=much: expected a number or null"),
+        ({**CARTPOLE, "min_return": float("nan")}, "min_return=nan: expected a number or null"),
         ({**CARTPOLE, "data": {"env": "MountainCar-v0"}, "policy": "planner:still", "episodes": 2}, FAILED),
         ({**CARTPOLE, "min_return": 501}, "none of 1 episodes had a return of at least min_return=501; the best had"),
     ],

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchrl_lightning.cli.command import behind, quiet, run_command, use_threads
 from torchrl_lightning.libraries import import_libraries
+from torchrl_lightning.thresholds import reaches
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -47,7 +49,8 @@ def record(cfg: DictConfig) -> float:
         return _written(cfg, _environment(cfg))
     if not isinstance(cfg.episodes, int) or cfg.episodes < 1:
         raise UsageError(f"episodes={cfg.episodes}: expected a positive whole number.")
-    if not isinstance(cfg.min_return, int | float | None):
+    is_number = isinstance(cfg.min_return, int | float) and not math.isnan(cfg.min_return)
+    if cfg.min_return is not None and not is_number:
         raise UsageError(f"min_return={cfg.min_return}: expected a number or null.")
     if cfg.ckpt_path:
         if "data" in cfg:
@@ -172,7 +175,7 @@ def _save(cfg: DictConfig, demonstrations: Iterable[Demonstration]) -> float:
         best = max(best, demonstration.total_reward)
         failed = _failed(demonstration)
         failures += failed
-        if failed if cfg.min_return is None else demonstration.total_reward < cfg.min_return:
+        if failed if cfg.min_return is None else not reaches(demonstration.total_reward, cfg.min_return):
             continue
         path = _free_path(folder)
         write_demonstration(path, demonstration)

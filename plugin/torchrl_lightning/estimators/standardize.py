@@ -48,7 +48,9 @@ def standardize(x: Tensor, mask: Tensor | None = None, eps: float = 1e-5) -> Ten
         )
     count = mask.sum().to(x.dtype)
     zero = torch.zeros((), dtype=x.dtype, device=x.device)
-    mean = torch.where(mask, x, zero).sum() / count.clamp(min=1.0)
+    divisor = count.clamp(min=1.0)
+    mean = torch.where(mask, x, zero).sum() / divisor
+    mean = mean + torch.where(mask, x - mean, zero).sum() / divisor  # what the sum has lost by rounding
     centred = torch.where(mask, x - mean, zero)
     std = (centred.square().sum() / (count - 1.0).clamp(min=1.0)).sqrt()
     return centred / (std + eps)
