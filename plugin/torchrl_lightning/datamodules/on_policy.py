@@ -153,7 +153,7 @@ class OnPolicyDataModule(UpdatesDataModule):
         module, buffer = self._module(), self.buffer
         trainer: Any = self.trainer
         made, end = self._begin_epoch()
-        learner = (module.policy, getattr(module, "critic", None))
+        learner = self._as_learned(module.policy), self._as_learned(getattr(module, "critic", None))
         resumed, self._resumed = self._resumed, None
         if resumed is not None and (made > 0 or resumed["epoch"] == trainer.current_epoch):
             self._feed.restore_rng()

@@ -105,9 +105,17 @@ def rows_as(rows: Tensor, value: Tensor) -> Tensor:
 
 
 def recurrent_primers(policy: object) -> list[TensorDictPrimer]:
-    """List the primers that the policy's submodules make of their recurrent states."""
-    primers = get_primers_from_module(policy, warn=False) if isinstance(policy, nn.Module) else None
-    return [] if primers is None else list(getattr(primers, "transforms", [primers]))
+    """List the primers that the policy's submodules make of their recurrent states; float64 if the policy is."""
+    if not isinstance(policy, nn.Module):
+        return []
+    primers = get_primers_from_module(policy, warn=False)
+    made: list[TensorDictPrimer] = [] if primers is None else list(getattr(primers, "transforms", [primers]))
+    if made and any(parameter.dtype is torch.float64 for parameter in policy.parameters()):
+        for primer in made:  # which knows nothing of its module's dtype
+            specs = primer.primers = primer.primers.clone()
+            for key, spec in list(specs.items(include_nested=True, leaves_only=True)):
+                specs[key] = spec.to(torch.float64) if spec.dtype.is_floating_point else spec
+    return made
 
 
 def acted(policy: Policy, step: TensorDictBase, device: torch.device) -> TensorDictBase:

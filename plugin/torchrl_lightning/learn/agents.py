@@ -108,7 +108,7 @@ class AgentModule(Settings, ReportingModule):
             ValueError: The trainer's precision is ``64-true``, ``bf16-true`` or the like.
             RuntimeError: The DataModule has no specs.
         """
-        check_precision(self.trainer.precision)
+        check_precision(self.trainer)
         if not self.is_built:
             specs = getattr(self._data, "specs", None)
             if specs is None:
