@@ -188,7 +188,8 @@ class WorldModel(nn.Module):
             self._layers[-1] = weight[..., : ensemble.outputs], bias[..., : ensemble.outputs]
         # Both scales become part of the first and the last layer. The inputs' mean does not: at a large offset the
         # product of mean and weights would cancel against that of inputs and weights, and leave their rounding.
-        self._input_mean, self._dtype = ensemble.input_mean, self._layers[0][0].dtype
+        self._input_mean, self._actions = ensemble.input_mean, ensemble.inputs - self.observations
+        self._dtype = self._layers[0][0].dtype
         scale_inputs(self._layers)
         weight, bias = self._layers[-1]
         mean, std = torch.zeros_like(bias[0, 0]), torch.ones_like(bias[0, 0])
@@ -259,8 +260,9 @@ class WorldModel(nn.Module):
         # The state is the observation less its mean, and the sum of rewards in a last column. It lies in the order of
         # the elites: to deal its rows anew is to shuffle it, which takes less than to put each row to its elite and
         # back.
-        centred = (observation - self._input_mean[: self.observations]).to(self._dtype)
-        state, elites, rows = F.pad(centred, (0, 1)), self._size, len(observation)
+        mean = self._input_mean[: self.observations]
+        state = F.pad((observation - mean).to(self._dtype), (0, 1))
+        mean, elites, rows = mean.to(observation.dtype), self._size, len(observation)
         order: Tensor | None = None
         ended: Tensor | None = None
         if rows % elites:
@@ -274,12 +276,12 @@ class WorldModel(nn.Module):
                 ended = None if ended is None else ended.index_select(0, dealt)
             if order is not None:
                 action = action.index_select(0, order)
-            state, ended = self._advance(state, action, ended, observation.dtype)
+            state, ended = self._advance(state, action, ended, mean)
         total = state[:, -1]
         return total if order is None else torch.empty_like(total).index_copy_(0, order, total)[:rows]
 
     def _advance(
-        self, state: Tensor, action: Tensor, ended: Tensor | None, dtype: torch.dtype
+        self, state: Tensor, action: Tensor, ended: Tensor | None, mean: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         """Step the state ``[R, O + 1]``; return it, and what has ended.
 
@@ -287,28 +289,23 @@ class WorldModel(nn.Module):
             state: Observations less their mean; the last column is the sum of rewards.
             action: Actions less their mean, and behind them as they are if a function needs them.
             ended: Which episodes have ended.
-            dtype: The dtype of the observations that functions are given.
+            mean: The mean of observations ``[O]``, in the dtype of those that functions are given.
         """
-        observation, width = state[:, :-1], self.ensemble.inputs - self.observations
+        observation, width = state[:, :-1], self._actions
         action, shown = action[:, :width], action[:, width:]
         x = torch.cat((observation, action), 1)
         change, now = self.predict(x.view(self._size, -1, x.shape[1])).view(len(x), -1), None
         if self.learns_terminated:
             change, now = change[:, :-1], change[:, -1] > 0.0
         if self.targets.reward is not None:
-            before, after = self._shown(observation, dtype), self._shown(observation + change, dtype)
-            reward = self.targets.reward(before, shown, after)
+            reward = self.targets.reward(observation + mean, shown, observation + change + mean)
             change = torch.cat((change, reward.view(-1, 1).to(change.dtype)), 1)
         if ended is not None:
             change[:, -1].masked_fill_(ended, 0.0)
         state = state + change
         if self.terminated is not None:
-            now = self.terminated(self._shown(observation, dtype), shown, self._shown(state[:, :-1], dtype)).view(-1)
+            now = self.terminated(observation + mean, shown, state[:, :-1] + mean).view(-1)
         return state, now if now is None or ended is None else ended | now
-
-    def _shown(self, centred: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return observations ``[R, O]`` that were centred as functions are given them."""
-        return (centred + self._input_mean[: self.observations]).to(dtype)
 
     def _places(self, rows: int) -> Tensor:
         """Return a place ``[R]`` for each row in equal shares of the elites, which lie one after the other."""
