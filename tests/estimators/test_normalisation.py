@@ -122,3 +122,14 @@ def test_a_masked_mean_at_a_large_offset_is_that_of_the_entries() -> None:
     for result in (standardize(x, mask)[mask], population_standardize(x[mask], 0.0)):
         assert abs(float(result.double().mean())) < 1e-6
         assert result.unique().numel() == 5
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("value", [0.0, 0.1, 1e9 + 0.1, -3e30])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_standardize_without_eps_returns_zeros_for_equal_entries(
+    masked: bool, value: float, dtype: torch.dtype
+) -> None:
+    x = torch.full((7, 3), value, dtype=dtype)
+    mask = torch.ones(7, 3, dtype=torch.bool) if masked else None
+    assert torch.equal(standardize(x, mask, eps=0.0), torch.zeros_like(x))
