@@ -10,14 +10,14 @@ from weakref import WeakSet
 
 import gymnasium
 import numpy as np
-from gymnasium import spaces
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 
+from torchrl_lightning.environments.actions import ActionFormat
 from torchrl_lightning.environments.copies import copy_beneath_wrappers, copy_ends
 from torchrl_lightning.environments.envpool_env import EnvPoolVectorEnv
 from torchrl_lightning.environments.faults import EnvironmentFault, blame, blaming, check_observation, frames_of
 from torchrl_lightning.environments.played import Array, ResumableVectorEnv
-from torchrl_lightning.environments.specs import first_action, observation_leaves
+from torchrl_lightning.environments.specs import observation_leaves
 from torchrl_lightning.environments.torchrl_batch import BatchVectorEnv
 from torchrl_lightning.environments.vector_env import autoreset_mode
 from torchrl_lightning.environments.worker_env import WorkerVectorEnv
@@ -48,16 +48,12 @@ class VectorStepper:
         self._paths = [path for path, _, _ in leaves]
         space = env.single_action_space
         self.action_shape = (env.num_envs, *(space.shape or ()))
-        self.action_dtype = np.dtype(space.dtype)
-        self.bounds = (space.low, space.high) if isinstance(space, spaces.Box) else None
+        self.actions = ActionFormat.of_space(space)
         self._unchecked = {"reset", "step"}
         self._takes_one_seed = False  # whether it was seen to refuse one for each copy
         self._resets_parts = False  # whether it was seen to reset some environments without the others
         self.can_rest = isinstance(env, ResumableVectorEnv)
-        start = first_action(space)
-        self._start = np.asarray(start, self.action_dtype) if start else None
-        idle = np.full(space.shape or (), start, self.action_dtype)
-        self._idle: Array = idle if self.bounds is None else np.clip(idle, *self.bounds)
+        self._idle = self.actions.to_environment(np.zeros((1, *self.actions.spec_shape)), clip=True)[0]
         self._copies_ends = isinstance(env.unwrapped, _COPY_ENDS)
         self._suspect_ends = 0
         if not self._copies_ends:
@@ -84,11 +80,9 @@ class VectorStepper:
     def step(self, action: Array, resting: Array | None = None) -> tuple[list[Array], Array, Array, Array, Any]:
         """Step once, all but the environments that rest; return observations, rewards, both kinds of ends and info.
 
-        Actions count from 0, whatever the space does. Where environments cannot rest, some valid action is taken, and
-        what comes of it is of no use.
+        Actions are as ``actions.to_environment`` returns them. Where environments cannot rest, some valid action is
+        taken, and what comes of it is of no use.
         """
-        if self._start is not None:
-            action = action + self._start
         try:
             if resting is not None and self.can_rest:
                 observation, reward, terminated, truncated, info = self.env.step_some(action, resting)  # type: ignore[attr-defined]

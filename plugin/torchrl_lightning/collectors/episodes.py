@@ -120,6 +120,7 @@ def _play(stepper: VectorStepper, policy: Policy, num_episodes: int, seed: int |
 
 
 def _play_torchrl(env: EnvBase, policy: Policy, num_episodes: int, seed: int | None) -> TensorDict:
+    form = environment_specs(env).action_format
     copy_calls(env)
     env = with_bookkeeping(env, policy)
     if seed is not None:
@@ -130,7 +131,7 @@ def _play_torchrl(env: EnvBase, policy: Policy, num_episodes: int, seed: int | N
         step = env.reset()
     number = 0
     while not record.is_complete:
-        step = acted(policy, step, device)
+        step = acted(policy, step, device, form)
         try:
             stepped, step = env.step_and_maybe_reset(step)
         except (Exception, SystemExit) as error:

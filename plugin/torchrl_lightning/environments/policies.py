@@ -14,6 +14,7 @@ from torchrl.modules.utils import get_primers_from_module
 
 from torchrl_lightning._modules import device_of
 from torchrl_lightning.entries import Path, join, level_of, path_of
+from torchrl_lightning.environments.actions import ActionFormat
 from torchrl_lightning.environments.faults import EnvironmentFault
 
 Policy = Callable[[TensorDictBase], TensorDictBase]
@@ -118,8 +119,10 @@ def recurrent_primers(policy: object) -> list[TensorDictPrimer]:
     return made
 
 
-def acted(policy: Policy, step: TensorDictBase, device: torch.device) -> TensorDictBase:
+def acted(policy: Policy, step: TensorDictBase, device: torch.device, form: ActionFormat) -> TensorDictBase:
     """Return a step of a TorchRL environment with what the policy, on its device, writes into it.
+
+    An action that exceeds its bound by rounding is set to the bound, as ``form`` does.
 
     Raises:
         KeyError: It writes no action.
@@ -137,6 +140,8 @@ def acted(policy: Policy, step: TensorDictBase, device: torch.device) -> TensorD
         raise ValueError(
             "The policy chose NaN actions: its weights are not finite. Look at the learning rate and the gradient norm."
         )
+    if form.is_box and form.is_natural and not torch.equal(bounded := form.to_environment(action), action):
+        written.set("action", bounded)
     if written is not step:
         step.update(written if here == device else written.to(here))
     return step

@@ -162,10 +162,13 @@ def _space(spec: TensorSpec) -> spaces.Space[Any]:
     if kind == Bounded.__name__:
         low, high = (bound.expand(shape).numpy() for bound in (spec.space.low, spec.space.high))
         return spaces.Box(low, high, shape, dtype.type)
+    number: Any = np.int64 if dtype.kind == "b" else dtype.type  # of choices
     if kind == Categorical.__name__:
-        return spaces.MultiDiscrete(np.full(shape, spec.space.n)) if shape else spaces.Discrete(spec.space.n)
+        if not shape:
+            return spaces.Discrete(spec.space.n, dtype=number)
+        return spaces.MultiDiscrete(np.full(shape, spec.space.n), dtype=number)
     if kind == MultiCategorical.__name__:
-        return spaces.MultiDiscrete(spec.nvec.numpy())
+        return spaces.MultiDiscrete(spec.nvec.numpy(), dtype=number)
     raise TypeError(f"{spec} has no space")
 
 

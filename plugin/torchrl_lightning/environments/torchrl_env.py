@@ -14,8 +14,8 @@ from gymnasium.vector import VectorEnv
 from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
+from torchrl.data import Composite
 from torchrl.envs import (
-    DoubleToFloat,
     EnvBase,
     FrameSkipTransform,
     GymWrapper,
@@ -30,9 +30,10 @@ from torchrl.envs import (
 )
 from torchrl.envs.batched_envs import BatchedEnvBase
 
+from torchrl_lightning.environments.actions import ActionFormat, first_action, network_spec
 from torchrl_lightning.environments.copies import FreshActions
 from torchrl_lightning.environments.policies import recurrent_primers, rows_as
-from torchrl_lightning.environments.specs import first_action, flat, layers
+from torchrl_lightning.environments.specs import flat, layers
 from torchrl_lightning.environments.threads import close_environment, note_threads
 from torchrl_lightning.environments.vector_env import (
     NoGymnasiumEnvironmentError,
@@ -105,15 +106,16 @@ def make_environment(
 
 
 def with_bookkeeping(env: EnvBase, policy: object) -> EnvBase:
-    """Lay around an environment what marks the starts of episodes, carries recurrent states and casts actions.
+    """Lay around an environment what marks the starts of episodes, carries recurrent states and converts actions.
 
     What is there already is not added. The environment itself stays as it is.
     """
     there = set(env.observation_spec.keys(True, True)) | set(env.full_state_spec.keys(True, True))
     added: list[Transform] = [] if "is_init" in there else [InitTracker()]
     added += [primer for primer in recurrent_primers(policy) if not there.issuperset(primer.primers.keys(True, True))]
-    if env.action_spec.dtype == torch.float64:  # policies compute in float32
-        added.append(DoubleToFloat(in_keys_inv=["action"]))
+    form = ActionFormat.of_spec(env.action_spec_unbatched)
+    if not form.is_natural:
+        added.append(ActionConversion(form))
     for transform in added:
         env = TransformedEnv(env, transform, auto_unwrap=False)
     return env
@@ -165,6 +167,26 @@ class _CopyingFactory:
         env: EnvBase = self._make if isinstance(self._make, EnvBase) else self._make(**kwargs)
         copy_calls(env)
         return env
+class ActionConversion(Transform):
+    """Give an environment what a policy computes as its action spec demands it; the rollout keeps the former.
+
+    Args:
+        form: The format of the environment's actions.
+        clip: Whether to clip actions to their bounds.
+    """
+
+    def __init__(self, form: ActionFormat, clip: bool = False) -> None:
+        super().__init__(in_keys_inv=["action"], out_keys_inv=["action"])
+        self.form, self.clip = form, clip
+
+    def _inv_apply_transform(self, action: Tensor) -> Tensor:
+        return self.form.to_environment(action, self.clip)
+
+    def transform_input_spec(self, input_spec: Composite) -> Composite:
+        """Return specs in which the action is as networks compute it."""
+        actions = input_spec["full_action_spec"]
+        actions["action"] = network_spec(actions["action"])
+        return input_spec
 
 
 class PlayingTransform(Transform):
