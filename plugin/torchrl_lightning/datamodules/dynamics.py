@@ -248,6 +248,7 @@ class DynamicsDataModule(ExperienceDataModule):
                 "time/prepare": time.perf_counter() - collected,
                 **self._episodes.summary(),
             }
+            self.publish_metrics()
             if check := getattr(module, "check_transitions", None):
                 check(self.buffer.storage.get(self.buffer.writer.rings.filled_cells()))
             if begin := getattr(module, "begin_fit", None):

@@ -198,6 +198,7 @@ class OnPolicyDataModule(UpdatesDataModule):
         # After all that may be interrupted: a resumed run has either this rollout or another one in its place.
         self._clock.add(rollout.numel(), self.world_size, rollout.get(REPLAYED, None))
         self._note_pass(buffer, -1)
+        self.publish_metrics()
         return True
 
     def _passes(

@@ -293,6 +293,7 @@ class ReplayDataModule(UpdatesDataModule):
         self._seconds["time/sample"] += time.perf_counter() - drawing
         if (is_spent := self._is_spent()) or update + 1 == end:
             self._metrics = {**self._seconds, **self._episodes.summary()}
+            self.publish_metrics()
         if is_spent and self.trainer is not None:
             self.trainer.should_stop = True
         return batch
