@@ -95,6 +95,7 @@ class VectorStepper:
             self._blame(error, "step")
             raise
         if self._unchecked:
+            self._check_info("step", info)
             self._check_first("step", observation)
         return self.leaves(observation), reward, terminated, truncated, info
 
@@ -123,7 +124,7 @@ class VectorStepper:
             return self.restart(done, leaves), finals
         if not own.any():
             return leaves, []
-        final = info.get("final_obs")
+        final = entry_of(info, "final_obs")
         if final is None:
             raise RuntimeError(
                 f"{self.env} ended episodes {np.flatnonzero(done).tolist()} without info['final_obs']; "
@@ -175,8 +176,13 @@ class VectorStepper:
 
         Of several numbers all must be true.
         """
-        final = info.get("final_info") if self.mode is AutoresetMode.SAME_STEP else info
-        found = success_of(final) if isinstance(final, dict) else None
+        final = entry_of(info, "final_info") if self.mode is AutoresetMode.SAME_STEP else info
+        if isinstance(final, list | tuple | np.ndarray):  # one dict, or None, for each environment
+            told = [success_of(each) if isinstance(each, Mapping) else None for each in final]
+            is_known = any(each is not None for each in told)
+            reached = [each is not None and bool(np.asarray(each, dtype=bool).all()) for each in told]
+            return np.array(reached) if is_known else None
+        found = success_of(final) if isinstance(final, Mapping) else None
         if found is None:
             return None
         reached = np.asarray(found, dtype=bool).reshape(self.env.num_envs, -1)
@@ -186,12 +192,18 @@ class VectorStepper:
         env: Any = self.env
         if seeds is not None and not self._takes_one_seed:
             try:
-                return env.reset(seed=seeds)[0]
+                return self._observation(env.reset(seed=seeds))
             except (TypeError, ValueError, gymnasium.error.Error):
                 if isinstance(env.unwrapped, SyncVectorEnv | AsyncVectorEnv):
                     raise
                 self._takes_one_seed = True
-        return env.reset(seed=None if seeds is None else seeds[0])[0]
+        return self._observation(env.reset(seed=None if seeds is None else seeds[0]))
+
+    def _observation(self, returned: tuple[Any, Any]) -> Any:
+        """Return the observation of a reset; check its info at the first one."""
+        if "reset" in self._unchecked:
+            self._check_info("reset", returned[1])
+        return returned[0]
 
     def restart(self, ended: Array, leaves: list[Array]) -> list[Array]:
         """Reset some environments (``[N]`` bool), and return what all show then; ``leaves`` are what they show now.
@@ -237,6 +249,17 @@ class VectorStepper:
             check_observation(self.env.observation_space, observation, f"{self.env}")
             self._unchecked.remove(call)
 
+    def _check_info(self, call: str, info: Any) -> None:
+        """Raise an EnvironmentFault unless info is one dict, or a list of one dict for each environment."""
+        many = self.env.num_envs
+        is_list = isinstance(info, list | tuple) and len(info) == many and all(isinstance(each, Mapping) for each in info)
+        if not is_list and not isinstance(info, Mapping):
+            came = f"{type(info).__name__} {info!r:.60}"
+            raise EnvironmentFault(
+                f"{self.env} returned info as {came} from {call}, expected a dict, or a list of {many} dicts. Mend its "
+                f"{call}, or leave out the wrapper that changes info."
+            )
+
     def _blame(self, error: BaseException, call: str, when: str = "") -> None:
         """Find what one of several environments did, or returned that could not be put together."""
         env = self.env.unwrapped
@@ -244,6 +267,28 @@ class VectorStepper:
             for index, observation in enumerate(env._env_obs):
                 check_observation(env.single_observation_space, observation, f"{when}environment {index}")
         blame(error, call, f"{self.env}")
+
+
+def entry_of(info: Any, name: str) -> Any:
+    """Return an entry of a vector environment's info; None if nobody has it.
+
+    Args:
+        info: One dict of arrays, or a list of one dict for each environment, as
+            :class:`gymnasium.wrappers.vector.DictInfoToList` returns it.
+        name: The entry. Of a list its values are returned as an array ``[N]`` of objects, None where it is missing.
+
+    Example:
+        >>> entry_of([{"final_obs": 3}, {}], "final_obs")
+        array([3, None], dtype=object)
+    """
+    if isinstance(info, Mapping):
+        return info.get(name)
+    if not any(name in each for each in info):
+        return None
+    entries = np.empty(len(info), dtype=object)
+    for index, each in enumerate(info):
+        entries[index] = each.get(name)
+    return entries
 
 
 def success_of(info: Mapping[str, Any]) -> Any:

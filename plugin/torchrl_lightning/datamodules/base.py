@@ -210,6 +210,7 @@ class ExperienceDataModule(Settings, LoadersDataModule):
         Raises:
             ValueError: The learner, the environment or a part does not fit the others.
         """
+        super().setup(stage)
         if self.trainer is not None:
             check_precision(self.trainer)
         self.seed = check_seed(self.seed)
@@ -243,12 +244,14 @@ class ExperienceDataModule(Settings, LoadersDataModule):
 
     def teardown(self, stage: str) -> None:
         """Close collector and environment after a fit; a validation between two fits leaves them open."""
+        super().teardown(stage)
         if stage == "fit":
             self._feed.keep()  # for a checkpoint that is written behind the fit
             self.close()
 
     def on_exception(self, exception: BaseException) -> None:
         """Close collector and environment: after an exception Lightning does not call :meth:`teardown`."""
+        super().on_exception(exception)
         self.close()
 
     def close(self) -> None:

@@ -89,7 +89,8 @@ class EnvironmentRecipe(Settings, Nameable):
         keep: entries of a Dict observation that are shown; all if None.
         drop: entries of a Dict observation that are not shown.
         rename: other names for entries of a Dict observation that are shown: a run keeps some, such as ``reward``, for
-            entries of its own. All of ``wrappers``, ``keep`` and ``drop`` see the names before.
+            entries of its own, and TorchRL's specs cannot hold some, such as ``shape``. An entry of a nested Dict is
+            named by its path: ``{arm.shape: form}``. All of ``wrappers``, ``keep`` and ``drop`` see the names before.
         observe: numbers of a flat observation that are shown, in this order; all if None.
         flatten: show the observation as one vector.
         frame_stack: show this many images, the newest last, along their channels.

@@ -22,8 +22,9 @@ from torchrl.envs.batched_envs import BatchedEnvBase
 from torchrl_lightning.entries import Path, join, path_of
 from torchrl_lightning.environments.actions import ActionFormat, from_zero, network_spec
 from torchrl_lightning.environments.masks import action_mask, is_mask
+from torchrl_lightning.environments.rename import entries_of
 from torchrl_lightning.environments.threads import close_environment, note_threads
-from torchrl_lightning.keys import ACTION_MASK, BOOKKEEPING, DEMO, MASK, check_observed
+from torchrl_lightning.keys import ACTION_MASK, BOOKKEEPING, DEMO, MASK, check_names, check_observed
 
 COUNTERS = (
     transforms.InitTracker,
@@ -98,6 +99,7 @@ def _gymnasium_specs(env: VectorEnv[Any, Any, Any]) -> EnvironmentSpecs:
             f"Expected a gymnasium.vector.VectorEnv or a torchrl EnvBase, got {type(env).__name__}; "
             "torchrl_lightning.make_vector_env builds the former from an id or a factory."
         )
+    check_names(path for path, _ in entries_of(env.single_observation_space))
     observation = space_to_spec(env.single_observation_space, "observation")
     if not isinstance(observation, Composite):
         observation = Composite(observation=observation)

@@ -30,9 +30,11 @@ from torchrl.envs import (
 )
 from torchrl.envs.batched_envs import BatchedEnvBase
 
+from torchrl_lightning.entries import path_of
 from torchrl_lightning.environments.actions import ActionFormat, first_action, network_spec
 from torchrl_lightning.environments.copies import FreshActions
 from torchrl_lightning.environments.policies import recurrent_primers, rows_as
+from torchrl_lightning.environments.rename import WITHIN
 from torchrl_lightning.environments.specs import flat, layers
 from torchrl_lightning.environments.threads import close_environment, note_threads
 from torchrl_lightning.environments.vector_env import (
@@ -245,6 +247,8 @@ def playing_nothing_yet(env: EnvBase) -> Iterator[None]:
 def _checked(env: EnvBase, num_envs: int | None, own_number: bool) -> EnvBase:
     """Return the environment, or say what does not fit."""
     note_threads(env)
+    if any("" in path_of(key) for key in env.observation_spec.keys(True)):
+        raise ValueError(f"TorchRL's specs cannot index an observation without a name, ''. {WITHIN}")
     with layers(env) as (base, around):
         if isinstance(base, GymWrapper) and first_action(base.action_space):
             raise ValueError(

@@ -81,6 +81,7 @@ class AgentModule(Settings, ReportingModule):
 
     def setup(self, stage: str) -> None:
         """Refuse a DataModule that does not fit, and a schedule over a run whose end is unknown, by a ValueError."""
+        super().setup(stage)
         if stage == "fit":
             require_fit(self, self._data)
         moving = any(schedule != ConstantSchedule() for schedule in self.schedules)

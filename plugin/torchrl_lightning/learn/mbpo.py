@@ -68,12 +68,12 @@ class MBPOModule(SACModule):
 
     def setup(self, stage: str) -> None:
         """Refuse several ranks, whose world models would differ, by a ValueError."""
-        super().setup(stage)
         if stage == "fit" and self.trainer.world_size > 1:
             raise ValueError(
                 f"MBPOModule fits one world model to one buffer, but the trainer has {self.trainer.world_size} ranks; "
                 "take devices=1."
             )
+        super().setup(stage)
 
     def misfit(self, data: Any) -> str | None:
         """Return that nobody has it imagine, or that it cannot; None if it can and does."""
