@@ -138,7 +138,7 @@ class FitHooks(DataHooks):
 
 @contextmanager
 def outside_autocast() -> Iterator[None]:
-    """Act with the weights as they are now, where a step with mixed precision goes on around this."""
+    """Leave the autocast of a training step, in which a rollout is collected, and forget its copies of old weights."""
     with ExitStack() as stack:
         for kind in ("cpu", "cuda"):
             if torch.is_autocast_enabled(kind):

@@ -61,7 +61,8 @@ class ExperienceDataModule(Settings, LoadersDataModule):
 
     The LightningModule owns policy, losses and optimizers. It has a ``policy`` (a TensorDict module that writes the
     action), a ``critic`` where the buffer estimates values, and optionally ``annotate(rollout)``. It builds its
-    networks in ``configure_model`` from ``trainer.datamodule.specs``.
+    networks in ``configure_model`` from ``trainer.datamodule.specs``. Policy and critic compute under the autocast of
+    the trainer's precision here, as they do in the training step.
 
     Args:
         env: an environment id, a factory of one environment, Gymnasium's or TorchRL's, or a ready one, which steps
