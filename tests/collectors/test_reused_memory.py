@@ -12,9 +12,8 @@ import torch
 from gymnasium import spaces, wrappers
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from tensordict.nn import TensorDictModule
-from torchrl.envs import Compose, GymWrapper, ParallelEnv, RewardSum, SerialEnv, StepCounter, TransformedEnv
 
-from kit.careless import ACTIONS, OBSERVATIONS, Careless, CarelessTorchRL, CarelessVector, pair
+from kit.careless import ACTIONS, OBSERVATIONS, Careless, CarelessVector, assert_alike, pair
 from kit.forks import forked_workers
 from kit.states import differences, plain
 from torchrl_lightning import (
@@ -28,11 +27,10 @@ from torchrl_lightning import (
     make_vector_env,
     record_demonstrations,
 )
-from torchrl_lightning.collectors import TorchRLCollector, play_episodes
+from torchrl_lightning.collectors import play_episodes
 from torchrl_lightning.environments.copies import copied
 from torchrl_lightning.environments.faults import EnvironmentFault
 from torchrl_lightning.environments.next_step import KnownResets
-from torchrl_lightning.environments.torchrl_env import make_environment
 
 SAME_STEP, DISABLED, NEXT_STEP = AutoresetMode.SAME_STEP, AutoresetMode.DISABLED, AutoresetMode.NEXT_STEP
 
@@ -49,13 +47,6 @@ def collect(env: Any, *, kind: Any = GymnasiumCollector, batches: int = 2, **set
         return torch.cat([collector.rollout().clone() for _ in range(batches)], 1)
     finally:
         collector.shutdown()
-
-
-def assert_alike(careless: Any, tidy: Any) -> None:
-    assert not differences(plain(careless), plain(tidy))
-    done = tidy["next", "done"]
-    assert done.sum() > 4  # ends are what most of this is about
-    assert not done.all()
 
 
 def check(make: Callable[[Any], Any], makers: list[Any], **settings: Any) -> None:
@@ -398,119 +389,3 @@ def test_infos_of_ended_episodes_stay_as_they_were() -> None:
         assert careless["final_info"]["deep"]["t"].tolist() == tidy["final_info"]["deep"]["t"].tolist()
         for one, other in zip(careless["final_obs"], tidy["final_obs"], strict=True):
             np.testing.assert_array_equal(one, other)
-
-
-# -- TorchRL ---------------------------------------------------------------------------------------------------------
-def torchrl(env: Any, policy: Any = None, **settings: Any) -> Any:
-    collector = TorchRLCollector(env, policy, frames_per_batch=60, seed=0, **settings)
-    try:
-        return torch.cat([collector.rollout().clone() for _ in range(2)], 1)
-    finally:
-        collector.shutdown()
-
-
-TORCHRL: dict[str, Callable[[Any], Any]] = {
-    "alone": lambda make: make(),
-    "in series": lambda make: SerialEnv(3, make),
-    "in series, without buffers": lambda make: SerialEnv(3, make, use_buffers=False),
-    "a batch": lambda make: make([3]),
-    "transformed": lambda make: TransformedEnv(make([3]), StepCounter()),
-    "several transforms": lambda make: TransformedEnv(make([3]), Compose(RewardSum(), StepCounter())),
-    "by the recipe": lambda make: make_environment(EnvironmentRecipe(make, time_limit=4), 3),
-    "by a factory": lambda make: make_environment(make, 3),
-}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("name", TORCHRL)
-def test_torchrl_environments(name: str, dtype: torch.dtype) -> None:
-    rollouts = [torchrl(TORCHRL[name](maker)) for maker in pair(CarelessTorchRL, dtype=dtype)]
-    assert_alike(*rollouts)
-    shown, following = rollouts[0]["observation"], rollouts[0]["next", "observation"]
-    goes_on = ~rollouts[0]["next", "done"][:, :-1, 0]
-    assert (shown[:, 1:][goes_on] == following[:, :-1][goes_on]).all()
-    assert rollouts[0]["action"].abs().max() <= 1
-
-
-def test_torchrl_environments_in_processes() -> None:
-    makers = pair(CarelessTorchRL)
-    rollouts = [torchrl(ParallelEnv(2, maker, mp_start_method="fork", num_threads=1)) for maker in makers]
-    assert_alike(*rollouts)
-    serial = torchrl(SerialEnv(2, makers[1]))
-    assert not differences(plain(rollouts[0]), plain(serial))
-
-
-@pytest.mark.parametrize("observation", ["box", "float64", "dict", "image"])
-def test_gymnasiums_environments_within_torchrls(observation: str) -> None:
-    def make(maker: Any) -> Any:
-        return lambda: GymWrapper(maker())
-
-    for lay in (lambda each: each(), partial(SerialEnv, 2)):
-        rollouts = [
-            torchrl(lay(make(maker))) for maker in pair(Careless, observation=observation, action="box", buffers=2)
-        ]
-        assert_alike(*rollouts)
-
-
-@pytest.mark.parametrize("action", ["box", "multi-binary", "discrete"])
-def test_the_frame_skip_of_torchrls_wrapper_gives_fresh_actions(action: str) -> None:
-    def make(maker: Any) -> Any:
-        return lambda: GymWrapper(maker(), frame_skip=2, categorical_action_encoding=True)
-
-    for lay in (lambda each: each(), partial(SerialEnv, 2)):
-        assert_alike(*(torchrl(lay(make(maker))) for maker in pair(Careless, action=action)))
-
-
-def test_a_series_that_runs_already_is_copied_from() -> None:
-    envs = [SerialEnv(2, maker) for maker in pair(CarelessTorchRL)]
-    for env in envs:
-        env.reset()
-    assert_alike(*(torchrl(env) for env in envs))
-
-
-def test_a_torchrl_environment_is_wrapped_once_for_several_collectors() -> None:
-    env = CarelessTorchRL([2])
-    for _ in range(2):
-        collector = TorchRLCollector(env, frames_per_batch=20, seed=0)
-        rows = collector.rollout()
-        collector.shutdown(close_env=False)
-        calls = env._step, env._reset
-    assert rows["next", "done"].any()
-    TorchRLCollector(env, frames_per_batch=20)
-    assert (env._step, env._reset) == calls
-
-
-def test_a_policy_of_a_torchrl_environment_that_returns_the_same_tensor_is_stored_as_it_acted() -> None:
-    action = torch.full((3, 2), 0.25)
-    policy = TensorDictModule(lambda x: action, in_keys=["observation"], out_keys=["action"])
-    rollouts = [torchrl(maker([3]), policy) for maker in pair(CarelessTorchRL)]
-    assert_alike(*rollouts)
-    assert (rollouts[0]["action"] == 0.25).all()
-    assert (action == 0.25).all()
-
-
-@pytest.mark.parametrize("name", TORCHRL)
-def test_evaluation_in_torchrl_environments(name: str) -> None:
-    policy = TensorDictModule(lambda x: torch.sin(x), in_keys=["observation"], out_keys=["action"])
-    played = [play_episodes(TORCHRL[name](maker), policy, 7, seed=0) for maker in pair(CarelessTorchRL)]
-    assert not differences(plain(played[0]), plain(played[1]))
-    assert played[0]["truncated"].any()
-    assert played[0]["terminated"].any()
-
-
-def test_torchrl_batches_that_are_stepped_as_vector_environments() -> None:
-    from torchrl_lightning.environments.torchrl_batch import stepped_together
-
-    makers = pair(CarelessTorchRL, [3])
-    envs = [stepped_together(maker()) for maker in makers]
-    assert all(envs)
-    rollouts = [collect(env, num_envs=None) for env in envs]
-    assert_alike(*rollouts)
-
-
-def test_demonstrations_recorded_in_torchrl_environments() -> None:
-    policy = TensorDictModule(lambda x: torch.sin(x), in_keys=["observation"], out_keys=["action"])
-    found = [list(record_demonstrations(maker, policy, 4, seed=0)) for maker in pair(CarelessTorchRL)]
-    for careless, tidy in zip(*found, strict=True):
-        assert not differences(plain(careless.steps), plain(tidy.steps))
-        assert not differences(plain(careless.last_observation), plain(tidy.last_observation))

@@ -17,6 +17,8 @@ from torchrl.data import Bounded, Composite, Unbounded
 from torchrl.data import Categorical as CategoricalSpec
 from torchrl.envs import EnvBase
 
+from kit.states import differences, plain
+
 FLOATS = spaces.Box(-1e6, 1e6, (2,), np.float32)
 OBSERVATIONS: dict[str, Any] = {
     "box": FLOATS,
@@ -325,3 +327,11 @@ class CarelessTorchRL(EnvBase):
 def pair(kind: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Callable[[], Any]]:
     """Return factories of a careless environment and of its twin, which can be pickled."""
     return [partial(kind, *args, **kwargs, careless=careless) for careless in (True, False)]
+
+
+def assert_alike(careless: Any, tidy: Any) -> None:
+    """Compare rollouts bit for bit, among whose steps are ends and others."""
+    assert not differences(plain(careless), plain(tidy))
+    done = tidy["next", "done"]
+    assert done.sum() > 4
+    assert not done.all()
