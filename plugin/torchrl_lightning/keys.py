@@ -73,18 +73,20 @@ def check_names(paths: Iterable[tuple[Any, ...]]) -> None:
     Example:
         >>> check_names([("arm", "shape")])
         Traceback (most recent call last):
-        ValueError: the environment observes 'arm.shape', but entries of TorchRL's specs must have names that are texts, \
-not empty, and none of device, dtype, shape, space. Rename them by rename={arm.shape: last_shape} of an \
+        ValueError: the environment observes 'arm.shape', but entries of TorchRL's specs must have names that are \
+texts, not empty, and none of device, dtype, shape, space. Rename them by rename={arm.shape: last_shape} of an \
 EnvironmentRecipe (in a command, env=recipe data.env.rename=...), or leave them out by its drop=.
     """
     bad = {path: name for path in paths for name in [path[-1]] if not _is_nameable(name)}
     if not bad:
         return
     shown = [joined(path) for path in bad]
-    new = [f"last_{name}" if name in UNNAMEABLE and name else f"entry_{place}" for place, name in enumerate(bad.values())]
+    new = [
+        f"last_{name}" if name in UNNAMEABLE and name else f"entry_{place}" for place, name in enumerate(bad.values())
+    ]
     raise ValueError(
-        f"the environment observes {', '.join(map(repr, shown))}, but entries of TorchRL's specs must have names that are texts, "
-        f"not empty, and none of {', '.join(sorted(UNNAMEABLE - {''}))}. Rename them by "
+        f"the environment observes {', '.join(map(repr, shown))}, but entries of TorchRL's specs must have names that "
+        f"are texts, not empty, and none of {', '.join(sorted(UNNAMEABLE - {''}))}. Rename them by "
         f"rename={{{', '.join(f'{old or repr(old)}: {name}' for old, name in zip(shown, new, strict=True))}}} of an "
         "EnvironmentRecipe (in a command, env=recipe data.env.rename=...), or leave them out by its drop=."
     )

@@ -237,6 +237,8 @@ def test_the_training_part_of_the_first_fit_is_known_beforehand(seed: int, max_v
         DynamicsEnsemble([4]), datamodule=model_data(**sizes, batch_size=training)
     )
     data = model_data(**sizes, batch_size=training + 1)
-    with pytest.raises(ValueError, match=f"batch_size={training + 1} needs as many .* {training} of 40 stored ones will"):
+    with pytest.raises(
+        ValueError, match=f"batch_size={training + 1} needs as many .* {training} of 40 stored ones will"
+    ):
         trainer(max_epochs=1, limit_val_batches=0).fit(DynamicsEnsemble([4]), datamodule=data)
     assert data.frames == 0

@@ -174,7 +174,21 @@ def is_refused_by_torchrl(name: str) -> bool:
 
 
 def test_the_unnameable_are_those_that_torchrl_refuses() -> None:
-    names = {*dir(Composite), *dir(TensorDict), *dir(nn.ModuleDict), "", " ", ".", "..", "a.b", "a/b", "0", "state", "_x", "space"}
+    names = {
+        *dir(Composite),
+        *dir(TensorDict),
+        *dir(nn.ModuleDict),
+        "",
+        " ",
+        ".",
+        "..",
+        "a.b",
+        "a/b",
+        "0",
+        "state",
+        "_x",
+        "space",
+    }
     assert {name for name in names if is_refused_by_torchrl(name)} == UNNAMEABLE
 
 
@@ -230,7 +244,9 @@ def test_torchrls_environments_refuse_them_in_one_line(name: str, nested: bool) 
         make_environment(make, 2)
 
 
-@pytest.mark.parametrize("name", ["keys", "items", "batch_size", "names", "data", "a.b", "..", "a/b", "é", "_x", "state"])
+@pytest.mark.parametrize(
+    "name", ["keys", "items", "batch_size", "names", "data", "a.b", "..", "a/b", "é", "_x", "state"]
+)
 @pytest.mark.parametrize("nested", [False, True])
 def test_any_other_name_is_an_observation(name: str, nested: bool) -> None:
     sizes: dict[str, Any] = {"num_envs": 2, "frames_per_batch": 16, "num_mini_batch": 1, "num_epochs": 1}

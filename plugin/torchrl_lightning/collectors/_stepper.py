@@ -252,7 +252,9 @@ class VectorStepper:
     def _check_info(self, call: str, info: Any) -> None:
         """Raise an EnvironmentFault unless info is one dict, or a list of one dict for each environment."""
         many = self.env.num_envs
-        is_list = isinstance(info, list | tuple) and len(info) == many and all(isinstance(each, Mapping) for each in info)
+        is_list = (
+            isinstance(info, list | tuple) and len(info) == many and all(isinstance(each, Mapping) for each in info)
+        )
         if not is_list and not isinstance(info, Mapping):
             came = f"{type(info).__name__} {info!r:.60}"
             raise EnvironmentFault(

@@ -14,7 +14,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from torchrl_lightning.callbacks.sparse import SparseCallback
 
-
 logger = logging.getLogger(__name__)
 
 
@@ -77,14 +76,19 @@ class DataHooks(SparseCallback):
             self._monitors.wait(trainer, self._later(trainer, pl_module))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Warn of callbacks whose metric never came."""
+        """Warn of callbacks that waited for an episode of training until the end."""
         for callback in self._monitors.release():
-            logger.warning(
-                "monitor=%s of %s had no value in this run: no episode has ended. It had no effect; raise total_frames "
-                "or give the environment a time limit.",
-                callback.monitor,
-                type(callback).__name__,
-            )
+            if callback.monitor in self.data.episode_metrics:
+                logger.warning(
+                    "monitor=%s of %s had no value in this run: no episode has ended. It had no effect; raise "
+                    "total_frames or give the environment a time limit.",
+                    callback.monitor,
+                    type(callback).__name__,
+                )
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Leave other callbacks as they were, also behind an evaluation after training."""
+        self._monitors.release()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Leave other callbacks as they were."""

@@ -96,7 +96,8 @@ def check_rename(rename: Any) -> dict[str, str]:
     names = {str(old): new for old, new in pairs}
     if taken := sorted((RESERVED | UNNAMEABLE).intersection(names.values())):
         raise ValueError(
-            f"rename={rename} takes {', '.join(map(repr, taken))}, which a run or TorchRL keeps for itself; take another."
+            f"rename={rename} takes {', '.join(map(repr, taken))}, which a run or TorchRL keeps for itself; take "
+            "another."
         )
     _refuse_twice([new for old, new in names.items() if "." not in old], rename)
     return names
