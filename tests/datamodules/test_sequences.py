@@ -162,7 +162,10 @@ def replay(buffer: Any, **settings: Any) -> ReplayDataModule:
 SINGLE = ["uniform", "prioritized", "three steps", "simple", recurrent, experience(RandomSampler)]
 
 
-@pytest.mark.parametrize("buffer", SINGLE, ids=str)
+NAMES = [*SINGLE[:4], "recurrent", "random sampler"]
+
+
+@pytest.mark.parametrize("buffer", SINGLE, ids=NAMES)
 def test_a_memory_is_not_fitted_to_single_steps(buffer: Any) -> None:
     data = replay(buffer)
     with pytest.raises(ValueError, match=r"draws single steps, but a recurrent network .*SequenceSampler"):

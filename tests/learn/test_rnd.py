@@ -13,7 +13,7 @@ from kit.modes import dropping
 from kit.specs import TWO_CHOICES, specs_of
 from torchrl_lightning.learn import MLPNetwork, RandomNetworkDistillation
 
-SPECS = specs_of(None, observation=Unbounded(3))
+SPECS = specs_of(Unbounded(1), observation=Unbounded(3))
 
 
 def rollout(observation: torch.Tensor) -> TensorDict:
@@ -50,7 +50,7 @@ def test_training_makes_the_familiar_dull_and_leaves_the_novel() -> None:
 
 
 def test_discrete_entries_are_not_whitened_and_constants_do_no_harm() -> None:
-    rnd = RandomNetworkDistillation().build(specs_of(None, cell=Categorical(4), speed=Unbounded(2)))
+    rnd = RandomNetworkDistillation().build(specs_of(Unbounded(1), cell=Categorical(4), speed=Unbounded(2)))
     td = TensorDict({"next": {"cell": torch.randint(0, 4, (6, 2)), "speed": torch.full((6, 2, 2), 7.3)}}, [6, 2])
     rnd.annotate(td)
     assert td["next", "intrinsic_reward"].isfinite().all()
@@ -86,7 +86,7 @@ def test_rewards_do_not_depend_on_the_origin_of_the_observations(dtype: torch.dt
     steps, rewards = torch.randn(30, 2, 3).mul(4).round(), []
     for kind, origin in ((torch.float32, 0.0), (dtype, offset)):
         torch.manual_seed(0)
-        rnd = RandomNetworkDistillation(MLPNetwork([8])).build(specs_of(None, observation=Unbounded(3, dtype=kind)))
+        rnd = RandomNetworkDistillation(MLPNetwork([8])).build(specs_of(Unbounded(1), observation=Unbounded(3, dtype=kind)))
         seen = rollout((steps.to(torch.int64) + int(origin)).to(kind))
         rnd.annotate(seen)
         rewards += [seen["next", "intrinsic_reward"], rnd.loss(seen).detach()[None]]
@@ -97,7 +97,7 @@ def test_rewards_do_not_depend_on_the_origin_of_the_observations(dtype: torch.dt
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.int64])
 @pytest.mark.parametrize("value", [0.1, 1e9 + 0.1, -1700000037.25])
 def test_a_constant_is_whitened_to_exactly_zero(dtype: torch.dtype, value: float) -> None:
-    rnd = RandomNetworkDistillation(MLPNetwork([4])).build(specs_of(None, observation=Unbounded(3, dtype=dtype)))
+    rnd = RandomNetworkDistillation(MLPNetwork([4])).build(specs_of(Unbounded(1), observation=Unbounded(3, dtype=dtype)))
     constant = torch.full((7, 2, 3), value, dtype=torch.float64).to(dtype)
     for steps in (1, 7, 3):
         rnd.annotate(rollout(constant[:steps]))
