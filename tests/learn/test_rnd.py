@@ -86,7 +86,9 @@ def test_rewards_do_not_depend_on_the_origin_of_the_observations(dtype: torch.dt
     steps, rewards = torch.randn(30, 2, 3).mul(4).round(), []
     for kind, origin in ((torch.float32, 0.0), (dtype, offset)):
         torch.manual_seed(0)
-        rnd = RandomNetworkDistillation(MLPNetwork([8])).build(specs_of(Unbounded(1), observation=Unbounded(3, dtype=kind)))
+        rnd = RandomNetworkDistillation(MLPNetwork([8])).build(
+            specs_of(Unbounded(1), observation=Unbounded(3, dtype=kind))
+        )
         seen = rollout((steps.to(torch.int64) + int(origin)).to(kind))
         rnd.annotate(seen)
         rewards += [seen["next", "intrinsic_reward"], rnd.loss(seen).detach()[None]]
@@ -97,7 +99,9 @@ def test_rewards_do_not_depend_on_the_origin_of_the_observations(dtype: torch.dt
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.int64])
 @pytest.mark.parametrize("value", [0.1, 1e9 + 0.1, -1700000037.25])
 def test_a_constant_is_whitened_to_exactly_zero(dtype: torch.dtype, value: float) -> None:
-    rnd = RandomNetworkDistillation(MLPNetwork([4])).build(specs_of(Unbounded(1), observation=Unbounded(3, dtype=dtype)))
+    rnd = RandomNetworkDistillation(MLPNetwork([4])).build(
+        specs_of(Unbounded(1), observation=Unbounded(3, dtype=dtype))
+    )
     constant = torch.full((7, 2, 3), value, dtype=torch.float64).to(dtype)
     for steps in (1, 7, 3):
         rnd.annotate(rollout(constant[:steps]))
