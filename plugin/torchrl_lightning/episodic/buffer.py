@@ -252,7 +252,7 @@ class EpisodicReplayBuffer(ExperienceBuffer):
                 return self._take(n, env_ids)
         env = self.writer.check_ids(env_ids)
         if n > self.max_length:
-            raise StepsMissing(f"n must be at most max_length={self.max_length}, got {n}. Wait for fewer.")
+            raise StepsMissing(f"An environment holds at most {self.max_length} steps, never {n}; wait for fewer.")
         return self.wait_for(lambda: self._take(n, env_ids) if int(self.writer.filled[env].min()) >= n else None)
 
     def _take(self, count: int, env_ids: Tensor | None) -> TensorDictBase:
