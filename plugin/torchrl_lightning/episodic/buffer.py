@@ -299,8 +299,8 @@ class EpisodicReplayBuffer(ExperienceBuffer):
             The windows, ``[batch_size, batch_length]``, and where they come from, ``[batch_size]``.
 
         Raises:
-            StepsMissing: a ValueError and AssertionError: nothing is stored, no environment holds so many steps that are
-                not ignored, or all priorities are zero.
+            StepsMissing: a ValueError and AssertionError: nothing is stored, no environment holds as many steps that
+                are not ignored, or all priorities are zero.
         """
         writer, steps = self.writer, integer(batch_length, "batch_length")
         with self.locked():
