@@ -64,21 +64,21 @@ def both(space: Any, actions: Any, clip: bool = False) -> Any:
     return found
 
 
-@pytest.mark.parametrize("name", BOXES)
-@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16])
+DTYPES = [(name, dtype) for name in BOXES for dtype in (np.float32, np.float64, np.float16)]
+for fine in ("uneven", "near the limit"):  # 16 bits do not tell these bounds apart
+    DTYPES.remove((fine, np.float16))
+
+
+@pytest.mark.parametrize(("name", "dtype"), DTYPES)
 def test_what_a_network_clamps_to_its_bounds_is_in_the_box(name: str, dtype: Any) -> None:
     space = BOXES[name]
     spec: Any = space_to_spec(space, "action").to(torch.float32)
     drawn = torch.randn(64, *spec.shape, generator=torch.Generator().manual_seed(0)) * 1e3
-    low, high = spec.space.low, spec.space.high
-    clamped = drawn.clamp(low, high).numpy().astype(dtype) if isinstance(spec, Bounded) else drawn.numpy().astype(dtype)
-    with np.errstate(over="ignore"):
-        clamped = np.nan_to_num(clamped) if dtype is np.float16 and name != "near the limit" else clamped
-    if dtype is np.float16 and name in ("uneven", "near the limit"):
-        return  # 16 bits do not tell these bounds apart
-    found = both(space, clamped)
+    clamped = drawn.clamp(spec.space.low, spec.space.high) if isinstance(spec, Bounded) else drawn
+    given = clamped.numpy().astype(dtype)
+    found = both(space, given)
     assert contained(space, found)
-    np.testing.assert_allclose(found.reshape(clamped.shape), clamped, rtol=2e-2 if dtype is np.float16 else 1e-3)
+    np.testing.assert_allclose(found.reshape(given.shape), given, rtol=2e-2 if dtype is np.float16 else 1e-3)
 
 
 @pytest.mark.parametrize("name", [name for name in BOXES if name not in ("float16 without bounds", "near the limit")])

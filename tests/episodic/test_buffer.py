@@ -220,7 +220,7 @@ def test_priorities_of_zero_leave_no_steps() -> None:
 
 def test_more_steps_than_a_ring_holds_are_the_same_error_for_who_waits() -> None:
     buffer = build(allow_multiprocess=True)
-    with pytest.raises(StepsMissing, match="n must be at most max_length=4, got 5"):
+    with pytest.raises(StepsMissing, match="at most 4 steps, never 5"):
         buffer.dequeue(n=5, blocking=True)
     with pytest.raises(ValueError, match="at least"):
         buffer.get_batch(-1, 1)
