@@ -10,6 +10,7 @@ import lightning as L
 import torch
 from lightning.pytorch import Trainer
 
+from torchrl_lightning.datamodules.due_evaluation import DueEvaluation
 from torchrl_lightning.datamodules.frames import FrameClock
 from torchrl_lightning.entries import is_tensordict
 
@@ -74,6 +75,7 @@ class LoadersDataModule(L.LightningDataModule):
     """A DataModule of sized streams, as its subclasses fill them."""
 
     _clock: FrameClock
+    _due: DueEvaluation
 
     @property
     def batches_per_epoch(self) -> int:
@@ -93,11 +95,18 @@ class LoadersDataModule(L.LightningDataModule):
 
         Training that has nothing left to collect or to learn from ends before it begins.
         """
+        epoch = self._epoch
         if self.trainer is not None:
             reopen_epoch(self.trainer)
-            if self.stop_if_spent():
+            if self._due.reopen(self.trainer):
+                epoch = self._epoch_with_due_evaluation
+            elif self.stop_if_spent():
                 logger.warning(self._clock.reason)
-        return Batches(self.batches_per_epoch, self._epoch)
+        return Batches(self.batches_per_epoch, epoch)
+
+    def _epoch_with_due_evaluation(self) -> Iterator[Any]:
+        if not self._due.ends_epoch():
+            yield from self._epoch()
 
     def val_dataloader(self) -> Batches:
         """Return a loader with one batch of finished evaluation episodes, played in separate environments."""

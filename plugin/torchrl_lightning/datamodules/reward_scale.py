@@ -63,7 +63,8 @@ class RewardScale(Stated):
         self._gamma = 0.99  # until the first rewards bring another
         self.moments = Moments.none()
         """The moments of the sums."""
-        self._constants = torch.zeros(1), torch.ones(1)  # nothing is subtracted; one over the deviation
+        # Nothing is subtracted; one over the deviation.
+        self._constants = torch.zeros(1, dtype=torch.float32), torch.ones(1, dtype=torch.float32)
         self._sums = torch.zeros(0, dtype=torch.float64)  # the last one of each environment
         self._noted: list[tuple[Tensor, Tensor]] = []  # rewards and ends, all of the same environments
         self._env_ids: Tensor | None = None  # which ones
@@ -134,7 +135,10 @@ class RewardScale(Stated):
         """Replace the moments of the sums."""
         self.moments = moments
         if moments.count:
-            self._constants = torch.zeros(1), (moments.variance + self.epsilon).rsqrt().float().reshape(1)
+            self._constants = (
+                torch.zeros(1, dtype=torch.float32),
+                (moments.variance + self.epsilon).rsqrt().float().reshape(1),
+            )
 
     def _loaded(self) -> None:
         self._steps = sum(done.shape[1] for _, done in self._noted)

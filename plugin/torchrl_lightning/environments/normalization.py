@@ -64,8 +64,8 @@ class ObservationNormalizer(nn.Module):
         for place, key in enumerate(self.keys):
             spec = _normalisable(observation, key, keys is True)
             # What a policy in another process needs travels as buffers.
-            self.register_buffer(f"mean_{place}", torch.zeros(spec.shape))
-            self.register_buffer(f"factor_{place}", torch.ones(spec.shape))
+            self.register_buffer(f"mean_{place}", torch.zeros(spec.shape, dtype=torch.float32))
+            self.register_buffer(f"factor_{place}", torch.ones(spec.shape, dtype=torch.float32))
             self._moments[key] = Moments.none(*spec.shape)
             observation[key] = Bounded(-clip, clip, spec.shape, dtype=torch.float32)
         self.specs = replace(specs, observation=observation)

@@ -43,8 +43,8 @@ class OutsideBox(Nameable):
     def __init__(self, low: Sequence[float | None], high: Sequence[float | None]) -> None:
         if len(low) != len(high):
             raise ValueError(f"low has {len(low)} numbers and high {len(high)}, but both bound the same observation.")
-        self.low = torch.tensor([-torch.inf if bound is None else bound for bound in low])
-        self.high = torch.tensor([torch.inf if bound is None else bound for bound in high])
+        self.low = torch.tensor([-torch.inf if bound is None else bound for bound in low], dtype=torch.float32)
+        self.high = torch.tensor([torch.inf if bound is None else bound for bound in high], dtype=torch.float32)
 
     def __call__(self, observation: Tensor, action: Tensor, next_observation: Tensor) -> Tensor:
         """Return whether each row ``[R]`` has left the box."""
