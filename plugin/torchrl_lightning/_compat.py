@@ -449,6 +449,12 @@ class BufferBase(OwnSignature, OwnFiles, TensorDictReplayBuffer):
             self._clear_prefetch_queue_locked()
 
 
+def should_validate(trainer: Any) -> bool:
+    """Return whether a Lightning trainer evaluates behind the batch that ends."""
+    loop = trainer.fit_loop
+    return bool(loop.epoch_loop._should_check_val_fx(loop._data_fetcher))
+
+
 def logger_connector(trainer: Any) -> Any:
     """Return what writes the rows of a Lightning trainer, by its ``log_metrics(metrics, step=None)``."""
     return trainer._logger_connector

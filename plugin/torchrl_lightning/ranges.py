@@ -49,6 +49,18 @@ def not_negative(value: Any, name: str) -> float:
     return number
 
 
+def finite(value: Any, name: str) -> float:
+    """Return a finite number of either sign, such as a weight."""
+    if not math.isfinite(number := _number(value)):
+        raise ValueError(f"{name} must be a finite number, got {_shown(value)}.")
+    return number
+
+
+def finite_positive(value: Any, name: str) -> float:
+    """Return a finite number above 0, such as a learning rate."""
+    return finite(positive(value, name), name)
+
+
 def fraction(value: Any, name: str) -> float:
     """Return a number in ``[0, 1]``, such as a discount."""
     if not 0.0 <= (number := _number(value)) <= 1.0:

@@ -15,6 +15,8 @@ from typing import Annotated, Any, ClassVar, Literal, dataclass_transform
 from torchrl_lightning.ranges import (
     Check,
     boolean,
+    finite,
+    finite_positive,
     fraction,
     integer,
     not_negative,
@@ -26,6 +28,8 @@ from torchrl_lightning.ranges import (
 from torchrl_lightning.suggestions import did_you_mean
 
 Positive = Annotated[float, positive]
+FinitePositive = Annotated[float, finite_positive]
+Finite = Annotated[float, finite]
 NotNegative = Annotated[float, not_negative]
 Fraction = Annotated[float, fraction]
 Share = Annotated[float, share]
@@ -155,6 +159,24 @@ class Settings:
 
     def __post_init__(self) -> None:
         """Do what is left once the settings are there; call ``super().__post_init__()`` first."""
+
+    def require_effect(self, name: str, has_effect: Any, needs: str) -> None:
+        """Validate that a setting without effect has its default value; raise ValueError with what it needs if not.
+
+        Args:
+            name: The setting; a class without it passes.
+            has_effect: Whether the other settings let it have an effect.
+            needs: What it has no effect without.
+        """
+        setting = self.settings_of_class.get(name)
+        if has_effect or setting is None:
+            return
+        value = vars(self).get(setting.attribute)
+        if value != setting.usual:
+            raise ValueError(
+                f"{name} must be left at its default {setting.usual!r} without {needs}, got {value!r}, which has no "
+                f"effect. Leave it out, or give {needs}."
+            )
 
 
 def _own_settings(cls: type) -> tuple[dict[str, Setting], set[str]]:

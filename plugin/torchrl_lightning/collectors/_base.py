@@ -16,6 +16,7 @@ from torchrl_lightning.environments.policies import Policy, check_policy, dotted
 from torchrl_lightning.environments.seeds import check_seed
 from torchrl_lightning.environments.specs import EnvironmentSpecs, environment_specs
 from torchrl_lightning.environments.vector_env import make_vector_env
+from torchrl_lightning.fitting import check_default_device
 from torchrl_lightning.ranges import budget, integer
 from torchrl_lightning.state import check_state, tensor, whole
 from torchrl_lightning.stated import Fixed, Kept, Stated
@@ -54,6 +55,7 @@ class CollectorBase(Stated):
         env_args: dict[str, Any],
     ) -> None:
         check_policy(policy)
+        check_default_device()
         self.steps, left = divmod(integer(frames_per_batch, "frames_per_batch"), integer(num_envs, "num_envs"))
         if left:
             nearest = max(1, round(frames_per_batch / num_envs)) * num_envs

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,6 +11,7 @@ from torchrl.envs import EnvBase
 
 from torchrl_lightning.environments import EnvironmentRecipe
 from torchrl_lightning.environments.recipe import differences, plain
+from torchrl_lightning.settings import Settings
 
 
 def environment_name(env: Any) -> str:
@@ -80,6 +81,14 @@ def check_builds(buffer: Any) -> None:
     if not callable(buffer):
         kind = type(buffer).__name__
         raise TypeError(f"buffer must be what builds one, as a class or a partial does, got an object of {kind}.")
+
+
+def check_normalization(data: Settings, observation: bool | Sequence[Any], reward: bool) -> None:
+    """Validate that something is normalised if settings say how; raise ValueError that names the first setting."""
+    if not isinstance(observation, bool) and not len(observation):
+        raise ValueError("normalize_observation must name entries or be True or False, got []. Leave it out.")
+    for name in ("normalize_clip", "normalize_epsilon", "freeze_statistics"):
+        data.require_effect(name, observation or reward, "normalize_observation or normalize_reward")
 
 
 def check_frames(frames_per_batch: int, num_envs: int, reset_at_each_batch: bool) -> None:

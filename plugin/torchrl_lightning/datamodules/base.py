@@ -23,32 +23,35 @@ from torchrl_lightning.datamodules.arguments import (
     check_builds,
     check_fingerprint,
     check_frames,
+    check_normalization,
     environment_fields,
     environment_name,
 )
 from torchrl_lightning.datamodules.collection import call_with_policy, collector_options, own_collector
 from torchrl_lightning.datamodules.discounts import build_buffer
+from torchrl_lightning.datamodules.due_evaluation import DueEvaluation
 from torchrl_lightning.datamodules.environments import RunEnvironments
 from torchrl_lightning.datamodules.episodes import FinishedEpisodes
 from torchrl_lightning.datamodules.evaluation import first_checked, view_of_collector
 from torchrl_lightning.datamodules.feed import Feed
 from torchrl_lightning.datamodules.frames import FrameClock
-from torchrl_lightning.datamodules.learner import acting
+from torchrl_lightning.datamodules.learner import acting, build_learner
 from torchrl_lightning.datamodules.loaders import LoadersDataModule
 from torchrl_lightning.datamodules.normalization import Normalization
 from torchrl_lightning.datamodules.run_state import RunState
 from torchrl_lightning.datamodules.shares import envs_of_rank, share_of
+from torchrl_lightning.datamodules.trainer_checks import check_surroundings
 from torchrl_lightning.environments import EnvironmentSpecs, spawn_seed
 from torchrl_lightning.environments.autocast import with_autocast
 from torchrl_lightning.environments.normalization import EPSILON
 from torchrl_lightning.environments.seeds import check_seed
 from torchrl_lightning.environments.specs import specs_state
 from torchrl_lightning.environments.threads import kept_threads
-from torchrl_lightning.fitting import check_precision, learning_dtype, require_stream
+from torchrl_lightning.fitting import check_default_device, check_precision, learning_dtype, require_stream
 from torchrl_lightning.ranges import budget, optional
 from torchrl_lightning.ranks import gathered, state_of_rank
 from torchrl_lightning.settings import Count, Positive, Settings, Switch, among, setting
-from torchrl_lightning.state import check_state, generator, mapping, sequence, whole
+from torchrl_lightning.state import check_state, flag, generator, mapping, sequence, whole
 from torchrl_lightning.stated import Entry, Kept, Nested
 
 logger = logging.getLogger(__name__)
@@ -131,16 +134,18 @@ class ExperienceDataModule(Settings, LoadersDataModule):
     RUN_STATE: ClassVar[Mapping[str, Entry]] = {
         "frames": Kept(whole(), "_clock.frames"),
         "replayed": Nested("_clock", missing={"count": 0, "alone": 0}),
-        "num_evaluations": Kept(whole(), "_num_evaluations"),
+        "num_evaluations": Kept(whole(), "_due.count"),
         "rng": Kept(generator("cpu"), "_feed.rng"),
         "episodes": Nested("_episodes"),
         "normalization": Nested("_normalization"),
         "collector": Kept(optional(mapping), "_feed.kept", missing=None),
+        "evaluation_due": Kept(flag, "_due.is_due", missing=False),
     }
     """What a rank of a run needs to go on, and which attribute holds it."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_default_device()
         check_builds(self.make_buffer)
         self._run = RunState(self)
         check_frames(self.frames_per_batch, self.envs_per_worker, self.reset_at_each_batch)
@@ -148,8 +153,10 @@ class ExperienceDataModule(Settings, LoadersDataModule):
         self.eval_env, self.eval_num_envs = self._environments.eval_env, min(self.eval_num_envs, self.eval_episodes)
         self.buffer: Any = None
         self._clock = FrameClock(self.total_frames)
-        self._num_evaluations = 0
+        self.num_evaluations = 0
+        self._due = DueEvaluation(self)
         self._episodes = FinishedEpisodes(self.num_envs)
+        check_normalization(self, self.normalize_observation, self.normalize_reward)
         bounds = self.normalize_clip, self.normalize_epsilon
         self._normalization = Normalization(
             self.normalize_observation, self.normalize_reward, *bounds, frozen=self.freeze_statistics
@@ -216,6 +223,7 @@ class ExperienceDataModule(Settings, LoadersDataModule):
             check_precision(self.trainer)
         self.seed = check_seed(self.seed)
         if stage == "fit":
+            check_surroundings(self.trainer, self._learner)
             self._users_collector_options()  # refuses what does not fit before anything is built
             self._environments.built()
             if self.make_collector is None and self.trainer is not None:
@@ -223,6 +231,9 @@ class ExperienceDataModule(Settings, LoadersDataModule):
                 self._environments.check_evaluation()
             self._build_parts()
             list(self.check_fit(self._learner))
+            if self.trainer is not None:
+                self._due.attach(self.trainer)
+                build_learner(self._learner, self)
 
     def check_fit(self, learner: Any = None) -> Iterator[str]:
         """Refuse parts that do not fit the environment, the learner or each other, one after the other.
@@ -466,10 +477,10 @@ class ExperienceDataModule(Settings, LoadersDataModule):
         Returns:
             What :func:`~torchrl_lightning.play_episodes` returns.
         """
-        self._num_evaluations += 1
+        self.num_evaluations += 1
         episodes = self.eval_episodes if episodes is None else episodes
         deterministic = self.eval_mode == "deterministic" if deterministic is None else deterministic
-        seed, num_envs = self._spawn_seed("evaluation", self._num_evaluations), min(self.eval_num_envs, episodes)
+        seed, num_envs = self._spawn_seed("evaluation", self.num_evaluations), min(self.eval_num_envs, episodes)
         policy = self._of_raw(policy)
         return play_episodes(self.eval_env, policy, episodes, num_envs=num_envs, seed=seed, deterministic=deterministic)
 

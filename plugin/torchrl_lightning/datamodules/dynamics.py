@@ -222,7 +222,8 @@ class DynamicsDataModule(ExperienceDataModule):
         trainer: Any = self.trainer
         if trainer is not None and trainer.state.fn == TrainerFn.FITTING and not trainer.fit_loop.done:
             reopen_epoch(trainer)
-            goes_on = self._goes_on(trainer)
+            is_due = self._due.reopen(trainer)  # so that nothing is collected before it
+            goes_on = self._goes_on(trainer) or is_due
             if not goes_on and self._is_spent():
                 return super().train_dataloader()  # says so, and ends the run
             if self.fits and not len(self._training):

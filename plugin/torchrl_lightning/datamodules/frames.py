@@ -51,6 +51,17 @@ class FrameClock(Stated):
             last = -(-self.total // rollout) * rollout
             logger.info("total_frames=%d becomes %d: rollouts of %d frames are whole.", self.total, last, rollout)
 
+    def announce_warmup(self, frames: int) -> None:
+        """Log that a run collects more than its total, because its warm-up alone does."""
+        if 0 <= self.total < frames:
+            logger.warning(
+                "total_frames=%d becomes %d: warmup_frames=%d come before the only update. Raise total_frames, or "
+                "lower warmup_frames.",
+                self.total,
+                frames,
+                frames,
+            )
+
     def add(self, steps: int, world_size: int, replayed: Tensor | None) -> None:
         """Count the steps of a rollout of each rank, of which those in the mask were replayed; none without a mask.
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 
 from torchrl_lightning.dynamics import DynamicsTargets
 from torchrl_lightning.environments import EnvironmentSpecs
+from torchrl_lightning.fitting import require_fit
 
 
 class Learner(Protocol):
@@ -23,6 +24,20 @@ class Learner(Protocol):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         """Learn from a batch."""
+
+
+@runtime_checkable
+class BuildsNetworks(Protocol):
+    """A learner whose ``configure_model`` builds its networks from the specs of an environment."""
+
+    is_built: bool
+    """Whether the networks exist."""
+
+    def build(self, specs: EnvironmentSpecs) -> Any:
+        """Build the networks, once."""
+
+    def configure_model(self) -> None:
+        """Build the networks from the specs of the trainer's DataModule."""
 
 
 class Annotates(Protocol):
@@ -71,6 +86,16 @@ class ChecksTransitions(Protocol):
 
     def check_transitions(self, rows: TensorDictBase) -> None:
         """Look at all transitions ``[N]`` that are stored, before :meth:`Fits.begin_fit`."""
+
+
+def build_learner(learner: Any, data: Any) -> None:
+    """Build the networks of a trainer's module before callbacks are set up, some of which read its parameters there."""
+    if not isinstance(learner, BuildsNetworks) or learner.is_built:
+        return
+    require_fit(learner, data)
+    strategy, precision = data.trainer.strategy, data.trainer.precision_plugin
+    with strategy.tensor_init_context(), strategy.model_sharded_context(), precision.module_init_context():
+        learner.configure_model()
 
 
 def acting(trainer: Any, owner: str) -> Any:

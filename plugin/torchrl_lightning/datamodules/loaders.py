@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch import Trainer
 
 from torchrl_lightning._logging import count_rows_by_clock, count_rows_by_lightning, publish
+from torchrl_lightning.datamodules.due_evaluation import DueEvaluation
 from torchrl_lightning.datamodules.frames import FrameClock
 from torchrl_lightning.entries import is_tensordict
 
@@ -75,6 +76,7 @@ class LoadersDataModule(L.LightningDataModule):
     """A DataModule of sized streams, as its subclasses fill them."""
 
     _clock: FrameClock
+    _due: DueEvaluation
     episode_metrics: ClassVar[tuple[str, ...]] = ("train/return", "train/length", "train/episodes")
     """Metrics that :meth:`metrics` has from the first episode on that ends in training."""
 
@@ -120,11 +122,18 @@ class LoadersDataModule(L.LightningDataModule):
 
         Training that has nothing left to collect or to learn from ends before it begins.
         """
+        epoch = self._epoch
         if self.trainer is not None:
             reopen_epoch(self.trainer)
-            if self.stop_if_spent():
+            if self._due.reopen(self.trainer):
+                epoch = self._epoch_with_due_evaluation
+            elif self.stop_if_spent():
                 logger.warning(self._clock.reason)
-        return Batches(self.batches_per_epoch, self._epoch)
+        return Batches(self.batches_per_epoch, epoch)
+
+    def _epoch_with_due_evaluation(self) -> Iterator[Any]:
+        if not self._due.ends_epoch():
+            yield from self._epoch()
 
     def val_dataloader(self) -> Batches:
         """Return a loader with one batch of finished evaluation episodes, played in separate environments."""

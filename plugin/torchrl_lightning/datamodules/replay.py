@@ -30,12 +30,12 @@ from torchrl_lightning.datamodules.updates_per_step import UpdatesDataModule
 from torchrl_lightning.demonstrations.dataset import dataset_path
 from torchrl_lightning.environments.origins import cut_off
 from torchrl_lightning.files import check_writable
-from torchrl_lightning.fitting import require_fit
+from torchrl_lightning.fitting import MisfitError, require_fit
 from torchrl_lightning.ranges import integer, not_negative, optional, positive
 from torchrl_lightning.ranks import of_first_rank
 from torchrl_lightning.replay import ExperienceBuffer
 from torchrl_lightning.replay.episode_transform import tell, transforms_in
-from torchrl_lightning.replay.layout import left_out_of
+from torchrl_lightning.replay.layout import check_lengths, left_out_of
 from torchrl_lightning.settings import Count, among, setting
 from torchrl_lightning.state import whole
 from torchrl_lightning.stated import Kept
@@ -145,6 +145,12 @@ class ReplayDataModule(UpdatesDataModule):
         super().__post_init__()
         # A fraction: as a floating-point number 30 * 0.1 exceeds 3, which would ask for a fourth frame.
         self._ratio = Fraction(self.frames_per_update).limit_denominator(1_000_000)
+        if self.frames_per_update and not self._ratio:
+            raise ValueError(
+                f"frames_per_update must be at least 1e-06, got {self.frames_per_update}: no frame would follow those "
+                "of the warm-up. Raise it."
+            )
+        self._clock.announce_warmup(self.warmup_frames)
         self.updates = 0
         """Updates whose batch was drawn."""
         self._refilled = 0  # frames that are collected anew, because a checkpoint held no buffer
@@ -227,6 +233,7 @@ class ReplayDataModule(UpdatesDataModule):
         yield from super().check_fit(learner)
         buffer = self._any_buffer(learner)
         check_discount(buffer, learner)  # it may have been built for another learner's fit
+        check_lengths(buffer)
         parts = [("storage", buffer.storage), ("sampler", buffer.sampler), ("writer", buffer.writer)]
         check_resets(self._environments.env, buffer, self.world_size)
         for name, part in [*parts, *(("transform", each) for each in transforms_in(buffer.transform))]:
@@ -241,7 +248,13 @@ class ReplayDataModule(UpdatesDataModule):
         for number, each in enumerate(getattr(source, "buffers", [buffer])):
             check_windows(each, None if number else self._warm_steps, recurrent)
         yield "buffer_dir"
-        if self.buffer_dir is not None and self._kept == "beside":
+        if self.buffer_dir is not None and self._kept != "beside":
+            raise MisfitError(
+                f"buffer_dir must be None with checkpoint_buffer={self.checkpoint_buffer!r} on one rank, got "
+                f"{str(self.buffer_dir)!r}, to which nothing would be written. Leave it out, or give "
+                "checkpoint_buffer='beside'."
+            )
+        if self.buffer_dir is not None:
             check_writable(Path(self.buffer_dir), "buffer_dir")
         yield "dataset"
         if self.dataset is not None:

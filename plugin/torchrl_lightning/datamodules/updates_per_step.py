@@ -108,8 +108,9 @@ def _reason_for_one(trainer: Any, learner: Any) -> str | None:
         return f"{name} does not declare loops_over_updates = True beside its training_step"
     if trainer.max_steps != -1 or trainer.min_steps:
         return "max_steps or min_steps counts them"
-    if trainer.val_check_interval != 1.0 or isinstance(trainer.val_check_interval, int):
-        return f"val_check_interval={trainer.val_check_interval} counts them"
+    interval = vars(trainer).get("val_check_interval", 1.0)  # which a trainer that evaluates by time does not have
+    if interval != 1.0 or isinstance(interval, int):
+        return f"val_check_interval={interval} counts them"
     if trainer.limit_train_batches != 1.0 or isinstance(trainer.limit_train_batches, int):
         return f"limit_train_batches={trainer.limit_train_batches} counts them"
     counting = next((each for each in trainer.callbacks if getattr(each, "_every_n_train_steps", 0)), None)

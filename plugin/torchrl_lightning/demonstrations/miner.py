@@ -223,7 +223,7 @@ class DemonstrationMiner(Stated):
     def _values(self, rows: TensorDictBase, shape: torch.Size) -> Tensor:
         values = rows.get(self.value_key, None)
         if values is None:
-            return torch.full(shape, -math.inf)
+            return torch.full(shape, -math.inf, dtype=torch.float32)
         highest: Tensor = values.flatten(2).amax(-1)
         if not highest.isfinite().all():
             raise ValueError(f"The rollout has a {self.value_key!r} that is not finite; look at the critic.")

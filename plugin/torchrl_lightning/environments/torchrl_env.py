@@ -169,6 +169,8 @@ class _CopyingFactory:
         env: EnvBase = self._make if isinstance(self._make, EnvBase) else self._make(**kwargs)
         copy_calls(env)
         return env
+
+
 class ActionConversion(Transform):
     """Give an environment what a policy computes as its action spec demands it; the rollout keeps the former.
 

@@ -130,7 +130,7 @@ class RecentSampler(SequenceSampler):
         if not recent:
             return index, info
         newest = super().sample(storage, recent, batch_length)[0].to(index.device)
-        ones = torch.ones(newest.shape, device=index.device)
+        ones = torch.ones(newest.shape, dtype=torch.float32, device=index.device)
         first = newest if newest.ndim == 1 else newest[:, :1]
         beside = {"write_generation": self.prioritized.table.generations[first].expand(newest.shape)}
         return torch.cat([newest, index]), {key: torch.cat([beside.get(key, ones), info[key]]) for key in info}

@@ -205,7 +205,7 @@ class PPOBuffer(Configurable, VanillaOnPolicyBuffer):
         """Read a documented step as one row ``[1]`` with our keys, its results still zero."""
         needed, of_act, device = ("obs", "act", "rew"), ("action", "value", "logp"), self.device
         row = read_step(step, needed, of_act, self.obs_dim, self.act_dim, device)
-        act, zero = step["act"], torch.zeros(1, 1, device=device)
+        act, zero = step["act"], torch.zeros(1, 1, dtype=torch.float32, device=device)
         row["action_log_prob"] = vector(act.logp, "act.logp", 1, device).reshape(1)
         row["state_value"] = vector(act.value, "act.value", 1, device)
         row["is_init"] = torch.full((1, 1), not self.path_length, device=device)
@@ -301,7 +301,7 @@ class PPOBuffer(Configurable, VanillaOnPolicyBuffer):
             )
         drawn = torch.randperm(len(cells), generator=self.generator, device=self.generator.device)[:wanted]
         drawn = drawn.to(self.device)
-        self.weights = torch.ones(wanted, device=self.device)
+        self.weights = torch.ones(wanted, dtype=torch.float32, device=self.device)
         names = ("obs", "act", "rew", "ret", "adv", "val", "logp")
         return documented({n: advantage[drawn] if n == "adv" else self._column(n, cells[drawn]) for n in names})
 

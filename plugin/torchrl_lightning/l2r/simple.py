@@ -187,5 +187,5 @@ class SimpleReplayBuffer(Configurable, ExperienceBuffer):
             )
         data = self.sample()
         weight = data.get("priority_weight", None)
-        self.weights = torch.ones(len(data), device=data.device) if weight is None else weight
+        self.weights = torch.ones(len(data), dtype=torch.float32, device=data.device) if weight is None else weight
         return documented({name: data.get(COLUMNS[name]) for name in ("obs", "obs2", "act", "rew", "done")})

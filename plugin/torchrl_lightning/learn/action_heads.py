@@ -29,6 +29,8 @@ from torchrl_lightning.learn.networks import choices, orthogonal
 from torchrl_lightning.ranges import one_of
 
 POLICY_GAIN = 0.01  # a nearly uniform first policy (Andrychowicz et al., 2021)
+# Beyond these float32 overflows in a policy's densities and their gradients.
+LARGEST_BOUND, SMALLEST_WIDTH = 1e37, 1e-37
 Parameters = tuple[Tensor, ...]
 
 
@@ -114,8 +116,8 @@ class CategoricalHead(ActionHead):
     def compiled_sample(self, layers: CompiledLayers) -> Callable[[bool], tuple[Tensor, Tensor]]:
         """Return ``sample`` of what compiled layers read: the same random numbers."""
         rows = len(layers.arguments[0])
-        action, log_prob = torch.empty(rows, dtype=torch.int64), torch.empty(rows)
-        noise = torch.empty(rows, layers.outputs)
+        action, log_prob = torch.empty(rows, dtype=torch.int64), torch.empty(rows, dtype=torch.float32)
+        noise = torch.empty(rows, layers.outputs, dtype=torch.float32)
         kernel, arrays = jitted(choose_categorically), (noise.numpy(), action.numpy(), log_prob.numpy())
 
         def sample(deterministic: bool) -> tuple[Tensor, Tensor]:
@@ -169,9 +171,9 @@ class ClippedNormalHead(ActionHead):
         """Return ``sample`` of what compiled layers read: the same random numbers."""
         rows = len(layers.arguments[0])
         noise, action, log_prob = (
-            torch.empty(rows, layers.outputs),
-            torch.empty(rows, layers.outputs),
-            torch.empty(rows),
+            torch.empty(rows, layers.outputs, dtype=torch.float32),
+            torch.empty(rows, layers.outputs, dtype=torch.float32),
+            torch.empty(rows, dtype=torch.float32),
         )
         shape, arrays = np.empty(5, np.int64), (action.numpy(), log_prob.numpy())
         kernel, drawn, layer = jitted(choose_clipped), noise.numpy(), self.layers
@@ -237,7 +239,7 @@ def build_head(
     ``TanhNormal`` (``"tanh_normal"``), unbounded ones an ``IndependentNormal``.
 
     Raises:
-        ValueError: ``distribution`` is unknown, or does not fit the actions.
+        ValueError: ``distribution`` is unknown, or does not fit the actions; or a component has one value only.
         TypeError: There is no distribution for these actions.
     """
     one_of(distribution, "distribution", ("auto", "normal", "tanh_normal"))
@@ -260,6 +262,11 @@ def build_head(
             f"no distribution fits {action_name(spec)} actions; Discrete, MultiDiscrete, one-dimensional MultiBinary "
             "and one-dimensional floating-point Box do. Convert them by a wrapper, such as "
             "gymnasium.wrappers.TransformAction."
+        )
+    if not isinstance(spec, Bounded | Unbounded) and initial_std != 1.0:
+        raise ValueError(
+            f"initial_std must be left at 1.0 unless actions are continuous, got {initial_std} for "
+            f"{action_name(spec)}. Leave it out."
         )
     if distribution != "auto":
         raise ValueError(
@@ -292,11 +299,29 @@ def action_name(spec: TensorSpec) -> str:
 
 
 def bounds_of(spec: TensorSpec) -> tuple[Tensor, Tensor]:
-    """Return the bounds of floating-point actions, ``[A]`` each, infinite where there are none."""
-    low = getattr(spec.space, "low", torch.full(spec.shape, -math.inf)).to(torch.float32)
-    high = getattr(spec.space, "high", torch.full(spec.shape, math.inf)).to(torch.float32)
-    huge = torch.finfo(torch.float32).max  # TorchRL writes "no bound" so
-    return torch.where(low <= -huge, -math.inf, low), torch.where(high >= huge, math.inf, high)
+    """Return the bounds of floating-point actions, ``[A]`` each, infinite if there are none.
+
+    A bound beyond 1e37 counts as none: float32 cannot compute with such actions, and TorchRL writes "no bound" as the
+    largest float32 number.
+    """
+    unbounded = torch.full(spec.shape, math.inf, dtype=torch.float32)
+    low = getattr(spec.space, "low", -unbounded).to(torch.float32)
+    high = getattr(spec.space, "high", unbounded).to(torch.float32)
+    return tuple(  # type: ignore[return-value]
+        torch.where(bound.abs() >= LARGEST_BOUND, math.inf * bound.sign(), bound) for bound in (low, high)
+    )
+
+
+def check_widths(low: Tensor, high: Tensor) -> None:
+    """Validate that each action component has several values; raise ValueError if heads cannot scale to its range."""
+    narrow = ~(high - low >= SMALLEST_WIDTH)  # also if both bounds are the same infinity
+    if narrow.any():
+        component = int(narrow.nonzero()[0])
+        raise ValueError(
+            f"the bounds of action component {component} must differ by at least {SMALLEST_WIDTH:g} in float32, got "
+            f"low={low[component].item():g} and high={high[component].item():g}. Leave the component out, or rescale "
+            "it, by a wrapper, such as gymnasium.wrappers.TransformAction."
+        )
 
 
 def _choices(spec: TensorSpec) -> list[int]:
@@ -310,6 +335,7 @@ def _gaussian_head(
     spec: TensorSpec, features: int, distribution: str, initial_std: float, hidden: nn.Module | None
 ) -> ActionHead:
     low, high = bounds_of(spec)
+    check_widths(low, high)
     bounded, squashed = low.isfinite() & high.isfinite(), distribution == "tanh_normal"
     if squashed and not bounded.all():
         raise ValueError(

@@ -21,6 +21,7 @@ from torchrl.modules import ProbabilisticActor, ValueOperator
 from torchrl_lightning._modules import hold
 from torchrl_lightning.entries import path_of
 from torchrl_lightning.environments.masks import action_mask, allowed_values
+from torchrl_lightning.fitting import check_default_dtype
 from torchrl_lightning.keys import ACTION_MASK, BOOKKEEPING, FEATURES
 from torchrl_lightning.learn.action_heads import ActionHead, Parameters, build_head
 from torchrl_lightning.learn.compiled_layers import CompiledLayers, defines_both
@@ -188,8 +189,11 @@ def linear_head(network: Network, features: int, size: int) -> nn.Module:
 def observation_entries(specs: Any) -> tuple[list[Any], list[TensorSpec]]:
     """Return the sorted keys and leaf specs of what networks read; a ValueError if there is nothing.
 
+    All builders of networks call it, so that it also validates torch's default dtype.
+
     Neither bookkeeping entries nor masks of actions are read.
     """
+    check_default_dtype()
     leaves = dict(specs.observation.items(include_nested=True, leaves_only=True))
     keys = sorted((key for key in leaves if path_of(key)[0] not in (*BOOKKEEPING, ACTION_MASK)), key=str)
     if not keys:

@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 
-from torchrl_lightning.fitting import check_precision, require_fit
+from torchrl_lightning.fitting import check_default_dtype, check_precision, require_fit
 from torchrl_lightning.keys import ACTION_MASK
 from torchrl_lightning.learn.adam import LeanAdam
 from torchrl_lightning.learn.by_hand import HandGradients, UpdatesByHand
@@ -20,7 +20,7 @@ from torchrl_lightning.learn.flat_parameters import OptimizedParameters, settled
 from torchrl_lightning.learn.reports import ReportingModule
 from torchrl_lightning.learn.schedules import ConstantSchedule, Schedule, as_schedule, progress_of
 from torchrl_lightning.seal import check_seal, seal
-from torchrl_lightning.settings import Positive, Settings, setting
+from torchrl_lightning.settings import FinitePositive, Positive, Settings, setting
 
 T = TypeVar("T")
 
@@ -58,7 +58,7 @@ class AgentModule(Settings, ReportingModule):
     honours_masks: ClassVar[bool] = False
     """Whether its policy takes what an ``action_mask`` of the observation allows alone, and its losses know of it."""
 
-    learning_rate: Positive = 3e-4
+    learning_rate: FinitePositive = 3e-4
     optimizer: OptimizerFactory | None = None
     max_grad_norm: Positive | None = None
     schedule: str | Schedule = "constant"
@@ -82,6 +82,7 @@ class AgentModule(Settings, ReportingModule):
     def setup(self, stage: str) -> None:
         """Refuse a DataModule that does not fit, and a schedule over a run whose end is unknown, by a ValueError."""
         super().setup(stage)
+        check_default_dtype()
         if stage == "fit":
             require_fit(self, self._data)
         moving = any(schedule != ConstantSchedule() for schedule in self.schedules)
@@ -150,13 +151,23 @@ class AgentModule(Settings, ReportingModule):
         self._groups = {}
         main = self.optimizer or self._default_optimizer
         if critic_optimizer is None:
-            return [self.build_optimizer(main, "grad_norm", actor, critic)]
-        if not actor:
-            return [self.build_optimizer(critic_optimizer, "grad_norm", critic)]
-        return [
-            self.build_optimizer(main, "grad_norm", actor),
-            self.build_optimizer(critic_optimizer, "critic_grad_norm", critic),
-        ]
+            built = [self.build_optimizer(main, "grad_norm", actor, critic)]
+        elif not actor:
+            if self.optimizer is not None:
+                raise ValueError(
+                    f"optimizer must be None beside critic_optimizer, got {self.optimizer}: all parameters of "
+                    f"{type(self).__name__} are a critic's. Give one of them."
+                )
+            built = [self.build_optimizer(critic_optimizer, "grad_norm", critic)]
+        else:
+            built = [
+                self.build_optimizer(main, "grad_norm", actor),
+                self.build_optimizer(critic_optimizer, "critic_grad_norm", critic),
+            ]
+        rates = [group.get("lr") for optimizer in built for group in optimizer.param_groups]
+        needs = "an optimizer of that rate (optimizer and critic_optimizer have rates of their own)"
+        self.require_effect("learning_rate", self.learning_rate in rates, needs)
+        return built
 
     def build_optimizer(
         self, factory: OptimizerFactory, norm: str, *parts: list[nn.Parameter]
@@ -188,8 +199,9 @@ class AgentModule(Settings, ReportingModule):
         Behind a checkpoint that was written at the end of an epoch's last batch Lightning leaves out
         ``on_train_epoch_start``. In the midst of an epoch everything stays as it was restored.
         """
-        progress: Any = self.trainer.fit_loop.epoch_loop.batch_progress.current
-        if progress.processed >= self.trainer.num_training_batches:
+        loop: Any = self.trainer.fit_loop.epoch_loop
+        is_over = loop.batch_progress.current.processed >= self.trainer.num_training_batches
+        if is_over and not loop.val_loop.restarted_mid_evaluation:  # which the epoch ends with
             self.on_train_epoch_start()
 
     def on_train_epoch_start(self) -> None:

@@ -25,7 +25,7 @@ from torchrl_lightning.learn.networks import MLPNetwork, Network, described_netw
 from torchrl_lightning.learn.rnd import RandomNetworkDistillation
 from torchrl_lightning.learn.schedules import Schedule, as_schedule
 from torchrl_lightning.learn.transitions import missing
-from torchrl_lightning.settings import Positive, Switch, setting
+from torchrl_lightning.settings import Finite, FinitePositive, NotNegative, Positive, Switch, setting
 from torchrl_lightning.updates import UpdateBatches, updates_of
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class ActorCriticModule(TermsModule):
         normalize_advantage: Standardise the advantage within each mini-batch, also where the buffer has standardised
             it over the rollout; None does so unless the buffer has.
         extrinsic_coeff: Weight of the advantage of the environment's reward.
-        intrinsic_coeff: Weight of the intrinsic advantage; ignored without ``intrinsic``.
+        intrinsic_coeff: Weight of the intrinsic advantage; needs ``intrinsic``.
         distribution: Distribution of continuous actions: ``"normal"`` (clipped; the default) or ``"tanh_normal"``.
         initial_std: Initial standard deviation of continuous actions, in units of half the action range.
         critics: Names of several critics of the same reward; their keys are ``("state_value", name)``.
@@ -69,14 +69,14 @@ class ActorCriticModule(TermsModule):
     stream_for_it = "data=gae (OnPolicyDataModule)"
 
     network: Annotated[Network, described_network(MLPNetwork)] = setting(default=None, kw_only=False)
-    critic_coeff: float = 0.5
+    critic_coeff: NotNegative = 0.5
     loss_critic_type: Distance = "l2"
     clip_value: Positive | None = None
     normalize_advantage: Switch | None = False
-    extrinsic_coeff: float = 1.0
-    intrinsic_coeff: float = 1.0
+    extrinsic_coeff: Finite = 1.0
+    intrinsic_coeff: Finite = 1.0
     distribution: str = "auto"
-    initial_std: Positive = 1.0
+    initial_std: FinitePositive = 1.0
     critics: Sequence[str] | None = None
     separate_critics: bool = False
     intrinsic: RandomNetworkDistillation | None = None
@@ -85,6 +85,10 @@ class ActorCriticModule(TermsModule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.critics is not None and not len(self.critics):
+            raise ValueError("critics must name at least one critic, got []. Leave it out for a single critic.")
+        self.require_effect("intrinsic_coeff", self.intrinsic is not None, "intrinsic")
+        self.require_effect("separate_critics", len(self.value_keys) > 1, "several critics")
         self._standardizes = self.normalize_advantage is not False  # until a DataModule says that its buffer does
         self.actor_network: Actor | None = None
         self.critic_network: Critic | None = None
@@ -103,7 +107,14 @@ class ActorCriticModule(TermsModule):
         standardized_by = standardizer(self._data)
         if self.normalize_advantage is None:
             self._standardizes = standardized_by is None
-        elif self.normalize_advantage and standardized_by is not None:
+        frames, batches = (getattr(self._data, name, None) for name in ("frames_per_batch", "num_mini_batch"))
+        if self._standardizes and frames is not None and frames == batches:
+            raise ValueError(
+                f"num_mini_batch must be below frames_per_batch={frames} where advantages are standardised within each "
+                f"mini-batch, got {batches}: of a single sample nothing is left. Lower it, or give "
+                "normalize_advantage=False."
+            )
+        if self.normalize_advantage and standardized_by is not None:
             logger.warning(
                 "normalize_advantage=True standardises in each mini-batch what %s has standardised over the rollout; "
                 "give the buffer standardize_advantages=False, or leave normalize_advantage at None.",
@@ -174,7 +185,7 @@ class ActorCriticModule(TermsModule):
         Behind a setting of this name comes what the schedule makes of it.
         """
         vars(self).pop(name, None)
-        self.register_buffer(name, torch.tensor(float(value)))
+        self.register_buffer(name, torch.tensor(float(value), dtype=torch.float32))
         self._coefficients[name] = (value, as_schedule(schedule))
 
     @property

@@ -91,7 +91,7 @@ class CompiledLayers:
             raise ValueError(f"Vectors of {widths} numbers are not the {features} that are read.")
         x, self._copied = entries[0], list[tuple[Tensor, Tensor]]()
         if len(entries) > 1 or not is_plain(x):  # MuJoCo's are float64
-            x = torch.empty(rows, features)
+            x = torch.empty(rows, features, dtype=torch.float32)
             self._copied = list(zip(x.split(widths, 1), entries, strict=True))
         self._watch = Watch(trunk, head)
         self._levels = [layer._parameters for layer in linear]

@@ -77,7 +77,7 @@ class ExploringPolicy(TensorDictModuleBase):
         states = [] if memory is None else [key for key in memory.out_keys if key != FEATURES]
         self.out_keys = ["action", *states]
         self.next_state_keys, self.keys = states, [*network.trunk.in_keys, *self._masks]
-        self.register_buffer("amount", torch.zeros(()))
+        self.register_buffer("amount", torch.zeros((), dtype=torch.float32))
 
     def act_on(self, step: TensorDictBase) -> dict[NestedKey, Tensor]:
         """Return action and next recurrent states of a step ``[*B]`` by key, writing nothing.
@@ -170,7 +170,7 @@ class EpsilonGreedyPolicy(ExploringPolicy):
             values = allowed_values(values, mask)
         action = values.argmax(-1)
         if explore:
-            random = torch.rand(action.shape, device=action.device) < self.amount**self.exponent
+            random = torch.rand(action.shape, dtype=torch.float32, device=action.device) < self.amount**self.exponent
             others = torch.randint_like(action, values.shape[-1]) if mask is None else draw_choice(mask)
             action = torch.where(random, others, action)
         if self.network.action_space == "categorical":
@@ -183,7 +183,7 @@ class EpsilonGreedyPolicy(ExploringPolicy):
         if not defines_both(network, "compiled_values", "values") or network.action_space != "categorical":
             raise ValueError("Only numbers of actions are compiled.")
         layers = network.compiled_values(entries)
-        chance, (others, action) = torch.zeros(rows), torch.empty(2, rows, dtype=torch.int64)
+        chance, (others, action) = torch.zeros(rows, dtype=torch.float32), torch.empty(2, rows, dtype=torch.int64)
         amounts: Any = self._buffers
         kernel, arrays = jitted(choose_greedily), (chance.numpy(), others.numpy(), action.numpy())
 
@@ -232,7 +232,7 @@ class NoisyPolicy(ExploringPolicy):
         if not defines_both(head, "stack", "squashed"):
             raise ValueError(f"{type(head).__name__} is not compiled.")
         layers = CompiledLayers(entries, trunk, head, head.stack)
-        noise, action = torch.empty(2, len(entries[0]), layers.outputs)
+        noise, action = torch.empty(2, len(entries[0]), layers.outputs, dtype=torch.float32)
         amounts: Any = self._buffers
         kernel, shape, drawn, chosen = jitted(choose_noisily), np.empty(2, np.int64), noise.numpy(), action.numpy()
 

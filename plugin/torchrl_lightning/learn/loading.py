@@ -26,6 +26,7 @@ from torchrl_lightning.environments.normalization import NormalizedPolicy, Obser
 from torchrl_lightning.environments.observed import observed_entries
 from torchrl_lightning.environments.policies import recurrent_states
 from torchrl_lightning.environments.specs import EnvironmentSpecs, specs_from_state
+from torchrl_lightning.fitting import float32_by_default
 from torchrl_lightning.keys import ACTION_MASK
 from torchrl_lightning.learn.weights import check_finite, check_weights
 from torchrl_lightning.seal import check_seal
@@ -216,6 +217,7 @@ def read_checkpoint(path: str | Path, *, mapped: bool = False) -> dict[str, Any]
     return stored
 
 
+@float32_by_default()
 def policy_in(
     stored: dict[str, Any], path: str | Path, module: Any = None, *, deterministic: bool, trusted: bool = False
 ) -> LoadedPolicy:

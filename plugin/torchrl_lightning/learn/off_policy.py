@@ -85,6 +85,11 @@ class OffPolicyModule(TermsModule):
                 f"refresh_states=True needs a RecurrentNetwork, but the network is a {type(self.network).__name__}, "
                 "which has no states; leave it out"
             )
+        if getattr(self.network, "shared", False) and not getattr(type(self.network), "shared", True):
+            raise ValueError(
+                f"shared must be False in the network of {type(self).__name__}, got True: only on-policy modules share "
+                "the layers of actor and critic. Leave it out."
+            )
         self.updates = 0
         self.masked = False  # whether the environment says which actions it allows
         self.memory: RecurrentTrunk | None = None

@@ -73,7 +73,7 @@ class ShootingPlanner(Settings, OwnGenerator, TensorDictModuleBase):
         self.in_keys: list[NestedKey] = list(env.targets.observation_keys)
         self.out_keys: list[NestedKey] = ["action"]
         # Collectors ask a policy's tensors where it computes.
-        self.register_buffer("origin", torch.zeros((), device=env.device), persistent=False)
+        self.register_buffer("origin", torch.zeros((), dtype=torch.float32, device=env.device), persistent=False)
 
     @abstractmethod
     def plan(self, observation: Tensor, starts: Tensor | None) -> Tensor:
@@ -197,7 +197,7 @@ class CrossEntropyPlanner(ShootingPlanner):
         if not 2 <= self.elites <= self.candidates:
             raise ValueError(f"elites={self.elites} must be at least 2 and at most candidates={self.candidates}.")
         try:
-            center, half_range = action_range(self.action_spec)
+            center, half_range = action_range(self.action_spec, allow_constants=True)
         except TypeError:
             raise TypeError(
                 "CrossEntropyPlanner needs one vector of floating-point actions within finite bounds, got "

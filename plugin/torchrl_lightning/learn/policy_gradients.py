@@ -16,7 +16,7 @@ from torchrl_lightning.learn.by_hand import HandGradients
 from torchrl_lightning.learn.losses import clipped_surrogate_loss, kl_estimate, policy_gradient_loss
 from torchrl_lightning.learn.ppo_by_hand import gradients_of, rows_of
 from torchrl_lightning.learn.schedules import Schedule
-from torchrl_lightning.settings import Positive, Switch
+from torchrl_lightning.settings import Finite, NotNegative, Positive, Switch
 
 
 class ReinforceModule(ActorCriticModule):
@@ -29,7 +29,7 @@ class ReinforceModule(ActorCriticModule):
         ['action_log_prob']
     """
 
-    critic_coeff: float = 1.0
+    critic_coeff: NotNegative = 1.0
 
     def terms(self, batch: TensorDictBase) -> dict[str, Tensor]:
         """Return the policy gradient's objective and the baseline's loss."""
@@ -52,11 +52,12 @@ class EntropyModule(ActorCriticModule):
         critic_coeff: As in :class:`ActorCriticModule`, like everything that is not named here.
     """
 
-    entropy_coeff: float = 0.0
+    entropy_coeff: Finite = 0.0
     entropy_schedule: str | Schedule = "constant"
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.require_effect("entropy_schedule", self.entropy_coeff, "entropy_coeff")
         self.add_coefficient("entropy_coeff", self.entropy_coeff, self.entropy_schedule)
 
     def entropy_terms(self, entropy: Tensor) -> dict[str, Tensor]:
@@ -145,7 +146,15 @@ class PPOModule(EntropyModule):
         self.add_coefficient("clip_epsilon", self.clip_epsilon, self.clip_schedule)
 
     def misfit(self, data: Any) -> str | None:
-        """Return that a buffer standardises advantages which are to be left as they are; None if it does not."""
+        """Return which setting does not fit how a DataModule serves or standardises rollouts; None if all fit."""
+        # The policy that acted is the one that learns in the first update of a rollout, unless a collector is stale.
+        if getattr(data, "make_collector", None) is None and getattr(data, "updates_of_epoch", 2) == 1:
+            for name in ("target_kl", "clip_value"):
+                if (value := getattr(self, name)) is not None:
+                    return (
+                        f"{name} must be None with one update of each rollout, got {value}: nothing has changed before "
+                        "that update. Raise num_epochs or num_mini_batch, or leave it out."
+                    )
         standardized_by = standardizer(data) if self.normalize_advantage is False else None
         if standardized_by is None:
             return super().misfit(data)

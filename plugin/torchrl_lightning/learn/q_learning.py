@@ -30,7 +30,16 @@ from torchrl_lightning.learn.q_learning_by_hand import ChoiceGradients, NoisyGra
 from torchrl_lightning.learn.q_networks import ActionValue, CriticEnsemble, build_q_network
 from torchrl_lightning.learn.squashed import build_deterministic_actor, build_squashed_actor
 from torchrl_lightning.learn.transitions import Transitions
-from torchrl_lightning.settings import Count, Fraction, NotNegative, Positive, derived, setting
+from torchrl_lightning.settings import (
+    Count,
+    Finite,
+    FinitePositive,
+    Fraction,
+    NotNegative,
+    Positive,
+    derived,
+    setting,
+)
 
 
 class DQNModule(OffPolicyModule):
@@ -84,10 +93,16 @@ class DQNModule(OffPolicyModule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.require_effect("margin", self.margin_coeff, "margin_coeff")
         self.epsilon = FramesDecay(self.epsilon_start, self.epsilon_end, self.epsilon_frames)
 
     def misfit(self, data: Any) -> str | None:
-        """Refuse to weigh demonstrations where a batch does not say which rows are."""
+        """Return which setting needs workers, or marked demonstrations, that a DataModule lacks; None if all fit."""
+        if self.epsilon_spread and getattr(data, "make_collector", self) is None:
+            return (
+                f"epsilon_spread must be 0 without collector=, got {self.epsilon_spread}: it is by how much the "
+                "workers of a collector differ, and here there is one. Leave it out, or give data.collector=."
+            )
         if not self.margin_coeff or getattr(data, "dataset_share", None) is not None:
             return super().misfit(data)
         return (
@@ -168,9 +183,9 @@ class SACModule(OffPolicyModule):
     followed = ("critics",)
 
     num_critics: Count = 2
-    alpha: Positive = 1.0
+    alpha: FinitePositive = 1.0
     learn_alpha: bool = True
-    target_entropy: float | None = None
+    target_entropy: Finite | None = None
     alpha_optimizer: OptimizerFactory | None = None
     loss_function: Distance = "l2"
     log_alpha: Tensor = derived()
@@ -179,7 +194,8 @@ class SACModule(OffPolicyModule):
         super().__post_init__()
         if self.alpha_optimizer is not None and not self.learn_alpha:
             raise ValueError("alpha_optimizer has nothing to learn with learn_alpha=False; leave one of them out")
-        log_alpha = torch.tensor(math.log(self.alpha))
+        self.require_effect("target_entropy", self.learn_alpha, "learn_alpha=True")
+        log_alpha = torch.tensor(math.log(self.alpha), dtype=torch.float32)
         if self.learn_alpha:
             self.log_alpha = nn.Parameter(log_alpha)
         else:
@@ -273,17 +289,19 @@ class TD3Module(OffPolicyModule):
     followed = ("actor_network", "critics")
 
     num_critics: Count = 2
-    noise: float = 0.1
-    noise_end: float | None = None
-    noise_frames: int = 1
-    policy_noise: float = 0.2
-    noise_clip: float = 0.5
+    noise: NotNegative = 0.1
+    noise_end: NotNegative | None = None
+    noise_frames: Count = 1
+    policy_noise: NotNegative = 0.2
+    noise_clip: Positive = 0.5
     loss_function: Distance = "l2"
     target_interval: Count = 2
 
     def __post_init__(self) -> None:
         super().__post_init__()
         end = self.noise if self.noise_end is None else self.noise_end
+        self.require_effect("noise_frames", end != self.noise, "a noise_end that differs from noise")
+        self.require_effect("noise_clip", self.policy_noise, "policy_noise")
         self.deviation = FramesDecay(self.noise, end, self.noise_frames)
         self._moves_actor = True
 

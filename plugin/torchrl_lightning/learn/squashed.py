@@ -19,7 +19,15 @@ from torchrl_lightning._modules import hold
 from torchrl_lightning.kernels.compiled import jitted
 from torchrl_lightning.kernels.perceptron import choose_squashed
 from torchrl_lightning.keys import FEATURES
-from torchrl_lightning.learn.action_heads import POLICY_GAIN, ActionHead, Parameters, Ranged, action_name, bounds_of
+from torchrl_lightning.learn.action_heads import (
+    POLICY_GAIN,
+    ActionHead,
+    Parameters,
+    Ranged,
+    action_name,
+    bounds_of,
+    check_widths,
+)
 from torchrl_lightning.learn.actors import Actor, trunk_and_layers
 from torchrl_lightning.learn.compiled_layers import CompiledLayers
 from torchrl_lightning.learn.flat_parameters import addresses
@@ -30,11 +38,22 @@ LOG_STD_RANGE = (-20.0, 2.0)
 _CONSTANT = 0.5 * math.log(2.0 * math.pi) + 2.0 * math.log(2.0)
 
 
-def action_range(spec: TensorSpec) -> tuple[Tensor, Tensor]:
-    """Return middle and half of the range of one vector of actions, ``[A]`` each; a TypeError if it has no bounds."""
+def action_range(spec: TensorSpec, *, allow_constants: bool = False) -> tuple[Tensor, Tensor]:
+    """Return middle and half of the range of one vector of actions, ``[A]`` each.
+
+    Args:
+        spec: The spec of an action.
+        allow_constants: Accept components with one value only, whose half is 0.
+
+    Raises:
+        TypeError: The actions are not such a vector, or have no bounds.
+        ValueError: A component has one value only.
+    """
     if isinstance(spec, Bounded) and spec.dtype.is_floating_point and len(spec.shape) == 1:
         low, high = bounds_of(spec)
         if bool((low.isfinite() & high.isfinite()).all()):
+            if not allow_constants:
+                check_widths(low, high)
             return (high + low) / 2, (high - low) / 2
     convert = "convert them by a wrapper, such as gymnasium.wrappers.TransformAction"
     unbounded, mend = "", "use DQN for Discrete, PPO for these and other choices"
@@ -91,7 +110,8 @@ class SquashedHead(ActionHead, Ranged):
     def compiled_act(self, layers: CompiledLayers) -> Callable[[bool], Tensor]:
         """Return ``act`` of what compiled layers read (``deterministic`` or not), the same tensor each time."""
         rows, size = len(layers.arguments[0]), layers.outputs // 2
-        noise, action, shape = torch.empty(rows, size), torch.empty(rows, size), np.empty(2, np.int64)
+        noise, action = torch.empty(2, rows, size, dtype=torch.float32)
+        shape = np.empty(2, np.int64)
         limits = tuple(map(np.float32, (*LOG_STD_RANGE, furthest(action))))
         kernel, drawn, chosen = jitted(choose_squashed), noise.numpy(), action.numpy()
 

@@ -10,6 +10,7 @@ from tensordict import TensorDictBase
 from torchrl.data.replay_buffers.samplers import ConsumingSampler
 
 from torchrl_lightning.keys import REPEATED
+from torchrl_lightning.replay.prioritized import prioritized_in
 from torchrl_lightning.replay.storage import RingStorage
 from torchrl_lightning.replay.writer import RingWriter
 
@@ -78,3 +79,26 @@ def check_parts(storage: Any, writer: Any, sampler: Any) -> None:
                 "by lambda num_envs: ExperienceBuffer(storage=RingStorage(...), num_envs=num_envs), or pass the same "
                 "writer."
             )
+
+
+def check_lengths(buffer: Any) -> None:
+    """Validate that a buffer's rings hold whole returns and windows, and its sampler all priorities; else ValueError.
+
+    A buffer by itself may have others, whose returns are cut short and whose windows are padded or not there.
+    """
+    size, num_envs, sampler = buffer.storage.max_size, buffer.writer.num_envs, buffer.sampler
+    length = size // num_envs
+    if buffer.n_steps > length:
+        raise ValueError(
+            f"n_steps must be at most max_size / num_envs = {length}, got {buffer.n_steps}: no return would be that "
+            "long. Raise max_size, or lower n_steps."
+        )
+    window = getattr(sampler, "batch_length", None)  # samplers of TorchRL have none
+    if window is not None and window > length and getattr(sampler, "episode_ends", "inside") != "pad":
+        raise ValueError(
+            f"batch_length must be at most max_size / num_envs = {length}, got {window}: no window would be that long. "
+            "Raise max_size, or take shorter windows."
+        )
+    prioritized = prioritized_in(sampler)
+    if prioritized is not None:
+        prioritized.check_capacity(size)

@@ -97,7 +97,7 @@ class NStepReturns:
         env, position = episodes.steps_of(index.cpu().numpy())
         _, end = episodes.bounds(torch.from_numpy(env), torch.from_numpy(position))
         left = np.minimum(end.numpy() - position + 1, self.n_steps)
-        dtype = reward.dtype if reward.is_floating_point() else torch.get_default_dtype()
+        dtype = reward.dtype if reward.is_floating_point() else torch.float32
         total = torch.zeros((len(index), *reward.shape[1:]), dtype=dtype, device=reward.device)
         cells = index
         for step in range(int(left.max(initial=1))):

@@ -385,7 +385,7 @@ class PrioritizedSampler(Stated, SamplerHooks, _PrioritizedSampler):
             ValueError: the storage is larger than ``max_capacity``, a priority is negative, NaN or infinite, or there
                 is not one for each row.
         """
-        self._check_capacity(storage)
+        self.check_capacity(storage.max_size)
         if priority is not None:
             self.table.check(self._flat(torch.arange(rows), priority, None)[1])
 
@@ -396,7 +396,7 @@ class PrioritizedSampler(Stated, SamplerHooks, _PrioritizedSampler):
             ValueError: the storage is larger than ``max_capacity``.
         """
         if storage is not None:
-            self._check_capacity(storage)
+            self.check_capacity(storage.max_size)
         if isinstance(index, slice):
             index = range(*index.indices(self.max_size))
         if isinstance(index, range):
@@ -428,11 +428,11 @@ class PrioritizedSampler(Stated, SamplerHooks, _PrioritizedSampler):
     def _adopt(self, storage: Storage) -> None:
         # A storage that was filled before this sampler came to it never told it what was written.
         if len(storage):
-            self._check_capacity(storage)
+            self.check_capacity(storage.max_size)
             self.table.write(stored_cells(storage).to(self.device), self.default_priority)
 
-    def _check_capacity(self, storage: Storage) -> None:
-        size = storage.max_size
+    def check_capacity(self, size: int) -> None:
+        """Validate that there is a priority for each of ``size`` cells; raise ValueError if not."""
         if size > self.table.capacity:
             raise ValueError(
                 f"The storage has {size} cells, this sampler keeps {self.max_size} priorities; "

@@ -169,7 +169,7 @@ class BufferBase(ExperienceBuffer):
         columns = {name: self._column(value, name) for name, value in zip(NAMES, given, strict=True)}
         rows = len(columns["states"])
         if truncated is None:
-            truncated = torch.zeros(rows, 1)
+            truncated = torch.zeros(rows, 1, dtype=torch.float32)
         columns["truncated"] = self._column(truncated, "truncated")
         if previous_hiddens is not None:
             columns["previous_hiddens"] = self._column(previous_hiddens, "previous_hiddens")
@@ -268,7 +268,8 @@ class BufferBase(ExperienceBuffer):
 
     def _stored(self) -> dict[str, Tensor]:
         if not len(self):
-            return {name: torch.zeros(0, width or 0) for name, (_, width) in shapes_of(self.metadata()).items()}
+            shapes = shapes_of(self.metadata())
+            return {name: torch.zeros(0, width or 0, dtype=torch.float32) for name, (_, width) in shapes.items()}
         experience = self.experience(self.storage.get(slice(None)))
         return {name: getattr(experience, name) for name in NAMES}
 

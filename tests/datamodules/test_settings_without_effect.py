@@ -1,0 +1,134 @@
+"""A setting that cannot have an effect is refused before anything is collected."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kit.actor_critic import rollouts
+from kit.replay import dqn, replay_data
+from kit.runs import trainer
+from torchrl_lightning import ExperienceBuffer, GAEBuffer, PrioritizedSampler, RingStorage, SequenceSampler
+from torchrl_lightning.learn import A2CModule, DQNModule, MLPNetwork, PPOModule, SACModule, TD3Module
+
+NETWORK = MLPNetwork([8])
+ADAM = partial(torch.optim.Adam, lr=0.5)
+ONE_UPDATE = {"num_epochs": 1, "mini_batch_size": None, "num_mini_batch": 1}
+AS_ESTIMATED = partial(GAEBuffer, standardize_advantages=False)
+SINGLE_SAMPLES = {"mini_batch_size": None, "num_mini_batch": 64, "buffer": AS_ESTIMATED}
+
+
+def buffer(num_envs: int, size: int = 16, **settings: Any) -> ExperienceBuffer:
+    return ExperienceBuffer(storage=RingStorage(size), num_envs=num_envs, **settings)
+
+
+def windows(**settings: Any) -> Any:
+    return lambda num_envs: buffer(num_envs, sampler=SequenceSampler(9, **settings))
+
+
+def on_policy(kind: Any = PPOModule, data: Any = None, **settings: Any) -> Any:
+    return lambda: (kind(NETWORK, **settings), rollouts(**data or {}))
+
+
+def off_policy(kind: Any = DQNModule, env: str = "CartPole-v1", network: Any = NETWORK, **settings: Any) -> Any:
+    return lambda: (kind(network, **settings), replay_data(env=env))
+
+
+continuous = partial(off_policy, env="Pendulum-v1")
+
+
+def replay(buffer: Any = "uniform", **settings: Any) -> Any:
+    return lambda: (dqn(), replay_data(buffer, **settings))
+
+
+REFUSED: dict[str, Any] = {
+    "target_kl must be None with one update": on_policy(data=ONE_UPDATE, target_kl=0.1),
+    "clip_value must be None with one update": on_policy(data=ONE_UPDATE, clip_value=0.1),
+    "num_mini_batch must be below frames_per_batch=64": on_policy(data=SINGLE_SAMPLES),
+    "entropy_schedule .* without entropy_coeff": on_policy(A2CModule, entropy_schedule="linear"),
+    "intrinsic_coeff .* without intrinsic": on_policy(intrinsic_coeff=2.0),
+    "separate_critics .* without several critics": on_policy(separate_critics=True),
+    "critics must name at least one": on_policy(critics=[]),
+    "initial_std must be left at 1.0 unless actions are continuous": on_policy(initial_std=2.0),
+    "learning_rate .* without an optimizer of that rate": on_policy(learning_rate=0.1, optimizer=ADAM),
+    "optimizer must be None beside critic_optimizer": off_policy(optimizer=ADAM, critic_optimizer=ADAM),
+    "margin .* without margin_coeff": off_policy(margin=0.5),
+    "epsilon_spread must be 0 without collector=": off_policy(epsilon_spread=7.0),
+    "shared must be False in the network of DQNModule": off_policy(network=MLPNetwork(shared=True)),
+    "target_entropy .* without learn_alpha": continuous(SACModule, learn_alpha=False, target_entropy=-2.0),
+    "noise_frames .* without a noise_end": continuous(TD3Module, noise_frames=10),
+    "noise_clip .* without policy_noise": continuous(TD3Module, policy_noise=0.0, noise_clip=0.1),
+    "normalize_clip .* without normalize_observation or": replay(normalize_clip=3.0),
+    "normalize_epsilon .* without normalize_observation or": replay(normalize_epsilon=0.1),
+    "freeze_statistics .* without normalize_observation or": on_policy(data={"freeze_statistics": True}),
+    "normalize_observation must name entries": on_policy(data={"normalize_observation": []}),
+    "frames_per_update must be at least": replay(frames_per_update=1e-7),
+    "buffer_dir must be None with checkpoint_buffer='inside'": replay(buffer_dir="here"),
+    "n_steps must be at most .* 8, got 9": replay(partial(buffer, n_steps=9)),
+    "batch_length must be at most .* 8, got 9": replay(windows()),
+    "has 16 cells, this sampler keeps 8 priorities": replay(
+        lambda num_envs: buffer(num_envs, sampler=PrioritizedSampler(8, alpha=0.6, beta=0.4))
+    ),
+}
+
+
+@pytest.mark.parametrize("says", REFUSED)
+def test_a_setting_without_effect_is_refused_before_anything_is_collected(says: str) -> None:
+    made: list[Any] = []
+
+    def fit() -> None:
+        made.extend(REFUSED[says]())
+        trainer().fit(made[0], datamodule=made[1])
+
+    with pytest.raises(ValueError, match=says) as refusal:
+        fit()
+    assert "\n" not in str(refusal.value)
+    assert all(data.frames == 0 and data.collector is None for data in made[1:])
+
+
+TAKEN: dict[str, Any] = {
+    "one update without a limit": on_policy(data=ONE_UPDATE),
+    "single samples as they are": on_policy(data=SINGLE_SAMPLES, normalize_advantage=False),
+    "the optimizer's own rate": on_policy(learning_rate=0.5, optimizer=ADAM),
+    "returns as long as the ring": replay(partial(buffer, n_steps=8)),
+    "windows that are padded": replay(windows(episode_ends="pad")),
+}
+
+
+@pytest.mark.parametrize("make", TAKEN.values(), ids=TAKEN)
+def test_a_setting_with_an_effect_is_taken(make: Any) -> None:
+    module, data = make()
+    trainer(max_epochs=1).fit(module, datamodule=data)
+    assert data.frames > 0
+
+
+NUMBERS = [
+    *((PPOModule, name, value) for name in ("learning_rate", "initial_std") for value in (float("nan"), float("inf"))),
+    *((PPOModule, name, float("nan")) for name in ("entropy_coeff", "critic_coeff", "intrinsic_coeff")),
+    (PPOModule, "critic_coeff", -1.0),
+    (SACModule, "alpha", float("inf")),
+    (SACModule, "target_entropy", float("nan")),
+    (TD3Module, "policy_noise", -1.0),
+    (TD3Module, "noise", float("inf")),
+    (TD3Module, "noise_frames", 0),
+    (TD3Module, "noise_clip", 0.0),
+]
+
+
+@pytest.mark.parametrize(("kind", "name", "value"), NUMBERS)
+def test_numbers_that_end_in_nan_are_refused(kind: Any, name: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"{name} must be"):
+        kind(**{name: value})
+
+
+def test_warm_up_beyond_the_total_is_announced(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    with caplog.at_level(logging.WARNING):
+        data = replay_data(total_frames=20, warmup_frames=40)
+    assert "total_frames=20 becomes 40: warmup_frames=40" in caplog.text
+    trainer(tmp_path, max_epochs=-1, limit_val_batches=0).fit(dqn(), datamodule=data)
+    assert (data.frames, data.updates) == (40, 1)
