@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from contextvars import ContextVar
 from multiprocessing.context import get_spawning_popen
 from multiprocessing.reduction import ForkingPickler
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import cloudpickle
 import torch
@@ -21,8 +21,8 @@ class PickledByValue:
     """Pickle a part by cloudpickle if its user gave it functions that other processes cannot import, as lambdas."""
 
     def _user_values(self) -> Mapping[str, Any]:
-        """Return the values that a user gave, by name."""
-        raise NotImplementedError
+        """Return the values that a user gave and that may be such functions, by name."""
+        return {name: value for name, value in vars(self).items() if callable(value) and not name.startswith("_")}
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         parts = _BY_VALUE.get()
@@ -44,8 +44,14 @@ class PickledByValue:
             _BY_VALUE.reset(token)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        copied = memo[id(self)] = type(self).__new__(type(self))
-        vars(copied).update(copy.deepcopy(self.__getstate__(), memo))
+        make, arguments, state, *_ = cast(Any, super().__reduce_ex__(4))  # functions are not copied
+        copied: Self = make(*arguments)
+        memo[id(self)] = copied
+        state = copy.deepcopy(state, memo)
+        if isinstance(copied, torch.nn.Module):
+            copied.__setstate__(state)
+        else:
+            vars(copied).update(state)
         return copied
 
 

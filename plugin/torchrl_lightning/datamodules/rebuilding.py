@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import os
@@ -132,6 +133,8 @@ class RebuildableDataModule(PickledByValue):
         run = state_of_rank(state["ranks"][:1], 0, 1)
         data = cast(Any, self)
         values = data._run.read_state(run)
+        for load, statistics in data._statistics(state):
+            copy.deepcopy(load)(statistics)  # of a copy, which refuses them before anything changes
         data.load_statistics(state)
         data._run.put_state(values)
         data.seed = state.get("seed") if data.seed is None else data.seed
@@ -147,8 +150,8 @@ class RebuildableDataModule(PickledByValue):
         return {**vars(self), "trainer": None}  # as Lightning's modules, which are attached to a trainer again
 
     def _user_values(self) -> dict[str, Any]:
-        values = {name: value for name, value in vars(self).items() if name in self.NOT_IN_FILES or callable(value)}
-        return {name: value for name, value in values.items() if _plain(value) is _NOT_PLAIN}
+        values = {name: vars(self)[name] for name in self.NOT_IN_FILES if name in vars(self)}
+        return {name: value for name, value in values.items() if _plain(value) is _NOT_PLAIN} | super()._user_values()
 
 
 def _recorded(init: Callable[..., None]) -> Callable[..., None]:
