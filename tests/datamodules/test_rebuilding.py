@@ -303,7 +303,7 @@ def test_a_file_names_no_environment_and_no_folder(saved: Callable[..., Path]) -
         None,
     )
     path = edited(path, lambda stored: stored[KEY].update(eval_mode="${oc.env:HOME}"))
-    with pytest.raises(ValueError, match="eval_mode=.* is an interpolation"):
+    with pytest.raises(ValueError, match=r"eval_mode=.* is an interpolation"):
         ReplayDataModule.load_from_checkpoint(path, **REPLAY)
 
 

@@ -8,6 +8,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
+from fractions import Fraction
 from functools import cached_property, partial
 from inspect import signature
 from pathlib import Path
@@ -415,7 +416,7 @@ class ReplayDataModule(UpdatesDataModule):
             "capacity": int(buffer.storage.max_size),
             "n_steps": buffer.n_steps,
             "gamma": buffer.gamma if buffer.n_steps > 1 else 0.99,  # nothing that is read depends on it
-            "frames_per_update": str(self._ratio),
+            "frames_per_update": str(Fraction(self.frames_per_update).limit_denominator(1_000_000)),
             "warmup_frames": self.warmup_frames,
         }
 
