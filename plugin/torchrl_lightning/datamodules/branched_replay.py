@@ -15,7 +15,7 @@ from torchrl_lightning.datamodules.learner import Imagines
 from torchrl_lightning.datamodules.mixed_replay import MixedReplay
 from torchrl_lightning.dynamics import HoldoutSplit
 from torchrl_lightning.entries import describe, nearest
-from torchrl_lightning.ranges import exact_ratio, integer, optional
+from torchrl_lightning.ranges import integer, optional
 from torchrl_lightning.replay import ExperienceBuffer, RingStorage
 from torchrl_lightning.settings import Count, Settings, setting
 from torchrl_lightning.state import Here, sequence, whole
@@ -151,7 +151,7 @@ class BranchedReplay(Settings, Stated, Nameable):
 
     def mixture(self, length: int) -> MixedReplay:
         """Return real rows with no branches yet, whose length will be that."""
-        return MixedReplay(self.buffer, [self._imagined(length)], [self.real_ratio, 1 - exact_ratio(self.real_ratio)])
+        return MixedReplay(self.buffer, [self._imagined(length)], [self.real_ratio, 1.0 - self.real_ratio])
 
     # ------------------------------------------------------------------ fits
 

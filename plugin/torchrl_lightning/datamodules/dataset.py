@@ -16,7 +16,6 @@ from torchrl_lightning.demonstrations.dataset import placed, read_dataset, trans
 from torchrl_lightning.entries import path_of
 from torchrl_lightning.environments import EnvironmentSpecs
 from torchrl_lightning.environments.policies import recurrent_states
-from torchrl_lightning.ranges import exact_ratio
 from torchrl_lightning.replay import ExperienceBuffer
 
 
@@ -88,7 +87,7 @@ class BesideData:
         """Return it over the buffer of what is collected; that of the data is its second one, still empty."""
         # One ring, which holds an episode of any length; the discount is the one that the other was given.
         data = build_buffer(self._make, buffer, trial=True, num_envs=1)
-        return MixedReplay(buffer, [data], [1 - exact_ratio(self._share), self._share])
+        return MixedReplay(buffer, [data], [1 - self._share, self._share])
 
 
 def refuse_collection(collector: Any, warmup_frames: float, total_frames: int) -> None:

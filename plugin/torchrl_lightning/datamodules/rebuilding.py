@@ -92,7 +92,8 @@ class RebuildableDataModule(PickledByValue):
         for name in kwargs:
             if name not in parameters and not takes_any:
                 raise TypeError(f"{cls.__name__} has no setting {name!r}{did_you_mean(name, parameters)}")
-        read = TorchCheckpointIO().load_checkpoint if isinstance(checkpoint_path, str | os.PathLike) else torch.load
+        is_path = isinstance(checkpoint_path, str | os.PathLike)
+        read: Callable[..., Any] = TorchCheckpointIO().load_checkpoint if is_path else torch.load
         checkpoint = read(checkpoint_path, map_location=map_location or "cpu", weights_only=weights_only is not False)
         state = checkpoint.get(cls.__qualname__)
         if not isinstance(state, dict):
@@ -151,7 +152,9 @@ class RebuildableDataModule(PickledByValue):
 
     def _user_values(self) -> dict[str, Any]:
         values = {name: vars(self)[name] for name in self.NOT_IN_FILES if name in vars(self)}
-        return {name: value for name, value in values.items() if _plain(value) is _NOT_PLAIN} | super()._user_values()
+        return {name: value for name, value in values.items() if _plain(value) is _NOT_PLAIN} | {
+            **super()._user_values()
+        }
 
 
 def _recorded(init: Callable[..., None]) -> Callable[..., None]:
@@ -200,9 +203,10 @@ def _plain(value: Any) -> Any:
     value = value.item() if isinstance(value, np.generic) else value
     if value is None or type(value) in (bool, float, str):
         return value
-    if isinstance(value, int | float | str) and not isinstance(value, Enum):
-        kind = next(each for each in (int, float, str) if isinstance(value, each))
-        return _NOT_PLAIN if kind is int and abs(value) >= LARGEST else kind(value)
+    if isinstance(value, int) and not isinstance(value, Enum):
+        return int(value) if abs(value) < LARGEST else _NOT_PLAIN
+    if isinstance(value, float | str) and not isinstance(value, Enum):
+        return float(value) if isinstance(value, float) else str(value)
     if isinstance(value, Mapping):
         made: Any = {key: _plain(each) for key, each in value.items()}
         is_plain = all(type(key) is str and not key.startswith("_") for key in made)
