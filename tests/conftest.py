@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 # Each of several workers takes its share of the cores: threads that wait for a core work twice as long. Said before
 # TorchRL is imported, which notes the number and goes back to it.
@@ -17,6 +18,13 @@ if "OMP_NUM_THREADS" not in os.environ:
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 
 TESTS = Path(__file__).parent
+
+# Every run draws the same examples and ignores the clock, so that each machine gets the same result.
+# `--hypothesis-profile=explore` draws other examples in each run and prints how to repeat a failure.
+SLOW_MACHINES = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("repeatable", derandomize=True, **SLOW_MACHINES)
+settings.register_profile("explore", derandomize=False, print_blob=True, **SLOW_MACHINES)
+settings.load_profile("repeatable")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from torchrl_lightning.ranges import boolean, budget, fraction, integer, not_negative, one_of, optional, positive
+from torchrl_lightning.ranges import (
+    boolean,
+    budget,
+    exact_ratio,
+    fraction,
+    integer,
+    not_negative,
+    one_of,
+    optional,
+    positive,
+)
 
 
 @pytest.mark.parametrize(
@@ -47,3 +60,28 @@ def test_a_flag_is_no_number_and_a_hint_ends_a_message() -> None:
         boolean(1, "shuffle")
     with pytest.raises(ValueError, match=r"got 0; float\('inf'\) clips nothing\.$"):
         positive(0, "clip", "float('inf') clips nothing")
+
+
+@given(digits=st.integers(0, 10**15), exponent=st.integers(-18, 6))
+def test_an_exact_ratio_is_the_decimal_that_was_written(digits: int, exponent: int) -> None:
+    written = f"{digits}e{exponent}"
+    exact = exact_ratio(float(written))
+    is_short = exact.denominator <= 1_000_000
+    assert exact == Fraction(written) or (
+        is_short and abs(float(exact) - float(written)) <= 4 * math.ulp(float(written))
+    )
+
+
+@given(st.fractions(0, 1000, max_denominator=1000))
+def test_an_exact_ratio_is_the_fraction_that_was_computed(fraction: Fraction) -> None:
+    assert exact_ratio(float(fraction)) == exact_ratio(fraction) == fraction
+
+
+def test_an_exact_ratio_takes_any_kind_of_number() -> None:
+    assert [exact_ratio(value) for value in (3, np.float64(0.1), np.int64(2), torch.tensor(0.5))] == [
+        3,
+        Fraction(1, 10),
+        2,
+        Fraction(1, 2),
+    ]
+    assert exact_ratio(1e-300) > 0

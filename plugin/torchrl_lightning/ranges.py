@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection
+from fractions import Fraction
 from operator import index
 from typing import Any
 
@@ -73,6 +74,22 @@ def share(value: Any, name: str) -> float:
     if not 0.0 < (number := _number(value)) <= 1.0:
         raise ValueError(f"{name} must be above 0 and at most 1, got {_shown(value)}.")
     return number
+
+
+def exact_ratio(value: float) -> Fraction:
+    """Return the fraction that a finite number stands for, to count with it without rounding.
+
+    It is a fraction with a small denominator that the number equals up to rounding, else its decimal form.
+
+    Example:
+        >>> exact_ratio(0.1), exact_ratio(1 / 3), exact_ratio(1 - 0.07), exact_ratio(1.25e-9)
+        (Fraction(1, 10), Fraction(1, 3), Fraction(93, 100), Fraction(1, 800000000))
+    """
+    if isinstance(value, int | Fraction):
+        return Fraction(value)
+    value = float(value)
+    short = Fraction(value).limit_denominator(1_000_000)
+    return short if abs(float(short) - value) <= 4 * math.ulp(value) else Fraction(repr(value))
 
 
 def boolean(value: Any, name: str) -> bool:

@@ -28,6 +28,7 @@ from torchrl_lightning import (
 )
 from torchrl_lightning.distributed import _service_writer
 from torchrl_lightning.distributed.cluster import ServiceFault
+from torchrl_lightning.fitting import Fault
 
 ENVS, STEPS = 4, 2
 SAMPLERS: dict[str, Callable[[], Any]] = {
@@ -233,6 +234,33 @@ def test_a_writer_waits_for_learners_and_they_for_rows(ray: FakeRay) -> None:
         _, inserted, taken = ray.get(shard(ray).status.remote())
         assert -16 <= (inserted - 8) - taken <= 16
     assert size <= inserted
+
+
+def test_a_bound_that_is_too_small_is_told_to_whoever_waits_already(ray: FakeRay) -> None:
+    limits: dict[str, Any] = {"samples_per_insert": 1.0, "error_buffer": 8.0, "min_size": 8}
+    learner = ReplayService(buffer(), name="it", batches_per_call=1, calls_in_flight=1, **limits)
+    with pytest.raises(Fault, match="runs in this cluster to join"):
+        ReplayService(buffer(), name="it", join=True, **limits).extend(rollout(0))
+    learner.extend(rollout(0))
+    writer, refused = ReplayService(buffer(), name="it", join=True, **limits), []
+
+    def write() -> None:
+        try:
+            for number in range(1, 9):
+                writer.extend(rollout(number))
+        except Fault as error:
+            refused.append(str(error))
+
+    waiting = threading.Thread(target=write)
+    waiting.start()
+    while not shard(ray).instance._changed._waiters:
+        time.sleep(0.01)
+    with pytest.raises(Fault, match=r"error_buffer=8 is too small for inserts of 8 rows and draws of 16 "):
+        learner.draw(16)
+    waiting.join(20)
+    assert not waiting.is_alive()
+    assert len(refused) == 1
+    assert "Give at least 12" in refused[0]
 
 
 def test_shards_share_the_environments_and_take_turns(ray: FakeRay) -> None:

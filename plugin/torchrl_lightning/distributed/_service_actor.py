@@ -13,7 +13,7 @@ import sys
 import time
 import warnings
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +85,7 @@ class ServiceActor:
             return self.receipt(writer, session)
         shape = next(iter(rows.values())).shape[:2]
         async with self._changed:
-            await self._changed.wait_for(lambda: self._limiter.admits_insert(shape[0] * shape[1]))
+            await self._admitted(lambda: self._limiter.admits_insert(shape[0] * shape[1]))
             if number == self._written(writer, session):
                 rollout = unpacked(shape, ["time", None], rows)
                 self._buffer.extend(rollout, torch.tensor(env_ids))
@@ -93,6 +93,14 @@ class ServiceActor:
                 self._sessions[writer] = session, number + 1
                 self._changed.notify_all()
         return self.receipt(writer, session)
+
+    async def _admitted(self, admits: Callable[[], bool]) -> None:
+        """Wait until the rate limiter admits a request; if it refuses the sizes, wake whoever waits for the other."""
+        try:
+            await self._changed.wait_for(admits)
+        except Fault:
+            self._changed.notify_all()
+            raise
 
     def flush(self, writer: str, session: str) -> Receipt:
         """Acknowledge all that a writer has written, by a snapshot where one is needed."""
@@ -116,7 +124,7 @@ class ServiceActor:
         self.take_back(learned)
         rows = batch_size * count
         async with self._changed:
-            await self._changed.wait_for(lambda: self._limiter.admits_draw(rows))
+            await self._admitted(lambda: self._limiter.admits_draw(rows))
             batches = [self._buffer.draw(batch_size) for _ in range(count)]
             self._limiter.drawn += rows
             self._changed.notify_all()

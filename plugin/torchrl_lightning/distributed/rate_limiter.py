@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from fractions import Fraction
+
 from torchrl_lightning.fitting import Fault
-from torchrl_lightning.ranges import integer, optional, positive
+from torchrl_lightning.ranges import exact_ratio, integer, optional, positive
+
+_ROUNDING = 1 - 1e-12  # a bound that was computed in floating-point numbers may be that much too small
 
 
 class RateLimiter:
@@ -11,11 +16,14 @@ class RateLimiter:
 
     With ``I`` rows written, ``S`` drawn and ``m = min_size``, an insert waits while it would make
     \(k (I - m) - S > e\), a draw while it would make it \(< -e\), for \(k\) ``samples_per_insert`` and \(e\)
-    ``error_buffer``. Until there are ``m`` rows nobody waits to insert, and nothing is drawn.
+    ``error_buffer``. Until there are ``m`` rows nobody waits to insert, and nothing is drawn. All counts are exact: the
+    ratio is the fraction that its decimal form stands for.
 
     Args:
         samples_per_insert: How often each row is to be drawn; nobody waits if None.
-        error_buffer: By how many draws the ratio may be missed on either side.
+        error_buffer: By how many draws the ratio may be missed on either side. For inserts of up to ``n`` and draws of
+            up to ``d`` rows it is at least ``(samples_per_insert * n + d) / 2``: with less, both would wait for ever. A
+            smaller one is refused as soon as these sizes are known.
         min_size: Rows before the first draw.
 
     Raises:
@@ -41,12 +49,15 @@ class RateLimiter:
     ) -> None:
         self.samples_per_insert = optional(positive)(samples_per_insert, "samples_per_insert")
         self.error_buffer = optional(positive)(error_buffer, "error_buffer")
+        if self.samples_per_insert == math.inf:
+            raise ValueError("samples_per_insert must be finite and above 0, got inf; leave it out to draw freely.")
         self.min_size = integer(min_size, "min_size")
         if (samples_per_insert is None) != (error_buffer is None):
             raise ValueError(
                 f"samples_per_insert={samples_per_insert} and error_buffer={error_buffer} go together; give both or "
                 "neither."
             )
+        self._ratio = None if self.samples_per_insert is None else exact_ratio(self.samples_per_insert)
         self.inserted = self.drawn = 0
         """Rows so far."""
         self._largest_insert = self._largest_draw = 0
@@ -54,32 +65,31 @@ class RateLimiter:
     def admits_insert(self, rows: int) -> bool:
         """Return whether so many rows may be written now."""
         self._largest_insert = max(self._largest_insert, rows)
-        if self.inserted < self.min_size or self.samples_per_insert is None:
+        if self.inserted < self.min_size or self._ratio is None:
             return True
-        self._check_sizes()
-        return self._surplus(rows, 0) <= self.error_buffer
+        return self._surplus(self._ratio, rows, 0) <= self._bound(self._ratio)
 
     def admits_draw(self, rows: int) -> bool:
         """Return whether so many rows may be drawn now."""
         self._largest_draw = max(self._largest_draw, rows)
-        if self.inserted < self.min_size or self.samples_per_insert is None:
+        if self.inserted < self.min_size or self._ratio is None:
             return self.inserted >= self.min_size
-        self._check_sizes()
-        return self._surplus(0, rows) >= -self.error_buffer
+        return self._surplus(self._ratio, 0, rows) >= -self._bound(self._ratio)
 
-    def _surplus(self, inserted: int, drawn: int) -> float:
+    def _surplus(self, ratio: Fraction, inserted: int, drawn: int) -> Fraction:
         """Return how many draws are due once so much more is written and drawn."""
-        assert self.samples_per_insert is not None
-        return self.samples_per_insert * (self.inserted + inserted - self.min_size) - (self.drawn + drawn)
+        return ratio * (self.inserted + inserted - self.min_size) - (self.drawn + drawn)
 
-    def _check_sizes(self) -> None:
-        """Refuse a bound within which an insert and a draw would wait for each other for ever."""
-        assert self.samples_per_insert is not None
+    def _bound(self, ratio: Fraction) -> Fraction | float:
+        """Return the bound; refuse one within which an insert and a draw would wait for each other for ever."""
         assert self.error_buffer is not None
-        needed = (self.samples_per_insert * self._largest_insert + self._largest_draw) / 2
-        if self.error_buffer < needed:
+        needed = (ratio * self._largest_insert + self._largest_draw) / 2
+        both_known = self._largest_insert and self._largest_draw
+        if both_known and self.error_buffer < float(needed) * _ROUNDING:
             raise Fault(
-                f"error_buffer={self.error_buffer:g} is too small for inserts of {self._largest_insert} rows and draws "
-                f"of {self._largest_draw} at samples_per_insert={self.samples_per_insert:g}: they would wait for each "
-                f"other. Give at least {needed:g}, or smaller ones (frames_per_batch, batches_per_call)."
+                f"error_buffer={self.error_buffer:.12g} is too small for inserts of {self._largest_insert} rows and "
+                f"draws of {self._largest_draw} at samples_per_insert={self.samples_per_insert:.12g}: they would wait "
+                f"for each other. Give at least {float(needed):.16g}, or smaller ones (frames_per_batch, "
+                "batches_per_call)."
             )
+        return self.error_buffer if math.isinf(self.error_buffer) else max(exact_ratio(self.error_buffer), needed)

@@ -65,7 +65,7 @@ class ReplayService(Nameable):
         unacknowledged: Rollouts that each writer keeps at most.
         samples_per_insert: How often each row is drawn, for learners and writers that nothing else keeps in step; see
             :class:`RateLimiter`. A ``ReplayDataModule`` does so by its ``frames_per_update``.
-        error_buffer: By how many draws the ratio may be missed on either side.
+        error_buffer: By how many draws the ratio may be missed on either side; :class:`RateLimiter` has the smallest.
         min_size: Rows in each shard before the first draw.
         keep: Leave the service behind.
         join: Draw from a service that another process has started, and leave it alone at the end.
