@@ -57,6 +57,23 @@ def environment_difference(stored: Any, here: Any) -> str:
     return "; ".join(shown)
 
 
+def run_fingerprint(data: Any) -> dict[str, Any]:
+    """Return the settings of a DataModule that must agree between a checkpoint and a run."""
+    specs = data.specs
+    return {
+        "datamodule": type(data).__name__,
+        "environment": environment_fields(data.env),
+        "observation": str({str(key): tuple(spec.shape) for key, spec in specs.observation.items(True, True)}),
+        "action": f"{type(specs.action).__name__}{tuple(specs.action.shape)}",
+        "num_envs": data.num_envs,
+        "frames_per_batch": data.frames_per_batch,
+        "normalize_observation": data.normalize_observation,
+        "normalize_reward": data.normalize_reward,
+        "normalize_clip": float(data.normalize_clip),
+        "normalize_epsilon": float(data.normalize_epsilon),
+    }
+
+
 def check_fingerprint(stored: Mapping[str, Any], here: Mapping[str, Any]) -> None:
     """Refuse a checkpoint of other settings, by a ValueError that names the first that differs."""
     differs = environment_difference(stored.get("environment"), here["environment"])

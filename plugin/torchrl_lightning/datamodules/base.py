@@ -24,8 +24,8 @@ from torchrl_lightning.datamodules.arguments import (
     check_fingerprint,
     check_frames,
     check_normalization,
-    environment_fields,
     environment_name,
+    run_fingerprint,
 )
 from torchrl_lightning.datamodules.collection import call_with_policy, collector_options, own_collector
 from torchrl_lightning.datamodules.discounts import build_buffer
@@ -172,11 +172,6 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
     def specs(self) -> EnvironmentSpecs:
         """Observation (normalised, if asked for) and action specs of one environment, and how many there are."""
         return self._normalization.specs(self._environments.specs)
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks that collect."""
-        return self.trainer.world_size if self.trainer is not None else 1
 
     @property
     def frames(self) -> int:
@@ -355,19 +350,7 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
 
     def fingerprint(self, learner: Any = None) -> dict[str, Any]:
         """Return what must agree between a checkpoint and a run of ``learner``, by default the trainer's module."""
-        specs = self.specs
-        return {
-            "datamodule": type(self).__name__,
-            "environment": environment_fields(self.env),
-            "observation": str({str(key): tuple(spec.shape) for key, spec in specs.observation.items(True, True)}),
-            "action": f"{type(specs.action).__name__}{tuple(specs.action.shape)}",
-            "num_envs": self.num_envs,
-            "frames_per_batch": self.frames_per_batch,
-            "normalize_observation": self.normalize_observation,
-            "normalize_reward": self.normalize_reward,
-            "normalize_clip": float(self.normalize_clip),
-            "normalize_epsilon": float(self.normalize_epsilon),
-        }
+        return run_fingerprint(self)
 
     def _any_buffer(self, learner: Any = None, *, trial: bool = True) -> Any:
         """Return the buffer; build it where there is none, for a trial to look at: ranks may be forked later."""
@@ -398,14 +381,6 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
             self._normalization.forget_unfinished()
 
     # ------------------------------------------------------------------ for the streams below
-
-    @property
-    def _learner(self) -> Any:
-        return self.trainer.lightning_module if self.trainer is not None else None
-
-    @property
-    def _rank(self) -> int:
-        return self.trainer.global_rank if self.trainer is not None else 0
 
     def _spawn_seed(self, purpose: str, *numbers: int) -> int:
         """Derive the seed of one part of this rank's run."""

@@ -105,6 +105,19 @@ class LoadersDataModule(L.LightningDataModule):
             publish(self.trainer, self.metrics())
 
     @property
+    def world_size(self) -> int:
+        """Number of ranks that collect."""
+        return self.trainer.world_size if self.trainer is not None else 1
+
+    @property
+    def _rank(self) -> int:
+        return self.trainer.global_rank if self.trainer is not None else 0
+
+    @property
+    def _learner(self) -> Any:
+        return self.trainer.lightning_module if self.trainer is not None else None
+
+    @property
     def batches_per_epoch(self) -> int:
         """Number of batches in one training epoch, the same on every rank."""
         raise NotImplementedError

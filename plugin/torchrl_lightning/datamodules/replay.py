@@ -23,15 +23,14 @@ from torchrl_lightning.datamodules.dataset import BesideData, BufferedDataset, r
 from torchrl_lightning.datamodules.discounts import check_discount, discount_of
 from torchrl_lightning.datamodules.environments import is_ready
 from torchrl_lightning.datamodules.sequences import check_windows, has_recurrent_network, serves_as_drawn
-from torchrl_lightning.datamodules.snapshots import BufferSnapshots
+from torchrl_lightning.datamodules.snapshots import BufferSnapshots, check_folder
 from torchrl_lightning.datamodules.sources import BatchSource, RowStore, build_source, check_rows, check_source
 from torchrl_lightning.datamodules.steps import LentSteps, Steps, check_resets, plain_batch, read_batch, steps_in
 from torchrl_lightning.datamodules.updates_per_step import UpdatesDataModule
 from torchrl_lightning.demonstrations.dataset import dataset_path
 from torchrl_lightning.entries import nested_keys
 from torchrl_lightning.environments.origins import cut_off
-from torchrl_lightning.files import check_writable
-from torchrl_lightning.fitting import MisfitError, require_fit
+from torchrl_lightning.fitting import require_fit
 from torchrl_lightning.ranges import exact_ratio, integer, not_negative, optional, positive
 from torchrl_lightning.ranks import of_first_rank
 from torchrl_lightning.replay import ExperienceBuffer
@@ -251,14 +250,8 @@ class ReplayDataModule(UpdatesDataModule):
         for number, each in enumerate(getattr(source, "buffers", [buffer])):
             check_windows(each, None if number else self._warm_steps, recurrent)
         yield "buffer_dir"
-        if self.buffer_dir is not None and self._kept != "beside":
-            raise MisfitError(
-                f"buffer_dir must be None with checkpoint_buffer={self.checkpoint_buffer!r} on one rank, got "
-                f"{str(self.buffer_dir)!r}, to which nothing would be written. Leave it out, or give "
-                "checkpoint_buffer='beside'."
-            )
         if self.buffer_dir is not None:
-            check_writable(Path(self.buffer_dir), "buffer_dir")
+            check_folder(Path(self.buffer_dir), self._kept, self.checkpoint_buffer)
         yield "dataset"
         if self.dataset is not None:
             dataset_path(self.dataset)  # refuses one that is not there

@@ -8,6 +8,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from torchrl_lightning.files import check_writable
+from torchrl_lightning.fitting import MisfitError
 from torchrl_lightning.replay import ExperienceBuffer
 
 KEPT = 2
@@ -93,3 +95,19 @@ def snapshot_of(reference: dict[str, Any], root: Path, *, rank: int | None = Non
     if (found / name).is_symlink():
         raise ValueError(f"the replay buffer {found / name} is a link, which we never write.")
     return found / name
+
+
+def check_folder(folder: Path, mode: str, checkpoint_buffer: str) -> None:
+    """Validate ``buffer_dir``; raise MisfitError if nothing will be written there, or an OSError if nothing can be.
+
+    Args:
+        folder: The setting ``buffer_dir``.
+        mode: Where checkpoints of this run keep the buffer.
+        checkpoint_buffer: The setting from which the mode follows.
+    """
+    if mode != "beside":
+        raise MisfitError(
+            f"buffer_dir must be None with checkpoint_buffer={checkpoint_buffer!r} on one rank, got {str(folder)!r}, "
+            "to which nothing would be written. Leave it out, or give checkpoint_buffer='beside'."
+        )
+    check_writable(folder, "buffer_dir")
