@@ -180,8 +180,8 @@ class VectorStepper:
         if isinstance(final, list | tuple | np.ndarray):  # one dict, or None, for each environment
             told = [success_of(each) if isinstance(each, Mapping) else None for each in final]
             is_known = any(each is not None for each in told)
-            reached = [each is not None and bool(np.asarray(each, dtype=bool).all()) for each in told]
-            return np.array(reached) if is_known else None
+            succeeded = [each is not None and bool(np.asarray(each, dtype=bool).all()) for each in told]
+            return np.array(succeeded) if is_known else None
         found = success_of(final) if isinstance(final, Mapping) else None
         if found is None:
             return None
