@@ -179,9 +179,9 @@ class VectorStepper:
         final = entry_of(info, "final_info") if self.mode is AutoresetMode.SAME_STEP else info
         if isinstance(final, list | tuple | np.ndarray):  # one dict, or None, for each environment
             told = [success_of(each) if isinstance(each, Mapping) else None for each in final]
-            is_known = any(each is not None for each in told)
-            succeeded = [each is not None and bool(np.asarray(each, dtype=bool).all()) for each in told]
-            return np.array(succeeded) if is_known else None
+            if all(each is None for each in told):
+                return None
+            return np.array([each is not None and bool(np.asarray(each, dtype=bool).all()) for each in told])
         found = success_of(final) if isinstance(final, Mapping) else None
         if found is None:
             return None
