@@ -43,6 +43,8 @@ class CollectorBase(Stated):
     }
     _plays = False  # whether there is a replay, which goes on where a restored collector does
     _states: Mapping[NestedKey, Tensor]  # recurrent states of what goes on
+    clip_actions = False
+    """Whether the environment gets actions clipped to their Box."""
 
     def __init__(
         self,
@@ -77,11 +79,12 @@ class CollectorBase(Stated):
         """The specs of the environments (of one worker); reading them starts no process."""
         if self._specs is None:
             if isinstance(self._env_source, VectorEnv):
-                self._specs = environment_specs(self._env_source)
+                specs = environment_specs(self._env_source)
             else:
                 args = {**self._env_args, "vectorization": "sync"}
                 with closing(make_vector_env(self._env_source, 1, **args)) as env:
-                    self._specs = replace(environment_specs(env), num_envs=self.num_envs)
+                    specs = replace(environment_specs(env), num_envs=self.num_envs)
+            self._specs = specs.with_clipping(self.clip_actions)
         return self._specs
 
     def __len__(self) -> int:

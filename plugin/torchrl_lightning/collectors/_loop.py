@@ -17,7 +17,7 @@ from torch import Tensor
 from torchrl_lightning._compat import new_tensordict
 from torchrl_lightning.collectors._stepper import VectorStepper
 from torchrl_lightning.entries import Path, join, level_of, next_key, path_of, tensordict_of
-from torchrl_lightning.environments.actions import half_bounded_drawer
+from torchrl_lightning.environments.actions import check_clipping, half_bounded_drawer
 from torchrl_lightning.environments.copies import copied
 from torchrl_lightning.environments.faults import EnvironmentFault
 from torchrl_lightning.environments.masks import action_mask
@@ -39,13 +39,11 @@ class RolloutLoop:
         specs: EnvironmentSpecs,
         policy: Policy | None,
         states: Mapping[NestedKey, Tensor],
-        clip_actions: bool = False,
         replay: ReplaySource | None = None,
     ) -> None:
-        if clip_actions and not stepper.actions.is_box:
-            raise ValueError(f"clip_actions=True needs a Box of actions, got {stepper.env.single_action_space}.")
+        check_clipping(specs.action_format, stepper.env.single_action_space)
         self.stepper, self.specs, self.policy, self.states = stepper, specs, policy, dict(states)
-        self.clip_actions = clip_actions
+        self._form = specs.action_format
         num_envs = specs.num_envs
         self._playing = None if replay is None else Playing(replay, num_envs)
         self._action_shape = (num_envs, *specs.action.shape)
@@ -237,7 +235,7 @@ class RolloutLoop:
                 "its weights or its inputs are not finite. Look at the learning rate and the gradient norm."
             )
         # Memory of its own, which environments may change and keep.
-        action = stepper.actions.to_environment(action, self.clip_actions)
+        action = self._form.to_environment(action)
         resting = None if played is None else played.mask
         leaves, memory.rewards[t][:], terminated, truncated, self.info = stepper.step(action, resting)
         memory.terminated[t][:], memory.truncated[t][:] = terminated, truncated

@@ -18,16 +18,24 @@ from torchrl.envs.utils import ExplorationType, set_exploration_type
 from torchrl_lightning._modules import EvaluationMode
 from torchrl_lightning.collectors._loop import RolloutLoop, RolloutMemory
 from torchrl_lightning.collectors._stepper import VectorStepper
+from torchrl_lightning.environments.actions import check_clipping
 from torchrl_lightning.environments.faults import blame, blaming
 from torchrl_lightning.environments.played import Array
-from torchrl_lightning.environments.policies import Policy, acted, check_policy, policy_device, recurrent_states
+from torchrl_lightning.environments.policies import (
+    Policy,
+    acted,
+    check_policy,
+    clips_actions,
+    policy_device,
+    recurrent_states,
+)
 from torchrl_lightning.environments.recipe import EnvironmentRecipe
 from torchrl_lightning.environments.seeds import IsolatedRng, check_seed, spawn_seed, spawn_seeds
 from torchrl_lightning.environments.specs import environment_specs
 from torchrl_lightning.environments.threads import close_environment
 from torchrl_lightning.environments.torchrl_batch import stepped_together
 from torchrl_lightning.environments.torchrl_env import copy_calls, make_environment, with_bookkeeping
-from torchrl_lightning.ranges import integer
+from torchrl_lightning.ranges import boolean, integer
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +52,7 @@ def play_episodes(
     num_envs: int | None = None,
     seed: int | None = None,
     deterministic: bool = True,
+    clip_actions: bool = False,
 ) -> TensorDict:
     """Play exactly ``num_episodes`` finished episodes.
 
@@ -61,6 +70,8 @@ def play_episodes(
         seed: Seeds of environments and policy are spawned from it (:func:`~torchrl_lightning.collectors.spawn_seed`),
             others than a collector with this seed has; with ``None`` both are random.
         deterministic: Whether the policy takes the mode of its distribution, or a sample.
+        clip_actions: Whether the environment gets actions clipped to their Box. A policy of
+            :func:`~torchrl_lightning.load_policy` has them clipped anyway if the collector of its run clipped.
 
     Returns:
         ``episode_return`` (float32), ``episode_length`` (int64), ``terminated`` and ``truncated`` (bool), each
@@ -68,7 +79,8 @@ def play_episodes(
         its goal is reached, by ``is_success`` or ``success`` in their info, also ``success`` (bool).
 
     Raises:
-        ValueError: There are no episodes to play, or the environment does not fit.
+        ValueError: There are no episodes to play, the environment does not fit, or actions without a Box should be
+            clipped.
 
     Example:
         >>> from tensordict.nn import TensorDictModule
@@ -78,6 +90,7 @@ def play_episodes(
     """
     integer(num_episodes, "num_episodes")
     check_policy(policy)
+    clip = boolean(clip_actions, "clip_actions") or clips_actions(policy)
     if seed is not None:
         check_seed(seed)
     if isinstance(env, EnvironmentRecipe):
@@ -95,15 +108,15 @@ def play_episodes(
         ):
             together = stepped_together(made) if isinstance(made, EnvBase) else made
             if together is None:
-                return _play_torchrl(made, policy, num_episodes, seed)
-            return _play(VectorStepper(together), policy, num_episodes, seed)
+                return _play_torchrl(made, policy, num_episodes, seed, clip)
+            return _play(VectorStepper(together), policy, num_episodes, seed, clip)
     finally:
         if not ready:
             close_environment(made)
 
 
-def _play(stepper: VectorStepper, policy: Policy, num_episodes: int, seed: int | None) -> TensorDict:
-    specs = environment_specs(stepper.env)
+def _play(stepper: VectorStepper, policy: Policy, num_episodes: int, seed: int | None, clip: bool) -> TensorDict:
+    specs = environment_specs(stepper.env).with_clipping(clip)
     count = specs.num_envs
     loop = RolloutLoop(stepper, specs, policy, recurrent_states(policy, count))
     memory = RolloutMemory(specs, stepper, 1, loop.states)
@@ -119,10 +132,12 @@ def _play(stepper: VectorStepper, policy: Policy, num_episodes: int, seed: int |
     return record.result()
 
 
-def _play_torchrl(env: EnvBase, policy: Policy, num_episodes: int, seed: int | None) -> TensorDict:
-    form = environment_specs(env).action_format
+def _play_torchrl(env: EnvBase, policy: Policy, num_episodes: int, seed: int | None, clip: bool) -> TensorDict:
+    specs = environment_specs(env).with_clipping(clip)
+    form = specs.action_format
+    check_clipping(form, specs.action)
     copy_calls(env)
-    env = with_bookkeeping(env, policy)
+    env = with_bookkeeping(env, policy, clip)
     if seed is not None:
         env.set_seed(spawn_seed(seed, "episodes"))
     record = _Record(num_episodes, env.batch_size.numel(), MANY_TORCHRL_STEPS)

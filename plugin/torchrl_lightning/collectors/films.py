@@ -64,7 +64,9 @@ def check_film(env: Any) -> None:
         raise Fault(f"{_NEEDED} draws {type(picture).__name__}; leave the video out.")
 
 
-def film_episode(env: Any, policy: Policy, path: Path, *, seed: int, deterministic: bool = True) -> None:
+def film_episode(
+    env: Any, policy: Policy, path: Path, *, seed: int, deterministic: bool = True, clip_actions: bool = False
+) -> None:
     """Play one episode and write it as a video, whole or not at all; its pictures are in memory until it ends.
 
     Args:
@@ -73,6 +75,7 @@ def film_episode(env: Any, policy: Policy, path: Path, *, seed: int, determinist
         path: The file, which is replaced; its folder is made.
         seed: Seeds of environment and policy are spawned from it.
         deterministic: Whether the policy takes the mode of its distribution, or a sample.
+        clip_actions: As of :func:`~torchrl_lightning.play_episodes`.
     """
     make = _drawn(env)
     with TemporaryDirectory() as folder:
@@ -80,7 +83,8 @@ def film_episode(env: Any, policy: Policy, path: Path, *, seed: int, determinist
         def recorded() -> Any:
             return gymnasium.wrappers.RecordVideo(make(), f"{folder}/made", episode_trigger=lambda number: number == 0)
 
-        play_episodes(recorded, policy, 1, num_envs=1, seed=seed, deterministic=deterministic)
+        options: dict[str, Any] = {"seed": seed, "deterministic": deterministic, "clip_actions": clip_actions}
+        play_episodes(recorded, policy, 1, num_envs=1, **options)
         path.parent.mkdir(parents=True, exist_ok=True)
         with replaced_files(path) as (file,), next(Path(folder).glob("made/*.mp4")).open("rb") as film:
             shutil.copyfileobj(film, file)

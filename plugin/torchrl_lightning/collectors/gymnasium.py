@@ -66,7 +66,8 @@ class GymnasiumCollector(CollectorBase):
             and batches stay on the CPU.
         storing_device: Device of the batches; ``None`` means ``device``.
         return_same_td: Yield the same memory each time instead of new memory; on another device it is new.
-        clip_actions: Clip the actions that the environment gets (not those that are stored) to its Box.
+        clip_actions: Clip the actions that the environment gets (not those that are stored) to its Box. In a run, the
+            evaluation and the policies loaded or exported from its checkpoints clip, too.
         replay: Replays recorded steps in some environments
             (:class:`~torchrl_lightning.collectors.ReplaySource`). Batches say then which steps these are
             (``("demo", "mask")``), and what is replayed (``("demo", "serial")``, -1 for nothing), ``[N, T, 1]`` each.
@@ -157,9 +158,9 @@ class GymnasiumCollector(CollectorBase):
         if self._loop is None:
             stepper = VectorStepper(make_vector_env(self._env_source, self.num_envs, **self._env_args))
             try:
-                specs = self._specs = environment_specs(stepper.env)
+                specs = self._specs = environment_specs(stepper.env).with_clipping(self.clip_actions)
                 states = recurrent_states(self.policy, self.num_envs)
-                self._loop = RolloutLoop(stepper, specs, self.policy, states, self.clip_actions, self._player)
+                self._loop = RolloutLoop(stepper, specs, self.policy, states, self._player)
             except BaseException:
                 stepper.close()
                 raise

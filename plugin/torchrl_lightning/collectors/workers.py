@@ -114,7 +114,7 @@ class WorkersCollector(CollectorBase):
                 f"replay= is for {len(replay.playing)} environments, but each worker has num_envs={num_envs}; build it "
                 "for these."
             )
-        self.env, self.num_workers = env, num_workers
+        self.env, self.num_workers, self.clip_actions = env, num_workers, clip_actions
         self._player = replay
         self._told: dict[int, Any] = {}  # what each worker knows of its contents
         self._kwargs: dict[str, Any] = {

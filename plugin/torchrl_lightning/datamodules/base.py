@@ -27,7 +27,7 @@ from torchrl_lightning.datamodules.arguments import (
     environment_name,
     run_fingerprint,
 )
-from torchrl_lightning.datamodules.collection import call_with_policy, collector_options, own_collector
+from torchrl_lightning.datamodules.collection import call_with_policy, clipping_of, collector_options, own_collector
 from torchrl_lightning.datamodules.discounts import build_buffer
 from torchrl_lightning.datamodules.due_evaluation import DueEvaluation
 from torchrl_lightning.datamodules.environments import RunEnvironments
@@ -151,7 +151,8 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
         check_builds(self.make_buffer)
         self._run = RunState(self)
         check_frames(self.frames_per_batch, self.envs_per_worker, self.reset_at_each_batch)
-        self._environments = RunEnvironments(self.env, self.num_envs, self.eval_env, self.leaves_resets_out)
+        played = self.eval_env, self.leaves_resets_out, clipping_of(self.make_collector)
+        self._environments = RunEnvironments(self.env, self.num_envs, *played)
         self.eval_env, self.eval_num_envs = self._environments.eval_env, min(self.eval_num_envs, self.eval_episodes)
         self.buffer: Any = None
         self._clock = FrameClock(self.total_frames)
@@ -248,6 +249,8 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
         yield "env"
         require_stream(learner, self)
         _ = self.specs  # builds the environment
+        yield "collector"
+        self._environments.check_clipping()
         yield "frames_per_batch"
         self._environments.check_room(self.frames_per_batch)
         yield "buffer"
@@ -314,6 +317,7 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
             self._load_parts(own)
             self._run.put_state(values)
             self._loaded(own)
+        self._environments.restore_clipping(state.get("specs", {}), evaluates=evaluates)
         self.load_statistics(state)
 
     def load_statistics(self, state: dict[str, Any]) -> None:
@@ -421,6 +425,7 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
         assert self.make_collector is not None
         policy = self._of_raw(self._wrap_policy(policy))
         collector = call_with_policy(self.make_collector, policy, **self._users_collector_options())
+        self._environments.follow_collector(collector)
         view = view_of_collector(collector)
         if view is not None and self.trainer is not None:  # without one nothing chooses by evaluations
             self._environments.check_evaluation(view)
@@ -470,13 +475,13 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
         episodes = self.eval_episodes if episodes is None else episodes
         deterministic = self.eval_mode == "deterministic" if deterministic is None else deterministic
         seed, num_envs = self._spawn_seed("evaluation", self.num_evaluations), min(self.eval_num_envs, episodes)
-        policy = self._of_raw(policy)
-        return play_episodes(self.eval_env, policy, episodes, num_envs=num_envs, seed=seed, deterministic=deterministic)
+        options = {"deterministic": deterministic, "clip_actions": self._environments.clips(policy)}
+        return play_episodes(self.eval_env, self._of_raw(policy), episodes, num_envs=num_envs, seed=seed, **options)
 
     def film(self, policy: Any, path: Path) -> None:
         """Play one episode as :meth:`evaluate` does and write it as a video; all of a run begin in the same state."""
-        seed, deterministic = self._spawn_seed("film"), self.eval_mode == "deterministic"
-        film_episode(self.eval_env, self._of_raw(policy), path, seed=seed, deterministic=deterministic)
+        options = {"deterministic": self.eval_mode == "deterministic", "clip_actions": self._environments.clips(policy)}
+        film_episode(self.eval_env, self._of_raw(policy), path, seed=self._spawn_seed("film"), **options)
 
     def _evaluation(self) -> Iterator[TensorDictBase]:
         yield self.evaluate(self._module().policy)

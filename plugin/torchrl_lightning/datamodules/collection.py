@@ -32,6 +32,20 @@ def call_with_policy(make_collector: Callable[..., Any], policy: Any, **options:
     return make_collector(policy, **options)
 
 
+def clipping_of(make_collector: Callable[..., Any] | None) -> bool | None:
+    """Return whether a collector factory has ``clip_actions=True``; None if it has no such parameter.
+
+    Example:
+        >>> clipping_of(partial(GymnasiumCollector, clip_actions=True)), clipping_of(GymnasiumCollector)
+        (True, False)
+        >>> clipping_of(lambda policy: ...)
+    """
+    if make_collector is None:
+        return False
+    parameter = inspect.signature(make_collector).parameters.get("clip_actions")
+    return None if parameter is None or parameter.default is parameter.empty else bool(parameter.default)
+
+
 def collector_options(
     make_collector: Callable[..., Any],
     world_size: int,

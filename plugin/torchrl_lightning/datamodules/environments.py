@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -13,6 +13,7 @@ from typing import Any
 from gymnasium.vector import VectorEnv
 from torchrl.envs import EnvBase
 
+from torchrl_lightning.collectors._base import CollectorBase
 from torchrl_lightning.datamodules.evaluation import EnvironmentView, check_evaluation, view_of
 from torchrl_lightning.environments import (
     EnvironmentRecipe,
@@ -21,8 +22,10 @@ from torchrl_lightning.environments import (
     environment_specs,
     make_environment,
 )
+from torchrl_lightning.environments.actions import check_clipping
 from torchrl_lightning.environments.goals import EnvironmentGoals
 from torchrl_lightning.environments.next_step import with_known_resets
+from torchrl_lightning.environments.policies import clips_actions
 from torchrl_lightning.environments.vector_env import vectorization_of
 from torchrl_lightning.memory import check_room
 
@@ -37,12 +40,21 @@ class RunEnvironments:
         num_envs: how many are stepped side by side.
         eval_env: what evaluation plays, as ``env``; ``env`` anew if None.
         leaves_resets_out: a ready one in mode ``NEXT_STEP`` will do.
+        clip_actions: whether collection clips actions to their Box, so that evaluation and the policies in checkpoints
+            do, too; None if only a built collector knows.
 
     Raises:
         ValueError: ``env`` is ready, so that evaluation cannot build it a second time.
     """
 
-    def __init__(self, env: Any, num_envs: int, eval_env: Any, leaves_resets_out: bool = False) -> None:
+    def __init__(
+        self,
+        env: Any,
+        num_envs: int,
+        eval_env: Any,
+        leaves_resets_out: bool = False,
+        clip_actions: bool | None = False,
+    ) -> None:
         if is_ready(env) and eval_env is None:
             raise ValueError(
                 "env is a ready (vector) environment, which cannot be built a second time for evaluation. "
@@ -51,16 +63,44 @@ class RunEnvironments:
         self.env, self.num_envs = with_known_resets(env) if leaves_resets_out else env, num_envs
         self.eval_env = env if eval_env is None else eval_env
         self._eval_env_given = eval_env is not None
+        self._knows_clipping, self._clips = clip_actions is not None, bool(clip_actions)
         self._built: VectorEnv | EnvBase | None = None
         self.goals = EnvironmentGoals(self.eval_env if is_ready(env) else env)
         """What the environment says of goals, by one of its own."""
 
-    @cached_property
+    @property
     def specs(self) -> EnvironmentSpecs:
-        """Specs of one environment, and how many there are."""
+        """Specs of one environment, how many there are, and whether their actions are clipped."""
+        return self._specs.with_clipping(self._clips)
+
+    @cached_property
+    def _specs(self) -> EnvironmentSpecs:
         with self._shown() as env:
             stack = self.env.frame_stack if isinstance(self.env, EnvironmentRecipe) else None
             return replace(environment_specs(env), num_envs=self.num_envs, frame_stack=stack)
+
+    def clips(self, policy: object) -> bool:
+        """Return whether the environment gets the actions of a policy clipped."""
+        return self._clips or clips_actions(policy)
+
+    def check_clipping(self) -> None:
+        """Validate that actions have a Box if collection clips them; raise ValueError if they have none."""
+        check_clipping(self.specs.action_format, self.specs.action)
+
+    def follow_collector(self, collector: object) -> None:
+        """Clip actions as a built collector does if its factory has no parameter ``clip_actions``."""
+        if isinstance(collector, CollectorBase) and not self._knows_clipping:
+            self._clips = collector.clip_actions
+
+    def restore_clipping(self, state: Mapping[str, Any], *, evaluates: bool) -> None:
+        """Clip actions as the run of a checkpoint did, to evaluate its policy, or until a collector is built.
+
+        Args:
+            state: The specs of the checkpoint.
+            evaluates: Whether nothing is collected. Otherwise the settings of the collector have priority, if known.
+        """
+        if evaluates or not self._knows_clipping:
+            self._clips |= bool(state.get("action_format", {}).get("clip", False))
 
     def check_room(self, frames: int) -> None:
         """Refuse rollouts of more frames than memory holds."""

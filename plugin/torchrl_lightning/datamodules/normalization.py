@@ -89,7 +89,8 @@ class Normalization(Stated):
             return specs
         if self._normalizer is None:
             self._normalizer = ObservationNormalizer(specs, self.observation, self.clip, self.epsilon)
-        return self._normalizer.specs
+        shown = self._normalizer.specs
+        return shown.with_clipping(specs.action_format.clip)
 
     def policy(self, policy: Any) -> Any:
         """Return a policy of normalised observations as one of raw observations, once."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 __all__ = ["record_demonstrations"]
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -152,8 +153,8 @@ def _episodes(
         collector: Any
         if isinstance(made, EnvBase):
             if clip_actions:
-                conversion = ActionConversion(ActionFormat.of_spec(made.action_spec_unbatched), clip=True)
-                made = TransformedEnv(made, conversion, auto_unwrap=False)
+                form = replace(ActionFormat.of_spec(made.action_spec_unbatched), clip=True)
+                made = TransformedEnv(made, ActionConversion(form), auto_unwrap=False)
             frames = _FRAMES * made.batch_size.numel()
             collector = TorchRLCollector(made, policy, frames_per_batch=frames, seed=seed)
         else:

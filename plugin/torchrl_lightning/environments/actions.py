@@ -39,6 +39,7 @@ class ActionFormat:
         low: Lower bounds of a Box, of this shape and dtype; None for choices.
         high: Upper bounds.
         spec_shape: Shape of one action of a network.
+        clip: Whether the environment gets actions clipped to their Box.
 
     Example:
         >>> form = ActionFormat.of_space(spaces.Box(-1, 1, (), np.float16))
@@ -52,6 +53,7 @@ class ActionFormat:
     low: Array | None = None
     high: Array | None = None
     spec_shape: tuple[int, ...] = ()
+    clip: bool = False
 
     @classmethod
     def of_space(cls, space: spaces.Space[Any]) -> ActionFormat:
@@ -122,10 +124,10 @@ class ActionFormat:
     # -- conversion --------------------------------------------------------------------------------------------------
 
     @overload
-    def to_environment(self, action: Array, clip: bool = False) -> Array: ...
+    def to_environment(self, action: Array, clip: bool | None = None) -> Array: ...
     @overload
-    def to_environment(self, action: Tensor, clip: bool = False) -> Tensor: ...
-    def to_environment(self, action: Any, clip: bool = False) -> Any:
+    def to_environment(self, action: Tensor, clip: bool | None = None) -> Tensor: ...
+    def to_environment(self, action: Any, clip: bool | None = None) -> Any:
         """Return actions ``[*B, *spec_shape]`` of a network as the environment takes them, in memory of their own.
 
         Shape, dtype and numbering become those of the environment. Floating-point numbers become the nearest integers
@@ -134,8 +136,10 @@ class ActionFormat:
 
         Args:
             action: An array or a tensor; for a scalar Box ``[N, 1]`` or ``[N]``.
-            clip: Whether to clip actions to their Box.
+            clip: Whether to clip actions to their Box; None means as the format's own ``clip``.
         """
+        if clip is None:
+            clip = self.clip
         if action.dtype is self._fast_dtype and not clip:  # spares most calls at each step of an environment
             if self.dtype.kind == "f" and self._bounds is not None:
                 return _within(np, action, *self._bounds, *self._edges[False])
@@ -201,8 +205,8 @@ class ActionFormat:
         return actions.reshape(len(actions), *self.spec_shape) if actions.shape[1:] == self.shape else actions
 
     def outside(self, actions: Tensor) -> Array:
-        """Return where the environment would get actions outside its Box, or NaN, ``[*B, *shape]``."""
-        received = self.to_environment(actions.cpu().numpy())
+        """Return where actions that are not clipped would be outside the Box, or NaN, ``[*B, *shape]``."""
+        received = self.to_environment(actions.cpu().numpy(), clip=False)
         if self.low is None or self.high is None:
             return np.zeros(received.shape, bool)
         return ~((received >= self.low) & (received <= self.high))
@@ -216,6 +220,7 @@ class ActionFormat:
             "shape": list(self.shape),
             "dtype": self.dtype.name,
             "start": list(self.start) if isinstance(self.start, tuple) else self.start,
+            "clip": self.clip,
             **{name: None if bound is None else torch.from_numpy(bound.copy()) for name, bound in bounds.items()},
         }
 
@@ -234,7 +239,8 @@ class ActionFormat:
         fits = fits and dtype in numpy_to_torch_dtype_dict and (low is None) == (high is None)
         if not is_of_spec or not fits:
             raise ValueError(f"actions of shape {shape} and dtype {dtype} are not those of {spec}")
-        return cls(shape, dtype, start, low, high, tuple(spec.shape))
+        clip = bool(state.get("clip", False))  # files of earlier releases lack it
+        return cls(shape, dtype, start, low, high, tuple(spec.shape), clip)
 
 
 def _is_floating(action: Any) -> bool:
@@ -248,6 +254,17 @@ def _within(xp: Any, action: Any, low: Any, high: Any, least: Any, most: Any) ->
 
 
 _ROOMS = ((False, ROUNDING), (True, HALF_ROUNDING))
+
+
+def check_clipping(form: ActionFormat, actions: object) -> None:
+    """Validate that actions have a Box if they should be clipped; raise ValueError if they have none.
+
+    Args:
+        form: Their format.
+        actions: Their space or spec, for the message.
+    """
+    if form.clip and not form.is_box:
+        raise ValueError(f"clip_actions must be False for actions without a Box, got True for {actions}. Leave it out.")
 
 
 def first_action(space: spaces.Space[Any]) -> int | tuple[int, ...]:

@@ -30,6 +30,20 @@ class KnowsWorker(Protocol):
         """Act as worker ``number`` of ``count``."""
 
 
+@runtime_checkable
+class KnowsClipping(Protocol):
+    """A policy that knows whether the environment gets its actions clipped, as one of ``load_policy`` does."""
+
+    @property
+    def clip_actions(self) -> bool:
+        """Whether actions are clipped to their Box."""
+
+
+def clips_actions(policy: object) -> bool:
+    """Return whether a policy asks for its actions to be clipped."""
+    return isinstance(policy, KnowsClipping) and policy.clip_actions is True
+
+
 def bare_call(policy: object) -> Callable[[TensorDictBase], Outputs] | None:
     """Return a policy's ``act_on``; None if it has none, or if it would bypass a hook or an overridden forward.
 

@@ -6,7 +6,7 @@ __all__ = ["EnvironmentSpecs", "environment_specs"]
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -46,8 +46,8 @@ class EnvironmentSpecs:
         frame_stack: How many images a recipe stacks; None where that is unknown.
         action_start: The environment's action that 0 stands for, as discrete actions are counted from 0; one for each
             part of MultiDiscrete ones. ``action_format`` has it, too.
-        action_format: Shape, dtype, bounds and numbering of the actions that the environment takes; by default those of
-            ``action``.
+        action_format: Shape, dtype, bounds and numbering of the actions that the environment takes, and whether these
+            are clipped; by default those of ``action``, not clipped.
     """
 
     observation: Composite
@@ -67,6 +67,12 @@ class EnvironmentSpecs:
     def keys(self) -> list[NestedKey]:
         """The observation keys."""
         return list(self.observation.keys(include_nested=True, leaves_only=True))
+
+    def with_clipping(self, clip: bool) -> EnvironmentSpecs:
+        """Return specs whose ``action_format`` clips actions to their Box, or does not."""
+        if self.action_format.clip == clip:
+            return self
+        return replace(self, action_format=replace(self.action_format, clip=clip))
 
 
 def environment_specs(env: VectorEnv[Any, Any, Any] | EnvBase) -> EnvironmentSpecs:

@@ -6,6 +6,7 @@ __room__ = ["make_environment"]
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -107,16 +108,17 @@ def make_environment(
     return SerialEnv(number, env)
 
 
-def with_bookkeeping(env: EnvBase, policy: object) -> EnvBase:
+def with_bookkeeping(env: EnvBase, policy: object, clip_actions: bool = False) -> EnvBase:
     """Lay around an environment what marks the starts of episodes, carries recurrent states and converts actions.
 
-    What is there already is not added. The environment itself stays as it is.
+    What is there already is not added. The environment itself stays as it is. ``clip_actions`` clips the actions that
+    it gets to their bounds.
     """
     there = set(env.observation_spec.keys(True, True)) | set(env.full_state_spec.keys(True, True))
     added: list[Transform] = [] if "is_init" in there else [InitTracker()]
     added += [primer for primer in recurrent_primers(policy) if not there.issuperset(primer.primers.keys(True, True))]
-    form = ActionFormat.of_spec(env.action_spec_unbatched)
-    if not form.is_natural:
+    form = replace(ActionFormat.of_spec(env.action_spec_unbatched), clip=clip_actions)
+    if not form.is_natural:  # `acted` has bounded the others
         added.append(ActionConversion(form))
     for transform in added:
         env = TransformedEnv(env, transform, auto_unwrap=False)
@@ -176,15 +178,14 @@ class ActionConversion(Transform):
 
     Args:
         form: The format of the environment's actions.
-        clip: Whether to clip actions to their bounds.
     """
 
-    def __init__(self, form: ActionFormat, clip: bool = False) -> None:
+    def __init__(self, form: ActionFormat) -> None:
         super().__init__(in_keys_inv=["action"], out_keys_inv=["action"])
-        self.form, self.clip = form, clip
+        self.form = form
 
     def _inv_apply_transform(self, action: Tensor) -> Tensor:
-        return self.form.to_environment(action, self.clip)
+        return self.form.to_environment(action)
 
     def transform_input_spec(self, input_spec: Composite) -> Composite:
         """Return specs in which the action is as networks compute it."""

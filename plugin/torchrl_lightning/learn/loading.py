@@ -60,6 +60,11 @@ class LoadedPolicy(TensorDictModuleBase):
         self.requires_grad_(False)
         self.eval()
 
+    @property
+    def clip_actions(self) -> bool:
+        """Whether the environment gets its actions clipped, as the collector of its run clipped them."""
+        return self.specs.action_format.clip
+
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Write the action (and the next recurrent states, if there are any) into a TensorDict ``[N]``."""
         mode = ExplorationType.DETERMINISTIC if self.deterministic else ExplorationType.RANDOM

@@ -1,0 +1,301 @@
+"""With ``clip_actions=True`` in the collector, evaluation and published policies clip as collection does."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from tensordict.nn import NormalParamExtractor, TensorDictModule
+from torch import nn
+from torch.distributions import Independent, Normal
+from torchrl.envs import GymWrapper
+from torchrl.modules import ProbabilisticActor, ValueOperator
+
+from kit.actor_critic import TinyActorCritic, rollouts
+from kit.dynamics import model_data
+from kit.extras import need_extra
+from kit.forks import forked_workers
+from kit.replay import replay_data
+from kit.runs import trainer
+from torchrl_lightning import (
+    AsynchronousCollector,
+    GymnasiumCollector,
+    LoadedPolicy,
+    environment_specs,
+    load_policy,
+    make_vector_env,
+    play_episodes,
+)
+from torchrl_lightning.environments.actions import ActionFormat
+from torchrl_lightning.environments.faults import EnvironmentFault
+from torchrl_lightning.environments.specs import specs_from_state, specs_state
+from torchrl_lightning.learn.exporting import export_policy
+
+SPACES = {
+    "float32": spaces.Box(-1, 1, (2,), np.float32),
+    "float16": spaces.Box(-2, 3, (2,), np.float16),
+    "float64": spaces.Box(0.1, 0.3, (2,), np.float64),
+    "scalar": spaces.Box(-1, 1, (), np.float32),
+    "one side": spaces.Box(np.array([-np.inf, 0.1]), np.array([0.3, np.inf]), dtype=np.float64),
+}
+WHOLE = spaces.Box(0, 5, (2,), np.int32)
+
+
+class Strict(gymnasium.Env[Any, Any]):
+    """Refuses an action that its space does not contain; episodes have three steps."""
+
+    observation_space = spaces.Box(-9, 9, (3,), np.float32)
+    metadata = {"render_modes": ["rgb_array"]}
+
+    def __init__(self, action_space: Any = SPACES["float32"], render_mode: str | None = None) -> None:
+        self.action_space, self.render_mode = action_space, render_mode
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.t = 0
+        return self.np_random.normal(size=3).astype(np.float32), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.t += 1
+        assert self.action_space.contains(action), f"{action!r} is not in {self.action_space}"
+        return self.np_random.normal(size=3).astype(np.float32), 1.0, False, self.t >= 3, {}
+
+    def render(self) -> Any:
+        return np.zeros((16, 16, 3), np.uint8)
+
+
+class FarActorCritic(TinyActorCritic):
+    """A Gaussian policy without bounds, which acts far outside of every space above."""
+
+    def configure_model(self) -> None:
+        if hasattr(self, "policy"):
+            return
+        specs = self.trainer.datamodule.specs  # type: ignore[attr-defined]
+        size, actions = specs.observation["observation"].shape[-1], specs.action.shape[-1]
+        layer = nn.Linear(size, 2 * actions)
+        nn.init.zeros_(layer.weight)
+        with torch.no_grad():
+            layer.bias.copy_(torch.tensor([50.0, -50.0, 0.0, 0.0] if actions == 2 else [50.0, 0.0]))
+        network = TensorDictModule(nn.Sequential(layer, NormalParamExtractor()), ["observation"], ["loc", "scale"])
+        self.policy = ProbabilisticActor(
+            network,
+            in_keys=["loc", "scale"],
+            distribution_class=lambda loc, scale: Independent(Normal(loc, scale), 1),
+            return_log_prob=True,
+            log_prob_key="action_log_prob",
+        )
+        self.critic = ValueOperator(nn.Linear(size, 1))
+
+
+def make(space: Any = SPACES["float32"]) -> Any:
+    return partial(Strict, space)
+
+
+def wrapped(space: Any) -> Any:
+    return lambda: GymWrapper(Strict(space))
+
+
+def by_function(policy: Any, seed: int) -> Any:
+    """Build a collector that clips, of which its factory says nothing."""
+    return GymnasiumCollector(make(), policy, num_envs=4, frames_per_batch=64, seed=seed, clip_actions=True)
+
+
+def data_of(space: Any = SPACES["float32"], **settings: Any) -> Any:
+    clipping = partial(GymnasiumCollector, clip_actions=True)
+    return rollouts(**{"env": make(space), "collector": clipping, "num_epochs": 1, **settings})
+
+
+def fitted(folder: Path, data: Any, module: Any = None, **settings: Any) -> Any:
+    """Fit with evaluations, and return the trainer."""
+    run = trainer(folder, **{"max_epochs": 1, **settings})
+    torch.manual_seed(0)
+    run.fit(FarActorCritic() if module is None else module, datamodule=data)
+    return run
+
+
+def checked(space: Any, policy: LoadedPolicy) -> None:
+    """Act in the environment, one step at a time and side by side."""
+    env = Strict(space)
+    observation, _ = env.reset(seed=0)
+    for _ in range(3):
+        observation, *_ = env.step(policy.act(observation))
+    for action in policy.act(np.zeros((4, 3), np.float32)):
+        assert space.contains(np.asarray(action))
+
+
+@pytest.mark.parametrize("name", SPACES)
+def test_all_that_acts_for_a_run_that_clips_clips(name: str, tmp_path: Path) -> None:
+    space = SPACES[name]
+    data = data_of(space)
+    run = fitted(tmp_path, data)
+    assert float(run.callback_metrics["eval/return"]) == 3.0
+    assert data.specs.action_format.clip
+    path = tmp_path / "a.ckpt"
+    run.save_checkpoint(path)
+    policy = load_policy(path, FarActorCritic())
+    assert policy.specs.action_format.clip
+    checked(space, policy)
+    ways = [make(space), make_vector_env(make(space), 2)]
+    ways += [wrapped(space)] if space.shape else []  # TorchRL gives Gymnasium's scalars a dimension
+    for env in ways:
+        assert play_episodes(env, policy, 2, seed=0)["episode_length"].tolist() == [3, 3]
+    export_policy(policy, tmp_path / "policy.pt2")
+    program: Any = torch.export.load(tmp_path / "policy.pt2").module()
+    for action in program(torch.zeros(4, 3)).numpy():
+        assert space.contains(np.asarray(action))
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+def test_rollouts_and_log_probabilities_are_of_the_actions_that_were_chosen(normalize: bool, tmp_path: Path) -> None:
+    class Watching(FarActorCritic):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            assert (batch["action"].abs() > 9).all()
+            log_prob = self.policy.get_dist(batch).log_prob(batch["action"])
+            if batch_idx == 0 and not normalize:
+                torch.testing.assert_close(log_prob, batch["action_log_prob"], rtol=1e-4, atol=1e-4)
+            return super().training_step(batch, batch_idx)
+
+    data = data_of(normalize_observation=normalize)
+    run = fitted(tmp_path, data, Watching())
+    assert float(run.callback_metrics["eval/return"]) == 3.0
+    assert data.specs.action_format.clip
+    run.save_checkpoint(tmp_path / "a.ckpt")
+    checked(SPACES["float32"], load_policy(tmp_path / "a.ckpt", FarActorCritic()))
+
+
+def test_a_factory_that_builds_a_clipping_collector_is_understood(tmp_path: Path) -> None:
+    data = data_of(collector=by_function, normalize_observation=True)
+    run = fitted(tmp_path, data)
+    assert float(run.callback_metrics["eval/return"]) == 3.0
+    run.save_checkpoint(tmp_path / "a.ckpt")
+    checked(SPACES["float32"], load_policy(tmp_path / "a.ckpt", FarActorCritic()))
+    # A run that evaluates before it collects knows it by the checkpoint.
+    other = data_of(collector=by_function)
+    (metrics,) = trainer(tmp_path).validate(
+        FarActorCritic(),
+        datamodule=data_of(collector=by_function, normalize_observation=True),
+        ckpt_path=tmp_path / "a.ckpt",
+        weights_only=False,
+        verbose=False,
+    )
+    assert metrics["eval/return"] == 3.0
+    assert not other.specs.action_format.clip
+
+
+def test_worker_processes_clip_and_say_so(tmp_path: Path) -> None:
+    with forked_workers():
+        data = data_of(num_envs=2, collector=partial(AsynchronousCollector, num_workers=1, clip_actions=True))
+        run = fitted(tmp_path, data)
+    assert float(run.callback_metrics["eval/return"]) == 3.0
+    run.save_checkpoint(tmp_path / "a.ckpt")
+    checked(SPACES["float32"], load_policy(tmp_path / "a.ckpt", FarActorCritic()))
+
+
+def test_a_collector_tells_in_its_specs_that_it_clips() -> None:
+    for kind in (GymnasiumCollector, partial(AsynchronousCollector, num_workers=1)):
+        for clip in (False, True):
+            collector = kind(make(), frames_per_batch=4, clip_actions=clip)
+            assert collector.specs.action_format.clip is clip
+            collector.shutdown()
+
+
+@pytest.mark.parametrize("collector", [None, GymnasiumCollector, partial(GymnasiumCollector, clip_actions=False)])
+def test_without_the_setting_nothing_is_clipped(collector: Any, tmp_path: Path) -> None:
+    class Lenient(Strict):
+        def step(self, action: Any) -> Any:
+            assert (np.abs(action) > 9).all()
+            self.action_space = spaces.Box(-np.inf, np.inf, (2,), np.float32)
+            return super().step(action)
+
+    data = rollouts(env=Lenient, collector=collector, num_epochs=1)
+    run = fitted(tmp_path, data)
+    assert float(run.callback_metrics["eval/return"]) == 3.0
+    assert not data.specs.action_format.clip
+    run.save_checkpoint(tmp_path / "a.ckpt")
+    policy = load_policy(tmp_path / "a.ckpt", FarActorCritic())
+    assert (np.abs(policy.act(np.zeros(3, np.float32))) > 9).all()
+    assert play_episodes(Lenient, policy, 1, seed=0)["episode_length"].tolist() == [3]
+    clipped = partial(play_episodes, make(), policy, 1, seed=0)
+    with pytest.raises(EnvironmentFault, match="is not in"):
+        clipped()
+    assert clipped(clip_actions=True)["episode_length"].tolist() == [3]
+
+
+class Far(TensorDictModule):
+    """Acts outside of every bound, without learning."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda x: x.new_full((*x.shape[:-1], 2), 50.0), ["observation"], ["action"])
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        partial(replay_data, env=make(), collector=partial(GymnasiumCollector, clip_actions=True)),
+        partial(model_data, env=make(), collector=partial(GymnasiumCollector, clip_actions=True)),
+    ],
+    ids=["replay", "dynamics"],
+)
+def test_every_stream_that_takes_a_collector_clips_in_evaluation(data: Any) -> None:
+    made = data(eval_episodes=2)
+    made.setup("validate")
+    assert made.evaluate(Far())["episode_length"].tolist() == [3, 3]
+    assert specs_from_state(made.state_dict()["specs"]).action_format.clip
+    made.close()
+
+
+def test_evaluation_of_a_torchrl_environment_clips_too() -> None:
+    for space in (SPACES["float32"], SPACES["float64"]):
+        data = data_of(space, eval_env=wrapped(space))
+        data.setup("validate")
+        assert data.evaluate(Far(), 2)["episode_length"].tolist() == [3, 3]
+        data.close()
+
+
+def test_actions_without_a_box_are_refused_before_anything_is_collected() -> None:
+    data = data_of(spaces.Discrete(3))
+    with pytest.raises(ValueError, match="clip_actions must be False for actions without a Box, got True"):
+        trainer().fit(TinyActorCritic(), datamodule=data)
+    assert data.frames == 0
+
+
+def test_a_video_is_of_clipped_actions(tmp_path: Path) -> None:
+    need_extra("video")
+    data = data_of()
+    data.setup("validate")
+    data.film(Far(), tmp_path / "film.mp4")
+    assert (tmp_path / "film.mp4").stat().st_size > 0
+
+
+@pytest.mark.parametrize("space", [*SPACES.values(), WHOLE], ids=str)
+def test_a_format_keeps_whether_it_clips(space: Any) -> None:
+    specs = environment_specs(make_vector_env(make(space), 1))
+    assert specs.with_clipping(False) is specs
+    clipped = specs.with_clipping(True)
+    assert clipped == specs
+    state = specs_state(clipped)
+    restored = specs_from_state(state).action_format
+    assert restored.clip
+    for sign in (-50.0, 50.0):
+        action = torch.full((4, *specs.action.shape), sign)
+        for form in (restored, clipped.action_format):
+            assert all(space.contains(np.asarray(each)) for each in form.to_environment(action.numpy()))
+            np.testing.assert_array_equal(form.to_environment(action), form.to_environment(action.numpy()))
+            raw = form.to_environment(action, clip=False)
+            np.testing.assert_array_equal(raw, specs.action_format.to_environment(action))
+            assert form.outside(action).tolist() == specs.action_format.outside(action).tolist()
+    # Files of earlier releases do not say.
+    del state["action_format"]["clip"]
+    assert not specs_from_state(state).action_format.clip
+
+
+def test_a_format_does_not_clip_unless_it_is_told() -> None:
+    form = ActionFormat.of_space(SPACES["float32"])
+    assert not form.clip
+    assert form.to_environment(np.full((1, 2), 7, np.float32)).tolist() == [[7.0, 7.0]]
