@@ -237,6 +237,13 @@ def test_a_clipping_algorithm_without_a_value_is_refused(make: Any) -> None:
     check_nothing_collected(data)
 
 
+def test_dynamics_refuse_to_reload_more_rarely_than_each_epoch() -> None:
+    module, data = dynamics()
+    with pytest.raises(ValueError, match="reload_dataloaders_every_n_epochs must be 0 or 1"):
+        trainer(reload_dataloaders_every_n_epochs=2).fit(module, datamodule=data)
+    check_nothing_collected(data)
+
+
 @streams
 def test_evaluations_may_come_by_time(make: Any) -> None:
     module, data = make()

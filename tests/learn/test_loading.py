@@ -15,7 +15,15 @@ from kit.actor_critic import TinyActorCritic
 from kit.extras import need_extra
 from kit.replay import dqn, fit, replay_data
 from kit.runs import trainer
-from torchrl_lightning import EnvironmentRecipe, LoadedPolicy, OnPolicyDataModule, load_policy, play_episodes, trust
+from torchrl_lightning import (
+    EnvironmentRecipe,
+    LoadedPolicy,
+    OnPolicyDataModule,
+    export_policy,
+    load_policy,
+    play_episodes,
+    trust,
+)
 from torchrl_lightning.cli.parts import KeptConfig
 from torchrl_lightning.learn import MLPNetwork, PPOModule, RecurrentNetwork
 from torchrl_lightning.learn.loading import CONFIG, config_in
@@ -77,6 +85,22 @@ def test_a_checkpoint_of_the_command_is_all_that_is_needed(trained, tmp_path):
     # One that samples is an option.
     policy = load_policy(path, deterministic=False)
     assert len({str(policy(batch.copy())["action"].tolist()) for _ in range(5)}) > 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_it_acts_the_same_under_another_default_dtype(trained, dtype, tmp_path):
+    expected = load_policy(trained[0])(observations())["action"]
+    shown = observations()
+    torch.set_default_dtype(dtype)
+    try:
+        policy = load_policy(trained[0])
+        assert {each.dtype for each in policy.parameters()} == {torch.float32}
+        assert torch.equal(policy(shown)["action"], expected)
+        export_policy(policy, tmp_path / "a.pt2")
+    finally:
+        torch.set_default_dtype(torch.float32)
+    exported = torch.export.load(str(tmp_path / "a.pt2")).module()
+    assert torch.equal(exported(observations()["observation"]), expected)
 
 
 def test_it_acts_on_what_an_environment_shows(trained):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict
-from torchrl.data import Categorical, Unbounded
+from torchrl.data import Binary, Bounded, Categorical, Unbounded
 
 from kit.modes import dropping
 from kit.specs import TWO_CHOICES, specs_of
@@ -29,6 +29,31 @@ def test_moments_are_those_of_all_that_was_met() -> None:
     torch.testing.assert_close(rnd.mean_0, everything.mean(0))
     torch.testing.assert_close(rnd.variance_0, everything.var(0, correction=0))
     assert int(rnd.count) == 76
+
+
+@pytest.mark.parametrize(
+    "observation",
+    [
+        {"flags": Bounded(False, True, (3,), dtype=torch.bool)},
+        {"bits": Binary(3), "vector": Unbounded(2)},
+        {"nothing": Unbounded((0,)), "vector": Unbounded(2)},
+        {"a": Unbounded((0, 3)), "b": Categorical(3)},
+    ],
+    ids=lambda entries: "-".join(entries),
+)
+def test_flags_and_empty_entries_need_no_moments(observation: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    specs = specs_of(None, **observation)
+    rnd = RandomNetworkDistillation(MLPNetwork([4])).build(specs)
+    data = TensorDict({"next": specs.observation.expand(5, 2).rand()}, [5, 2])
+    rnd.annotate(data)
+    assert data["next", "intrinsic_reward"].shape == (5, 2, 1)
+    assert bool(data["next", "intrinsic_reward"].isfinite().all())
+
+
+def test_an_observation_without_numbers_is_refused() -> None:
+    with pytest.raises(ValueError, match="must hold numbers for random network distillation"):
+        RandomNetworkDistillation(MLPNetwork([4])).build(specs_of(None, nothing=Unbounded((0,))))
 
 
 def test_training_makes_the_familiar_dull_and_leaves_the_novel() -> None:

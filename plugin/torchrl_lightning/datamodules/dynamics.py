@@ -176,9 +176,14 @@ class DynamicsDataModule(ExperienceDataModule):
                 f"DynamicsDataModule fits one model to one buffer, but the trainer has {self.world_size} ranks; "
                 "take devices=1."
             )
+        trainer: Any = self.trainer
+        if stage == "fit" and trainer is not None and trainer.reload_dataloaders_every_n_epochs > 1:
+            raise ValueError(
+                "reload_dataloaders_every_n_epochs must be 0 or 1 for a DynamicsDataModule, got "
+                f"{trainer.reload_dataloaders_every_n_epochs}: the rows of a fit change with each epoch. Leave it out."
+            )
         super().setup(stage)
         self._pass_of = None if stage == "fit" else self._pass_of
-        trainer: Any = self.trainer
         if stage == "fit" and trainer is not None:
             trainer.reload_dataloaders_every_n_epochs = 1
             trainer.num_sanity_val_steps = 0

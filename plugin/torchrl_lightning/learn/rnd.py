@@ -66,8 +66,15 @@ class RandomNetworkDistillation(Settings, nn.Module):
     def build(self, specs: Any) -> RandomNetworkDistillation:
         """Build both networks and the running moments for an environment's specs, once; return the module."""
         if self.target is None:
-            self.keys, entries = observation_entries(specs)
-            self.whitened = [not isinstance(entry, Categorical) for entry in entries]
+            pairs = zip(*observation_entries(specs), strict=True)
+            filled = [(key, entry) for key, entry in pairs if entry.shape.numel()]
+            if not filled:
+                raise ValueError(
+                    "the observation must hold numbers for random network distillation, got only empty entries: "
+                    f"{sorted(map(str, specs.observation.keys(True, True)))}. Leave intrinsic= out."
+                )
+            self.keys, entries = [key for key, _ in filled], [entry for _, entry in filled]
+            self.whitened = [not isinstance(entry, Categorical) and entry.dtype is not torch.bool for entry in entries]
             self.target, self.predictor = self._embedding(entries), self._embedding(entries)
             self.target.requires_grad_(False)
             # The target is fixed: dropout in it would be noise in the predictor's labels.
