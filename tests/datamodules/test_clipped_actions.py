@@ -11,15 +11,12 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from tensordict.nn import NormalParamExtractor, TensorDictModule
-from torch import nn
-from torch.distributions import Independent, Normal
+from tensordict.nn import TensorDictModule
 from torchrl.envs import GymWrapper
-from torchrl.modules import ProbabilisticActor, ValueOperator
 
 from kit.actor_critic import TinyActorCritic, rollouts
+from kit.clipped import SPACES, FarActorCritic, Strict
 from kit.dynamics import model_data
-from kit.extras import need_extra
 from kit.forks import forked_workers
 from kit.replay import replay_data
 from kit.runs import trainer
@@ -27,6 +24,7 @@ from torchrl_lightning import (
     AsynchronousCollector,
     GymnasiumCollector,
     LoadedPolicy,
+    RayCollector,
     environment_specs,
     load_policy,
     make_vector_env,
@@ -37,60 +35,7 @@ from torchrl_lightning.environments.faults import EnvironmentFault
 from torchrl_lightning.environments.specs import specs_from_state, specs_state
 from torchrl_lightning.learn.exporting import export_policy
 
-SPACES = {
-    "float32": spaces.Box(-1, 1, (2,), np.float32),
-    "float16": spaces.Box(-2, 3, (2,), np.float16),
-    "float64": spaces.Box(0.1, 0.3, (2,), np.float64),
-    "scalar": spaces.Box(-1, 1, (), np.float32),
-    "one side": spaces.Box(np.array([-np.inf, 0.1]), np.array([0.3, np.inf]), dtype=np.float64),
-}
 WHOLE = spaces.Box(0, 5, (2,), np.int32)
-
-
-class Strict(gymnasium.Env[Any, Any]):
-    """Refuses an action that its space does not contain; episodes have three steps."""
-
-    observation_space = spaces.Box(-9, 9, (3,), np.float32)
-    metadata = {"render_modes": ["rgb_array"]}
-
-    def __init__(self, action_space: Any = SPACES["float32"], render_mode: str | None = None) -> None:
-        self.action_space, self.render_mode = action_space, render_mode
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
-        super().reset(seed=seed)
-        self.t = 0
-        return self.np_random.normal(size=3).astype(np.float32), {}
-
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        self.t += 1
-        assert self.action_space.contains(action), f"{action!r} is not in {self.action_space}"
-        return self.np_random.normal(size=3).astype(np.float32), 1.0, False, self.t >= 3, {}
-
-    def render(self) -> Any:
-        return np.zeros((16, 16, 3), np.uint8)
-
-
-class FarActorCritic(TinyActorCritic):
-    """A Gaussian policy without bounds, which acts far outside of every space above."""
-
-    def configure_model(self) -> None:
-        if hasattr(self, "policy"):
-            return
-        specs = self.trainer.datamodule.specs  # type: ignore[attr-defined]
-        size, actions = specs.observation["observation"].shape[-1], specs.action.shape[-1]
-        layer = nn.Linear(size, 2 * actions)
-        nn.init.zeros_(layer.weight)
-        with torch.no_grad():
-            layer.bias.copy_(torch.tensor([50.0, -50.0, 0.0, 0.0] if actions == 2 else [50.0, 0.0]))
-        network = TensorDictModule(nn.Sequential(layer, NormalParamExtractor()), ["observation"], ["loc", "scale"])
-        self.policy = ProbabilisticActor(
-            network,
-            in_keys=["loc", "scale"],
-            distribution_class=lambda loc, scale: Independent(Normal(loc, scale), 1),
-            return_log_prob=True,
-            log_prob_key="action_log_prob",
-        )
-        self.critic = ValueOperator(nn.Linear(size, 1))
 
 
 def make(space: Any = SPACES["float32"]) -> Any:
@@ -175,17 +120,20 @@ def test_a_factory_that_builds_a_clipping_collector_is_understood(tmp_path: Path
     assert float(run.callback_metrics["eval/return"]) == 3.0
     run.save_checkpoint(tmp_path / "a.ckpt")
     checked(SPACES["float32"], load_policy(tmp_path / "a.ckpt", FarActorCritic()))
-    # A run that evaluates before it collects knows it by the checkpoint.
-    other = data_of(collector=by_function)
+    stored = torch.load(tmp_path / "a.ckpt", weights_only=True)["OnPolicyDataModule"]
+    # What collects nothing, or has not built its collector yet, knows it by the checkpoint.
+    other = data_of(collector=by_function, normalize_observation=True)
+    other.load_state_dict(stored)
+    assert other.specs.action_format.clip
+    unclipped = rollouts(env=make(), num_epochs=1, normalize_observation=True)
     (metrics,) = trainer(tmp_path).validate(
-        FarActorCritic(),
-        datamodule=data_of(collector=by_function, normalize_observation=True),
-        ckpt_path=tmp_path / "a.ckpt",
-        weights_only=False,
-        verbose=False,
+        FarActorCritic(), datamodule=unclipped, ckpt_path=tmp_path / "a.ckpt", weights_only=False, verbose=False
     )
     assert metrics["eval/return"] == 3.0
-    assert not other.specs.action_format.clip
+    # The setting of a run that collects is that of its collector.
+    set_otherwise = data_of(collector=partial(GymnasiumCollector, clip_actions=False), normalize_observation=True)
+    set_otherwise.load_state_dict(stored)
+    assert not set_otherwise.specs.action_format.clip
 
 
 def test_worker_processes_clip_and_say_so(tmp_path: Path) -> None:
@@ -195,6 +143,13 @@ def test_worker_processes_clip_and_say_so(tmp_path: Path) -> None:
     assert float(run.callback_metrics["eval/return"]) == 3.0
     run.save_checkpoint(tmp_path / "a.ckpt")
     checked(SPACES["float32"], load_policy(tmp_path / "a.ckpt", FarActorCritic()))
+
+
+@pytest.mark.parametrize("kind", [GymnasiumCollector, AsynchronousCollector, RayCollector])
+def test_the_setting_of_each_kind_of_collector_is_read(kind: Any) -> None:
+    for clip in (False, True):
+        assert data_of(collector=partial(kind, clip_actions=clip), num_envs=2).specs.action_format.clip is clip
+    assert not data_of(collector=kind, num_envs=2).specs.action_format.clip
 
 
 def test_a_collector_tells_in_its_specs_that_it_clips() -> None:
@@ -265,12 +220,22 @@ def test_actions_without_a_box_are_refused_before_anything_is_collected() -> Non
     assert data.frames == 0
 
 
-def test_a_video_is_of_clipped_actions(tmp_path: Path) -> None:
-    need_extra("video")
+class Film(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Writes a file where Gymnasium, which needs moviepy for that, would write a video."""
+
+    def __init__(self, env: Any, folder: str, episode_trigger: Any) -> None:
+        super().__init__(env)
+        Path(folder).mkdir()
+        (Path(folder) / "film.mp4").write_text(str(episode_trigger(0)))
+
+
+def test_a_video_is_of_clipped_actions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gymnasium.wrappers, "RecordVideo", Film)
     data = data_of()
     data.setup("validate")
     data.film(Far(), tmp_path / "film.mp4")
-    assert (tmp_path / "film.mp4").stat().st_size > 0
+    assert (tmp_path / "film.mp4").read_text() == "True"
+    data.close()
 
 
 @pytest.mark.parametrize("space", [*SPACES.values(), WHOLE], ids=str)
