@@ -136,7 +136,7 @@ def recurrent_primers(policy: object) -> list[TensorDictPrimer]:
 def acted(policy: Policy, step: TensorDictBase, device: torch.device, form: ActionFormat) -> TensorDictBase:
     """Return a step of a TorchRL environment with what the policy, on its device, writes into it.
 
-    An action that exceeds its bound by rounding is set to the bound, as ``form`` does.
+    An action that exceeds its bound by rounding is set to the bound, any other one too if ``form`` clips.
 
     Raises:
         KeyError: It writes no action.
