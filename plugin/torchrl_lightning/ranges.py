@@ -67,17 +67,17 @@ def share(value: Any, name: str) -> float:
 def exact_ratio(value: float) -> Fraction:
     """Return the fraction that a finite number stands for, to count with it without rounding.
 
-    It is the number's decimal form, as its user wrote it, or a fraction with a smaller denominator that rounds to it.
+    It is a fraction with a small denominator that the number equals up to rounding, else its decimal form.
 
     Example:
-        >>> exact_ratio(0.1), exact_ratio(1 / 3), exact_ratio(1.25e-9)
-        (Fraction(1, 10), Fraction(1, 3), Fraction(1, 800000000))
+        >>> exact_ratio(0.1), exact_ratio(1 / 3), exact_ratio(1 - 0.07), exact_ratio(1.25e-9)
+        (Fraction(1, 10), Fraction(1, 3), Fraction(93, 100), Fraction(1, 800000000))
     """
     if isinstance(value, int | Fraction):
         return Fraction(value)
     value = float(value)
     short = Fraction(value).limit_denominator(1_000_000)
-    return short if float(short) == value else Fraction(repr(value))
+    return short if abs(float(short) - value) <= 4 * math.ulp(value) else Fraction(repr(value))
 
 
 def boolean(value: Any, name: str) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from fractions import Fraction
 from functools import partial
 
 import pytest
@@ -10,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
+from kit.files import through_file
 from kit.replay import BUFFERS, SIZE, dqn, fit, prioritized, replay_data
 from kit.rings import ring
 from kit.runs import SaveAt, parameters
@@ -115,3 +118,26 @@ def test_a_stream_draws_from_demonstrations_and_resumes(tmp_path):
 def test_a_source_that_is_none_is_refused(tmp_path):
     with pytest.raises(TypeError, match="source= gave a list, which has no draw, update_tensordict_priority"):
         fit(tmp_path, replay_data(source=lambda own: [own]))
+
+
+@given(ratio=st.floats(1e-12, 0.999), batch_size=st.integers(1, 10**9), batches=st.integers(1, 60))
+def test_a_share_of_any_size_is_owed_and_paid(ratio, batch_size, batches):
+    mixed = MixedReplay(buffer(0), [buffer(1)], [1 - ratio, ratio])
+    share = 1 - mixed.ratios[0]
+    assert abs(share - Fraction(ratio)) < Fraction(ratio) / 10**12
+    given_out = 0
+    for _ in range(batches):
+        (_, second), mixed._owed = mixed._shares(batch_size)
+        given_out += second
+    assert abs(given_out - share * batch_size * batches) < 1
+    other = MixedReplay(buffer(0), [buffer(1)], [1 - ratio, ratio])
+    other.load_state_dict(through_file(mixed.state_dict()))
+    assert other._shares(batch_size) == mixed._shares(batch_size)
+
+
+def test_ratios_that_leave_nothing_for_the_first_buffer_are_refused():
+    with pytest.raises(ValueError, match="leave nothing for the first buffer; they must sum to 1"):
+        MixedReplay(buffer(0), [buffer(1)], [1e-6, 1.0])
+    for wrong in (math.nan, math.inf, 0.0):
+        with pytest.raises(ValueError, match="must be 2 positive numbers, one for a buffer"):
+            MixedReplay(buffer(0), [buffer(1)], [0.5, wrong])

@@ -53,3 +53,13 @@ def test_no_probability_is_lost_where_rho_starts_at_nothing(schedule: str) -> No
         rho, phi = sampler.probabilities(storage)
         assert rho + phi == pytest.approx(0.4)
         assert rho > before[0] or before[0] == 0.4
+
+
+def test_as_many_successes_as_value_demonstrations_move_all_of_phi() -> None:
+    """A sum of ten times 0.1 is below 1 as a floating-point number."""
+    for number in range(1, 300):
+        annealing, moved = DemonstrationAnnealing(number, "current"), 0.0
+        for success in range(1, number + 1):
+            assert moved < 1.0
+            moved = annealing.moved(moved, success, number)
+        assert moved == 1.0

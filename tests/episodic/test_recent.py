@@ -184,3 +184,30 @@ def test_recent_windows_beside_prioritized_ones() -> None:
     assert (inner.table.priorities[first] == 7.0).all()
     buffer.empty()
     assert inner.table.count == 0
+
+
+def test_a_decimal_share_is_not_rounded_up_by_a_window() -> None:
+    """0.07 * 100 is 7.000000000000001 as a floating-point number."""
+    sampler = RecentSampler(recent_data_steps=1)
+    writer = ring(400, 1, sampler)
+    for _ in range(300):
+        write(writer)
+    for percent in range(1, 101):
+        sampler.recent_data_ratio = percent / 100
+        for count in (1, 3, 50, 100, 128, 200):
+            expected = -(-count * percent // 100)
+            assert sampler._recent(writer.writer, count, 1) == expected, (percent, count)
+
+
+def test_enough_beginnings_are_counted_without_rounding() -> None:
+    """A buffer of 100 beginnings gives as many of the newest 7 by even draws, so that none is drawn apart."""
+    sampler = RecentSampler(recent_data_steps=7, recent_data_ratio=0.07)
+    buffer = ring(400, 1, sampler)
+    for _ in range(100):
+        write(buffer)
+    assert sampler._recent(buffer.writer, 100, 1) == 0
+    write(buffer)
+    assert sampler._recent(buffer.writer, 100, 1) == 7
+    with pytest.raises(ValueError, match="recent_data_ratio must be between 0 and 1, got 2"):
+        sampler.recent_data_ratio = 2
+    assert sampler.recent_data_ratio == 0.07

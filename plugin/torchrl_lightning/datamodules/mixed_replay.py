@@ -4,6 +4,7 @@ from __future__ import annotations
 
 __all__ = ["MixedReplay"]
 
+import math
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from operator import itemgetter
@@ -16,10 +17,13 @@ from tensordict.utils import NestedKey
 from torchrl_lightning._compat import new_tensordict
 from torchrl_lightning.entries import is_tensordict, level_of
 from torchrl_lightning.keys import SOURCE
+from torchrl_lightning.ranges import exact_ratio
 from torchrl_lightning.replay import ExperienceBuffer
-from torchrl_lightning.state import LARGEST, sequence, whole, wrong
+from torchrl_lightning.state import sequence, whole, wrong
 from torchrl_lightning.stated import Handed, Kept, Stated
 from torchrl_lightning.trust import Nameable
+
+WIDEST = 1 << 2000  # the denominator of a ratio with many digits exceeds 64 bits
 
 
 class MixedReplay(Stated, Nameable):
@@ -55,13 +59,15 @@ class MixedReplay(Stated, Nameable):
 
     def __init__(self, buffer: ExperienceBuffer, others: Sequence[ExperienceBuffer], ratios: Sequence[float]) -> None:
         self.buffers = [buffer, *others]
-        self.ratios = [Fraction(ratio).limit_denominator(1_000_000) for ratio in ratios]
-        if len(self.ratios) != len(self.buffers) or min(self.ratios) <= 0:
+        if len(ratios) != len(self.buffers) or not all(0 < ratio < math.inf for ratio in ratios):
             raise ValueError(f"ratios={list(ratios)} must be {len(self.buffers)} positive numbers, one for a buffer.")
+        self.ratios = list(map(exact_ratio, ratios))
         total = float(sum(self.ratios))
         if abs(total - 1) > 1e-5:
             raise ValueError(f"ratios={list(ratios)} sum to {total:g}; they must sum to 1.")
         self.ratios[0] = 1 - sum(self.ratios[1:], Fraction(0))
+        if self.ratios[0] <= 0:
+            raise ValueError(f"ratios={list(ratios)} leave nothing for the first buffer; they must sum to 1.")
         self._owed = [Fraction(0)] * len(self.buffers)
 
     def _shares(self, batch_size: int) -> tuple[list[int], list[Fraction]]:
@@ -139,8 +145,8 @@ class MixedReplay(Stated, Nameable):
         for each in value:
             if not isinstance(each, list | tuple) or len(each) != 2:
                 raise wrong(each, f"an entry of {name}", "a numerator and a denominator")
-            whole(-LARGEST)(each[0], f"a numerator in {name}")
-            whole(1)(each[1], f"a denominator in {name}")
+            whole(-WIDEST, WIDEST)(each[0], f"a numerator in {name}")
+            whole(1, WIDEST)(each[1], f"a denominator in {name}")
         return [Fraction(*each) for each in value]
 
 

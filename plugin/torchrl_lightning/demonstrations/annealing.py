@@ -54,7 +54,8 @@ class DemonstrationAnnealing(Nameable):
         """
         if self.schedule == "linear":
             return min(1.0, successes / self.value_capacity) if self.value_capacity else 1.0
-        return min(1.0, before + 1 / num_value) if num_value else before
+        moved = before + 1 / num_value if num_value else before
+        return moved if moved < 1 - 1e-9 else 1.0  # a sum of n terms 1 / n may miss 1 by rounding
 
     def places(self, successes: int) -> int:
         """Return how many value demonstrations may be kept after so many successes."""

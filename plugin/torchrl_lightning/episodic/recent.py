@@ -4,7 +4,6 @@ from __future__ import annotations
 
 __all__ = ["RecentSampler"]
 
-import math
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_lightning.kernels import windows
 from torchrl_lightning.kernels.compiled import jitted
-from torchrl_lightning.ranges import fraction, integer
+from torchrl_lightning.ranges import exact_ratio, fraction, integer
 from torchrl_lightning.replay.draws import Own, uniform
 from torchrl_lightning.replay.prioritized import PrioritizedSampler
 from torchrl_lightning.replay.rings import NO_INDEX
@@ -85,7 +84,7 @@ class RecentSampler(SequenceSampler):
         if generator is not None:
             self.generator = generator
         self.recent_data_steps = integer(recent_data_steps, "recent_data_steps")
-        self.recent_data_ratio = fraction(recent_data_ratio, "recent_data_ratio")
+        self.recent_data_ratio = recent_data_ratio
         self.with_replacement = with_replacement
         self.num_earliest_frames_ignored = integer(num_earliest_frames_ignored, "num_earliest_frames_ignored", 0)
         if prioritized is not None:
@@ -95,6 +94,16 @@ class RecentSampler(SequenceSampler):
                     "The prioritized sampler must be built with a batch_length and "
                     f"num_earliest_frames_ignored={self.num_earliest_frames_ignored}, got {found[0]} and {found[1]}."
                 )
+
+    @property
+    def recent_data_ratio(self) -> float:
+        """Which share of a batch is drawn among the newest steps."""
+        return self._recent_data_ratio
+
+    @recent_data_ratio.setter
+    def recent_data_ratio(self, ratio: float) -> None:
+        self._recent_data_ratio = fraction(ratio, "recent_data_ratio")
+        self._share = exact_ratio(self._recent_data_ratio).as_integer_ratio()
 
     @property
     def generator(self) -> torch.Generator:
@@ -150,9 +159,11 @@ class RecentSampler(SequenceSampler):
 
     def _recent(self, writer: RingWriter, count: int, steps: int) -> int:
         """Return how many of so many windows are to be drawn among the newest steps."""
-        beginnings = float(writer.filled.double().mean()) - (steps - 1 + self.num_earliest_frames_ignored)
-        enough = beginnings * self.recent_data_ratio > self.recent_data_steps
-        return math.ceil(count * self.recent_data_ratio) if enough else 0
+        part, whole = self._share
+        filled, envs = writer.filled, len(writer.filled)
+        beginnings = int(filled.sum()) - (steps - 1 + self.num_earliest_frames_ignored) * envs
+        enough = beginnings * part > self.recent_data_steps * envs * whole
+        return -(-count * part // whole) if enough else 0
 
     def _draw_evenly(self, writer: RingWriter, newest: int, cells: Ints, mask: NDArray[np.bool_]) -> None:
         """Fill windows, ``[n, T]``, that begin among so many of the newest beginnings."""
