@@ -2,12 +2,65 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+import pickle
+from collections.abc import Mapping
+from contextvars import ContextVar
 from multiprocessing.context import get_spawning_popen
 from multiprocessing.reduction import ForkingPickler
-from typing import Any
+from typing import Any, Self, cast
 
+import cloudpickle
 import torch
+
+_BY_VALUE: ContextVar[frozenset[int]] = ContextVar("parts that are being pickled by value", default=frozenset())
+
+
+class PickledByValue:
+    """Pickle a part by cloudpickle if its user gave it functions that other processes cannot import, as lambdas."""
+
+    def _user_values(self) -> Mapping[str, Any]:
+        """Return the values that a user gave and that may be such functions, by name."""
+        return {name: value for name, value in vars(self).items() if callable(value) and not name.startswith("_")}
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        parts = _BY_VALUE.get()
+        if id(self) in parts or all(map(_is_picklable, self._user_values().values())):
+            return super().__reduce_ex__(protocol)
+        token = _BY_VALUE.set(parts | {id(self)})
+        try:
+            for name, value in self._user_values().items():
+                try:
+                    cloudpickle.dumps(value)
+                except Exception as error:
+                    reason = str(error).split("\n")[0]
+                    raise TypeError(
+                        f"{type(self).__name__} cannot be pickled because of {name}={type(value).__name__}: {reason}. "
+                        "Give a function that builds it, or its name."
+                    ) from error
+            return cloudpickle.loads, (cloudpickle.dumps(self),)
+        finally:
+            _BY_VALUE.reset(token)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        make, arguments, state, *_ = cast(Any, super().__reduce_ex__(4))  # functions are not copied
+        copied: Self = make(*arguments)
+        memo[id(self)] = copied
+        state = copy.deepcopy(state, memo)
+        if isinstance(copied, torch.nn.Module):
+            copied.__setstate__(state)
+        else:
+            vars(copied).update(state)
+        return copied
+
+
+def _is_picklable(value: Any) -> bool:
+    try:
+        ForkingPickler.dumps(value) if is_spawning() else pickle.dumps(value)
+    except Exception:  # functions, modules, and processes raise each their own
+        return False
+    return True
 
 
 class _Shown:

@@ -15,8 +15,10 @@ from tensordict import TensorDict
 from cli.commands import TINY, last_line
 from kit.files import logged
 from kit.runs import trainer
+from kit.states import differences
 from kit.store import composed
 from torchrl_lightning import MLPNetwork, OnPolicyDataModule, PPOModule
+from torchrl_lightning._hydra import instantiate
 from torchrl_lightning.cli.names import folder_name, recorded_command
 from torchrl_lightning.cli.train import load_weights, summary
 
@@ -191,3 +193,21 @@ def test_torchs_threads_and_numpys_are_as_many_as_the_run_says(monkeypatch):
             command.use_threads(number)
             assert (torch.get_num_threads(), numpys()) == (number, {number})
     assert (torch.get_num_threads(), numpys()) == before
+
+
+def test_the_datamodule_of_a_run_is_rebuilt_from_its_checkpoint(trained):
+    folder, _ = trained
+    path = folder / "checkpoints" / "last.ckpt"
+    stored = torch.load(path, weights_only=True)
+    assert stored["datamodule_hyper_parameters"]["mini_batch_size"] == 64
+    original = instantiate(stored["config"]["data"])
+    given = {"env": original.env, "buffer": original.make_buffer}
+    assert set(stored["OnPolicyDataModule"]["to_give"]) == set(given)
+    with pytest.raises(TypeError, match="lacks env=, buffer=: "):
+        OnPolicyDataModule.load_from_checkpoint(path)
+    rebuilt = OnPolicyDataModule.load_from_checkpoint(path, **given)
+    rebuilt.setup("fit")
+    assert (rebuilt.frames, rebuilt.num_envs, rebuilt.seed, rebuilt.num_epochs) == (512, 4, 3, 2)
+    state = stored["OnPolicyDataModule"]["ranks"][0]["buffer"]
+    assert not differences(rebuilt.buffer.state_dict(), state)
+    rebuilt.close()

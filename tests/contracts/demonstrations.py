@@ -14,7 +14,7 @@ from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torchrl.data import Categorical, Composite, Unbounded
 
-from contracts.part import SAVED, Part, Refusal, Unfiled
+from contracts.part import Part, Refusal, Unfiled
 from kit.demonstrations import demo, names, rewarded
 from kit.seeds import generator
 from kit.states import GONE
@@ -210,7 +210,6 @@ DEMONSTRATIONS = {
         make=ppod,
         fill=mine,
         ask=learn,
-        ways=SAVED,
         within=tuple(("demonstrations", name) for name in ("rollouts", "writer", "replay", "miners", "is_tracked")),
         empty=(RuntimeError, "empty"),
         refuses=(

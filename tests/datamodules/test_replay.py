@@ -34,6 +34,19 @@ def expected_frames(update, ratio, warmup=40, frames_per_batch=2):
     return math.ceil((warmup + update * Fraction(ratio)) / frames_per_batch) * frames_per_batch
 
 
+@pytest.mark.parametrize(
+    ("ratio", "updates", "frames"),
+    [(1e-7, 10**7, 1), (0.1234567, 10**12, 123_456_700_000), (1 / 3, 3 * 10**17, 10**17), (0.1, 10**17, 10**16)],
+)
+def test_any_ratio_asks_for_new_frames_in_the_end(ratio, updates, frames):
+    """Without rounding, so that a small ratio is not none, and a long run does not drift."""
+    data = replay_data(frames_per_update=ratio, warmup_frames=0)
+    data.updates, data._clock.frames = updates, frames
+    assert not data._waits_for_frames()
+    data.updates += 1
+    assert data._waits_for_frames()
+
+
 @pytest.mark.parametrize(("ratio", "exact"), [(1.0, "1"), (0.1, "1/10"), (1 / 3, "1/3"), (3.7, "37/10")])
 def test_the_ratio_of_frames_to_updates_is_exact(ratio, exact, tmp_path):
     data = replay_data(frames_per_update=ratio, updates_per_epoch=31)

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 from torchrl.data import SamplerWithoutReplacement, TensorDictReplayBuffer
@@ -82,3 +85,14 @@ def test_padded_rollouts_are_refused() -> None:
     with pytest.raises(ValueError, match="2 padded steps"):
         buffer.insert_data_slice(data)
     assert buffer.step == 5
+
+
+@pytest.mark.parametrize("change", [copy.deepcopy, lambda storage: pickle.loads(pickle.dumps(storage))])
+def test_a_copy_is_a_view_of_its_own_cells_and_keeps_added_entries(change) -> None:
+    buffer = holding(GAEBuffer(5), make_rollout(seed=0))
+    buffer.rollout["advantage"] = torch.ones(5, 3, 1)
+    storage = change(buffer.storage)
+    assert set(storage.added()) == {"advantage"}
+    storage.rollout["next", "reward"].fill_(7.0)
+    assert (storage.data["next", "reward"][:5] == 7.0).all()
+    assert (buffer.rollout["next", "reward"] != 7.0).all()

@@ -64,11 +64,16 @@ def check_fingerprint(stored: Mapping[str, Any], here: Mapping[str, Any]) -> Non
             f"environment differs: {differs}. Resume with the environment that the checkpoint was written with."
         )
     for name in {**stored, **here}:
-        if stored.get(name) != here.get(name):
+        if _listed(stored.get(name)) != _listed(here.get(name)):
             raise ValueError(
                 f"the checkpoint was written with {name}={stored.get(name)!r}, but this run has "
                 f"{name}={here.get(name)!r}. Resume with the settings of the checkpoint."
             )
+
+
+def _listed(value: Any) -> Any:
+    """Return a value with lists in the place of tuples, which files do not tell apart."""
+    return list(map(_listed, value)) if isinstance(value, list | tuple) else value
 
 
 def _shown(value: Any) -> str:

@@ -36,6 +36,7 @@ from torchrl_lightning.datamodules.frames import FrameClock
 from torchrl_lightning.datamodules.learner import acting
 from torchrl_lightning.datamodules.loaders import LoadersDataModule
 from torchrl_lightning.datamodules.normalization import Normalization
+from torchrl_lightning.datamodules.rebuilding import TO_GIVE, RebuildableDataModule
 from torchrl_lightning.datamodules.run_state import RunState
 from torchrl_lightning.datamodules.shares import envs_of_rank, share_of
 from torchrl_lightning.environments import EnvironmentSpecs, spawn_seed
@@ -55,7 +56,7 @@ logger = logging.getLogger(__name__)
 STATE_VERSION, STATE = 2, {"fingerprint": mapping, "ranks": sequence, "normalization": mapping}
 
 
-class ExperienceDataModule(Settings, LoadersDataModule):
+class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
     """Own the environment, the collector and the count of environment frames of a run.
 
     The LightningModule owns policy, losses and optimizers. It has a ``policy`` (a TensorDict module that writes the
@@ -139,6 +140,7 @@ class ExperienceDataModule(Settings, LoadersDataModule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._store_settings()
         check_builds(self.make_buffer)
         self._run = RunState(self)
         check_frames(self.frames_per_batch, self.envs_per_worker, self.reset_at_each_batch)
@@ -219,6 +221,8 @@ class ExperienceDataModule(Settings, LoadersDataModule):
                 self._clock.announce(self.frames_per_batch * self.world_size)
                 self._environments.check_evaluation()
             self._build_parts()
+            self._is_set_up = True
+            self._restore_held()
             list(self.check_fit(self._learner))
 
     def check_fit(self, learner: Any = None) -> Iterator[str]:
@@ -261,8 +265,12 @@ class ExperienceDataModule(Settings, LoadersDataModule):
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that a resumed run needs, from all ranks, as tensors and scalars."""
+        if self._held is not None:
+            return dict(self._held)
         return {
             "schema_version": STATE_VERSION,
+            TO_GIVE: list(self._to_give),
+            "seed": self.seed,
             "fingerprint": self.fingerprint(),
             "specs": specs_state(self._environments.specs),
             "normalization": self._normalization.statistics(),
@@ -272,16 +280,22 @@ class ExperienceDataModule(Settings, LoadersDataModule):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore counters, generators and what there is of a buffer; the collector follows when it is needed first.
 
-        For an evaluation restore the count of frames alone, on any number of ranks.
+        Before ``setup("fit")`` the state is kept until then; counters, and statistics to evaluate with, are restored at
+        once. For an evaluation restore the count of frames alone, on any number of ranks.
 
         Raises:
             ValueError: It comes from another environment, buffer, number of ranks or state version.
             FileNotFoundError: A buffer that was kept beside the checkpoint is gone.
         """
+        evaluates = self.trainer is not None and self.trainer.state.fn not in (None, TrainerFn.FITTING)
+        if not (self._is_set_up or evaluates):
+            check_state(state, STATE, "experience", STATE_VERSION)
+            self._hold(state, ExperienceDataModule.fingerprint(self))
+            return
         self.check_state(state)
         for load, statistics in self._statistics(state):
             copy.deepcopy(load)(statistics)  # of a copy, which refuses them before anything changes
-        if self.trainer is not None and self.trainer.state.fn not in (None, TrainerFn.FITTING):  # it evaluates
+        if evaluates:
             self._clock = FrameClock(self.total_frames, self.state_frames(state))
         else:
             own = state_of_rank(state["ranks"], self._rank, self.world_size)

@@ -114,6 +114,10 @@ class RunEnvironments:
             finally:
                 close_environment(env)
 
+    def __getstate__(self) -> dict[str, Any]:
+        # An environment is built anew, as its processes and simulators cannot be copied; a ready one is the user's.
+        return {**vars(self), "_built": self._built if self._built is self.env else None}
+
     def close(self) -> None:
         """Close what was built here: a ready environment is closed by whoever made it."""
         self.goals.close()

@@ -120,6 +120,13 @@ class Feed:
             if collector is not None:
                 collector.shutdown()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a resumed run would have: a collector cannot be copied, and its copy continues from its state."""
+        if self.collector is None:
+            return dict(vars(self))
+        fresh = vars(type(self)(*self._sums))
+        return {**fresh, "_kept": self.kept, "_is_resumed": True, "_rng": self.rng}
+
     # ------------------------------------------------------------------ what a checkpoint holds
 
     @property

@@ -149,6 +149,12 @@ class OnPolicyDataModule(UpdatesDataModule):
         self._place = self._place if self.buffer is not None and "buffer" in own else None
         self._resumed = self._place
 
+    def _restore_held(self) -> None:
+        is_held = self._held is not None
+        super()._restore_held()
+        if is_held:  # without Lightning's own counters, the next epoch begins with a new rollout
+            self._place = self._resumed = None
+
     def _epoch(self) -> Iterator[TensorDictBase | UpdateBatches]:
         module, buffer = self._module(), self.buffer
         trainer: Any = self.trainer

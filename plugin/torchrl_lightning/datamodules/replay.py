@@ -27,10 +27,11 @@ from torchrl_lightning.datamodules.sources import BatchSource, RowStore, build_s
 from torchrl_lightning.datamodules.steps import LentSteps, Steps, check_resets, plain_batch, read_batch, steps_in
 from torchrl_lightning.datamodules.updates_per_step import UpdatesDataModule
 from torchrl_lightning.demonstrations.dataset import dataset_path
+from torchrl_lightning.entries import nested_keys
 from torchrl_lightning.environments.origins import cut_off
 from torchrl_lightning.files import check_writable
 from torchrl_lightning.fitting import require_fit
-from torchrl_lightning.ranges import integer, not_negative, optional, positive
+from torchrl_lightning.ranges import exact_ratio, integer, not_negative, optional, positive
 from torchrl_lightning.ranks import of_first_rank
 from torchrl_lightning.replay import ExperienceBuffer
 from torchrl_lightning.replay.episode_transform import tell, transforms_in
@@ -41,6 +42,11 @@ from torchrl_lightning.stated import Kept
 from torchrl_lightning.updates import UpdateBatches
 
 logger = logging.getLogger(__name__)
+
+
+def _no_keys(batch: TensorDictBase) -> Sequence[NestedKey]:
+    """Return the keys that a learner rewrites that rewrites none."""
+    return ()
 
 
 class ReplayBufferFactory(Protocol):
@@ -119,6 +125,7 @@ class ReplayDataModule(UpdatesDataModule):
 
     serves, leaves_resets_out = "replay", True
     HOOKS = ReplayHooks
+    NOT_IN_FILES = (*UpdatesDataModule.NOT_IN_FILES, "dataset", "buffer_dir")
     learner_for_it = "model=dqn (DQNModule)"
     RUN_STATE = {
         **UpdatesDataModule.RUN_STATE,
@@ -131,6 +138,7 @@ class ReplayDataModule(UpdatesDataModule):
         collects = self.dataset is None or self.dataset_share is not None
         if self.dataset_share is not None:
             self.make_source = BesideData(self.make_buffer, self.dataset_share, self.dataset, self.make_source)
+        self.write_back = None if self.write_back is None else nested_keys(self.write_back)
         frames, warmup = (1.0, 1000) if collects else (0.0, 0)
         self.frames_per_update = frames if self.frames_per_update is None else self.frames_per_update
         self.warmup_frames = warmup if self.warmup_frames is None else self.warmup_frames
@@ -143,7 +151,7 @@ class ReplayDataModule(UpdatesDataModule):
         self.frames_per_batch = self.envs_per_worker if self.frames_per_batch is None else self.frames_per_batch
         super().__post_init__()
         # A fraction: as a floating-point number 30 * 0.1 exceeds 3, which would ask for a fourth frame.
-        self._ratio = Fraction(self.frames_per_update).limit_denominator(1_000_000)
+        self._ratio = exact_ratio(self.frames_per_update)
         self.updates = 0
         """Updates whose batch was drawn."""
         self._refilled = 0  # frames that are collected anew, because a checkpoint held no buffer
@@ -158,7 +166,7 @@ class ReplayDataModule(UpdatesDataModule):
         self._is_drawn = False  # whether a batch is on its way to the module
         self._served: TensorDictBase | None = None  # the batch that is being learned from
         self._resumed: TensorDictBase | None = None  # the one that a resumed run begins with
-        self._rewritten: Callable[[Any], Sequence[NestedKey]] = lambda batch: ()  # keys that the learner rewrites
+        self._rewritten: Callable[[Any], Sequence[NestedKey]] = _no_keys  # that the learner rewrites
         self._gamma, self._ranks = 0.99, 1
         self._seconds: dict[str, float] = {}  # of this epoch
         self._snapshot: dict[str, Any] | None = None  # the state written last, as long as it is the present one
@@ -394,6 +402,10 @@ class ReplayDataModule(UpdatesDataModule):
 
     # ------------------------------------------------------------------ state
 
+    def __getstate__(self) -> dict[str, Any]:
+        # The learner is attached again by setup(); the steps are the collector's memory.
+        return {**super().__getstate__(), "_rewritten": _no_keys, "_lent": None}
+
     def fingerprint(self, learner: Any = None) -> dict[str, Any]:
         """Add the kind and capacity of the buffer, and what the ratio of frames to updates depends on."""
         buffer = self._any_buffer(learner)
@@ -404,7 +416,7 @@ class ReplayDataModule(UpdatesDataModule):
             "capacity": int(buffer.storage.max_size),
             "n_steps": buffer.n_steps,
             "gamma": buffer.gamma if buffer.n_steps > 1 else 0.99,  # nothing that is read depends on it
-            "frames_per_update": str(self._ratio),
+            "frames_per_update": str(Fraction(self.frames_per_update).limit_denominator(1_000_000)),
             "warmup_frames": self.warmup_frames,
         }
 

@@ -19,6 +19,7 @@ from torchrl_lightning.learn.by_hand import HandGradients, UpdatesByHand
 from torchrl_lightning.learn.flat_parameters import OptimizedParameters, settled_parameters
 from torchrl_lightning.learn.reports import ReportingModule
 from torchrl_lightning.learn.schedules import ConstantSchedule, Schedule, as_schedule, progress_of
+from torchrl_lightning.parts import PickledByValue
 from torchrl_lightning.seal import check_seal, seal
 from torchrl_lightning.settings import Positive, Settings, setting
 
@@ -38,7 +39,7 @@ def makes_optimizers(value: Any, name: str) -> Any:
 OptimizerFactory = Annotated[Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer], makes_optimizers]
 
 
-class AgentModule(Settings, ReportingModule):
+class AgentModule(PickledByValue, Settings, ReportingModule):
     """An agent whose networks are built from a DataModule's specs.
 
     Args:

@@ -239,6 +239,15 @@ class RolloutStorage(Stated, StorageBase):
             if key not in self.schema or value.data_ptr() != stored.get(key).data_ptr()
         }
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A pickled view is no view of the pickled cells: it is made again, with the entries that were added to it.
+        return {**super().__getstate__(), "_rollout": {} if self._rollout is None else self.added()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__({**state, "_rollout": None})
+        for key, value in state["_rollout"].items():
+            self.rollout.set(key, value)
+
     @property
     def _filled(self) -> dict[str, Any] | None:
         return None if self.data is None else self.data[: self.num_steps].to_dict()

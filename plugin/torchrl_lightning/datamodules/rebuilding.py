@@ -1,0 +1,217 @@
+"""DataModules that can be pickled, and rebuilt from a checkpoint with the plain settings of their run."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from enum import Enum
+from typing import Any, ClassVar, Self, cast
+
+import lightning as L
+import numpy as np
+import torch
+from lightning.pytorch.core.saving import load_hparams_from_yaml
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+
+from torchrl_lightning.datamodules.arguments import check_fingerprint
+from torchrl_lightning.parts import PickledByValue
+from torchrl_lightning.ranks import state_of_rank
+from torchrl_lightning.suggestions import did_you_mean
+from torchrl_lightning.trust import LARGEST, check_config
+
+TO_GIVE = "to_give"
+"""Where a state keeps the names of the arguments that its settings lack."""
+_NOT_PLAIN: Any = object()
+
+
+class RebuildableDataModule(PickledByValue):
+    """Keep the plain arguments of a DataModule in ``hparams``, and rebuild one from them.
+
+    Plain are numbers, texts, flags, None, and lists and dicts of these. ``hparams`` holds them as they were given, also
+    those of a subclass with a constructor of its own. A checkpoint stores them, and :meth:`load_from_checkpoint` builds
+    with them; nothing else reads them.
+    """
+
+    NOT_IN_FILES: ClassVar[tuple[str, ...]] = ("env", "eval_env")
+    """Arguments that no checkpoint sets, because they may name modules and folders."""
+
+    _is_set_up = False
+    _held: dict[str, Any] | None = None
+    """A state that waits for ``setup``."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "__init__" in vars(cls):
+            cls.__init__ = _recorded(cls.__init__)  # type: ignore[method-assign]
+
+    def _store_settings(self) -> None:
+        """Fill ``hparams`` from the arguments of the outermost constructor, and note which arguments they lack."""
+        arguments = vars(self).pop("_arguments")
+        parameters = inspect.signature(type(self).__init__).parameters
+        hparams = {name: _plain(value) for name, value in arguments.items() if name not in self.NOT_IN_FILES}
+        hparams = {name: value for name, value in hparams.items() if value is not _NOT_PLAIN}
+        self._to_give = [
+            name
+            for name, value in arguments.items()
+            if name not in hparams and (name not in parameters or value is not parameters[name].default)
+        ]
+        # The outermost frame belongs to no constructor, whose arguments Lightning would collect and compare.
+        *_, frame = _frames()
+        cast(L.LightningDataModule, self).save_hyperparameters(hparams, logger=False, frame=frame)
+
+    @classmethod
+    def load_from_checkpoint(
+        cls,
+        checkpoint_path: Any,
+        map_location: Any = None,
+        hparams_file: str | os.PathLike[str] | None = None,
+        weights_only: bool | None = None,
+        **kwargs: Any,
+    ) -> Self:
+        """Build a DataModule with the settings of a checkpoint's run, to continue where that run was.
+
+        The state is restored by ``setup("fit")``, when environment and buffer are built.
+
+        Args:
+            checkpoint_path: the checkpoint: a path, an address, or an open file.
+            map_location: where tensors are loaded; the CPU if None.
+            hparams_file: a YAML file with settings that replace those of the checkpoint.
+            weights_only: whether nothing but tensors and plain values is read; True if None.
+            kwargs: the arguments that a checkpoint does not hold: the environments, and the classes, functions, folders
+                and data sets that the run was given. Others replace the settings of the checkpoint.
+
+        Raises:
+            TypeError: an argument is missing or unknown.
+            ValueError: the checkpoint is another DataModule's or environment's, or its settings are not plain.
+        """
+        parameters = inspect.signature(cls.__init__).parameters
+        takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+        for name in kwargs:
+            if name not in parameters and not takes_any:
+                raise TypeError(f"{cls.__name__} has no setting {name!r}{did_you_mean(name, parameters)}")
+        is_path = isinstance(checkpoint_path, str | os.PathLike)
+        read: Callable[..., Any] = TorchCheckpointIO().load_checkpoint if is_path else torch.load
+        checkpoint = read(checkpoint_path, map_location=map_location or "cpu", weights_only=weights_only is not False)
+        state = checkpoint.get(cls.__qualname__)
+        if not isinstance(state, dict):
+            raise ValueError(
+                f"{checkpoint_path} holds no state of a {cls.__qualname__}; name the checkpoint of a run with one."
+            )
+        stored = checkpoint.get(cls.CHECKPOINT_HYPER_PARAMS_KEY, {})  # type: ignore[attr-defined]
+        stored = (
+            stored if hparams_file is None else load_hparams_from_yaml(os.fspath(hparams_file), use_omegaconf=False)
+        )
+        known = {
+            name: value
+            for name, value in stored.items()
+            if name not in kwargs and name not in cls.NOT_IN_FILES and (name in parameters or takes_any)
+        }
+        check_config(known, where=f"the settings in {checkpoint_path}")
+        required = [
+            name for name, each in list(parameters.items())[1:] if each.default is each.empty and _by_name(each)
+        ]
+        to_give = [name for name in state.get(TO_GIVE, ()) if name in parameters or takes_any]
+        if missing := [name for name in dict.fromkeys([*required, *to_give]) if name not in {*known, *kwargs}]:
+            raise TypeError(
+                f"{cls.__name__}.load_from_checkpoint lacks {', '.join(f'{name}=' for name in missing)}: checkpoints "
+                "hold no environments, classes, functions, folders and data sets. Give what the run was built with."
+            )
+        loaded = cls(**known, **kwargs)
+        cast(L.LightningDataModule, loaded).load_state_dict(state)
+        return loaded
+
+    def _hold(self, state: dict[str, Any], here: Mapping[str, Any]) -> None:
+        """Keep a state until ``setup``, when the learner, the buffer and the ranks are known; restore its counters.
+
+        Args:
+            state: That of a run with the same fingerprint.
+            here: The part of this run's fingerprint that is known already.
+        """
+        check_fingerprint({name: state["fingerprint"].get(name) for name in here}, here)
+        run = state_of_rank(state["ranks"][:1], 0, 1)
+        data = cast(Any, self)
+        values = data._run.read_state(run)
+        for load, statistics in data._statistics(state):
+            copy.deepcopy(load)(statistics)  # of a copy, which refuses them before anything changes
+        data.load_statistics(state)
+        data._run.put_state(values)
+        data.seed = state.get("seed") if data.seed is None else data.seed
+        self._held = state
+
+    def _restore_held(self) -> None:
+        """Restore the state that was loaded before ``setup``, if there is one."""
+        state, self._held = self._held, None
+        if state is not None:
+            cast(L.LightningDataModule, self).load_state_dict(state)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "trainer": None}  # as Lightning's modules, which are attached to a trainer again
+
+    def _user_values(self) -> dict[str, Any]:
+        values = {name: vars(self)[name] for name in self.NOT_IN_FILES if name in vars(self)}
+        return {name: value for name, value in values.items() if _plain(value) is _NOT_PLAIN} | {
+            **super()._user_values()
+        }
+
+
+def _recorded(init: Callable[..., None]) -> Callable[..., None]:
+    """Return a constructor that first records its arguments by name, unless that of a subclass has done so."""
+
+    @functools.wraps(init)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        if "_arguments" not in vars(self):
+            vars(self)["_arguments"] = _named(init, self, args, kwargs)
+        init(self, *args, **kwargs)
+
+    return __init__
+
+
+def _named(init: Callable[..., None], part: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return arguments by name, with defaults; none if the constructor will refuse them."""
+    signature = inspect.signature(init)
+    try:
+        bound = signature.bind(part, *args, **kwargs)
+    except TypeError:
+        return {}
+    bound.apply_defaults()
+    named: dict[str, Any] = {}
+    for name, value in list(bound.arguments.items())[1:]:
+        kind = signature.parameters[name].kind
+        if kind is inspect.Parameter.VAR_KEYWORD:
+            named.update(value)
+        elif kind is not inspect.Parameter.VAR_POSITIONAL:
+            named[name] = value
+    return named
+
+
+def _by_name(parameter: inspect.Parameter) -> bool:
+    return parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+
+
+def _frames() -> Iterator[Any]:
+    frame = inspect.currentframe()
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as a file holds it: a number, a text, a flag or None, or lists and dicts of these."""
+    value = value.item() if isinstance(value, np.generic) else value
+    if value is None or type(value) in (bool, float, str):
+        return value
+    if isinstance(value, int) and not isinstance(value, Enum):
+        return int(value) if abs(value) < LARGEST else _NOT_PLAIN
+    if isinstance(value, float | str) and not isinstance(value, Enum):
+        return float(value) if isinstance(value, float) else str(value)
+    if isinstance(value, Mapping):
+        made: Any = {key: _plain(each) for key, each in value.items()}
+        is_plain = all(type(key) is str and not key.startswith("_") for key in made)
+        return made if is_plain and _NOT_PLAIN not in made.values() else _NOT_PLAIN
+    if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray | memoryview | str):
+        made = [_plain(each) for each in value]
+        return _NOT_PLAIN if any(each is _NOT_PLAIN for each in made) else made
+    return _NOT_PLAIN
