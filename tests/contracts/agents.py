@@ -217,14 +217,16 @@ def on_policy(env: Any = "CartPole-v1", **settings: Any) -> Any:
     return OnPolicyDataModule(env, **{"num_envs": 4, "frames_per_batch": 64, "buffer": GAEBuffer, **settings})
 
 
+normalized = partial(on_policy, normalize_observation=True)
+
 FOREIGN: tuple[tuple[Callable[..., Any], dict[str, Any], str], ...] = (
     (on_policy, {"env": "Acrobot-v1"}, "environment differs: id: CartPole-v1 in the checkpoint, Acrobot-v1 here"),
     (on_policy, {"num_envs": 8}, "num_envs=4, but this run has num_envs=8"),
     (on_policy, {"frames_per_batch": 128}, "frames_per_batch=64, but this run has frames_per_batch=128"),
     (on_policy, {"buffer": VTraceBuffer}, "buffer='GAEBuffer', but this run has buffer='VTraceBuffer'"),
     (on_policy, {"normalize_observation": True}, "written with normalize_observation=False"),
-    (on_policy, {"normalize_clip": 3.0}, "written with normalize_clip=10.0"),
-    (on_policy, {"normalize_epsilon": 1e-4}, "written with normalize_epsilon=1e-08"),
+    (normalized, {"normalize_clip": 3.0}, "written with normalize_clip=10.0"),
+    (normalized, {"normalize_epsilon": 1e-4}, "written with normalize_epsilon=1e-08"),
     (replay_data, {"buffer": "simple"}, "buffer='ExperienceBuffer', but this run has buffer='SimpleReplayBuffer'"),
     (replay_data, {"buffer": "prioritized"}, "sampler='UniformSampler', but .* has sampler='PrioritizedSampler'"),
     (replay_data, {"buffer": "three steps"}, "n_steps=1, but this run has n_steps=3"),
