@@ -119,7 +119,8 @@ def test_hparams_hold_the_plain_settings_and_nothing_else(name: str) -> None:
 
 
 def test_hparams_are_the_arguments_as_they_were_given() -> None:
-    data = rollouts(total_frames=1e3, mini_batch_size=np.int64(32), normalize_clip=np.float64(3), seed=None)
+    sizes = {"total_frames": 1e3, "mini_batch_size": np.int64(32), "seed": None}
+    data = rollouts(**sizes, normalize_observation=True, normalize_clip=np.float64(3))
     given = {"total_frames": 1000, "mini_batch_size": 32, "num_mini_batch": None, "normalize_clip": 3.0, "seed": None}
     assert {name: data.hparams[name] for name in given} == given
     data = replay_data(write_back=("a", ("next", "b")), collector=print)

@@ -195,7 +195,7 @@ SEQUENCES: dict[str, Any] = {
         (8, 60, None),
         (8, 16, None),
         (8, 14, "batch_length=8 of .* before the first update each has made 7. Raise warmup_frames to 16"),
-        (SIZE // 2 + 1, 1000, "batch_length=201 of .* but the buffer holds 200 of each"),
+        (SIZE // 2 + 1, 1000, "batch_length must be at most .* 200, got 201"),
     ],
 )
 def test_windows_have_room_or_nothing_is_collected(

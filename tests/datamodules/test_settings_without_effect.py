@@ -67,7 +67,6 @@ REFUSED: dict[str, Any] = {
     "normalize_epsilon .* without normalize_observation or": replay(normalize_epsilon=0.1),
     "freeze_statistics .* without normalize_observation or": on_policy(data={"freeze_statistics": True}),
     "normalize_observation must name entries": on_policy(data={"normalize_observation": []}),
-    "frames_per_update must be at least": replay(frames_per_update=1e-7),
     "buffer_dir must be None with checkpoint_buffer='inside'": replay(buffer_dir="here"),
     "n_steps must be at most .* 8, got 9": replay(partial(buffer, n_steps=9)),
     "batch_length must be at most .* 8, got 9": replay(windows()),

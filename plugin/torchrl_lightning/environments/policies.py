@@ -125,12 +125,17 @@ def recurrent_primers(policy: object) -> list[TensorDictPrimer]:
         return []
     primers = get_primers_from_module(policy, warn=False)
     made: list[TensorDictPrimer] = [] if primers is None else list(getattr(primers, "transforms", [primers]))
-    if made and any(parameter.dtype is torch.float64 for parameter in policy.parameters()):
+    if made and is_double(policy):
         for primer in made:  # which knows nothing of its module's dtype
             specs = primer.primers = primer.primers.clone()
             for key, spec in list(specs.items(include_nested=True, leaves_only=True)):
                 specs[key] = spec.to(torch.float64) if spec.dtype.is_floating_point else spec
     return made
+
+
+def is_double(policy: object) -> bool:
+    """Return whether a policy has float64 parameters, so that it writes float64 actions."""
+    return isinstance(policy, nn.Module) and any(value.dtype is torch.float64 for value in policy.parameters())
 
 
 def acted(policy: Policy, step: TensorDictBase, device: torch.device, form: ActionFormat) -> TensorDictBase:
@@ -154,8 +159,10 @@ def acted(policy: Policy, step: TensorDictBase, device: torch.device, form: Acti
         raise ValueError(
             "The policy chose NaN actions: its weights are not finite. Look at the learning rate and the gradient norm."
         )
-    if form.is_box and form.is_natural and not torch.equal(bounded := form.to_environment(action), action):
-        written.set("action", bounded)
+    if form.is_box and form.is_natural and action.dtype is torch.float32:
+        bounded = form.to_environment(action)
+        if not torch.equal(bounded, action):
+            written.set("action", bounded)
     if written is not step:
         step.update(written if here == device else written.to(here))
     return step

@@ -34,7 +34,7 @@ from torchrl.envs.batched_envs import BatchedEnvBase
 from torchrl_lightning.entries import path_of
 from torchrl_lightning.environments.actions import ActionFormat, first_action, network_spec
 from torchrl_lightning.environments.copies import FreshActions
-from torchrl_lightning.environments.policies import recurrent_primers, rows_as
+from torchrl_lightning.environments.policies import is_double, recurrent_primers, rows_as
 from torchrl_lightning.environments.rename import WITHIN
 from torchrl_lightning.environments.specs import flat, layers
 from torchrl_lightning.environments.threads import close_environment, note_threads
@@ -118,7 +118,7 @@ def with_bookkeeping(env: EnvBase, policy: object, clip_actions: bool = False) -
     added: list[Transform] = [] if "is_init" in there else [InitTracker()]
     added += [primer for primer in recurrent_primers(policy) if not there.issuperset(primer.primers.keys(True, True))]
     form = replace(ActionFormat.of_spec(env.action_spec_unbatched), clip=clip_actions)
-    if not form.is_natural:  # `acted` has bounded the others
+    if not form.is_natural or is_double(policy):  # `acted` has bounded the others
         added.append(ActionConversion(form))
     for transform in added:
         env = TransformedEnv(env, transform, auto_unwrap=False)
