@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
-
-import torch
 
 
 class Fault(ValueError):
@@ -47,45 +43,6 @@ def require_stream(learner: Any, data: Any) -> None:
         f"{type(learner).__name__} does not learn from the {type(data).__name__}; choose a stream for it, such as "
         f"{learner.stream_for_it}, or a learner for this stream, such as {data.learner_for_it}."
     )
-
-
-def check_default_dtype() -> None:
-    """Validate torch's default dtype, in which layers are built; raise ValueError unless it is float32."""
-    dtype = torch.get_default_dtype()
-    if dtype is not torch.float32:
-        raise ValueError(
-            f"torch's default dtype must be torch.float32, got {dtype}: our networks compute in float32. Call "
-            "torch.set_default_dtype(torch.float32)."
-        )
-
-
-@contextmanager
-def float32_by_default() -> Iterator[None]:
-    """Build layers in float32 whatever torch's default dtype is, as those of a checkpoint are."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-def check_default_device() -> None:
-    """Validate torch's default device; raise ValueError unless it is the CPU, whose memory environments write."""
-    device = torch.get_default_device()
-    if device.type != "cpu":
-        raise ValueError(
-            f"torch's default device must be cpu, got {device}: environments write into memory of the CPU. Call "
-            "torch.set_default_device('cpu'), and choose where networks learn by Trainer(accelerator=...)."
-        )
-
-
-def check_gradients_allowed() -> None:
-    """Raise ValueError inside of ``torch.inference_mode()``, in which nothing can be learned."""
-    if torch.is_inference_mode_enabled():
-        raise ValueError(
-            "inference mode must be off for a fit, got torch.inference_mode() around it. Call fit outside of it."
-        )
 
 
 def check_precision(trainer: Any) -> None:

@@ -43,7 +43,7 @@ def test_moments_are_those_of_all_that_was_met() -> None:
 )
 def test_flags_and_empty_entries_need_no_moments(observation: dict[str, Any]) -> None:
     torch.manual_seed(0)
-    specs = specs_of(None, **observation)
+    specs = specs_of(Unbounded(1), **observation)
     rnd = RandomNetworkDistillation(MLPNetwork([4])).build(specs)
     data = TensorDict({"next": specs.observation.expand(5, 2).rand()}, [5, 2])
     rnd.annotate(data)
@@ -53,7 +53,7 @@ def test_flags_and_empty_entries_need_no_moments(observation: dict[str, Any]) ->
 
 def test_an_observation_without_numbers_is_refused() -> None:
     with pytest.raises(ValueError, match="must hold numbers for random network distillation"):
-        RandomNetworkDistillation(MLPNetwork([4])).build(specs_of(None, nothing=Unbounded((0,))))
+        RandomNetworkDistillation(MLPNetwork([4])).build(specs_of(Unbounded(1), nothing=Unbounded((0,))))
 
 
 def test_training_makes_the_familiar_dull_and_leaves_the_novel() -> None:

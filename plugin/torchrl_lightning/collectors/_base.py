@@ -16,10 +16,10 @@ from torchrl_lightning.environments.policies import Policy, check_policy, dotted
 from torchrl_lightning.environments.seeds import check_seed
 from torchrl_lightning.environments.specs import EnvironmentSpecs, environment_specs
 from torchrl_lightning.environments.vector_env import make_vector_env
-from torchrl_lightning.fitting import check_default_device
 from torchrl_lightning.ranges import budget, integer
 from torchrl_lightning.state import check_state, tensor, whole
 from torchrl_lightning.stated import Fixed, Kept, Stated
+from torchrl_lightning.torch_defaults import check_default_device
 
 
 def _by_dotted_name(states: Mapping[NestedKey, Tensor]) -> dict[str, Tensor]:

@@ -48,12 +48,13 @@ from torchrl_lightning.environments.normalization import EPSILON
 from torchrl_lightning.environments.seeds import check_seed
 from torchrl_lightning.environments.specs import specs_state
 from torchrl_lightning.environments.threads import kept_threads
-from torchrl_lightning.fitting import check_default_device, check_precision, learning_dtype, require_stream
+from torchrl_lightning.fitting import check_precision, learning_dtype, require_stream
 from torchrl_lightning.ranges import budget, optional
 from torchrl_lightning.ranks import gathered, state_of_rank
 from torchrl_lightning.settings import Count, Positive, Settings, Switch, among, setting
 from torchrl_lightning.state import check_state, flag, generator, mapping, sequence, whole
 from torchrl_lightning.stated import Entry, Kept, Nested
+from torchrl_lightning.torch_defaults import check_default_device
 
 logger = logging.getLogger(__name__)
 

@@ -138,6 +138,7 @@ class RebuildableDataModule(PickledByValue):
             copy.deepcopy(load)(statistics)  # of a copy, which refuses them before anything changes
         data.load_statistics(state)
         data._run.put_state(values)
+        data._environments.restore_clipping(state.get("specs", {}), evaluates=False)
         data.seed = state.get("seed") if data.seed is None else data.seed
         self._held = state
 

@@ -16,7 +16,8 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.callbacks.spike import SpikeDetection
 
 from torchrl_lightning.datamodules.learner import BuildsNetworks
-from torchrl_lightning.fitting import MisfitError, check_default_device, check_gradients_allowed
+from torchrl_lightning.fitting import MisfitError
+from torchrl_lightning.torch_defaults import check_default_device, check_gradients_allowed
 
 _FOR_MANUAL_OPTIMIZATION: dict[type[Callback], str] = {
     GradientAccumulationScheduler: "Take larger mini-batches",

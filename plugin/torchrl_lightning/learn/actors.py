@@ -21,11 +21,11 @@ from torchrl.modules import ProbabilisticActor, ValueOperator
 from torchrl_lightning._modules import hold
 from torchrl_lightning.entries import path_of
 from torchrl_lightning.environments.masks import action_mask, allowed_values
-from torchrl_lightning.fitting import check_default_dtype
 from torchrl_lightning.keys import ACTION_MASK, BOOKKEEPING, FEATURES
 from torchrl_lightning.learn.action_heads import ActionHead, Parameters, build_head
 from torchrl_lightning.learn.compiled_layers import CompiledLayers, defines_both
 from torchrl_lightning.learn.networks import MLPNetwork, Network, mlp, orthogonal
+from torchrl_lightning.torch_defaults import check_default_dtype
 
 _DETERMINISTIC = {InteractionType.RANDOM: False, InteractionType.DETERMINISTIC: True}
 

@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 
-from torchrl_lightning.fitting import check_default_dtype, check_precision, require_fit
+from torchrl_lightning.fitting import check_precision, require_fit
 from torchrl_lightning.keys import ACTION_MASK
 from torchrl_lightning.learn.adam import LeanAdam
 from torchrl_lightning.learn.by_hand import HandGradients, UpdatesByHand
@@ -22,6 +22,7 @@ from torchrl_lightning.learn.schedules import ConstantSchedule, Schedule, as_sch
 from torchrl_lightning.parts import PickledByValue
 from torchrl_lightning.seal import check_seal, seal
 from torchrl_lightning.settings import FinitePositive, Positive, Settings, setting
+from torchrl_lightning.torch_defaults import check_default_dtype
 
 T = TypeVar("T")
 

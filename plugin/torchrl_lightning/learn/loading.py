@@ -26,10 +26,10 @@ from torchrl_lightning.environments.normalization import NormalizedPolicy, Obser
 from torchrl_lightning.environments.observed import observed_entries
 from torchrl_lightning.environments.policies import recurrent_states
 from torchrl_lightning.environments.specs import EnvironmentSpecs, specs_from_state
-from torchrl_lightning.fitting import float32_by_default
 from torchrl_lightning.keys import ACTION_MASK
 from torchrl_lightning.learn.weights import check_finite, check_weights
 from torchrl_lightning.seal import check_seal
+from torchrl_lightning.torch_defaults import float32_by_default
 from torchrl_lightning.trust import check_config, target_named, without_folders
 
 CONFIG = "config"  # where a checkpoint holds the config of its run
