@@ -118,10 +118,10 @@ class ExperienceBuffer(Stated, ShareableBuffer):
         self._n_step = returns if n_steps > 1 else None
         self.n_steps, self.gamma = n_steps, returns.gamma
         storage = small_storage() if storage is None else storage
-        check_parts(storage, writer, sampler)
         writer = ring_writer(
             writer, num_envs, n_steps > 1 or None, done_reduce=done_reduce, check_successors=check_successors
         )
+        check_parts(storage, writer, sampler)
         hold_priorities(sampler, storage.max_size)
         if num_envs not in (None, writer.num_envs):
             raise ValueError(f"num_envs={num_envs}, but the writer has num_envs={writer.num_envs}; give one of them.")
@@ -453,6 +453,7 @@ class ExperienceBuffer(Stated, ShareableBuffer):
         """Take over what is stored, and what is drawn next."""
         with self.at_rest():
             super().put_state(values)
+            self.storage.watched |= {(NEXT, *path) for path in self.writer.rings.successors.matched}
 
     def dumps(self, path: str | Path) -> None:
         """Write the state to a folder: streamed, atomic, without pickle; of memory-mapped cells, too, a copy.

@@ -50,8 +50,9 @@ class LateFlags:
         rings, index = self._writer.rings, self._writer.rings.index
         assert index is not None
         changed: Ints = cells.cpu().numpy()
-        around = index.around(changed)
         has_flags = self._done in changes or self._init in changes
+        dependents = [one for one, paths in self._storage.dependents if has_flags or not paths.isdisjoint(changes)]
+        around = index.around(changed) if has_flags or dependents else changed
         done = index.arrays[1][changed]
         if self._done in changes:
             done = self._writer.done_flags(changes[self._done], 1)[0]
@@ -62,7 +63,7 @@ class LateFlags:
         def follow() -> None:
             if has_flags:
                 rings.set_flags(changed, done, began, self._joined)
-            for dependent in self._storage.dependents:
+            for dependent in dependents:
                 dependent.refresh(around)
 
         return follow

@@ -92,7 +92,7 @@ def ring_writer(
     if given := [f"{name}={value!r}" for name, value in options.items() if value not in (None, True)]:
         raise ValueError(
             f"{', '.join(given)} must be an argument of the writer if one is given, got both. Build it with "
-            f"RingWriter(num_envs={writer.num_envs}, {', '.join(given)})."
+            f"RingWriter({', '.join(given)})."
         )
     return writer
 

@@ -103,8 +103,8 @@ class RingStorage(processes.Owned, Stated, StorageBase):
         self.cells: Cells | None = None
         self.watched: set[KeyPath] = set()
         """Entries on which episodes or stored entries depend."""
-        self.dependents: list[Dependent] = []
-        """What derives stored entries from them."""
+        self.dependents: list[tuple[Dependent, frozenset[KeyPath]]] = []
+        """What derives stored entries from others, and from which ones."""
 
     @property
     def tree(self) -> Tree:
@@ -298,7 +298,7 @@ class RingStorage(processes.Owned, Stated, StorageBase):
 
     def watch(self, dependent: Dependent, paths: Iterable[KeyPath]) -> None:
         """Let entries that are derived from others be made again when these are replaced in stored steps."""
-        self.dependents.append(dependent)
+        self.dependents.append((dependent, frozenset(paths)))
         self.watched |= set(paths)
 
     def _plan(self, changes: Mapping[KeyPath, Tensor], cells: Tensor) -> Callable[[], None] | None:

@@ -125,6 +125,8 @@ class RingWriter(WriterBase):
             )
         super().register_storage(storage)
         self._own_storage, self._known = storage if isinstance(storage, RingStorage) else None, None
+        if self._own_storage is not None:
+            self._own_storage.watched |= {self._done_path, self._init_path}
         length = storage.max_size // self.num_envs
         if length != self.rings.length:
             self.rings = Rings(self.num_envs, length)
@@ -360,8 +362,6 @@ class RingWriter(WriterBase):
         flags = self._done_path, self._init_path
         self._cuts.prepare(written, written if cells is None else cells.tree, flags)
         self._known = cells
-        if storage is not None:
-            storage.watched |= {path for path in flags if path in places}
 
     def plan_rewrite(self, changes: Mapping[Path, Tensor], cells: Tensor) -> Callable[[], None]:
         """Check entries that are about to be replaced in stored steps, and return what lets the episodes follow them.
