@@ -256,8 +256,7 @@ class ExperienceBuffer(Stated, ShareableBuffer):
         return follows or any(isinstance(each, EpisodeTransform) for each in transforms_in(self.transform))
 
     def forget_cells(self, cells: Tensor) -> None:
-        """Let the sampler never draw cells again that hold nothing any more, and forget batches drawn ahead."""
-        self.drop_prefetched()
+        """Let the sampler never draw cells again that hold nothing any more."""
         if (prioritized := prioritized_in(self._sampler)) is not None:
             prioritized.forget(cells)
 

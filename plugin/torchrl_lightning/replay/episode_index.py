@@ -107,8 +107,11 @@ class EpisodeIndex:
     def around(self, cells: Ints) -> Ints:
         """Return the cells of all steps whose episodes may change if flags of stored steps are replaced."""
         env, position = self.steps_of(cells)
-        found = [self.cells_of(np.int64(e), np.arange(*self._span(int(e), position[env == e]))) for e in np.unique(env)]
-        return np.concatenate(found) if found else NOTHING
+        found = [NOTHING]
+        for e in np.unique(env):
+            steps = np.arange(*self._span(int(e), position[env == e]))
+            found.append(self.cells_of(np.full_like(steps, e), steps))
+        return np.concatenate(found)
 
     def _span(self, env: int, position: Ints) -> tuple[int, int]:
         """Return where the episodes of these steps and of their neighbours begin, and the position behind them."""
@@ -122,8 +125,8 @@ class EpisodeIndex:
     ) -> None:
         low, high = self._span(env, position)
         steps = np.arange(low, high)
-        cells, newest = self.cells_of(np.int64(env), steps), int(self._positions[env]) - 1
-        begin, _ = self._bounds(np.full(len(steps), env), steps)
+        owner, newest = np.full_like(steps, env), int(self._positions[env]) - 1
+        cells, (begin, _) = self.cells_of(owner, steps), self._bounds(owner, steps)
         flagged, changed = joined(cells)
         ended_before, began_before = self._done[cells], flagged.copy()
         ended = ended_before.copy()
@@ -138,8 +141,8 @@ class EpisodeIndex:
         first = np.flatnonzero(border)
         last = np.r_[first[1:], len(steps)] - 1
         running = high - 1 == newest and not ended[-1] and bool(self._open[env] or ended_before[-1])
-        owner = np.cumsum(border) - 1
-        self._column[cells] = np.where(owner == 0, head, steps[first][owner])
+        number = np.cumsum(border) - 1  # of the episode of each step
+        self._column[cells] = np.where(number == 0, head, steps[first][number])
         self._done[cells] = ended
         closed = np.ones(len(first), np.bool_)
         closed[-1] = not running
