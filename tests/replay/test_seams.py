@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import multiprocessing
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -272,6 +273,29 @@ def test_the_model_based_buffer_keeps_cuts_when_its_size_changes() -> None:
     assert begins(buffer) == [0] * 6 + [6] * 3
     buffer.extend(rows(3, 53).set("action", torch.zeros(3, 1)))
     assert begins(buffer)[-3:] == [6] * 3
+
+
+def write_with_a_seam(buffer: Any, env: int) -> None:
+    for start in (0, 3, 70):
+        buffer.extend(rows(3, start), torch.tensor([env]))
+
+
+def test_processes_that_share_a_buffer_cut_their_own_trajectories() -> None:
+    buffer = replay(2)
+    buffer.extend(torch.cat([rows(1), rows(1, 40)]))
+    buffer.empty()
+    buffer.share()
+    process = multiprocessing.get_context("fork").Process(target=write_with_a_seam, args=(buffer, 1))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+    write_with_a_seam(buffer, 0)
+    assert [begins(buffer, env) for env in (0, 1)] == [[0] * 6 + [6] * 3] * 2
+    version = buffer.writer.rings.version
+    process = multiprocessing.get_context("fork").Process(target=buffer.writer.cut)
+    process.start()
+    process.join(60)
+    assert buffer.writer.rings.version > version
 
 
 # ---------------------------------------------------------------------- data that are not cut
