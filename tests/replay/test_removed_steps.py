@@ -102,7 +102,8 @@ def test_no_sampler_draws_removed_steps(
     found = {t for batch in drawn for t in batch.flatten().tolist()}
     assert found <= expected
     missing = expected - found
-    assert not missing or ("ignoring" in sampler and missing == {oldest})
+    alone = {newest} if sampler == "inside" and newest % 5 == 0 else set()  # an episode too short for a window
+    assert missing == ({oldest} if "ignoring" in sampler else alone)
 
 
 @pytest.mark.parametrize("strategy", ["future", "final", "episode"])
