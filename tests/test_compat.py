@@ -14,7 +14,7 @@ import torch
 from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, RandomSampler, Sequence, TensorDictReplayBuffer
 from torchrl.data.replay_buffers.samplers import PrioritizedSampler as TorchRLPrioritizedSampler
-from torchrl.data.replay_buffers.samplers import SamplerWithoutReplacement
+from torchrl.data.replay_buffers.samplers import Sampler, SamplerWithoutReplacement
 from torchrl.data.replay_buffers.writers import RoundRobinWriter, Writer
 from torchrl.envs.transforms import UnsqueezeTransform
 
@@ -23,7 +23,7 @@ from kit.rollouts import make_rollout, torchrl_buffer
 from kit.rows import numbered
 from kit.runs import trainer
 from kit.seeds import generator
-from torchrl_lightning import DiscountedReturns, MinibatchSampler, _compat
+from torchrl_lightning import DiscountedReturns, MinibatchSampler, RecentSampler, _compat
 from torchrl_lightning._compat import entries_of, logger_connector, new_tensordict
 from torchrl_lightning.replay import PrioritizedSampler, RingStorage, SequenceSampler, UniformSampler
 
@@ -217,3 +217,24 @@ def test_a_trainer_writes_its_rows_by_one_method() -> None:
     connector = logger_connector(trainer())
     assert list(inspect.signature(connector.log_metrics).parameters) == ["metrics", "step"]
     assert "log_metrics" not in vars(connector)
+
+
+def samplers(kind: Any = Sampler) -> set[Any]:
+    """List all samplers of ours."""
+    found = {each for sub in kind.__subclasses__() for each in samplers(sub)}
+    return found | ({kind} if kind.__module__.startswith("torchrl_lightning.") else set())
+
+
+@pytest.mark.parametrize("kind", sorted(samplers(), key=lambda kind: kind.__name__))
+@pytest.mark.parametrize("value", [True, False])
+def test_no_sampler_takes_the_argument_that_torchrls_metaclass_would_take_away(kind: Any, value: bool) -> None:
+    with pytest.raises(TypeError, match=f"{kind.__name__} takes no argument replacement, got .* with_replacement"):
+        kind(replacement=value)
+    assert isinstance(RandomSampler(replacement=False), SamplerWithoutReplacement)
+
+
+@pytest.mark.parametrize("kind", [UniformSampler, RecentSampler])
+def test_the_argument_that_takes_its_place_is_named(kind: Any) -> None:
+    with pytest.raises(TypeError, match=r"Write with_replacement=False\.$"):
+        kind(replacement=False)
+    assert not kind(with_replacement=False).with_replacement

@@ -7,6 +7,7 @@ tests instead of silently changing behaviour somewhere else.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
@@ -235,7 +236,21 @@ class WriterBase(StateFiles, Writer):
         self.clear(empty_write_count)
 
 
-class SamplerHooks(StateFiles, OwnSignature, OwnGenerator):
+class SamplerMeta(type(Sampler)):  # type: ignore[misc]
+    """TorchRL's metaclass of samplers, which would take the argument ``replacement`` away before any constructor."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Build a sampler; a TypeError if it is given ``replacement``."""
+        if "replacement" in kwargs:
+            value = kwargs["replacement"]
+            remedy = f"Write with_replacement={value!r}."
+            if "with_replacement" not in inspect.signature(cls).parameters:
+                remedy = "Leave it out; UniformSampler and RecentSampler have with_replacement."
+            raise TypeError(f"{cls.__name__} takes no argument replacement, got replacement={value!r}. {remedy}")
+        return super().__call__(*args, **kwargs)
+
+
+class SamplerHooks(StateFiles, OwnSignature, OwnGenerator, metaclass=SamplerMeta):
     """A sampler's private hooks under public names, with a generator of its own."""
 
     HANDED_OVER: ClassVar[tuple[str, ...]] = ("generator",)

@@ -45,10 +45,49 @@ def require_stream(learner: Any, data: Any) -> None:
     )
 
 
-def check_precision(precision: Any) -> None:
-    """Refuse a precision of Lightning's that does not go with TensorDicts."""
-    if str(precision).endswith("-true") and str(precision) != "32-true":
+def check_precision(trainer: Any) -> None:
+    """Validate a trainer's precision; raise ValueError if the policy could not act in it as it learns."""
+    precision, plugin = str(trainer.precision), getattr(trainer, "precision_plugin", None)
+    if precision.endswith("-true") and precision != "32-true":
         raise ValueError(
             f"precision={precision!r} makes Lightning rebuild each TensorDict without its batch size and "
             "feeds float32 observations to a policy of another type. Use '32-true', '16-mixed' or 'bf16-mixed'."
         )
+    if precision.startswith("transformer-engine") or not _only_autocasts(plugin):
+        raise ValueError(
+            f"precision must be '32-true', '16-mixed' or 'bf16-mixed', got {precision!r} of {type(plugin).__name__}. "
+            "It changes more than autocast does, so that the policy would act in another precision than it learns in."
+        )
+
+
+def learning_dtype(trainer: Any) -> Any:
+    """Return the dtype of the autocast around a trainer's training step; None without autocast.
+
+    Example:
+        >>> from lightning import Trainer
+        >>> learning_dtype(Trainer(accelerator="cpu", precision="bf16-mixed", logger=False, barebones=True))
+        torch.bfloat16
+    """
+    plugin = getattr(trainer, "precision_plugin", None)
+    if plugin is None:
+        return None
+    import torch
+
+    device = trainer.strategy.root_device.type
+    with plugin.train_step_context():
+        return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
+def _only_autocasts(plugin: Any) -> bool:
+    """Return whether a precision plugin leaves batches and torch's default dtype as they are."""
+    if plugin is None:
+        return True
+    import torch
+    from tensordict import TensorDict, TensorDictBase
+
+    batch, default = TensorDict({"observation": torch.zeros(1, 1)}, [1]), torch.get_default_dtype()
+    with plugin.train_step_context():
+        is_default = torch.get_default_dtype() == default
+    batch = plugin.convert_input(batch)
+    is_kept = isinstance(batch, TensorDictBase) and batch.shape == (1,) and batch["observation"].dtype == default
+    return is_default and is_kept

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
+from typing import Any
 
 NEXT = "next"
 OBSERVATION = "observation"
@@ -57,6 +58,48 @@ RESERVED = frozenset(
     }
 )
 """Names at the root of a TensorDict, or under ``"next"``, that are a run's own."""
+
+
+UNNAMEABLE = frozenset({"shape", "device", "dtype", "space", ""})
+"""Names that no entry of a TorchRL ``Composite`` can have, at its root or below."""
+
+
+def check_names(paths: Iterable[tuple[Any, ...]]) -> None:
+    """Raise a ValueError if an observation's entry has a name that TorchRL's specs cannot hold.
+
+    Args:
+        paths: Names of the entries, from the root on.
+
+    Example:
+        >>> check_names([("arm", "shape")])
+        Traceback (most recent call last):
+        ValueError: the environment observes 'arm.shape', but entries of TorchRL's specs must have names that are \
+texts, not empty, and none of device, dtype, shape, space. Rename them by rename={arm.shape: last_shape} of an \
+EnvironmentRecipe (in a command, env=recipe data.env.rename=...), or leave them out by its drop=.
+    """
+    bad = {path: name for path in paths for name in [path[-1]] if not _is_nameable(name)}
+    if not bad:
+        return
+    shown = [joined(path) for path in bad]
+    new = [
+        f"last_{name}" if name in UNNAMEABLE and name else f"entry_{place}" for place, name in enumerate(bad.values())
+    ]
+    raise ValueError(
+        f"the environment observes {', '.join(map(repr, shown))}, but entries of TorchRL's specs must have names that "
+        f"are texts, not empty, and none of {', '.join(sorted(UNNAMEABLE - {''}))}. Rename them by "
+        f"rename={{{', '.join(f'{old or repr(old)}: {name}' for old, name in zip(shown, new, strict=True))}}} of an "
+        "EnvironmentRecipe (in a command, env=recipe data.env.rename=...), or leave them out by its drop=."
+    )
+
+
+def joined(path: tuple[Any, ...]) -> str:
+    """Return the path of an entry as a setting names it, such as ``arm.position``."""
+    return ".".join(map(str, path))
+
+
+def _is_nameable(name: Any) -> bool:
+    parts = name if isinstance(name, tuple) and name else (name,)
+    return all(isinstance(part, str) and part not in UNNAMEABLE for part in parts)
 
 
 def check_observed(names: Iterable[str], meant: Mapping[str, str] = MappingProxyType({})) -> None:

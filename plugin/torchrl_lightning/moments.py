@@ -1,4 +1,4 @@
-"""Running means and variances, merged exactly: in float64, whatever the order and size of what comes in."""
+"""Running means and variances in float64, and the precision in which a mean is subtracted."""
 
 from __future__ import annotations
 
@@ -10,6 +10,14 @@ import torch
 from torch import Tensor
 
 from torchrl_lightning.state import check_state, tensor, whole
+
+
+def precision_of(dtype: torch.dtype) -> torch.dtype:
+    """Return the type in which a mean is subtracted from values: float64 for float64 and integers, else float32.
+
+    A mean that is rounded to float32 before loses what varies at a large offset, such as seconds since 1970.
+    """
+    return torch.float32 if dtype.is_floating_point and dtype is not torch.float64 else torch.float64
 
 
 @dataclass(frozen=True)
@@ -38,9 +46,10 @@ class Moments:
 
     @classmethod
     def of(cls, samples: Tensor) -> Moments:
-        """Return the moments of samples ``[B, *F]``, on the CPU."""
+        """Return the moments of samples ``[B, *F]``, on the CPU; a constant has its value as mean, and no spread."""
         wide = samples.detach().to("cpu", torch.float64)
         mean = wide.mean(0)
+        mean += (wide - mean).mean(0)  # what the sum has lost by rounding
         return cls(len(wide), mean, (wide - mean).square_().sum(0))
 
     @property

@@ -3,12 +3,9 @@ from __future__ import annotations
 import lightning as L
 import pytest
 import torch
-import yaml
-from hydra.utils import instantiate
 
 from kit.runs import trainer
 from torchrl_lightning import BestCheckpoint
-from torchrl_lightning._conf import CONF_DIR
 
 
 class Scored(L.LightningModule):
@@ -80,11 +77,3 @@ def test_validations_without_episodes_are_passed_over(tmp_path):
     run = trainer(tmp_path, max_epochs=3, callbacks=[checkpoint], limit_val_batches=1)
     run.fit(Fitted([]), train_dataloaders=[0], val_dataloaders=[0])
     assert checkpoint.best_model_path == ""
-
-
-def test_training_ends_at_the_first_evaluation_that_reaches_a_score(tmp_path):
-    described = yaml.safe_load((CONF_DIR / "callbacks" / "stop_at_score.yaml").read_text())["stop"]
-    stop = instantiate({**described, "stopping_threshold": 4.0})
-    run = trainer(tmp_path, max_epochs=4, callbacks=[stop], limit_val_batches=1)
-    run.fit(Scored([3.0, 2.0, 5.0, 9.0]), train_dataloaders=[0], val_dataloaders=[0])
-    assert run.current_epoch == 3

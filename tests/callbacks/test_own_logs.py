@@ -74,13 +74,7 @@ def test_a_step_of_ones_own_stays(tmp_path):
     assert (7, {"mine/return"}) in rows
 
 
-def test_without_frames_or_without_the_callback_lightning_counts(tmp_path):
-    fit(tmp_path, None, Logging(), logger=CSVLogger(tmp_path, "csv", ""), log_every_n_steps=2)
-    path = tmp_path / "csv" / "metrics.csv"
-    assert filled(path, "mine/loss_step") == [1, 3, 5, 7]
-    (curve,) = read_source(path, "mine/loss_step", "step")
-    assert curve.unit == "updates"
-
+def test_without_frames_lightning_counts(tmp_path):
     class Plain(BoringModel):
         def training_step(self, batch, batch_idx):
             self.log("mine/loss", 1.0)
@@ -88,7 +82,10 @@ def test_without_frames_or_without_the_callback_lightning_counts(tmp_path):
 
     run = trainer(tmp_path, max_epochs=1, callbacks=[ExperienceLog()], logger=CSVLogger(tmp_path, "plain", ""))
     run.fit(Plain(), datamodule=BoringDataModule())
-    assert filled(tmp_path / "plain" / "metrics.csv", "mine/loss")[:3] == [0, 1, 2]
+    path = tmp_path / "plain" / "metrics.csv"
+    assert filled(path, "mine/loss")[:3] == [0, 1, 2]
+    (curve,) = read_source(path, "mine/loss", "step")
+    assert curve.unit == "updates"
 
 
 def test_a_trainer_is_left_as_it_was(tmp_path):
@@ -103,8 +100,9 @@ def test_a_trainer_is_left_as_it_was(tmp_path):
 
 def test_only_rows_cost_a_call(tmp_path, monkeypatch):
     asked = []
-    name = "torchrl_lightning.callbacks.experience_log.clock_of"
-    monkeypatch.setattr(name, lambda data: asked.append(1) or (64, "frames"))
+    for module in ("_logging", "callbacks.experience_log"):
+        name = f"torchrl_lightning.{module}.clock_of"
+        monkeypatch.setattr(name, lambda data: asked.append(1) or (64, "frames"))
     settings = {"callbacks": [ExperienceLog()], "logger": DummyLogger(), "log_every_n_steps": 8}
     fit(tmp_path, rollouts(num_epochs=8), Logging(), max_epochs=1, **settings)
     # Of 16 updates two are logged, and the epoch; besides the callback asks when training begins and for its own row.

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from unittest import mock
 
 import numpy as np
@@ -29,6 +30,9 @@ def half(observation):
 
 def still(observation):
     return 1
+
+def far(observation):
+    return [7.0]
 """
 
 
@@ -101,6 +105,9 @@ FAILED = r"all 2 episodes failed, .*; the best had a return of -200\. min_return
         (True, 0.5, None, [2, 4], 2),  # what every episode earns tells less
         (False, 0.0, -1, [1, 2, 3, 4], 2),
         (False, 0.5, None, [1, 2, 3, 4], 0),
+        (True, 0.7, 0.7, [1, 2, 3, 4], 2),  # rewards are rounded to float32
+        (True, -0.3, -0.3, [1, 2, 3, 4], 2),
+        (True, 0.7, math.inf, None, 2),
     ],
 )
 def test_failures_are_told_and_kept_by_their_return_alone(told, reward, least, kept, failed, tmp_path, capsys):
@@ -112,8 +119,14 @@ def test_failures_are_told_and_kept_by_their_return_alone(told, reward, least, k
     ]
     given = {**CARTPOLE, "episodes": 4, "min_return": least, "directory": str(tmp_path), "policy": "operator:index"}
     cfg = OmegaConf.create({**OmegaConf.load(CONF_DIR / "record.yaml"), **given})
-    with unchanged_process(), mock.patch("torchrl_lightning.demonstrations.record_demonstrations", return_value=demos):
+    with (
+        unchanged_process(),
+        mock.patch("torchrl_lightning.demonstrations.record_demonstrations", return_value=demos),
+        pytest.raises(UsageError, match="at least min_return=inf") if kept is None else contextlib.nullcontext(),
+    ):
         record(cfg)
+    if kept is None:
+        return
     assert [read_demonstration(path).length for path in sorted(tmp_path.iterdir())] == kept
     assert (f"; {failed} failed, as" in capsys.readouterr().out) == bool(failed)
 
@@ -136,6 +149,7 @@ def test_failures_are_told_and_kept_by_their_return_alone(told, reward, least, k
         ({**CARTPOLE, "data": {"env": "No-v0"}}, "data.env: Gymnasium does not know the environment 'No-v0'"),
         ({**CARTPOLE, "episodes": 0}, "episodes=0: expected a positive whole number"),
         ({**CARTPOLE, "min_return": "much"}, "min_return=much: expected a number or null"),
+        ({**CARTPOLE, "min_return": float("nan")}, "min_return=nan: expected a number or null"),
         ({**CARTPOLE, "data": {"env": "MountainCar-v0"}, "policy": "planner:still", "episodes": 2}, FAILED),
         ({**CARTPOLE, "min_return": 501}, "none of 1 episodes had a return of at least min_return=501; the best had"),
     ],
@@ -160,5 +174,55 @@ def test_a_person_is_recorded(ends, tmp_path):
         contextlib.nullcontext() if ends else pytest.raises(UsageError, match="no episode was played to its end"),
     ):
         assert record(cfg) == 1.0  # earned by its last step
-    play.assert_called_once_with("CartPole-v1", 1, keys={"a": 0, "d": 1}, noop=0, seed=1000)
+    options = {"keys": {"a": 0, "d": 1}, "noop": 0, "seed": 1000, "clip_actions": False}
+    play.assert_called_once_with("CartPole-v1", 1, **options)
     assert [read_demonstration(path).is_human for path in tmp_path.iterdir()] == ([True] if ends else [])
+
+
+def test_actions_outside_of_the_bounds_are_refused_or_clipped(run, tmp_path):
+    (tmp_path / "planner.py").write_text(PLANNER)
+    command = [
+        "record",
+        "policy=planner:far",
+        "env=pendulum",
+        "min_return=-inf",
+        "directory=demos",
+        "hydra.run.dir=run",
+    ]
+    said = run(*command, expect=1).stderr
+    assert said.startswith(
+        "error: policy=planner:far returned [7.0], which is no action of Box(-2.0, 2.0, (1,), float32)"
+    )
+    assert "clip_actions=true" in said
+    assert "1 of 1 episodes recorded" in run(*command, "clip_actions=true").stdout
+    (path,) = (tmp_path / "demos").iterdir()
+    assert read_demonstration(path).steps["action"].unique().tolist() == [2.0]
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"clip_actions": "maybe"}, "clip_actions=maybe: expected true or false"),
+        (
+            {"clip_actions": True, "table": "demos", "policy": None},
+            r"clip_actions=true has no effect with table=, which",
+        ),
+        (
+            {"clip_actions": True, "convert": "demos", "policy": None},
+            r"clip_actions=true has no effect with convert=, w",
+        ),
+    ],
+)
+def test_clipping_is_asked_for_where_something_is_played(given, says):
+    cfg = OmegaConf.create({**OmegaConf.load(CONF_DIR / "record.yaml"), **CARTPOLE, **given})
+    with pytest.raises(UsageError, match=says):
+        record(cfg)
+
+
+def test_choices_are_not_clipped(tmp_path, monkeypatch):
+    (tmp_path / "choosing.py").write_text(PLANNER)
+    monkeypatch.syspath_prepend(tmp_path)
+    given = {**CARTPOLE, "policy": "choosing:still", "clip_actions": True, "directory": str(tmp_path / "demos")}
+    cfg = OmegaConf.create({**OmegaConf.load(CONF_DIR / "record.yaml"), **given})
+    with unchanged_process(), pytest.raises(ValueError, match="clip_actions must be False for actions without a Box"):
+        record(cfg)

@@ -51,7 +51,7 @@ def test_weights_do_not_depend_on_it(make: Any, module: Any, tmp_path: Path) -> 
     assert torch.equal(found[0], found[2])
 
 
-@pytest.mark.parametrize("target_kl", [None, 1e-4])
+@pytest.mark.parametrize("target_kl", [None, 1e-5])
 def test_nor_do_those_of_rollouts(target_kl: float | None, tmp_path: Path) -> None:
     found = []
     for number, steps in ((1, 12), ("auto", 2), (4, 4)):

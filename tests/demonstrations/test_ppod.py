@@ -189,6 +189,26 @@ def test_demonstrations_may_come_while_training_runs(tmp_path: Path, caplog: pyt
     assert not caplog.records
 
 
+def test_a_late_demonstration_whose_return_equals_the_threshold_is_taken(tmp_path: Path) -> None:
+    totals = [0.07, 0.35, 0.7, 0.99, -0.3, 123.4]
+    for number, total in enumerate(totals):
+        late = tmp_path / str(number)
+        buffer = attached(2, supplementary_demos_dir=str(late), initial_reward_threshold=total)
+        write_demonstration(late / "equal.safetensors", episode(total=total))
+        write_demonstration(late / "lower.safetensors", episode(total=total - 1e-3))
+        learned_from(buffer, rollout((0.0, False), (0.0, False)))
+        assert [Path(name).name for name in names(buffer.reward_demos)] == ["equal.safetensors"], total
+
+
+def test_episodes_whose_return_equals_the_threshold_anneal() -> None:
+    for threshold in (0.07, 0.35, 0.7, -0.3):
+        buffer = attached(2, initial_reward_threshold=threshold, rho=0.1, phi=0.4)
+        learned_from(buffer, rollout((0.0, False), (threshold, True)))
+        assert buffer.demonstrations.successes == ENVS, threshold
+        assert buffer.metrics()["demos/success"] == 1.0
+        assert buffer.metrics()["demos/phi"] < 0.4
+
+
 def test_what_finds_no_room_beside_those_of_the_start_is_left_out(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -359,6 +379,8 @@ def test_the_frame_skip_is_that_of_the_recipe() -> None:
         (0.5, None, None),
         (0.5, 0.0, None),
         (-9.0, -5.0, None),
+        (5e-7, None, "5e-07"),
+        (2e-6, None, None),
     ],
 )
 def test_a_threshold_that_failures_reach_is_warned_of(

@@ -1,16 +1,22 @@
 from __future__ import annotations
 
+import math
+import re
 from functools import partial
 from unittest import mock
 
 import gymnasium
+import numpy as np
 import pytest
-from torchrl.envs import GymEnv
+import torch
+from tensordict.nn import TensorDictModule
+from torchrl.envs import GymEnv, GymWrapper
 
 from kit.images import CountedImages, first_action
 from torchrl_lightning import EnvironmentRecipe, environment_specs, make_vector_env
 from torchrl_lightning.cli.checks import one_line
-from torchrl_lightning.demonstrations import record_demonstrations, recording
+from torchrl_lightning.demonstrations import keyboard, record_demonstrations, recording
+from torchrl_lightning.demonstrations._faults import DemonstrationFault
 from torchrl_lightning.demonstrations.recording import demonstration_specs
 
 
@@ -99,3 +105,147 @@ def test_an_environment_without_an_end_is_refused():
     few = mock.patch.object(recording, "MANY_STEPS", 128)
     with few, pytest.raises(SystemExit, match=r"^error: No episode has ended .*time_limit="), one_line():
         next(record_demonstrations(partial(CountedImages, end="never"), first_action, 1))
+
+
+class Received(gymnasium.Env):
+    """Observes what it was given as its last action, and ends after three steps."""
+
+    def __init__(self, space):
+        self.action_space = space
+        self.observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (math.prod(space.shape or (1,)),), np.float64)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.t = 0
+        return np.zeros(self.observation_space.shape), {}
+
+    def step(self, action):
+        self.t += 1
+        return np.nan_to_num(np.asarray(action, np.float64)).reshape(-1), 1.0, self.t == 3, False, {}
+
+
+def acting(*numbers, dtype=torch.float32):
+    """Always act so."""
+    return TensorDictModule(
+        lambda x: torch.tensor(numbers, dtype=dtype).expand(*x.shape[:-1], len(numbers)),
+        in_keys=["observation"],
+        out_keys=["action"],
+    )
+
+
+TWO = gymnasium.spaces.Box(np.array([-1, -2], np.float32), np.array([1, 3], np.float32))
+CLIPPED = {
+    "above": (TWO, [4.0, 0.5], [1.0, 0.5]),
+    "below": (TWO, [0.5, -7.0], [0.5, -2.0]),
+    "infinite": (TWO, [np.inf, -np.inf], [1.0, -2.0]),
+    "scalar": (gymnasium.spaces.Box(-1, 1, (), np.float32), [2.0], [1.0]),
+    "float16": (gymnasium.spaces.Box(-1, 1, (2,), np.float16), [2.0, -0.5], [1.0, -0.5]),
+    "float64": (gymnasium.spaces.Box(-0.1, 0.1, (2,), np.float64), [2.0, -0.05], [0.1, -0.05]),
+    "one side": (gymnasium.spaces.Box(-np.inf, 0.3, (2,), np.float64), [2.0, -9.0], [0.3, -9.0]),
+    "whole": (gymnasium.spaces.Box(0, 5, (2,), np.int32), [7.0, 2.0], [5.0, 2.0]),
+}
+
+
+WAYS = [(name, library) for name in CLIPPED for library in ("gymnasium", "torchrl")]
+WAYS.remove(("scalar", "torchrl"))  # GymWrapper gives scalars a dimension
+
+
+@pytest.mark.parametrize(("name", "library"), WAYS)
+@pytest.mark.filterwarnings("ignore")  # TorchRL warns about classes of its own
+def test_actions_outside_of_their_box_are_refused_or_recorded_as_the_environment_gets_them(name, library):
+    space, given, expected = CLIPPED[name]
+    env = partial(Received, space) if library == "gymnasium" else lambda: GymWrapper(Received(space))
+    dtype = torch.float32 if space.dtype.kind == "f" else torch.int32
+    policy = acting(*(int(number) if dtype == torch.int32 else number for number in given), dtype=dtype)
+    says = r"^error: In episode 0 'action'\[0[],].* outside of .* Record with clip_actions=True"
+    with pytest.raises(SystemExit, match=says), one_line():
+        next(record_demonstrations(env, policy, 1, seed=0))
+    (found,) = record_demonstrations(env, policy, 1, seed=0, clip_actions=True)
+    specs, _ = demonstration_specs(env)
+    found.fits(specs)
+    assert found.steps["action"].dtype == specs.action.dtype
+    received = [*found.steps["observation"][1:].tolist(), found.last_observation["observation"].tolist()]
+    torch.testing.assert_close(found.steps["action"].double(), torch.tensor(received).double())
+    assert found.steps["action"].tolist() == [pytest.approx(expected)] * 3
+
+
+def test_rounding_is_recorded_without_clipping():
+    space = gymnasium.spaces.Box(0.1, 0.3, (2,), np.float64)
+    (found,) = record_demonstrations(partial(Received, space), acting(0.1, 0.3), 1, seed=0)
+    found.fits(demonstration_specs(partial(Received, space))[0])
+    assert found.last_observation["observation"].tolist() == [pytest.approx(0.1), 0.3]
+
+
+@pytest.mark.parametrize(
+    ("space", "action"),
+    [
+        (gymnasium.spaces.Discrete(3), 3),
+        (gymnasium.spaces.Discrete(3, start=2), -1),
+        (gymnasium.spaces.MultiDiscrete([2, 3]), [1, 3]),
+        (gymnasium.spaces.MultiBinary(2), [1, 2]),
+    ],
+)
+def test_choices_that_there_are_not_are_refused_and_never_clipped(space, action):
+    numbers = torch.tensor(action)
+    policy = TensorDictModule(
+        lambda x: numbers.expand(*x.shape[:-1], *numbers.shape), in_keys=["observation"], out_keys=["action"]
+    )
+    with pytest.raises(DemonstrationFault, match=r"In episode 0 'action' holds values .* Mend the policy"):
+        next(record_demonstrations(partial(Received, space), policy, 1, seed=0))
+    with pytest.raises(DemonstrationFault, match="clip_actions must be False for actions without a Box, got True"):
+        next(record_demonstrations(partial(Received, space), policy, 1, seed=0, clip_actions=True))
+
+
+@pytest.mark.parametrize("clip", [False, True])
+def test_actions_that_are_no_numbers_are_refused(clip):
+    with pytest.raises(ValueError, match="The policy chose NaN actions"):
+        next(record_demonstrations(partial(Received, TWO), acting(np.nan, 0.0), 1, seed=0, clip_actions=clip))
+
+
+@pytest.mark.parametrize(
+    ("space", "key", "expected"),
+    [
+        (gymnasium.spaces.Discrete(3, start=2), 4, 4),
+        (gymnasium.spaces.Discrete(3, dtype=np.int32), 2.0, 2),
+        (gymnasium.spaces.Box(-1, 1, (), np.float32), 0.5, 0.5),
+        (gymnasium.spaces.Box(-0.1, 0.1, (2,), np.float16), 0.1, [0.1, 0.1]),
+        (TWO, [1, 3], [1, 3]),
+        (gymnasium.spaces.MultiBinary(2), [0, 1], [0, 1]),
+        (gymnasium.spaces.MultiDiscrete([2, 3], start=[1, 1]), [2, 3], [2, 3]),
+    ],
+)
+def test_the_action_of_a_key_is_one_of_the_space(space, key, expected):
+    recorder = keyboard._Recorder(Received(space), 1, None, False)
+    recorder.reset()
+    action = recorder.action(key, "noop")
+    assert space.contains(action)
+    assert np.asarray(action).tolist() == pytest.approx(expected, abs=1e-3)
+    recorder.step(key)
+    assert space.contains(recorder._actions[0])
+
+
+@pytest.mark.parametrize(
+    ("space", "key", "clipped"),
+    [
+        (gymnasium.spaces.Discrete(3, start=2), 0, None),
+        (gymnasium.spaces.Discrete(3), 1.7, None),
+        (gymnasium.spaces.Discrete(3), "left", None),
+        (gymnasium.spaces.MultiBinary(2), [0, 2], None),
+        (TWO, 2, [1, 2]),
+        (TWO, [1, 2, 3], None),
+        (TWO, np.nan, None),
+        (gymnasium.spaces.Box(0, 5, (2,), np.uint8), 300, [5, 5]),
+    ],
+)
+def test_the_action_of_a_key_that_is_none_is_refused_or_clipped(space, key, clipped):
+    says = rf"^noop must be an action of .*, got {re.escape(repr(key))}\. Choose another"
+    with pytest.raises(ValueError, match=says):
+        keyboard._Recorder(Received(space), 1, None, False).action(key, "noop")
+    if not isinstance(space, gymnasium.spaces.Box):
+        with pytest.raises(ValueError, match="clip_actions must be False"):
+            keyboard._Recorder(Received(space), 1, None, True)
+    elif clipped is not None:
+        recorder = keyboard._Recorder(Received(space), 1, None, True)
+        recorder.reset()
+        shown, *_ = recorder.step(key)
+        assert shown.tolist() == clipped == recorder._actions[0].tolist()

@@ -117,6 +117,51 @@ def test_it_keeps_what_its_twin_keeps(capacity: int, human: list[float], thresho
         assert (storage.successes, writer.threshold) == (twin.successes, twin.threshold)
 
 
+THRESHOLDS = [sign * number / 100 for number in range(1, 101) for sign in (1, -1)]
+
+
+@pytest.mark.parametrize("parts", [1, 7])
+@pytest.mark.parametrize("scale", [1.0, 1e4])
+def test_a_return_that_equals_the_threshold_is_a_success(parts: int, scale: float) -> None:
+    missed = []
+    for number in THRESHOLDS:
+        threshold = number * scale
+        storage, writer = build(3, reward_threshold=threshold, cut_after_reward=False)
+        if writer.add(demo(*[threshold / parts] * parts)) != "reward":
+            missed.append(threshold)
+        assert (storage.successes, storage.annealed) == (1, 0.5) or threshold in missed
+    assert missed == []
+
+
+@pytest.mark.parametrize("number", [0.07, 0.7, -0.3, 12345.678])
+def test_a_return_that_equals_a_demonstrations_is_a_success_in_any_order_of_rewards(number: float) -> None:
+    rewards = [number * part for part in (0.1, 0.7, 0.2)]
+    for human in (rewards, [number]):
+        for agent in (rewards[::-1], [number], [number / 3] * 3):
+            storage, writer = build(9, demo(*human, is_human=True, name="human"), cut_after_reward=False)
+            threshold = writer.threshold
+            assert [writer.add(demo(*agent, name=name)) for name in "abc"] == ["reward"] * 3
+            assert kept(storage) == (["human", "a", "b", "c"], [])
+            assert writer.threshold == threshold
+
+
+def test_a_return_that_is_higher_by_rounding_alone_replaces_no_demonstration() -> None:
+    storage, writer = build(9, reward_threshold=0.5, cut_after_reward=False)
+    totals = [demo(0.3, name="whole"), demo(0.1, 0.2, name="parts"), demo(0.2, 0.1, name="turned")]
+    for each in sorted((each for each in totals), key=lambda each: each.total_reward):
+        assert writer.add(demo(*each.rewards.tolist(), 0.4, name=each.name)) == "reward"
+    assert len(storage.reward_demonstrations) == 3
+    writer.add(rewarded(0.71, name="better"))
+    assert kept(storage)[0] == ["better"]
+
+
+@pytest.mark.parametrize(("total", "where"), [(0.7 - 2e-6, "value"), (-0.7, "value"), (0.7 - 5e-7, "reward")])
+def test_a_return_below_the_threshold_is_a_failure(total: float, where: str) -> None:
+    storage, writer = build(3, reward_threshold=0.7, cut_after_reward=False)
+    assert writer.add(demo(total)) == where
+    assert storage.successes == (where == "reward")
+
+
 def test_human_demonstrations_stay_when_a_better_one_comes() -> None:
     storage, writer = build(6, rewarded(1.0, 9, is_human=True, name="human"))
     for name, total in (("a", 1.0), ("b", 1.0), ("better", 2.0), ("as good", 2.0), ("worse", 1.5)):

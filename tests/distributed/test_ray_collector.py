@@ -19,9 +19,11 @@ import torch
 from tensordict import TensorDict
 
 from kit.actor_critic import TinyActorCritic, fit, rollouts
+from kit.careless import Careless, pair
 from kit.counting import CountingEnv, FailingEnv, RandomEnv
 from kit.replay import dqn, replay_data
 from kit.replay import fit as fit_replay
+from kit.states import differences, plain
 from kit.worked import FollowedReplay, constant_policy
 from torchrl_lightning import DQNModule, OnPolicyDataModule, RayCollector, ReplayService, VTraceBuffer
 from torchrl_lightning.distributed.cluster import ClusterFault, installed, joined
@@ -42,7 +44,8 @@ def made() -> Iterator[Callable[..., RayCollector]]:
     collectors = []
 
     def make(env: Any = RandomEnv, **settings: Any) -> RayCollector:
-        collectors.append(RayCollector(env, constant_policy(), **{"seed": 0, **SIZES, **settings}))
+        policy = settings.pop("policy", constant_policy())
+        collectors.append(RayCollector(env, policy, **{"seed": 0, **SIZES, **settings}))
         return collectors[-1]
 
     yield make
@@ -326,3 +329,13 @@ def test_the_note_of_a_cluster_that_was_killed_is_passed_over(apart: Path, monke
     apart.unlink()
     joined({"address": None})
     assert asked == [{"num_cpus": 1, "address": "local"}, {}, {"address": None}]
+
+
+def test_environments_that_reuse_their_memory_are_collected_from_as_those_that_do_not(made) -> None:
+    rollouts = []
+    for maker in pair(Careless, observation="dict", action="box", buffers=2):
+        collector = made(maker, policy=None, sync=True, num_collectors=1, frames_per_batch=60)
+        rollouts.append(collector.rollout())
+        collector.shutdown()
+    assert rollouts[1]["next", "done"].sum() > 9
+    assert not differences(plain(rollouts[0]), plain(rollouts[1]))

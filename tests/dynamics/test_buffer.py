@@ -290,3 +290,18 @@ def test_torchrls_verbs_draw_plain_transitions():
     buffer = filled(6, size=8, batch_size=4)
     assert isinstance(buffer.sample(), TensorDict)
     assert buffer.sample()["next", "observation"].shape == (4, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64])
+def test_batches_do_not_depend_on_the_origin_of_the_observations(dtype):
+    batches = []
+    for offset, kind in ((0, torch.float32), (1_700_000_037, dtype)):
+        buffer = MBReplayBuffer(10)
+        steps = numbered(0, 10)
+        for name in ("Observation", "NextObservation"):
+            steps[name] = (steps[name].to(torch.int64) + offset).to(kind)
+        buffer.insert_data_slice(steps)
+        batches += [next(buffer.generate_batches(mini_batch_size=10, shuffle=False))]
+    for name in ("inputs", "targets"):
+        assert batches[1][name].dtype is torch.float32
+        torch.testing.assert_close(batches[1][name], batches[0][name], atol=1e-5, rtol=0.0)

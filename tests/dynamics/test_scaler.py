@@ -52,3 +52,23 @@ def test_a_number_that_is_not_finite_names_its_column_and_changes_nothing(bad):
 def test_rows_of_another_shape_are_refused(shape):
     with pytest.raises(ValueError, match=r"Expected rows \[N, 2\] of height, width"):
         StandardScaler(["height", "width"]).fit(torch.zeros(shape))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.int32])
+@pytest.mark.parametrize("offset", [0, 1_700_000_037, -(2**30)])
+def test_small_differences_at_a_large_offset_are_kept(dtype, offset):
+    steps = torch.arange(60).remainder(5).sub(2)[:, None]
+    rows = (steps + offset).to(dtype)
+    scaler = StandardScaler("a").fit(rows)
+    expected = steps / steps.double().std()
+    torch.testing.assert_close(scaler(rows).double(), expected, atol=1e-6, rtol=0.0)
+    torch.testing.assert_close(scaler.inverse(scaler(rows)).double(), rows.double(), atol=1e-6, rtol=0.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.int64])
+@pytest.mark.parametrize("value", [0.1, 1e9 + 0.1, -1700000037.25])
+def test_a_constant_becomes_exactly_zero(dtype, value):
+    rows = torch.full((101, 1), value, dtype=torch.float64).to(dtype)
+    scaler = StandardScaler("a").fit(rows)
+    assert (scaler.mean.item(), scaler.std.item()) == (rows[0].item(), 1.0)
+    assert (scaler(rows) == 0).all()

@@ -207,3 +207,47 @@ def test_a_buffer_serves_targets_and_keeps_their_scalers():
     assert torch.equal(batch["targets"], targets(batch.clone())["targets"])
     other.load_state_dict(state)
     assert torch.equal(other.sample()["inputs"], batch["inputs"])
+
+
+def moved(data, offset, dtype):
+    """The same transitions, whose first observation is of another type and origin."""
+    data = data.clone()
+    for part in (data, data["next"]):
+        part["observation"] = (part["observation"] * 8).round()
+        part["near"] = part["observation"][:, :1].to(torch.int64 if not dtype.is_floating_point else dtype) + offset
+        part["near"] = part["near"].to(dtype)
+        part["far"] = part["observation"][:, 1:]
+        del part["observation"]
+    return data
+
+
+@pytest.mark.parametrize(
+    ("dtype", "offset"),
+    [(torch.float64, 1700000037.0), (torch.int64, 1_700_000_037), (torch.int32, 1_700_000_037), (torch.float64, 0.0)],
+)
+@pytest.mark.parametrize("told", [True, False])
+def test_inputs_and_targets_do_not_depend_on_the_origin(dtype, offset, told):
+    near = Unbounded(1, dtype=dtype if told else torch.float32)  # also where the rows are wider than their spec
+    plain, other = (moved(rows(60), each, kind) for each, kind in ((0.0, torch.float32), (offset, dtype)))
+    found, expected = (
+        DynamicsTargets(Composite(near=spec, far=Unbounded(2)), Unbounded(2)).fit(data)
+        for spec, data in ((near, other), (Unbounded(1), plain))
+    )
+    for name in ("inputs", "targets"):
+        assert found(other.clone())[name].dtype is torch.float32
+        torch.testing.assert_close(found(other.clone())[name], expected(plain.clone())[name], atol=1e-5, rtol=1e-5)
+    prediction = found(other.clone())["targets"]
+    following, reward = found.inverse(found.observation(other), prediction)
+    torch.testing.assert_close(following[:, :1], other["next", "near"].double(), atol=1e-5, rtol=0.0)
+    if told:
+        assert torch.equal(found.observed(following)["near"].round().double(), other["next", "near"].double())
+    torch.testing.assert_close(reward, other["next", "reward"], atol=1e-5, rtol=0.0)
+
+
+def test_columns_of_single_precision_stay_so():
+    data = rows(20)
+    targets = plain().fit(data)
+    assert targets.observation(data).dtype is targets.raw_targets(data).dtype is torch.float32
+    assert targets.column_dtype is torch.float32
+    mean, std = targets.input_scaler.mean.float(), targets.input_scaler.std.float()
+    assert torch.equal(targets(data)["inputs"], (torch.cat([data["observation"], data["action"]], 1) - mean) / std)

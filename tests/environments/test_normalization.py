@@ -8,7 +8,12 @@ from torch import nn
 from torchrl.data import Bounded, Categorical, Composite, Unbounded
 
 from torchrl_lightning import EnvironmentSpecs, GymnasiumCollector
-from torchrl_lightning.environments.normalization import NormalizedPolicy, ObservationNormalizer, normalizes
+from torchrl_lightning.environments.normalization import (
+    NormalizedPolicy,
+    ObservationNormalizer,
+    normalizes,
+    scaled_by_torch,
+)
 from torchrl_lightning.moments import Moments
 
 SPECS = EnvironmentSpecs(
@@ -38,6 +43,96 @@ def test_entries_are_standardised_and_clipped():
     torch.testing.assert_close(out[:, :2].std(0, correction=0), torch.ones(2))
     assert (out[:, 2] == 0).all()  # a constant
     assert normalizer.normalized("position", torch.tensor([1e9, -1e9, 5.0])).tolist() == [5.0, -5.0, 5.0]
+
+
+OFFSETS = {
+    torch.float64: [0.0, 1700000037.0, 5412345.678, -1e12, 1e15],
+    torch.int64: [0, 1_700_000_037, 2**52],
+    torch.int32: [0, 1_700_000_037, -(2**30)],
+    torch.uint8: [7, 240],
+    torch.float32: [0.0, 4096.0],
+    torch.float16: [0.0, 64.0],
+}
+
+
+def of_type(dtype, shape=(1,), given=None):
+    """Specs of one entry, and a normaliser of it that has seen some values."""
+    spec = Unbounded(shape, dtype=dtype) if dtype.is_floating_point else Bounded(-1, 1, shape, dtype=dtype)
+    normalizer = ObservationNormalizer(EnvironmentSpecs(Composite(clock=spec), Categorical(2), 1), True, 10.0)
+    if given is not None:
+        normalizer.advance({"clock": Moments.of(given)})
+    return normalizer
+
+
+@pytest.mark.parametrize(("dtype", "offset"), [(dtype, each) for dtype, several in OFFSETS.items() for each in several])
+def test_small_differences_at_a_large_offset_are_kept(dtype, offset):
+    steps = torch.arange(60).remainder(5).sub(2)[:, None]
+    values = (steps.double() * (1 if not dtype.is_floating_point else 0.5)).add(offset).to(dtype)
+    if dtype is torch.int64:
+        values = (steps + offset).to(dtype)
+    normalizer = of_type(dtype, given=values)
+    expected = steps / steps.double().std(correction=0)
+    for seen in (values, values.t().contiguous().t(), values.expand(60, 3)[:, ::3]):  # by the kernel, or by torch
+        found = normalizer.normalized("clock", seen)
+        assert found.dtype is torch.float32
+        torch.testing.assert_close(found.double(), expected.double(), atol=1e-4, rtol=0)
+    found, refresh = normalizer.standing("clock", values)
+    refresh()
+    assert torch.equal(found, normalizer.normalized("clock", values))
+    program = scaled_by_torch(values, *normalizer.constants("clock"), 10.0)
+    assert torch.equal(program, normalizer.normalized("clock", values))
+
+
+@pytest.mark.parametrize("value", [0.1, 1e9 + 0.1, -123456.789, 1700000037.25])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.int64])
+def test_a_constant_becomes_exactly_zero(dtype, value):
+    constant = torch.full((100, 1), value, dtype=torch.float64)
+    constant = (constant.clamp(-6e4, 6e4) if dtype is torch.float16 else constant).to(dtype)
+    normalizer = of_type(dtype)
+    for part in constant.split([1, 3, 7, 89]):
+        normalizer.advance({"clock": Moments.of(part)})
+        assert (normalizer.normalized("clock", constant) == 0).all()
+    again = ObservationNormalizer.from_state(
+        EnvironmentSpecs(Composite(clock=Unbounded(1, dtype=dtype)), Categorical(2), 1), normalizer.moments_state()
+    )
+    assert (again.normalized("clock", constant) == 0).all()
+
+
+def test_the_type_of_the_values_counts_and_not_that_of_the_spec():
+    steps = torch.arange(9).remainder(3).sub(1)[:, None]
+    wide = steps.double() + 1700000037
+    normalizer = of_type(torch.float32, given=wide)
+    for values in (wide, steps + 1700000037):
+        assert normalizer.normalized("clock", values).unique().numel() == 3
+
+
+def test_single_precision_is_scaled_in_single_precision():
+    rows = torch.randn(200, 3) * torch.tensor([1.0, 10.0, 0.01]) + torch.tensor([4.0, -1e3, 7e4])
+    normalizer = of_type(torch.float32, (3,), rows)
+    moments = normalizer.moments["clock"]
+    mean, factor = moments.mean.float(), (moments.variance + normalizer.epsilon).rsqrt().float()
+    expected = ((rows - mean) * factor).clamp(-10.0, 10.0)
+    assert torch.equal(normalizer.normalized("clock", rows), expected)
+    assert torch.equal(scaled_by_torch(rows, *normalizer.constants("clock"), 10.0), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_infinite_values_are_clipped_at_a_large_offset(dtype):
+    normalizer = of_type(dtype, given=torch.tensor([[1e9], [1e9 + 512]], dtype=dtype))
+    for offset in (0, 1):  # aligned for the kernel, or not contiguous
+        values = torch.tensor([[torch.inf, 0], [-torch.inf, 0], [1e9 + 256, 0]], dtype=dtype)[:, : 1 + offset][:, :1]
+        assert normalizer.normalized("clock", values).flatten().tolist() == [10.0, -10.0, 0.0]
+
+
+def test_the_default_type_does_not_change_the_bits():
+    rows = torch.randn(50, 3)
+    expected = of_type(torch.float32, (3,), rows).normalized("clock", rows)
+    torch.set_default_dtype(torch.float64)
+    try:
+        found = of_type(torch.float32, (3,), rows).normalized("clock", rows)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(found, expected)
 
 
 def test_epsilon_bounds_how_much_what_hardly_varies_is_enlarged():

@@ -11,20 +11,26 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from tensordict import TensorDict
+from torch import nn
+from torchrl.data import Composite, Unbounded
 from torchrl.envs import GymWrapper
 
 from kit.images import first_action
+from kit.runs import trainer
 from torchrl_lightning import (
     AsynchronousCollector,
     EnvironmentRecipe,
     GymnasiumCollector,
+    MLPNetwork,
     OnPolicyDataModule,
+    PPOModule,
     environment_specs,
     play_episodes,
 )
 from torchrl_lightning.datamodules.arguments import environment_fields
 from torchrl_lightning.environments import make_environment
-from torchrl_lightning.keys import RESERVED
+from torchrl_lightning.keys import RESERVED, UNNAMEABLE
 from torchrl_lightning.rollout import GAEBuffer
 
 SEEN = spaces.Box(-100, 100, (2,), np.float32)
@@ -157,6 +163,125 @@ def test_a_renaming_that_does_not_fit_is_named(message: str) -> None:
     given, settings = MISFITS[message]
     with pytest.raises(ValueError, match=message):
         EnvironmentRecipe(given, **settings)()
+
+
+def is_refused_by_torchrl(name: str) -> bool:
+    try:
+        Composite({name: Unbounded(1), "c": Unbounded(1)}).zero()
+    except (AttributeError, TypeError):
+        return True
+    return False
+
+
+def test_the_unnameable_are_those_that_torchrl_refuses() -> None:
+    names = {
+        *dir(Composite),
+        *dir(TensorDict),
+        *dir(nn.ModuleDict),
+        "",
+        " ",
+        ".",
+        "..",
+        "a.b",
+        "a/b",
+        "0",
+        "state",
+        "_x",
+        "space",
+    }
+    assert {name for name in names if is_refused_by_torchrl(name)} == UNNAMEABLE
+
+
+class Spaced(gym.Env[Any, Any]):
+    """Shows samples of a space, and ends after three steps."""
+
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, space: spaces.Space[Any]) -> None:
+        self.observation_space = space
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.steps = 0
+        return self.observation_space.sample(), {}
+
+    def step(self, action: Any) -> Any:
+        self.steps += 1
+        return self.observation_space.sample(), 1.0, False, self.steps == 3, {}
+
+
+SAMPLED = spaces.Box(-1, 1, (2,), np.float32)
+BAD: list[Any] = [*sorted(UNNAMEABLE), 0, None, 1.5, ("a", "shape"), b"x"]
+
+
+def at(name: Any, nested: bool) -> spaces.Dict:
+    entry = spaces.Dict({name: SAMPLED, "c": SAMPLED})
+    return spaces.Dict({"arm": entry, "d": SAMPLED}) if nested else entry
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("name", BAD)
+def test_a_name_that_specs_cannot_hold_is_refused_and_renamed(name: Any, nested: bool) -> None:
+    make = partial(Spaced, at(name, nested))
+    with pytest.raises(ValueError, match=r"observes .*rename=\{") as refused:
+        ON_POLICY(make).specs  # noqa: B018
+    path = f"arm.{name}" if nested else str(name)
+    assert (path or "''") in str(refused.value)
+    recipe = EnvironmentRecipe(make, rename={path: "form"})
+    collector = GymnasiumCollector(pickle.loads(pickle.dumps(recipe)), num_envs=2, frames_per_batch=16)
+    batch = collector.rollout()
+    collector.shutdown()
+    assert batch["arm", "form"].shape == (2, 8, 2) if nested else batch["form"].shape == (2, 8, 2)
+    dropped = EnvironmentRecipe(make, drop=["arm" if nested else name])
+    assert environment_specs(make_environment(dropped)).keys == ["d" if nested else "c"]
+
+
+@pytest.mark.parametrize("name", ["shape", ""])
+@pytest.mark.parametrize("nested", [False, True])
+def test_torchrls_environments_refuse_them_in_one_line(name: str, nested: bool) -> None:
+    make = partial(GymWrapper, Spaced(at(name, nested)), categorical_action_encoding=True)
+    with pytest.raises(ValueError, match="within the environment"):
+        make_environment(make, 2)
+
+
+@pytest.mark.parametrize(
+    "name", ["keys", "items", "batch_size", "names", "data", "a.b", "..", "a/b", "é", "_x", "state"]
+)
+@pytest.mark.parametrize("nested", [False, True])
+def test_any_other_name_is_an_observation(name: str, nested: bool) -> None:
+    sizes: dict[str, Any] = {"num_envs": 2, "frames_per_batch": 16, "num_mini_batch": 1, "num_epochs": 1}
+    data = OnPolicyDataModule(partial(Spaced, at(name, nested)), **sizes, eval_episodes=1, seed=0)
+    run = trainer(max_epochs=1, limit_val_batches=1)
+    run.fit(PPOModule(MLPNetwork([4])), datamodule=data)
+    assert run.callback_metrics["eval/return"] == 3.0
+
+
+def test_nested_entries_are_renamed_by_their_paths() -> None:
+    inner = spaces.Dict({"a": SAMPLED, "b": spaces.Dict({"a": SAMPLED})})
+    make = partial(Spaced, spaces.Dict({"arm": inner, "arm.a": SAMPLED, "a": SAMPLED}))
+    rename = {"arm": "leg", "arm.b.a": "c", "arm.a": "whole"}
+    env = EnvironmentRecipe(make, rename=rename)()
+    observation, _ = env.reset()
+    shown = env.observation_space
+    assert shown.contains(observation)
+    assert sorted(shown) == ["a", "leg", "whole"]
+    assert sorted(shown["leg"]) == ["a", "b"]
+    assert list(shown["leg"]["b"]) == ["c"]
+
+
+@pytest.mark.parametrize(
+    ("rename", "message"),
+    [
+        ({"arm.a": "c"}, "two entries the name 'c'"),
+        ({"arm.x": "y"}, r"\['arm.x'\], which are not there"),
+        ({"arm.a": "shape"}, "'shape', which a run or TorchRL keeps"),
+        ({"arm": ""}, "other names"),
+    ],
+)
+def test_a_nested_renaming_that_does_not_fit_is_named(rename: dict[str, str], message: str) -> None:
+    make = partial(Spaced, at("a", nested=True))
+    with pytest.raises((ValueError, TypeError), match=message):
+        EnvironmentRecipe(make, rename=rename)()
 
 
 @pytest.mark.parametrize("rename", [{"reward": 3}, ["reward"]])

@@ -18,6 +18,8 @@ from kit.seeds import generator
 from torchrl_lightning.episodic import EpisodicReplayBuffer
 from torchrl_lightning.episodic.batch_info import BatchInfo, info_of
 from torchrl_lightning.episodic.steps import FIRST, LAST
+from torchrl_lightning.replay import SequenceSampler
+from torchrl_lightning.replay.steps import StepsMissing
 
 ROW = TensorDict({"step_type": torch.tensor(0), "reward": torch.tensor(0.0), "discount": torch.tensor(1.0)})
 
@@ -178,11 +180,50 @@ def test_environments_of_no_and_of_different_steps_are_not_gathered() -> None:
         buffer.gather_all()
 
 
-def test_missing_steps_are_the_documented_assertion_error() -> None:
-    for verb in ("dequeue", "gather_all"):
-        for error in (AssertionError, ValueError):
-            with pytest.raises(error, match="holds 0"):
-                getattr(build(), verb)()
+SAMPLERS: dict[str, dict[str, Any]] = {
+    "even": {},
+    "recent": {"recent_data_ratio": 0.5},
+    "prioritized": {"prioritized_sampling": True},
+    "prioritized and recent": {"prioritized_sampling": True, "recent_data_ratio": 0.5},
+    "ignoring": {"num_earliest_frames_ignored": 2},
+    "with replacement": {"with_replacement": True},
+    "windows inside of episodes": {"sampler": SequenceSampler(1)},
+}
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+@pytest.mark.parametrize("filled", [[], [0], [0, 1]], ids=["empty", "one", "both"])
+def test_missing_steps_are_one_error_in_all_verbs(name: str, filled: list[int]) -> None:
+    buffer = build(**SAMPLERS[name])
+    for env in filled:
+        buffer.add_batch(steps([1]), torch.tensor([env]))
+    calls = [lambda: buffer.get_batch(4, 3), lambda: buffer.dequeue(n=2), lambda: buffer.dequeue(n=9)]
+    calls += [lambda: buffer.gather_all()] if len(filled) < 2 else []
+    calls += [lambda: buffer.get_batch(4, 1), lambda: buffer.sample(2)] if not filled else []
+    for call in calls:
+        with pytest.raises(StepsMissing) as caught:
+            call()
+        assert isinstance(caught.value, ValueError)
+        assert isinstance(caught.value, AssertionError)
+        assert "Collect" in str(caught.value) or "hold" in str(caught.value) or "stored" in str(caught.value)
+    assert len(buffer) == len(filled)
+
+
+def test_priorities_of_zero_leave_no_steps() -> None:
+    buffer = build(prioritized_sampling=True)
+    buffer.add_batch(steps([1, 1]))
+    buffer.update_priority(torch.arange(2), torch.zeros(2, dtype=torch.int64), torch.zeros(2))
+    for error in (ValueError, AssertionError):
+        with pytest.raises(error, match="priorities are zero"):
+            buffer.get_batch(2, 1)
+
+
+def test_more_steps_than_a_ring_holds_are_the_same_error_for_who_waits() -> None:
+    buffer = build(allow_multiprocess=True)
+    with pytest.raises(StepsMissing, match="n must be at most max_length=4, got 5"):
+        buffer.dequeue(n=5, blocking=True)
+    with pytest.raises(ValueError, match="at least"):
+        buffer.get_batch(-1, 1)
 
 
 def test_a_nest_of_names_gives_a_nest_of_fields() -> None:

@@ -27,6 +27,7 @@ from torchrl_lightning import (
     SequenceSampler,
 )
 from torchrl_lightning.environments.goals import EnvironmentGoals
+from torchrl_lightning.episodic.goal_functions import EnvironmentFunction
 from torchrl_lightning.replay.episode_transform import tell
 
 FIRST, MID, LAST = 0, 1, 2
@@ -299,3 +300,35 @@ def test_time_steps_end_at_their_goals(batch_length: int) -> None:
     assert torch.equal(batch["reward"] == 0, reached)
     assert (reached & ~first).any()
     assert not reached.all()
+
+
+class CarelessGoals:
+    """Overwrites the goals and the info that it is given, and returns the same memory each time."""
+
+    def __init__(self, takes_many: bool) -> None:
+        self.takes_many, self.rewards = takes_many, np.zeros(100)
+
+    def compute_reward(self, achieved: Any, desired: Any, info: Any) -> Any:
+        if not self.takes_many and achieved.ndim > 1:
+            raise TypeError("one step at a time")
+        reward = np.abs(achieved - desired).sum(-1) + info["speed"].sum(-1)
+        achieved[...], desired[...], info["speed"][...] = 77, -77, 7
+        if achieved.ndim == 1:
+            return reward
+        self.rewards[...] = np.nan
+        self.rewards[: len(reward)] = reward
+        return self.rewards[: len(reward)]
+
+
+@pytest.mark.parametrize("takes_many", [True, False])
+@pytest.mark.parametrize("shape", [(40,), (8, 5), (1,)])
+def test_an_environment_that_overwrites_the_goals_it_is_given_changes_nothing_stored(shape, takes_many) -> None:
+    draw = torch.Generator().manual_seed(0)
+    achieved, desired, speed = (torch.rand(*shape, 2, generator=draw, dtype=torch.float64) for _ in range(3))
+    before = achieved.clone(), desired.clone(), speed.clone()
+    function = EnvironmentFunction(CarelessGoals(takes_many).compute_reward)
+    for _ in range(3):
+        found = function(achieved, desired, {"speed": speed}.get, len(shape)).clone()
+        torch.testing.assert_close(found, (before[0] - before[1]).abs().sum(-1) + before[2].sum(-1))
+    for value, was in zip((achieved, desired, speed), before, strict=True):
+        assert torch.equal(value, was)

@@ -5,6 +5,8 @@ import torch
 
 from kit.golden import assert_near, cases, load
 from torchrl_lightning import IntrinsicRewardNormalizer, standardize
+from torchrl_lightning.l2r.ppo import population_standardize
+from torchrl_lightning.learn.losses import standardized
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -96,3 +98,38 @@ def test_standardize_refuses_bad_input() -> None:
         standardize(torch.ones(4, dtype=torch.long))
     with pytest.raises(ValueError, match="eps"):
         standardize(x, eps=-1.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("value", [0.1, 1e4 + 0.1, -123456.789, 1e9 + 0.1])
+@pytest.mark.parametrize("count", [2, 3, 7, 1000, 4099])
+@pytest.mark.parametrize("eps", [0.0, 1e-5])
+def test_equal_entries_become_exactly_zero(dtype: torch.dtype, value: float, count: int, eps: float) -> None:
+    x, mask = torch.full((count,), value, dtype=dtype), torch.ones(count, dtype=torch.bool)
+    mask[count - 1] = False
+    kinds = {
+        "all": standardize(x, eps=eps or 1e-9),
+        "masked": standardize(x, mask, eps or 1e-9),
+        "of a path": population_standardize(x, eps),
+        "in a mini-batch": standardized(x),
+    }
+    assert {name: float(result.abs().max()) for name, result in kinds.items()} == dict.fromkeys(kinds, 0.0)
+
+
+def test_a_masked_mean_at_a_large_offset_is_that_of_the_entries() -> None:
+    x = torch.arange(1000).remainder(5).sub(2) + 1e6
+    mask = torch.arange(1000) < 995
+    for result in (standardize(x, mask)[mask], population_standardize(x[mask], 0.0)):
+        assert abs(float(result.double().mean())) < 1e-6
+        assert result.unique().numel() == 5
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("value", [0.0, 0.1, 1e9 + 0.1, -3e30])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_standardize_without_eps_returns_zeros_for_equal_entries(
+    masked: bool, value: float, dtype: torch.dtype
+) -> None:
+    x = torch.full((7, 3), value, dtype=dtype)
+    mask = torch.ones(7, 3, dtype=torch.bool) if masked else None
+    assert torch.equal(standardize(x, mask, eps=0.0), torch.zeros_like(x))

@@ -18,6 +18,7 @@ from torchrl_lightning import (
 from torchrl_lightning.files import StoredRows, read_state
 from torchrl_lightning.inspection import content as contents
 from torchrl_lightning.inspection.episodes import ENDS, episodes_in
+from torchrl_lightning.inspection.findings import findings
 from torchrl_lightning.inspection.report import inspect_state
 from torchrl_lightning.inspection.summary import summarize
 
@@ -206,3 +207,26 @@ def test_nothing_stored_yet_and_nothing_of_ours():
         inspect_state({"weights": {}}, "it")
     assert episodes_in(next(contents.contents_in(ExperienceBuffer().state_dict(), "it"))) is None
     assert summarize(next(contents.contents_in(ExperienceBuffer().state_dict(), "it"))).ages is None
+
+
+@pytest.mark.parametrize("piece", [contents.PIECE, 300])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.int64, torch.uint8])
+def test_statistics_of_small_differences_at_a_large_offset(monkeypatch, piece, dtype):
+    monkeypatch.setattr(contents, "PIECE", piece)
+    offset = {torch.uint8: 250, torch.float32: 2**20}.get(dtype, 1_700_000_037)
+    values = torch.arange(200).remainder(5).sub(2)[:, None]
+    values[0] = -offset  # an outlier at the begin
+    constant = torch.full((200, 1), 1e9 + 0.1, dtype=torch.float64).to(dtype)
+    clock = (values[1:] + offset).to(dtype)
+    buffer = ExperienceBuffer(storage=RingStorage(200))
+    entries = {"clock": clock, "late": torch.cat([clock[:1] * 0, clock])[:199], "constant": constant[:199]}
+    buffer.extend(steps(199, entries=entries))
+    (summary,) = inspect_buffer(buffer).summaries
+    for name, each in entries.items():
+        entry, wide = summary.entry(name), each.double()
+        assert (entry.low, entry.high) == (wide.min().item(), wide.max().item())
+        assert entry.mean == pytest.approx(wide.mean().item(), rel=1e-12)
+        assert entry.std == pytest.approx(wide.std(correction=0).item(), rel=1e-6, abs=1e-6)
+    told = [line for line in findings(summary) if "the same in every step" in line]
+    assert ["clock" in line for line in told] == [False]
+    assert summary.entry("constant").std == 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from torchrl_lightning.learn import (
     critic_loss,
     policy_gradient_loss,
 )
-from torchrl_lightning.learn.losses import margin_loss
+from torchrl_lightning.learn.losses import kl_estimate, margin_loss
 
 ACTIONS = {
     "discrete": Categorical(3),
@@ -64,6 +65,9 @@ def compare(module: ActorCriticModule, batch: TensorDict, torchrl: type[LossModu
     (mine, my_gradients), (theirs, their_gradients) = results
     shared = set(mine.keys()) & set(theirs.keys())
     assert {key for key in theirs.keys() if key.startswith("loss_")} <= shared  # noqa: SIM118
+    if "kl_approx" in shared:  # of TorchRL's it is the mean of the negative log-ratio
+        shared.remove("kl_approx")
+        torch.testing.assert_close(mine["kl_approx_k1"], theirs["kl_approx"], rtol=1e-6, atol=1e-6)
     for key in shared:
         torch.testing.assert_close(mine[key], theirs[key], rtol=1e-6, atol=1e-6)
     for a, b in zip(my_gradients, their_gradients, strict=True):
@@ -174,3 +178,28 @@ def test_the_margin_is_missed_by_the_best_other_action(one_hot):
     for row, taken, missed in zip(values.view(-1, 4).tolist(), action.flatten().tolist(), found.flatten(), strict=True):
         others = [value + 0.5 * (number != taken) for number, value in enumerate(row)]
         assert missed == pytest.approx(max(others) - row[taken], abs=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_estimate_of_the_divergence_is_never_negative(dtype: torch.dtype) -> None:
+    size = torch.cat([torch.zeros(1), torch.logspace(-30, 4, 20_001, dtype=torch.float64)]).to(dtype)
+    for log_ratio in (size, -size):
+        estimate = kl_estimate(log_ratio)
+        assert bool((estimate >= 0).all())
+        wide = log_ratio.double()
+        small = wide.abs() < 1e-3
+        series = wide**2 / 2 + wide**3 / 6 + wide**4 / 24
+        expected = torch.where(small, series, wide.expm1() - wide).to(dtype)
+        torch.testing.assert_close(estimate, expected, rtol=1e-5, atol=1e-9)
+
+
+@pytest.mark.parametrize("log_ratio", [100.0, 1000.0, math.inf, -math.inf])
+def test_the_estimate_of_the_divergence_is_infinite_where_no_number_is_left(log_ratio: float) -> None:
+    assert kl_estimate(torch.tensor([0.0, log_ratio])).tolist() == [0.0, math.inf]
+
+
+def test_the_estimate_of_the_divergence_is_exact_on_average() -> None:
+    """The expectation over the old policy is KL(old, new)."""
+    old, new = (torch.randn(1000, 4, dtype=torch.float64).log_softmax(-1) for _ in range(2))
+    mean = (old.exp() * kl_estimate(new - old)).sum(-1)
+    torch.testing.assert_close(mean, (old.exp() * (old - new)).sum(-1))

@@ -178,3 +178,27 @@ def test_several_ranks_are_refused() -> None:
     module.trainer = SimpleNamespace(world_size=2)  # type: ignore[assignment]
     with pytest.raises(ValueError, match="the trainer has 2 ranks; take devices=1"):
         module.setup("fit")
+
+
+@pytest.mark.parametrize(("dtype", "origin"), [(torch.float64, 1700000037.0), (torch.int64, 1_700_000_037)])
+@pytest.mark.parametrize("learns", [False, True])
+def test_what_is_learnt_does_not_depend_on_the_origin_of_the_observations(
+    dtype: torch.dtype, origin: float, learns: bool
+) -> None:
+    errors, starts = [], []
+    for kind, shift in ((torch.float32, 0.0), (dtype, origin)):
+        torch.manual_seed(0)
+        specs = specs_of(Bounded(-1.0, 1.0, (1,)), observation=Unbounded(2, dtype=kind))
+        module = MBPOModule(MLPNetwork([8], "relu"), dynamics=dynamics(learn_terminated=learns)).build(specs)
+        rows = [walled(count, seed) for count, seed in ((200, 0), (50, 1), (7, 2))]
+        for part in [part for row in rows for part in (row, row["next"])]:
+            part["observation"] = (part["observation"].mul(100).round().to(torch.int64) + int(shift)).to(kind)
+        module.fit_dynamics(rows[0], rows[1])
+        imagined = module.imagine(rows[2], 3)
+        assert imagined["observation"].dtype is imagined["next", "observation"].dtype is kind
+        assert imagined["next", "reward"].dtype is torch.float32
+        errors.append(module.errors.clone())
+        starts.append((imagined["next", "observation"][:7].double() - imagined["observation"][:7].double()).abs())
+    torch.testing.assert_close(errors[1], errors[0], atol=1e-3, rtol=0.02)
+    assert starts[1].max() < 2 * starts[0].max() + 1.0
+    assert starts[1].max() > 0.0

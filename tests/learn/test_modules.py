@@ -14,10 +14,10 @@ from kit.fake_data import FakeData
 from kit.learners import learner
 from kit.modes import dropping
 from kit.rollouts import estimated
-from kit.runs import trainer
+from kit.runs import parameters, trainer
 from kit.specs import TWO_CHOICES, specs_of
 from torchrl_lightning import GAEBuffer
-from torchrl_lightning.learn import LinearSchedule, MLPNetwork, PPOModule, RandomNetworkDistillation
+from torchrl_lightning.learn import LinearSchedule, MLPNetwork, PPOModule, RandomNetworkDistillation, by_hand
 from torchrl_lightning.learn.reports import MetricSums
 
 
@@ -50,6 +50,51 @@ def test_target_kl_leaves_out_the_rest_of_the_epoch_only() -> None:
     assert 3 <= run.global_step < 15
 
 
+def moved_by(log_ratio: Any) -> Any:
+    """Edit a batch so that each probability has changed by this since the action was chosen."""
+    return lambda batch: batch["action_log_prob"].sub_(torch.as_tensor(log_ratio))
+
+
+RATIOS: dict[str, tuple[Any, bool]] = {
+    # More probable actions: the mean of the negative log-ratio is negative.
+    "all up": (0.5, True),
+    "all down": (-0.5, True),
+    "both, on average unchanged": (torch.tensor([0.6, -0.6]).repeat(8), True),
+    "overflow": (torch.tensor([200.0] + [0.0] * 15), True),
+    "impossible when it was chosen": (torch.tensor([math.inf] + [0.0] * 15), True),
+    "impossible now": (torch.tensor([-math.inf] + [0.0] * 15), True),
+    # 0.01 at both: below 1.5 * 0.01, while the mean of the negative log-ratio is 0.1414.
+    "a little, all down": (-0.14, False),
+    "nothing": (0.0, False),
+}
+
+
+@pytest.mark.parametrize("hand", [False, True])
+@pytest.mark.parametrize("name", RATIOS)
+def test_target_kl_compares_the_estimate_of_low_variance(
+    name: str, hand: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log_ratio, stops = RATIOS[name]
+    if not hand:
+        monkeypatch.setattr(by_hand, "_is_ours", lambda module: False)
+    module, run = learner("ppo", target_kl=0.01, learning_rate=1e-9), trainer(max_epochs=1)
+    before = parameters(module)
+    run.fit(module, datamodule=FakeData(2, edit=moved_by(log_ratio)))
+    assert run.global_step == (0 if stops else 2)  # it stops before the step
+    assert torch.equal(parameters(module), before) == stops
+
+
+@pytest.mark.parametrize("hand", [False, True])
+def test_both_estimates_of_the_divergence_are_logged(hand: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not hand:
+        monkeypatch.setattr(by_hand, "_is_ours", lambda module: False)
+    module = learner("ppo", learning_rate=1e-9)
+    trainer(max_epochs=1).fit(module, datamodule=FakeData(2, edit=moved_by(torch.tensor([0.6, 0.2]).repeat(8))))
+    expected = sum(math.exp(move) - 1.0 - move for move in (0.6, 0.2)) / 2
+    assert module.epoch_metrics["train/kl_approx"] == pytest.approx(expected, rel=1e-4)
+    assert module.epoch_metrics["train/kl_approx_k1"] == pytest.approx(-0.4, rel=1e-4)
+
+
 def replay_half(batch: TensorDict) -> None:
     """Half of the steps are a demonstration's, stored with a log-probability of 0."""
     mask = torch.arange(len(batch))[:, None] % 2 == 0
@@ -65,7 +110,9 @@ def test_replayed_steps_do_not_say_how_far_the_policy_moved() -> None:
     assert module.epoch_metrics["train/clip_fraction"] == 0.0
 
 
-@pytest.mark.parametrize(("case", "names"), [("ppo", ["kl_approx", "clip_fraction"]), ("a2c", ["ratio_deviation"])])
+@pytest.mark.parametrize(
+    ("case", "names"), [("ppo", ["kl_approx", "kl_approx_k1", "clip_fraction"]), ("a2c", ["ratio_deviation"])]
+)
 @pytest.mark.parametrize("batch_size", [[12], [3, 4]])
 def test_divergences_are_means_over_the_steps_of_the_agent(case: str, names: list[str], batch_size: list[int]) -> None:
     module, batch = learner(case), TensorDict({"observation": torch.randn(*batch_size, 4)}, batch_size)

@@ -16,9 +16,10 @@ from torchrl.modules import CEMPlanner
 from kit.files import through_file
 from kit.seeds import generator
 from kit.specs import specs_of
-from kit.world_models import NEAR_AND_FAR, known_reward, targets_of, world_model
+from kit.world_models import NEAR_AND_FAR, known_reward, pushed, targets_of, world_model
 from torchrl_lightning.learn import (
     CrossEntropyPlanner,
+    GaussianEnsemble,
     OutsideBox,
     RandomShootingPlanner,
     WorldModel,
@@ -238,3 +239,30 @@ def test_a_planner_owns_its_model_and_is_restored_from_its_state(planner: Any) -
     moved = policy.to("meta")
     assert {tensor.device.type for tensor in (*moved.parameters(), *moved.buffers())} == {"meta"}
     assert moved.action_spec.device.type == "meta"
+
+
+@pytest.mark.parametrize(("dtype", "origin"), [(torch.float64, 1700000037.0), (torch.int64, 1_700_000_037)])
+@pytest.mark.parametrize("planner", [*PLANNERS, "torchrl"])
+def test_plans_do_not_depend_on_the_origin_of_the_observations(dtype: torch.dtype, origin: float, planner: Any) -> None:
+    actions = []
+    for kind, shift in ((torch.float32, 0.0), (dtype, origin)):
+        specs = specs_of(Bounded(-1.0, 1.0, (1,)), observation=Unbounded(2, dtype=kind))
+        data = pushed(50, 0)
+        for part in (data, data["next"]):
+            part["observation"] = (part["observation"].mul(9).round().to(torch.int64) + int(shift)).to(kind)
+        torch.manual_seed(0)
+        targets = targets_of(specs).fit(data)
+        ensemble = GaussianEnsemble(3, 3, 3, [8])
+        ensemble.standardise(targets.input_scaler, targets.target_scaler)
+        env = WorldModelEnvironment(WorldModel(ensemble, targets))
+        check_env_specs(env)
+        seen = TensorDict({"observation": data["observation"][:4]}, [4])
+        if planner == "torchrl":
+            plan: Any = CEMPlanner(env, 3, 2, 20, 4)
+        else:
+            plan = planner(env, horizon=3)
+            plan.generator.manual_seed(0)
+        torch.manual_seed(1)
+        with set_exploration_type(ExplorationType.RANDOM):
+            actions.append(plan(seen)["action"])
+    torch.testing.assert_close(actions[1], actions[0], atol=1e-4, rtol=0.0)

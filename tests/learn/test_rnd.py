@@ -77,3 +77,38 @@ def test_rewards_are_estimated_in_evaluation_mode() -> None:
     rnd.loss(rollout)
     assert modes == {False}
     assert all(part.training for part in rnd.modules())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "offset"), [(torch.float64, 1700000037.0), (torch.int64, 1_700_000_037), (torch.float64, -1e12)]
+)
+def test_rewards_do_not_depend_on_the_origin_of_the_observations(dtype: torch.dtype, offset: float) -> None:
+    steps, rewards = torch.randn(30, 2, 3).mul(4).round(), []
+    for kind, origin in ((torch.float32, 0.0), (dtype, offset)):
+        torch.manual_seed(0)
+        rnd = RandomNetworkDistillation(MLPNetwork([8])).build(specs_of(None, observation=Unbounded(3, dtype=kind)))
+        seen = rollout((steps.to(torch.int64) + int(origin)).to(kind))
+        rnd.annotate(seen)
+        rewards += [seen["next", "intrinsic_reward"], rnd.loss(seen).detach()[None]]
+    torch.testing.assert_close(rewards[2], rewards[0], atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(rewards[3], rewards[1], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.int64])
+@pytest.mark.parametrize("value", [0.1, 1e9 + 0.1, -1700000037.25])
+def test_a_constant_is_whitened_to_exactly_zero(dtype: torch.dtype, value: float) -> None:
+    rnd = RandomNetworkDistillation(MLPNetwork([4])).build(specs_of(None, observation=Unbounded(3, dtype=dtype)))
+    constant = torch.full((7, 2, 3), value, dtype=torch.float64).to(dtype)
+    for steps in (1, 7, 3):
+        rnd.annotate(rollout(constant[:steps]))
+        (white,) = rnd._whiten([constant])
+        assert white.dtype is torch.float32
+        assert (white == 0).all()
+
+
+def test_single_precision_is_whitened_in_single_precision() -> None:
+    rnd = RandomNetworkDistillation(MLPNetwork([4])).build(SPECS)
+    steps = torch.randn(20, 2, 3) * 5 + 100
+    rnd.annotate(rollout(steps))
+    expected = ((steps - rnd.mean_0.float()) * rnd.variance_0.rsqrt().float()).clamp(-5.0, 5.0)
+    assert torch.equal(rnd._whiten([steps])[0], expected)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from torchrl.data import Bounded, Unbounded
 
-from kit.world_models import NEAR_AND_FAR, known_reward, targets_of, world_model
-from torchrl_lightning.learn import OutsideBox, WorldModel
+from kit.seeds import generator
+from kit.specs import specs_of
+from kit.world_models import NEAR_AND_FAR, known_reward, pushed, targets_of, world_model
+from torchrl_lightning.learn import GaussianEnsemble, OutsideBox, WorldModel
 
 
 def predicted(world: WorldModel, observation: Tensor, action: Tensor, member: int) -> tuple[Tensor, Tensor]:
@@ -129,6 +134,101 @@ def test_choices_enter_as_one_hot() -> None:
     columns = torch.nn.functional.one_hot(actions[0], 3).float()
     expected = predicted(world, observation, columns, 0)[1]
     torch.testing.assert_close(world.returns(observation, actions), expected)
+
+
+ORIGINS = [(torch.float64, 1700000037.0), (torch.float64, -1e12), (torch.float32, 65536.0), (torch.float64, 0.0)]
+
+
+class Watched:
+    """A function of steps that keeps what it was called with."""
+
+    def __init__(self, function: Any) -> None:
+        self.function, self.calls = function, list[tuple[Tensor, ...]]()
+
+    def __call__(self, *step: Tensor) -> Tensor:
+        self.calls.append(step)
+        result: Tensor = self.function(*step)
+        return result
+
+
+def world_at(origin: float, dtype: torch.dtype, **settings: Any) -> WorldModel:
+    """A world model of the point, whose observations count from an origin; the same weights for each."""
+    data = pushed(50, 0)
+    for part in (data, data["next"]):
+        part["observation"] = (part["observation"] * 128).round().div(128).to(dtype) + origin
+    specs = specs_of(Bounded(-1.0, 1.0, (1,)), observation=Unbounded(2, dtype=dtype))
+    learnt = settings.pop("learnt", False)
+    targets = targets_of(specs, reward=settings.pop("reward", None), terminated=learnt).fit(data)
+    torch.manual_seed(0)
+    ensemble = GaussianEnsemble(3, 3, len(targets.target_columns), [8], ends_by=2 if learnt else 0)
+    for bias in ensemble.biases:
+        torch.nn.init.normal_(bias)
+    ensemble.standardise(targets.input_scaler, targets.target_scaler)
+    world = WorldModel(ensemble, targets, **settings)
+    world.elites = torch.tensor([1])
+    return world
+
+
+@pytest.mark.parametrize(("dtype", "origin"), ORIGINS)
+@pytest.mark.parametrize("learnt", [False, True])
+def test_a_step_does_not_depend_on_the_origin_of_the_observations(
+    dtype: torch.dtype, origin: float, learnt: bool
+) -> None:
+    near, far = world_at(0.0, torch.float32, learnt=learnt), world_at(origin, dtype, learnt=learnt)
+    observation = torch.randn(50, 2, generator=generator()).mul(128).round().div(128)
+    action = torch.rand(50, 1, generator=generator())
+    expected, found = near.step(observation, action), far.step(observation.to(dtype) + origin, action)
+    assert found[0].dtype is dtype
+    assert found[1].dtype is torch.float32
+    atol = 1e-5 + 2 * torch.finfo(dtype).eps * abs(origin)
+    torch.testing.assert_close((found[0] - origin).float(), expected[0], atol=atol, rtol=0.0)
+    torch.testing.assert_close(found[1], expected[1], atol=1e-5, rtol=0.0)
+    assert torch.equal(found[2], expected[2])
+    assert not learnt or 0 < int(found[2].sum()) < 50
+
+
+@pytest.mark.parametrize(("dtype", "origin"), ORIGINS)
+@pytest.mark.parametrize("kind", ["plain", "known", "told", "learnt"])
+@pytest.mark.parametrize("propagation", ["step", "trajectory"])
+def test_returns_do_not_depend_on_the_origin_of_the_observations(
+    dtype: torch.dtype, origin: float, kind: str, propagation: str
+) -> None:
+    def world(origin: float, dtype: torch.dtype) -> WorldModel:
+        def known(observation: Tensor, action: Tensor, following: Tensor) -> Tensor:
+            return known_reward(observation - origin, action, following - origin)
+
+        def told(observation: Tensor, action: Tensor, following: Tensor) -> Tensor:
+            return (following[:, :1] - origin).abs() > 1.0
+
+        settings: dict[str, Any] = {"learnt": kind == "learnt", "propagation": propagation}
+        settings["reward"] = Watched(known) if kind == "known" else None
+        settings["terminated"] = Watched(told) if kind == "told" else None
+        return world_at(origin, dtype, **settings)
+
+    observation = torch.randn(50, 2, generator=generator()).mul(64).round().div(128)
+    actions = torch.rand(5, 50, 1, generator=generator())
+    near, far = world(0.0, torch.float32), world(origin, dtype)
+    expected, found = near.returns(observation, actions), far.returns(observation.to(dtype) + origin, actions)
+    assert found.dtype is torch.float32
+    atol = 1e-4 + 200 * torch.finfo(dtype).eps * abs(origin)
+    if kind in ("told", "learnt"):  # rounding may move a few ends
+        assert ((found - expected).abs() <= atol).float().mean() >= 0.9
+    else:
+        torch.testing.assert_close(found, expected, atol=atol, rtol=1e-4)
+    for function in (far.targets.reward, far.terminated):
+        for before, action, following in [] if function is None else function.calls:
+            assert before.dtype is following.dtype is dtype
+            assert action.dtype is torch.float32
+            assert bool((actions.flatten()[:, None] == action.flatten()).any(0).all())
+
+
+def test_a_box_bounds_what_single_precision_would_round() -> None:
+    box = OutsideBox([1700000036.5], [1700000037.5])
+    rows = torch.tensor([[1700000036.0], [1700000037.0], [1700000038.0]], dtype=torch.float64)
+    assert box(rows, rows, rows).tolist() == [True, False, True]
+    edge = torch.tensor([[0.7]])
+    assert not OutsideBox([0.7], [0.7])(edge, edge, edge).any()
+    assert not OutsideBox([0.7], [0.7])(edge, edge, torch.tensor([[0.7]], dtype=torch.float64)).any()
 
 
 def test_a_box_has_two_sides() -> None:

@@ -7,4 +7,5 @@ from torchrl_lightning.callbacks.checkpoints import LastCheckpoint as LastCheckp
 from torchrl_lightning.callbacks.episode_video import EpisodeVideo as EpisodeVideo
 from torchrl_lightning.callbacks.experience_log import ExperienceLog as ExperienceLog
 from torchrl_lightning.callbacks.frames_bar import FramesProgressBar as FramesProgressBar
+from torchrl_lightning.callbacks.stop_at_score import StopAtScore as StopAtScore
 from torchrl_lightning.callbacks.trial_report import TrialReport as TrialReport

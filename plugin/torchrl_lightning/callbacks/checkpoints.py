@@ -5,6 +5,7 @@ from __future__ import annotations
 __all__ = ["BestCheckpoint", "LastCheckpoint"]
 
 import logging
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -21,6 +22,7 @@ from torchrl_lightning.fitting import Fault
 from torchrl_lightning.suggestions import did_you_mean, nearest
 
 logger = logging.getLogger(__name__)
+TRAINING = "train/"
 
 
 @runtime_checkable
@@ -142,6 +144,18 @@ def _callbacks(trainer: Trainer) -> list[Any]:
     return found
 
 
+def _episode_metrics(trainer: Trainer) -> tuple[str, ...]:
+    """Return the metrics of episodes that end in training; none of a foreign DataModule."""
+    return tuple(getattr(getattr(trainer, "datamodule", None), "episode_metrics", ()))
+
+
+def _is_misspelt(name: str, known: Iterable[str]) -> bool:
+    """Return whether a metric is likely one of the known ones; a common group, such as ``train/``, says nothing."""
+    if name.startswith(TRAINING):
+        name, known = name.removeprefix(TRAINING), [each.removeprefix(TRAINING) for each in known]
+    return nearest(name, known) is not None
+
+
 def evaluate(trainer: Trainer) -> None:
     """Run the evaluation that a fit runs every few epochs, with all its callbacks."""
     loop: Any = trainer.fit_loop.epoch_loop.val_loop
@@ -171,8 +185,10 @@ class BestCheckpoint(SparseCallback, ModelCheckpoint):
         if not isinstance(self.monitor, str | None):
             raise Fault(f"monitor={self.monitor!r} must be the name of a metric, such as eval/return.")
         logged = getattr(pl_module, "evaluation_metrics", ())
+        if str(self.monitor).startswith(TRAINING):
+            logged = _episode_metrics(trainer)
         # Another name may be a metric of the user's own.
-        if self.monitor is not None and self.monitor not in logged and nearest(self.monitor, logged) is not None:
+        if self.monitor is not None and self.monitor not in logged and _is_misspelt(self.monitor, logged):
             raise Fault(f"monitor={self.monitor}: no such metric is logged{did_you_mean(self.monitor, logged)}")
         write_atomically(trainer)
         super().setup(trainer, pl_module, stage)
@@ -180,7 +196,8 @@ class BestCheckpoint(SparseCallback, ModelCheckpoint):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Keep the checkpoint if it is among the best; do nothing where no episodes were played."""
         kind, known = "eval/", trainer.callback_metrics
-        if self.monitor is not None and self.monitor not in known and trainer.state.fn == TrainerFn.FITTING:
+        expected = (*known, *_episode_metrics(trainer))  # the latter from the first episode on that ends
+        if self.monitor is not None and self.monitor not in expected and trainer.state.fn == TrainerFn.FITTING:
             played = [name for name in known if name.startswith(kind)]
             if played and not trainer.sanity_checking:
                 raise Fault(f"monitor={self.monitor}: no such metric is logged{did_you_mean(self.monitor, known)}")

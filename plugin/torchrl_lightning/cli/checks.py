@@ -24,6 +24,7 @@ from torchrl_lightning.processes import lack_of
 from torchrl_lightning.suggestions import did_you_mean
 
 _GROUPS = ("callbacks", "data", "env", "logger", "model", "paths", "trainer")
+SWEPT = "in the run "  # begins the note of an error that occurred in one run of a sweep
 _FLUSHED = "logger.csv.flush_logs_every_n_steps"  # Lightning divides by it
 
 

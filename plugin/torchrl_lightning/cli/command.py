@@ -38,12 +38,13 @@ def run_command(name: str, task: Callable[[Any], float], *, resumes: bool = Fals
         sys.path.insert(0, folder)
     from torchrl_lightning.cli.checks import one_line, plain_errors
     from torchrl_lightning.cli.composing import OwnLoader, ResumingLoader, composing
-    from torchrl_lightning.cli.mistakes import check_dashes, plain_reports
+    from torchrl_lightning.cli.mistakes import check_dashes, options_first, plain_reports
     from torchrl_lightning.cli.names import register_run_name
 
     register_run_name()
     with one_line():
         check_dashes(sys.argv[1:])
+        sys.argv[1:] = options_first(sys.argv[1:])
     with plain_reports(), composing(ResumingLoader if resumes else OwnLoader):
         hydra_main(str(CONF_DIR), name)(plain_errors(task))()
 

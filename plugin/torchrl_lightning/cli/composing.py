@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from decimal import Decimal
 from inspect import signature
@@ -21,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from torchrl_lightning.cli.auto import AUTO, newest_checkpoint
-from torchrl_lightning.cli.checks import UsageError, one_line, read_stored
+from torchrl_lightning.cli.checks import SWEPT, UsageError, one_line, read_stored
 from torchrl_lightning.cli.names import recorded_command
 from torchrl_lightning.cli.resuming import (
     Record,
@@ -66,6 +66,56 @@ class OwnLoader(ConfigLoaderImpl):
         from_shell: bool,
         validate_sweep_overrides: bool = True,
     ) -> DictConfig:
+        if run_mode == RunMode.MULTIRUN:
+            asked = config_name, run_mode, from_shell, validate_sweep_overrides
+            return self._load_sweep(overrides, *asked)
+        return self._load_run(config_name, overrides, run_mode, from_shell, validate_sweep_overrides)
+
+    def _load_sweep(
+        self, overrides: list[str], config_name: str | None, run_mode: RunMode, from_shell: bool, validate: bool
+    ) -> DictConfig:
+        """Compose the config of a sweep.
+
+        Hydra leaves swept groups at their defaults, which may lack a setting that all swept options have. Then the
+        first swept option of each group takes their place. Each run is composed with its own groups later.
+        """
+        try:
+            return self._load_run(config_name, overrides, run_mode, from_shell, validate)
+        except HydraException:
+            first = self._first_options(config_name, overrides)
+            if not first:
+                raise
+        lines = [first.get(line, line) for line in overrides]
+        with _noted(first.values()):
+            config = self._load_run(config_name, lines, run_mode, from_shell, validate)
+        swept = {option: line for line, option in first.items()}
+        config.hydra.overrides.task = [swept.get(line, line) for line in config.hydra.overrides.task]
+        return config
+
+    def _first_options(self, config_name: str | None, overrides: list[str]) -> dict[str, str]:
+        """Map each override that sweeps over options of a group to one that chooses the first option."""
+        _, repository = self._parse_overrides_and_create_caching_repo(config_name, overrides)
+        parsed = OverridesParser.create(config_loader=self).parse_overrides(overrides)
+        return {
+            str(override.input_line): f"{override.get_key_element()}={next(iter(override.sweep_string_iterator()))}"
+            for override in parsed
+            if override.is_discrete_sweep() and repository.group_exists(override.key_or_group)
+        }
+
+    def load_sweep_config(self, master_config: DictConfig, sweep_overrides: list[str]) -> DictConfig:
+        """Compose the config of one run of a sweep; an error names its swept settings."""
+        known = set(master_config.hydra.overrides.task)
+        with _noted(line for line in sweep_overrides if line not in known):
+            return super().load_sweep_config(master_config, sweep_overrides)
+
+    def _load_run(
+        self,
+        config_name: str | None,
+        overrides: list[str],
+        run_mode: RunMode,
+        from_shell: bool,
+        validate_sweep_overrides: bool = True,
+    ) -> DictConfig:
         asked = config_name, overrides, run_mode, from_shell, validate_sweep_overrides
         newer = getattr(super(), "_load_configuration", None)  # Hydra 1.4's, which keeps what it has read
         if newer is None:
@@ -84,6 +134,17 @@ class OwnLoader(ConfigLoaderImpl):
     ) -> DictConfig:
         """Compose a config for Hydra 1.4, which calls this with what it has ``read`` already."""
         return self.load_configuration(config_name, overrides, run_mode, from_shell, validate_sweep_overrides)
+
+
+@contextmanager
+def _noted(settings: Iterable[str]) -> Iterator[None]:
+    """Note on an error of Hydra in which run of a sweep it occurred."""
+    try:
+        yield
+    except HydraException as error:
+        if not getattr(error, "__notes__", ()):
+            error.add_note(f"{SWEPT}{' '.join(settings)}")
+        raise
 
 
 class ResumingLoader(OwnLoader):

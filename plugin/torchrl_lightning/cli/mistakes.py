@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +18,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 from yaml import YAMLError
 
 from torchrl_lightning._conf import CONF_DIR, EXPORT_DIR
-from torchrl_lightning.cli.checks import UsageError, chosen_groups, one_line, plain_errors
+from torchrl_lightning.cli.checks import SWEPT, UsageError, chosen_groups, one_line, plain_errors
 from torchrl_lightning.suggestions import did_you_mean, nearest
 
 _KINDS = {"Float": "a number", "Integer": "a whole number", "Boolean": "true or false"}
@@ -41,7 +42,7 @@ def _reported(step: Callable[[], Any]) -> Any:
         except InstantiationException:  # a fault of the task, which names the mistakes in its own config
             raise
         except HydraException as error:
-            raise UsageError(explained(error, sys.argv[1:])) from error
+            raise UsageError(f"{_run_of(error)}{explained(error, sys.argv[1:])}") from error
         except YAMLError as error:
             raise UsageError(" ".join(str(error).split())) from error
         except (OSError, ValueError) as error:
@@ -55,6 +56,30 @@ def _reported(step: Callable[[], Any]) -> Any:
                     "paths.log_dir=FOLDER or hydra.run.dir=FOLDER."
                 ) from error
             raise UsageError(" ".join(str(error).split())) from error
+
+
+def _run_of(error: HydraException) -> str:
+    """Return the words that name the run of a sweep in which an error occurred; "" outside of a sweep."""
+    notes = (note for note in getattr(error, "__notes__", ()) if note.startswith(SWEPT) and note != SWEPT)
+    return next((f"{note}: " for note in notes), "")
+
+
+def options_first(arguments: Sequence[str]) -> list[str]:
+    """Return arguments with Hydra's options before all settings: its parser takes no settings behind a second group.
+
+    Example:
+        >>> options_first(["seed=0,1", "--multirun", "data.num_envs=2", "--config-name", "train"])
+        ['--multirun', '--config-name', 'train', 'seed=0,1', 'data.num_envs=2']
+    """
+    known, behind = _utils.get_args_parser().parse_known_args(list(arguments))
+    settings = [*known.overrides, *behind]
+    left, options = Counter(settings), []
+    for argument in arguments:
+        if left[argument]:
+            left[argument] -= 1
+        else:
+            options.append(argument)
+    return [*options, *settings]
 
 
 def check_dashes(arguments: Sequence[str]) -> None:

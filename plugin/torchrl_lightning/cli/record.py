@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchrl_lightning.cli.command import behind, quiet, run_command, use_threads
 from torchrl_lightning.libraries import import_libraries
+from torchrl_lightning.thresholds import reaches
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -39,6 +41,10 @@ def record(cfg: DictConfig) -> float:
             "policy=MODULE:FUNCTION and env=NAME, or keyboard=true and env=NAME, or table=DIRECTORY, or convert=PATH, "
             "dataset=minari:ID and env=NAME."
         )
+    if not isinstance(cfg.clip_actions, bool):
+        raise UsageError(f"clip_actions={cfg.clip_actions}: expected true or false.")
+    if cfg.clip_actions and (cfg.table or cfg.convert):
+        raise UsageError(f"clip_actions=true has no effect with {given[0]}=, which plays nothing; leave it out.")
     quiet()
     use_threads(1)
     if cfg.table:
@@ -47,7 +53,8 @@ def record(cfg: DictConfig) -> float:
         return _written(cfg, _environment(cfg))
     if not isinstance(cfg.episodes, int) or cfg.episodes < 1:
         raise UsageError(f"episodes={cfg.episodes}: expected a positive whole number.")
-    if not isinstance(cfg.min_return, int | float | None):
+    is_number = isinstance(cfg.min_return, int | float) and not math.isnan(cfg.min_return)
+    if cfg.min_return is not None and not is_number:
         raise UsageError(f"min_return={cfg.min_return}: expected a number or null.")
     if cfg.ckpt_path:
         if "data" in cfg:
@@ -60,8 +67,9 @@ def record(cfg: DictConfig) -> float:
             raise UsageError(f"{way} needs an environment; choose one as env=NAME, --help lists them.")
         if cfg.keyboard:
             return _save(cfg, _played(cfg, env))
-        policy = scripted_policy(cfg.policy, env)
-    return _save(cfg, record_demonstrations(env, policy, cfg.episodes, seed=cfg.seed))
+        policy = scripted_policy(cfg.policy, env, clip_actions=cfg.clip_actions)
+    options = {"seed": cfg.seed, "clip_actions": cfg.clip_actions}
+    return _save(cfg, record_demonstrations(env, policy, cfg.episodes, **options))
 
 
 def _played(cfg: DictConfig, env: Any) -> Iterable[Demonstration]:
@@ -75,7 +83,8 @@ def _played(cfg: DictConfig, env: Any) -> Iterable[Demonstration]:
     if not isinstance(settings["keys"], dict | None):
         raise UsageError(f"keys={settings['keys']}: expected an action for each key, such as 'keys={{a: 0, d: 1}}'.")
     try:
-        return list(play_demonstrations(env, cfg.episodes, keys=settings["keys"], noop=settings["noop"], seed=cfg.seed))
+        options = {name: settings[name] for name in ("keys", "noop", "seed", "clip_actions")}
+        return list(play_demonstrations(env, cfg.episodes, **options))
     except MISTAKES as error:
         raise UsageError(f"keyboard=true: {error}") from error
 
@@ -117,14 +126,16 @@ def _of_checkpoint(cfg: DictConfig) -> tuple[Any, Policy]:
     return _environment(run), policy
 
 
-def scripted_policy(path: str, env: Any) -> Policy:
+def scripted_policy(path: str, env: Any, *, clip_actions: bool = False) -> Policy:
     """Import ``module:function``, which maps an observation to an action, as a policy of one environment.
 
-    It gets what the environment shows as numpy arrays: one array, or a dict of them.
+    It gets what the environment shows as numpy arrays: one array, or a dict of them. It must return an action of the
+    environment; with ``clip_actions`` one outside of its bounds, too.
     """
     import torch
 
     from torchrl_lightning.cli.checks import UsageError
+    from torchrl_lightning.demonstrations.trajectory import action_error
     from torchrl_lightning.entries import map_leaves, tree_of
     from torchrl_lightning.environments import close_environment, environment_specs, make_environment
 
@@ -135,6 +146,7 @@ def scripted_policy(path: str, env: Any) -> Policy:
         raise UsageError(f"policy={path}: expected MODULE:FUNCTION, such as planner:act; {error}.") from error
     made = make_environment(env, 1, vectorization="sync", own_number=True)
     specs = environment_specs(made)
+    form = specs.action_format
     space = getattr(made, "single_action_space", specs.action)
     close_environment(made)
 
@@ -147,15 +159,16 @@ def scripted_policy(path: str, env: Any) -> Policy:
 
     def checked(returned: Any) -> Any:
         try:
-            action = torch.as_tensor(returned).reshape(specs.action.shape)
-            if specs.action_start:
-                action = action - torch.as_tensor(specs.action_start)
-            cast = action.to(specs.action.dtype)
-            fits = specs.action.is_in(cast) and (cast.is_floating_point() or bool((cast == action).all()))
+            action = torch.as_tensor(returned).reshape(form.shape)
+            counted = torch.from_numpy(form.from_environment(action.numpy(force=True)[None]))[0]
+            cast = counted.to(specs.action.dtype)
+            fits = cast.is_floating_point() or bool((cast == counted).all())
+            fits = fits and bool(cast.isfinite().all()) and (clip_actions or action_error(cast[None], specs) is None)
         except (TypeError, ValueError, RuntimeError):
             fits = False
         if not fits:
-            raise UsageError(f"policy={path} returned {returned!r}, which is no action of {space}.")
+            hint = "; clip_actions=true clips it" if form.is_box and not clip_actions else ""
+            raise UsageError(f"policy={path} returned {returned!r}, which is no action of {space}{hint}.")
         return cast
 
     return act
@@ -172,7 +185,7 @@ def _save(cfg: DictConfig, demonstrations: Iterable[Demonstration]) -> float:
         best = max(best, demonstration.total_reward)
         failed = _failed(demonstration)
         failures += failed
-        if failed if cfg.min_return is None else demonstration.total_reward < cfg.min_return:
+        if failed if cfg.min_return is None else not reaches(demonstration.total_reward, cfg.min_return):
             continue
         path = _free_path(folder)
         write_demonstration(path, demonstration)

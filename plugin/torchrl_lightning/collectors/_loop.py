@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from gymnasium import spaces
+from gymnasium.vector import AutoresetMode
 from tensordict import TensorDict, TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
@@ -16,6 +17,8 @@ from torch import Tensor
 from torchrl_lightning._compat import new_tensordict
 from torchrl_lightning.collectors._stepper import VectorStepper
 from torchrl_lightning.entries import Path, join, level_of, next_key, path_of, tensordict_of
+from torchrl_lightning.environments.actions import half_bounded_drawer
+from torchrl_lightning.environments.copies import copied
 from torchrl_lightning.environments.faults import EnvironmentFault
 from torchrl_lightning.environments.masks import action_mask
 from torchrl_lightning.environments.played import Array, Playing, ReplayedRows, ReplaySource
@@ -39,14 +42,13 @@ class RolloutLoop:
         clip_actions: bool = False,
         replay: ReplaySource | None = None,
     ) -> None:
-        if clip_actions and stepper.bounds is None:
+        if clip_actions and not stepper.actions.is_box:
             raise ValueError(f"clip_actions=True needs a Box of actions, got {stepper.env.single_action_space}.")
         self.stepper, self.specs, self.policy, self.states = stepper, specs, policy, dict(states)
         self.clip_actions = clip_actions
         num_envs = specs.num_envs
         self._playing = None if replay is None else Playing(replay, num_envs)
-        self._action_spec = specs.action.expand(num_envs, *specs.action.shape)
-        self._action_shape = tuple(self._action_spec.shape)
+        self._action_shape = (num_envs, *specs.action.shape)
         flags = {name: torch.zeros(num_envs, 1, dtype=torch.bool) for name in (*FLAGS, "is_init")}
         self._step = TensorDict(flags, [num_envs])
         self._starts = flags["is_init"].numpy()[:, 0]
@@ -182,7 +184,9 @@ class RolloutLoop:
         mask = self._mask
         if mask is not None:
             return lambda: {**others, "action": mask.draw(self._step[ACTION_MASK])}
-        return lambda: {**others, "action": self._action_spec.rand()}
+        spec, batch = self.specs.action, [self.specs.num_envs]
+        draw = half_bounded_drawer(spec, batch) or spec.expand(*batch, *spec.shape).rand
+        return lambda: {**others, "action": draw()}
 
     def _check_outputs(self, outputs: Outputs) -> None:
         missing = [key for key in ("action", *self._next_states.values()) if key not in outputs]
@@ -226,16 +230,14 @@ class RolloutLoop:
         """Step the environment with the actions of step ``t``, and write what comes of it."""
         stepper = self.stepper
         action = memory.actions[t]
-        if action.dtype.kind == "f" and np.isnan(action).any():
+        if action.dtype.kind == "f" and np.isnan(np.minimum.reduce(action, axis=None)):
             raise ValueError(
                 f"The policy chose NaN actions at step {t} of the rollout in environments "
                 f"{np.flatnonzero(np.isnan(action.reshape(len(action), -1)).any(1)).tolist()}: "
                 "its weights or its inputs are not finite. Look at the learning rate and the gradient norm."
             )
-        if action.dtype != stepper.action_dtype:
-            action = action.astype(stepper.action_dtype)
-        if self.clip_actions and stepper.bounds is not None:
-            action = np.clip(action, *stepper.bounds)
+        # Memory of its own, which environments may change and keep.
+        action = stepper.actions.to_environment(action, self.clip_actions)
         resting = None if played is None else played.mask
         leaves, memory.rewards[t][:], terminated, truncated, self.info = stepper.step(action, resting)
         memory.terminated[t][:], memory.truncated[t][:] = terminated, truncated
@@ -245,7 +247,9 @@ class RolloutLoop:
         for source, target in zip(leaves, successor, strict=True):
             np.copyto(target, source)
         if done.any():
-            leaves, finals = stepper.finish(done, leaves, self.info, resting)
+            if stepper.mode is AutoresetMode.DISABLED:
+                self.info = copied(self.info)  # before the reset, which may change it
+            leaves, finals = stepper.finish(done, leaves, self.info, resting, self._observations)
             for index, final in finals:
                 for target, source in zip(successor, final, strict=True):
                     target[index] = source

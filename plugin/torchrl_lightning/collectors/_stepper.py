@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
 from functools import reduce
 from typing import Any
+from weakref import WeakSet
 
 import gymnasium
 import numpy as np
-from gymnasium import spaces
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 
+from torchrl_lightning.environments.actions import ActionFormat
+from torchrl_lightning.environments.copies import copy_beneath_wrappers, copy_ends
+from torchrl_lightning.environments.envpool_env import EnvPoolVectorEnv
 from torchrl_lightning.environments.faults import EnvironmentFault, blame, blaming, check_observation, frames_of
 from torchrl_lightning.environments.played import Array, ResumableVectorEnv
-from torchrl_lightning.environments.specs import first_action, observation_leaves
+from torchrl_lightning.environments.specs import observation_leaves
+from torchrl_lightning.environments.torchrl_batch import BatchVectorEnv
 from torchrl_lightning.environments.vector_env import autoreset_mode
+from torchrl_lightning.environments.worker_env import WorkerVectorEnv
+
+logger = logging.getLogger(__name__)
 
 Final = tuple[int | Array, list[Array]]  # environment, or several, and the leaves of their last observations
 _SUCCESS = ("is_success", "success")
+_COPY_ENDS = (ResumableVectorEnv, WorkerVectorEnv, EnvPoolVectorEnv, BatchVectorEnv)  # those built by this package
+_SUSPECT_ENDS = 3  # in succession, after which a last observation is suspected to be the one after the reset
+_WARNED: WeakSet[VectorEnv[Any, Any, Any]] = WeakSet()
 
 
 class VectorStepper:
@@ -37,16 +48,16 @@ class VectorStepper:
         self._paths = [path for path, _, _ in leaves]
         space = env.single_action_space
         self.action_shape = (env.num_envs, *(space.shape or ()))
-        self.action_dtype = np.dtype(space.dtype)
-        self.bounds = (space.low, space.high) if isinstance(space, spaces.Box) else None
+        self.actions = ActionFormat.of_space(space)
         self._unchecked = {"reset", "step"}
         self._takes_one_seed = False  # whether it was seen to refuse one for each copy
         self._resets_parts = False  # whether it was seen to reset some environments without the others
         self.can_rest = isinstance(env, ResumableVectorEnv)
-        start = first_action(space)
-        self._start = np.asarray(start, self.action_dtype) if start else None
-        idle = np.full(space.shape or (), start, self.action_dtype)
-        self._idle: Array = idle if self.bounds is None else np.clip(idle, *self.bounds)
+        self._idle = self.actions.to_environment(np.zeros((1, *self.actions.spec_shape)), clip=True)[0]
+        self._copies_ends = isinstance(env.unwrapped, _COPY_ENDS)
+        self._suspect_ends = 0
+        if not self._copies_ends:
+            self._copy_ends()
 
     @property
     def resets(self) -> Array | None:
@@ -69,11 +80,9 @@ class VectorStepper:
     def step(self, action: Array, resting: Array | None = None) -> tuple[list[Array], Array, Array, Array, Any]:
         """Step once, all but the environments that rest; return observations, rewards, both kinds of ends and info.
 
-        Actions count from 0, whatever the space does. Where environments cannot rest, some valid action is taken, and
-        what comes of it is of no use.
+        Actions are as ``actions.to_environment`` returns them. Where environments cannot rest, some valid action is
+        taken, and what comes of it is of no use.
         """
-        if self._start is not None:
-            action = action + self._start
         try:
             if resting is not None and self.can_rest:
                 observation, reward, terminated, truncated, info = self.env.step_some(action, resting)  # type: ignore[attr-defined]
@@ -86,16 +95,26 @@ class VectorStepper:
             self._blame(error, "step")
             raise
         if self._unchecked:
+            self._check_info("step", info)
             self._check_first("step", observation)
         return self.leaves(observation), reward, terminated, truncated, info
 
     def finish(
-        self, done: Array, leaves: list[Array], info: dict[str, Any], resting: Array | None = None
+        self,
+        done: Array,
+        leaves: list[Array],
+        info: dict[str, Any],
+        resting: Array | None = None,
+        before: Sequence[Array] = (),
     ) -> tuple[list[Array], list[Final]]:
         """Return what to act on next, and the true last observation of each episode that ended (``done``, ``[N]``).
 
-        A RuntimeError if the environment does not report it, or cannot reset single environments. Of those that should
-        rest nothing is reported.
+        Environments in ``resting`` report nothing. ``before`` are the observations before the step: with them, a
+        warning is logged if the last observations seem to be those after the reset.
+
+        Raises:
+            RuntimeError: The environment does not report the last observations, or cannot reset single environments.
+            EnvironmentFault: The last observations do not fit the space, or share memory with the next ones.
         """
         own = done if resting is None else done & ~resting
         if self.mode is AutoresetMode.NEXT_STEP:
@@ -105,26 +124,65 @@ class VectorStepper:
             return self.restart(done, leaves), finals
         if not own.any():
             return leaves, []
-        final = info.get("final_obs")
+        final = entry_of(info, "final_obs")
         if final is None:
             raise RuntimeError(
                 f"{self.env} ended episodes {np.flatnonzero(done).tolist()} without info['final_obs']; "
                 "AutoresetMode.SAME_STEP promises the last observation there."
             )
         if isinstance(final, dict) or (isinstance(final, np.ndarray) and final.dtype.kind != "O"):  # of all, together
-            return leaves, _rows(self.leaves(final), own)
-        ended = np.flatnonzero(own).tolist()
-        for i in ended:  # nobody has put them together, which would have shown what does not fit
-            check_observation(self.env.single_observation_space, final[i], f"environment {i}")
-        return leaves, [(i, self.leaves(final[i])) for i in ended]
+            reported = [self.leaves(final)]
+            finals = _rows(reported[0], own)
+        else:
+            ended = np.flatnonzero(own).tolist()
+            for i in ended:  # nobody has put them together, which would have shown what does not fit
+                check_observation(self.env.single_observation_space, final[i], f"environment {i}")
+            finals = [(i, self.leaves(final[i])) for i in ended]
+            reported = [values for _, values in finals]
+        if not self._copies_ends:
+            self._check_finals(reported, finals, leaves, before)
+        return leaves, finals
+
+    def _copy_ends(self) -> None:
+        """Let a ready environment copy the last step of each episode, if its single environments are reachable."""
+        envs = getattr(self.env.unwrapped, "envs", None)
+        for env in envs if isinstance(envs, list | tuple) else ():
+            if isinstance(env, gymnasium.Env):
+                copy_beneath_wrappers(env)
+                copy_ends(env)
+
+    def _check_finals(
+        self, reported: list[list[Array]], finals: list[Final], leaves: list[Array], before: Sequence[Array]
+    ) -> None:
+        """Check that last observations are not those after the reset."""
+        if any(np.shares_memory(last, leaf) for values in reported for last, leaf in zip(values, leaves, strict=True)):
+            raise EnvironmentFault(
+                f"{self.env} returned info['final_obs'] in the memory of the next observations, expected memory of its "
+                "own, because a reset overwrites it. Copy the last observations before the reset."
+            )
+        for where, values in finals:
+            for row in range(len(where)) if isinstance(where, np.ndarray) else (None,):
+                index = where if row is None else where[row]  # type: ignore[index]
+                last = [np.asarray(value if row is None else value[row]) for value in values]
+                is_next = all(map(_is_equal, last, (leaf[index] for leaf in leaves)))
+                has_moved = not all(map(_is_equal, last, (leaf[index] for leaf in before)))
+                self._suspect_ends = self._suspect_ends + 1 if is_next and has_moved else 0
+                if self._suspect_ends == _SUSPECT_ENDS and self.env not in _WARNED:
+                    _WARNED.add(self.env)
+                    logger.warning(_SUSPECT, self.env, _SUSPECT_ENDS)
 
     def successes(self, info: dict[str, Any]) -> Array | None:
         """Return where the episodes that end in this step reach their goal (``[N]`` bool); None if nobody says so.
 
         Of several numbers all must be true.
         """
-        final = info.get("final_info") if self.mode is AutoresetMode.SAME_STEP else info
-        found = success_of(final) if isinstance(final, dict) else None
+        final = entry_of(info, "final_info") if self.mode is AutoresetMode.SAME_STEP else info
+        if isinstance(final, list | tuple | np.ndarray):  # one dict, or None, for each environment
+            told = [success_of(each) if isinstance(each, Mapping) else None for each in final]
+            is_known = any(each is not None for each in told)
+            reached = [each is not None and bool(np.asarray(each, dtype=bool).all()) for each in told]
+            return np.array(reached) if is_known else None
+        found = success_of(final) if isinstance(final, Mapping) else None
         if found is None:
             return None
         reached = np.asarray(found, dtype=bool).reshape(self.env.num_envs, -1)
@@ -134,12 +192,18 @@ class VectorStepper:
         env: Any = self.env
         if seeds is not None and not self._takes_one_seed:
             try:
-                return env.reset(seed=seeds)[0]
+                return self._observation(env.reset(seed=seeds))
             except (TypeError, ValueError, gymnasium.error.Error):
                 if isinstance(env.unwrapped, SyncVectorEnv | AsyncVectorEnv):
                     raise
                 self._takes_one_seed = True
-        return env.reset(seed=None if seeds is None else seeds[0])[0]
+        return self._observation(env.reset(seed=None if seeds is None else seeds[0]))
+
+    def _observation(self, returned: tuple[Any, Any]) -> Any:
+        """Return the observation of a reset; check its info at the first one."""
+        if "reset" in self._unchecked:
+            self._check_info("reset", returned[1])
+        return returned[0]
 
     def restart(self, ended: Array, leaves: list[Array]) -> list[Array]:
         """Reset some environments (``[N]`` bool), and return what all show then; ``leaves`` are what they show now.
@@ -185,6 +249,19 @@ class VectorStepper:
             check_observation(self.env.observation_space, observation, f"{self.env}")
             self._unchecked.remove(call)
 
+    def _check_info(self, call: str, info: Any) -> None:
+        """Raise an EnvironmentFault unless info is one dict, or a list of one dict for each environment."""
+        many = self.env.num_envs
+        is_list = (
+            isinstance(info, list | tuple) and len(info) == many and all(isinstance(each, Mapping) for each in info)
+        )
+        if not is_list and not isinstance(info, Mapping):
+            came = f"{type(info).__name__} {info!r:.60}"
+            raise EnvironmentFault(
+                f"{self.env} returned info as {came} from {call}, expected a dict, or a list of {many} dicts. Mend its "
+                f"{call}, or leave out the wrapper that changes info."
+            )
+
     def _blame(self, error: BaseException, call: str, when: str = "") -> None:
         """Find what one of several environments did, or returned that could not be put together."""
         env = self.env.unwrapped
@@ -194,9 +271,35 @@ class VectorStepper:
         blame(error, call, f"{self.env}")
 
 
+def entry_of(info: Any, name: str) -> Any:
+    """Return an entry of a vector environment's info; None if nobody has it.
+
+    Args:
+        info: One dict of arrays, or a list of one dict for each environment, as
+            :class:`gymnasium.wrappers.vector.DictInfoToList` returns it.
+        name: The entry. Of a list its values are returned as an array ``[N]`` of objects, None where it is missing.
+
+    Example:
+        >>> entry_of([{"final_obs": 3}, {}], "final_obs")
+        array([3, None], dtype=object)
+    """
+    if isinstance(info, Mapping):
+        return info.get(name)
+    if not any(name in each for each in info):
+        return None
+    entries = np.empty(len(info), dtype=object)
+    for index, each in enumerate(info):
+        entries[index] = each.get(name)
+    return entries
+
+
 def success_of(info: Mapping[str, Any]) -> Any:
     """Return what an environment says in its info of whether the goal is reached; None if it says nothing."""
     return next((info[name] for name in _SUCCESS if name in info), None)
+
+
+def _is_equal(one: Array, other: Array) -> bool:
+    return np.array_equal(one, other, equal_nan=one.dtype.kind == "f" and other.dtype.kind == "f")
 
 
 def _rows(leaves: list[Array], done: Array) -> list[Final]:
@@ -204,6 +307,11 @@ def _rows(leaves: list[Array], done: Array) -> list[Final]:
     return [(where, [leaf[where] for leaf in leaves])] if len(where) else []
 
 
+_SUSPECT = (
+    "%s returned the first observation of the next episode as the last one of an episode (final_obs), %d times in "
+    "succession. Its environments probably reuse one array: return a copy from their step, or let make_vector_env "
+    "build it from a factory. If an episode of this environment ends where the next one begins, ignore this."
+)
 _NO_PARTIAL_RESET = (
     "{env} cannot reset only some environments (env.reset(options={{'reset_mask': mask}})), as a replay "
     "and AutoresetMode.DISABLED need. Build it by make_vector_env from an id or a factory; without a replay, "

@@ -26,7 +26,7 @@ from torchrl_lightning.environments.seeds import IsolatedRng, check_seed, spawn_
 from torchrl_lightning.environments.specs import environment_specs
 from torchrl_lightning.environments.threads import close_environment
 from torchrl_lightning.environments.torchrl_batch import stepped_together
-from torchrl_lightning.environments.torchrl_env import make_environment, with_bookkeeping
+from torchrl_lightning.environments.torchrl_env import copy_calls, make_environment, with_bookkeeping
 from torchrl_lightning.ranges import integer
 
 logger = logging.getLogger(__name__)
@@ -120,6 +120,8 @@ def _play(stepper: VectorStepper, policy: Policy, num_episodes: int, seed: int |
 
 
 def _play_torchrl(env: EnvBase, policy: Policy, num_episodes: int, seed: int | None) -> TensorDict:
+    form = environment_specs(env).action_format
+    copy_calls(env)
     env = with_bookkeeping(env, policy)
     if seed is not None:
         env.set_seed(spawn_seed(seed, "episodes"))
@@ -129,7 +131,7 @@ def _play_torchrl(env: EnvBase, policy: Policy, num_episodes: int, seed: int | N
         step = env.reset()
     number = 0
     while not record.is_complete:
-        step = acted(policy, step, device)
+        step = acted(policy, step, device, form)
         try:
             stepped, step = env.step_and_maybe_reset(step)
         except (Exception, SystemExit) as error:

@@ -44,6 +44,10 @@ class GymnasiumCollector(CollectorBase):
     exactly what the original would have done. Otherwise episodes run on across batches, an environment's inner state
     cannot be restored, and the first batch after ``load_state_dict`` begins with a reset.
 
+    Environments may reuse and change all that they return, and may change and keep the actions that they get. The
+    single environments in the list ``envs`` of a ready vector environment get a ``step`` that copies the end of each
+    episode. Without such a list, ``final_obs`` must have memory of its own.
+
     Args:
         env: An id, a factory of one environment, or a ready vector environment.
         policy: Reads a TensorDict ``[N]`` and writes ``action``; ``None`` draws random actions. What it reads is

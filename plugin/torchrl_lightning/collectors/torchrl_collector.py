@@ -18,6 +18,7 @@ from torchrl.envs.utils import ExplorationType
 from torchrl_lightning._modules import EvaluationMode
 from torchrl_lightning.collectors._base import RECURRENT_STATES, CollectorBase
 from torchrl_lightning.entries import join, next_key
+from torchrl_lightning.environments.actions import half_bounded_drawer
 from torchrl_lightning.environments.faults import EnvironmentFault, blame, frames_of
 from torchrl_lightning.environments.masks import action_mask
 from torchrl_lightning.environments.policies import (
@@ -34,6 +35,7 @@ from torchrl_lightning.environments.specs import environment_specs, handed_on
 from torchrl_lightning.environments.threads import close_environment, note_threads
 from torchrl_lightning.environments.torchrl_env import (
     GoingOn,
+    copy_calls,
     playing_nothing_yet,
     playing_transforms,
     with_bookkeeping,
@@ -65,7 +67,8 @@ class TorchRLCollector(CollectorBase):
         init_random_frames: Draw random actions until this many frames are collected (in whole batches); whatever else
             the policy writes is zero there.
 
-    Batches lie where the environment's tensors do.
+    Batches lie where the environment's tensors do. The environment may reuse and change all that it returns, and change
+    and keep all that it is given: its ``_step`` and ``_reset`` are replaced by ones that copy both.
 
     Raises:
         ValueError: Sizes do not fit, the environment's values or actions are not finite, or with
@@ -101,11 +104,13 @@ class TorchRLCollector(CollectorBase):
         init_random_frames: int = 0,
     ) -> None:
         note_threads(env)
+        copy_calls(env)
         super().__init__(env, policy, env.batch_size.numel(), frames_per_batch, total_frames, seed, {})
         self.env = env
         self.reset_at_each_batch, self.init_random_frames = reset_at_each_batch, init_random_frames
         self._specs = environment_specs(env)
         self._mask = action_mask(self._specs.observation, self._specs.action)
+        self._form, self._draw = self._specs.action_format, half_bounded_drawer(self._specs.action, env.batch_size)
         self._handed_on = [each for name in handed_on(env) for each in (name, ("next", name))]
         self._evaluation = EvaluationMode(policy)
         self._needs_reset = True
@@ -219,7 +224,7 @@ class TorchRLCollector(CollectorBase):
             mask.check(step[ACTION_MASK].flatten(0, -2))
         if not self._acts_randomly:
             assert self.policy is not None
-            chosen = acted(self.policy, step, policy_device(self.policy))
+            chosen = acted(self.policy, step, policy_device(self.policy), self._form)
             if mask is not None:
                 masks = chosen[ACTION_MASK].flatten(0, -2)
                 mask.check_actions(chosen["action"].reshape(len(masks), -1), masks, self._acted - 1)
@@ -228,10 +233,12 @@ class TorchRLCollector(CollectorBase):
             self._unsaid = {}
             if self.policy is not None:
                 self._unsaid = unsaid(self.policy, step, policy_device(self.policy), self._next_states)
-        if mask is None:
-            self.env.rand_action(step)
-        else:
+        if mask is not None:
             step["action"] = mask.draw(step[ACTION_MASK])
+        elif self._draw is not None:
+            step["action"] = self._draw().to(self.env.device)
+        else:
+            self.env.rand_action(step)
         step["action"] = step["action"].to(self.specs.action.dtype)
         # The recurrent states keep their initial values, so that the batch has its usual keys.
         for key, state in {**self._unsaid, **self._next_states}.items():

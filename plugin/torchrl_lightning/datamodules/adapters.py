@@ -2,14 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.trainer.states import TrainerFn
 
 from torchrl_lightning.callbacks.sparse import SparseCallback
+
+logger = logging.getLogger(__name__)
+
+
+class WaitingMonitors:
+    """Let Lightning's callbacks wait for metrics that come later, such as the return of the first finished episode.
+
+    Without it, ``EarlyStopping`` and ``ModelCheckpoint`` end the run by an error if their metric is not there yet.
+    """
+
+    def __init__(self) -> None:
+        self._changed: list[tuple[Any, str, Any]] = []  # callback, attribute, and its own value
+
+    def wait(self, trainer: Any, later: Collection[str]) -> None:
+        """Switch those callbacks off whose metric is among ``later`` ones and not there yet, until the next call."""
+        self.release()
+        known = trainer.callback_metrics
+        for callback in (*trainer.early_stopping_callbacks, *trainer.checkpoint_callbacks):
+            if not isinstance(callback, EarlyStopping | ModelCheckpoint):
+                continue
+            name, off = ("strict", False) if isinstance(callback, EarlyStopping) else ("save_top_k", 0)
+            if callback.monitor in later and callback.monitor not in known:
+                self._changed.append((callback, name, getattr(callback, name)))
+                setattr(callback, name, off)
+
+    def release(self) -> list[Any]:
+        """Switch them on again, and return those that were off."""
+        changed, self._changed = self._changed, []
+        for callback, name, value in changed:
+            setattr(callback, name, value)
+        return [callback for callback, *_ in changed]
 
 
 class DataHooks(SparseCallback):
@@ -18,6 +52,7 @@ class DataHooks(SparseCallback):
     def __init__(self, data: Any) -> None:
         super().__init__()
         self.data = data
+        self._monitors = WaitingMonitors()
 
     def attach(self, trainer: Trainer) -> None:
         """Put this callback before all others of a trainer, once."""
@@ -28,6 +63,47 @@ class DataHooks(SparseCallback):
     def is_of(self, trainer: Trainer) -> bool:
         """Return whether the trainer fits with this DataModule: it may fit with another one later."""
         return getattr(trainer, "datamodule", None) is self.data
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Publish the DataModule's metrics, before callbacks that monitor one are called."""
+        if self.is_of(trainer):
+            self.data.publish_metrics()
+            self._monitors.wait(trainer, self._later(trainer, pl_module))
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Let callbacks that are called next wait for metrics that come later."""
+        if self.is_of(trainer) and trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
+            self._monitors.wait(trainer, self._later(trainer, pl_module))
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Warn of callbacks that waited for an episode of training until the end."""
+        for callback in self._monitors.release():
+            if callback.monitor in self.data.episode_metrics:
+                logger.warning(
+                    "monitor=%s of %s had no value in this run: no episode has ended. It had no effect; raise "
+                    "total_frames or give the environment a time limit.",
+                    callback.monitor,
+                    type(callback).__name__,
+                )
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Leave other callbacks as they were, also behind an evaluation after training."""
+        self._monitors.release()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Leave other callbacks as they were."""
+        self._monitors.release()
+
+    def _later(self, trainer: Trainer, pl_module: LightningModule) -> tuple[str, ...]:
+        """Return metrics that come with the first episode that ends, in training or in an evaluation."""
+        evaluated: tuple[str, ...] = getattr(pl_module, "evaluation_metrics", ())
+        is_evaluated = not trainer.enable_validation or any(name in trainer.callback_metrics for name in evaluated)
+        return (*self.data.episode_metrics, *(() if is_evaluated else evaluated))
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Publish the DataModule's metrics for callbacks that are called at the end of an evaluation."""
+        if self.is_of(trainer) and trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
+            self.data.publish_metrics()
 
 
 class StepHooks(DataHooks):
@@ -59,13 +135,14 @@ class FitHooks(DataHooks):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stop where all frames are collected and learned from."""
+        super().on_train_epoch_end(trainer, pl_module)
         if self.is_of(trainer):
             self.data.stop_if_spent()
 
 
 @contextmanager
 def outside_autocast() -> Iterator[None]:
-    """Act with the weights as they are now, where a step with mixed precision goes on around this."""
+    """Leave the autocast of a training step, in which a rollout is collected, and forget its copies of old weights."""
     with ExitStack() as stack:
         for kind in ("cpu", "cuda"):
             if torch.is_autocast_enabled(kind):

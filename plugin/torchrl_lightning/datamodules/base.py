@@ -39,11 +39,12 @@ from torchrl_lightning.datamodules.normalization import Normalization
 from torchrl_lightning.datamodules.run_state import RunState
 from torchrl_lightning.datamodules.shares import envs_of_rank, share_of
 from torchrl_lightning.environments import EnvironmentSpecs, spawn_seed
+from torchrl_lightning.environments.autocast import with_autocast
 from torchrl_lightning.environments.normalization import EPSILON
 from torchrl_lightning.environments.seeds import check_seed
 from torchrl_lightning.environments.specs import specs_state
 from torchrl_lightning.environments.threads import kept_threads
-from torchrl_lightning.fitting import check_precision, require_stream
+from torchrl_lightning.fitting import check_precision, learning_dtype, require_stream
 from torchrl_lightning.ranges import budget, optional
 from torchrl_lightning.ranks import gathered, state_of_rank
 from torchrl_lightning.settings import Count, Positive, Settings, Switch, among, setting
@@ -60,7 +61,8 @@ class ExperienceDataModule(Settings, LoadersDataModule):
 
     The LightningModule owns policy, losses and optimizers. It has a ``policy`` (a TensorDict module that writes the
     action), a ``critic`` where the buffer estimates values, and optionally ``annotate(rollout)``. It builds its
-    networks in ``configure_model`` from ``trainer.datamodule.specs``.
+    networks in ``configure_model`` from ``trainer.datamodule.specs``. Policy and critic compute under the autocast of
+    the trainer's precision here, as they do in the training step.
 
     Args:
         env: an environment id, a factory of one environment, Gymnasium's or TorchRL's, or a ready one, which steps
@@ -209,8 +211,9 @@ class ExperienceDataModule(Settings, LoadersDataModule):
         Raises:
             ValueError: The learner, the environment or a part does not fit the others.
         """
+        super().setup(stage)
         if self.trainer is not None:
-            check_precision(self.trainer.precision)
+            check_precision(self.trainer)
         self.seed = check_seed(self.seed)
         if stage == "fit":
             self._users_collector_options()  # refuses what does not fit before anything is built
@@ -242,12 +245,14 @@ class ExperienceDataModule(Settings, LoadersDataModule):
 
     def teardown(self, stage: str) -> None:
         """Close collector and environment after a fit; a validation between two fits leaves them open."""
+        super().teardown(stage)
         if stage == "fit":
             self._feed.keep()  # for a checkpoint that is written behind the fit
             self.close()
 
     def on_exception(self, exception: BaseException) -> None:
         """Close collector and environment: after an exception Lightning does not call :meth:`teardown`."""
+        super().on_exception(exception)
         self.close()
 
     def close(self) -> None:
@@ -422,9 +427,13 @@ class ExperienceDataModule(Settings, LoadersDataModule):
         return collector, first_checked(self._rollouts(collector), self._environments.specs)
 
     def _of_raw(self, policy: Any) -> Any:
-        """Return a policy that sees what learning sees as one of what the environment shows."""
+        """Return a policy of the environment's observations that computes as in the training step."""
         _ = self.specs  # builds the normaliser
-        return self._normalization.policy(policy)
+        return self._normalization.policy(self._as_learned(policy))
+
+    def _as_learned(self, module: Any) -> Any:
+        """Return a policy or critic under the autocast of the training step."""
+        return with_autocast(module, learning_dtype(self.trainer))
 
     def _rollouts(self, collector: Any) -> Iterator[TensorDictBase]:
         """Return the stream of a collector's rollouts."""

@@ -190,13 +190,33 @@ class DynamicsDataModule(ExperienceDataModule):
         yield from super().check_fit(learner)
         yield "observation_keys"
         require_fit(self.targets)
+        yield "batch_size"
+        if self.make_collector is None and self.seed is not None and not self.frames:
+            self._check_first_fit(self._any_buffer(learner))
+
+    def _check_first_fit(self, buffer: Any) -> None:
+        """Raise a ValueError if the first fit will have fewer rows in its training part than a batch has."""
+        first = self.warmup_frames if self.total_frames < 0 else min(self.warmup_frames, self.total_frames)
+        frames = max(1, -(-first // self.frames_per_batch)) * self.frames_per_batch
+        steps = min(frames, int(buffer.storage.max_size)) // self.num_envs
+        training = self._new_split().count_training(self.num_envs, steps)
+        if training < self.batch_size:
+            raise ValueError(
+                f"batch_size={self.batch_size} needs as many rows in the training part, but {training} of "
+                f"{steps * self.num_envs} stored ones will be in it when the first fit begins. Raise "
+                f"warmup_frames={self.warmup_frames}, lower validation_fraction={self.validation_fraction}, or take "
+                "smaller batches."
+            )
+
+    def _new_split(self) -> HoldoutSplit:
+        return HoldoutSplit(self.validation_fraction, self.max_validation, seed=self._spawn_seed("split"))
 
     def _build_parts(self) -> None:
         self.buffer = self._any_buffer(trial=False)
         if not self.frames:
             self.buffer.generator.manual_seed(self._spawn_seed("buffer"))
             self._order_seed = self._spawn_seed("order")
-            self.split = HoldoutSplit(self.validation_fraction, self.max_validation, seed=self._spawn_seed("split"))
+            self.split = self._new_split()
 
     def train_dataloader(self) -> Batches:
         """Return the loader of the present epoch's pass, for which frames are collected where a fit is over."""
@@ -254,6 +274,7 @@ class DynamicsDataModule(ExperienceDataModule):
                 "time/prepare": time.perf_counter() - collected,
                 **self._episodes.summary(),
             }
+            self.publish_metrics()
             if check := getattr(module, "check_transitions", None):
                 check(self.buffer.storage.get(self.buffer.writer.rings.filled_cells()))
             if begin := getattr(module, "begin_fit", None):

@@ -16,6 +16,7 @@ from torchrl.data import Composite, TensorSpec
 from torchrl.envs import EnvBase, GymWrapper, transforms
 
 from torchrl_lightning.environments import EnvironmentSpecs, environment_specs
+from torchrl_lightning.environments.copies import FreshActions, FreshObservations
 from torchrl_lightning.environments.next_step import KnownResets
 from torchrl_lightning.environments.recipe import differences, plain
 from torchrl_lightning.environments.specs import COUNTERS, layers, spec_fields
@@ -24,6 +25,8 @@ from torchrl_lightning.environments.torchrl_env import PlayingTransform
 # They guard, cut, record or draw an episode; what the policy sees and earns in each step stays the same.
 _NEUTRAL_WRAPPERS = (
     KnownResets,
+    FreshActions,
+    FreshObservations,
     wrappers.PassiveEnvChecker,
     wrappers.OrderEnforcing,
     wrappers.TimeLimit,

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning as L
 import torch
 from lightning.pytorch import Trainer
 
+from torchrl_lightning._logging import count_rows_by_clock, count_rows_by_lightning, publish
 from torchrl_lightning.datamodules.frames import FrameClock
 from torchrl_lightning.entries import is_tensordict
 
@@ -74,6 +75,32 @@ class LoadersDataModule(L.LightningDataModule):
     """A DataModule of sized streams, as its subclasses fill them."""
 
     _clock: FrameClock
+    episode_metrics: ClassVar[tuple[str, ...]] = ("train/return", "train/length", "train/episodes")
+    """Metrics that :meth:`metrics` has from the first episode on that ends in training."""
+
+    def setup(self, stage: str) -> None:
+        """Let the rows that the trainer's loggers write have the count of frames as their step."""
+        if self.trainer is not None:
+            count_rows_by_clock(self.trainer)
+
+    def teardown(self, stage: str) -> None:
+        """Leave the rows to Lightning again."""
+        if self.trainer is not None:
+            count_rows_by_lightning(self.trainer)
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Leave the rows to Lightning again: after an exception it does not call :meth:`teardown`."""
+        if self.trainer is not None:
+            count_rows_by_lightning(self.trainer)
+
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics of the last rollout or epoch."""
+        raise NotImplementedError
+
+    def publish_metrics(self) -> None:
+        """Let the trainer's callbacks monitor :meth:`metrics`; on several ranks, the means over them."""
+        if self.trainer is not None:
+            publish(self.trainer, self.metrics())
 
     @property
     def batches_per_epoch(self) -> int:

@@ -16,6 +16,12 @@ from torchrl.envs import EnvBase
 
 from torchrl_lightning.datamodules.discounts import check_discount
 from torchrl_lightning.datamodules.episodes import ends_of
+from torchrl_lightning.datamodules.sequences import (
+    DEFAULT_MINI_BATCHES,
+    acts_recurrently,
+    check_whole_environments,
+    stores_states,
+)
 from torchrl_lightning.datamodules.updates_per_step import UpdatesDataModule
 from torchrl_lightning.environments.origins import env_ids
 from torchrl_lightning.fitting import require_fit
@@ -56,9 +62,9 @@ class OnPolicyDataModule(UpdatesDataModule):
         num_epochs: passes over each rollout.
         mini_batch_size: samples (time steps times environments) in a mini-batch, at most; derived from
             ``num_mini_batch`` if None.
-        num_mini_batch: mini-batches in a pass; derived from ``mini_batch_size`` if None. With both, a pass has exactly
-            that many batches of exactly that size (environments, for a recurrent policy). For a recurrent policy it
-            must divide ``num_envs``.
+        num_mini_batch: mini-batches in a pass; derived from ``mini_batch_size`` if None, or 4 without either. With
+            both, a pass has exactly that many batches of exactly that size (environments, for a recurrent policy). For
+            a recurrent policy it must divide ``num_envs``, which is checked before anything is collected.
         shuffle: draw the samples of each pass in a new random order.
 
     The other arguments are those of :class:`UpdatesDataModule`.
@@ -90,6 +96,7 @@ class OnPolicyDataModule(UpdatesDataModule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._given_batches = self.num_mini_batch, self.mini_batch_size
         self.num_mini_batch, self.mini_batch_size = self._mini_batches(self.num_mini_batch, self.mini_batch_size)
         self._place: dict[str, Any] | None = None  # which epoch the rollout is for, and how far its passes have come
         self._resumed: dict[str, Any] | None = None  # the place that a checkpoint was written at
@@ -121,6 +128,14 @@ class OnPolicyDataModule(UpdatesDataModule):
         buffer = self._any_buffer(learner, trial=False)
         check_discount(buffer, learner)  # it may have been built for another learner's fit
         require_fit(buffer, self.specs, learner)
+        number, size = self._given_batches
+        yield "mini_batch_size" if number is None and size is not None else "num_mini_batch"
+        self._check_batches(buffer, acts_recurrently(learner, buffer.recurrent_keys))
+
+    def _check_batches(self, buffer: RolloutBuffer, recurrent: bool) -> None:
+        """Raise a ValueError if mini-batches are whole environments and cannot be."""
+        if recurrent if buffer.recurrent is None else buffer.recurrent:
+            check_whole_environments(self.envs_per_worker, self.rollout_length, *self._given_batches)
 
     @property
     def advantages_standardized_by(self) -> str | None:
@@ -153,7 +168,7 @@ class OnPolicyDataModule(UpdatesDataModule):
         module, buffer = self._module(), self.buffer
         trainer: Any = self.trainer
         made, end = self._begin_epoch()
-        learner = (module.policy, getattr(module, "critic", None))
+        learner = self._as_learned(module.policy), self._as_learned(getattr(module, "critic", None))
         resumed, self._resumed = self._resumed, None
         if resumed is not None and (made > 0 or resumed["epoch"] == trainer.current_epoch):
             self._feed.restore_rng()
@@ -178,6 +193,8 @@ class OnPolicyDataModule(UpdatesDataModule):
     def _fill(self, module: Any, buffer: RolloutBuffer, actor: Any, critic: Any) -> bool:
         """Collect a rollout and estimate its advantages; return whether there is one."""
         began = time.perf_counter()
+        if self.collector is None:  # a module may have built its policy only now
+            self._check_batches(buffer, stores_states(actor, buffer.recurrent_keys))
         rollout = self._collect(actor)
         if rollout is None:
             return False
@@ -198,6 +215,7 @@ class OnPolicyDataModule(UpdatesDataModule):
         # After all that may be interrupted: a resumed run has either this rollout or another one in its place.
         self._clock.add(rollout.numel(), self.world_size, rollout.get(REPLAYED, None))
         self._note_pass(buffer, -1)
+        self.publish_metrics()
         return True
 
     def _passes(
@@ -238,7 +256,7 @@ class OnPolicyDataModule(UpdatesDataModule):
         if size is not None and size > frames:
             raise ValueError(f"mini_batch_size={size} is larger than a rollout of frames_per_batch={frames}.")
         if number is None:
-            number = 4 if size is None else -(-frames // size)
+            number = DEFAULT_MINI_BATCHES if size is None else -(-frames // size)
             # With a size alone, batches are as even as possible, so that none is left with a handful of samples.
             size = None
         if number * (size or 1) > frames:

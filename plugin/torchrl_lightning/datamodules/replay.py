@@ -23,6 +23,7 @@ from torchrl_lightning.datamodules.adapters import ReplayHooks
 from torchrl_lightning.datamodules.dataset import BesideData, BufferedDataset, refuse_collection
 from torchrl_lightning.datamodules.discounts import check_discount, discount_of
 from torchrl_lightning.datamodules.environments import is_ready
+from torchrl_lightning.datamodules.sequences import check_windows, has_recurrent_network, serves_as_drawn
 from torchrl_lightning.datamodules.snapshots import BufferSnapshots
 from torchrl_lightning.datamodules.sources import BatchSource, RowStore, build_source, check_rows, check_source
 from torchrl_lightning.datamodules.steps import LentSteps, Steps, check_resets, plain_batch, read_batch, steps_in
@@ -236,12 +237,24 @@ class ReplayDataModule(UpdatesDataModule):
         source = self._source_over(buffer, learner) if self._source is None else self._source
         require_fit(source, self.specs, learner)
         check_rows(source, self._normalization.is_on and self._writes_there(source))
+        yield "buffer.sampler"
+        recurrent = has_recurrent_network(learner) and serves_as_drawn(self, learner)
+        for number, each in enumerate(getattr(source, "buffers", [buffer])):
+            check_windows(each, None if number else self._warm_steps, recurrent)
         yield "buffer_dir"
         if self.buffer_dir is not None and self._kept == "beside":
             check_writable(Path(self.buffer_dir), "buffer_dir")
         yield "dataset"
         if self.dataset is not None:
             dataset_path(self.dataset)  # refuses one that is not there
+
+    @property
+    def _warm_steps(self) -> int | None:
+        """Steps of each environment before the first update; None if the collector or the data decide that."""
+        if self.make_collector is not None or self.dataset is not None:
+            return None
+        rollouts = max(1, -(-self.warmup_frames // self.frames_per_batch))
+        return rollouts * self.frames_per_batch // self.envs_of_rank
 
     # ------------------------------------------------------------------ the stream
 
@@ -294,6 +307,7 @@ class ReplayDataModule(UpdatesDataModule):
         self._seconds["time/sample"] += time.perf_counter() - drawing
         if (is_spent := self._is_spent()) or update + 1 == end:
             self._metrics = {**self._seconds, **self._episodes.summary()}
+            self.publish_metrics()
         if is_spent and self.trainer is not None:
             self.trainer.should_stop = True
         return batch

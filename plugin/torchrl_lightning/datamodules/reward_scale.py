@@ -63,7 +63,8 @@ class RewardScale(Stated):
         self._gamma = 0.99  # until the first rewards bring another
         self.moments = Moments.none()
         """The moments of the sums."""
-        self._constants = torch.zeros(1), torch.ones(1)  # nothing is subtracted; one over the deviation
+        # Nothing is subtracted; one over the deviation.
+        self._constants = torch.zeros(1, dtype=torch.float64), torch.ones(1, dtype=torch.float64)
         self._sums = torch.zeros(0, dtype=torch.float64)  # the last one of each environment
         self._noted: list[tuple[Tensor, Tensor]] = []  # rewards and ends, all of the same environments
         self._env_ids: Tensor | None = None  # which ones
@@ -107,7 +108,7 @@ class RewardScale(Stated):
             return None
         reward, done = (torch.cat(each, 1).cpu() for each in zip(*self._noted, strict=True))
         self._noted, self._steps = [], 0
-        reward = reward.flatten(2).sum(-1).double().T
+        reward = reward.flatten(2).sum(-1, dtype=torch.float64).T
         goes_on = ~done.flatten(2).any(-1).T
         ids = torch.arange(reward.shape[1]) if self._env_ids is None else self._env_ids
         missing = int(ids.max()) + 1 - len(self._sums)
@@ -134,7 +135,8 @@ class RewardScale(Stated):
         """Replace the moments of the sums."""
         self.moments = moments
         if moments.count:
-            self._constants = torch.zeros(1), (moments.variance + self.epsilon).rsqrt().float().reshape(1)
+            factor = (moments.variance + self.epsilon).rsqrt().reshape(1)
+            self._constants = torch.zeros_like(factor), factor
 
     def _loaded(self) -> None:
         self._steps = sum(done.shape[1] for _, done in self._noted)

@@ -238,7 +238,8 @@ def as_environment(fields: dict[str, Any], specs: EnvironmentSpecs | None) -> De
             for part in (steps, last):
                 if part is not None:
                     _convert(part, key, specs.observation[key].dtype, name)
-        _convert(steps, ACTION, specs.action.dtype, name)
+        is_precise = specs.action_format.dtype == np.float64  # of which networks compute in float32
+        _convert(steps, ACTION, specs.action.dtype, name, rounded=is_precise)
         action = steps.get(ACTION, None)
         if not specs.action.shape and isinstance(action, Tensor) and action.ndim == 2 and action.shape[1] == 1:
             steps[ACTION] = action.squeeze(1)

@@ -37,6 +37,7 @@ from torchrl_lightning.ranks import gathered, of_first_rank, this_rank
 from torchrl_lightning.rollout.hooks import RolloutHooks
 from torchrl_lightning.state import check_state, flag, mapping, sequence, whole
 from torchrl_lightning.stated import Kept, Nested, Stated
+from torchrl_lightning.thresholds import reaches
 
 _logger = logging.getLogger(__name__)
 
@@ -128,7 +129,7 @@ class DemonstrationHooks(Stated, RolloutHooks):
         """Warn of settings by which failures count as successes, or the ratio of probabilities has no meaning."""
         threshold, given = self.writer.threshold, self.settings.initial_reward_threshold
         is_rewarded = any(bool((each.rewards > 0).any()) for each in self.storage.reward_demonstrations)
-        if threshold <= 0 and not is_rewarded and (given is None or given == 0):
+        if reaches(0.0, threshold) and not is_rewarded and (given is None or given >= 0):
             _logger.warning(
                 "failures may count as successes, and be replayed as such: an episode is one from a return of %g on, "
                 "and no demonstration has a positive reward; set initial_reward_threshold "
@@ -276,7 +277,7 @@ class DemonstrationHooks(Stated, RolloutHooks):
             found = of_first_rank(found)
         for demonstration in found:
             total, threshold = demonstration.total_reward, self.writer.threshold
-            if total < threshold:
+            if not reaches(total, threshold):
                 _logger.info(
                     "%s is left out: its return %g is below the threshold %g.", demonstration.name, total, threshold
                 )

@@ -6,6 +6,7 @@ __all__ = ["play_demonstrations"]
 
 import copy
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import reduce
 from operator import getitem
 from typing import Any
@@ -18,9 +19,10 @@ from torchrl_lightning.demonstrations.files import of_episode
 from torchrl_lightning.demonstrations.recording import Environment, demonstration_specs
 from torchrl_lightning.demonstrations.tasks import recipe_metadata
 from torchrl_lightning.demonstrations.trajectory import Demonstration
+from torchrl_lightning.environments.actions import ActionFormat
 from torchrl_lightning.environments.recipe import recipe_of
 from torchrl_lightning.environments.specs import observation_leaves
-from torchrl_lightning.ranges import integer
+from torchrl_lightning.ranges import boolean, integer
 
 
 def play_demonstrations(
@@ -30,6 +32,7 @@ def play_demonstrations(
     keys: Mapping[str, Any] | None = None,
     noop: Any = 0,
     seed: int | None = None,
+    clip_actions: bool = False,
 ) -> Iterator[Demonstration]:
     """Let a person play in a window, by Gymnasium's ``play``, and give the finished episodes as demonstrations.
 
@@ -42,9 +45,12 @@ def play_demonstrations(
         keys: The action of each key, or of several that are held together (``"ad"``); the environment's own if None.
         noop: The action while no key is held.
         seed: Seeds the environment.
+        clip_actions: Clip actions to their Box, and record the clipped ones. Otherwise an action outside of the action
+            space is refused.
 
     Raises:
-        ValueError: The environment is TorchRL's, cannot be rendered, or has no keys of its own.
+        ValueError: The environment is TorchRL's, cannot be rendered, or has no keys of its own; or the action of a key
+            or ``noop`` is not in the action space.
         ImportError: pygame is missing.
 
     Example:
@@ -61,10 +67,11 @@ def play_demonstrations(
     made = recipe(render_mode="rgb_array")
     if not isinstance(made, gym.Env):
         raise ValueError("the keyboard plays Gymnasium's environments, but this one is TorchRL's.")
-    recorder = _Recorder(made, num_episodes, seed)
-    given = None if keys is None else {tuple(held): _action(made, action) for held, action in keys.items()}
+    form = specs.action_format
+    recorder = _Recorder(made, num_episodes, seed, clip_actions)
     try:
-        play(recorder, keys_to_action=given, noop=_action(made, noop))
+        given = None if keys is None else {tuple(held): recorder.action(keys[held], f"keys[{held!r}]") for held in keys}
+        play(recorder, keys_to_action=given, noop=recorder.action(noop, "noop"))
     except MissingKeysToAction as error:
         raise ValueError("the environment has no keys of its own; say keys={a: 0, d: 1}.") from error
     finally:
@@ -74,9 +81,7 @@ def play_demonstrations(
         for path, key, _ in observation_leaves(made.observation_space):
             leaf = np.array([reduce(getitem, path, each) for each in observations])
             seen[key] = leaf.reshape(-1, *specs.observation[key].shape)
-        ended, taken = {"terminated": terminated, "truncated": truncated}, np.array(actions)
-        if specs.action_start:
-            taken = taken - specs.action_start
+        ended, taken = {"terminated": terminated, "truncated": truncated}, form.from_environment(np.array(actions))
         known: dict[str, Any] = {"is_human": True, "frame_skip": frame_skip, "metadata": metadata, **ended}
         yield of_episode(specs, seen, taken, rewards, name=f"{metadata['environment']}, episode {number}", **known)
 
@@ -84,8 +89,13 @@ def play_demonstrations(
 class _Recorder(gym.Wrapper[Any, Any, Any, Any]):
     """Keep what happens, begin each episode anew, and end the game after some episodes."""
 
-    def __init__(self, env: gym.Env[Any, Any], count: int, seed: int | None) -> None:
+    def __init__(self, env: gym.Env[Any, Any], count: int, seed: int | None, clip: bool) -> None:
         super().__init__(env)
+        self._form, self._clip = ActionFormat.of_space(env.action_space), clip
+        if boolean(clip, "clip_actions") and not self._form.is_box:
+            raise ValueError(
+                f"clip_actions must be False for actions without a Box, got True for {env.action_space}. Leave it out."
+            )
         self.episodes: list[tuple[list[Any], list[Any], list[float], bool, bool, dict[str, bool]]] = []
         self._count, self._seed = count, seed
         self._observations: list[Any] = []
@@ -99,10 +109,23 @@ class _Recorder(gym.Wrapper[Any, Any, Any, Any]):
         self._observations, self._actions, self._rewards = [copy.deepcopy(observation)], [], []
         return observation, info
 
+    def action(self, value: Any, name: str) -> Any:
+        """Return an action as the environment takes it; a ValueError that names it if it is not in the action space."""
+        form, space = self._form, self.env.action_space
+        with suppress(TypeError, ValueError, OverflowError):  # of a value that is no array of this shape
+            numbers = np.broadcast_to(np.asarray(value), (1, *form.shape))
+            action = form.single(form.to_environment(form.from_environment(numbers), self._clip))
+            if (form.dtype.kind == "f" or np.array_equal(numbers, np.rint(numbers))) and space.contains(action):
+                return action
+        remedy = "Choose another one, or pass clip_actions=True" if form.is_box else "Choose another one"
+        raise ValueError(f"{name} must be an action of {space}, got {value!r}. {remedy}.")
+
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
-        observation, reward, terminated, truncated, info = self.env.step(action)
-        self._observations.append(copy.deepcopy(observation))
+        action = self.action(action, "the action of a key of the environment")
+        # Copies both ways: the environment may write into the action, and Gymnasium's play passes the same one again.
         self._actions.append(copy.deepcopy(action))
+        observation, reward, terminated, truncated, info = self.env.step(copy.deepcopy(action))
+        self._observations.append(copy.deepcopy(observation))
         self._rewards.append(float(reward))
         if terminated or truncated:
             ended, success = (bool(terminated), bool(truncated)), success_of(info)
@@ -113,10 +136,3 @@ class _Recorder(gym.Wrapper[Any, Any, Any, Any]):
 
                 pygame.event.post(pygame.event.Event(pygame.QUIT))
         return observation, reward, terminated, truncated, info
-
-
-def _action(env: gym.Env[Any, Any], value: Any) -> Any:
-    if isinstance(env.action_space, gym.spaces.Discrete):
-        return int(value)
-    space: Any = env.action_space
-    return np.broadcast_to(np.asarray(value, space.dtype), space.shape).copy()

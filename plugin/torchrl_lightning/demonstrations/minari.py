@@ -21,10 +21,11 @@ from torchrl_lightning.demonstrations.players import Player
 from torchrl_lightning.demonstrations.tasks import recipe_metadata
 from torchrl_lightning.demonstrations.trajectory import Demonstration
 from torchrl_lightning.entries import path_of
+from torchrl_lightning.environments.actions import ActionFormat
 from torchrl_lightning.environments.recipe import EnvironmentRecipe
 from torchrl_lightning.environments.specs import (
     EnvironmentSpecs,
-    first_action,
+    action_space_of,
     observation_leaves,
     space_to_spec,
     spec_to_space,
@@ -88,7 +89,7 @@ def _episodes(dataset: Any, specs: EnvironmentSpecs | None) -> Iterator[Demonstr
     spec, metadata = dataset.spec, dataset.storage.metadata
     known = {} if spec.env_spec is None else {"environment": spec.env_spec.id}
     known |= {name: metadata[name] for name in _TOLD if name in metadata}
-    shown, start = None if specs is None else set(specs.keys), first_action(spec.action_space)
+    shown, form = None if specs is None else set(specs.keys), ActionFormat.of_space(spec.action_space)
     leaves = [
         (path, key, space_to_spec(space, str(key)).shape)
         for path, key, space in observation_leaves(spec.observation_space)
@@ -106,8 +107,7 @@ def _episodes(dataset: Any, specs: EnvironmentSpecs | None) -> Iterator[Demonstr
             "metadata": known,
             **ended,
         }
-        actions = np.array(episode.actions)
-        yield of_episode(specs, seen, actions - start if start else actions, episode.rewards, **fields)
+        yield of_episode(specs, seen, form.from_environment(np.array(episode.actions)), episode.rewards, **fields)
 
 
 def write_minari(
@@ -144,16 +144,15 @@ def write_minari(
         raise ValueError(f"{path} exists; name another version, or delete it by minari.delete_dataset({id!r}).")
     shown = specs.observation
     observation = spec_to_space(shown["observation"] if specs.keys == ["observation"] else shown)
-    action, start = spec_to_space(specs.action, specs.action_start), np.asarray(specs.action_start)
+    action, form = action_space_of(specs), specs.action_format
 
     def episodes() -> Iterator[Any]:
         for demonstration in demonstrations:
-            actions = demonstration.steps["action"].numpy()
             last = np.arange(demonstration.length) == demonstration.length - 1
             terminated, truncated = demonstration.ends
             yield EpisodeBuffer(
                 observations=_observed(demonstration, specs),
-                actions=actions + start.astype(actions.dtype) if start.any() else actions,
+                actions=form.to_environment(demonstration.steps["action"].numpy()),
                 rewards=demonstration.rewards.numpy(),
                 terminations=last & terminated,
                 truncations=last & truncated,

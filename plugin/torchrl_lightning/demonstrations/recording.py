@@ -10,24 +10,28 @@ from typing import Any
 import torch
 from gymnasium.vector import VectorEnv, VectorWrapper
 from tensordict import TensorDictBase
-from torchrl.envs import EnvBase
+from torch import Tensor
+from torchrl.envs import EnvBase, TransformedEnv
 
 from torchrl_lightning.collectors import GymnasiumCollector, TorchRLCollector
 from torchrl_lightning.collectors._stepper import VectorStepper
 from torchrl_lightning.collectors.episodes import MANY_STEPS
+from torchrl_lightning.demonstrations._faults import DemonstrationFault
 from torchrl_lightning.demonstrations.tasks import recipe_metadata
-from torchrl_lightning.demonstrations.trajectory import Demonstration, ends_at, newest_frames
+from torchrl_lightning.demonstrations.trajectory import Demonstration, action_error, ends_at, newest_frames
 from torchrl_lightning.environments import (
     EnvironmentSpecs,
     close_environment,
     environment_specs,
     make_environment,
 )
+from torchrl_lightning.environments.actions import ActionFormat
 from torchrl_lightning.environments.faults import EnvironmentFault
 from torchrl_lightning.environments.policies import Policy
 from torchrl_lightning.environments.recipe import recipe_of
+from torchrl_lightning.environments.torchrl_env import ActionConversion
 from torchrl_lightning.keys import ACTION, REWARD
-from torchrl_lightning.ranges import integer
+from torchrl_lightning.ranges import boolean, integer
 
 _FRAMES = 64  # steps collected at a time
 Environment = str | Callable[..., Any]
@@ -59,7 +63,7 @@ def demonstration_specs(env: Environment | VectorEnv | EnvBase) -> tuple[Environ
 
 
 def record_demonstrations(
-    env: Environment, policy: Policy, num_episodes: int, *, seed: int | None = None
+    env: Environment, policy: Policy, num_episodes: int, *, seed: int | None = None, clip_actions: bool = False
 ) -> Iterator[Demonstration]:
     """Play episodes one after another and give each as a demonstration.
 
@@ -73,10 +77,13 @@ def record_demonstrations(
         policy: Reads a TensorDict ``[1]`` and writes ``action``.
         num_episodes: How many.
         seed: Seeds environment and policy; None draws it.
+        clip_actions: Clip actions to their Box, and record the clipped ones, which the environment gets. Otherwise an
+            episode with an action outside of the Box is refused.
 
     Raises:
         EnvironmentFault: An episode has not ended after 100,000 steps.
-        ValueError: The environment or the policy's actions do not fit.
+        DemonstrationFault: A ValueError: an action is outside of the environment's action space.
+        ValueError: The environment or the policy's actions do not fit, or actions without a Box should be clipped.
 
     Example:
         >>> from tensordict.nn import TensorDictModule
@@ -86,14 +93,18 @@ def record_demonstrations(
     """
     integer(num_episodes, "num_episodes")
     specs, frame_skip = demonstration_specs(env)
+    if boolean(clip_actions, "clip_actions") and not specs.action_format.is_box:
+        raise DemonstrationFault(
+            f"clip_actions must be False for actions without a Box, got True for {specs.action}. Leave it out."
+        )
     recipe = recipe_of(env)
     known: dict[str, str | int | float] = {**recipe_metadata(recipe)}
     if recipe.frame_stack > 1:
         known["frame_stack"] = recipe.frame_stack
-    for number, (episode, told) in enumerate(_episodes(env, policy, num_episodes, seed)):
+    for number, (episode, told) in enumerate(_episodes(env, policy, num_episodes, seed, clip_actions)):
         steps, last = (newest_frames(part, specs).clone() for part in (episode, episode["next"][-1:]))
-        for key in (ACTION, REWARD):
-            steps[key] = episode[key].clone()
+        steps[REWARD] = episode[REWARD].clone()
+        steps[ACTION] = _recorded(episode[ACTION], specs, clip_actions, number)
         yield Demonstration(
             steps,
             last[0],
@@ -102,6 +113,18 @@ def record_demonstrations(
             metadata={**known, **told},
             **ends_at(episode["next"], -1),
         )
+
+
+def _recorded(actions: Tensor, specs: EnvironmentSpecs, clip: bool, episode: int) -> Tensor:
+    """Return the actions ``[T, *A]`` to keep: of the policy, or clipped as the environment got them."""
+    form = specs.action_format
+    if clip:
+        received = form.to_environment(actions.cpu().numpy(), clip=True)
+        return torch.from_numpy(form.from_environment(received)).to(actions.dtype)
+    if (error := action_error(actions, specs)) is not None:
+        remedy = "Record with clip_actions=True, or clip in the policy" if form.is_box else "Mend the policy"
+        raise DemonstrationFault(f"In episode {episode} {error}. {remedy}.")
+    return actions.clone()
 
 
 class _Listener(VectorWrapper):
@@ -121,19 +144,23 @@ class _Listener(VectorWrapper):
 
 
 def _episodes(
-    env: Environment, policy: Policy, count: int, seed: int | None
+    env: Environment, policy: Policy, count: int, seed: int | None, clip_actions: bool
 ) -> Iterator[tuple[TensorDictBase, dict[str, bool]]]:
     made = make_environment(env, 1, vectorization="sync", own_number=True)
     try:
         told: list[dict[str, bool]] = []
         collector: Any
         if isinstance(made, EnvBase):
+            if clip_actions:
+                conversion = ActionConversion(ActionFormat.of_spec(made.action_spec_unbatched), clip=True)
+                made = TransformedEnv(made, conversion, auto_unwrap=False)
             frames = _FRAMES * made.batch_size.numel()
             collector = TorchRLCollector(made, policy, frames_per_batch=frames, seed=seed)
         else:
             listener = _Listener(made)
             told = listener.told
-            collector = GymnasiumCollector(listener, policy, frames_per_batch=_FRAMES, seed=seed)
+            options: dict[str, Any] = {"seed": seed, "clip_actions": clip_actions}
+            collector = GymnasiumCollector(listener, policy, frames_per_batch=_FRAMES, **options)
         parts: list[TensorDictBase] = []
         for batch in collector:
             steps, begin = batch[0], 0

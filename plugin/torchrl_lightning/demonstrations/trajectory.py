@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
-from torchrl.data import TensorSpec
 
 from torchrl_lightning.demonstrations.tasks import check_task
 from torchrl_lightning.entries import check_tensordict, keyed_leaves, name_of, path_of, to_tensordict, tree_of
@@ -22,6 +22,8 @@ from torchrl_lightning.environments.recipe import EnvironmentRecipe
 from torchrl_lightning.environments.specs import EnvironmentSpecs
 from torchrl_lightning.keys import ACTION, REWARD
 from torchrl_lightning.ranges import boolean, integer, optional
+
+_CLIP = "clip the actions before they are recorded, as record_demonstrations(..., clip_actions=True) does"
 
 
 @dataclass(frozen=True, eq=False)
@@ -210,12 +212,8 @@ space does not have (...); replay it in the environment that it was recorded in.
                     f"environment {list(spec.shape)} of {_dtype(spec.dtype)}; {mend}."
                 )
         actions = self.steps.get(ACTION)
-        _check_bounds(actions, specs.action, owner)
-        if not actions.is_floating_point() and not specs.action.expand(actions.shape).is_in(actions):
-            raise ValueError(
-                f"{owner}: {ACTION!r} holds values from {actions.min()} to {actions.max()}, which the environment's "
-                f"action space does not have ({' '.join(repr(specs.action).split())}); {mend}."
-            )
+        if (error := action_error(actions, specs)) is not None:
+            raise ValueError(f"{owner}: {error}; {mend if specs.action_format.low is None else _CLIP}.")
 
 
 def ends_at(following: TensorDictBase, *index: int) -> dict[str, Any]:
@@ -315,20 +313,29 @@ def _check_finite(leaf: Tensor, key: NestedKey, owner: str) -> None:
         raise ValueError(f"{owner}: {key!r} holds NaN or infinity, first at {index}; it cannot be replayed.")
 
 
-def _check_bounds(actions: Tensor, spec: TensorSpec, owner: str) -> None:
-    """Refuse actions outside of their Box, but for what rounding makes."""
-    low, high = (getattr(spec.space, side, None) for side in ("low", "high"))
-    if low is None or high is None:
-        return
-    rounding = 1e-5 * torch.maximum(low.double().abs(), high.double().abs()).nan_to_num(posinf=0.0)
-    outside = ~((actions >= low - rounding) & (actions <= high + rounding))
-    if outside.any():
-        index = tuple(outside.nonzero()[0].tolist())
-        bounds = ", ".join(f"{bound.expand(actions.shape[1:])[index[1:]]:g}" for bound in (low, high))
-        raise ValueError(
-            f"{owner}: {ACTION!r}{list(index)} is {actions[index]:g}, outside of [{bounds}], the bounds of the "
-            "environment's action space; clip the actions before they are recorded."
+def action_error(actions: Tensor, specs: EnvironmentSpecs) -> str | None:
+    """Return what is wrong with actions ``[T, *A]`` that an environment would not take; None if it takes them.
+
+    A number that exceeds the bound of a Box by rounding is taken.
+    """
+    form = specs.action_format
+    if form.low is None or form.high is None:
+        if specs.action.expand(actions.shape).is_in(actions):
+            return None
+        space = " ".join(repr(specs.action).split())
+        return (
+            f"{ACTION!r} holds values from {actions.min()} to {actions.max()}, which the environment's action "
+            f"space does not have ({space})"
         )
+    outside = np.argwhere(form.outside(actions))
+    if not len(outside):
+        return None
+    step, *entry = outside[0].tolist()
+    low, high, found = (bound[tuple(entry)] for bound in (form.low, form.high, actions[step].reshape(form.shape)))
+    return (
+        f"{ACTION!r}{[step, *entry]} is {found:g}, outside of [{low:g}, {high:g}], the bounds of the environment's "
+        "action space"
+    )
 
 
 def _observation_keys(steps: TensorDictBase) -> list[NestedKey]:

@@ -15,16 +15,17 @@ from torchrl_lightning.demonstrations.storage import DemonstrationStorage
 from torchrl_lightning.demonstrations.trajectory import Demonstration
 from torchrl_lightning.ranges import boolean
 from torchrl_lightning.stated import Fixed, Kept, Stated
+from torchrl_lightning.thresholds import reaches
 
 
 class DemonstrationWriter(Stated):
     """Offer episodes to a :class:`DemonstrationStorage`.
 
     An episode of the agent whose return reaches the threshold is a success and goes to ``D_R``; if its return is higher
-    than all there, those of the agent that were there go. Every other one goes to ``D_V``. What is too much goes next:
-    of ``D_V`` the one with the lowest value, then of ``D_R`` the longest of the agent's; of equals the older one. Human
-    demonstrations stay. With each success the threshold rises to the lowest return in ``D_R``, it never falls, and
-    probability moves from ``D_V`` to ``D_R`` as :class:`DemonstrationAnnealing` says.
+    than all there by more than rounding, those of the agent that were there go. Every other one goes to ``D_V``. What
+    is too much goes next: of ``D_V`` the one with the lowest value, then of ``D_R`` the longest of the agent's; of
+    equals the older one. Human demonstrations stay. With each success the threshold rises to the lowest return in
+    ``D_R``, it never falls, and probability moves from ``D_V`` to ``D_R`` as :class:`DemonstrationAnnealing` says.
 
     It is no TorchRL writer: those choose the cells of rows, this one chooses what is kept.
 
@@ -117,9 +118,10 @@ class DemonstrationWriter(Stated):
         episode = episode.labelled(value=episode.value, serial=None)  # none of those that are kept, even if it was one
         storage, total = self.storage, episode.total_reward
         reward, value = [*storage.reward_demonstrations], [*storage.value_demonstrations]
-        is_success = total >= self.threshold
+        is_success = reaches(total, self.threshold)
         if is_success:
-            if total > max((each.total_reward for each in reward), default=-math.inf):
+            best = max((each.total_reward for each in reward), default=-math.inf)
+            if not reaches(best, total):
                 reward = [each for each in reward if each.is_human]
             reward.append(episode)
         else:

@@ -351,7 +351,8 @@ class MBReplayBuffer(ExperienceBuffer, DocumentedVerbs):
         data = self.storage.data
         if data is None:
             raise RuntimeError("Nothing is stored: insert transitions first.")
-        observed = Composite({key: Unbounded(leaf.shape[1:]) for key, leaf in _observations(data).items()})
+        leaves = _observations(data).items()
+        observed = Composite({key: Unbounded(leaf.shape[1:], dtype=leaf.dtype) for key, leaf in leaves})
         model = getattr(self.actor, "dynamics_model", None)
         reward = self.reward_function or getattr(model, "reward_function", None)
         return DynamicsTargets(observed, self._action_spec(data.get("action")), reward=reward)

@@ -19,8 +19,8 @@ class StandardScaler(nn.Module):
     """Scale columns to zero mean and unit deviation, and back.
 
     The deviation is unbiased; below 1e-8, as of a constant column or a single row, it counts as 1. Moments are summed
-    in float64, and values are scaled in their own dtype. Before the first fit, nothing is changed. A module, so that
-    mean and deviation travel with the device and the state of the module that holds it.
+    in float64. Values are scaled in their own dtype, integers in float64. Before the first fit, nothing is changed. A
+    module, so that mean and deviation travel with the device and the state of the module that holds it.
 
     Args:
         columns: names of the columns, for messages.
@@ -70,6 +70,8 @@ class StandardScaler(nn.Module):
 
     def forward(self, values: Tensor) -> Tensor:
         """Scale values ``[..., D]``."""
+        if not values.is_floating_point():
+            values = values.double()
         return (values - self.mean.to(values.dtype)) / self.std.to(values.dtype)
 
     def inverse(self, values: Tensor) -> Tensor:

@@ -93,6 +93,12 @@ class HoldoutSplit(Stated, Nameable):
         self._held[written] = torch.from_numpy(drawn & (drawn.cumsum() <= room))
         self._seen, self._era = stamps.copy(), era
 
+    def count_training(self, num_envs: int, steps: int) -> int:
+        """Return how many of the first ``steps`` of each environment train; they need not be written."""
+        stamp, env = (each.reshape(-1) for each in np.mgrid[:steps, :num_envs])
+        drawn = _shares(self.seed, env, stamp) < self.validation_fraction
+        return int(len(drawn) - min(drawn.sum(), self.max_validation))
+
     def _move(self, writer: RingWriter, oldest: Tensor, era: int) -> None:
         """Find the held out rows that are still stored, whose stamps stay, in the cells where they are now."""
         before = Rings.at(len(self._held) // len(self._seen), torch.from_numpy(self._seen - self._era))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 __all__ = ["DynamicsTargets"]
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
@@ -18,6 +19,7 @@ from torchrl.envs.transforms import Transform
 from torchrl_lightning.dynamics.scaler import StandardScaler, check_finite
 from torchrl_lightning.entries import entry_of, nearest, nested_key, nested_keys, next_key, path_of
 from torchrl_lightning.keys import INPUTS, IS_INIT, NEXT, TARGETS
+from torchrl_lightning.moments import precision_of
 from torchrl_lightning.ranges import boolean
 
 IS_RESET = (NEXT, IS_INIT)
@@ -30,7 +32,8 @@ class DynamicsTargets(Transform):
     ``[*B, D_in]``, ``targets`` ``[*B, D_out]`` and, if asked for, ``terminated`` ``[*B, 1]``, numbers 0 and 1 that are
     not standardised. Columns are known from the specs: observations one after the other, each flattened; actions behind
     them, discrete ones one-hot over what the spec has, however they are stored. They are standardised by what
-    :meth:`fit` found, as they are before it.
+    :meth:`fit` found, as they are before it. Observations of float64 and integers stay float64 until their mean is
+    subtracted; inputs and targets are float32, or what ``torch.get_default_dtype`` says.
 
     A row whose next observation begins another episode teaches nothing. Our collectors and TorchRL's store the last
     observation of an episode in its place, so that no row is lost. Other data say which rows these are by an entry
@@ -108,6 +111,12 @@ class DynamicsTargets(Transform):
 
     # ------------------------------------------------------------------ reading transitions
 
+    @property
+    def column_dtype(self) -> torch.dtype:
+        """The dtype of :meth:`observation` for rows in the dtypes of the specs."""
+        dtypes = [_column_dtype(spec.dtype) for spec in self._specs]
+        return functools.reduce(torch.promote_types, dtypes, torch.get_default_dtype())
+
     def usable(self, rows: TensorDictBase) -> Tensor:
         """Return which rows ``[*B]`` a model may learn from: those whose next observation is not that of a reset."""
         is_reset = entry_of(rows, IS_RESET)
@@ -157,7 +166,7 @@ class DynamicsTargets(Transform):
 
     def terminated(self, rows: TensorDictBase) -> Tensor:
         """Return the flags of ``rows`` ``[*B]`` as numbers ``[*B, 1]``."""
-        return _numbers(rows, self.terminated_key, 1)
+        return _numbers(rows, self.terminated_key, 1).to(torch.get_default_dtype())
 
     def fit(self, rows: TensorDictBase) -> Self:
         """Fit both scalers to the usable ones of ``rows`` ``[*B]``; return the transform.
@@ -177,7 +186,8 @@ class DynamicsTargets(Transform):
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Add ``inputs``, ``targets`` and, if asked for, ``terminated`` to a batch."""
         tensordict.set(INPUTS, self.inputs(tensordict))
-        tensordict.set(TARGETS, self.target_scaler(self.raw_targets(tensordict)))
+        targets = self.target_scaler(self.raw_targets(tensordict))
+        tensordict.set(TARGETS, targets.to(torch.get_default_dtype()))
         if self.has_terminated:
             tensordict.set("terminated", self.terminated(tensordict))
         return tensordict
@@ -186,7 +196,7 @@ class DynamicsTargets(Transform):
 
     def inputs(self, rows: TensorDictBase) -> Tensor:
         """Return what a model is shown, ``[*B, D_in]``: observations and actions; nothing under ``"next"`` is read."""
-        return self.input_scaler(self.raw_inputs(rows))
+        return self.input_scaler(self.raw_inputs(rows)).to(torch.get_default_dtype())
 
     def inverse(self, observation: Tensor, prediction: Tensor) -> tuple[Tensor, Tensor | None]:
         r"""Return the next observations and rewards that standardised targets mean: \(s + \sigma f + \mu\).
@@ -260,7 +270,13 @@ def _numbers(rows: TensorDictBase, key: NestedKey, width: int) -> Tensor:
     """Return an entry of rows ``[*B]`` as columns ``[*B, width]``."""
     flat = _flat(_entry(rows, key), rows.shape)
     _check_width(flat, width, key)
-    return flat.to(torch.get_default_dtype()).reshape(*rows.shape, width)
+    return flat.to(_column_dtype(flat.dtype)).reshape(*rows.shape, width)
+
+
+def _column_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of columns of an entry: float64 if the default dtype could not hold its numbers."""
+    wide = torch.get_default_dtype() if dtype is torch.bool else precision_of(dtype)
+    return torch.promote_types(wide, torch.get_default_dtype())
 
 
 def _check_actions(flat: Tensor, wrong: Tensor, spec: TensorSpec) -> None:

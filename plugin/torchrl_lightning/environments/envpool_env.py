@@ -10,6 +10,7 @@ import numpy as np
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
+from torchrl_lightning.environments.copies import copied
 from torchrl_lightning.environments.faults import blaming
 from torchrl_lightning.environments.played import Array
 from torchrl_lightning.environments.recipe import EnvironmentRecipe
@@ -75,7 +76,9 @@ class EnvPoolVectorEnv(VectorEnv[Any, Any, Any]):
         info = {}
         ended = np.flatnonzero(terminated | truncated)
         if len(ended):
-            info["final_obs"] = observation
+            # The reset may change the memory of all of these.
+            rewards, terminated, truncated = rewards.copy(), terminated.copy(), truncated.copy()
+            info["final_obs"] = copied(observation)
             observation = self._restarted(observation, ended)
         self._shown = observation
         return observation, rewards, terminated, truncated, info
@@ -100,9 +103,11 @@ class EnvPoolVectorEnv(VectorEnv[Any, Any, Any]):
             )
 
     def _restarted(self, observation: Any, ended: Array) -> Any:
+        observation = copied(observation)
         with blaming("reset"):
             fresh = self._pool.reset(ended.astype(np.int32))[0]
-        return _with_rows(observation, ended, fresh)
+        _set_rows(observation, ended, fresh)
+        return observation
 
 
 def envpool_task(env: object, env_kwargs: Mapping[str, Any], wrappers: Sequence[Any]) -> tuple[str, dict[str, Any]]:
@@ -165,9 +170,9 @@ def _spec(task: str, kwargs: Mapping[str, Any]) -> Any:
     return spec
 
 
-def _with_rows(observation: Any, rows: Array, fresh: Any) -> Any:
+def _set_rows(observation: Any, rows: Array, fresh: Any) -> None:
     if isinstance(observation, Mapping):
-        return {name: _with_rows(value, rows, fresh[name]) for name, value in observation.items()}
-    changed = observation.copy()
-    changed[rows] = fresh
-    return changed
+        for name, value in observation.items():
+            _set_rows(value, rows, fresh[name])
+    else:
+        observation[rows] = fresh

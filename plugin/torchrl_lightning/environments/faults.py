@@ -13,6 +13,7 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
+from torchrl_lightning.environments.copies import CopiedEnds, copied
 from torchrl_lightning.fitting import Fault
 
 _RETURNS = {"reset": "(observation, info)", "step": "(observation, reward, terminated, truncated, info)"}
@@ -221,9 +222,9 @@ def _misfit(space: spaces.Space[Any], value: Any, name: str) -> str | None:
 
 
 class CheckedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Check what an environment in another process returns at its first reset and step, and then stand aside.
+    """Check the first reset and the first step of an environment in another process, and copy the end of each episode.
 
-    There Gymnasium would cast and broadcast it into shared memory.
+    There Gymnasium would cast and broadcast observations into shared memory, and reset before it sends the last one.
     """
 
     def __init__(self, env: gymnasium.Env[Any, Any], index: int) -> None:
@@ -241,5 +242,5 @@ class CheckedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
         """Make the first step."""
         returned = self.env.step(action)
         check_returned(self.observation_space, returned, "step", self._whose)
-        self.step = self.env.step  # type: ignore[method-assign]
-        return returned
+        self.step = CopiedEnds(self.env.step)  # type: ignore[method-assign]
+        return copied(returned)

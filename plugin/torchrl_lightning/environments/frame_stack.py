@@ -63,7 +63,8 @@ class FrameStack(gym.Wrapper[Any, Any, Any, Any]):
 
     def _stacked(self, observation: Any, times: int) -> Any:
         for name, frames in self._frames.items():
-            frames.extend([observation[name] if self._is_dict else observation] * times)
+            # A copy, because the environment may write its next image into the same memory.
+            frames.extend([np.array(observation[name] if self._is_dict else observation)] * times)
         images = {name: self._joined(name, frames) for name, frames in self._frames.items()}
         return {**observation, **images} if self._is_dict else images[""]
 

@@ -22,7 +22,7 @@ from torchrl_lightning.kernels.compiled import jitted
 from torchrl_lightning.kernels.scan import LIKE
 from torchrl_lightning.kernels.scan_rows import floats_at
 from torchrl_lightning.keys import ACTION_MASK
-from torchrl_lightning.moments import Moments
+from torchrl_lightning.moments import Moments, precision_of
 from torchrl_lightning.state import check_state, number, same, sequence
 
 EPSILON = 1e-8
@@ -64,8 +64,8 @@ class ObservationNormalizer(nn.Module):
         for place, key in enumerate(self.keys):
             spec = _normalisable(observation, key, keys is True)
             # What a policy in another process needs travels as buffers.
-            self.register_buffer(f"mean_{place}", torch.zeros(spec.shape))
-            self.register_buffer(f"factor_{place}", torch.ones(spec.shape))
+            self.register_buffer(f"mean_{place}", torch.zeros(spec.shape, dtype=torch.float64))
+            self.register_buffer(f"factor_{place}", torch.ones(spec.shape, dtype=torch.float64))
             self._moments[key] = Moments.none(*spec.shape)
             observation[key] = Bounded(-clip, clip, spec.shape, dtype=torch.float32)
         self.specs = replace(specs, observation=observation)
@@ -90,7 +90,7 @@ class ObservationNormalizer(nn.Module):
                 factor.copy_((each.variance + self.epsilon).rsqrt())
 
     def constants(self, key: NestedKey) -> tuple[Tensor, Tensor] | None:
-        """Return the mean of an entry and one over its deviation, ``[*F]`` each; None if it is not normalised."""
+        """Return the mean of an entry and one over its deviation, float64 ``[*F]``; None if it is not normalised."""
         return self._constants(key) if key in self._place else None
 
     def _constants(self, key: NestedKey) -> tuple[Tensor, Tensor]:
@@ -168,7 +168,16 @@ class ObservationNormalizer(nn.Module):
 
 
 def scaled(value: Tensor, mean: Tensor, factor: Tensor, clip: float) -> Tensor:
-    r"""Return \(\mathrm{clip}((x - \bar x) f)\) of values ``[*B, *F]``, float32; ``[*F]`` are the other two."""
+    r"""Return \(\mathrm{clip}((x - \bar x) f)\) of values ``[*B, *F]``, float32.
+
+    It is computed in the precision of the values (see :func:`~torchrl_lightning.moments.precision_of`), then rounded.
+
+    Args:
+        value: The values.
+        mean: What is subtracted, float64 ``[*F]``.
+        factor: What the difference is multiplied by, float64 ``[*F]``.
+        clip: The largest absolute value.
+    """
     out = torch.empty_like(value, dtype=torch.float32)
     _scale_into(out, value, mean, factor, clip)
     return out
@@ -180,26 +189,37 @@ def _scale_into(out: Tensor, value: Tensor, mean: Tensor, factor: Tensor, clip: 
         width = mean.numel()
         rows = value.numel() // width if width else 0
         addresses = value.data_ptr(), out.data_ptr(), mean.data_ptr(), factor.data_ptr()
-        jitted(_scale_rows)(*addresses, rows, width, LIKE[value.dtype], LIKE[torch.float32], clip)
+        jitted(_scale_rows)(*addresses, rows, width, LIKE[value.dtype], LIKE[torch.float32], LIKE[torch.float64], clip)
     else:
         out.copy_(scaled_by_torch(value, mean, factor, clip))
 
 
 def scaled_by_torch(value: Tensor, mean: Tensor, factor: Tensor, clip: float) -> Tensor:
     """Return the same as :func:`scaled`, by operations that can be traced."""
-    return torch.sub(value, mean).mul_(factor).clamp_(-clip, clip).to(torch.float32)
+    dtype = precision_of(value.dtype)
+    return torch.sub(value, mean.to(dtype)).mul_(factor.to(dtype)).clamp_(-clip, clip).to(torch.float32)
 
 
 def _scale_rows(
-    source: int, target: int, mean: int, factor: int, rows: int, width: int, given: Any, like: Any, clip: float
+    source: int,
+    target: int,
+    mean: int,
+    factor: int,
+    rows: int,
+    width: int,
+    given: Any,
+    narrow: Any,
+    wide: Any,
+    clip: float,
 ) -> None:
-    most = given.dtype.type(clip)
-    m, f = floats_at(mean, 0, width, like), floats_at(factor, 0, width, like)
+    cast = given.dtype.type
+    most = cast(clip)
+    m, f = floats_at(mean, 0, width, wide), floats_at(factor, 0, width, wide)
     for row in range(rows):
         x = floats_at(source, row * width, (row + 1) * width, given)
-        y = floats_at(target, row * width, (row + 1) * width, like)
+        y = floats_at(target, row * width, (row + 1) * width, narrow)
         for i in range(width):
-            y[i] = min(max((x[i] - m[i]) * f[i], -most), most)
+            y[i] = min(max((x[i] - cast(m[i])) * cast(f[i]), -most), most)
 
 
 def _normalisable(observation: Composite, key: NestedKey, all_keys: bool) -> TensorSpec:

@@ -5,13 +5,16 @@ from __future__ import annotations
 __room__ = ["FollowedReplaySource", "ReplaySource", "ReplayedRows"]
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
+from gymnasium.spaces import Box
 from gymnasium.vector import SyncVectorEnv
 from gymnasium.vector.utils import concatenate, iterate
 from numpy.typing import NDArray
 
+from torchrl_lightning.environments.copies import copied
 from torchrl_lightning.environments.faults import blaming, check_returned
 
 if TYPE_CHECKING:
@@ -100,12 +103,18 @@ class ResumableVectorEnv(SyncVectorEnv):
 
     _checks = True
 
+    @cached_property
+    def _takes_scalar_array(self) -> bool:
+        space = self.single_action_space
+        return isinstance(space, Box) and not space.shape
+
     def step(self, actions: Any) -> tuple[Any, Array, Array, Array, dict[str, Any]]:
         """Step every environment, and reset those whose episodes end."""
         shown, rewards, terminated, truncated = self._env_obs, self._rewards, self._terminations, self._truncations
         checks = self._checks
         infos: dict[str, Any] = {}
-        for i, (env, action) in enumerate(zip(self.envs, iterate(self.action_space, actions), strict=True)):
+        each = _zero_dimensional(actions) if self._takes_scalar_array else iterate(self.action_space, actions)
+        for i, (env, action) in enumerate(zip(self.envs, each, strict=True)):
             returned = env.step(action)
             if checks:
                 self._check(returned, "step", i)
@@ -114,7 +123,8 @@ class ResumableVectorEnv(SyncVectorEnv):
             if ends or is_cut:
                 if not checks:
                     self._check(returned, "step", i)
-                infos = self._add_info(infos, {"final_obs": shown[i], "final_info": info}, i)
+                # The reset may change the memory of both.
+                infos = self._add_info(infos, {"final_obs": copied(shown[i]), "final_info": copied(info)}, i)
                 shown[i], info = env.reset()
             if info:
                 infos = self._add_info(infos, info, i)
@@ -132,11 +142,11 @@ class ResumableVectorEnv(SyncVectorEnv):
         terminated, truncated = np.zeros((2, self.num_envs), dtype=bool)
         for i in np.flatnonzero(~resting).tolist():
             env = self.envs[i]
-            returned = env.step(actions[i])
+            returned = env.step(actions[i, ...] if self._takes_scalar_array else actions[i])
             shown[i], rewards[i], terminated[i], truncated[i], _ = returned
             if terminated[i] or truncated[i]:
                 self._check(returned, "step", i)
-                final[i] = shown[i]
+                final[i] = copied(shown[i])
                 shown[i], _ = env.reset()
         self._observations = concatenate(self.single_observation_space, shown, self._observations)
         return self._observations, rewards, terminated, truncated, {"final_obs": final}
@@ -155,6 +165,11 @@ class ResumableVectorEnv(SyncVectorEnv):
                 faults.append(fault)
         if faults:
             raise faults[0]
+
+
+def _zero_dimensional(actions: Array) -> list[Array]:
+    """Return actions ``[N]`` of a scalar Box as the arrays that it contains, which NumPy's numbers are not."""
+    return [actions[i, ...] for i in range(len(actions))]
 
 
 class Playing:

@@ -14,6 +14,7 @@ from torchrl.modules.utils import get_primers_from_module
 
 from torchrl_lightning._modules import device_of
 from torchrl_lightning.entries import Path, join, level_of, path_of
+from torchrl_lightning.environments.actions import ActionFormat
 from torchrl_lightning.environments.faults import EnvironmentFault
 
 Policy = Callable[[TensorDictBase], TensorDictBase]
@@ -105,13 +106,23 @@ def rows_as(rows: Tensor, value: Tensor) -> Tensor:
 
 
 def recurrent_primers(policy: object) -> list[TensorDictPrimer]:
-    """List the primers that the policy's submodules make of their recurrent states."""
-    primers = get_primers_from_module(policy, warn=False) if isinstance(policy, nn.Module) else None
-    return [] if primers is None else list(getattr(primers, "transforms", [primers]))
+    """List the primers that the policy's submodules make of their recurrent states; float64 if the policy is."""
+    if not isinstance(policy, nn.Module):
+        return []
+    primers = get_primers_from_module(policy, warn=False)
+    made: list[TensorDictPrimer] = [] if primers is None else list(getattr(primers, "transforms", [primers]))
+    if made and any(parameter.dtype is torch.float64 for parameter in policy.parameters()):
+        for primer in made:  # which knows nothing of its module's dtype
+            specs = primer.primers = primer.primers.clone()
+            for key, spec in list(specs.items(include_nested=True, leaves_only=True)):
+                specs[key] = spec.to(torch.float64) if spec.dtype.is_floating_point else spec
+    return made
 
 
-def acted(policy: Policy, step: TensorDictBase, device: torch.device) -> TensorDictBase:
+def acted(policy: Policy, step: TensorDictBase, device: torch.device, form: ActionFormat) -> TensorDictBase:
     """Return a step of a TorchRL environment with what the policy, on its device, writes into it.
+
+    An action that exceeds its bound by rounding is set to the bound, as ``form`` does.
 
     Raises:
         KeyError: It writes no action.
@@ -129,6 +140,8 @@ def acted(policy: Policy, step: TensorDictBase, device: torch.device) -> TensorD
         raise ValueError(
             "The policy chose NaN actions: its weights are not finite. Look at the learning rate and the gradient norm."
         )
+    if form.is_box and form.is_natural and not torch.equal(bounded := form.to_environment(action), action):
+        written.set("action", bounded)
     if written is not step:
         step.update(written if here == device else written.to(here))
     return step

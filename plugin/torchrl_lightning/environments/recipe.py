@@ -17,6 +17,7 @@ from gymnasium import spaces
 from gymnasium.wrappers import ClipReward, FilterObservation, FlattenObservation, RepeatAction, TimeLimit
 
 from torchrl_lightning._hydra import instantiate
+from torchrl_lightning.environments.copies import copy_beneath_wrappers
 from torchrl_lightning.environments.extras import extra_for
 from torchrl_lightning.environments.frame_stack import FrameStack
 from torchrl_lightning.environments.rename import RenameObservation, check_rename
@@ -88,7 +89,8 @@ class EnvironmentRecipe(Settings, Nameable):
         keep: entries of a Dict observation that are shown; all if None.
         drop: entries of a Dict observation that are not shown.
         rename: other names for entries of a Dict observation that are shown: a run keeps some, such as ``reward``, for
-            entries of its own. All of ``wrappers``, ``keep`` and ``drop`` see the names before.
+            entries of its own, and TorchRL's specs cannot hold some, such as ``shape``. An entry of a nested Dict is
+            named by its path: ``{arm.shape: form}``. All of ``wrappers``, ``keep`` and ``drop`` see the names before.
         observe: numbers of a flat observation that are shown, in this order; all if None.
         flatten: show the observation as one vector.
         frame_stack: show this many images, the newest last, along their channels.
@@ -186,6 +188,7 @@ class EnvironmentRecipe(Settings, Nameable):
             env = FrameStack(env, self.frame_stack)
         if self.clip_reward is not None:
             env = ClipReward(env, -self.clip_reward, self.clip_reward)
+        copy_beneath_wrappers(env)
         return env
 
     def _around_torchrl(self, env: Any, calls: TimedCalls | None) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 __all__ = ["EnvironmentSpecs", "environment_specs"]
 
-import copy
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,9 +20,11 @@ from torchrl.envs import EnvBase, GymWrapper, Transform, TransformedEnv, transfo
 from torchrl.envs.batched_envs import BatchedEnvBase
 
 from torchrl_lightning.entries import Path, join, path_of
+from torchrl_lightning.environments.actions import ActionFormat, from_zero, network_spec
 from torchrl_lightning.environments.masks import action_mask, is_mask
+from torchrl_lightning.environments.rename import entries_of
 from torchrl_lightning.environments.threads import close_environment, note_threads
-from torchrl_lightning.keys import ACTION_MASK, BOOKKEEPING, DEMO, MASK, check_observed
+from torchrl_lightning.keys import ACTION_MASK, BOOKKEEPING, DEMO, MASK, check_names, check_observed
 
 COUNTERS = (
     transforms.InitTracker,
@@ -40,11 +41,13 @@ class EnvironmentSpecs:
 
     Attributes:
         observation: One spec for each observation key.
-        action: The spec of one action.
+        action: The spec of one action, as networks compute it: float32, or choices that count from 0 in int64.
         num_envs: The number of environments.
         frame_stack: How many images a recipe stacks; None where that is unknown.
         action_start: The environment's action that 0 stands for, as discrete actions are counted from 0; one for each
-            part of MultiDiscrete ones.
+            part of MultiDiscrete ones. ``action_format`` has it, too.
+        action_format: Shape, dtype, bounds and numbering of the actions that the environment takes; by default those of
+            ``action``.
     """
 
     observation: Composite
@@ -52,6 +55,13 @@ class EnvironmentSpecs:
     num_envs: int
     frame_stack: int | None = field(default=None, compare=False)
     action_start: int | tuple[int, ...] = field(default=0, compare=False)
+    action_format: ActionFormat = field(default=None, compare=False)  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        form: ActionFormat | None = self.action_format
+        form = ActionFormat.of_spec(self.action, self.action_start) if form is None else form
+        object.__setattr__(self, "action_format", form)
+        object.__setattr__(self, "action_start", form.start)
 
     @property
     def keys(self) -> list[NestedKey]:
@@ -63,8 +73,8 @@ def environment_specs(env: VectorEnv[Any, Any, Any] | EnvBase) -> EnvironmentSpe
     """Read the specs of a gymnasium vector environment or of a TorchRL environment.
 
     They equal those of ``GymEnv(..., categorical_action_encoding=True)``: discrete actions are integers, not one-hot.
-    But actions of any floating-point type are float32 in what is collected, and cast where an environment is stepped;
-    and discrete ones that do not start at 0 are shifted there.
+    But collected actions of any floating-point type are float32, and choices are int64 and count from 0.
+    ``action_format`` converts them for the environment.
 
     Raises:
         TypeError: The environment is of another kind, or has a space without a spec.
@@ -89,6 +99,7 @@ def _gymnasium_specs(env: VectorEnv[Any, Any, Any]) -> EnvironmentSpecs:
             f"Expected a gymnasium.vector.VectorEnv or a torchrl EnvBase, got {type(env).__name__}; "
             "torchrl_lightning.make_vector_env builds the former from an id or a factory."
         )
+    check_names(path for path, _ in entries_of(env.single_observation_space))
     observation = space_to_spec(env.single_observation_space, "observation")
     if not isinstance(observation, Composite):
         observation = Composite(observation=observation)
@@ -98,25 +109,9 @@ def _gymnasium_specs(env: VectorEnv[Any, Any, Any]) -> EnvironmentSpecs:
             f"Action space {action_space} is not supported: actions are one tensor, of Discrete, MultiDiscrete, "
             "MultiBinary or Box. Flatten it by a wrapper, such as gymnasium.wrappers.TransformAction."
         )
-    start = first_action(action_space)
-    if start:  # counted from 0
-        action_space = copy.copy(action_space)
-        action_space.start = action_space.start * 0  # type: ignore[attr-defined]
-    action = _single(space_to_spec(action_space, "action"))
-    return EnvironmentSpecs(observation, action, env.num_envs, action_start=start)
-
-
-def first_action(space: spaces.Space[Any]) -> int | tuple[int, ...]:
-    """Return the action of a space that is 0 for networks and buffers; 0 where the space counts from 0, too."""
-    start = np.asarray(getattr(space, "start", 0))
-    if not start.any():
-        return 0
-    return tuple(start.tolist()) if start.ndim else int(start)
-
-
-def _single(action: TensorSpec) -> TensorSpec:
-    """Return a spec of actions as networks compute them; who steps an environment casts them to its space's type."""
-    return action.to(torch.float32) if action.dtype.is_floating_point else action
+    form = ActionFormat.of_space(action_space)
+    action = network_spec(space_to_spec(from_zero(action_space), "action"))
+    return EnvironmentSpecs(observation, action, env.num_envs, action_format=form)
 
 
 def space_to_spec(space: spaces.Space[Any], name: str) -> TensorSpec:
@@ -167,7 +162,7 @@ def spec_to_space(spec: TensorSpec, start: Any = 0) -> spaces.Space[Any]:
         return spaces.MultiBinary(spec.shape[0] if spec.ndim == 1 else spec.shape)
     if isinstance(spec, Categorical):
         if not spec.ndim:
-            return spaces.Discrete(int(spec.n), start=start)
+            return spaces.Discrete(int(spec.n), start=start, dtype=np.int64 if spec.dtype is torch.bool else dtype)
         choices = spec.nvec.numpy() if isinstance(spec, MultiCategorical) else np.full(spec.shape, int(spec.n))
         return spaces.MultiDiscrete(choices, dtype=dtype, start=np.broadcast_to(start, choices.shape))
     if isinstance(spec, Bounded):
@@ -177,6 +172,14 @@ def spec_to_space(spec: TensorSpec, start: Any = 0) -> spaces.Space[Any]:
         low, high = (-np.inf, np.inf) if limits is None else (limits.min, limits.max)
         return spaces.Box(low, high, tuple(spec.shape), dtype)
     raise TypeError(f"Gymnasium has no space for a {type(spec).__name__} spec of {spec.dtype}.")
+
+
+def action_space_of(specs: EnvironmentSpecs) -> spaces.Space[Any]:
+    """Return the space of the actions that an environment takes; a TypeError if there is none."""
+    form = specs.action_format
+    if form.low is not None and form.high is not None:
+        return spaces.Box(form.low, form.high, form.shape, form.dtype.type)
+    return spec_to_space(specs.action.to(numpy_to_torch_dtype_dict[form.dtype]), form.start)
 
 
 def observation_leaves(space: spaces.Space[Any]) -> list[tuple[Path, NestedKey, spaces.Space[Any]]]:
@@ -235,7 +238,9 @@ def torchrl_specs(env: EnvBase) -> EnvironmentSpecs:
     for key, spec in list(observation.items()):
         if (isinstance(spec, Composite) and spec.is_empty()) or key in states:
             del observation[key]
-    return EnvironmentSpecs(observation, _single(env.action_spec_unbatched), max(1, env.batch_size.numel()))
+    action = env.action_spec_unbatched
+    form = ActionFormat.of_spec(action)
+    return EnvironmentSpecs(observation, network_spec(action), max(1, env.batch_size.numel()), action_format=form)
 
 
 def handed_on(env: EnvBase) -> list[str]:
@@ -282,14 +287,17 @@ def _counted(transform: Transform) -> Iterable[NestedKey]:
 def specs_state(specs: EnvironmentSpecs) -> dict[str, Any]:
     """Return an environment's specs as tensors and scalars, which ``torch.load(weights_only=True)`` reads."""
     observation, action = spec_state(specs.observation), spec_state(specs.action)
-    start = {"action_start": specs.action_start} if specs.action_start else {}
-    return {"observation": observation, "action": action, "num_envs": specs.num_envs, **start}
+    form = specs.action_format.state_dict()
+    return {"observation": observation, "action": action, "num_envs": specs.num_envs, "action_format": form}
 
 
 def specs_from_state(state: Mapping[str, Any]) -> EnvironmentSpecs:
     """Return the specs that :func:`specs_state` wrote."""
     observation, action = spec_from_state(state["observation"]), spec_from_state(state["action"])
-    return EnvironmentSpecs(observation, action, int(state["num_envs"]), action_start=state.get("action_start", 0))
+    if "action_format" not in state:  # of an earlier release
+        return EnvironmentSpecs(observation, action, int(state["num_envs"]), action_start=state.get("action_start", 0))
+    form = ActionFormat.from_state(state["action_format"], action)
+    return EnvironmentSpecs(observation, action, int(state["num_envs"]), action_format=form)
 
 
 def spec_fields(spec: TensorSpec) -> dict[str, Any]:

@@ -39,6 +39,7 @@ class StepPipe:
         is_array = isinstance(space, spaces.Box | spaces.Discrete | spaces.MultiDiscrete | spaces.MultiBinary)
         self._dtype = np.dtype(space.dtype) if is_array else None
         self._shape = space.shape or ()
+        self._is_box = isinstance(space, spaces.Box)
         self._steps = False  # whether the message before was a step
 
     def send(self, message: Any) -> None:
@@ -63,7 +64,7 @@ class StepPipe:
         self._steps = kind == _STEP
         if kind == _STEP:
             action = np.frombuffer(data, self._dtype, offset=1).reshape(self._shape)
-            return "step", action.copy() if self._shape else action[()]
+            return "step", action.copy() if self._is_box or self._shape else action[()]
         if kind == _STEPPED:
             end = 1 + _RESULT.size
             info = pickle.loads(data[end:]) if len(data) > end else {}

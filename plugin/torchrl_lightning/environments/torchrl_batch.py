@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from torchrl.envs.batched_envs import BatchedEnvBase
 
 from torchrl_lightning._compat import entries_of, new_tensordict
 from torchrl_lightning.entries import Path
+from torchrl_lightning.environments.copies import copied
 from torchrl_lightning.environments.faults import blaming
 from torchrl_lightning.environments.played import Array
 from torchrl_lightning.environments.policies import rows_as
@@ -63,14 +65,14 @@ class BatchVectorEnv(VectorEnv[Any, Any, Any]):
             if seed is not None:
                 self.env.set_seed(int(np.atleast_1d(seed)[0]))
             if mask is None:
-                self._state = dict(entries_of(self.env.reset()))
+                self._state = _cloned(entries_of(self.env.reset()))
             else:
                 self._restart(torch.from_numpy(np.array(mask, dtype=bool))[:, None])
         return self._shown(), {}
 
     def step(self, actions: Array) -> tuple[Any, Array, Array, Array, dict[str, Any]]:
         """Step every copy, and reset those whose episodes end; ``final_obs`` holds the observations before that."""
-        action = torch.from_numpy(actions).clone()  # which the caller writes again
+        action = torch.from_numpy(actions).clone()  # the environment may change and keep it
         with torch.no_grad(), blaming("step"):
             given = new_tensordict({**self._state, "action": action}, self.env.batch_size)
             returned = entries_of(self.env._step(given))
@@ -81,7 +83,9 @@ class BatchVectorEnv(VectorEnv[Any, Any, Any]):
         self._state = {**self._state, **{name: value for name, value in returned.items() if name in self._kept}}
         info = {}
         if done.any():
-            info["final_obs"] = self._shown()
+            # The reset may change the memory of all of these.
+            info["final_obs"] = copied(self._shown())
+            reward, terminated, truncated, done = reward.clone(), terminated.clone(), truncated.clone(), done.clone()
             with torch.no_grad(), blaming("reset"):
                 self._restart(done.reshape(-1, 1))
         flags = (each.reshape(-1).numpy() for each in (terminated, truncated))
@@ -93,11 +97,12 @@ class BatchVectorEnv(VectorEnv[Any, Any, Any]):
 
     def _restart(self, which: Tensor) -> None:
         """Reset some copies, ``[N, 1]``, and keep what the others show."""
-        given = new_tensordict({**self._state, "_reset": which}, self.env.batch_size)
+        given = new_tensordict({**self._state, "_reset": which.clone()}, self.env.batch_size)
+        before = _cloned(self._state)  # the environment may reset all copies in the same memory
         fresh = entries_of(self.env._reset(given))
-        merged = {name: _merged(which, value, self._state[name]) for name, value in fresh.items() if name != "_reset"}
-        flags = {name: self._state[name] & ~which for name in FLAGS if name in self._state}
-        self._state = {**self._state, **merged, **flags}
+        merged = {name: _merged(which, value, before[name]) for name, value in fresh.items() if name != "_reset"}
+        flags = {name: before[name] & ~which for name in FLAGS if name in before}
+        self._state = {**before, **merged, **flags}
 
     def _shown(self) -> Any:
         arrays = [_at(self._state, path).numpy().reshape(shape) for path, shape in self._shapes]
@@ -157,11 +162,19 @@ def _space(spec: TensorSpec) -> spaces.Space[Any]:
     if kind == Bounded.__name__:
         low, high = (bound.expand(shape).numpy() for bound in (spec.space.low, spec.space.high))
         return spaces.Box(low, high, shape, dtype.type)
+    number: Any = np.int64 if dtype.kind == "b" else dtype.type  # of choices
     if kind == Categorical.__name__:
-        return spaces.MultiDiscrete(np.full(shape, spec.space.n)) if shape else spaces.Discrete(spec.space.n)
+        if not shape:
+            return spaces.Discrete(spec.space.n, dtype=number)
+        return spaces.MultiDiscrete(np.full(shape, spec.space.n), dtype=number)
     if kind == MultiCategorical.__name__:
-        return spaces.MultiDiscrete(spec.nvec.numpy())
+        return spaces.MultiDiscrete(spec.nvec.numpy(), dtype=number)
     raise TypeError(f"{spec} has no space")
+
+
+def _cloned(entries: Mapping[str, Any]) -> dict[str, Any]:
+    """Return copies of entries of an environment, which may write them again."""
+    return {name: value.clone() for name, value in entries.items()}
 
 
 def _at(tree: Any, path: Path) -> Tensor:

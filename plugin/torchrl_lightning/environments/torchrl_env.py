@@ -6,6 +6,7 @@ __room__ = ["make_environment"]
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,8 +14,8 @@ from gymnasium.vector import VectorEnv
 from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
+from torchrl.data import Composite
 from torchrl.envs import (
-    DoubleToFloat,
     EnvBase,
     FrameSkipTransform,
     GymWrapper,
@@ -27,9 +28,14 @@ from torchrl.envs import (
     VecNorm,
     VecNormV2,
 )
+from torchrl.envs.batched_envs import BatchedEnvBase
 
+from torchrl_lightning.entries import path_of
+from torchrl_lightning.environments.actions import ActionFormat, first_action, network_spec
+from torchrl_lightning.environments.copies import FreshActions
 from torchrl_lightning.environments.policies import recurrent_primers, rows_as
-from torchrl_lightning.environments.specs import first_action, flat, layers
+from torchrl_lightning.environments.rename import WITHIN
+from torchrl_lightning.environments.specs import flat, layers
 from torchrl_lightning.environments.threads import close_environment, note_threads
 from torchrl_lightning.environments.vector_env import (
     NoGymnasiumEnvironmentError,
@@ -102,18 +108,87 @@ def make_environment(
 
 
 def with_bookkeeping(env: EnvBase, policy: object) -> EnvBase:
-    """Lay around an environment what marks the starts of episodes, carries recurrent states and casts actions.
+    """Lay around an environment what marks the starts of episodes, carries recurrent states and converts actions.
 
     What is there already is not added. The environment itself stays as it is.
     """
     there = set(env.observation_spec.keys(True, True)) | set(env.full_state_spec.keys(True, True))
     added: list[Transform] = [] if "is_init" in there else [InitTracker()]
     added += [primer for primer in recurrent_primers(policy) if not there.issuperset(primer.primers.keys(True, True))]
-    if env.action_spec.dtype == torch.float64:  # policies compute in float32
-        added.append(DoubleToFloat(in_keys_inv=["action"]))
+    form = ActionFormat.of_spec(env.action_spec_unbatched)
+    if not form.is_natural:
+        added.append(ActionConversion(form))
     for transform in added:
         env = TransformedEnv(env, transform, auto_unwrap=False)
     return env
+
+
+def copy_calls(env: EnvBase) -> None:
+    """Let an environment and what it wraps copy all that they are given and return: they may reuse, change and keep it.
+
+    TorchRL's collectors keep the tensors of every step until the rollout is complete, its transforms keep some until
+    the next step. Environments in processes that run already are out of reach.
+    """
+    base = env
+    while isinstance(base, TransformedEnv):
+        base = base.base_env
+    if isinstance(base, BatchedEnvBase):  # which copies itself what its environments return
+        base.create_env_fn = [
+            make if isinstance(make, _CopyingFactory) else _CopyingFactory(make) for make in base.create_env_fn
+        ]
+        for inner in base._envs if isinstance(base, SerialEnv) and not base.is_closed else ():
+            copy_calls(inner)
+    else:
+        _copy_calls_of(base)
+        if isinstance(base, GymWrapper) and base.wrapper_frame_skip > 1 and not isinstance(base._env, FreshActions):
+            base._env = FreshActions(base._env)  # which gets the same action at each of these steps
+    if env is not base:
+        _copy_calls_of(env)
+
+
+def _copy_calls_of(env: EnvBase) -> None:
+    for name in ("_step", "_reset"):
+        call = getattr(env, name)
+        if not (isinstance(call, partial) and call.func is _copied_call):
+            setattr(env, name, partial(_copied_call, call))
+
+
+def _copied_call(call: Callable[..., Any], tensordict: TensorDictBase | None = None, **kwargs: Any) -> Any:
+    given = None if tensordict is None else tensordict.clone()
+    returned = call(given, **kwargs)
+    return returned.clone() if isinstance(returned, TensorDictBase) else returned
+
+
+class _CopyingFactory:
+    """Make an environment that copies all that it is given and returns; a class, so that it can be pickled."""
+
+    def __init__(self, make: Any) -> None:
+        self._make = make
+
+    def __call__(self, **kwargs: Any) -> EnvBase:
+        env: EnvBase = self._make if isinstance(self._make, EnvBase) else self._make(**kwargs)
+        copy_calls(env)
+        return env
+class ActionConversion(Transform):
+    """Give an environment what a policy computes as its action spec demands it; the rollout keeps the former.
+
+    Args:
+        form: The format of the environment's actions.
+        clip: Whether to clip actions to their bounds.
+    """
+
+    def __init__(self, form: ActionFormat, clip: bool = False) -> None:
+        super().__init__(in_keys_inv=["action"], out_keys_inv=["action"])
+        self.form, self.clip = form, clip
+
+    def _inv_apply_transform(self, action: Tensor) -> Tensor:
+        return self.form.to_environment(action, self.clip)
+
+    def transform_input_spec(self, input_spec: Composite) -> Composite:
+        """Return specs in which the action is as networks compute it."""
+        actions = input_spec["full_action_spec"]
+        actions["action"] = network_spec(actions["action"])
+        return input_spec
 
 
 class PlayingTransform(Transform):
@@ -172,6 +247,8 @@ def playing_nothing_yet(env: EnvBase) -> Iterator[None]:
 def _checked(env: EnvBase, num_envs: int | None, own_number: bool) -> EnvBase:
     """Return the environment, or say what does not fit."""
     note_threads(env)
+    if any("" in path_of(key) for key in env.observation_spec.keys(True)):
+        raise ValueError(f"TorchRL's specs cannot index an observation without a name, ''. {WITHIN}")
     with layers(env) as (base, around):
         if isinstance(base, GymWrapper) and first_action(base.action_space):
             raise ValueError(

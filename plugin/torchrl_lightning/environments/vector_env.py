@@ -11,9 +11,10 @@ from typing import Any
 import gymnasium
 from gymnasium.vector import AutoresetMode, VectorEnv
 
+from torchrl_lightning.environments.copies import copy_beneath_wrappers
 from torchrl_lightning.environments.envpool_env import EnvPoolVectorEnv, check_envpool, envpool_task
 from torchrl_lightning.environments.extras import extra_for
-from torchrl_lightning.environments.faults import blaming
+from torchrl_lightning.environments.faults import blaming, frames_of
 from torchrl_lightning.environments.next_step import tells_resets
 from torchrl_lightning.environments.played import ResumableVectorEnv
 from torchrl_lightning.environments.recipe import EnvironmentRecipe, recipe_of
@@ -43,6 +44,7 @@ def make_vector_env(
 
     Args:
         env: A registered id, a factory of one environment, or a ready vector environment, which is returned as it is.
+            Environments that are built here may write everything that they return into the same memory.
         num_envs: The number of copies; ``None`` means one, or as many as a ready vector environment has.
         vectorization: ``"sync"`` steps the copies in this process, ``"async"`` gives each copy a process of its own
             (by ``spawn``: a script needs ``if __name__ == "__main__":``), ``"envpool"`` takes EnvPool's environment of
@@ -215,9 +217,16 @@ class SingleEnv:
             raise ValueError(
                 f"TorchRL keeps an entry of its own under the name of an observation: {error} {WITHIN}"
             ) from error
+        except (AttributeError, TypeError) as error:
+            if [*frames_of(error)][-1].f_globals["__name__"] != "torchrl.data.tensor_specs":
+                raise
+            raise ValueError(
+                f"TorchRL's specs have no entry of the name of an observation: {error}. {WITHIN}"
+            ) from error
         if not isinstance(env, gymnasium.Env):
             raise NoGymnasiumEnvironmentError(env)
         for wrapper in self.wrappers:
             with blaming("make"):
                 env = wrapper(env)
+        copy_beneath_wrappers(env)
         return env

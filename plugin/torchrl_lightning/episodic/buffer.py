@@ -243,15 +243,18 @@ class EpisodicReplayBuffer(ExperienceBuffer):
 
         Raises:
             TimeoutError: nobody brought them within the timeout of :meth:`share`.
-            ValueError: an environment holds fewer steps (an AssertionError, too), or can never hold so many; ids are
-                out of range or come twice; or it waits for other processes, and there are none. Nothing is taken out.
+            StepsMissing: a ValueError, RuntimeError and AssertionError: an environment holds fewer steps, or can never
+                hold so many. Nothing is taken out.
+            ValueError: ids are out of range or come twice; or it waits for other processes, and there are none. Nothing
+                is taken out.
         """
         integer(n, "n")
         if not blocking:
             with self.locked():
                 return self._take(n, env_ids)
         env = self.writer.check_ids(env_ids)
-        self._awaited(n)
+        if n > self.max_length:
+            raise StepsMissing(f"n must be at most max_length={self.max_length}, got {n}. Wait for fewer.")
         return self.wait_for(lambda: self._take(n, env_ids) if int(self.writer.filled[env].min()) >= n else None)
 
     def _take(self, count: int, env_ids: Tensor | None) -> TensorDictBase:
@@ -294,8 +297,9 @@ class EpisodicReplayBuffer(ExperienceBuffer):
             The windows, ``[batch_size, batch_length]``, and where they come from, ``[batch_size]``.
 
         Raises:
-            RuntimeError: nothing is stored.
-            ValueError: no environment holds so many steps that are not ignored.
+            StepsMissing: a ValueError, RuntimeError and AssertionError, as of :meth:`gather_all` and :meth:`dequeue`:
+                nothing is stored, no environment holds so many steps that are not ignored, or all priorities are zero.
+            ValueError: ``batch_size`` or ``batch_length`` is not a size.
         """
         writer, steps = self.writer, integer(batch_length, "batch_length")
         with self.locked():
@@ -322,8 +326,8 @@ class EpisodicReplayBuffer(ExperienceBuffer):
             convert_to_default_device: move them to torch's default device.
 
         Raises:
-            ValueError: an AssertionError, too: the environments hold different numbers of steps, or none but those that
-                are to be ignored.
+            StepsMissing: a ValueError, RuntimeError and AssertionError: the environments hold different numbers of
+                steps, or none but those that are to be ignored.
         """
         writer = self.writer
         with self.locked():

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torchrl_lightning.environments.copies import copied
 from torchrl_lightning.environments.faults import EnvironmentFault
 from torchrl_lightning.environments.goals import GoalFunction
 
@@ -42,20 +43,21 @@ class EnvironmentFunction:
     def __call__(self, achieved: Tensor, desired: Tensor, lookup: Lookup, dims: int) -> Tensor:
         """Return one number for each step; goals have ``dims`` dimensions of steps before their own."""
         if dims > 1:
-            reached, wanted = achieved.flatten(0, dims - 1), desired.flatten(0, dims - 1)
-            return self(reached, wanted, _flat(lookup, dims), 1).view(achieved.shape[:dims])
-        goals = achieved.numpy(force=True), desired.numpy(force=True)
+            rewards = self(achieved.flatten(0, dims - 1), desired.flatten(0, dims - 1), _flat(lookup, dims), 1)
+            return rewards.view(achieved.shape[:dims])
+        # The environment gets copies, because it may change them.
+        reached, wanted = copied(achieved.numpy(force=True)), copied(desired.numpy(force=True))
         if self._takes_many is None and len(achieved) > 1:
-            few = goals[0][:_FEW], goals[1][:_FEW]
-            rows = self._of_each(*few, lookup)
+            rows = self._of_each(copied(reached[:_FEW]), copied(wanted[:_FEW]), lookup)
+            few = copied(reached[:_FEW]), copied(wanted[:_FEW]), StepInfo(lookup, slice(_FEW))
             try:
-                many = np.asarray(self._function(*few, StepInfo(lookup, slice(_FEW))), dtype=np.float64)
+                many = np.asarray(self._function(*few), dtype=np.float64)
                 self._takes_many = many.size == rows.size and np.allclose(many.reshape(-1), rows, equal_nan=True)
             except Exception:  # it takes a single step
                 self._takes_many = False
         if not self._takes_many:
-            return torch.from_numpy(self._of_each(*goals, lookup))
-        return torch.as_tensor(self._function(*goals, StepInfo(lookup, slice(None))))
+            return torch.from_numpy(self._of_each(reached, wanted, lookup))
+        return torch.as_tensor(self._function(reached, wanted, StepInfo(lookup, slice(None))))
 
     def _of_each(self, achieved: Any, desired: Any, lookup: Lookup) -> Any:
         pairs = enumerate(zip(achieved, desired, strict=True))
@@ -103,7 +105,7 @@ class StepInfo(dict[str, Any]):
                 f"the rewards of relabelled goals need info[{name!r}], which stored steps do not have. Show it as an "
                 f"entry of the observation named {name!r}, or give HindsightRelabel a compute_reward= without it."
             )
-        return entry if self._rows is None else entry.numpy(force=True)[self._rows]
+        return entry if self._rows is None else copied(entry.numpy(force=True)[self._rows])
 
     def __contains__(self, name: object) -> bool:
         return isinstance(name, str) and self._lookup(name) is not None

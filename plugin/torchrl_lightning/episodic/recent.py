@@ -20,7 +20,7 @@ from torchrl_lightning.replay.draws import Own, uniform
 from torchrl_lightning.replay.prioritized import PrioritizedSampler
 from torchrl_lightning.replay.rings import NO_INDEX
 from torchrl_lightning.replay.sequences import SequenceSampler
-from torchrl_lightning.replay.steps import Ints
+from torchrl_lightning.replay.steps import Ints, StepsMissing
 from torchrl_lightning.replay.writer import RingWriter
 from torchrl_lightning.stated import Nested
 
@@ -116,8 +116,9 @@ class RecentSampler(SequenceSampler):
             Cells ``[B, T]``, and what a :class:`SequenceSampler` gives, or a :class:`PrioritizedSampler`.
 
         Raises:
-            RuntimeError: nothing is stored, or all priorities are zero.
-            ValueError: no :class:`RingWriter` fills the storage, or no environment holds a whole window.
+            StepsMissing: a ValueError, RuntimeError and AssertionError: nothing is stored, no environment holds a whole
+                window, or all priorities are zero.
+            ValueError: no :class:`RingWriter` fills the storage.
         """
         if batch_length == "own":
             batch_length = self.batch_length
@@ -163,7 +164,7 @@ class RecentSampler(SequenceSampler):
         room = np.clip(positions - reach - oldest, 0, newest)
         owners = np.flatnonzero(room)
         if not len(owners):
-            raise ValueError(
+            raise StepsMissing(
                 f"There is no room for a window: the fullest ring holds {int(writer.filled.max())} steps, windows need "
                 f"{reach + 1 + self.num_earliest_frames_ignored} (batch_length={reach + 1}, "
                 f"num_earliest_frames_ignored={self.num_earliest_frames_ignored}). Collect more, or take shorter ones."

@@ -11,7 +11,8 @@ from torch import Tensor
 def standardize(x: Tensor, mask: Tensor | None = None, eps: float = 1e-5) -> Tensor:
     r"""Shift and scale to :math:`(x - \mathrm{mean}) / (\mathrm{std} + \mathrm{eps})` over all valid entries.
 
-    The standard deviation is unbiased; a single valid entry becomes 0. Masked entries are ignored and become 0.
+    The standard deviation is unbiased. Equal entries, or a single valid one, become 0, also with ``eps=0``. Masked
+    entries are ignored and become 0.
 
     Args:
         x: any shape, floating point.
@@ -38,7 +39,7 @@ def standardize(x: Tensor, mask: Tensor | None = None, eps: float = 1e-5) -> Ten
         if x.numel() < 2:
             return x - x  # a single entry equals the mean
         std, mean = torch.std_mean(x)
-        return (x - mean) / (std + eps)
+        return _divide(x - mean, std + eps)
     if mask.dtype != torch.bool:
         raise TypeError(f"standardize: mask must be a bool tensor, got {mask.dtype}; call mask.bool() first")
     if mask.shape != x.shape or mask.device != x.device:
@@ -48,7 +49,13 @@ def standardize(x: Tensor, mask: Tensor | None = None, eps: float = 1e-5) -> Ten
         )
     count = mask.sum().to(x.dtype)
     zero = torch.zeros((), dtype=x.dtype, device=x.device)
-    mean = torch.where(mask, x, zero).sum() / count.clamp(min=1.0)
+    divisor = count.clamp(min=1.0)
+    mean = torch.where(mask, x, zero).sum() / divisor
+    mean = mean + torch.where(mask, x - mean, zero).sum() / divisor  # what the sum has lost by rounding
     centred = torch.where(mask, x - mean, zero)
     std = (centred.square().sum() / (count - 1.0).clamp(min=1.0)).sqrt()
-    return centred / (std + eps)
+    return _divide(centred, std + eps)
+
+
+def _divide(centred: Tensor, scale: Tensor) -> Tensor:
+    return centred / torch.where(scale == 0.0, 1.0, scale)

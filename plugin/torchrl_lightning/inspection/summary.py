@@ -15,6 +15,7 @@ from torchrl_lightning.fitting import Fault
 from torchrl_lightning.inspection.content import Content, Leaf, Piece
 from torchrl_lightning.inspection.draws import Draws
 from torchrl_lightning.inspection.episodes import Episodes, episodes_in
+from torchrl_lightning.moments import Moments
 
 MOST = 200_000_000  # cells that are looked at
 SAMPLED = 4096  # rows of an entry that pictures and quantiles are made of
@@ -142,8 +143,9 @@ def _entry(content: Content, path: tuple[str, ...], leaf: Leaf) -> Entry:
     first = leaf[:1]
     size, width = first.numel(), first.nbytes
     whole = not (first.is_floating_point() or first.is_complex())
-    low, high = torch.full((size,), math.inf), torch.full((size,), -math.inf)
-    number, total, squares, nans, seen = 0, 0.0, 0.0, 0, 0
+    low = torch.full((size,), math.inf, dtype=torch.float64)
+    high, moments = -low, Moments.none()
+    nans, seen = 0, 0
     every = max(1, content.looked_at // SAMPLED)
     # One array from the start: small ones that stay between the pieces would keep the heap from reusing their room.
     sample = np.empty((-(-content.looked_at // every), size if size <= WIDE else 1), np.float32)
@@ -162,10 +164,8 @@ def _entry(content: Content, path: tuple[str, ...], leaf: Leaf) -> Entry:
         if whole:
             values = rows.to(torch.uint8) if rows.dtype is torch.bool else rows
             least, most = values.amin(0), values.amax(0)
-            number += values.numel()
             if counts is not None:
                 counts = _counted(counts, values[:, 0], int(least), int(most))
-            sums, powers = _moments(values.float() if values.element_size() == 1 else values.double())
         else:
             values = rows.float() if rows.element_size() < 4 else rows
             least, most = values.amin(0), values.amax(0)
@@ -174,14 +174,10 @@ def _entry(content: Content, path: tuple[str, ...], leaf: Leaf) -> Entry:
                 nans += values.numel() - int(finite.sum())
                 least = values.where(finite, math.inf).amin(0)
                 most = values.where(finite, -math.inf).amax(0)
-                number += int(finite.sum())
-                values = values.where(finite, 0.0)
-            else:
-                number += values.numel()
-            sums, powers = _moments(values)
-        total, squares = total + sums, squares + powers
-        low, high = torch.minimum(low, least.float()), torch.maximum(high, most.float())
-    mean = total / number if number else math.nan
+                values = values[finite]
+        moments = moments.merged(_moments(values))
+        low, high = torch.minimum(low, least.double()), torch.maximum(high, most.double())
+    number = moments.count
     return Entry(
         path,
         tuple(first.shape[1:]),
@@ -189,8 +185,8 @@ def _entry(content: Content, path: tuple[str, ...], leaf: Leaf) -> Entry:
         width * content.count,
         float(low.min()) if number else math.nan,
         float(high.max()) if number else math.nan,
-        mean,
-        math.sqrt(max(squares / number - mean * mean, 0.0)) if number else math.nan,
+        float(moments.mean) if number else math.nan,
+        math.sqrt(float(moments.variance)) if number else math.nan,
         nans,
         int((low == high).sum()) if content.looked_at > 1 and not nans else 0,
         size,
@@ -199,9 +195,15 @@ def _entry(content: Content, path: tuple[str, ...], leaf: Leaf) -> Entry:
     )
 
 
-def _moments(values: Tensor) -> tuple[float, float]:
+def _moments(values: Tensor) -> Moments:
+    """Return the moments of all numbers; bytes, which may be images, take the shorter way through float32."""
     flat = values.reshape(-1)
-    return float(flat.sum(dtype=torch.float64)), float(torch.dot(flat, flat))
+    if flat.element_size() > 1 or not len(flat):
+        return Moments.of(flat) if len(flat) else Moments.none()
+    flat = flat.float()
+    mean = flat.sum(dtype=torch.float64) / len(flat)
+    flat -= mean.float()
+    return Moments(len(flat), mean, flat.square_().sum(dtype=torch.float64))
 
 
 def _counted(counts: dict[int, int], values: Tensor, low: int, high: int) -> dict[int, int] | None:

@@ -183,7 +183,7 @@ def smooth(out: Any, noise: Any, deviation: float, most: float, action: Any) -> 
 def learn_choices_clipped(
     logits: Any, action: Any, behaviour: Any, advantage: Any, clip: float, entropy_coeff: float, d: Any
 ) -> Any:
-    """Compute the clipped objective of chosen actions, entropy, log-ratio and clipped share, all means (numba).
+    """Compute the clipped objective of chosen actions, entropy, KL, log-ratio and clipped share, all means (numba).
 
     Args:
         logits: of all actions, ``[B, A]``.
@@ -196,7 +196,7 @@ def learn_choices_clipped(
     """
     rows, size = logits.shape
     share = np.float32(1.0 / rows)
-    objective = entropy = moved = beyond = 0.0
+    objective = entropy = kl = moved = beyond = 0.0
     for r in range(rows):
         row, most, total = logits[r], logits[r].max(), np.float32(0.0)
         for a in range(size):
@@ -212,6 +212,7 @@ def learn_choices_clipped(
         slope = -share * gained if rises else np.float32(0.0)
         objective -= gained
         entropy += float(spread)
+        kl += kl_estimate(log_ratio)
         moved += log_ratio
         beyond += is_beyond
         for a in range(size):
@@ -219,7 +220,7 @@ def learn_choices_clipped(
             bonus = p * (row[a] - scale + spread) if p > 0.0 else np.float32(0.0)
             d[r, a] = np.float32(entropy_coeff) * share * bonus - slope * p
         d[r, action[r]] += slope
-    return objective / rows, entropy / rows, moved / rows, beyond / rows
+    return objective / rows, entropy / rows, kl / rows, moved / rows, beyond / rows
 
 
 def learn_normals_clipped(
@@ -242,7 +243,7 @@ def learn_normals_clipped(
     (rows, size), (center, half, log_std, low, high) = out.shape, box
     constant = 0.5 * math.log(2.0 * math.pi)
     scale, log_scale, tilt, sums = np.empty(size), np.empty(size), np.empty(size), np.empty(size)
-    objective = moved = beyond = entropy = 0.0
+    objective = kl = moved = beyond = entropy = 0.0
     for a in range(size):
         scale[a], log_scale[a] = math.exp(log_std[a]) * half[a], log_std[a] + math.log(half[a])
         entropy += log_scale[a] + 0.5 + constant
@@ -266,6 +267,7 @@ def learn_normals_clipped(
         log_ratio = np.float32(total) - behaviour[r]
         gained, rises, is_beyond = clipped_gain(log_ratio, advantage[r], clip)
         objective -= gained
+        kl += kl_estimate(log_ratio)
         moved += log_ratio
         beyond += is_beyond
         share = -gained / rows if rises else 0.0
@@ -274,7 +276,7 @@ def learn_normals_clipped(
             d[r, a] *= -share * half[a] / scale[a]
     for a in range(size):
         to[a] = sums[a]
-    return objective / rows, entropy, moved / rows, beyond / rows
+    return objective / rows, entropy, kl / rows, moved / rows, beyond / rows
 
 
 def clipped_gain(log_ratio: Any, advantage: Any, clip: float) -> Any:
@@ -282,6 +284,12 @@ def clipped_gain(log_ratio: Any, advantage: Any, clip: float) -> Any:
     ratio = np.exp(log_ratio)
     gained, bound = ratio * advantage, advantage + np.float32(clip) * abs(advantage)
     return min(gained, bound), gained <= bound, 1.0 if abs(ratio - np.float32(1.0)) > clip else 0.0
+
+
+def kl_estimate(log_ratio: Any) -> Any:
+    """Return the estimate :func:`torchrl_lightning.learn.losses.kl_estimate` of one step (numba)."""
+    wide = float(log_ratio)
+    return np.float32(math.expm1(wide) - min(wide, 88.0))
 
 
 def learn_returns(values: Any, target: Any, coeff: float, kind: int, d: Any) -> Any:

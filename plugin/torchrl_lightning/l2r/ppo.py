@@ -56,7 +56,8 @@ class PathAdvantages(GAE):
 
 def population_standardize(x: Tensor, eps: float) -> Tensor:
     """Return ``(x - mean) / (std + eps)`` with the population deviation; equal entries become 0."""
-    centred = x - x.mean()
+    mean = x.mean()
+    centred = x - (mean + (x - mean).mean())  # a sum loses digits, so that equal entries would differ from their mean
     deviation = centred.square().mean().sqrt() + eps
     return centred / deviation if float(deviation) else centred
 

@@ -13,6 +13,7 @@ from torch import distributions as D
 from torchrl.data import Binary, Bounded, Categorical, OneHot, TensorSpec, Unbounded
 from torchrl.modules import IndependentNormal, OneHotCategorical, TanhNormal
 
+from torchrl_lightning.environments.autocast import HALF, to_single
 from torchrl_lightning.environments.specs import spec_fields
 from torchrl_lightning.kernels.compiled import jitted
 from torchrl_lightning.kernels.perceptron import choose_categorically, choose_clipped
@@ -55,7 +56,10 @@ class ActionHead(nn.Module):
     def forward(self, features: Tensor) -> Parameters:
         """Return the distribution's parameters."""
         parameters = self.layers(features if self.hidden is None else self.hidden(features))
-        return parameters if isinstance(parameters, tuple) else (parameters,)
+        parameters = parameters if isinstance(parameters, tuple) else (parameters,)
+        if parameters[0].dtype in HALF:  # of autocast; log-probabilities of half precision would be too coarse
+            return tuple(map(to_single, parameters))
+        return parameters
 
     def read(self, features: Tensor) -> Parameters:
         """Return what ``sample`` and ``evaluate`` need to know."""

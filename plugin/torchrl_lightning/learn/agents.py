@@ -81,6 +81,7 @@ class AgentModule(Settings, ReportingModule):
 
     def setup(self, stage: str) -> None:
         """Refuse a DataModule that does not fit, and a schedule over a run whose end is unknown, by a ValueError."""
+        super().setup(stage)
         if stage == "fit":
             require_fit(self, self._data)
         moving = any(schedule != ConstantSchedule() for schedule in self.schedules)
@@ -108,7 +109,7 @@ class AgentModule(Settings, ReportingModule):
             ValueError: The trainer's precision is ``64-true``, ``bf16-true`` or the like.
             RuntimeError: The DataModule has no specs.
         """
-        check_precision(self.trainer.precision)
+        check_precision(self.trainer)
         if not self.is_built:
             specs = getattr(self._data, "specs", None)
             if specs is None:

@@ -13,7 +13,7 @@ from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
-from torchrl_lightning._modules import clock_of, hold
+from torchrl_lightning._modules import hold
 from torchrl_lightning.dynamics import DynamicsTargets
 from torchrl_lightning.entries import path_of
 from torchrl_lightning.environments import spawn_seed
@@ -207,11 +207,8 @@ class DynamicsEnsemble(WorldModelSettings, TermsModule):
         sums, rows, self._sums, self._rows = self._sums, self._rows, None, 0
         if sums is None:
             return
-        errors, clock = sums / rows, clock_of(self._data)
-        metrics: dict[str, Any] = {"val/error": errors.mean()}
-        if clock is not None:
-            metrics["step"] = float(clock[0])  # the x axis of Lightning's loggers
-        self.log_dict(metrics, on_step=False, on_epoch=True, batch_size=rows)
+        errors = sums / rows
+        self.log("val/error", errors.mean(), on_step=False, on_epoch=True, batch_size=rows)
         self.judge(errors)
 
     def judge(self, errors: Tensor) -> None:

@@ -86,7 +86,9 @@ class GaussianEnsemble(nn.Module):
             low, high = (torch.full((num_members, 1, outputs), value) for value in FIRST_LOG_VARIANCES)
             self.min_log_variance, self.max_log_variance = nn.Parameter(low), nn.Parameter(high)
         for name, size in (("input", inputs), ("target", outputs)):
-            self.register_buffer(f"{name}_mean", torch.zeros(size))
+            # The inputs' mean is subtracted from observations, which may be float64 at a large offset.
+            dtype = torch.float64 if name == "input" else None
+            self.register_buffer(f"{name}_mean", torch.zeros(size, dtype=dtype))
             self.register_buffer(f"{name}_std", torch.ones(size))
         self.ends: GaussianEnsemble | None = None
         if ends_by:

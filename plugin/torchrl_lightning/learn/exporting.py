@@ -65,7 +65,7 @@ class PolicyProgram(nn.Module):
         if reason is not None:
             raise ValueError(f"a {type(acting).__name__} cannot be exported: {reason}")
         self.acting = acting
-        self.start = policy.specs.action_start
+        self.form = policy.specs.action_format
         leaves = dict(policy.specs.observation.items(True, True))
         read = {path_of(key) for key in policy.in_keys}
         self.observed = {key: spec for key, spec in leaves.items() if path_of(key) in read} or leaves
@@ -93,9 +93,7 @@ class PolicyProgram(nn.Module):
         begins = torch.zeros(rows, 1, dtype=torch.bool, device=inputs[0].device)
         with set_exploration_type(ExplorationType.DETERMINISTIC):
             step = self.acting(TensorDict({**given, "is_init": begins}, [rows]))
-        action = step[ACTION]
-        if self.start:
-            action = action + torch.as_tensor(self.start, dtype=action.dtype, device=action.device)
+        action = self.form.to_environment(step[ACTION])
         return (action, *(step["next", *path_of(key)] for key in self.first)) if self.first else action
 
     def drawn(self, rows: int) -> dict[NestedKey, Tensor]:
@@ -132,7 +130,8 @@ def export_policy(policy: LoadedPolicy, path: str | Path, *, format: Format = "t
     """Write a policy as one file that acts without this package; whatever normalises its observations is inside.
 
     It takes the observations, one tensor ``[N, *F]`` for each entry that the policy reads, then its recurrent states,
-    and gives the action ``[N, *A]`` as the environment counts it, the mode of the distribution, then the next states.
+    and gives the action ``[N, *A]`` in the environment's shape, dtype and numbering, which is the mode of the
+    distribution, then the next states.
     Whether it gives what the policy gives is seen on random observations before anything is written.
 
     Args:

@@ -54,7 +54,7 @@ class LoadedPolicy(TensorDictModuleBase):
         self.policy, self.specs, self.deterministic, self.environment = policy, specs, deterministic, environment
         self.in_keys, self.out_keys = list(policy.in_keys), list(policy.out_keys)
         self.state: dict[NestedKey, Tensor] = {}
-        self._acted: int | None = None  # in how many environments
+        self._acted: int | None = None  # rows of the last call, of which the recurrent states are
         self._mask = action_mask(specs.observation, specs.action) if ACTION_MASK in self.in_keys else None
         self.requires_grad_(False)
         self.eval()
@@ -81,11 +81,13 @@ class LoadedPolicy(TensorDictModuleBase):
             state: Recurrent states to go on from, as :attr:`state` had them; None goes on from those kept.
 
         Returns:
-            The action for ``step``, as the space of the environment counts it; of a batch one for each, ``[N, *A]``.
+            The action for ``step``, of the shape, dtype and numbering of the environment's action space; of a batch one
+            for each, ``[N, *A]``.
 
         Raises:
-            ValueError: The observation is not as the environment of training shows it, or it is of another number of
-                environments than the last one, where no episode begins.
+            ValueError: The observation is not as the environment of training shows it; or a policy with recurrent
+                states is shown another number of environments than before, or than ``state`` has, and not all of them
+                begin an episode.
             EnvironmentFault: The ``action_mask`` of one observation leaves no action; in a batch that is an episode
                 which has ended, whose action counts for nothing.
 
@@ -98,21 +100,23 @@ class LoadedPolicy(TensorDictModuleBase):
         if self._mask is not None and count is None:  # of a batch, environments may have ended
             self._mask.check(entries[ACTION_MASK])
         begins = torch.as_tensor(np.broadcast_to(np.asarray(starts, dtype=bool), rows).copy())[:, None]
-        if self._acted != rows and state is None:
-            if self._acted is not None and not begins.all():
-                raise ValueError(
-                    f"the policy has acted in {self._acted} environments and is shown {rows}; say starts=True where "
-                    "episodes begin, or load another one for these"
-                )
-            begins = torch.ones_like(begins)
+        states = recurrent_states(self.policy, rows)
         kept = self.state if state is None else state
-        states = {key: kept.get(key, value) for key, value in recurrent_states(self.policy, rows).items()}
+        acted = next((len(kept[key]) for key in states if key in kept), self._acted if state is None else rows)
+        if acted == rows:
+            states = {key: kept.get(key, value) for key, value in states.items()}
+        elif not states or acted is None or begins.all():
+            begins = torch.ones_like(begins)
+        else:
+            raise ValueError(
+                f"the recurrent states are of {acted} environments, but the observation is of {rows}. Say starts=True "
+                "if episodes begin, or load another policy for these."
+            )
         step = self(TensorDict({**entries, **states, "is_init": begins}, [rows]))
         self.state, self._acted = {key: step[unravel_key(("next", key))] for key in states}, rows
-        action: NDArray[Any] = step["action"].numpy()
-        if self.specs.action_start:
-            action = action + np.asarray(self.specs.action_start, action.dtype)
-        return action[0] if count is None else action
+        form = self.specs.action_format
+        action: NDArray[Any] = form.to_environment(step["action"]).numpy()
+        return form.single(action) if count is None else action
 
     def recipe(self, *, trusted: bool = False) -> EnvironmentRecipe:
         """Return how the environment of training was made; called, it makes another one.

@@ -32,7 +32,9 @@ class LossModuleAgent(AgentModule):
     """Train one of TorchRL's ``LossModule`` on the batches of a DataModule.
 
     Each batch is one update: the sum of the loss's entries ``loss_...`` (or its ``loss``) is minimised, then the target
-    networks follow. Priorities go to the buffer where the loss writes them (``td_error``).
+    networks follow. Priorities go to the buffer where the loss writes them (``td_error``). Entries are logged under
+    TorchRL's names: ``train/kl_approx`` of its PPO losses is the estimate that :class:`PPOModule` logs as
+    ``train/kl_approx_k1``.
     The value estimator is made before a checkpoint is read, with TorchRL's defaults unless ``gamma`` is given or
     ``loss`` made one.
 

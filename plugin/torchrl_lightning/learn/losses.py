@@ -54,6 +54,26 @@ def clipped_surrogate_loss(log_ratio: Tensor, advantage: Tensor, epsilon: float 
     return -torch.minimum(gain, bound).mean()
 
 
+def kl_estimate(log_ratio: Tensor) -> Tensor:
+    r"""Return \(\rho - 1 - \log\rho \ge 0\) of actions that \(\mu\) took: an estimate of \(\mathrm{KL}(\mu \| \pi)\).
+
+    Its mean is unbiased and varies less than the mean of \(-\log\rho\), which may be negative. A ratio beyond the
+    range of the dtype, and a ratio of 0, give infinity.
+
+    Args:
+        log_ratio: \(\log\rho = \log\pi(a|s) - \log\mu(a|s)\), ``[*B]``.
+
+    Source:
+        Schulman (2020), Approximating KL Divergence (the estimator k3), http://joschu.net/blog/kl-approx.html
+
+    Example:
+        >>> kl_estimate(torch.tensor([0.0, 0.5, -0.5, 1000.0]))
+        tensor([0.0000, 0.1487, 0.1065,    inf])
+    """
+    # exp(88) is close to float32's limit. Beyond it the difference is exp's alone, and infinity less infinity is NaN.
+    return log_ratio.expm1() - log_ratio.clamp(max=88.0)
+
+
 def critic_loss(
     value: Tensor,
     target: Tensor,

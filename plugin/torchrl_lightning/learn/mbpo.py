@@ -4,6 +4,7 @@ from __future__ import annotations
 
 __all__ = ["MBPOModule"]
 
+from collections.abc import Callable
 from typing import Annotated, Any, Self
 
 import torch
@@ -11,6 +12,8 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from torchrl_lightning.dynamics import DynamicsTargets
+from torchrl_lightning.environments.autocast import to_single
+from torchrl_lightning.fitting import learning_dtype
 from torchrl_lightning.learn.q_learning import SACModule
 from torchrl_lightning.learn.world_model_fit import WorldModelFit
 from torchrl_lightning.learn.world_models import WorldModel
@@ -65,12 +68,12 @@ class MBPOModule(SACModule):
 
     def setup(self, stage: str) -> None:
         """Refuse several ranks, whose world models would differ, by a ValueError."""
-        super().setup(stage)
         if stage == "fit" and self.trainer.world_size > 1:
             raise ValueError(
                 f"MBPOModule fits one world model to one buffer, but the trainer has {self.trainer.world_size} ranks; "
                 "take devices=1."
             )
+        super().setup(stage)
 
     def misfit(self, data: Any) -> str | None:
         """Return that nobody has it imagine, or that it cannot; None if it can and does."""
@@ -109,14 +112,14 @@ class MBPOModule(SACModule):
         Raises:
             RuntimeError: What it imagines is not finite.
         """
-        model, policy = self.require_built(self.world_model), self.policy
+        model, act = self.require_built(self.world_model), self._acting()
         targets, device = model.targets, model.elites.device
         now = targets.observation(start).to(device)
         members = model.deal(len(now)) if model.propagation == "trajectory" else None
         steps: list[TensorDictBase] = []
         for step in range(length):
             shape, seen = now.shape[:1], targets.observed(now)
-            action = policy.act([seen[key] for key in self._keys], True)
+            action = act([seen[key] for key in self._keys], True)
             following, reward, terminated = model.step(now, targets.action(action, shape), members)
             if not (following.isfinite().all() and reward.isfinite().all()):
                 raise RuntimeError(
@@ -137,6 +140,19 @@ class MBPOModule(SACModule):
                 break
         imagined: TensorDictBase = torch.cat(steps)
         return imagined
+
+    def _acting(self) -> Callable[[list[Tensor], bool], Tensor]:
+        """Return the policy's ``act`` in the precision in which it acts in the environment."""
+        act: Callable[[list[Tensor], bool], Tensor] = self.policy.act
+        dtype = None if self._trainer is None else learning_dtype(self.trainer)
+        if dtype is None:
+            return act
+
+        def act_under_autocast(entries: list[Tensor], explore: bool) -> Tensor:
+            with torch.autocast(entries[0].device.type, dtype=dtype, cache_enabled=False):
+                return to_single(act(entries, explore))
+
+        return act_under_autocast
 
     def report(self) -> dict[str, float]:
         """Add the elites' mean error on held out rows, and the epochs of the last fit."""

@@ -9,7 +9,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, Self
 
 import torch
 from tensordict.nn import TensorDictModuleBase
@@ -116,9 +116,9 @@ class FlatEntries:
         self.vectors = set(self.event_dims) == {1} and not any(self.classes)
         self.trivial = self.vectors and len(specs) == 1
 
-    def __call__(self, *entries: Tensor) -> Tensor:
-        """Map entries ``[*B, *F_i]`` to ``[*B, F]``."""
-        if self.trivial and entries[0].dtype is torch.float32:
+    def __call__(self, *entries: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Map entries ``[*B, *F_i]`` to ``[*B, F]`` of the dtype."""
+        if self.trivial and entries[0].dtype is dtype:
             return entries[0]
         flat = []
         for entry, classes, dims in zip(entries, self.classes, self.event_dims, strict=True):
@@ -128,7 +128,7 @@ class FlatEntries:
                 parts = entry.long().flatten(-dims).unbind(-1)
                 entry = torch.cat([F.one_hot(part, n) for part, n in zip(parts, classes, strict=True)], -1)
                 dims = 1
-            entry = entry.to(torch.float32)
+            entry = entry.to(dtype)
             flat.append(entry.flatten(-dims) if dims else entry.unsqueeze(-1))
         return torch.cat(flat, -1) if len(flat) > 1 else flat[0]
 
@@ -142,7 +142,23 @@ def choices(spec: Any) -> list[int]:
     return [int(spec.space.n)] * math.prod(spec.shape)
 
 
-class MLPEncoder(nn.Module):
+class Encoder(nn.Module):
+    """A module over observation entries, which it reads in the dtype of its own parameters.
+
+    Attributes:
+        dtype: That dtype; it follows ``double()``, ``to(dtype)`` and the like.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtype = torch.get_default_dtype()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
+        return super()._apply(fn, recurse)
+
+
+class MLPEncoder(Encoder):
     """A multi-layer perceptron over the concatenated observation entries."""
 
     def __init__(
@@ -160,10 +176,10 @@ class MLPEncoder(nn.Module):
 
     def forward(self, *entries: Tensor) -> Tensor:
         """Map entries ``[*B, *F_i]`` to features ``[*B, H]``."""
-        return self.layers(self.flat(*entries))
+        return self.layers(self.flat(*entries, dtype=self.dtype))
 
 
-class BatchRenormEncoder(nn.Module):
+class BatchRenormEncoder(Encoder):
     """A perceptron over the concatenated observation entries, and what each layer reads renormalised by batches."""
 
     def __init__(self, specs: Sequence[Any], network: BatchRenormNetwork) -> None:
@@ -182,11 +198,11 @@ class BatchRenormEncoder(nn.Module):
 
     def forward(self, *entries: Tensor) -> Tensor:
         """Map entries ``[*B, *F_i]`` to features ``[*B, H]``."""
-        flat = self.flat(*entries)
+        flat = self.flat(*entries, dtype=self.dtype)
         return self.layers(flat.reshape(-1, flat.shape[-1])).reshape(*flat.shape[:-1], -1)
 
 
-class CNNEncoder(nn.Module):
+class CNNEncoder(Encoder):
     """Convolutions over one pixel entry (uint8 is divided by 255), concatenated with the other entries as vectors.
 
     Images may be ``[C, H, W]`` or ``[H, W, C]``, told apart as
@@ -245,11 +261,11 @@ class CNNEncoder(nn.Module):
         batch = image.shape[:-3]
         # With the channels of a pixel side by side in memory, 256 images take up to a third less time on a CPU.
         image = image.contiguous().reshape(-1, *image.shape[-3:])
-        image = image.float().div_(255.0) if image.dtype is torch.uint8 else image.float()
+        image = image.to(self.dtype).div_(255.0) if image.dtype is torch.uint8 else image.to(self.dtype)
         features = self.convolutions(image.movedim(-1, -3)).reshape(*batch, -1)
         if self.flat is not None:
             others = [entry for i, entry in enumerate(entries) if i != self.pixels]
-            features = torch.cat([features, self.flat(*others)], -1)
+            features = torch.cat([features, self.flat(*others, dtype=self.dtype)], -1)
         return self.layers(features)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torchrl_lightning.keys import REPLAYED
 from torchrl_lightning.learn.base import ActorCriticModule, require, standardizer
 from torchrl_lightning.learn.by_hand import HandGradients
-from torchrl_lightning.learn.losses import clipped_surrogate_loss, policy_gradient_loss
+from torchrl_lightning.learn.losses import clipped_surrogate_loss, kl_estimate, policy_gradient_loss
 from torchrl_lightning.learn.ppo_by_hand import gradients_of, rows_of
 from torchrl_lightning.learn.schedules import Schedule
 from torchrl_lightning.settings import Positive, Switch
@@ -110,7 +110,13 @@ class VTraceModule(A2CModule):
 
 
 class PPOModule(EntropyModule):
-    """PPO with a clipped objective (Schulman et al., 2017).
+    r"""PPO with a clipped objective (Schulman et al., 2017).
+
+    It logs two estimates of the KL divergence between the policy that acted, \(\mu\), and the current one, \(\pi\), of
+    steps that the policy made itself. With \(\rho = \pi(a|s) / \mu(a|s)\), ``train/kl_approx`` is the mean of
+    \(\rho - 1 - \log\rho\). It is never negative, and ``target_kl`` is compared with it. ``train/kl_approx_k1`` is the
+    mean of \(-\log\rho\), which TorchRL's losses call ``kl_approx``. They are k3 and k1 of Schulman (2020),
+    Approximating KL Divergence, http://joschu.net/blog/kl-approx.html.
 
     Args:
         network: Network in front of the heads; ``MLPNetwork()`` by default.
@@ -118,8 +124,7 @@ class PPOModule(EntropyModule):
         clip_schedule: Schedule of ``clip_epsilon`` over frames.
         normalize_advantage: Standardise the advantage within each mini-batch; None does so unless the buffer has
             standardised it over the rollout. False over such a buffer is refused.
-        target_kl: Skip the rest of an epoch once the approximate divergence, over the steps that the policy made
-            itself, exceeds 1.5 times this.
+        target_kl: Skip an update and the rest of its epoch if ``kl_approx`` of its mini-batch exceeds 1.5 times this.
         entropy_coeff: As in :class:`EntropyModule`, like everything that is not named here.
 
     Example:
@@ -159,7 +164,8 @@ class PPOModule(EntropyModule):
             "loss_objective": clipped_surrogate_loss(log_ratio, self.advantage(batch), self.clip_epsilon),
             **self.entropy_terms(entropy),
             **self.critic_terms(batch, values),
-            "kl_approx": -own_mean(moved, batch),
+            "kl_approx": own_mean(kl_estimate(moved), batch),
+            "kl_approx_k1": -own_mean(moved, batch),
             "clip_fraction": own_mean((moved.expm1().abs() > self.clip_epsilon).float(), batch),
         }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
@@ -72,23 +73,31 @@ class ClippedGradients(HandGradients):
         entropy_coeff, out = float(module.entropy_coeff), self.actor.forward(x, self.acting)
         action, behaviour = (batch.get(key).numpy() for key in ("action", "action_log_prob"))
         steps = out, action, behaviour, module.advantage(batch).numpy()
-        objective, entropy, moved, clipped = self.learn(steps, float(module.clip_epsilon), entropy_coeff)
+        objective, entropy, kl, moved, clipped = self.learn(steps, float(module.clip_epsilon), entropy_coeff)
         values, target = self.critic.forward(x, self.judging), batch.get("value_target").numpy()
         far = jitted(kernels.learn_returns)(values, target, module.critic_coeff, self.kind, self.d_values)
-        self.actor.backward(x, self.acting, self.d_out, self.every)
-        self.critic.backward(x, self.judging, self.d_values, self.every)
+        if kl == math.inf:  # the gradients are not finite either, which NumPy would warn of
+            with np.errstate(invalid="ignore", over="ignore"):
+                self._backward(x)
+        else:
+            self._backward(x)
         return {
             "loss_objective": objective,
             "loss_entropy": -entropy_coeff * entropy,
             "entropy": entropy,
             "loss_critic": far,
-            "kl_approx": -moved,
+            "kl_approx": kl,
+            "kl_approx_k1": -moved,
             "clip_fraction": clipped,
         }
 
+    def _backward(self, x: Array) -> None:
+        self.actor.backward(x, self.acting, self.d_out, self.every)
+        self.critic.backward(x, self.judging, self.d_values, self.every)
+
     @abstractmethod
     def learn(self, steps: Steps, clip: float, entropy_coeff: float) -> Any:
-        """Write the gradient of what the actor returned; return objective, entropy, log-ratio and clipped share."""
+        """Write the gradient of what the actor returned; return objective, entropy, KL, log-ratio, clipped share."""
 
 
 class CategoricalGradients(ClippedGradients):

@@ -236,7 +236,7 @@ class CriticEnsemble(Ranged):
         return torch.stack(values).squeeze(-1)
 
     def _perceptrons(self, entries: Entries, action: Tensor, layers: list[Any], count: int) -> Tensor:
-        x = self.flat(*entries, (action - self.center) / self.half_range)
+        x = self.flat(*entries, (action - self.center) / self.half_range, dtype=layers[0][0].dtype)
         shape = x.shape[:-1]
         x = x.reshape(1, -1, x.shape[-1]).expand(count, -1, -1)
         for layer in layers:

@@ -8,9 +8,11 @@ from typing import Any, ClassVar
 
 import lightning as L
 import torch
+from lightning.pytorch.trainer.states import TrainerFn
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from torchrl_lightning._logging import count_rows_by_clock, count_rows_by_lightning, publish
 from torchrl_lightning._modules import clock_of
 from torchrl_lightning.learn.schedules import progress_of
 
@@ -41,12 +43,17 @@ class MetricSums:
         unexplained, variance = torch.stack(((target - value).var(correction=0), target.var(correction=0))).tolist()
         return 1.0 - unexplained / variance if variance > 1e-12 else None
 
-    def flush(self) -> dict[str, float]:
-        """Return the means and reset."""
+    def means(self) -> dict[str, float]:
+        """Return the means so far; empty if there is nothing since the last ``flush``."""
         means = {name: _mean(values) for name, values in self._values.items()}
         explained = self.explained_variance()
         if explained is not None:
             means["explained_variance"] = explained
+        return means
+
+    def flush(self) -> dict[str, float]:
+        """Return the means and reset."""
+        means = self.means()
         self._values, self._predictions = {}, []
         return means
 
@@ -110,16 +117,34 @@ class ReportingModule(L.LightningModule):
         """Return further metrics of the ending epoch."""
         return {}
 
+    def setup(self, stage: str) -> None:
+        """Let the rows that Lightning writes have the DataModule's count of frames as their step."""
+        count_rows_by_clock(self.trainer)
+
+    def teardown(self, stage: str) -> None:
+        """Leave the rows to Lightning again."""
+        count_rows_by_lightning(self.trainer)
+
+    def on_validation_start(self) -> None:
+        """Let callbacks that look at the end of this evaluation monitor the means of the epoch so far."""
+        if self.trainer.state.fn == TrainerFn.FITTING and (means := self.metric_sums.means()):
+            publish(self.trainer, self._named({**means, **self.report()}))
+
     def on_train_epoch_end(self) -> None:
-        """Write the epoch's means to the loggers, over the frames collected so far.
+        """Write the epoch's means to the loggers, over the frames collected so far, and let callbacks monitor them.
 
         Not by ``self.log``, which costs about 0.4 ms for each key: a tenth of the learning time of a small agent.
         """
-        metrics = {f"train/{name}": value for name, value in {**self.metric_sums.flush(), **self.report()}.items()}
+        metrics = self._named({**self.metric_sums.flush(), **self.report()})
         self.epoch_metrics = metrics
+        publish(self.trainer, metrics)
         step = (clock_of(self._data) or (self.global_step,))[0]
         for logger in self.trainer.loggers:
             logger.log_metrics(metrics, step=step)
+
+    @staticmethod
+    def _named(metrics: Mapping[str, float]) -> dict[str, float]:
+        return {f"train/{name}": value for name, value in metrics.items()}
 
     def validation_step(self, batch: TensorDictBase, batch_idx: int) -> None:
         """Log the returns and lengths ``[E]`` of finished evaluation episodes, and how many succeeded, if they say."""
@@ -131,10 +156,6 @@ class ReportingModule(L.LightningModule):
         }
         if "success" in batch:
             metrics["eval/success"] = batch.get("success").float().mean()
-        clock = clock_of(self._data)
-        if clock is not None:
-            # Lightning's loggers take an entry called "step" for their x axis.
-            metrics["step"] = float(clock[0])
         self.log_dict(
             metrics, batch_size=returns.numel(), sync_dist=self.trainer.world_size > 1, on_step=False, on_epoch=True
         )

@@ -16,6 +16,7 @@ from torchrl_lightning._modules import EvaluationMode
 from torchrl_lightning.entries import next_key
 from torchrl_lightning.learn.actors import observation_entries
 from torchrl_lightning.learn.networks import MLPNetwork, Network, orthogonal
+from torchrl_lightning.moments import precision_of
 from torchrl_lightning.settings import Count, Settings, Share, derived, otherwise, setting
 
 
@@ -103,8 +104,9 @@ class RandomNetworkDistillation(Settings, nn.Module):
         for i, (entry, whitened) in enumerate(zip(entries, self.whitened, strict=True)):
             if whitened:
                 mean, variance = getattr(self, f"mean_{i}"), getattr(self, f"variance_{i}")
-                scale = variance.rsqrt().clamp_max(1e4).float()  # a constant entry stays near zero
-                entry = ((entry - mean.float()) * scale).clamp_(-self.clip, self.clip)
+                dtype = precision_of(entry.dtype)
+                scale = variance.rsqrt().clamp_max(1e4).to(dtype)  # a constant entry stays near zero
+                entry = ((entry - mean.to(dtype)) * scale).clamp_(-self.clip, self.clip).float()
             result.append(entry)
         return result
 

@@ -115,8 +115,16 @@ class SquashedHead(ActionHead, Ranged):
         return action, terms.sum(-1) - (_CONSTANT * loc.shape[-1] + self.log_range)
 
     def sample(self, parameters: Parameters, deterministic: bool) -> tuple[Tensor, Tensor]:
-        """Return actions ``[*B, A]`` and log-probabilities ``[*B]``."""
-        return super().sample(parameters, deterministic) if deterministic else self.rsample(parameters)
+        """Return actions ``[*B, A]`` and log-probabilities ``[*B]``.
+
+        These are computed from the actions, as a learner does with stored ones, and not from the exact samples before
+        the tanh.
+        """
+        if deterministic:
+            return super().sample(parameters, deterministic)
+        action = self.act(parameters, deterministic)
+        log_prob: Tensor = self.distribution(parameters).log_prob(action)
+        return action, log_prob
 
     @staticmethod
     def _tanh(preimage: Tensor) -> Tensor:

@@ -24,10 +24,11 @@ from torchrl_lightning.parts import OwnSignature
 class WorldModelEnvironment(OwnSignature, ModelBasedEnvBase):
     """Step a :class:`WorldModel` as an environment of any batch size.
 
-    Observations are entries of the real environment's names and shapes, without its bounds. An episode ends where the
-    world model says that it terminates. With ``propagation="trajectory"`` the entry ``member`` says which elite a row
-    belongs to; it is dealt at ``reset``, or at the first step of rows that lack it. ``reset`` keeps the observations
-    that it is given, and draws them from their spec where there are none.
+    Observations are entries of the real environment's names and shapes, without its bounds; all are float64 if one of
+    the environment's is float64 or an integer, else float32. An episode ends where the world model says that it
+    terminates. With ``propagation="trajectory"`` the entry ``member`` says which elite a row belongs to; it is dealt at
+    ``reset``, or at the first step of rows that lack it. ``reset`` keeps the observations that it is given, and draws
+    them from their spec where there are none.
 
     Args:
         world_model: The world model.
@@ -54,8 +55,9 @@ class WorldModelEnvironment(OwnSignature, ModelBasedEnvBase):
         # Not registered: the state of the transform is its owner's.
         targets = world_model.targets
         hold(self, targets=targets)
-        entries = targets.split(torch.zeros(world_model.observations)).items()
+        entries = targets.split(torch.zeros(world_model.observations, dtype=targets.column_dtype)).items()
         observation = Composite({key: Unbounded(zeros.shape, dtype=zeros.dtype) for key, zeros in entries})
+        self._column_dtype = targets.column_dtype
         self._keeps_member = world_model.propagation == "trajectory" and len(world_model.elites) > 1
         state = observation.clone()
         if self._keeps_member:
@@ -73,7 +75,7 @@ class WorldModelEnvironment(OwnSignature, ModelBasedEnvBase):
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         targets, shape = self.targets, tensordict.batch_size
-        observation = targets.observation(tensordict).reshape(shape.numel(), -1)
+        observation = targets.observation(tensordict).reshape(shape.numel(), -1).to(self._column_dtype)
         action = targets.action(tensordict.get("action"), shape).reshape(shape.numel(), -1)
         member = None
         if self._keeps_member:

@@ -19,7 +19,8 @@ from torchrl_lightning.trust import Nameable
 
 Terminated = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Maps observations, actions and next observations ``[R, D]``, as the columns of :class:`DynamicsTargets` show them, to
-whether the episode has terminated, ``[R]`` or ``[R, 1]`` bool."""
+whether the episode has terminated, ``[R]`` or ``[R, 1]`` bool. Observations are float64 if an entry of the
+environment's is float64 or an integer."""
 propagations = among("step", "trajectory")
 Propagation = Annotated[str, propagations]
 
@@ -43,8 +44,8 @@ class OutsideBox(Nameable):
     def __init__(self, low: Sequence[float | None], high: Sequence[float | None]) -> None:
         if len(low) != len(high):
             raise ValueError(f"low has {len(low)} numbers and high {len(high)}, but both bound the same observation.")
-        self.low = torch.tensor([-torch.inf if bound is None else bound for bound in low])
-        self.high = torch.tensor([torch.inf if bound is None else bound for bound in high])
+        self.low = torch.tensor([-torch.inf if bound is None else bound for bound in low], dtype=torch.float64)
+        self.high = torch.tensor([torch.inf if bound is None else bound for bound in high], dtype=torch.float64)
 
     def __call__(self, observation: Tensor, action: Tensor, next_observation: Tensor) -> Tensor:
         """Return whether each row ``[R]`` has left the box."""
@@ -175,11 +176,9 @@ class WorldModel(nn.Module):
             layers = zip(network.weights, network.biases, strict=True)
             return [(of_elites(weight), of_elites(bias)) for weight, bias in layers]
 
-        def take_inputs_as_they_are(layers: list[tuple[Tensor, Tensor]]) -> None:
+        def scale_inputs(layers: list[tuple[Tensor, Tensor]]) -> None:
             weight, bias = layers[0]
-            inputs = weight.shape[1]
-            weight = weight / ensemble.input_std[:inputs, None]
-            layers[0] = weight, bias - (ensemble.input_mean[:inputs] @ weight).unsqueeze(1)
+            layers[0] = weight / ensemble.input_std[: weight.shape[1], None], bias
 
         self._layers = layers_of(ensemble)
         if ensemble.probabilistic and self.sample:
@@ -187,15 +186,18 @@ class WorldModel(nn.Module):
         elif ensemble.probabilistic:  # nobody asks for the variances
             weight, bias = self._layers[-1]
             self._layers[-1] = weight[..., : ensemble.outputs], bias[..., : ensemble.outputs]
-        # Both scales become part of the first and the last layer.
-        take_inputs_as_they_are(self._layers)
+        # Both scales become part of the first and the last layer. The inputs' mean does not: at a large offset the
+        # product of mean and weights would cancel against that of inputs and weights, and leave their rounding.
+        self._input_mean, self._actions = ensemble.input_mean, ensemble.inputs - self.observations
+        self._dtype = self._layers[0][0].dtype
+        scale_inputs(self._layers)
         weight, bias = self._layers[-1]
         mean, std = torch.zeros_like(bias[0, 0]), torch.ones_like(bias[0, 0])
         mean[: ensemble.outputs], std[: ensemble.outputs] = ensemble.target_mean, ensemble.target_std
         self._layers[-1] = weight * std, bias * std + mean
         if self.learns_terminated and ensemble.ends is not None:
             self._end_layers = layers_of(ensemble.ends)
-            take_inputs_as_they_are(self._end_layers)
+            scale_inputs(self._end_layers)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         self._made_of = ()  # weights that move to another device stay the same objects
@@ -217,7 +219,8 @@ class WorldModel(nn.Module):
             Next observations ``[R, O]``, rewards ``[R]``, and whether the episode has terminated ``[R]``.
         """
         self.prepare()
-        x, elites, rows = torch.cat((observation, action), -1), self._size, len(action)
+        x = (torch.cat((observation, action), -1) - self._input_mean).to(self._dtype)
+        elites, rows = self._size, len(action)
         if elites > 1:
             if members is None:
                 places, share = self._places(rows), -(-rows // elites)
@@ -232,7 +235,10 @@ class WorldModel(nn.Module):
             change = change.index_select(0, places)
         following = observation + change[:, : self.observations]
         known, terminated = self.targets.reward, self.terminated
-        reward = change[:, self.observations] if known is None else known(observation, action, following).reshape(rows)
+        if known is None:
+            reward = change[:, self.observations]
+        else:
+            reward = known(observation, action, following).reshape(rows).to(change.dtype)
         if self.learns_terminated:
             return following, reward, change[:, -1] > 0.0
         if terminated is None:
@@ -247,10 +253,16 @@ class WorldModel(nn.Module):
             actions: As the environment takes them, ``[H, R, *A]``.
         """
         self.prepare()
-        columns = self.targets.action(actions, actions.shape[:2])
-        # The state, whose last column is the sum of rewards, lies in the order of the elites: to deal its rows anew is
-        # to shuffle it, which takes less than to put each row to its elite and back.
-        state, elites, rows = F.pad(observation, (0, 1)), self._size, len(observation)
+        shown = self.targets.action(actions, actions.shape[:2])
+        columns = (shown - self._input_mean[self.observations :]).to(self._dtype)
+        if self.targets.reward is not None or self.terminated is not None:
+            columns = torch.cat((columns, shown), -1)
+        # The state is the observation less its mean, and the sum of rewards in a last column. It lies in the order of
+        # the elites: to deal its rows anew is to shuffle it, which takes less than to put each row to its elite and
+        # back.
+        mean = self._input_mean[: self.observations]
+        state = F.pad((observation - mean).to(self._dtype), (0, 1))
+        mean, elites, rows = mean.to(observation.dtype), self._size, len(observation)
         order: Tensor | None = None
         ended: Tensor | None = None
         if rows % elites:
@@ -264,25 +276,35 @@ class WorldModel(nn.Module):
                 ended = None if ended is None else ended.index_select(0, dealt)
             if order is not None:
                 action = action.index_select(0, order)
-            state, ended = self._advance(state, action, ended)
+            state, ended = self._advance(state, action, ended, mean)
         total = state[:, -1]
         return total if order is None else torch.empty_like(total).index_copy_(0, order, total)[:rows]
 
-    def _advance(self, state: Tensor, action: Tensor, ended: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Step the state ``[R, O + 1]``, whose last column is the sum of rewards; return it, and what has ended."""
-        observation = state[:, :-1]
+    def _advance(
+        self, state: Tensor, action: Tensor, ended: Tensor | None, mean: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """Step the state ``[R, O + 1]``; return it, and what has ended.
+
+        Args:
+            state: Observations less their mean; the last column is the sum of rewards.
+            action: Actions less their mean, and behind them as they are if a function needs them.
+            ended: Which episodes have ended.
+            mean: The mean of observations ``[O]``, in the dtype of those that functions are given.
+        """
+        observation, width = state[:, :-1], self._actions
+        action, shown = action[:, :width], action[:, width:]
         x = torch.cat((observation, action), 1)
         change, now = self.predict(x.view(self._size, -1, x.shape[1])).view(len(x), -1), None
         if self.learns_terminated:
             change, now = change[:, :-1], change[:, -1] > 0.0
         if self.targets.reward is not None:
-            reward = self.targets.reward(observation, action, observation + change)
-            change = torch.cat((change, reward.view(-1, 1)), 1)
+            reward = self.targets.reward(observation + mean, shown, observation + change + mean)
+            change = torch.cat((change, reward.view(-1, 1).to(change.dtype)), 1)
         if ended is not None:
             change[:, -1].masked_fill_(ended, 0.0)
         state = state + change
         if self.terminated is not None:
-            now = self.terminated(observation, action, state[:, :-1]).view(-1)
+            now = self.terminated(observation + mean, shown, state[:, :-1] + mean).view(-1)
         return state, now if now is None or ended is None else ended | now
 
     def _places(self, rows: int) -> Tensor:
@@ -291,7 +313,7 @@ class WorldModel(nn.Module):
         return torch.randperm(-(-rows // elites) * elites, device=self.elites.device)[:rows]
 
     def predict(self, x: Tensor) -> Tensor:
-        """Map inputs ``[E, R, I]`` of each elite to targets ``[E, R, O]``, neither of them standardised.
+        """Map inputs less their mean ``[E, R, I]`` of each elite to targets ``[E, R, O]``, which are not standardised.
 
         Where terminations are learnt, a last column holds their logits.
         """

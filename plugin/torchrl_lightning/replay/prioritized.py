@@ -25,6 +25,7 @@ from torchrl_lightning.replay.draws import Own
 from torchrl_lightning.replay.priorities import Priorities
 from torchrl_lightning.replay.rings import Rings, rings_in, stored_cells
 from torchrl_lightning.replay.starts import Starts
+from torchrl_lightning.replay.steps import StepsMissing
 from torchrl_lightning.state import array, number, tensor, whole
 from torchrl_lightning.stated import Drawn, Fixed, Handed, Kept, Stated
 
@@ -241,9 +242,10 @@ class PrioritizedSampler(Stated, SamplerHooks, _PrioritizedSampler):
             ``write_generation`` of each; of windows ``[B, T]``, and ``importance_weights`` (float32), too.
 
         Raises:
-            RuntimeError: nothing is stored, or all priorities are zero.
-            ValueError: the storage is larger than ``max_capacity``, ``batch_size`` is not a size, there is no room for
-                a window, or no :class:`RingWriter` tells where steps lie.
+            StepsMissing: a ValueError, RuntimeError and AssertionError: nothing is stored, there is no room for a
+                window, or all priorities are zero.
+            ValueError: the storage is larger than ``max_capacity``, ``batch_size`` is not a size, or no
+                :class:`RingWriter` tells where steps are.
         """
         batch_size = integer(batch_size, "batch_size", 0)
         steps = self.batch_length if batch_length == "own" else batch_length
@@ -253,13 +255,13 @@ class PrioritizedSampler(Stated, SamplerHooks, _PrioritizedSampler):
         if not table.count:
             self._adopt(storage)
         if not table.count:
-            raise RuntimeError(f"Cannot sample {batch_size} cells: 0 are stored. Extend the buffer first.")
+            raise StepsMissing(f"Cannot sample {batch_size} cells: 0 are stored. Extend the buffer first.")
         if table.starts is not None:
             rings = self._limit(storage, steps)
             if steps is not None:
                 windows = steps, rings.num_envs, rings.length * rings.num_envs
         if not table.tree.nnz:
-            raise RuntimeError(
+            raise StepsMissing(
                 f"All {table.count} stored priorities are zero, so that nothing can be drawn; "
                 "give a positive priority, or eps > 0."
             )
@@ -296,7 +298,7 @@ class PrioritizedSampler(Stated, SamplerHooks, _PrioritizedSampler):
         begin = np.maximum(positions - rings.length, floor) + ignored
         end = np.maximum(positions - reach, begin)
         if not (end > begin).any():
-            raise ValueError(
+            raise StepsMissing(
                 f"There is no room for a window: the fullest ring holds {int(rings.filled.max())} steps, windows need "
                 f"{reach + 1 + ignored} (batch_length={batch_length}, num_earliest_frames_ignored={ignored}). "
                 "Collect more, or take shorter ones."

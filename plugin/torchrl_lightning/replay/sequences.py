@@ -23,6 +23,7 @@ from torchrl_lightning.ranges import integer, one_of
 from torchrl_lightning.replay.draws import Own, uniform
 from torchrl_lightning.replay.episode_index import NO_INDEX_HINT
 from torchrl_lightning.replay.rings import NO_INDEX
+from torchrl_lightning.replay.steps import StepsMissing
 from torchrl_lightning.replay.storage import RingStorage
 from torchrl_lightning.replay.writer import RingWriter, writer_of
 from torchrl_lightning.stated import Drawn, Entry, Stated
@@ -117,9 +118,9 @@ class SequenceSampler(Stated, SamplerHooks, Sampler):
             Cells ``[B, T]``; ``mask`` ``[B, T]`` and the recurrent states. Of single steps, all ``[B]``.
 
         Raises:
-            RuntimeError: nothing is stored.
-            ValueError: no :class:`RingWriter` fills the storage, windows are longer than any stored episode, or it is
-                unknown where episodes end.
+            StepsMissing: a ValueError, RuntimeError and AssertionError: nothing is stored, or windows are longer than
+                any stored episode.
+            ValueError: no :class:`RingWriter` fills the storage, or it is unknown where episodes end.
         """
         batch_size = integer(batch_size, "batch_size", 0)
         if batch_length == "own":
@@ -162,7 +163,7 @@ class SequenceSampler(Stated, SamplerHooks, Sampler):
 
     def _writer(self, storage: Storage, count: int, steps: int) -> RingWriter:
         if not len(storage):
-            raise RuntimeError(f"Cannot sample {count} windows of {steps} steps: 0 steps are stored.")
+            raise StepsMissing(f"Cannot sample {count} windows of {steps} steps: 0 steps are stored.")
         writer = writer_of(storage)
         if writer is None:
             raise ValueError(
@@ -178,10 +179,10 @@ class SequenceSampler(Stated, SamplerHooks, Sampler):
             )
         return writer
 
-    def _too_long(self, rule: tuple[Any, ...], steps: int) -> ValueError:
+    def _too_long(self, rule: tuple[Any, ...], steps: int) -> StepsMissing:
         longest = jitted(windows.longest_run)(*rule)
         what = "episode has" if self._by_episode else "run of steps of one environment has"
-        return ValueError(
+        return StepsMissing(
             f"There is no room for a window: the longest stored {what} {longest} steps, windows need {rule[2][0] + 1} "
             f"(batch_length={steps}, burn_in={self.burn_in}). Collect more, take shorter windows"
             + (', or pad them (episode_ends="pad").' if self.episode_ends == "inside" else ".")

@@ -32,7 +32,10 @@ def steps_of(cells: Ints, length: int, positions: Ints) -> tuple[Ints, Ints]:
 
 
 class StepsMissing(ValueError, RuntimeError, AssertionError):
-    """Environments do not hold the steps that were asked for; ALF documents an AssertionError, so it is one too."""
+    """The buffer does not hold the steps that were asked for.
+
+    ALF documents an AssertionError for that, and TorchRL's samplers raise a RuntimeError, so it is both.
+    """
 
 
 def check_steps(env: Ints, position: Ints, oldest: Ints, positions: Ints) -> None:

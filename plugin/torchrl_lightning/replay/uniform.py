@@ -15,6 +15,7 @@ from torchrl_lightning._compat import SamplerHooks
 from torchrl_lightning.ranges import integer
 from torchrl_lightning.replay.draws import integers_below
 from torchrl_lightning.replay.rings import rings_in, uneven_rings
+from torchrl_lightning.replay.steps import StepsMissing
 from torchrl_lightning.state import flag
 from torchrl_lightning.stated import Drawn, Kept, Stated
 
@@ -64,16 +65,17 @@ class UniformSampler(Stated, SamplerHooks, Sampler):
             Cells ``[B]`` (coordinates for a storage of several dimensions), and no further entries.
 
         Raises:
-            RuntimeError: nothing is stored.
-            ValueError: there are fewer cells than asked for without replacement, or ``batch_size`` is not a size.
+            StepsMissing: a ValueError, RuntimeError and AssertionError: nothing is stored, or without replacement fewer
+                cells than asked for.
+            ValueError: ``batch_size`` is not a size.
         """
         stored = len(storage)
         if type(batch_size) is not int or batch_size < 0:
             batch_size = integer(batch_size, "batch_size", 0)
         if not stored:
-            raise RuntimeError(f"Cannot sample {batch_size} cells: 0 are stored. Extend the buffer first.")
+            raise StepsMissing(f"Cannot sample {batch_size} cells: 0 are stored. Extend the buffer first.")
         if batch_size > stored and not self.with_replacement:
-            raise ValueError(
+            raise StepsMissing(
                 f"Cannot sample {batch_size} different cells: {stored} are stored. "
                 "Collect more first, ask for fewer, or sample with replacement."
             )

@@ -1,0 +1,65 @@
+"""The end of training at an evaluation that is good enough."""
+
+from __future__ import annotations
+
+__all__ = ["StopAtScore"]
+
+import logging
+import math
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+
+from torchrl_lightning.callbacks.sparse import SparseCallback
+from torchrl_lightning.fitting import Fault
+from torchrl_lightning.suggestions import did_you_mean, nearest
+from torchrl_lightning.thresholds import reaches
+
+logger = logging.getLogger(__name__)
+
+
+class StopAtScore(SparseCallback):
+    """End training at the first evaluation whose score reaches a threshold.
+
+    Lightning's ``EarlyStopping`` ends it only above the threshold: a score of 500 never exceeds the 500 that CartPole
+    gives at most.
+
+    Args:
+        stopping_threshold: The lowest score that ends training; rounding is allowed for.
+        monitor: The logged metric that is the score.
+
+    Raises:
+        ValueError: ``stopping_threshold`` is not a number.
+
+    Example:
+        >>> StopAtScore(475).monitor
+        'eval/return'
+    """
+
+    def __init__(self, stopping_threshold: float, monitor: str = "eval/return") -> None:
+        super().__init__()
+        is_number = isinstance(stopping_threshold, int | float) and not math.isnan(stopping_threshold)
+        if not is_number or isinstance(stopping_threshold, bool):
+            raise Fault(f"stopping_threshold must be a number, got {stopping_threshold!r}.")
+        self.stopping_threshold, self.monitor = float(stopping_threshold), monitor
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Validate the name of the metric; raise a ValueError if it is a misspelt name of ours."""
+        logged: Any = getattr(pl_module, "evaluation_metrics", ())
+        if self.monitor not in logged and nearest(self.monitor, logged) is not None:
+            raise Fault(f"monitor={self.monitor}: no such metric is logged{did_you_mean(self.monitor, logged)}")
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """End training if the score reaches the threshold; raise a ValueError if an evaluation does not log it."""
+        if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking:
+            return
+        metrics = trainer.callback_metrics
+        if self.monitor not in metrics:
+            if any(name.startswith("eval/") for name in metrics):
+                raise Fault(f"monitor={self.monitor}: no such metric is logged{did_you_mean(self.monitor, metrics)}")
+            return
+        score = float(metrics[self.monitor])
+        if trainer.strategy.reduce_boolean_decision(reaches(score, self.stopping_threshold), all=False):
+            trainer.should_stop = True
+            logger.info("%s=%.6g reaches stopping_threshold=%.6g.", self.monitor, score, self.stopping_threshold)

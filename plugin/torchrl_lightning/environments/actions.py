@@ -1,0 +1,303 @@
+"""How an environment takes its actions, and the only conversion between them and those of networks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, overload
+
+import numpy as np
+import torch
+from gymnasium import spaces
+from numpy.typing import NDArray
+from torch import Tensor
+from torchrl.data import Bounded, Categorical, TensorSpec, Unbounded
+from torchrl.data.utils import numpy_to_torch_dtype_dict
+
+Array = NDArray[Any]
+
+ROUNDING = 1e-5
+"""How far beyond its bounds a number is by rounding, in units of the larger bound; networks compute in float32."""
+HALF_ROUNDING = 2e-2  # of numbers of 16 bits
+_HALF = frozenset({np.dtype(np.float16), torch.float16, torch.bfloat16})
+_LARGE = float(2**62)  # floating-point numbers below it have an int64
+
+
+@dataclass(frozen=True, eq=False)
+class ActionFormat:
+    """Shape, dtype, bounds and numbering of the actions that an environment takes.
+
+    Networks compute in float32, count choices from 0 in int64, and give a scalar one dimension. Buffers store what they
+    compute. :meth:`to_environment` turns it into what the environment gets.
+
+    Attributes:
+        shape: Shape of one action.
+        dtype: Its NumPy dtype.
+        start: The choice that 0 stands for, or one for each part; 0 for a Box.
+        low: Lower bounds of a Box, of this shape and dtype; None for choices.
+        high: Upper bounds.
+        spec_shape: Shape of one action of a network.
+
+    Example:
+        >>> form = ActionFormat.of_space(spaces.Box(-1, 1, (), np.float16))
+        >>> form.to_environment(np.array([[0.5], [1.000001], [2.0]], np.float32))
+        array([0.5, 1. , 2. ], dtype=float16)
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    start: int | tuple[int, ...] = 0
+    low: Array | None = None
+    high: Array | None = None
+    spec_shape: tuple[int, ...] = ()
+
+    @classmethod
+    def of_space(cls, space: spaces.Space[Any]) -> ActionFormat:
+        """Return the format of a Gymnasium space."""
+        shape, dtype = space.shape or (), np.dtype(space.dtype)
+        if isinstance(space, spaces.Box):
+            return cls(shape, dtype, 0, space.low, space.high, shape or (1,))  # TorchRL gives scalars a dimension
+        return cls(shape, dtype, first_action(space), spec_shape=shape)
+
+    @classmethod
+    def of_spec(cls, spec: TensorSpec, start: int | tuple[int, ...] = 0) -> ActionFormat:
+        """Return the format of an environment that takes what a TorchRL spec of one action describes."""
+        shape, dtype = tuple(spec.shape), torch.empty(0, dtype=spec.dtype).numpy().dtype
+        if isinstance(spec, Bounded):
+            low, high = (bound.expand(spec.shape).cpu().numpy().copy() for bound in (spec.space.low, spec.space.high))
+        elif isinstance(spec, Unbounded) and dtype.kind != "b":
+            limits = (-np.inf, np.inf) if dtype.kind == "f" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
+            low, high = (np.full(shape, limit, dtype) for limit in limits)
+        else:
+            return cls(shape, dtype, start, spec_shape=shape)
+        return cls(shape, dtype, start, low, high, shape)
+
+    @property
+    def is_box(self) -> bool:
+        """Whether it has bounds, of which some may be infinite."""
+        return self.low is not None
+
+    @property
+    def is_natural(self) -> bool:
+        """Whether shape, dtype and numbering are those of networks, so that only rounding may change an action."""
+        natural = self.dtype in (np.float32, np.int64, np.bool_) and self.shape == self.spec_shape
+        return natural and not self.start
+
+    @cached_property
+    def _torch_dtype(self) -> torch.dtype:
+        dtype: torch.dtype = numpy_to_torch_dtype_dict[self.dtype]
+        return dtype
+
+    @cached_property
+    def _precise(self) -> np.dtype[Any]:
+        """A dtype to compare in."""
+        return np.promote_types(self.dtype, np.float32) if self.dtype.kind == "f" else np.dtype(np.int64)
+
+    @cached_property
+    def _bounds(self) -> tuple[Array, Array] | None:
+        """Lower and upper bounds; None without any."""
+        if self.low is None or self.high is None or (np.isinf(self.low).all() and np.isinf(self.high).all()):
+            return None
+        return self.low.astype(self._precise), self.high.astype(self._precise)
+
+    @cached_property
+    def _edges(self) -> dict[bool, tuple[Array, Array]]:
+        """Bounds with the room of rounding around them, of numbers of 16 bits and of others."""
+        low, high = self._bounds or (np.zeros(0), np.zeros(0))
+        size = np.maximum(*(np.where(np.isfinite(bound), np.abs(bound), 0) for bound in (low, high)))
+        with np.errstate(over="ignore"):  # beyond the greatest number there is no rounding
+            return {half: (low - size * room, high + size * room) for half, room in _ROOMS}
+
+    @cached_property
+    def _fast_dtype(self) -> np.dtype[Any] | None:
+        """The dtype of arrays that keep shape, dtype and numbering; None if there is none."""
+        return self.dtype if self.is_natural and self.dtype.kind != "b" else None
+
+    @cached_property
+    def _greatest(self) -> float:
+        return float(np.finfo(self.dtype).max)
+
+    # -- conversion --------------------------------------------------------------------------------------------------
+
+    @overload
+    def to_environment(self, action: Array, clip: bool = False) -> Array: ...
+    @overload
+    def to_environment(self, action: Tensor, clip: bool = False) -> Tensor: ...
+    def to_environment(self, action: Any, clip: bool = False) -> Any:
+        """Return actions ``[*B, *spec_shape]`` of a network as the environment takes them, in memory of their own.
+
+        Shape, dtype and numbering become those of the environment. Floating-point numbers become the nearest integers
+        if it takes integers. A number that exceeds its bound only by rounding is set to the bound. A number farther
+        outside stays outside, unless ``clip`` sets it to the bound, too.
+
+        Args:
+            action: An array or a tensor; for a scalar Box ``[N, 1]`` or ``[N]``.
+            clip: Whether to clip actions to their Box.
+        """
+        if action.dtype is self._fast_dtype and not clip:  # spares most calls at each step of an environment
+            if self.dtype.kind == "f" and self._bounds is not None:
+                return _within(np, action, *self._bounds, *self._edges[False])
+            return action.copy()
+        if self.shape != self.spec_shape:
+            action = action.reshape(-1)
+        kind = self.dtype.kind
+        if kind == "b":
+            return action != 0
+        action = self._within_bounds(action, clip) if kind == "f" else self._counted(action, clip)
+        if isinstance(action, np.ndarray):
+            return action.astype(self.dtype)
+        return action.to(self._torch_dtype, copy=True)
+
+    def _within_bounds(self, action: Any, clip: bool) -> Any:
+        xp: Any = np if isinstance(action, np.ndarray) else torch
+        half = action.dtype in _HALF
+        if action.dtype.itemsize < self._precise.itemsize or not _is_floating(action):
+            action = action.astype(self._precise) if xp is np else action.to(numpy_to_torch_dtype_dict[self._precise])
+        if self._bounds is not None:
+            low, high = self._like(action, self._bounds)
+            if clip:
+                action = xp.minimum(xp.maximum(action, low), high)
+            else:
+                action = _within(xp, action, low, high, *self._like(action, self._edges[half]))
+        if self.dtype.itemsize < action.dtype.itemsize:  # it would become infinite
+            action = action.clip(-self._greatest, self._greatest)
+        return action
+
+    def _counted(self, action: Any, clip: bool) -> Any:
+        is_array = isinstance(action, np.ndarray)
+        if _is_floating(action):
+            action = action.round().clip(-_LARGE, _LARGE)
+        action = action.astype(np.int64) if is_array else action.to(torch.int64)
+        if self.start:
+            action = action + self._like(action, [np.asarray(self.start)])[0]
+        if clip and self._bounds is not None:
+            action = action.clip(*self._like(action, self._bounds))
+        if self.dtype.itemsize < 8:  # it would wrap around
+            limits = np.iinfo(self.dtype)
+            action = action.clip(limits.min, limits.max)
+        return action
+
+    @staticmethod
+    def _like(action: Any, arrays: Sequence[Array]) -> Sequence[Any]:
+        """Return arrays as what an action is."""
+        if isinstance(action, np.ndarray):
+            return arrays
+        return [torch.as_tensor(array, device=action.device) for array in arrays]
+
+    def single(self, actions: Array) -> Array | np.generic:
+        """Return the only action of a batch ``[1, *shape]`` as Gymnasium's spaces sample it.
+
+        That is an array for a scalar Box, and a number for Discrete, which may be the key of a dictionary.
+        """
+        action: Array | np.generic = actions[0, ...] if self.is_box else actions[0]
+        return action
+
+    def from_environment(self, actions: Array) -> Array:
+        """Return actions ``[T, *shape]`` of an environment as networks count them, ``[T, *spec_shape]``."""
+        if self.start:
+            actions = actions - np.asarray(self.start)
+        return actions.reshape(len(actions), *self.spec_shape) if actions.shape[1:] == self.shape else actions
+
+    def outside(self, actions: Tensor) -> Array:
+        """Return where the environment would get actions outside its Box, or NaN, ``[*B, *shape]``."""
+        received = self.to_environment(actions.cpu().numpy())
+        if self.low is None or self.high is None:
+            return np.zeros(received.shape, bool)
+        return ~((received >= self.low) & (received <= self.high))
+
+    # -- state -------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return it as tensors and plain data, which ``torch.load(weights_only=True)`` reads."""
+        bounds = {name: getattr(self, name) for name in ("low", "high")}
+        return {
+            "shape": list(self.shape),
+            "dtype": self.dtype.name,
+            "start": list(self.start) if isinstance(self.start, tuple) else self.start,
+            **{name: None if bound is None else torch.from_numpy(bound.copy()) for name, bound in bounds.items()},
+        }
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any], spec: TensorSpec) -> ActionFormat:
+        """Return the format that :meth:`state_dict` wrote, of an environment whose networks act by a spec.
+
+        Raises:
+            ValueError: It is not of this spec.
+        """
+        shape, dtype, start = tuple(map(int, state["shape"])), np.dtype(state["dtype"]), state["start"]
+        start = tuple(map(int, start)) if isinstance(start, list) else int(start)
+        low, high = bounds = [None if state[name] is None else state[name].numpy() for name in ("low", "high")]
+        is_of_spec = shape == tuple(spec.shape) or (not shape and spec.shape == (1,))
+        fits = all(bound is None or (bound.shape, bound.dtype) == (shape, dtype) for bound in bounds)
+        fits = fits and dtype in numpy_to_torch_dtype_dict and (low is None) == (high is None)
+        if not is_of_spec or not fits:
+            raise ValueError(f"actions of shape {shape} and dtype {dtype} are not those of {spec}")
+        return cls(shape, dtype, start, low, high, tuple(spec.shape))
+
+
+def _is_floating(action: Any) -> bool:
+    return action.dtype.kind == "f" if isinstance(action, np.ndarray) else action.is_floating_point()
+
+
+def _within(xp: Any, action: Any, low: Any, high: Any, least: Any, most: Any) -> Any:
+    """Return actions set to their bounds, except those below ``least`` or above ``most``."""
+    inside = xp.minimum(xp.maximum(action, low), high)
+    return xp.where((action >= least) & (action <= most), inside, action)
+
+
+_ROOMS = ((False, ROUNDING), (True, HALF_ROUNDING))
+
+
+def first_action(space: spaces.Space[Any]) -> int | tuple[int, ...]:
+    """Return the action of a space that is 0 for networks and buffers; 0 if the space counts from 0, too."""
+    start = np.asarray(getattr(space, "start", 0))
+    if not start.any():
+        return 0
+    return tuple(start.tolist()) if start.ndim else int(start)
+
+
+def from_zero(space: spaces.Space[Any]) -> spaces.Space[Any]:
+    """Return a space of as many choices that count from 0."""
+    if not first_action(space):
+        return space
+    space = copy.copy(space)
+    space.start = space.start * 0  # type: ignore[attr-defined]
+    return space
+
+
+def network_spec(spec: TensorSpec) -> TensorSpec:
+    """Return the spec of an environment's action as networks compute it: float32, or choices of int64."""
+    if spec.dtype.is_floating_point:
+        return spec.to(torch.float32)
+    return spec.to(torch.int64) if isinstance(spec, Categorical) else spec
+
+
+def half_bounded_drawer(spec: TensorSpec, batch: Sequence[int]) -> Callable[[], Tensor] | None:
+    """Return a function that draws actions ``[*batch, *A]`` of which some bounds are infinite; None for other specs.
+
+    TorchRL's specs draw NaN or infinity then. A number without a bound on a side is drawn as by Gymnasium's Box.
+
+    Example:
+        >>> spec = Bounded(torch.tensor([0.0, -torch.inf]), torch.tensor([torch.inf, 1.0]), (2,))
+        >>> draw = half_bounded_drawer(spec, [100])
+        >>> bool(spec.is_in(draw()).all())
+        True
+    """
+    expanded: TensorSpec = spec.expand(*batch, *spec.shape)
+    if not isinstance(spec, Bounded) or not spec.dtype.is_floating_point:
+        return None
+    low, high = expanded.space.low, expanded.space.high
+    below, above = low.isfinite(), high.isfinite()
+    between = below & above
+    if bool(between.all()):
+        return None
+    first, width = low.where(between, 0), (high - low).where(between, 0)
+
+    def draw() -> Tensor:
+        even, distance = first + width * torch.rand_like(low), torch.empty_like(low).exponential_()
+        one_sided = torch.where(below, low + distance, torch.where(above, high - distance, torch.randn_like(low)))
+        return torch.where(between, even, one_sided)
+
+    return draw

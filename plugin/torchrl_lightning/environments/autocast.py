@@ -1,0 +1,82 @@
+"""Policies and critics that compute under the autocast of the training step, in any process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModuleBase
+from tensordict.utils import NestedKey
+from torch import Tensor, nn
+from torch.distributions import Distribution
+
+from torchrl_lightning.environments.policies import Outputs, bare_call, policy_device, policy_outputs
+from torchrl_lightning.keys import ACTION, LOG_PROB
+
+HALF = (torch.bfloat16, torch.float16)
+
+
+class AutocastModule(TensorDictModuleBase):
+    """A policy or critic under autocast on the device of its parameters. It writes float32 instead of half precision.
+
+    Only this module computes in half precision: an environment that computes with torch stays outside.
+
+    Args:
+        module: Reads and writes a TensorDict ``[*B]``.
+        dtype: The dtype of the autocast.
+    """
+
+    def __init__(self, module: Any, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.module, self.dtype = module, dtype
+        self.in_keys: list[NestedKey] = list(getattr(module, "in_keys", []))
+        self.out_keys: list[NestedKey] = list(getattr(module, "out_keys", []))
+
+    def act_on(self, step: TensorDictBase) -> Outputs:
+        """Return the entries that the module writes into a step ``[*B]``, and write nothing."""
+        with self.autocast():
+            bare = bare_call(self.module)
+            outputs = policy_outputs(self.module, step.copy()) if bare is None else bare(step)
+            written = {key: to_single(value) for key, value in outputs.items()}
+            action = outputs.get(ACTION)
+            get_dist = getattr(self, "get_dist", None)
+            if action is not None and action.dtype in HALF and LOG_PROB in outputs and get_dist is not None:
+                # The learner evaluates the stored action, whose dtype decides how the distribution computes.
+                written[LOG_PROB] = to_single(get_dist(step.copy()).log_prob(written[ACTION]))
+        return written
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Write the module's entries into a TensorDict ``[*B]``."""
+        for key, value in self.act_on(tensordict).items():
+            tensordict.set(key, value)
+        return tensordict
+
+    @property
+    def get_dist(self) -> Callable[[TensorDictBase], Distribution]:
+        """The policy's ``get_dist`` under autocast; an AttributeError if it has none."""
+        get_dist: Callable[[TensorDictBase], Distribution] = self.module.get_dist
+
+        def under_autocast(tensordict: TensorDictBase) -> Distribution:
+            with self.autocast():
+                return get_dist(tensordict)
+
+        return under_autocast
+
+    def autocast(self) -> torch.autocast:
+        """Return the context in which the module computes."""
+        return torch.autocast(policy_device(self.module).type, dtype=self.dtype, cache_enabled=False)
+
+
+def to_single(value: Tensor) -> Tensor:
+    """Return half precision as float32, which is exact, and other tensors as they are."""
+    return value.float() if value.dtype in HALF else value
+
+
+def with_autocast(module: Any, dtype: torch.dtype | None) -> Any:
+    """Return a module under autocast, unless it is None or computes so already, or there is no dtype."""
+    if module is None or dtype is None:
+        return module
+    parts = module.modules() if isinstance(module, nn.Module) else ()
+    return module if any(isinstance(part, AutocastModule) for part in parts) else AutocastModule(module, dtype)

@@ -1,0 +1,124 @@
+"""Copies of the arrays that pass between an environment and this package: an environment may reuse its own."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+from gymnasium import spaces
+from gymnasium.utils import RecordConstructorArgs
+from gymnasium.wrappers import (
+    DelayObservation,
+    FrameStackObservation,
+    MaxAndSkipObservation,
+    RepeatAction,
+    StickyAction,
+)
+
+# Gymnasium's wrappers that keep observations, and those that pass an action on more than once.
+_KEEP_OBSERVATIONS = (FrameStackObservation, DelayObservation)
+_PASS_AGAIN = (RepeatAction, StickyAction, MaxAndSkipObservation)
+
+
+def copied(value: Any) -> Any:
+    """Return a copy of an array, also of the arrays in dicts, lists and tuples; other values are returned unchanged.
+
+    Example:
+        >>> array = np.zeros(2)
+        >>> copy = copied({"position": array, "name": "a"})
+        >>> array += 1
+        >>> copy
+        {'position': array([0., 0.]), 'name': 'a'}
+    """
+    if isinstance(value, np.ndarray):
+        if value.dtype != object:
+            return value.copy()
+        elements = np.empty_like(value)
+        for index in np.ndindex(value.shape):
+            elements[index] = copied(value[index])
+        return elements
+    if isinstance(value, dict | Mapping):  # the usual type first: it is faster to recognise
+        return {key: copied(entry) for key, entry in value.items()}
+    if isinstance(value, tuple):
+        entries = map(copied, value)
+        return value._make(entries) if hasattr(value, "_make") else tuple(entries)
+    if isinstance(value, list):
+        return [copied(entry) for entry in value]
+    if isinstance(value, np.generic) or not hasattr(value, "__array__"):
+        return value
+    return value.clone() if hasattr(value, "clone") else copy.deepcopy(value)  # a tensor; an array of another library
+
+
+class CopiedEnds:
+    """A ``step`` whose last result of each episode is a copy, because the reset that follows may change it.
+
+    Args:
+        step: The bound method of an environment.
+    """
+
+    def __init__(self, step: Callable[[Any], Any]) -> None:
+        self._step = step
+
+    def __call__(self, action: Any) -> Any:
+        """Step the environment."""
+        returned = self._step(action)
+        _, _, terminated, truncated, _ = returned
+        return copied(returned) if terminated or truncated else returned
+
+
+def copy_ends(env: gym.Env[Any, Any]) -> None:
+    """Let an environment that somebody else steps and resets return the last step of each episode as a copy."""
+    if not isinstance(env.step, CopiedEnds):
+        env.step = CopiedEnds(env.step)  # type: ignore[method-assign]
+
+
+class FreshActions(gym.Wrapper[Any, Any, Any, Any], RecordConstructorArgs):
+    """Give the environment a copy of each action: the wrapper around it passes the same array again."""
+
+    def __init__(self, env: gym.Env[Any, Any]) -> None:
+        RecordConstructorArgs.__init__(self)
+        gym.Wrapper.__init__(self, env)
+
+    def step(self, action: Any) -> Any:
+        """Step the environment."""
+        return self.env.step(copied(action))
+
+
+class FreshObservations(gym.Wrapper[Any, Any, Any, Any], RecordConstructorArgs):
+    """Return a copy of each observation: the wrapper around the environment keeps it beyond the next step."""
+
+    def __init__(self, env: gym.Env[Any, Any]) -> None:
+        RecordConstructorArgs.__init__(self)
+        gym.Wrapper.__init__(self, env)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        """Begin an episode."""
+        observation, info = self.env.reset(seed=seed, options=options)
+        return copied(observation), info
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        """Step the environment."""
+        observation, reward, terminated, truncated, info = self.env.step(action)
+        return copied(observation), reward, terminated, truncated, info
+
+
+def copy_beneath_wrappers(env: gym.Env[Any, Any]) -> None:
+    """Insert copies beneath those of Gymnasium's wrappers that keep observations or pass an action on again.
+
+    Example:
+        >>> env = FrameStackObservation(gym.make("CartPole-v1"), 2)
+        >>> copy_beneath_wrappers(env)
+        >>> type(env.env).__name__
+        'FreshObservations'
+    """
+    while isinstance(env, gym.Wrapper):
+        inner = env.env
+        if isinstance(env, _KEEP_OBSERVATIONS) and not isinstance(inner, FreshObservations):
+            env.env = FreshObservations(inner)
+        elif isinstance(env, _PASS_AGAIN) and not isinstance(inner, FreshActions):
+            is_number = isinstance(inner.action_space, spaces.Discrete)
+            env.env = inner if is_number else FreshActions(inner)
+        env = inner

@@ -1,0 +1,193 @@
+"""Lightning's callbacks monitor every metric that a log shows, also one that comes with the first finished episode."""
+
+from __future__ import annotations
+
+import logging
+import math
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.loggers.logger import DummyLogger
+
+from kit.actor_critic import TinyActorCritic, rollouts
+from kit.dynamics import model_data
+from kit.replay import replay_data
+from kit.runs import trainer
+from torchrl_lightning import BestCheckpoint, DynamicsEnsemble, ExperienceLog, MLPNetwork, OnPolicyDataModule, PPOModule
+from torchrl_lightning.fitting import Fault
+from torchrl_lightning.learn import DQNModule
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The number of training batches"),
+    pytest.mark.filterwarnings("ignore:Using ModelCheckpoint with manual optimization"),
+]
+
+
+class Long(gym.Env[Any, Any]):
+    """Episodes of 40 steps, rewarded with 1 each."""
+
+    observation_space, action_space = spaces.Box(-1, 1, (2,), np.float32), spaces.Discrete(2)
+    limit = 40
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.steps = 0
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action: Any) -> Any:
+        self.steps += 1
+        return np.zeros(2, np.float32), 1.0, False, self.steps == self.limit, {}
+
+
+class Endless(Long):
+    limit = 10**9
+
+
+class Rows(DummyLogger):
+    """Keeps the names of what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        self.names |= set(metrics)
+
+
+def ppo() -> PPOModule:
+    return PPOModule(MLPNetwork([8]))
+
+
+def long(env: Any = Long, **settings: Any) -> OnPolicyDataModule:
+    """Rollouts of 16 steps each: the first episodes end in the third one."""
+    sizes = {"num_envs": 2, "frames_per_batch": 32, "num_mini_batch": 1, "num_epochs": 2, "eval_env": Long}
+    return OnPolicyDataModule(env, **{**sizes, "eval_episodes": 1, "seed": 0, "updates_per_step": 1, **settings})
+
+
+def dqn() -> DQNModule:
+    return DQNModule(MLPNetwork([8]))
+
+
+CASES: dict[str, Any] = {
+    "rollouts": (ppo, partial(rollouts, updates_per_step=1)),
+    "several updates a step": (ppo, partial(rollouts, updates_per_step=4)),
+    "own module": (TinyActorCritic, rollouts),
+    "replay": (dqn, partial(replay_data, updates_per_epoch=40)),
+    "model": (partial(DynamicsEnsemble, [8]), model_data),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_whatever_is_logged_is_there_for_callbacks(case: str, tmp_path: Path) -> None:
+    make, data = CASES[case]
+    rows = Rows()
+    run = trainer(tmp_path, max_epochs=3, limit_val_batches=1, logger=rows, callbacks=[ExperienceLog()])
+    run.fit(make(), datamodule=data())
+    assert any(name.startswith("train/") for name in rows.names) or case == "own module"
+    assert {"frames", "frames_per_second"} <= rows.names
+    assert rows.names - set(run.callback_metrics) == set()
+    assert all(value.ndim == 0 for value in run.callback_metrics.values())
+
+
+MONITORS = ["train/return", "train/length", "train/entropy", "train/grad_norm", "eval/return", "frames"]
+
+
+class Watching(EarlyStopping):
+    """Keeps what it was given."""
+
+    def __init__(self, monitor: str, **settings: Any) -> None:
+        super().__init__(monitor, patience=100, mode="max", **settings)
+        self.seen: list[float] = []
+
+    def _evaluate_stopping_criteria(self, current: Any) -> Any:
+        self.seen.append(float(current))
+        return super()._evaluate_stopping_criteria(current)
+
+
+@pytest.mark.parametrize("at_epoch_end", [True, False])
+@pytest.mark.parametrize("logs", [(), (ExperienceLog,)])
+@pytest.mark.parametrize("monitor", MONITORS)
+def test_early_stopping_and_checkpoints_find_it_in_the_first_epoch(
+    monitor: str, logs: Any, at_epoch_end: bool, tmp_path: Path
+) -> None:
+    stop = Watching(monitor, check_on_train_epoch_end=at_epoch_end)
+    settings: dict[str, Any] = {"monitor": monitor, "mode": "max", "save_on_train_epoch_end": at_epoch_end}
+    save = ModelCheckpoint(tmp_path / "kept", save_top_k=-1, filename="{epoch}", **settings)
+    callbacks = [stop, save, *(make() for make in logs)]
+    run = trainer(tmp_path, max_epochs=3, callbacks=callbacks, limit_val_batches=1)
+    module = ppo()
+    run.fit(module, datamodule=rollouts())
+    assert len(stop.seen) == 3
+    assert len(save.best_k_models) == 3
+    assert all(math.isfinite(value) for value in stop.seen)
+    assert stop.seen[-1] == float(run.callback_metrics[monitor])
+    if monitor in module.epoch_metrics:
+        assert stop.seen[-1] == module.epoch_metrics[monitor]
+
+
+def test_early_stopping_ends_training_by_the_returns_of_training(tmp_path: Path) -> None:
+    stop = EarlyStopping("train/return", mode="max", stopping_threshold=5.0, check_on_train_epoch_end=True)
+    run = trainer(tmp_path, max_epochs=9, callbacks=[stop])
+    run.fit(ppo(), datamodule=rollouts())
+    assert run.current_epoch == 1
+
+
+@pytest.mark.parametrize("at_epoch_end", [True, False])
+@pytest.mark.parametrize("kind", [ModelCheckpoint, BestCheckpoint])
+def test_callbacks_wait_for_the_first_finished_episode(kind: Any, at_epoch_end: bool, tmp_path: Path) -> None:
+    stop = Watching("train/return", check_on_train_epoch_end=at_epoch_end)
+    settings: dict[str, Any] = {"mode": "max", "save_on_train_epoch_end": at_epoch_end}
+    save = kind(tmp_path / "kept", monitor="train/return", **settings)
+    run = trainer(tmp_path, max_epochs=4, callbacks=[stop, save], limit_val_batches=1)
+    run.fit(ppo(), datamodule=long())
+    assert stop.seen == [40.0, 40.0]
+    assert stop.strict
+    assert save.save_top_k == 1
+    assert save.best_model_score == 40.0
+
+
+def test_early_stopping_waits_for_the_first_evaluation(tmp_path: Path) -> None:
+    stop = Watching("eval/return", check_on_train_epoch_end=True)
+    run = trainer(tmp_path, max_epochs=4, callbacks=[stop], limit_val_batches=1, check_val_every_n_epoch=2)
+    run.fit(ppo(), datamodule=long())
+    assert stop.seen == [40.0] * 3
+
+
+@pytest.mark.parametrize("metric", ["train/nothing", "eval/success"])
+def test_a_metric_that_never_comes_is_refused_by_lightning(metric: str, tmp_path: Path) -> None:
+    run = trainer(tmp_path, max_epochs=2, callbacks=[EarlyStopping(metric)], limit_val_batches=1)
+    with pytest.raises(RuntimeError, match=metric):
+        run.fit(ppo(), datamodule=rollouts())
+
+
+def test_a_run_without_a_finished_episode_warns(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    stop = EarlyStopping("train/return", check_on_train_epoch_end=True)
+    run = trainer(tmp_path, max_epochs=2, callbacks=[stop])
+    with caplog.at_level(logging.WARNING, "torchrl_lightning"):
+        run.fit(ppo(), datamodule=long(Endless))
+    told = [record.message for record in caplog.records if "monitor=" in record.message]
+    assert len(told) == 1
+    assert told[0].startswith("monitor=train/return of EarlyStopping had no value")
+    assert stop.strict
+
+
+@pytest.mark.parametrize("monitor", ["train/retrun", "train/lenght"])
+def test_a_misspelt_monitor_of_episodes_is_told_before_training(monitor: str, tmp_path: Path) -> None:
+    run = trainer(tmp_path, max_epochs=1, callbacks=[BestCheckpoint(tmp_path, monitor=monitor)])
+    with pytest.raises(Fault, match=f"monitor={monitor}.*did you mean train/"):
+        run.fit(ppo(), datamodule=rollouts())
+
+
+def test_a_checkpoint_within_an_epoch_waits_for_a_metric_of_its_end(tmp_path: Path) -> None:
+    save = ModelCheckpoint(tmp_path, "{step}", monitor="train/entropy", save_top_k=-1, every_n_train_steps=2)
+    run = trainer(tmp_path, max_epochs=2, callbacks=[save])
+    run.fit(ppo(), datamodule=rollouts(updates_per_step=1))
+    assert sorted(path.name for path in tmp_path.glob("step=*")) == ["step=6.ckpt", "step=8.ckpt"]
+    torch.load(tmp_path / "step=8.ckpt", weights_only=True)
