@@ -29,7 +29,22 @@ from tests.mutants.listed import PACKAGE, ROOT, Mutant, read_mutants
 SECONDS = 240  # after which a mutant counts as killed: it does not end
 KILLED, PASSED = 1, 0  # exit statuses of pytest
 MUTABLE = (ast.Compare, ast.BinOp, ast.BoolOp, ast.UnaryOp, ast.IfExp, ast.AugAssign, ast.Slice)
-CALLS = {"min", "max", "any", "all", "sum", "mean", "clamp", "clip", "minimum", "maximum", "cumsum", "where", "copy", "clone"}
+CALLS = {
+    "min",
+    "max",
+    "any",
+    "all",
+    "sum",
+    "mean",
+    "clamp",
+    "clip",
+    "minimum",
+    "maximum",
+    "cumsum",
+    "where",
+    "copy",
+    "clone",
+}
 
 
 def main() -> None:
