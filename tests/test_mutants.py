@@ -3,7 +3,6 @@ from __future__ import annotations
 import ast
 
 import pytest
-
 from tests.mutants.listed import ROOT, Mutant, read_mutants
 
 MUTANTS = read_mutants()

@@ -139,15 +139,16 @@ def run_mutant(copy: Path, mutant: Mutant) -> str:
 
 def draw_places(count: int, seed: int) -> list[str]:
     """Draw lines of functions of the package at random, each with the text of one expression or statement on it."""
-    places = []
+    places = set()
     for file in sorted((ROOT / PACKAGE).rglob("*.py")):
         source = file.read_text()
         for function in ast.walk(ast.parse(source)):
             if isinstance(function, ast.FunctionDef):
                 for node in (node for statement in function.body for node in ast.walk(statement)):
-                    if is_mutable(node) and (text := ast.get_source_segment(source, node)):
-                        places.append(f"{file.relative_to(ROOT)}:{node.lineno}: {' '.join(text.split())[:100]}")
-    return random.Random(seed).sample(sorted(set(places)), count)
+                    if is_mutable(node):
+                        text = " ".join(str(ast.get_source_segment(source, node)).split())
+                        places.add(f"{file.relative_to(ROOT)}:{node.lineno}: {text[:100]}")
+    return random.Random(seed).sample(sorted(places), count)
 
 
 def is_mutable(node: ast.AST) -> bool:
