@@ -137,7 +137,8 @@ class BranchedReplay(Settings, Stated, Nameable):
         size = self.fits_kept * self.branches_per_fit * max(length, self.first_length)
         storage = RingStorage(size, device=self.buffer.storage.device)
         # Seeded by the first fit.
-        made = ExperienceBuffer(storage=storage, generator=torch.Generator() if old is None else old.generator)
+        generator = torch.Generator() if old is None else old.generator
+        made = ExperienceBuffer(storage=storage, generator=generator, check_successors=False)
         if old is not None and len(old):
             writer = old.writer
             ages = torch.arange(int(writer.oldest[0]), int(writer.positions[0]))[-size:]

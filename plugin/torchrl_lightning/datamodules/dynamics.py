@@ -17,6 +17,7 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 
 from torchrl_lightning._compat import new_tensordict
+from torchrl_lightning.collectors._base import CollectorBase
 from torchrl_lightning.datamodules.adapters import FitHooks
 from torchrl_lightning.datamodules.base import ExperienceDataModule
 from torchrl_lightning.datamodules.episodes import ends_of
@@ -258,6 +259,11 @@ class DynamicsDataModule(ExperienceDataModule):
             return True
         # Of a run that max_steps ended, Lightning counts the epoch as done, and goes on behind its last batch.
         return resumed and trainer.fit_loop.restarting and batches_served(self.trainer) > 0
+
+    def _rollouts(self, collector: Any) -> Iterator[TensorDictBase]:
+        if isinstance(collector, CollectorBase):
+            self._feed.trust_rows(self.buffer)
+        return super()._rollouts(collector)
 
     def _next_pass(self, module: Any) -> None:
         """Go on with the fit for another pass, or collect and begin another fit."""

@@ -74,6 +74,20 @@ class Feed:
         if rng is not None:
             torch.set_rng_state(rng)
 
+    def trust_rows(self, buffer: Any) -> None:
+        """Let a buffer compare no rows with stored successors until the feed closes: their flags tell all beginnings.
+
+        Args:
+            buffer: An ``ExperienceBuffer`` that one of our collectors fills.
+        """
+        checks = buffer.writer.check_successors
+        buffer.writer.check_successors = False
+
+        def restore() -> None:
+            buffer.writer.check_successors = checks
+
+        self._until_closed.callback(restore)
+
     def next(self) -> TensorDictBase | None:
         """Return the next rollout as the collector delivers it; None when it has ended."""
         assert self._stream is not None

@@ -18,6 +18,7 @@ from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
+from torchrl_lightning.collectors._base import CollectorBase
 from torchrl_lightning.datamodules.adapters import ReplayHooks
 from torchrl_lightning.datamodules.dataset import BesideData, BufferedDataset, refuse_collection
 from torchrl_lightning.datamodules.discounts import check_discount, discount_of
@@ -364,6 +365,8 @@ class ReplayDataModule(UpdatesDataModule):
     def _rollouts(self, collector: Any) -> Iterator[TensorDictBase]:
         """Return a stream whose memory, in the layout of the rings, is the same each time, where that is possible."""
         self._writes = getattr(collector, "service", None) is None
+        if isinstance(collector, CollectorBase):
+            self._feed.trust_rows(self.buffer)
         self._lends_rows = self._kept_rows.takes_rows and getattr(collector, "lends_rows", False)
         return collector.reused_rows(left_out_of(self.buffer)) if self._lends_rows else super()._rollouts(collector)
 

@@ -60,6 +60,7 @@ class ServiceActor:
         self._fault: Fault | None = None
         try:
             self._buffer, self._limiter = pickle.loads(zlib.decompress(payload))
+            self._buffer.writer.check_successors = False  # flags of the collectors' rows tell all beginnings
             if shard:
                 self._buffer.generator.manual_seed(spawn_seed(self._buffer.generator.initial_seed(), "shard", shard))
             self._begin(resumed, _is_back())

@@ -272,17 +272,22 @@ class MBReplayBuffer(ExperienceBuffer, DocumentedVerbs):
     def _lay(self, size: int, num_envs: int | None) -> None:
         """Lay rings of ``size`` steps for so many environments, and move the newest rows there."""
         storage = RingStorage(size * (num_envs or 1), device=self.storage.device)
-        writer = RingWriter(num_envs or 1)
+        old = self.writer
+        writer = RingWriter(num_envs or 1, done_reduce=old.done_reduce, check_successors=False)
         writer.register_storage(storage)
         if num_envs == self.writer.num_envs:
             writer.rings.go_on_from(self.writer.rings)
         if self.storage.data is not None and num_envs is not None:
             storage.allocate(self.storage.data[:1])
         for env in range(self.writer.num_envs if self.size else 0):
-            cells = self._cells_of(env)
-            if len(cells):
-                writer.extend(self.storage.get(cells), torch.tensor([env]))
-        writer.write_count = self.writer.write_count  # they are not written, but moved
+            ring = torch.tensor([env])
+            for cells in self._episodes_of(env):
+                writer.cut(ring)
+                writer.extend(self.storage.get(cells), ring)
+            if old.index is not None and not old.index.is_running(ring.numpy()).all():
+                writer.cut(ring)
+        writer.check_successors = old.check_successors
+        writer.write_count = old.write_count  # they are not written, but moved
         with self.locked():
             self.set_storage(storage)
             self.set_writer(writer)
@@ -296,6 +301,15 @@ class MBReplayBuffer(ExperienceBuffer, DocumentedVerbs):
         """Return the filled cells of an environment in order of age."""
         steps = torch.arange(int(self.writer.oldest[env]), int(self.writer.positions[env]))
         return self.writer.cell(torch.tensor(env), steps)
+
+    def _episodes_of(self, env: int) -> list[Tensor]:
+        """Return the filled cells of the episodes of an environment, so far as they are known, in order of age."""
+        cells, index = self._cells_of(env), self.writer.index
+        if index is None or not len(cells):
+            return [cells] if len(cells) else []
+        position = self.writer.rings.position_of(cells)
+        first = index.begin(torch.full_like(position, env), position)
+        return list(cells.split(first.unique_consecutive(return_counts=True)[1].tolist()))
 
     def get_data_slice(self, start_pos: int, end_pos: int, documented_names: bool = False) -> Any:
         """Return a copy of the rows ``[start_pos, end_pos)`` in order of age, ``[T, N]`` named ``("time", None)``.

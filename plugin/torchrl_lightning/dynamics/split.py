@@ -80,6 +80,9 @@ class HoldoutSplit(Stated, Nameable):
             self._held, self._seen = torch.zeros(cells, dtype=torch.bool), np.zeros(writer.num_envs, np.int64)
         elif era != self._era or len(self._held) != cells:  # the rings were emptied, or laid anew
             self._move(writer, torch.from_numpy(oldest), era)
+        else:  # steps that were removed do not count
+            held = self._held.nonzero().squeeze(1)
+            self._held[held[~writer.rings.is_filled(held)]] = False
         env, stamp, _ = steps_between(np.maximum(self._seen, oldest), stamps - 1)
         order = np.lexsort((env, stamp))
         env, stamp = env[order], stamp[order]

@@ -26,7 +26,7 @@ from torchrl_lightning.episodic.steps import TIME_STEPS, TRANSITIONS, StepLayout
 from torchrl_lightning.kernels.indices import integers
 from torchrl_lightning.ranges import integer
 from torchrl_lightning.replay.buffer import ExperienceBuffer
-from torchrl_lightning.replay.episode_index import EpisodeIndex
+from torchrl_lightning.replay.episode_index import NO_INDEX_HINT, EpisodeIndex
 from torchrl_lightning.replay.prioritized import PrioritizedSampler, prioritized_in
 from torchrl_lightning.replay.steps import StepsMissing, check_steps, steps_between, steps_of
 from torchrl_lightning.replay.storage import RingStorage
@@ -63,7 +63,7 @@ class EpisodicReplayBuffer(ExperienceBuffer):
         gamma: its discount.
         reward_clip: lowest and highest reward that counts in it.
         enable_checkpoint: a loaded state is that of a run that starts its environments anew: new steps do not continue
-            the episodes that were running. Otherwise they do.
+            the episodes that were running. Otherwise they do, if they are the stored successors.
         name: shown by ``repr``.
         critic: as in :class:`EpisodicReturn`.
         layout: under which keys rows hold what; by default, our keys or ALF's.
@@ -124,6 +124,8 @@ class EpisodicReplayBuffer(ExperienceBuffer):
         batch_size: int | None = None,
         priority_key: NestedKey = "td_error",
         transform: Transform | Callable[[Any], Any] | None = None,
+        done_reduce: str | None = None,
+        check_successors: bool = True,
     ) -> None:
         if allow_multiprocess and data_spec is None:
             raise ValueError(
@@ -160,7 +162,7 @@ class EpisodicReplayBuffer(ExperienceBuffer):
                 )  # fmt: skip
         super().__init__(
             storage=RingStorage(envs * length, device=device, scratch_dir=scratch_dir),
-            writer=layout.writer(envs, track, overwrite),
+            writer=layout.writer(envs, track, overwrite, done_reduce, check_successors),
             sampler=sampler,
             generator=generator,
             batch_size=batch_size,
@@ -256,7 +258,7 @@ class EpisodicReplayBuffer(ExperienceBuffer):
 
     def _take(self, count: int, env_ids: Tensor | None) -> TensorDictBase:
         # Reading after the removal is safe: nobody writes meanwhile.
-        return self._read(self._drop(count, env_ids).view(-1, count))
+        return self._read(self.writer.drop(count, env_ids).view(-1, count))
 
     def _awaited(self, steps: int) -> int:
         if steps > self.max_length:
@@ -273,13 +275,8 @@ class EpisodicReplayBuffer(ExperienceBuffer):
             self.empty()
             return
         with self.locked():
-            self._drop(None, env_ids)
+            self.writer.drop(None, env_ids)
             self.writer.cut(env_ids)
-
-    def _drop(self, count: int | None, env_ids: Tensor | None) -> Tensor:
-        cells: Tensor = self.writer.drop(count, env_ids)
-        self.forget_cells(cells)
-        return cells
 
     # ------------------------------------------------------------------ reading
 
@@ -400,7 +397,7 @@ class EpisodicReplayBuffer(ExperienceBuffer):
         if index is None:
             raise RuntimeError(
                 "The episodes of this buffer are not known: nothing was written, keep_episodic_info=False, or the data "
-                f"have no entry {self.layout.done!r}."
+                f"have no entry {self.layout.done!r}. {NO_INDEX_HINT}"
             )
         return index
 
@@ -450,7 +447,8 @@ class EpisodicReplayBuffer(ExperienceBuffer):
 
     def _terminated(self, cells: Tensor) -> Tensor:
         (_, leaf), *_ = self.storage.leaves(self.layout.terminated)
-        return torch.from_numpy(self.layout.terminates(leaf.index_select(0, cells.to(leaf.device))))
+        ends = leaf.index_select(0, cells.to(leaf.device))
+        return torch.from_numpy(self.layout.terminates(ends, self.writer.done_reduce))
 
     # ------------------------------------------------------------------ priorities
 

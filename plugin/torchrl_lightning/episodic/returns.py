@@ -22,7 +22,7 @@ from torchrl_lightning.kernels.returns import write_returns
 from torchrl_lightning.kernels.scan import LIKE, discounted_scan
 from torchrl_lightning.ranges import fraction
 from torchrl_lightning.replay.episode_index import EpisodeIndex
-from torchrl_lightning.replay.steps import Ints, steps_between
+from torchrl_lightning.replay.steps import Flags, Ints, steps_between
 from torchrl_lightning.replay.storage import RingStorage
 from torchrl_lightning.replay.writer import writer_of
 from torchrl_lightning.trust import Nameable
@@ -96,6 +96,7 @@ class EpisodicReturn(Nameable):
         self._storage, self._found = storage, UNKNOWN
         self._default = torch.empty(0)  # of the last rows
         storage.attach(self)
+        storage.watch(self, self._paths[1:])
 
     def with_default(self, data: TensorDictBase) -> TensorDict:
         """Return the rows with the entry that the return goes to, holding ``default_return``; entries are shared.
@@ -104,6 +105,7 @@ class EpisodicReturn(Nameable):
 
         Raises:
             KeyError: the rows have no reward, or do not say where they terminate.
+            FlagsDifferError: the flags of a row differ, and ``done_reduce`` of the writer is None.
         """
         reward, ends = entry_of(data, self.layout.reward), entry_of(data, self.layout.terminated)
         if reward is None or ends is None:
@@ -112,6 +114,8 @@ class EpisodicReturn(Nameable):
                 f"The entry {missing!r}, which returns need, is not in the data; nothing was written. "
                 "Add it, or name another one by layout=StepLayout(...)."
             )
+        if ends.numel() > data.numel():
+            self._terminates(ends)  # raises an error if the flags of a row differ, before anything is written
         dtype = reward.dtype if reward.dtype.is_floating_point else torch.float32
         default = self._default
         if default.shape != reward.shape or default.dtype is not dtype or default.device != reward.device:
@@ -119,6 +123,13 @@ class EpisodicReturn(Nameable):
             self._default = default
         names = data.names if data.ndim > 1 else None
         return new_tensordict({**entries_of(data), self.key: default}, data.batch_size, names, data.device)
+
+    def refresh(self, cells: Ints) -> None:
+        """Write the returns of steps again whose flags or rewards, or those of others in their episodes, changed."""
+        (path, leaf), *_ = self._storage.leaves(self.key)
+        index = torch.from_numpy(cells)
+        self._storage.write_entry(path, index, leaf.new_full((len(cells), *leaf.shape[1:]), self.default_return))
+        self.mark_update(index)
 
     def mark_update(self, index: Tensor, **_: Any) -> None:
         """Write the returns of the episodes that end in these cells; called by the writer."""
@@ -175,7 +186,7 @@ class EpisodicReturn(Nameable):
         reward = reward.to(stored.dtype)
         if self.reward_clip is not None:
             reward = reward.clamp(*self.reward_clip)
-        terminated = layout.terminates(self._read(layout.terminated, rows))
+        terminated = self._terminates(self._read(layout.terminated, rows))
         closing = starts + (end - low)  # the last row of each run
         place = np.arange(len(rows))
         known = np.maximum.reduceat(np.where(terminated, place, -1), starts)  # the last row whose return is known
@@ -192,6 +203,11 @@ class EpisodicReturn(Nameable):
         keep = np.flatnonzero(place <= known[run])
         targets = index.cells_of(env[run[keep]], position[keep] - layout.time_steps)
         storage.write_entry(self.key, torch.from_numpy(targets), returns[torch.from_numpy(keep).to(returns.device)])
+
+    def _terminates(self, ends: Tensor) -> Flags:
+        """Return after which rows nothing comes, ``[n]``."""
+        writer = writer_of(self._storage)
+        return self.layout.terminates(ends, None if writer is None else writer.done_reduce)
 
     def _read(self, key: NestedKey, rows: Ints) -> Tensor:
         (_, leaf), *_ = self._storage.leaves(key)

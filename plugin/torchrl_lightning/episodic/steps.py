@@ -21,7 +21,6 @@ __all__ = ["StepLayout"]
 
 from dataclasses import dataclass
 
-from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
@@ -52,15 +51,24 @@ class StepLayout(Nameable):
     terminated: NestedKey = TERMINATED
     time_steps: bool = False
 
-    def terminates(self, value: Tensor) -> Flags:
-        """Return from the entry ``terminated`` of rows which of them are, ``[n]``."""
-        return flag_of(value == 0 if self.time_steps else value, 1)[0]
+    def terminates(self, value: Tensor, done_reduce: str | None = None) -> Flags:
+        """Return from the entry ``terminated`` of rows which of them are, ``[n]``; see :class:`RingWriter`."""
+        return flag_of(value == 0 if self.time_steps else value, 1, done_reduce)[0]
 
-    def writer(self, num_envs: int, track_episodes: bool | None, overwrite: bool = True) -> RingWriter:
+    def writer(
+        self,
+        num_envs: int,
+        track_episodes: bool | None,
+        overwrite: bool = True,
+        done_reduce: str | None = None,
+        check_successors: bool = True,
+    ) -> RingWriter:
         """Build the writer whose index follows such rows."""
         kind = TimeStepWriter if self.time_steps else RingWriter
-        keys = {"done_key": self.done, "init_key": self.init}
-        return kind(num_envs, track_episodes=track_episodes, overwrite=overwrite, **keys)
+        return kind(
+            num_envs, track_episodes=track_episodes, done_key=self.done, init_key=self.init, overwrite=overwrite,
+            done_reduce=done_reduce, check_successors=check_successors,
+        )  # fmt: skip
 
 
 TRANSITIONS = StepLayout()
@@ -70,11 +78,10 @@ TIME_STEPS = StepLayout(REWARD[-1], STEP_TYPE, STEP_TYPE, "discount", time_steps
 class TimeStepWriter(RingWriter):
     """Writer of time steps, whose ``step_type`` (both ``done_key`` and ``init_key``) begins and ends episodes."""
 
-    def flags(self, data: TensorDictBase, leaves: list[Tensor] | None, steps: int) -> tuple[Flags, Flags]:
-        """Return which steps end and begin episodes, as :meth:`RingWriter.flags` does."""
-        done, init = super().flags(data, leaves, steps)
-        if self.index is None:
-            return done, init
-        kind = self._entry(data, leaves, self._done_path)
-        assert kind is not None
-        return flag_of(kind == LAST, steps), flag_of(kind == FIRST, steps)
+    def done_flags(self, value: Tensor, steps: int) -> Flags:
+        """Return which rows end an episode, ``[steps, M]``."""
+        return super().done_flags(value == LAST, steps)
+
+    def init_flags(self, value: Tensor, steps: int) -> Flags:
+        """Return which rows begin an episode, ``[steps, M]``."""
+        return super().init_flags(value == FIRST, steps)

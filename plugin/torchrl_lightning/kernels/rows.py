@@ -42,7 +42,7 @@ def write_steps(
         length: cells of a ring.
         positions: of the next steps, ``[num_envs]``; moved.
         floor: nothing is stored below, ``[num_envs]``; moved.
-        counters: rows written, first.
+        counters: rows written, restart offset, and version of the rings; the first and the last are increased.
         episodes: arrays of the episode index; empty if there is none.
         done: whether a step ends its episode, ``[steps, M]``; empty if there is no index.
         init: whether a step begins one even if the one before did not end, ``[steps, M]``; may be empty.
@@ -96,6 +96,7 @@ def write_steps(
     for i in range(count):
         positions[ids[i]] += steps
     counters[0] += steps * count
+    counters[2] += 1
 
 
 def gather(targets: Any, leaves: Any, middle: int, cells: int, after: int, count: int, limit: int) -> int:

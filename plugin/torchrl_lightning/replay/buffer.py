@@ -19,18 +19,18 @@ from torchrl.envs.transforms import Transform
 
 from torchrl_lightning._compat import entries_of, new_tensordict
 from torchrl_lightning.checks import Transforms
-from torchrl_lightning.entries import check_tensordict, entry_of, moved, name_of, nested_key, nested_keys, path_of
+from torchrl_lightning.entries import check_tensordict, entry_of, moved, nested_key, nested_keys
 from torchrl_lightning.kernels.indices import integers, last_of_each
 from torchrl_lightning.keys import NEXT
 from torchrl_lightning.parts import fresh_generator
 from torchrl_lightning.replay.checks import Samplers, device_and_state, pack_batch, unpack_batches
-from torchrl_lightning.replay.episode_transform import EpisodeTransform, bind
-from torchrl_lightning.replay.layout import check_parts, small_storage, time_major
+from torchrl_lightning.replay.episode_transform import EpisodeTransform, bind, transforms_in
+from torchrl_lightning.replay.layout import check_parts, ring_writer, small_storage, time_major, written_back
 from torchrl_lightning.replay.n_step import NStepReturns
-from torchrl_lightning.replay.prioritized import hold_priorities, prioritized_in
+from torchrl_lightning.replay.prioritized import hold_priorities, prioritized_in, takes_priorities
 from torchrl_lightning.replay.rings import Rings
 from torchrl_lightning.replay.sharing import ShareableBuffer
-from torchrl_lightning.replay.storage import RingStorage, check_values
+from torchrl_lightning.replay.storage import RingStorage
 from torchrl_lightning.replay.uniform import UniformSampler
 from torchrl_lightning.replay.writer import RingWriter
 from torchrl_lightning.stated import Fixed, Handed, Nested, Stated
@@ -62,6 +62,8 @@ class ExperienceBuffer(Stated, ShareableBuffer):
         prefetch: batches drawn ahead by a thread.
         transform: a transform that written data and samples pass through; samples show it their cells, ``index``.
         shared: let other processes write and read.
+        done_reduce: as in :class:`RingWriter`, here and below, for the default writer.
+        check_successors: whether trajectories that were cut without a flag are found by comparing successors.
 
     Raises:
         TypeError: storage or writer are none of ours, or the sampler takes cells away.
@@ -109,13 +111,16 @@ class ExperienceBuffer(Stated, ShareableBuffer):
         prefetch: int | None = None,
         transform: Transform | Callable[[Any], Any] | None = None,
         shared: bool = False,
+        done_reduce: str | None = None,
+        check_successors: bool = True,
     ) -> None:
         returns = NStepReturns(n_steps, 0.99 if gamma is None else gamma)
         self._n_step = returns if n_steps > 1 else None
         self.n_steps, self.gamma = n_steps, returns.gamma
         storage = small_storage() if storage is None else storage
-        if writer is None:
-            writer = RingWriter(1 if num_envs is None else num_envs, track_episodes=n_steps > 1 or None)
+        writer = ring_writer(
+            writer, num_envs, n_steps > 1 or None, done_reduce=done_reduce, check_successors=check_successors
+        )
         check_parts(storage, writer, sampler)
         hold_priorities(sampler, storage.max_size)
         if num_envs not in (None, writer.num_envs):
@@ -211,7 +216,7 @@ class ExperienceBuffer(Stated, ShareableBuffer):
         storage, sampler, writer = self.parts
         data = time_major(data, writer.num_envs if env_ids is None else len(env_ids), time_dim)
         priority = None
-        if _is_prioritized(sampler):
+        if takes_priorities(sampler):
             if update_priority is not False:
                 priority = data.get(self.priority_key, None)
             if (prioritized := prioritized_in(sampler)) is not None:
@@ -229,12 +234,26 @@ class ExperienceBuffer(Stated, ShareableBuffer):
         return int(self.extend(data.unsqueeze(0)))
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        """Write over filled cells; by a key, over one entry of all of them (see :meth:`RingStorage.write_entry`)."""
+        """Write over filled cells; by a key, over one entry of all of them (see :meth:`RingStorage.write_entry`).
+
+        Raises:
+            TypeError: the index has several parts; nothing would notice what is written into such a view.
+        """
+        if isinstance(index, tuple) and len(index) > 1 and not all(isinstance(part, str) for part in index):
+            raise TypeError(
+                f"The index must be cells or a key, got {index!r}; use storage.write_entry(key, cells, ...)."
+            )
         if isinstance(index, str) or (isinstance(index, tuple) and all(isinstance(part, str) for part in index)):
             with self.locked():
                 self.storage.write_entry(index, torch.arange(len(self)), torch.as_tensor(value))
         else:
             super().__setitem__(index, value)
+
+    @property
+    def uses_episodes(self) -> bool:
+        """Whether samples depend on where episodes begin and end."""
+        follows = getattr(self._sampler, "follows_episodes", False) or self._n_step is not None
+        return follows or any(isinstance(each, EpisodeTransform) for each in transforms_in(self.transform))
 
     def forget_cells(self, cells: Tensor) -> None:
         """Let the sampler never draw cells again that hold nothing any more."""
@@ -370,7 +389,9 @@ class ExperienceBuffer(Stated, ShareableBuffer):
             raise KeyError(f"The batch has no entry 'index'; it has {sorted(map(str, batch.keys()))}.")
         if stamps is None:
             raise KeyError("The batch has no entry 'write_position', which says which cells were overwritten since.")
-        values = [pair for key in nested_keys(keys) for pair in self._written_back(batch, index.shape, key)]
+        values = [
+            pair for key in nested_keys(keys) for pair in written_back(storage, batch, index.shape, key, self.n_steps)
+        ]
         with self.locked():
             cells = index.detach().reshape(-1).cpu()
             keep = rings.is_unchanged(cells, stamps.reshape(-1).cpu())
@@ -383,23 +404,6 @@ class ExperienceBuffer(Stated, ShareableBuffer):
             for path, leaf in values:
                 storage.write_entry(path, cells[rows], leaf.flatten(0, index.ndim - 1)[rows.to(leaf.device)])
         return cells[rows] if values else cells[:0]
-
-    def _written_back(
-        self, batch: TensorDictBase, shape: torch.Size, key: NestedKey
-    ) -> list[tuple[tuple[str, ...], Tensor]]:
-        if self.n_steps > 1 and path_of(key)[0] == "next":
-            raise ValueError(
-                f"With n_steps={self.n_steps} the entry {key!r} of a batch is not that of its cells but of a later "
-                "step; write back entries outside of 'next' alone."
-            )
-        found = []
-        for path, stored in self.parts[0].leaves(key):
-            values = batch.get(path, None)
-            if not isinstance(values, Tensor):
-                raise KeyError(f"The batch has no entry {name_of(path)} to write back.")
-            check_values(path, stored, values, shape)
-            found.append((path, values.detach()))
-        return found
 
     # ------------------------------------------------------------------ state
 
@@ -448,6 +452,7 @@ class ExperienceBuffer(Stated, ShareableBuffer):
         """Take over what is stored, and what is drawn next."""
         with self.at_rest():
             super().put_state(values)
+            self.storage.watched |= {(NEXT, *path) for path in self.writer.rings.successors.matched}
 
     def dumps(self, path: str | Path) -> None:
         """Write the state to a folder: streamed, atomic, without pickle; of memory-mapped cells, too, a copy.
@@ -472,7 +477,7 @@ class ExperienceBuffer(Stated, ShareableBuffer):
         """
         check_tensordict(data)
         _, sampler, _ = self.parts
-        if not _is_prioritized(sampler):
+        if not takes_priorities(sampler):
             return
         entries = entries_of(data)
         priority, index = entry_of(data, self.priority_key), entries.get("index")
@@ -488,8 +493,3 @@ class ExperienceBuffer(Stated, ShareableBuffer):
             self.give_priority(index, priority, generation=entries.get("write_generation"))
         else:
             self.give_priority(index, priority.detach())
-
-
-def _is_prioritized(sampler: Sampler) -> bool:
-    keeper = getattr(sampler, "prioritized", sampler)
-    return keeper is not None and type(keeper).update_priority is not Sampler.update_priority

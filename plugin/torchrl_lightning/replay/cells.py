@@ -11,7 +11,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from torchrl_lightning._compat import new_tensordict
-from torchrl_lightning.entries import Path, Tree, difference, is_tensordict, leaves_of, level_of
+from torchrl_lightning.entries import Path, Tree, difference, is_tensordict, leaves_of, level_of, name_of
 from torchrl_lightning.kernels import rows as row_kernels
 from torchrl_lightning.kernels.compiled import jitted
 from torchrl_lightning.replay.steps import Ints
@@ -242,3 +242,13 @@ def _entries(
         else:
             entries[key] = new_tensordict(_entries(place, found, shape, names, device), shape, names, device)
     return entries
+
+
+def check_values(path: tuple[str, ...], leaf: Tensor, values: Tensor, shape: torch.Size) -> None:
+    """Refuse values ``[*shape, ...]`` of an entry that differ in shape or dtype from its cells, the leaf."""
+    expected = [*shape, *leaf.shape[1:]]
+    if list(values.shape) != expected or values.dtype != leaf.dtype:
+        raise ValueError(
+            f"Entry {name_of(path)} is {list(values.shape)} {values.dtype}, to be written it must be {expected} "
+            f"{leaf.dtype}; nothing was written."
+        )

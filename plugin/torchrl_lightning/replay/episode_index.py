@@ -4,7 +4,7 @@ from __future__ import annotations
 
 __all__ = ["EpisodeIndex"]
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -85,6 +85,80 @@ class EpisodeIndex:
         self._column[self.cells_of(env[kept], begin[kept])] = newest[kept]
         self._headless_end[env[~kept]] = newest[~kept]
         self._open[env] = False
+
+    def set_flags(self, cells: Ints, done: Flags, begins: Flags, joined: Callable[[Ints], tuple[Flags, Flags]]) -> None:
+        """Let episodes follow flags that were replaced in stored steps.
+
+        A border that no flag explains (a cut) stays. Costs as much as there are steps in the episodes around the first
+        and the last of the changed steps of an environment.
+
+        Args:
+            cells: the steps, ``[n]``, each once.
+            done: whether each ends its episode now.
+            begins: whether each began one by a flag before.
+            joined: returns of cells whether the steps in them begin episodes now, by a flag and by another trajectory
+                than that of the step before.
+        """
+        env, position = self.steps_of(cells)
+        for e in np.unique(env):
+            chosen = env == e
+            self._set_flags(int(e), position[chosen], done[chosen], begins[chosen], joined)
+
+    def around(self, cells: Ints) -> Ints:
+        """Return the cells of all steps whose episodes may change if flags of stored steps are replaced."""
+        env, position = self.steps_of(cells)
+        found = [NOTHING]
+        for e in np.unique(env):
+            steps = np.arange(*self._span(int(e), position[env == e]))
+            found.append(self.cells_of(np.full_like(steps, e), steps))
+        return np.concatenate(found)
+
+    def _span(self, env: int, position: Ints) -> tuple[int, int]:
+        """Return where the episodes of these steps and of their neighbours begin, and the position behind them."""
+        oldest, newest = int(self._oldest(np.array([env]))[0]), int(self._positions[env]) - 1
+        ends = np.array([max(int(position.min()) - 1, oldest), min(int(position.max()) + 1, newest)])
+        begin, end = self._bounds(np.array([env, env]), ends, clip=True)
+        return int(begin[0]), int(end[1]) + 1
+
+    def _set_flags(
+        self, env: int, position: Ints, done: Flags, begins: Flags, joined: Callable[[Ints], tuple[Flags, Flags]]
+    ) -> None:
+        low, high = self._span(env, position)
+        steps = np.arange(low, high)
+        owner, newest = np.full_like(steps, env), int(self._positions[env]) - 1
+        cells, (begin, _) = self.cells_of(owner, steps), self._bounds(owner, steps)
+        flagged, changed = joined(cells)
+        ended_before, began_before = self._done[cells], flagged.copy()
+        ended = ended_before.copy()
+        ended[position - low], began_before[position - low] = done, begins
+        after_end, after_end_before = np.r_[False, ended[:-1]], np.r_[False, ended_before[:-1]]
+        was_cut = (begin == steps) & ~after_end_before & ~began_before
+        border = after_end | flagged | changed | was_cut
+        head = int(begin[0])  # a first step before the stored ones, which a new flag at the oldest replaces
+        border[0] = True
+        if flagged[0]:
+            head = low
+        first = np.flatnonzero(border)
+        last = np.r_[first[1:], len(steps)] - 1
+        running = high - 1 == newest and not ended[-1] and bool(self._open[env] or ended_before[-1])
+        number = np.cumsum(border) - 1  # of the episode of each step
+        self._column[cells] = np.where(number == 0, head, steps[first][number])
+        self._done[cells] = ended
+        closed = np.ones(len(first), np.bool_)
+        closed[-1] = not running
+        if head < low:
+            if closed[0]:
+                self._headless_end[env] = steps[last[0]]
+            closed[0] = False
+        self._column[cells[first[closed]]] = steps[last[closed]]
+        if high - 1 == newest:
+            self._open[env] = running
+            self._begin[env] = head if len(first) == 1 else steps[first[-1]]
+
+    def is_running(self, env: Ints) -> Flags:
+        """Return whether the next steps of environments continue an episode."""
+        found: Flags = self._open[env]
+        return found
 
     def forget(self, env: Ints) -> None:
         """Forget the episodes of environments of which nothing is stored any more."""
@@ -182,11 +256,40 @@ def _array(value: Tensor) -> Ints:
     return value.numpy()
 
 
-def flag_of(value: Tensor, steps: int) -> Flags:
-    """Reduce a flag of time-major rows, whatever its trailing shape, to ``[T, M]``."""
+class FlagsDifferError(ValueError):
+    """The flags of a row, such as those of several agents, differ, and ``done_reduce`` is None."""
+
+
+DONE_REDUCTIONS = ("any", "all", None)
+NO_INDEX_HINT = (
+    "If the rows have different flags of several agents, set done_reduce='any' or 'all' (of the buffer or of its "
+    "RingWriter) before anything is written."
+)
+
+
+def flag_of(value: Tensor, steps: int, reduce: str | None = None) -> Flags:
+    """Reduce a flag of time-major rows, whatever its trailing shape, to ``[T, M]``.
+
+    Args:
+        value: the flags, ``[T * M, ...]``.
+        steps: ``T``.
+        reduce: ``"any"`` or ``"all"`` of the flags of a row; None if they must not differ.
+
+    Raises:
+        FlagsDifferError: the flags of a row differ, and it is not said how to reduce them.
+    """
     flag = value.detach() if value.requires_grad else value
     flag = flag if flag.dtype is torch.bool else flag != 0
     array: Flags = (flag if flag.is_cpu else flag.cpu()).contiguous().numpy()
     if array.size > len(array):
-        array = np.any(array.reshape(len(array), -1), axis=1)
+        flags = array.reshape(len(array), -1)
+        array = np.all(flags, axis=1) if reduce == "all" else np.any(flags, axis=1)
+        if reduce is None and (wrong := array != np.all(flags, axis=1)).any():
+            row = int(wrong.argmax())
+            raise FlagsDifferError(
+                f"done_reduce must be 'any' or 'all' if the flags of a row differ, got None and the flags "
+                f"{flags[row].tolist()} in row {row}; nothing was written. Set done_reduce='any' if an episode ends "
+                "when the first agent is done, or 'all' if it ends when the last one is (an argument of RingWriter, "
+                "ExperienceBuffer and EpisodicReplayBuffer)."
+            )
     return array.reshape(steps, -1)

@@ -11,7 +11,7 @@ from torchrl.envs.transforms import Transform
 
 from torchrl_lightning.entries import entry_of
 from torchrl_lightning.kernels.indices import integers
-from torchrl_lightning.replay.episode_index import EpisodeIndex
+from torchrl_lightning.replay.episode_index import NO_INDEX_HINT, EpisodeIndex
 from torchrl_lightning.replay.rings import rings_in
 from torchrl_lightning.replay.storage import RingStorage
 
@@ -44,7 +44,7 @@ class EpisodeTransform(Transform):
         if rings is None or rings.index is None:
             raise ValueError(
                 f"{type(self).__name__} needs to know where episodes end, but nothing does: write "
-                '("next", "done") with the first data, into a RingWriter that tracks episodes.'
+                '("next", "done") with the first data, into a RingWriter that tracks episodes. ' + NO_INDEX_HINT
             )
         return rings.index
 

@@ -6,10 +6,15 @@ import gc
 import logging
 from typing import Any
 
+import torch
 from tensordict import TensorDictBase
+from tensordict.utils import NestedKey
+from torch import Tensor
 from torchrl.data.replay_buffers.samplers import ConsumingSampler
 
+from torchrl_lightning.entries import name_of, path_of
 from torchrl_lightning.keys import REPEATED
+from torchrl_lightning.replay.cells import check_values
 from torchrl_lightning.replay.prioritized import prioritized_in
 from torchrl_lightning.replay.storage import RingStorage
 from torchrl_lightning.replay.writer import RingWriter
@@ -41,6 +46,25 @@ def time_major(data: TensorDictBase, width: int, time_dim: int | None) -> Tensor
     return data.reshape(-1)
 
 
+def written_back(
+    storage: RingStorage, batch: TensorDictBase, shape: torch.Size, key: NestedKey, n_steps: int
+) -> list[tuple[tuple[str, ...], Tensor]]:
+    """Return the entries at or below a key of a sampled batch that fit what is stored; refuse others."""
+    if n_steps > 1 and path_of(key)[0] == "next":
+        raise ValueError(
+            f"With n_steps={n_steps} the entry {key!r} of a batch is not that of its cells but of a later "
+            "step; write back entries outside of 'next' alone."
+        )
+    found = []
+    for path, stored in storage.leaves(key):
+        values = batch.get(path, None)
+        if not isinstance(values, Tensor):
+            raise KeyError(f"The batch has no entry {name_of(path)} to write back.")
+        check_values(path, stored, values, shape)
+        found.append((path, values.detach()))
+    return found
+
+
 def left_out_of(buffer: Any) -> list[str]:
     """Return the entries of a rollout that a buffer has no use for, unless its sampler reads them."""
     key = getattr(buffer.sampler, "traj_key", None)
@@ -54,6 +78,24 @@ def small_storage() -> RingStorage:
         "ExperienceBuffer holds 1000 cells, as TorchRL's buffers; give it storage=RingStorage(N) for N cells."
     )
     return RingStorage(1000)
+
+
+def ring_writer(
+    writer: RingWriter | None, num_envs: int | None, track_episodes: bool | None, **options: Any
+) -> RingWriter:
+    """Return the writer of a buffer: the given one, or a new one with these options (of which None is no option).
+
+    Raises:
+        ValueError: a writer is given, and options, too.
+    """
+    if writer is None:
+        return RingWriter(1 if num_envs is None else num_envs, track_episodes=track_episodes, **options)
+    if given := [f"{name}={value!r}" for name, value in options.items() if value not in (None, True)]:
+        raise ValueError(
+            f"{', '.join(given)} must be an argument of the writer if one is given, got both. Build it with "
+            f"RingWriter({', '.join(given)})."
+        )
+    return writer
 
 
 def check_parts(storage: Any, writer: Any, sampler: Any) -> None:

@@ -17,7 +17,7 @@ from torchrl_lightning.kernels.returns import fold_rows
 from torchrl_lightning.keys import REWARD
 from torchrl_lightning.ranges import fraction, integer
 from torchrl_lightning.replay.cells import Cells, Names
-from torchrl_lightning.replay.episode_index import EpisodeIndex
+from torchrl_lightning.replay.episode_index import NO_INDEX_HINT, EpisodeIndex
 
 KERNEL_DTYPES = (torch.float32, torch.float64)
 Folded = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -70,7 +70,7 @@ class NStepReturns:
         if episodes is None:
             raise ValueError(
                 f"n_steps={self.n_steps} needs to know where episodes end, but nothing does: write the entry "
-                '("next", "done") with the first data, into a RingWriter that tracks episodes.'
+                '("next", "done") with the first data, into a RingWriter that tracks episodes. ' + NO_INDEX_HINT
             )
         last, reward, steps, gamma = self.fold(episodes, cells.leaves[place], index)
         entries = cells.gather(index, names, {*skip, REWARD}, last)

@@ -174,7 +174,7 @@ class PrioritizedSampler(Stated, SamplerHooks, _PrioritizedSampler):
         self.stratified = stratified
         self.weight_norm = weight_norm
         self._own_rng = generator
-        self._limited_by: tuple[Any, ...] = ()  # what the cells that may be drawn follow from
+        self._limited_by: tuple[int, ...] = ()  # version of the rings and lengths that decide which cells are drawn
 
     @cached_property
     def table(self) -> Priorities:
@@ -291,10 +291,10 @@ class PrioritizedSampler(Stated, SamplerHooks, _PrioritizedSampler):
                 "without them."
             )
         reach, ignored = integer(batch_length or 1, "batch_length") - 1, self.num_earliest_frames_ignored
-        positions, floor = rings.arrays
-        source = positions.tobytes(), floor.tobytes(), rings.length, reach, ignored
+        source = rings.version, reach, ignored
         if self._limited_by == source:
             return rings
+        positions, floor = rings.arrays
         begin = np.maximum(positions - rings.length, floor) + ignored
         end = np.maximum(positions - reach, begin)
         if not (end > begin).any():
@@ -474,6 +474,12 @@ def prioritized_in(sampler: Sampler) -> PrioritizedSampler | None:
     """Return the one of our samplers that keeps priorities: this one, or the one that it holds as ``prioritized``."""
     found = getattr(sampler, "prioritized", sampler)
     return found if isinstance(found, PrioritizedSampler) else None
+
+
+def takes_priorities(sampler: Sampler) -> bool:
+    """Return whether a sampler, ours or one of TorchRL's, draws by priorities."""
+    keeper = getattr(sampler, "prioritized", sampler)
+    return keeper is not None and type(keeper).update_priority is not Sampler.update_priority
 
 
 def hold_priorities(sampler: Sampler | None, max_size: int) -> None:

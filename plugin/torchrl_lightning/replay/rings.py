@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,10 +17,12 @@ from torchrl_lightning.kernels.rows import write_steps
 from torchrl_lightning.replay import processes
 from torchrl_lightning.replay.episode_index import EpisodeIndex
 from torchrl_lightning.replay.steps import Flags, Ints, StepsMissing, steps_between
+from torchrl_lightning.replay.successors import SuccessorCheck
 from torchrl_lightning.state import LARGEST, Here, check_state, mapping, tensor, whole
-from torchrl_lightning.stated import Filled, Fixed, Handed, Stated
+from torchrl_lightning.stated import Filled, Fixed, Handed, Nested, Stated
 
 EVERYTHING = np.iinfo(np.int64).max
+_FIRST_VERSIONS = itertools.count(1)  # no two rings of a process ever have the same version
 NO_INDEX = (*(np.empty(0, kind) for kind in (np.int64, np.bool_, np.int64, np.bool_, np.int64)),)
 
 
@@ -65,7 +68,7 @@ class Rings(processes.Owned, Stated):
         [2, 3]
     """
 
-    OWNER, VERSION = "writer", 3
+    OWNER, VERSION = "writer", 4
     STATE = {
         "num_envs": Fixed(),
         "length": Fixed(),
@@ -74,6 +77,7 @@ class Rings(processes.Owned, Stated):
         "era": Handed(whole()),
         "write_count": Handed(whole()),
         "index": Handed(_read_episodes, "_episodes"),
+        "successors": Nested(),
     }
 
     def __init__(self, num_envs: int, length: int = 0) -> None:
@@ -85,8 +89,13 @@ class Rings(processes.Owned, Stated):
         """How many steps are stored."""
         self._positions: Ints = np.zeros(num_envs, np.int64)
         self._floor: Ints = np.zeros(num_envs, np.int64)  # nothing is stored below
-        # Rows written, and an era, which grows when the rings start again, so that stamps never repeat.
-        self._counters: Ints = np.zeros(2, np.int64)
+        # Rows written; an era, which grows when the rings start again, so that stamps never repeat; and the version.
+        self._counters: Ints = np.zeros(3, np.int64)
+        self._counters[2] = next(_FIRST_VERSIONS) << 40
+        self.successors = SuccessorCheck()
+        """Which entries of the rows tell where a trajectory was cut without a flag."""
+        self.reloaded: Flags | None = None
+        """Environments that were loaded and not written since, ``[num_envs]``; None if there are none."""
         self._aligned = self._even = True  # whether all positions are the same; whether the first cells are the filled
         self._ids: Ints = np.arange(num_envs)
 
@@ -158,6 +167,15 @@ class Rings(processes.Owned, Stated):
     @write_count.setter
     def write_count(self, value: int) -> None:
         self._counters[0] = value
+
+    @property
+    def version(self) -> int:
+        """Number that increases with every change that may move the border of an episode or remove a cell.
+
+        Such changes are writes, removals, cuts, loads, and flags that are replaced in stored steps. A cached set of
+        cells or steps is valid as long as the version stays the same.
+        """
+        return self._counters.item(2)
 
     def _oldest(self) -> Ints:
         return np.maximum(self._positions - self.length, self._floor)
@@ -270,6 +288,7 @@ class Rings(processes.Owned, Stated):
         if self.index is not None:
             self.index.keep_headless_end(env, oldest)
         self._floor[env] = oldest
+        self._counters[2] += 1
         self._refresh()
 
     def drop(self, env: Ints, count: int | None) -> Tensor:
@@ -285,6 +304,7 @@ class Rings(processes.Owned, Stated):
         if self.index is not None:
             self.index.keep_headless_end(env, end)
         self._floor[env] = end
+        self._counters[2] += 1
         self._refresh()
         self.after()
         return torch.from_numpy(position % self.length * self.num_envs + env[run])
@@ -294,11 +314,23 @@ class Rings(processes.Owned, Stated):
         if self.index is not None:
             self.before(env)
             self.index.cut(env)
+            self._counters[2] += 1
+
+    def set_flags(self, cells: Ints, done: Flags, begins: Flags, joined: Callable[[Ints], tuple[Flags, Flags]]) -> None:
+        """Let the episodes follow flags that were replaced in stored steps; see :meth:`EpisodeIndex.set_flags`."""
+        if self.index is not None:
+            env = cells % self.num_envs
+            self.before(env)
+            self.index.set_flags(cells, done, begins, joined)
+            self._counters[2] += 1
+            self.after()
 
     def clear(self) -> None:
         """Start again."""
         self.before(self._ids)
+        self.reloaded = None
         self._counters[1] += self._positions.max()
+        self._counters[2] += 1
         self._positions[:] = self._floor[:] = 0
         self._refresh()
         if self.index is not None:
@@ -310,12 +342,22 @@ class Rings(processes.Owned, Stated):
         self.check_maker()
         self.index = EpisodeIndex(self.length, self._positions, self._floor)
 
+    def drop_index(self) -> None:
+        """Keep no index of episodes any more, because nothing tells where they end."""
+        self.check_owner()
+        if self.is_shared:
+            raise RuntimeError("Episodes of a buffer that other processes share are tracked until it ends.")
+        self.index = None
+        self._counters[2] += 1
+
     def go_on_from(self, other: Rings) -> None:
         """Give the steps to come the numbers of those that other rings hold, from the oldest on."""
         oldest = other._oldest()
         first = oldest.min()
         self._positions[:] = self._floor[:] = oldest - first
         self._counters[1] = other.era + first
+        self._counters[2] += 1
+        self.successors = other.successors
         self._refresh()
 
     def _refresh(self) -> None:
@@ -346,6 +388,10 @@ class Rings(processes.Owned, Stated):
             assert self.index is not None
             self.index.learn(known, self.filled_cells().numpy())
 
+    def _loaded(self) -> None:
+        self._counters[2] += 1
+        self.reloaded = np.ones(self.num_envs, np.bool_)
+
     def __getstate__(self) -> dict[str, Any]:
         self.check_travel()
         return dict(self.__dict__)
@@ -361,6 +407,18 @@ class HasRings(Protocol):
     """What fills the rings in a storage: a :class:`RingWriter`."""
 
     rings: Rings
+
+    def plan_rewrite(self, changes: Mapping[tuple[str, ...], Tensor], cells: Tensor) -> Callable[[], None]:
+        """Check entries that are about to be replaced; return what lets the episodes follow them afterwards."""
+        ...
+
+
+class Dependent(Protocol):
+    """A part that derives a stored entry from others."""
+
+    def refresh(self, cells: Ints) -> None:
+        """Derive it again for stored steps: all those of the episodes in which an entry was replaced."""
+        ...
 
 
 class _Link:

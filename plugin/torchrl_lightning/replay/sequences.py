@@ -21,6 +21,7 @@ from torchrl_lightning.kernels import windows
 from torchrl_lightning.kernels.compiled import jitted
 from torchrl_lightning.ranges import integer, one_of
 from torchrl_lightning.replay.draws import Own, uniform
+from torchrl_lightning.replay.episode_index import NO_INDEX_HINT
 from torchrl_lightning.replay.rings import NO_INDEX
 from torchrl_lightning.replay.steps import StepsMissing
 from torchrl_lightning.replay.storage import RingStorage
@@ -41,7 +42,7 @@ class SequenceSampler(Stated, SamplerHooks, Sampler):
 
     The storage, ours or one of TorchRL's, is filled by a :class:`RingWriter`, whose index knows the episodes. Every
     beginning of a window is equally likely. Nothing is searched: steps are drawn until enough of them can begin one.
-    Only where hardly one in ten thousand can, all are looked at, once per write.
+    Only where hardly one in ten thousand can, all are looked at, once per version of the rings.
 
     Args:
         batch_length: steps of a window.
@@ -95,12 +96,12 @@ class SequenceSampler(Stated, SamplerHooks, Sampler):
         self.recurrent_keys = [path_of(key) for key in nested_keys(recurrent_keys)]
         self.start_states = start_states
         self._own_rng = generator
-        self._by_episode = episode_ends != "across"
+        self._by_episode = self.follows_episodes = episode_ends != "across"
         self.clear()
 
     def clear(self) -> None:
         """Forget what is known of the storage; called by ``ReplayBuffer.empty``."""
-        self._listed = -1, 0  # how much was written, and for windows of which length, when all beginnings were listed
+        self._listed = -1, 0  # version of the rings and length of windows for which all beginnings were listed
         self._list: NDArray[np.float64] = np.empty(0)
 
     def sample(
@@ -152,7 +153,7 @@ class SequenceSampler(Stated, SamplerHooks, Sampler):
                 raise self._too_long(rule, steps)
             missing, drawn, size = len(cells) - found, drawn + size, min(4 * size, MAX_DRAWS)
         if missing:
-            known = writer.write_count, steps
+            known = writer.rings.version, steps
             if self._listed != known:
                 self._list, self._listed = jitted(windows.all_starts)(*rule), known
             if not len(self._list):
@@ -173,7 +174,8 @@ class SequenceSampler(Stated, SamplerHooks, Sampler):
         if writer.index is None and self._by_episode:
             raise ValueError(
                 f"It is unknown where episodes end: the first data written had no entry {writer.done_key!r}. "
-                'Store it, name another one by RingWriter(done_key=...), or take windows with episode_ends="across".'
+                'Store it, name another one by RingWriter(done_key=...), or take windows with episode_ends="across". '
+                + NO_INDEX_HINT
             )
         return writer
 

@@ -196,6 +196,7 @@ class SharedRings(_SharedArrays, Rings):
             self.index.forget(env[torn])
         self._floor[env] = np.minimum(end, self._positions[env])
         self._marks[0] += 1
+        self._counters[2] += 1
         if torn.any():
             _logger.warning(
                 "a process died while it wrote steps of the environments %s: the %d steps stored of them were dropped, "
@@ -330,6 +331,11 @@ class ShareableBuffer(BufferBase):
 
     def _leave(self) -> None:
         self._rings.leave()
+
+    @property
+    def uses_episodes(self) -> bool:
+        """Whether samples depend on where episodes begin and end."""
+        raise NotImplementedError
 
     def forget_cells(self, cells: Tensor) -> None:
         """Let the sampler never draw cells again that hold nothing any more."""

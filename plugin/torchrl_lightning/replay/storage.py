@@ -4,7 +4,7 @@ from __future__ import annotations
 
 __all__ = ["RingStorage"]
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,9 @@ from torch import Tensor
 
 from torchrl_lightning._compat import StorageBase, new_tensordict
 from torchrl_lightning.checks import check_tree
+from torchrl_lightning.entries import (
+    Path as KeyPath,
+)
 from torchrl_lightning.entries import (
     Tree,
     check_tensordict,
@@ -35,23 +38,13 @@ from torchrl_lightning.kernels.indices import integers
 from torchrl_lightning.memory import check_room, map_cells, reserve
 from torchrl_lightning.ranges import integer, optional
 from torchrl_lightning.replay import processes
-from torchrl_lightning.replay.cells import Cells, Names
+from torchrl_lightning.replay.cells import Cells, Names, check_values
 from torchrl_lightning.replay.draws import integers_below
 from torchrl_lightning.replay.n_step import NStepReturns
-from torchrl_lightning.replay.rings import HasRings, filler_of, rings_in, uneven_rings
+from torchrl_lightning.replay.rings import Dependent, HasRings, filler_of, rings_in, uneven_rings
 from torchrl_lightning.replay.steps import Ints
 from torchrl_lightning.state import mapping, tensor, whole
 from torchrl_lightning.stated import Fixed, Kept, Stated
-
-
-def check_values(path: tuple[str, ...], leaf: Tensor, values: Tensor, shape: torch.Size) -> None:
-    """Refuse values ``[*shape, ...]`` of an entry that differ in shape or dtype from its cells, the leaf."""
-    expected = [*shape, *leaf.shape[1:]]
-    if list(values.shape) != expected or values.dtype != leaf.dtype:
-        raise ValueError(
-            f"Entry {name_of(path)} is {list(values.shape)} {values.dtype}, to be written it must be {expected} "
-            f"{leaf.dtype}; nothing was written."
-        )
 
 
 def _last_cell(storage: Any, _: Mapping[str, Any]) -> int:
@@ -108,6 +101,10 @@ class RingStorage(processes.Owned, Stated, StorageBase):
         self.device: torch.device | str
         self.scratch_dir = None if scratch_dir is None else Path(scratch_dir)
         self.cells: Cells | None = None
+        self.watched: set[KeyPath] = set()
+        """Entries on which episodes or stored entries depend."""
+        self.dependents: list[tuple[Dependent, frozenset[KeyPath]]] = []
+        """What derives stored entries from others, and from which ones."""
 
     @property
     def tree(self) -> Tree:
@@ -240,7 +237,11 @@ class RingStorage(processes.Owned, Stated, StorageBase):
         index = index % self.max_size
         leaves, _ = self.check(self._numbered(data, index), index.numel())
         assert self.cells is not None
+        places = self.cells.places
+        follow = self._plan({path: leaves[places[path]] for path in self.watched if path in places}, index)
         self.cells.scatter(leaves, index)
+        if follow is not None:
+            follow()
         if set_cursor and not is_ring:
             self.record_cursor(int(index[-1]))
             self.set_length(min(max(len(self), int(index.max()) + 1), self.max_size))
@@ -258,6 +259,9 @@ class RingStorage(processes.Owned, Stated, StorageBase):
 
     def write_entry(self, key: NestedKey, cells: Tensor, values: Tensor) -> None:
         """Replace one entry of stored steps, e.g. by what is known only when the episode has ended.
+
+        Episodes and all derived entries follow new flags, rewards and successors. A done flag that is cleared joins the
+        step to the next one, unless a flag, another trajectory id or a cut begins an episode there.
 
         Args:
             key: the entry, a leaf.
@@ -286,8 +290,21 @@ class RingStorage(processes.Owned, Stated, StorageBase):
         self.check_filled(cells)
         assert self.cells is not None
         (values,) = self.cells.apart([values.detach().to(leaf.device)])
+        follow = self._plan({path: values}, cells) if path in self.watched else None
         leaf.index_copy_(0, cells, values)
         self.touch()
+        if follow is not None:
+            follow()
+
+    def watch(self, dependent: Dependent, paths: Iterable[KeyPath]) -> None:
+        """Let entries that are derived from others be made again when these are replaced in stored steps."""
+        self.dependents.append((dependent, frozenset(paths)))
+        self.watched |= set(paths)
+
+    def _plan(self, changes: Mapping[KeyPath, Tensor], cells: Tensor) -> Callable[[], None] | None:
+        """Check the watched ones of the entries that are about to be replaced; return what has to follow, if any."""
+        writer = self.writer
+        return None if writer is None or not changes else writer.plan_rewrite(changes, cells)
 
     # ------------------------------------------------------------------ reading
 
@@ -322,6 +339,9 @@ class RingStorage(processes.Owned, Stated, StorageBase):
 
     def get(self, index: Any, n_step: NStepReturns | None = None) -> TensorDictBase:
         """Read cells: copies for a tensor of indices of any shape, a view for anything else.
+
+        Nothing notices what is written into a view: episodes, returns and other derived entries do not follow it. Use
+        :meth:`write_entry` or :meth:`set` to replace flags, rewards or successors of stored steps.
 
         Indices ``[B, T]`` yield sequences named ``(None, "time")``. A negative number, alone or in a list, counts back
         from the last filled cell, as in a Python list; in a tensor, it refers to no cell.

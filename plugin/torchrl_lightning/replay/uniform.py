@@ -108,7 +108,7 @@ class UniformSampler(Stated, SamplerHooks, Sampler):
 
     def _stratified(self, storage: Storage, count: int) -> Tensor:
         rings = rings_in(storage)
-        if rings is None or rings.num_envs == 1:
+        if rings is None or (rings.num_envs == 1 and rings.is_even):
             return self._spread(torch.tensor([len(storage)]), torch.tensor([count]))[1]
         filled = rings.filled
         draws = self._shares(filled, count)

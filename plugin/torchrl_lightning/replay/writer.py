@@ -4,7 +4,7 @@ from __future__ import annotations
 
 __all__ = ["RingWriter"]
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -14,16 +14,31 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 from torchrl.data.replay_buffers.storages import Storage
 
-from torchrl_lightning._compat import WriterBase
-from torchrl_lightning.entries import Path, check_tensordict, entry_of, nested_key, path_of
+from torchrl_lightning._compat import WriterBase, attached
+from torchrl_lightning.entries import (
+    Path,
+    check_tensordict,
+    entry_of,
+    leaves_of,
+    nested_key,
+    path_of,
+    tree_of,
+)
 from torchrl_lightning.kernels.indices import integers
 from torchrl_lightning.kernels.rows import NO_FLAGS, NO_LEAVES
-from torchrl_lightning.ranges import integer
-from torchrl_lightning.replay.episode_index import EpisodeIndex, flag_of
+from torchrl_lightning.keys import TRAJ_IDS
+from torchrl_lightning.ranges import integer, one_of
+from torchrl_lightning.replay.cuts import TrajectoryCuts
+from torchrl_lightning.replay.episode_index import DONE_REDUCTIONS, EpisodeIndex, FlagsDifferError, flag_of
+from torchrl_lightning.replay.late_flags import LateFlags, exclude_rewritten
 from torchrl_lightning.replay.rings import Rings, filler_of, lay_rings
-from torchrl_lightning.replay.sharing import SharedRings
+from torchrl_lightning.replay.sharing import ShareableBuffer, SharedRings
 from torchrl_lightning.replay.steps import Flags, Ints
 from torchrl_lightning.replay.storage import RingStorage
+
+
+def _do_nothing() -> None:
+    pass
 
 
 def writer_of(storage: Storage) -> RingWriter | None:
@@ -47,9 +62,15 @@ class RingWriter(WriterBase):
         init_key: the flag that begins one, used if the data contain it: an episode that was cut without being done
             (by a restart) is not joined to the next one.
         overwrite: let steps take the place of the oldest ones where a ring is full; otherwise, they are refused.
+        done_reduce: how the flags of several agents in one row become one: ``"any"`` ends the episode with the first
+            agent that is done, ``"all"`` with the last one. None raises an error if they differ and the index is used.
+        check_successors: cut the trajectory of an environment if the first row of a write is not the successor that was
+            stored with the step before (see :class:`SuccessorCheck`). Rows with ``("collector", "traj_ids")`` are cut
+            where these change, and compared only in the first write after a load. DataModules turn the comparison off
+            while our own collectors fill the buffer.
 
     Raises:
-        ValueError: ``num_envs`` is not positive.
+        ValueError: ``num_envs`` is not positive, or ``done_reduce`` is unknown.
 
     Example:
         >>> from tensordict import TensorDict
@@ -71,6 +92,8 @@ class RingWriter(WriterBase):
         done_key: NestedKey = ("next", "done"),
         init_key: NestedKey = "is_init",
         overwrite: bool = True,
+        done_reduce: str | None = None,
+        check_successors: bool = True,
     ) -> None:
         self.rings = Rings(integer(num_envs, "num_envs"))
         """Where the steps of the environments lie."""
@@ -78,8 +101,13 @@ class RingWriter(WriterBase):
         self.track_episodes, self.overwrite = track_episodes, overwrite
         self.done_key = nested_key(done_key)
         self.init_key = nested_key(init_key)
+        self.done_reduce = one_of(done_reduce, "done_reduce", DONE_REDUCTIONS)
+        self.check_successors = check_successors
         self._own_storage: RingStorage | None = None  # what it fills, if that is one of ours
         self._done_path, self._init_path = path_of(self.done_key), path_of(self.init_key)
+        self._places: tuple[int | None, ...] = ()  # of the leaves of both flags and of the ids of trajectories
+        self._cuts = TrajectoryCuts()
+        self._known: Any = None  # the cells that the places belong to
 
     def register_storage(self, storage: Storage) -> None:
         """Take the storage to fill; called by TorchRL's buffers.
@@ -96,7 +124,9 @@ class RingWriter(WriterBase):
                 f"be equally long; use max_size={below or self.num_envs} or {below + self.num_envs}."
             )
         super().register_storage(storage)
-        self._own_storage = storage if isinstance(storage, RingStorage) else None
+        self._own_storage, self._known = storage if isinstance(storage, RingStorage) else None, None
+        if self._own_storage is not None:
+            self._own_storage.watched |= {self._done_path, self._init_path}
         length = storage.max_size // self.num_envs
         if length != self.rings.length:
             self.rings = Rings(self.num_envs, length)
@@ -186,10 +216,11 @@ class RingWriter(WriterBase):
             ValueError: the data has another schema than what is stored, or a number of rows that does not fit the
                 environments, or there is no room and nothing may be overwritten.
         """
-        self.rings.check_owner()
+        rings = self.rings
+        rings.check_owner()
         check_tensordict(data)
         ids = None if env_ids is None else self.check_ids(env_ids)
-        width = self.num_envs if ids is None else len(ids)
+        width = rings.num_envs if ids is None else len(ids)
         shape = data.shape
         rows = shape[0] if len(shape) == 1 else -1
         if not rows:
@@ -201,21 +232,29 @@ class RingWriter(WriterBase):
             )
         storage: Any = self.storage
         # Checked before the storage, which takes its schema from the first rows that it checks.
-        first = self.index is None and self.track_episodes and not self.write_count
-        if first and self._entry(data, None, self._done_path) is None:
+        first = rings.index is None and self.track_episodes and not self.write_count
+        if first and entry_of(data, self._done_path) is None:
             raise KeyError(f"track_episodes=True needs the entry {self.done_key!r} in the data.")
         steps = rows // width
+        env = rings.ids if ids is None else ids
+        if not self.overwrite:
+            self._check_room(env, steps)
         leaves, addresses = (None, None) if self._own_storage is None else self._own_storage.check(data, rows)
         done, init = self.flags(data, leaves, steps)
+        if rings.index is not None:
+            _, begins, ids_place = self._places
+            if ids_place is not None or self.check_successors:
+                # Flags of beginnings and ids together leave nothing to compare.
+                compares = self.check_successors and (begins is None or ids_place is None)
+                init = self._cuts.add(rings, (storage, data, leaves), env, done, init, compares)
         if addresses is None:
             addresses = NO_LEAVES
-            env = self.rings.ids if ids is None else ids
-            cells = self.rings.cells_of_next(env, steps)
+            cells = rings.cells_of_next(env, steps)
             skipped = max(0, steps - self.length) * width
             if leaves is not None:
                 self.claim(env, steps)
                 storage.cells.scatter([leaf[skipped:] for leaf in leaves], cells[skipped:])
-            elif self.num_envs > 1 and (ids is not None or not self.rings.is_aligned):
+            elif self.num_envs > 1 and (ids is not None or not rings.is_aligned):
                 raise ValueError(
                     f"{type(storage).__name__} cannot hold unevenly filled rings; use RingStorage as the storage."
                 )
@@ -225,8 +264,6 @@ class RingWriter(WriterBase):
 
     def claim(self, env: Ints, steps: int) -> None:
         """Let the cells that the next steps go to leave the rings, so that nobody reads a row while it is written."""
-        if not self.overwrite:
-            self._check_room(env, steps)
         self.rings.claim(env, steps)
         self.count_cells()
 
@@ -278,27 +315,69 @@ class RingWriter(WriterBase):
 
         Raises:
             KeyError: there is an index, but no flag for it.
+            FlagsDifferError: the flags of a row differ, ``done_reduce`` is None, and the index is needed.
         """
-        if self.index is None and (self.track_episodes is False or self.write_count):
+        rings = self.rings
+        if rings.index is None and (self.track_episodes is False or self.write_count):
             return NO_FLAGS, NO_FLAGS
-        done = self._entry(data, leaves, self._done_path)
-        if self.index is None and done is not None:
+        if leaves is None or self._own_storage.cells is not self._known:  # type: ignore[union-attr]
+            self._find_places(data)
+        ends, begins, _ = self._places
+        if rings.index is None and ends is not None:
             self._make_index()
-        if self.index is None:
+        if rings.index is None:
             return NO_FLAGS, NO_FLAGS
-        if done is None:
+        if ends is None:
             raise KeyError(f"The entry {self.done_key!r}, which the episode index needs, is not in the data.")
-        init = self._entry(data, leaves, self._init_path)
-        return flag_of(done, steps), NO_FLAGS if init is None else flag_of(init, steps)
+        values = self._leaves_of(data) if leaves is None else leaves
+        try:
+            done = self.done_flags(values[ends], steps)
+            return done, NO_FLAGS if begins is None else self.init_flags(values[begins], steps)
+        except FlagsDifferError:
+            if self.track_episodes or any(
+                isinstance(user, ShareableBuffer) and user.uses_episodes for user in attached(self.storage)
+            ):
+                raise
+            rings.drop_index()
+            return NO_FLAGS, NO_FLAGS
 
-    def _entry(self, data: TensorDictBase, leaves: list[Tensor] | None, path: Path) -> Tensor | None:
-        if leaves is None:
-            found = entry_of(data, path)
-            return found if isinstance(found, Tensor) else None
-        # The matched leaves need not be looked up again.
-        storage: Any = self.storage
-        place = storage.cells.places.get(path)
-        return None if place is None else leaves[place]
+    def done_flags(self, value: Tensor, steps: int) -> Flags:
+        """Return which rows end an episode, ``[steps, M]``, from the entry ``done_key``."""
+        return flag_of(value, steps, self.done_reduce)
+
+    def init_flags(self, value: Tensor, steps: int) -> Flags:
+        """Return which rows begin an episode, ``[steps, M]``, from the entry ``init_key``."""
+        return flag_of(value, steps, self.done_reduce)
+
+    def _leaves_of(self, data: TensorDictBase) -> list[Tensor]:
+        return [leaf for _, leaf in leaves_of(tree_of(data))]
+
+    def _find_places(self, data: TensorDictBase) -> None:
+        """Find flags, ids, and the entries that can be compared among the leaves of rows."""
+        storage = self._own_storage
+        cells = None if storage is None else storage.cells
+        written = tree_of(data) if cells is None else cells.schema
+        places = {path: place for place, (path, _) in enumerate(leaves_of(written))}
+        self._places = tuple(places.get(path) for path in (self._done_path, self._init_path, TRAJ_IDS))
+        flags = self._done_path, self._init_path
+        self._cuts.prepare(written, written if cells is None else cells.tree, flags)
+        self._known = cells
+
+    def plan_rewrite(self, changes: Mapping[Path, Tensor], cells: Tensor) -> Callable[[], None]:
+        """Check entries that are about to be replaced in stored steps, and return what lets the episodes follow them.
+
+        Args:
+            changes: the new values, ``[n, ...]`` each.
+            cells: the steps, ``[n]``, each once.
+
+        Raises:
+            FlagsDifferError: the new flags of a row differ, and ``done_reduce`` is None.
+        """
+        storage = self._own_storage
+        if storage is None or self.rings.index is None:
+            return _do_nothing
+        exclude_rewritten(self.rings, storage, changes, cells)
+        return LateFlags(self, storage, self._done_path, self._init_path).plan(changes, cells)
 
     def _make_index(self) -> None:
         if self.length > 1 << 40:  # TorchRL's unbounded storages
@@ -312,7 +391,7 @@ class RingWriter(WriterBase):
             self.rings.cut(self.check_ids(env_ids))
 
     def drop(self, count: int | None, env_ids: Tensor | None = None) -> Tensor:
-        """Take the oldest steps out of the rings; whoever keeps priorities of them must forget these.
+        """Take the oldest steps out of the rings; the sampler of the buffer forgets their priorities.
 
         Args:
             count: how many of each environment; None for all that it holds.
@@ -322,10 +401,20 @@ class RingWriter(WriterBase):
             The cells that hold nothing any more, ``[M * count]``, one environment after the other.
 
         Raises:
-            ValueError: an environment holds fewer, or the ids are not different numbers of environments.
+            ValueError: an environment holds fewer, the ids are not different numbers of environments, or the storage is
+                one of TorchRL's.
         """
-        cells = self.rings.drop(self.check_ids(env_ids), count)
+        env = self.check_ids(env_ids)
+        if self._own_storage is None:
+            raise ValueError(
+                f"storage must be a RingStorage to remove steps from it, got a {type(self.storage).__name__}, whose "
+                "filled cells are always the first ones. Build the buffer with storage=RingStorage(...)."
+            )
+        cells = self.rings.drop(env, count)
         self.count_cells()
+        for user in attached(self._own_storage):
+            if isinstance(user, ShareableBuffer):
+                user.forget_cells(cells)
         return cells
 
     def clear(self, empty_write_count: bool = True) -> None:

@@ -1,0 +1,103 @@
+"""Flags, rewards and successors that are written into stored steps later, and what has to follow them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchrl_lightning.entries import Path
+from torchrl_lightning.keys import NEXT, TRAJ_IDS
+from torchrl_lightning.replay.cuts import stored_ids
+from torchrl_lightning.replay.rings import Rings
+from torchrl_lightning.replay.steps import Flags, Ints
+from torchrl_lightning.replay.storage import RingStorage
+from torchrl_lightning.replay.successors import equal_rows
+
+
+class ReadsFlags(Protocol):
+    """A writer, which reduces flags to one for each row."""
+
+    rings: Rings
+
+    def done_flags(self, value: Tensor, steps: int) -> Flags:
+        """Return which rows end an episode."""
+        ...
+
+    def init_flags(self, value: Tensor, steps: int) -> Flags:
+        """Return which rows begin an episode."""
+        ...
+
+
+class LateFlags:
+    """Let episodes, and what is stored of them, follow entries that are replaced in stored steps.
+
+    Args:
+        writer: the writer of the rings.
+        storage: the storage that it fills.
+        done: the flag that ends an episode.
+        init: the flag that begins one, stored or not.
+    """
+
+    def __init__(self, writer: ReadsFlags, storage: RingStorage, done: Path, init: Path) -> None:
+        self._writer, self._storage, self._done, self._init = writer, storage, done, init
+
+    def plan(self, changes: Mapping[Path, Tensor], cells: Tensor) -> Callable[[], None]:
+        """Check the new values, and return what is to be done when they are stored; see ``RingWriter.plan_rewrite``."""
+        rings, index = self._writer.rings, self._writer.rings.index
+        assert index is not None
+        changed: Ints = cells.cpu().numpy()
+        has_flags = self._done in changes or self._init in changes
+        dependents = [one for one, paths in self._storage.dependents if has_flags or not paths.isdisjoint(changes)]
+        around = index.around(changed) if has_flags or dependents else changed
+        done = index.arrays[1][changed]
+        if self._done in changes:
+            done = self._writer.done_flags(changes[self._done], 1)[0]
+        if self._init in changes:
+            self._writer.init_flags(changes[self._init], 1)  # raises an error before anything changes
+        began = self._begins(changed) if has_flags else done
+
+        def follow() -> None:
+            if has_flags:
+                rings.set_flags(changed, done, began, self._joined)
+            for dependent in dependents:
+                dependent.refresh(around)
+
+        return follow
+
+    def _begins(self, cells: Ints) -> Flags:
+        """Return which stored steps begin an episode by a flag."""
+        known = self._storage.cells
+        assert known is not None
+        place = known.places.get(self._init)
+        if place is None:
+            return np.zeros(len(cells), np.bool_)
+        leaf = known.leaves[place]
+        return self._writer.init_flags(leaf.index_select(0, torch.from_numpy(cells).to(leaf.device)), 1)[0]
+
+    def _joined(self, cells: Ints) -> tuple[Flags, Flags]:
+        """Return which of some successive steps begin an episode by a flag, and by the id of their trajectory."""
+        changes = np.zeros(len(cells), np.bool_)
+        if self._storage.cells is not None and TRAJ_IDS in self._storage.cells.places:
+            ids = stored_ids(self._storage, cells)
+            changes[1:] = ids[1:] != ids[:-1]
+        return self._begins(cells), changes
+
+
+def exclude_rewritten(rings: Rings, storage: RingStorage, changes: Mapping[Path, Tensor], cells: Tensor) -> None:
+    """Never compare entries again whose successor of a newest step is replaced by another value."""
+    paths = [path for path in changes if path[0] == NEXT and path[1:] in rings.successors.matched]
+    if not paths or storage.cells is None:
+        return
+    positions, _ = rings.arrays
+    changed = cells.cpu().numpy()
+    newest = (positions - 1) % rings.length * rings.num_envs + rings.ids
+    rows = np.flatnonzero(np.isin(changed, newest))
+    for path in paths if rows.size else ():
+        leaf, chosen = storage.cells.leaves[storage.cells.places[path]], torch.from_numpy(rows)
+        values = changes[path].index_select(0, chosen.to(changes[path].device))
+        if not equal_rows(leaf.index_select(0, torch.from_numpy(changed[rows]).to(leaf.device)), values).all():
+            rings.successors.exclude(path[1:])

@@ -1,0 +1,170 @@
+"""Trajectories that were cut without a flag, found by comparing rows with the successors of the steps before them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchrl_lightning.entries import Path, Tree, leaves_of
+from torchrl_lightning.keys import COLLECTOR, FLAGS, IS_INIT, NEXT
+from torchrl_lightning.replay.steps import Flags, Ints
+from torchrl_lightning.state import sequence, wrong
+from torchrl_lightning.stated import Kept, Stated
+
+CHUNK = 1 << 24
+"""Bytes that are compared at a time."""
+Read = Callable[[Path], Tensor]
+
+
+def _read_paths(value: Any, name: str, here: Any) -> set[Path]:
+    """Expect a list of keys, each a list of strings."""
+    for key in sequence(value, name):
+        if not isinstance(key, list | tuple) or not key or any(not isinstance(part, str) for part in key):
+            raise wrong(key, f"an entry of {name}", "a list of strings")
+    return {tuple(key) for key in value}
+
+
+def _as_lists(paths: Iterable[Path]) -> list[list[str]]:
+    return [list(path) for path in sorted(paths)]
+
+
+class SuccessorCheck(Stated):
+    """Remember which entries of the rows continue from step to step, and compare these with stored successors.
+
+    The entry ``("next", X)`` of a step is the entry ``X`` of the step after it, unless the episode ends, or the data
+    were changed on their way (normalised, relabelled, folded). So an entry takes part only after it was the same once
+    at a step without an end flag, and never again after it differed inside one write. NaN equals NaN.
+    """
+
+    OWNER = "successor check"
+    STATE = {
+        "matched": Kept(_read_paths, form=_as_lists),
+        "differed": Kept(_read_paths, form=_as_lists),
+    }
+
+    def __init__(self) -> None:
+        self.matched: set[Path] = set()
+        """The entries that take part."""
+        self.differed: set[Path] = set()
+        """Entries that never do."""
+
+    def exclude(self, path: Path) -> None:
+        """Let an entry take part never again."""
+        self.matched.discard(path)
+        self.differed.add(path)
+
+    def find_cuts(
+        self,
+        paths: Iterable[Path],
+        given: Read,
+        stored: Callable[[Path, Ints], Tensor],
+        done: Flags,
+        init: Flags,
+        asked: Flags,
+    ) -> tuple[Flags, Path | None, bool]:
+        """Compare rows that are about to be written with the successors of the steps before them.
+
+        Args:
+            paths: the entries that may be compared; each also exists under ``"next"``.
+            given: returns an entry of the rows, time-major ``[T * M, ...]``.
+            stored: returns the stored successors of an entry, of the last steps of some of the ``M`` environments.
+            done: whether a row ends its episode, ``[T, M]``.
+            init: whether a row begins one, ``[T, M]``; may be empty.
+            asked: environments of which the first row is compared with the step that was stored last, ``[M]``.
+
+        Returns:
+            Whether the first row does not continue the stored trajectory, ``[M]``; an entry that tells so; and whether
+            any entry took part.
+        """
+        steps, width = done.shape
+        cut, reason, took_part = np.zeros(width, np.bool_), None, False
+        continues = ~done[:-1]
+        if init.size:
+            continues &= ~init[1:]
+            asked = asked & ~init[0]
+        rows, env = np.flatnonzero(continues), np.flatnonzero(asked)
+        for path in paths:
+            if path in self.differed or not (rows.size or env.size):
+                continue
+            values = given(path)
+            has_matched = path in self.matched
+            if rows.size:
+                after = given((NEXT, *path))
+                if rows.size == (steps - 1) * width:
+                    equal = equal_rows(after[:-width], values[width:])
+                else:
+                    index = torch.from_numpy(rows).to(values.device)
+                    equal = equal_rows(after.index_select(0, index), values.index_select(0, index + width))
+                if not equal.all():
+                    self.exclude(path)
+                    continue
+                has_matched = True
+            if env.size:
+                first = values.index_select(0, torch.from_numpy(env).to(values.device))
+                equal = equal_rows(stored(path, env), first)
+                if has_matched and not equal.all():
+                    cut[env[~equal]], reason = True, path
+                took_part |= has_matched
+                has_matched |= bool(equal.any())
+            if has_matched:
+                self.matched.add(path)
+        return cut, reason, took_part
+
+
+def comparable(written: Tree | Mapping[str, Any], stored: Tree, flags: Iterable[Path]) -> list[Path]:
+    """Return the entries of rows that can be compared with stored successors.
+
+    Args:
+        written: rows as they are written.
+        stored: rows as they are stored, which may be another form of them.
+        flags: entries that are flags of beginnings and ends.
+    """
+    given, kept = dict(leaves_of(dict(written))), dict(leaves_of(stored))
+    paths = []
+    for path, leaf in given.items():
+        after = kept.get((NEXT, *path))
+        if (
+            after is not None
+            and path[0] not in (NEXT, COLLECTOR)
+            and path[-1] not in (*FLAGS, IS_INIT)
+            and path not in flags
+            and after.shape[1:] == leaf.shape[1:]
+            and after.dtype == leaf.dtype
+            and given[(NEXT, *path)].dtype == after.dtype
+            and given[(NEXT, *path)].shape[1:] == after.shape[1:]
+            and _has_equality(leaf.dtype)
+        ):
+            paths.append(path)
+    return paths
+
+
+def _has_equality(dtype: torch.dtype) -> bool:
+    try:
+        return bool(torch.zeros(1, dtype=dtype).eq(torch.zeros(1, dtype=dtype)).all())
+    except (NotImplementedError, RuntimeError):
+        return False
+
+
+def equal_rows(one: Tensor, other: Tensor) -> Flags:
+    """Return which rows of two tensors of one shape and dtype are equal, ``[n]``, where NaN equals NaN.
+
+    Example:
+        >>> nan = float("nan")
+        >>> equal_rows(torch.tensor([[0.0, nan], [1.0, nan]]), torch.tensor([[0.0, nan], [1.0, 2.0]])).tolist()
+        [True, False]
+    """
+    found = np.ones(len(one), np.bool_)
+    if not one.numel():
+        return found
+    step = max(1, CHUNK // (one[:1].numel() * one.element_size()))
+    for begin in range(0, len(one), step):
+        a, b = one.detach()[begin : begin + step], other.detach()[begin : begin + step]
+        same = a == b
+        if (a.is_floating_point() or a.is_complex()) and not bool(same.all()):
+            same |= (a != a) & (b != b)  # of NaN
+        found[begin : begin + step] = (same.flatten(1).all(1) if same.ndim > 1 else same).cpu().numpy()
+    return found
