@@ -156,3 +156,14 @@ def test_evaluating_a_checkpoint_needs_no_buffer(tmp_path):
     (scores,) = judge.validate(dqn(), data, ckpt_path=tmp_path / "old.ckpt")
     assert scores["eval/length"] > 5
     assert data.frames == 60
+
+
+def test_each_resume_without_a_buffer_collects_the_warm_up_again(tmp_path):
+    frames = []
+    for epochs in (2, 3, 4):
+        data, resume = replay_data(checkpoint_buffer="none"), tmp_path / "last.ckpt"
+        _, run = fit(tmp_path, data, None, resume if frames else None, max_epochs=epochs)
+        run.save_checkpoint(resume)
+        frames.append(data.frames)
+        assert data.updates == 10 * epochs
+    assert frames == [60, 110, 160]

@@ -151,6 +151,35 @@ def test_a_resumed_run_keeps_it_and_one_of_before_had_one(tmp_path: Path, monkey
     assert data._step.number == 1
 
 
+class StoppedWithinStep(DQNModule):
+    """Writes a checkpoint before an update, then fails."""
+
+    checkpoint, at = Path(), -1
+    loops_over_updates = True
+
+    def step_optimizers(self, *, inner: bool = False) -> dict[str, torch.Tensor]:
+        if self.updates == self.at:
+            self.trainer.save_checkpoint(self.checkpoint)
+            raise RuntimeError("stopped")
+        return super().step_optimizers(inner=inner)
+
+
+@pytest.mark.parametrize("at", [2, 13])
+def test_a_run_that_stops_within_a_step_makes_the_rest_of_it_when_it_is_resumed(at: int, tmp_path: Path) -> None:
+    def run(ckpt_path: Path | None = None, at: int = -1) -> torch.Tensor:
+        module = dqn(StoppedWithinStep)
+        module.checkpoint, module.at = tmp_path / "within.ckpt", at
+        data = replay_data(updates_per_step=5, reset_at_each_batch=True, frames_per_batch=8)
+        learner, _ = fit(tmp_path, data, module, ckpt_path)
+        assert (learner.updates, data.updates) == (20, 20)
+        return parameters(learner)
+
+    whole = run()
+    with pytest.raises(RuntimeError, match="stopped"):
+        run(at=at)
+    assert torch.equal(run(tmp_path / "within.ckpt"), whole)
+
+
 @pytest.mark.parametrize("value", ["automatic", 0, 2.5, True])
 def test_what_is_no_number_of_updates_is_refused(value: Any) -> None:
     with pytest.raises(

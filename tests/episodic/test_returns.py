@@ -175,3 +175,17 @@ def test_refusals() -> None:
     for key in (("next", "reward"), ("next", "terminated")):
         with pytest.raises(KeyError, match=key[1]):
             returns.with_default(rows.exclude(key))
+
+
+def test_returns_of_an_ended_episode_are_not_written_into_removed_steps() -> None:
+    buffer = build(2, 8)
+    returns = EpisodicReturn(buffer.storage, gamma=0.5)
+    for end in (False, False, False, True):
+        if end:
+            buffer.writer.drop(1, torch.tensor([1]))
+        rows = transitions([(1.0, end, end, False, 0.0)] * 2)
+        buffer.extend(returns.with_default(rows).view(1, 2), time_dim=0)
+    assert stored(buffer, 0) == [1.875, 1.75, 1.5, 1.0]
+    assert stored(buffer, 1) == [1.75, 1.5, 1.0]
+    (_, cells), *_ = buffer.storage.leaves("discounted_return")
+    assert float(cells[1]) == DEFAULT
