@@ -167,3 +167,13 @@ def test_each_resume_without_a_buffer_collects_the_warm_up_again(tmp_path):
         frames.append(data.frames)
         assert data.updates == 10 * epochs
     assert frames == [60, 110, 160]
+
+
+def test_one_rank_keeps_its_buffer_inside_the_checkpoint(tmp_path):
+    data = ready(tmp_path, checkpoint_buffer="inside")
+    data.buffer.extend(steps())
+    assert not data.save_buffer()
+    (state,) = data.state_dict()["ranks"]
+    assert "buffer" in state
+    assert "snapshot" not in state
+    assert states_in(tmp_path) == []

@@ -10,7 +10,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint, Timer
+from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar, Timer
 
 from kit.replay import dqn, experience, fit, replay_data
 from kit.runs import parameters
@@ -104,6 +104,11 @@ class Seeing(L.Callback):
         pass
 
 
+class SeeingBar(ProgressBar):
+    def on_train_batch_end(self, *_: Any) -> None:
+        pass
+
+
 class Apart(L.Callback):
     def on_train_epoch_end(self, *_: Any) -> None:
         pass
@@ -119,6 +124,7 @@ class Apart(L.Callback):
         ({"limit_train_batches": 4}, "limit_train_batches=4 counts them"),
         ({"callbacks": [lambda: ModelCheckpoint(every_n_train_steps=2)]}, "every_n_train_steps of ModelCheckpoint"),
         ({"callbacks": [Seeing]}, "Seeing has hooks on batches"),
+        ({"callbacks": [SeeingBar]}, "SeeingBar has hooks on batches"),
         ({"module": Stepping}, "Stepping does not declare loops_over_updates"),
         ({"callbacks": [lambda: ModelCheckpoint(every_n_epochs=1), Apart, Timer]}, None),
         ({"module": Looping}, None),
