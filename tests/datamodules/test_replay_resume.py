@@ -177,3 +177,16 @@ def test_one_rank_keeps_its_buffer_inside_the_checkpoint(tmp_path):
     assert "buffer" in state
     assert "snapshot" not in state
     assert states_in(tmp_path) == []
+
+
+def test_one_collector_serves_all_epochs(tmp_path):
+    class Noting(L.Callback):
+        collectors = []
+
+        def on_train_epoch_end(self, trainer, module):
+            self.collectors.append(trainer.datamodule.collector)
+
+    noting = Noting()
+    fit(tmp_path, replay_data(), max_epochs=3, callbacks=[noting])
+    assert len(noting.collectors) == 3
+    assert len({id(collector) for collector in noting.collectors}) == 1

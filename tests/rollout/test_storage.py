@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tensordict import TensorDict
 from torchrl.data import SamplerWithoutReplacement, TensorDictReplayBuffer
 
 from kit.rollouts import holding, make_rollout, torchrl_buffer
@@ -82,3 +83,13 @@ def test_padded_rollouts_are_refused() -> None:
     with pytest.raises(ValueError, match="2 padded steps"):
         buffer.insert_data_slice(data)
     assert buffer.step == 5
+
+
+def test_rows_are_written_one_by_one_and_again() -> None:
+    storage = RolloutStorage(3, num_envs=2)
+    for row, filled in ((0, 1), (1, 2), (0, 2), (2, 3)):
+        number = torch.full((2, 1), float(row))
+        after = {"observation": number, "reward": number, "done": torch.zeros(2, 1, dtype=torch.bool)}
+        storage.set(row, TensorDict({"observation": number, "next": after}, [2]))
+        assert storage.num_steps == filled
+        assert len(storage) == 2 * filled
