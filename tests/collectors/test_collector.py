@@ -192,3 +192,12 @@ def test_weights_are_copied_in_place() -> None:
     collector.update_policy_weights_()
     with pytest.raises(TypeError, match="no weights to update"):
         GymnasiumCollector(vector_env(), first_action, frames_per_batch=4).update_policy_weights_(other)
+
+
+def test_a_trajectory_keeps_its_number_until_its_episode_ends() -> None:
+    collector = GymnasiumCollector("CartPole-v1", num_envs=3, frames_per_batch=3 * 16, seed=0)
+    rollout = torch.cat(collect(collector, 6), 1)
+    numbers, done = rollout["collector", "traj_ids"], rollout["next", "done"].squeeze(-1)
+    assert torch.equal(numbers[:, 1:] != numbers[:, :-1], done[:, :-1])
+    of_each = [set(row.tolist()) for row in numbers]
+    assert sum(map(len, of_each)) == len(set.union(*of_each)) == 3 + int(done[:, :-1].sum())

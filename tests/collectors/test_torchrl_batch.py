@@ -101,3 +101,22 @@ def test_a_batch_is_learned_from_and_evaluated(learner, tmp_path, monkeypatch) -
     played = data.evaluate(module.policy, 6)
     assert (played["episode_return"] == played["episode_length"]).all()
     assert played["episode_length"].max() <= 9
+
+
+class OnlyTerminating(CartPoles):
+    """Says when episodes terminate and end, and not when they are truncated."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        del self.done_spec["truncated"]
+
+    def _step(self, tensordict):
+        return super()._step(tensordict).exclude("truncated")
+
+
+def test_an_end_is_truncated_only_if_it_is_not_terminated() -> None:
+    collector = GymnasiumCollector(stepped_together(OnlyTerminating()), frames_per_batch=2 * T, seed=0)
+    rollout = collector.rollout()
+    assert rollout["next", "done"].any()
+    assert torch.equal(rollout["next", "terminated"], rollout["next", "done"])
+    assert not rollout["next", "truncated"].any()

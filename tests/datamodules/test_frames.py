@@ -14,6 +14,7 @@ from kit.demonstrated_runs import CART_POLES, demonstrated, ppo, shown
 from kit.forks import forked_workers
 from kit.ranks import Report, fit_ranks, reports, run_ranks
 from kit.replay import cells, dqn, fit, replay_data
+from kit.states import check_refused
 from torchrl_lightning import (
     AsynchronousCollector,
     DemonstrationReplay,
@@ -25,6 +26,7 @@ from torchrl_lightning import (
     PPOModule,
     write_demonstration,
 )
+from torchrl_lightning.datamodules.frames import FrameClock
 from torchrl_lightning.learn import MLPNetwork
 
 
@@ -134,3 +136,21 @@ def test_all_ranks_count_alike(tmp_path):
     assert first["replayed"] == second["replayed"] == first["other"] + second["other"]
     assert first["epochs"] == second["epochs"]
     assert np.isclose(first["progress"], first["frames"] / 600)
+
+
+def test_a_state_without_a_count_is_refused():
+    clock = FrameClock(9)
+    clock.add(1, 1, torch.tensor([[[True], [True]]]))
+    for name in ("count", "alone"):
+        state = FrameClock(9).state_dict()
+        del state[name]
+        check_refused(clock, state, f"lacks.*{name}")
+
+
+def test_a_resumed_run_that_only_replays_ends_as_the_whole_one(human, tmp_path):
+    def run(epochs, resume=None):
+        data = rollouts(buffer=demonstrated(human, rho=1.0, phi=0.0), total_frames=200)
+        return fit(tmp_path, data, ppo(), resume, max_epochs=epochs)[1]
+
+    run(2).save_checkpoint(tmp_path / "at.ckpt")
+    assert run(99, tmp_path / "at.ckpt").current_epoch == run(99).current_epoch == 4

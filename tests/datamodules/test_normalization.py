@@ -158,3 +158,40 @@ def two_steps() -> TensorDict:
 def test_a_discrete_observation_is_refused_before_anything_is_trained(tmp_path):
     with pytest.raises(ValueError, match="cannot normalise 'observation', whose values are choices"):
         fit(tmp_path, rollouts(env="Taxi-v4", **NORMALISED), ppo())
+
+
+def noted(normalization, rewards, **settings):
+    """Note rewards of one environment whose episode goes on."""
+    steps = len(rewards)
+    following = {"reward": torch.tensor(rewards).view(1, steps, 1), "done": torch.zeros(1, steps, 1, dtype=torch.bool)}
+    normalization.note(TensorDict({"next": following}, [1, steps]), None, **{"cut": False, "gamma": 0.5, **settings})
+
+
+@pytest.mark.parametrize(("cut", "sums"), [(False, [1.0, 1.5, 1.75, 1.875]), (True, [1.0, 1.5, 1.0, 1.5])])
+def test_rewards_after_a_cut_are_the_first_of_their_episodes(cut, sums):
+    normalization = Normalization(False, True, 10.0)
+    for _ in range(2):
+        noted(normalization, [1.0, 1.0], cut=cut)
+    normalization.advance()
+    reward, expected = normalization.statistics()["reward"], torch.tensor(sums, dtype=torch.float64)
+    assert reward["count"] == 4
+    assert float(reward["mean"]) == pytest.approx(float(expected.mean()))
+    assert float(reward["spread"]) == pytest.approx(float(((expected - expected.mean()) ** 2).sum()))
+
+
+def test_statistics_advance_with_enough_frames_and_a_hundredth_of_those_before(monkeypatch):
+    monkeypatch.setattr("torchrl_lightning.datamodules.normalization._CHUNK", 4)
+    normalization, counts = Normalization(False, True, 10.0), []
+    for frames in (2, 3, 1, 394, 3, 1, 4, 1):
+        noted(normalization, [1.0] * frames)
+        normalization.advance_if_due()
+        counts.append(int(normalization.statistics()["reward"]["count"]))
+    # The first frames count immediately; then 4 are needed, and 5 of more than 400.
+    assert counts == [2, 2, 6, 400, 400, 404, 404, 409]
+
+
+def test_frozen_statistics_do_not_advance():
+    normalization = Normalization(False, True, 10.0, frozen=True)
+    noted(normalization, [1.0] * 8)
+    normalization.advance_if_due()
+    assert normalization.statistics()["reward"]["count"] == 0

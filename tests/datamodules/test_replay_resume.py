@@ -156,3 +156,37 @@ def test_evaluating_a_checkpoint_needs_no_buffer(tmp_path):
     (scores,) = judge.validate(dqn(), data, ckpt_path=tmp_path / "old.ckpt")
     assert scores["eval/length"] > 5
     assert data.frames == 60
+
+
+def test_each_resume_without_a_buffer_collects_the_warm_up_again(tmp_path):
+    frames = []
+    for epochs in (2, 3, 4):
+        data, resume = replay_data(checkpoint_buffer="none"), tmp_path / "last.ckpt"
+        _, run = fit(tmp_path, data, None, resume if frames else None, max_epochs=epochs)
+        run.save_checkpoint(resume)
+        frames.append(data.frames)
+        assert data.updates == 10 * epochs
+    assert frames == [60, 110, 160]
+
+
+def test_one_rank_keeps_its_buffer_inside_the_checkpoint(tmp_path):
+    data = ready(tmp_path, checkpoint_buffer="inside")
+    data.buffer.extend(steps())
+    assert not data.save_buffer()
+    (state,) = data.state_dict()["ranks"]
+    assert "buffer" in state
+    assert "snapshot" not in state
+    assert states_in(tmp_path) == []
+
+
+def test_one_collector_serves_all_epochs(tmp_path):
+    class Noting(L.Callback):
+        collectors = []
+
+        def on_train_epoch_end(self, trainer, module):
+            self.collectors.append(trainer.datamodule.collector)
+
+    noting = Noting()
+    fit(tmp_path, replay_data(), max_epochs=3, callbacks=[noting])
+    assert len(noting.collectors) == 3
+    assert len({id(collector) for collector in noting.collectors}) == 1

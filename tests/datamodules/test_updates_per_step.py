@@ -10,7 +10,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint, Timer
+from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar, Timer
 
 from kit.replay import dqn, experience, fit, replay_data
 from kit.runs import parameters
@@ -104,6 +104,11 @@ class Seeing(L.Callback):
         pass
 
 
+class SeeingBar(ProgressBar):
+    def on_train_batch_end(self, *_: Any) -> None:
+        pass
+
+
 class Apart(L.Callback):
     def on_train_epoch_end(self, *_: Any) -> None:
         pass
@@ -119,6 +124,7 @@ class Apart(L.Callback):
         ({"limit_train_batches": 4}, "limit_train_batches=4 counts them"),
         ({"callbacks": [lambda: ModelCheckpoint(every_n_train_steps=2)]}, "every_n_train_steps of ModelCheckpoint"),
         ({"callbacks": [Seeing]}, "Seeing has hooks on batches"),
+        ({"callbacks": [SeeingBar]}, "SeeingBar has hooks on batches"),
         ({"module": Stepping}, "Stepping does not declare loops_over_updates"),
         ({"callbacks": [lambda: ModelCheckpoint(every_n_epochs=1), Apart, Timer]}, None),
         ({"module": Looping}, None),
@@ -149,6 +155,35 @@ def test_a_resumed_run_keeps_it_and_one_of_before_had_one(tmp_path: Path, monkey
     data = replay_data(updates_per_step="auto")
     data.load_state_dict(state)
     assert data._step.number == 1
+
+
+class StoppedWithinStep(DQNModule):
+    """Writes a checkpoint before an update, then fails."""
+
+    checkpoint, at = Path(), -1
+    loops_over_updates = True
+
+    def step_optimizers(self, *, inner: bool = False) -> dict[str, torch.Tensor]:
+        if self.updates == self.at:
+            self.trainer.save_checkpoint(self.checkpoint)
+            raise RuntimeError("stopped")
+        return super().step_optimizers(inner=inner)
+
+
+@pytest.mark.parametrize("at", [2, 13])
+def test_a_run_that_stops_within_a_step_makes_the_rest_of_it_when_it_is_resumed(at: int, tmp_path: Path) -> None:
+    def run(ckpt_path: Path | None = None, at: int = -1) -> torch.Tensor:
+        module = dqn(StoppedWithinStep)
+        module.checkpoint, module.at = tmp_path / "within.ckpt", at
+        data = replay_data(updates_per_step=5, reset_at_each_batch=True, frames_per_batch=8)
+        learner, _ = fit(tmp_path, data, module, ckpt_path)
+        assert (learner.updates, data.updates) == (20, 20)
+        return parameters(learner)
+
+    whole = run()
+    with pytest.raises(RuntimeError, match="stopped"):
+        run(at=at)
+    assert torch.equal(run(tmp_path / "within.ckpt"), whole)
 
 
 @pytest.mark.parametrize("value", ["automatic", 0, 2.5, True])

@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDict
 from torchrl.data import Binary, Bounded, Categorical, Composite, MultiCategorical, OneHot, Unbounded
 
-from kit.demonstrations import demo
+from kit.demonstrations import demo, episode
 from torchrl_lightning import Demonstration, EnvironmentSpecs
 
 
@@ -125,3 +125,11 @@ def test_another_environment_is_refused_in_a_line(changes: dict[str, Any], messa
     with pytest.raises(ValueError, match=f"^Demonstration 'a.npz'.*{message}") as error:
         Demonstration(steps(), name="a.npz").fits(specs(**changes))
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_value_is_a_number_or_minus_infinity(value: float) -> None:
+    demonstration = episode(7, 99.0)
+    assert demonstration.labelled(value=-math.inf, serial=None).value == -math.inf
+    with pytest.raises(ValueError, match="value must be a finite number"):
+        demonstration.labelled(value=value, serial=None)

@@ -116,3 +116,21 @@ def test_an_environment_with_inserted_copies_can_be_made_by_its_spec() -> None:
     assert env.spec is not None
     again = gymnasium.make(env.spec)
     assert again.reset(seed=0)[0].tolist() == env.reset(seed=0)[0].tolist()
+
+
+@pytest.mark.parametrize("terminated", [False, True])
+def test_the_last_step_of_an_episode_is_a_copy_however_it_ends(terminated: bool) -> None:
+    class Reusing(gymnasium.Env[Any, Any]):
+        memory, t = np.zeros(1), 0
+
+        def step(self, action: Any) -> Any:
+            self.t += 1
+            self.memory[:] = self.t
+            return self.memory, 0.0, terminated and self.t == 2, not terminated and self.t == 2, {}
+
+    env = Reusing()
+    copy_ends(env)
+    assert env.step(0)[0] is env.memory
+    last = env.step(0)[0]
+    env.memory[:] = 9
+    assert last.tolist() == [2]

@@ -29,6 +29,11 @@ NEST = spaces.Dict(seen=BOX, inner=spaces.Dict(choice=CHOICE))
         (CHOICE, 3, {"observation": ()}),
         (NEST, {"seen": np.zeros(3), "inner": {"choice": 1}}, {"seen": (3,), ("inner", "choice"): ()}),
         (spaces.Dict(state=BOX), {"state": np.zeros(3)}, {"observation": (3,)}),
+        (
+            spaces.Dict(state=BOX, observation=BOX),
+            {"state": np.zeros(3), "observation": np.zeros(3)},
+            {"state": (3,), "observation": (3,)},
+        ),
     ],
 )
 def test_one_observation_and_a_batch_are_told_apart(space, one, shapes):

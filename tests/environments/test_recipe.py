@@ -16,7 +16,7 @@ from gymnasium.wrappers import RescaleObservation, TimeAwareObservation
 from kit.images import ImageAlone, Mission
 from torchrl_lightning import EnvironmentRecipe, GoalReward, make_vector_env
 from torchrl_lightning.environments.frame_stack import FrameStack
-from torchrl_lightning.environments.recipe import plain
+from torchrl_lightning.environments.recipe import differences, plain
 
 
 def play(env: Any, steps: int = 3) -> list[Any]:
@@ -184,3 +184,8 @@ def test_what_is_something_else_is_named(given: Any, settings: dict[str, Any], m
 )
 def test_ours_are_saved_by_the_names_that_users_know(part, name):
     assert plain(part) == name
+
+
+def test_a_value_that_one_of_two_recipes_lacks_is_a_difference() -> None:
+    assert list(differences({"a": {"b": 1}}, {"a": None})) == [("a", {"b": 1}, None)]
+    assert list(differences({"a": {"b": 1}}, {})) == [("a", {"b": 1}, None)]

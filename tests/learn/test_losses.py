@@ -203,3 +203,14 @@ def test_the_estimate_of_the_divergence_is_exact_on_average() -> None:
     old, new = (torch.randn(1000, 4, dtype=torch.float64).log_softmax(-1) for _ in range(2))
     mean = (old.exp() * kl_estimate(new - old)).sum(-1)
     torch.testing.assert_close(mean, (old.exp() * (old - new)).sum(-1))
+
+
+def test_value_clipping_takes_the_larger_distance_of_each_row() -> None:
+    # The old values are 0 and the change is at most 0.5: the clipped value is nearer, farther, and the same.
+    value, target = torch.tensor([[2.0], [2.0], [0.25]]), torch.tensor([[0.0], [3.0], [1.0]])
+    loss = critic_loss(value, target, old_value=torch.zeros(3, 1), clip_value=0.5)
+    assert float(loss) == pytest.approx((2.0**2 + 2.5**2 + 0.75**2) / 3)
+    gradient = torch.autograd.grad(
+        critic_loss(value.requires_grad_(), target, "l1", old_value=torch.zeros(3, 1), clip_value=0.5), value
+    )[0]
+    assert gradient.tolist() == pytest.approx([pytest.approx([row]) for row in (1 / 3, 0.0, -1 / 3)])

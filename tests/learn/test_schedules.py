@@ -5,7 +5,7 @@ import torch
 
 from kit.runs import SaveAt, trainer
 from torchrl_lightning import OnPolicyDataModule
-from torchrl_lightning.learn import MLPNetwork, PPOModule
+from torchrl_lightning.learn import CosineSchedule, LinearSchedule, MLPNetwork, PPOModule
 
 ROLLOUT, UPDATES = 32, 4
 
@@ -70,3 +70,9 @@ def test_what_a_module_leaves_out_of_an_epoch_stays_left_out_after_a_resume(tmp_
     with pytest.raises(RuntimeError, match="stopped"):
         run(callbacks=[save])
     assert torch.equal(run(save.path, stops=False), whole)
+
+
+@pytest.mark.parametrize("kind", [LinearSchedule, CosineSchedule])
+def test_a_schedule_stays_at_its_ends(kind):
+    schedule = kind(0.25)
+    assert [schedule(progress) for progress in (-0.5, 0.0, 1.0, 1.5)] == pytest.approx([1.0, 1.0, 0.25, 0.25])

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import importlib
 import os
 import random
 import shutil
@@ -20,14 +21,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
+import traceback
+from collections.abc import Sequence
 from pathlib import Path
-from queue import SimpleQueue
 
 from tests.mutants.listed import PACKAGE, ROOT, Mutant, read_mutants
 
 SECONDS = 240  # after which a mutant counts as killed: it does not end
 KILLED, PASSED = 1, 0  # exit statuses of pytest
+OPTIONS = ("-x", "-q", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning")
+LIBRARIES = (
+    "gymnasium", "hypothesis", "lightning", "numba", "pytest", "tensordict", "torch", "torchrl.collectors",
+    "torchrl.data", "torchrl.envs", "torchrl.modules", "torchrl.objectives",
+)  # fmt: skip
 MUTABLE = (ast.Compare, ast.BinOp, ast.BoolOp, ast.UnaryOp, ast.IfExp, ast.AugAssign, ast.Slice)
 CALLS = {
     "min",
@@ -70,24 +76,36 @@ def main() -> None:
 
 
 def run_mutants(mutants: dict[int, Mutant], folder: Path, jobs: int) -> list[int]:
-    """Try each mutant in one of ``jobs`` copies of the repository; return the numbers of the survivors."""
-    copies: SimpleQueue[Path] = SimpleQueue()
-    for job in range(jobs):
-        copies.put(copy_repository(folder / str(job)))
+    """Try each mutant in one of ``jobs`` copies of the repository; return the numbers of the survivors.
 
-    def is_killed(number: int) -> bool:
-        copy, began = copies.get(), time.monotonic()
-        try:
-            result = run_mutant(copy, mutants[number])
-        finally:
-            copies.put(copy)
-        seconds, mutant = time.monotonic() - began, mutants[number]
-        print(f"{number:4d} {seconds:6.1f} s  {result:10s} {mutant.file}: {mutant.replacement.strip()}", flush=True)
-        return result != "survived"
+    Each mutant is tried in a fork of this process, which has imported the libraries: importing takes longer than tests.
+    """
+    preload_libraries()
+    free = [copy_repository(folder / str(job)) for job in range(jobs)]
+    waiting, running, survivors = list(mutants), list[Trial](), list[int]()
+    while waiting or running:
+        while waiting and free:
+            number = waiting.pop(0)
+            running.append(Trial(number, mutants[number], free.pop()))
+        time.sleep(0.05)
+        for trial in [trial for trial in running if trial.is_over()]:
+            running.remove(trial)
+            result = trial.finish()
+            free.append(trial.copy)
+            mutant, seconds = trial.mutant, time.monotonic() - trial.began
+            line = " ".join(mutant.replacement.split()) or "(removed)"
+            print(f"{trial.number:4d} {seconds:6.1f} s  {result:10s} {mutant.file}: {line}", flush=True)
+            if result in ("survived", "not tested"):
+                survivors.append(trial.number)
+    return sorted(survivors)
 
-    with ThreadPoolExecutor(jobs) as pool:
-        killed = dict(zip(mutants, pool.map(is_killed, mutants), strict=True))
-    return [number for number, is_dead in killed.items() if not is_dead]
+
+def preload_libraries() -> None:
+    """Import the libraries, but neither the package nor its tests."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    for name in LIBRARIES:
+        importlib.import_module(name)
+    importlib.import_module("torch").set_num_threads(1)
 
 
 def copy_repository(folder: Path) -> Path:
@@ -103,38 +121,78 @@ def copy_repository(folder: Path) -> Path:
     return folder
 
 
-def run_mutant(copy: Path, mutant: Mutant) -> str:
-    """Run the tests of a mutant in a copy of the repository, which is the same afterwards."""
-    file = copy / mutant.file
-    source, times = file.read_text(), file.stat()
-    # Numba does not see that a function which it compiled into another one has changed.
-    cache = tempfile.TemporaryDirectory(dir=copy) if "kernels" in file.parts else None
-    file.write_text(mutant.apply_to(source))
-    path = os.pathsep.join([str(copy / "plugin"), str(copy)])
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-    environment["NUMBA_CACHE_DIR"] = cache.name if cache else str(copy / ".numba")
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *mutant.tests]
-    try:
-        process = subprocess.Popen(
-            command, cwd=copy, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            start_new_session=True,
-        )  # fmt: skip
-        try:
-            output, _ = process.communicate(timeout=SECONDS)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
+class Trial:
+    """The tests of a mutant in a process of their own, in a copy of the repository, which is the same afterwards.
+
+    Args:
+        number: The mutant's number.
+        mutant: The mutant.
+        copy: The folder of the copy.
+    """
+
+    def __init__(self, number: int, mutant: Mutant, copy: Path) -> None:
+        self.number, self.mutant, self.copy, self.began = number, mutant, copy, time.monotonic()
+        self._file = copy / mutant.file
+        self._source, self._times = self._file.read_text(), self._file.stat()
+        # Numba does not see that a function which it compiled into another one has changed.
+        self._cache = tempfile.TemporaryDirectory(dir=copy) if "kernels" in self._file.parts else None
+        self._output, self._status = copy / "output.txt", 0
+        self._file.write_text(mutant.apply_to(self._source))
+        sys.stdout.flush()
+        self._process = os.fork()
+        if not self._process:
+            run_tests(copy, mutant.tests, self._output, self._cache.name if self._cache else str(copy / ".numba"))
+
+    def is_over(self) -> bool:
+        """Return whether the tests have ended; end them after ``SECONDS``."""
+        if time.monotonic() - self.began > SECONDS:
+            os.killpg(self._process, signal.SIGKILL)
+            self._status = os.waitpid(self._process, 0)[1]
+            return True
+        process, self._status = os.waitpid(self._process, os.WNOHANG)
+        return bool(process)
+
+    def finish(self) -> str:
+        """Restore the copy and return whether the mutant was killed."""
+        self._file.write_text(self._source)
+        os.utime(self._file, (self._times.st_atime, self._times.st_mtime))
+        if self._cache is not None:
+            self._cache.cleanup()
+        code, output = os.waitstatus_to_exitcode(self._status), self._output.read_text()
+        if code == PASSED:
+            return "survived"
+        if code == -signal.SIGKILL:
             return "timed out"
+        if code == KILLED or code < 0 or " error" in output.strip().rpartition("\n")[2]:
+            return "killed"
+        print(output[-2000:])
+        return "not tested"
+
+
+def run_tests(copy: Path, tests: Sequence[str], output: Path, cache: str) -> None:
+    """Run tests of a copy in this process, and end it."""
+    code = 3
+    try:
+        os.setsid()
+        with output.open("w") as file:
+            for stream in (1, 2):
+                os.dup2(file.fileno(), stream)
+        os.chdir(copy)
+        paths = [str(copy / "plugin"), str(copy)]
+        os.environ |= {"PYTHONPATH": os.pathsep.join(paths), "PYTHONDONTWRITEBYTECODE": "1", "NUMBA_CACHE_DIR": cache}
+        sys.dont_write_bytecode = True
+        here = {ROOT, ROOT / "plugin", ROOT / "tests"}
+        sys.path[:] = [*paths, *(path for path in sys.path if path and Path(path) not in here)]
+        for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
+            del sys.modules[name]
+        importlib.import_module("numba").config.CACHE_DIR = cache
+        code = int(importlib.import_module("pytest").main([*OPTIONS, *tests]))
+    except BaseException:
+        traceback.print_exc()
     finally:
-        file.write_text(source)
-        os.utime(file, (times.st_atime, times.st_mtime))
-        if cache is not None:
-            cache.cleanup()
-    if process.returncode == PASSED:
-        return "survived"
-    if process.returncode == KILLED or "error" in output.rpartition("\n=")[2] or process.returncode < 0:
-        return "killed"
-    raise RuntimeError(f"The tests of {mutant} did not run:\n{output[-2000:]}")
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def draw_places(count: int, seed: int) -> list[str]:

@@ -13,7 +13,7 @@ from torchrl.data import TensorDictMaxValueWriter, TensorDictReplayBuffer
 
 from kit.rings import ring
 from kit.rows import numbered
-from torchrl_lightning.replay import RingStorage
+from torchrl_lightning.replay import ExperienceBuffer, RingStorage, RingWriter
 
 CAPACITY = 8
 
@@ -122,3 +122,14 @@ def test_torchrls_ranking_writer_keeps_the_best(by_one: bool) -> None:
         ours.add(numbered(1, start)[0])
     assert sorted(shown(ours)) == ([7, 20, 30] if by_one else [5, 20, 30])
     assert ours.sample().batch_size == torch.Size([2])
+
+
+def test_one_ring_without_room_refuses_a_row_of_all_and_is_named() -> None:
+    ours = ExperienceBuffer(storage=RingStorage(4), writer=RingWriter(num_envs=2, overwrite=False))
+    ours.extend(numbered(2))
+    ours.extend(numbered(1, 2), env_ids=torch.tensor([1]))
+    with pytest.raises(ValueError, match=r"environments \[1\] have no room for 1 more"):
+        ours.extend(numbered(2, 3))
+    assert len(ours) == 3
+    ours.extend(numbered(1, 5), env_ids=torch.tensor([0]))
+    assert len(ours) == 4

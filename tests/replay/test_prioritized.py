@@ -381,3 +381,13 @@ def test_table_equals_a_dictionary(backend: Any, history: tuple[int, list[tuple[
         assert torch.equal(stamps, table.generations[cells])
         leaves = table.tree.leaves[cells]
         torch.testing.assert_close(weights, ((leaves / leaves.min()) ** -0.5).float())
+
+
+@pytest.mark.parametrize("cell", [-2, 20])
+def test_a_cell_beyond_the_last_is_refused_before_anything_changes(cell: int) -> None:
+    sampler = make()
+    sampler.mark_update(torch.arange(20))
+    before = sampler.state_dict()
+    with pytest.raises(IndexError, match=f"index {cell} is out of range"):
+        sampler.update_priority(torch.tensor([3, cell]), torch.tensor([5.0, 9.0]))
+    assert not differences(sampler.state_dict(), before)

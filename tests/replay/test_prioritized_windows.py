@@ -288,3 +288,30 @@ def test_storages_of_torchrl() -> None:
     begin = index[:, :1]
     assert set(begin.reshape(-1).tolist()) == {0, 1, 2, 3}
     assert torch.equal(index, begin + 2 * torch.arange(3))
+
+
+def test_weights_without_a_norm_count_the_windows_and_not_the_steps() -> None:
+    buffer = make(2, 6, batch_length=3, weight_norm=None)
+    write(buffer, steps=6)
+    give(buffer, 0, 2, 9.0)
+    batch = buffer.sample(32)
+    # 8 of 12 steps begin a window; seven of them have a priority of 1.
+    heavy = (batch["env"] == 0) & (batch["position"][:, :1] == 2)
+    assert heavy.any()
+    probability = torch.where(heavy, 9 / 16, 1 / 16)
+    torch.testing.assert_close(batch["priority_weight"], (8 * probability) ** -0.5)
+
+
+def test_weights_of_the_buffer_leave_out_steps_that_no_longer_begin_a_window() -> None:
+    buffer = make(1, 8, batch_length=1, weight_norm="buffer", beta=1.0)
+    write(buffer, steps=8)
+    for position, priority in enumerate([4.0, 4.0, 2.0, 4.0, 4.0, 4.0, 4.0, 1.0]):
+        give(buffer, 0, position, priority)
+    weights = {}
+    for steps in (1, 3, 1):  # the least priority is that of step 7, then that of step 2
+        index, info = buffer.sampler.sample(buffer.storage, 64, steps)
+        first, weight = index[:, 0].tolist(), info["priority_weight"][:, 0].tolist()
+        weights[steps] = dict(zip(first, weight, strict=True))
+        assert max(weights[steps].values()) == pytest.approx(1.0)
+    assert weights[1][7] == pytest.approx(1.0)
+    assert weights[3][0] == pytest.approx(0.5)

@@ -214,3 +214,17 @@ def test_unknown_ends() -> None:
         buffer.sample()
     buffer = make_buffer(1, 10, batch_length=2, episode_ends="across", data=episodes([6]).exclude(("next", "done")))
     assert buffer.sample().shape == (8, 2)
+
+
+@pytest.mark.parametrize("episode_ends", ENDS)
+def test_states_of_windows_are_those_of_their_first_steps_and_zero_where_an_episode_begins(episode_ends: str) -> None:
+    states = torch.arange(1.0, 61.0).view(10, 2, 3)
+    begins = torch.arange(10).view(10, 1) % 6 == 0
+    data = episodes([6, 4], recurrent_state=states, is_init=begins)
+    buffer = make_buffer(1, 20, batch_length=3, episode_ends=episode_ends, data=data)
+    batch = buffer.sample(50)
+    first = batch["step"][:, 0]
+    expected = states[first].masked_fill(begins[first].unsqueeze(-1), 0.0)
+    assert begins[first].any()
+    assert (~begins[first]).any()
+    assert torch.equal(batch["recurrent_state"][:, 0], expected)

@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+from tensordict import TensorDict
 from torchrl.data import SamplerWithoutReplacement, TensorDictReplayBuffer
 
 from kit.rollouts import holding, make_rollout, torchrl_buffer
@@ -96,3 +97,13 @@ def test_a_copy_is_a_view_of_its_own_cells_and_keeps_added_entries(change) -> No
     storage.rollout["next", "reward"].fill_(7.0)
     assert (storage.data["next", "reward"][:5] == 7.0).all()
     assert (buffer.rollout["next", "reward"] != 7.0).all()
+
+
+def test_rows_are_written_one_by_one_and_again() -> None:
+    storage = RolloutStorage(3, num_envs=2)
+    for row, filled in ((0, 1), (1, 2), (0, 2), (2, 3)):
+        number = torch.full((2, 1), float(row))
+        after = {"observation": number, "reward": number, "done": torch.zeros(2, 1, dtype=torch.bool)}
+        storage.set(row, TensorDict({"observation": number, "next": after}, [2]))
+        assert storage.num_steps == filled
+        assert len(storage) == 2 * filled
