@@ -246,6 +246,9 @@ class ExperienceDataModule(Settings, LoadersDataModule):
         yield "env"
         require_stream(learner, self)
         _ = self.specs  # builds the environment
+        yield "freeze_statistics"
+        normalizes = self.normalize_observation or self.normalize_reward
+        self.require_effect("freeze_statistics", normalizes, "normalize_observation or normalize_reward")
         yield "frames_per_batch"
         self._environments.check_room(self.frames_per_batch)
         yield "buffer"
