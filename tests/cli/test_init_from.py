@@ -133,7 +133,7 @@ MISTAKES = {
         [*NORMALISED, "data.normalize_epsilon=1e-4"],
         "has epsilon=1e-08, this normaliser has epsilon=0.0001",
     ),
-    "nothing to be kept": (["freeze_statistics=true"], "freeze_statistics must be left at its default"),
+    "nothing to be kept": (["freeze_statistics=true"], "this run normalises nothing; leave it out"),
     "no word": ([*NORMALISED, "freeze_statistics=maybe"], "freeze_statistics=maybe: expected true or false"),
     "no start": ([*NORMALISED, "init_from=null", "freeze_statistics=true"], "say with which: init_from=RUN"),
     "nowhere": (["init_from=nowhere"], "init_from=nowhere: it is neither the folder of a run, nor a checkpoint, nor"),

@@ -109,8 +109,14 @@ def check_normalization(data: Settings, observation: bool | Sequence[Any], rewar
     """Validate that something is normalised if settings say how; raise ValueError that names the first setting."""
     if not isinstance(observation, bool) and not len(observation):
         raise ValueError("normalize_observation must name entries or be True or False, got []. Leave it out.")
-    for name in ("normalize_clip", "normalize_epsilon", "freeze_statistics"):
+    for name in ("normalize_clip", "normalize_epsilon"):
         data.require_effect(name, observation or reward, "normalize_observation or normalize_reward")
+
+
+def check_frozen(data: Any) -> None:
+    """Validate that a run with frozen statistics normalises something; raise ValueError if not."""
+    normalizes = data.normalize_observation or data.normalize_reward
+    data.require_effect("freeze_statistics", normalizes, "normalize_observation or normalize_reward")
 
 
 def check_frames(frames_per_batch: int, num_envs: int, reset_at_each_batch: bool) -> None:

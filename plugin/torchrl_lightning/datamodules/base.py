@@ -23,6 +23,7 @@ from torchrl_lightning.datamodules.arguments import (
     check_builds,
     check_fingerprint,
     check_frames,
+    check_frozen,
     check_normalization,
     environment_name,
     run_fingerprint,
@@ -168,8 +169,6 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
         self._feed = Feed(self._episodes, self._normalization)
         self._metrics: dict[str, float] = {}
 
-    # ------------------------------------------------------------------ what the LightningModule reads
-
     @property
     def specs(self) -> EnvironmentSpecs:
         """Observation (normalised, if asked for) and action specs of one environment, and how many there are."""
@@ -252,6 +251,8 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
         _ = self.specs  # builds the environment
         yield "collector"
         self._environments.check_clipping()
+        yield "freeze_statistics"
+        check_frozen(self)
         yield "frames_per_batch"
         self._environments.check_room(self.frames_per_batch)
         yield "buffer"
@@ -384,8 +385,6 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
             # The environments start anew, so that their unfinished episodes are lost.
             self._episodes.forget_unfinished()
             self._normalization.forget_unfinished()
-
-    # ------------------------------------------------------------------ for the streams below
 
     def _spawn_seed(self, purpose: str, *numbers: int) -> int:
         """Derive the seed of one part of this rank's run."""
