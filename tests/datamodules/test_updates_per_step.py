@@ -124,7 +124,7 @@ class Apart(L.Callback):
         ({"limit_train_batches": 4}, "limit_train_batches=4 counts them"),
         ({"callbacks": [lambda: ModelCheckpoint(every_n_train_steps=2)]}, "every_n_train_steps of ModelCheckpoint"),
         ({"callbacks": [Seeing]}, "Seeing has hooks on batches"),
-        ({"callbacks": [SeeingBar]}, "SeeingBar has hooks on batches"),
+        ({"callbacks": [SeeingBar], "enable_progress_bar": True}, "SeeingBar has hooks on batches"),
         ({"module": Stepping}, "Stepping does not declare loops_over_updates"),
         ({"callbacks": [lambda: ModelCheckpoint(every_n_epochs=1), Apart, Timer]}, None),
         ({"module": Looping}, None),
