@@ -6,12 +6,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
 from kit.rings import ring
 from kit.rows import numbered
-from torchrl_lightning.replay import ExperienceBuffer, RingWriter
+from torchrl_lightning.replay import RingWriter
 
 
 @st.composite
@@ -87,10 +86,8 @@ def test_uneven_rings_need_our_storage() -> None:
 
 @pytest.mark.parametrize("rows", [3, 8, 11])
 def test_a_storage_of_torchrl_keeps_the_newest_of_many_rows(rows: int) -> None:
-    buffer = ExperienceBuffer(storage=LazyTensorStorage(8), writer=RingWriter(num_envs=2))
-    for start in (0, 4):
-        buffer.extend(numbered(4, start))
-    number = torch.arange(100, 100 + 2 * rows)
-    buffer.extend(TensorDict({"number": number, "a": number.float()}, [2 * rows]).view(rows, 2), time_dim=0)
-    kept = [0, 1, 2, 3, 4, 5, 6, 7, *number.tolist()][-8:]
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(4), writer=RingWriter())
+    buffer.extend(numbered(4))
+    buffer.extend(numbered(rows, 100))
+    kept = [*range(4), *range(100, 100 + rows)][-4:]
     assert sorted(buffer[:]["number"].tolist()) == kept
