@@ -170,7 +170,7 @@ def test_each_resume_without_a_buffer_collects_the_warm_up_again(tmp_path):
 
 
 def test_one_rank_keeps_its_buffer_inside_the_checkpoint(tmp_path):
-    data = ready(tmp_path, checkpoint_buffer="inside")
+    data = ready(None, checkpoint_buffer="inside")
     data.buffer.extend(steps())
     assert not data.save_buffer()
     (state,) = data.state_dict()["ranks"]
