@@ -259,8 +259,12 @@ def test_a_fit_goes_on_where_its_replay_service_is_killed(tmp_path: Path) -> Non
             if len(told) == 1:
                 os.kill(ray.get(actor.__ray_call__.remote(lambda service: os.getpid())), signal.SIGKILL)
             else:
-                rows = ray.get(actor.__ray_call__.remote(lambda service: len(service._buffer)))
-                assert rows >= data.frames  # what is under way is there already
+                for _ in range(300):  # rows may still be under way to a service that was restarted
+                    rows = ray.get(actor.__ray_call__.remote(lambda service: len(service._buffer)))
+                    if rows >= data.frames:
+                        break
+                    time.sleep(0.1)
+                assert rows >= data.frames
 
     source = partial(ReplayService, folder=tmp_path / "service", unacknowledged=2, batches_per_call=2)
     data = replay_data(source=source, num_envs=4, collector=partial(RayCollector, num_collectors=1))
