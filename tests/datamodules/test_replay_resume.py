@@ -190,3 +190,12 @@ def test_one_collector_serves_all_epochs(tmp_path):
     fit(tmp_path, replay_data(), max_epochs=3, callbacks=[noting])
     assert len(noting.collectors) == 3
     assert len({id(collector) for collector in noting.collectors}) == 1
+
+
+@pytest.mark.parametrize(("ratio", "other"), [(1e-7, 2e-7), (0.1234567, 0.12345671)])
+def test_a_state_of_another_ratio_of_frames_is_refused_however_close(ratio, other):
+    first, second = (ready(None, checkpoint_buffer="inside", frames_per_update=each) for each in (ratio, other))
+    state = first.state_dict()
+    first.check_state(state)
+    with pytest.raises(ValueError, match="frames_per_update"):
+        second.check_state(state)

@@ -8,7 +8,6 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
-from fractions import Fraction
 from functools import cached_property, partial
 from inspect import signature
 from pathlib import Path
@@ -46,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 
 def _no_keys(batch: TensorDictBase) -> Sequence[NestedKey]:
-    """Return the keys that a learner rewrites that rewrites none."""
+    """Return no keys, for a learner that rewrites none."""
     return ()
 
 
@@ -265,8 +264,6 @@ class ReplayDataModule(UpdatesDataModule):
         rollouts = max(1, -(-self.warmup_frames // self.frames_per_batch))
         return rollouts * self.frames_per_batch // self.envs_of_rank
 
-    # ------------------------------------------------------------------ the stream
-
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Keep the batch that the module learns from: its loss writes the new priorities into it."""
         if self._is_drawn:
@@ -434,7 +431,7 @@ class ReplayDataModule(UpdatesDataModule):
             "capacity": int(buffer.storage.max_size),
             "n_steps": buffer.n_steps,
             "gamma": buffer.gamma if buffer.n_steps > 1 else 0.99,  # nothing that is read depends on it
-            "frames_per_update": str(Fraction(self.frames_per_update).limit_denominator(1_000_000)),
+            "frames_per_update": str(self._ratio),
             "warmup_frames": self.warmup_frames,
         }
 
