@@ -145,6 +145,36 @@ class Marking(DQNModule):
         self.__dict__.setdefault("served", []).append(batch)
 
 
+class Critics(DQNModule):
+    """Writes the errors of two critics, or the larger of both."""
+
+    several = True
+
+    def training_step(self, batch, batch_idx):
+        super().training_step(batch, batch_idx)
+        error = batch["td_error"]
+        batch["td_error"] = torch.stack([error, error / 2], -1) if self.several else error
+
+
+class OneCritic(Critics):
+    """Writes the larger one."""
+
+    several = False
+
+
+def test_the_errors_of_two_critics_become_one_priority(tmp_path):
+    def buffer(num_envs):
+        return ExperienceBuffer(storage=RingStorage(SIZE), sampler=prioritized(), num_envs=num_envs)
+
+    tables = []
+    for kind in (Critics, OneCritic):
+        data = replay_data(buffer, warmup_frames=100, frames_per_update=0.01)
+        fit(tmp_path, data, dqn(kind))
+        tables.append(data.buffer.sampler.table.priorities)
+    assert torch.equal(*tables)
+    assert len(tables[0].unique()) > 10
+
+
 def test_priorities_are_taken_back_also_those_of_an_epochs_last_batch(tmp_path):
     def buffer(num_envs):
         return Telling(storage=RingStorage(SIZE), sampler=prioritized(), num_envs=num_envs)

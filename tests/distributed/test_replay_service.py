@@ -123,6 +123,23 @@ def test_priorities_go_back_with_their_stamps(ray: FakeRay, tmp_path: Path) -> N
     assert give(5.0, service.draw(16)) == [5.0]
 
 
+@pytest.mark.parametrize("sampler", ["prioritized", "prioritized windows"])
+def test_errors_of_several_critics_go_back_reduced(sampler: str, ray: FakeRay) -> None:
+    service = ReplayService(buffer(sampler), name="it", batches_per_call=1, calls_in_flight=1)
+    for number in range(3):
+        service.extend(rollout(number))
+    batch = service.draw(8)
+    batch["td_error"] = torch.rand(*batch.shape, 2)
+    service.update_tensordict_priority(batch)
+    service.draw(8)
+    service.draw(8)
+    table = shard(ray).instance._buffer.sampler.table
+    first = batch["index"].reshape(8, -1)[:, 0]
+    largest = batch["td_error"].flatten(1).amax(1)
+    last = dict(zip(first.tolist(), largest.tolist(), strict=True))
+    assert {cell: float(table.priorities[cell]) for cell in last} == pytest.approx(last)
+
+
 def test_rewritten_entries_go_back(ray: FakeRay) -> None:
     service = ReplayService(buffer(), name="it", batches_per_call=1, calls_in_flight=1)
     service.extend(rollout(0))

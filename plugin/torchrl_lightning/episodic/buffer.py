@@ -466,7 +466,7 @@ class EpisodicReplayBuffer(ExperienceBuffer):
         Args:
             env_ids: environments, ``[B]``.
             positions: their steps, ``[B]``, from a :class:`BatchInfo`.
-            priorities: ``[B]``.
+            priorities: ``[B]``, or ``[B, ...]`` for the sampler's ``reduction``.
 
         Raises:
             IndexError: a step was not written yet, or there is no such environment.
@@ -479,9 +479,9 @@ class EpisodicReplayBuffer(ExperienceBuffer):
             raise ValueError("This buffer draws without priorities; build it with prioritized_sampling=True.")
         env, position = integers(env_ids, "env_ids").cpu(), integers(positions, "positions").cpu()
         priority = torch.as_tensor(priorities)
-        if not env.shape == position.shape == priority.shape or env.ndim != 1:
+        if not env.shape == position.shape == priority.shape[:1] or env.ndim != 1:
             shapes = [list(each.shape) for each in (env, position, priority)]
-            raise ValueError(f"env_ids, positions and priorities must be [B] each, got {shapes}.")
+            raise ValueError(f"env_ids and positions must be [B] each, and priorities [B, ...], got {shapes}.")
         with self.locked():
             writer, begin = self.writer, np.zeros(self.num_environments, np.int64)
             check_steps(env.numpy(), position.numpy(), begin, writer.positions.numpy())

@@ -12,6 +12,7 @@ import torch
 from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
+from torchrl.data.replay_buffers.samplers import PrioritizedSampler as TorchRLPrioritizedSampler
 from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.data.replay_buffers.storages import Storage
 from torchrl.data.replay_buffers.writers import Writer
@@ -27,6 +28,7 @@ from torchrl_lightning.replay.checks import Samplers, device_and_state, pack_bat
 from torchrl_lightning.replay.episode_transform import EpisodeTransform, bind, transforms_in
 from torchrl_lightning.replay.layout import check_parts, ring_writer, small_storage, time_major, written_back
 from torchrl_lightning.replay.n_step import NStepReturns
+from torchrl_lightning.replay.priorities import reduce_priorities
 from torchrl_lightning.replay.prioritized import hold_priorities, prioritized_in, takes_priorities
 from torchrl_lightning.replay.rings import Rings
 from torchrl_lightning.replay.sharing import ShareableBuffer
@@ -469,8 +471,8 @@ class ExperienceBuffer(Stated, ShareableBuffer):
         """Take the priorities that a loss wrote into a sampled batch (entry ``priority_key``).
 
         Does nothing if the sampler knows no priorities. With our sampler, cells that were overwritten since the batch
-        was drawn (its ``write_generation``) keep the priority of what they hold now, and a window gets one priority of
-        those of its steps (see ``reduction``).
+        was drawn (its ``write_generation``) keep the priority of what they hold now. The sampler's ``reduction`` makes
+        one priority of several: of errors ``[B, C]`` of several critics, and of the steps of a window.
 
         Raises:
             KeyError: the batch has no priorities or no ``index``.
@@ -484,12 +486,11 @@ class ExperienceBuffer(Stated, ShareableBuffer):
         if priority is None or index is None:
             missing = self.priority_key if priority is None else "index"
             raise KeyError(f"The batch has no entry {missing!r}; it has {sorted(map(str, data.keys()))}.")
-        prioritized = prioritized_in(sampler)
-        if (prioritized is None or not prioritized.knows_windows) and (index.ndim != 1 or priority.ndim != 1):
-            if priority.ndim > index.ndim:
-                priority = priority.reshape(index.shape)
-            index, priority = index.reshape(-1), priority.reshape(-1)
-        if prioritized is not None:
+        if prioritized_in(sampler) is not None:
             self.give_priority(index, priority, generation=entries.get("write_generation"))
-        else:
-            self.give_priority(index, priority.detach())
+            return
+        priority = priority.detach()
+        has_more = priority.ndim > index.ndim and priority.shape[: index.ndim] == index.shape
+        if has_more and isinstance(sampler, TorchRLPrioritizedSampler):
+            priority = reduce_priorities(priority, index.numel(), sampler.reduction)
+        self.give_priority(index.reshape(-1), priority.reshape(-1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,18 @@ from torchrl_lightning.replay.starts import EVERYWHERE, Starts
 from torchrl_lightning.replay.steps import Ints
 
 ABSENT = -1.0  # the priority of a cell that holds nothing
+REDUCTIONS: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "max": torch.amax,
+    "min": torch.amin,
+    "mean": torch.mean,
+    "median": lambda x, dim: x.median(dim).values,
+}
+
+
+def reduce_priorities(priority: Tensor, count: int, reduction: str) -> Tensor:
+    """Return one priority for each of ``count`` rows, ``[count]``, from priorities with further dimensions."""
+    value = priority if priority.is_floating_point() else priority.to(torch.float64)
+    return REDUCTIONS[reduction](value.reshape(count, -1), 1)
 
 
 class Priorities:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 __all__ = ["PrioritizedSampler"]
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Mapping
 from functools import cached_property, partial
 from typing import Any
 
@@ -22,7 +23,7 @@ from torchrl_lightning.entries import nested_key
 from torchrl_lightning.kernels.indices import integers
 from torchrl_lightning.ranges import integer, not_negative, one_of, optional
 from torchrl_lightning.replay.draws import Own
-from torchrl_lightning.replay.priorities import Priorities
+from torchrl_lightning.replay.priorities import REDUCTIONS, Priorities, reduce_priorities
 from torchrl_lightning.replay.rings import Rings, rings_in, stored_cells
 from torchrl_lightning.replay.starts import Starts
 from torchrl_lightning.replay.steps import StepsMissing
@@ -30,12 +31,6 @@ from torchrl_lightning.state import array, number, tensor, whole
 from torchrl_lightning.stated import Drawn, Fixed, Handed, Kept, Stated
 
 WEIGHT_NORMS = ("batch", "buffer", None)
-REDUCTIONS: dict[str, Callable[[Tensor, int], Tensor]] = {
-    "max": torch.amax,
-    "min": torch.amin,
-    "mean": torch.mean,
-    "median": lambda x, dim: x.median(dim).values,
-}
 FLOATS = (torch.float32, torch.float64)
 
 
@@ -330,7 +325,8 @@ class PrioritizedSampler(Stated, SamplerHooks, _PrioritizedSampler):
         Args:
             index: cells, any shape; coordinates ``[B, ndim]`` for a storage of several dimensions; -1 for nothing.
                 With ``batch_length``, windows ``[B, T]``, or the cells ``[B]`` where they begin.
-            priority: one for all, one for each cell or window, or with further dimensions (see ``reduction``).
+            priority: one for all; one for each cell or window; or of the shape of the cells with further dimensions,
+                such as ``[B, C]`` of several critics, which ``reduction`` makes one for each cell or window.
             storage: needed where it has several dimensions.
             generation: the batch's ``write_generation``.
 
@@ -366,11 +362,14 @@ class PrioritizedSampler(Stated, SamplerHooks, _PrioritizedSampler):
         if value.numel() == 1:
             value = value.reshape(1).expand(count)
         elif value.numel() != count:
-            if not count or value.numel() % count or value.shape[0] != count:
+            shape = tuple(getattr(index, "shape", ()))
+            has_shape = bool(shape) and value.shape[: len(shape)] == shape and math.prod(shape) == count
+            if not count or not value.numel() or not (has_shape or value.shape[0] == count):
                 raise ValueError(
-                    f"Got priorities of shape {list(value.shape)} for {count} cells; expected one number, or [{count}]."
+                    f"Got priorities of shape {list(value.shape)} for {count} cells; expected one number, or [{count}] "
+                    "with any further dimensions."
                 )
-            value = REDUCTIONS[self.reduction](value.reshape(count, -1), 1)
+            value = reduce_priorities(value, count, self.reduction)
         return cells, value.to(self.dtype).reshape(-1)
 
     def check_write(self, storage: Storage, rows: int, priority: Tensor | None) -> None:
