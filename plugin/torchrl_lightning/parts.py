@@ -99,6 +99,13 @@ def fresh_generator() -> torch.Generator:
     return torch.Generator().manual_seed(int(torch.randint(2**62, ())))
 
 
+def check_generator(value: Any) -> torch.Generator:
+    """Validate a random generator; raise TypeError if it is something else."""
+    if not isinstance(value, torch.Generator):
+        raise TypeError(f"generator must be a torch.Generator, got {value!r}. Write torch.Generator().manual_seed(0).")
+    return value
+
+
 class OwnGenerator:
     """Give a part a generator: the one that it is handed, else its own, seeded from torch's global one."""
 
@@ -113,7 +120,7 @@ class OwnGenerator:
 
     @generator.setter
     def generator(self, value: torch.Generator) -> None:
-        self._own_rng = value
+        self._own_rng = check_generator(value)
 
     def __getstate__(self) -> dict[str, Any]:
         return dict(self.__dict__)  # TorchRL's samplers refuse to travel, and leave their generator out

@@ -10,9 +10,64 @@ import math
 from collections.abc import Callable, Collection
 from fractions import Fraction
 from operator import index
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 Check = Callable[[Any, str], Any]
+
+
+class Checked:
+    """Attribute of which every new value is validated first; a refused value changes nothing.
+
+    Reading it costs no call, because the value is kept in the instance's ``__dict__`` under the same name.
+
+    Args:
+        check: returns the value to keep, by the value and the name; or the name of the method that does.
+        name: name of the setting in messages; the attribute's own by default.
+
+    Example:
+        >>> class Loss:
+        ...     gamma = Checked(fraction)
+        >>> loss = Loss()
+        >>> loss.gamma = 0.9
+        >>> loss.gamma = 2.0
+        Traceback (most recent call last):
+            ...
+        ValueError: gamma must be between 0 and 1, got 2.0.
+        >>> loss.gamma
+        0.9
+    """
+
+    def __init__(self, check: Check | str, name: str = "") -> None:
+        self._check, self._shown, self._name = check, name, ""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name, self._shown = name, self._shown or name
+
+    def add_to(self, owner: type, name: str) -> None:
+        """Make this the attribute of a class that exists already."""
+        self.__set_name__(owner, name)
+        setattr(owner, name, self)
+
+    @staticmethod
+    def remove_from(owner: type, name: str) -> None:
+        """Leave an attribute of a class, of whatever base, unchecked."""
+        for base in owner.__mro__:
+            if isinstance(vars(base).get(name), Checked):
+                delattr(base, name)
+
+    def __delete__(self, instance: Any) -> None:
+        try:
+            del vars(instance)[self._name]
+        except KeyError:
+            raise AttributeError(f"{type(instance).__name__} has no attribute {self._name!r}.") from None
+
+    def __set__(self, instance: Any, value: Any) -> None:
+        check = getattr(instance, self._check) if isinstance(self._check, str) else self._check
+        vars(instance)[self._name] = check(value, self._shown)
+
+    if TYPE_CHECKING:
+
+        def __get__(self, instance: Any, owner: type | None = None) -> Any: ...
 
 
 def integer(value: Any, name: str, least: int = 1) -> int:

@@ -12,8 +12,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal, dataclass_transform
 
+from tensordict.utils import NestedKey
+
 from torchrl_lightning.ranges import (
     Check,
+    Checked,
     boolean,
     finite,
     finite_positive,
@@ -179,10 +182,11 @@ class Settings:
             )
 
 
-def _own_settings(cls: type) -> tuple[dict[str, Setting], set[str]]:
+def _own_settings(cls: type[Settings]) -> tuple[dict[str, Setting], set[str]]:
     """Return the settings that a class declares, and the attributes that are none.
 
-    All are taken off the class, where they would hide attributes of a base.
+    All are taken off the class, where they would hide attributes of a base. Numbers, switches and names stay checked
+    when they are set later.
     """
     found: dict[str, Setting] = {}
     made = set[str]()
@@ -195,9 +199,13 @@ def _own_settings(cls: type) -> tuple[dict[str, Setting], set[str]]:
         if written.init:
             called, kind = written.name or name, _meant(annotation, cls)
             own = {"name": called, "attribute": name, "annotation": annotation, "kind": kind}
-            found[called] = replace(written, **own, check=_check_of(kind))
+            found[called] = replace(written, **own, check=(check := _check_of(kind)))
+            if written.kept and check is not None and _is_plain(kind) and _is_free(cls, name):
+                Checked(check, called).add_to(cls, name)
         else:
             made.add(name)
+            if isinstance(inspect.getattr_static(cls, name, None), Checked):
+                Checked(lambda value, _: value).add_to(cls, name)
     return found, made
 
 
@@ -260,6 +268,20 @@ def _taken(each: Setting) -> Any:
     """Return the type of what a setting may be given, which its default always may."""
     kind = _plain(each.kind)
     return kind | None if each.default is None else kind
+
+
+def _is_plain(kind: Any) -> bool:
+    """Return whether a setting is a number, switch, name, key or None, which ``nn.Module`` stores like any object."""
+    plain = _plain(kind)
+    members = typing.get_args(plain) if _is_union(plain) else (plain,)
+    simple = int, float, bool, str, NestedKey, type(None)
+    return all(member in simple or typing.get_origin(member) in (Literal, tuple) for member in members)
+
+
+def _is_free(cls: type, name: str) -> bool:
+    """Return whether no base has an attribute of this name, such as a property, apart from a checked one."""
+    found = inspect.getattr_static(cls, name, None)
+    return found is None or isinstance(found, Checked)
 
 
 def _plain(kind: Any) -> Any:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torchrl_lightning.demonstrations.storage import DemonstrationStorage
 from torchrl_lightning.demonstrations.trajectory import Demonstration
 from torchrl_lightning.parts import OwnGenerator
-from torchrl_lightning.ranges import fraction, not_negative
+from torchrl_lightning.ranges import Checked, fraction, not_negative
 from torchrl_lightning.state import number
 from torchrl_lightning.stated import Drawn, Kept, Stated
 
@@ -46,7 +46,13 @@ class DemonstrationSampler(Stated, OwnGenerator):
     """
 
     OWNER, VERSION = "demonstration sampler", 1
-    STATE = {"rho": Kept(number(0)), "phi": Kept(number(0)), "alpha": Kept(number(0)), "generator": Drawn()}
+    STATE = {
+        "rho": Kept(number(0), "_rho"),
+        "phi": Kept(number(0), "_phi"),
+        "alpha": Kept(number(0), "_alpha"),
+        "generator": Drawn(),
+    }
+    human_share = Checked(fraction)
 
     def __init__(
         self,
@@ -57,9 +63,36 @@ class DemonstrationSampler(Stated, OwnGenerator):
         *,
         human_share: float = 0.0,
     ) -> None:
-        self.rho, self.phi, self.alpha = _checked(rho, phi, alpha)
-        self.human_share = fraction(human_share, "human_share")
+        self._rho, self._phi, self._alpha = _checked(rho, phi, alpha)
+        self.human_share = human_share
         self._own_rng = generator
+
+    @property
+    def rho(self) -> float:
+        """Probability of a reward demonstration before the first success."""
+        return self._rho
+
+    @rho.setter
+    def rho(self, value: float) -> None:
+        self.set_probabilities(rho=value)
+
+    @property
+    def phi(self) -> float:
+        """Probability of a value demonstration before the first success."""
+        return self._phi
+
+    @phi.setter
+    def phi(self, value: float) -> None:
+        self.set_probabilities(phi=value)
+
+    @property
+    def alpha(self) -> float:
+        """Exponent of values in the probability of value demonstrations."""
+        return self._alpha
+
+    @alpha.setter
+    def alpha(self, value: float) -> None:
+        self.set_probabilities(alpha=value)
 
     def probabilities(self, storage: DemonstrationStorage) -> tuple[float, float]:
         """Return rho and phi as the successes in the storage have left them."""
@@ -72,7 +105,7 @@ class DemonstrationSampler(Stated, OwnGenerator):
             ValueError: One of them or the sum of rho and phi is out of range; nothing was changed.
         """
         given, own = (rho, phi, alpha), (self.rho, self.phi, self.alpha)
-        self.rho, self.phi, self.alpha = _checked(
+        self._rho, self._phi, self._alpha = _checked(
             *(old if new is None else new for new, old in zip(given, own, strict=True))
         )
 

@@ -13,7 +13,7 @@ from torchrl_lightning.demonstrations.sampler import DemonstrationSampler
 from torchrl_lightning.demonstrations.states import lowest_as_none, none_as_lowest
 from torchrl_lightning.demonstrations.storage import DemonstrationStorage
 from torchrl_lightning.demonstrations.trajectory import Demonstration
-from torchrl_lightning.ranges import boolean
+from torchrl_lightning.ranges import Checked, boolean
 from torchrl_lightning.stated import Fixed, Kept, Stated
 from torchrl_lightning.thresholds import reaches
 
@@ -67,6 +67,8 @@ class DemonstrationWriter(Stated):
         "value_capacity": Fixed("annealing.value_capacity"),
     }
 
+    cut_after_reward = Checked(boolean)
+
     def __init__(
         self,
         storage: DemonstrationStorage,
@@ -81,7 +83,7 @@ class DemonstrationWriter(Stated):
         if reward_threshold is not None and not math.isfinite(threshold):
             raise ValueError(f"reward_threshold must be a finite number or None, got {reward_threshold!r}.")
         self.storage, self.threshold, self._sampler = storage, threshold, sampler
-        self.cut_after_reward = boolean(cut_after_reward, "cut_after_reward")
+        self.cut_after_reward = cut_after_reward
         value_capacity = storage.capacity - 1 if value_capacity is None else value_capacity
         self.annealing = DemonstrationAnnealing(value_capacity, annealing)
 

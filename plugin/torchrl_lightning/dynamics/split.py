@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 __all__ = ["HoldoutSplit"]
 
 import numpy as np
@@ -9,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from torchrl_lightning.ranges import integer
+from torchrl_lightning.ranges import Checked, fraction, integer
 from torchrl_lightning.replay import RingWriter
 from torchrl_lightning.replay.rings import Rings
 from torchrl_lightning.replay.steps import steps_between
@@ -58,18 +60,31 @@ class HoldoutSplit(Stated, Nameable):
         "era": Kept(whole(), "_era"),
     }
 
+    validation_fraction = Checked("_check_fraction")
+    max_validation = Checked(integer)
+    seed = Checked(lambda value, name: integer(value, name, 0))
+
     def __init__(self, validation_fraction: float = 0.2, max_validation: int = 5000, *, seed: int = 0) -> None:
-        if not 0.0 < validation_fraction < 1.0:
-            raise ValueError(
-                f"validation_fraction must be above 0 and below 1, so that neither part is empty, got "
-                f"{validation_fraction!r}."
-            )
-        self.validation_fraction = float(validation_fraction)
-        self.max_validation = integer(max_validation, "max_validation")
-        self.seed = integer(seed, "seed", 0)
+        self.validation_fraction, self.max_validation, self.seed = validation_fraction, max_validation, seed
         self._held = torch.zeros(0, dtype=torch.bool)  # beside the cells
         self._seen: NDArray[np.int64] = np.zeros(0, np.int64)  # how far each ring was looked at, over all restarts
         self._era = 0
+
+    @staticmethod
+    def _check_fraction(value: Any, name: str) -> float:
+        number = fraction(value, name)
+        if number in (0.0, 1.0):
+            raise ValueError(f"{name} must be above 0 and below 1, so that neither part is empty, got {value!r}.")
+        return number
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_held": (len(self._held), self._held_cells)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        count, cells = state["_held"]
+        self._held = torch.zeros(count, dtype=torch.bool)
+        self._held[cells] = True
 
     def extend(self, writer: RingWriter) -> None:
         """Decide the sides of all rows that were written since the last time."""

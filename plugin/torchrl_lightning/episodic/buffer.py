@@ -24,10 +24,11 @@ from torchrl_lightning.episodic.recent import RecentSampler
 from torchrl_lightning.episodic.returns import EpisodicReturn
 from torchrl_lightning.episodic.steps import TIME_STEPS, TRANSITIONS, StepLayout
 from torchrl_lightning.kernels.indices import integers
-from torchrl_lightning.ranges import integer
+from torchrl_lightning.ranges import Checked, integer
 from torchrl_lightning.replay.buffer import ExperienceBuffer
 from torchrl_lightning.replay.episode_index import NO_INDEX_HINT, EpisodeIndex
-from torchrl_lightning.replay.prioritized import PrioritizedSampler, prioritized_in
+from torchrl_lightning.replay.prioritized import PrioritizedSampler
+from torchrl_lightning.replay.priority_samplers import prioritized_in
 from torchrl_lightning.replay.steps import StepsMissing, check_steps, steps_between, steps_of
 from torchrl_lightning.replay.storage import RingStorage
 
@@ -67,8 +68,7 @@ class EpisodicReplayBuffer(ExperienceBuffer):
         name: shown by ``repr``.
         critic: as in :class:`EpisodicReturn`.
         layout: under which keys rows hold what; by default, our keys or ALF's.
-        overwrite: let new steps take the place of the oldest ones where a ring is full; otherwise, a write that does
-            not wait is refused.
+        overwrite: replace the oldest steps of a full ring; otherwise, refuse a write that does not wait.
         scratch_dir: as in :class:`RingStorage`.
         sampler: takes the place of the sampler that the arguments above describe.
         generator: as in :class:`ExperienceBuffer`, here and below.
@@ -93,6 +93,8 @@ class EpisodicReplayBuffer(ExperienceBuffer):
         >>> buffer.steps_to_episode_end(torch.tensor([0, 3]), torch.tensor([0, 1])).tolist()
         [3, 0]
     """
+
+    num_earliest_frames_ignored = Checked(lambda value, name: integer(value, name, 0))
 
     def __init__(
         self,
@@ -480,8 +482,8 @@ class EpisodicReplayBuffer(ExperienceBuffer):
         env, position = integers(env_ids, "env_ids").cpu(), integers(positions, "positions").cpu()
         priority = torch.as_tensor(priorities)
         if not env.shape == position.shape == priority.shape[:1] or env.ndim != 1:
-            shapes = [list(each.shape) for each in (env, position, priority)]
-            raise ValueError(f"env_ids and positions must be [B] each, and priorities [B, ...], got {shapes}.")
+            got = [list(each.shape) for each in (env, position, priority)]
+            raise ValueError(f"env_ids and positions must be [B] each, and priorities [B, ...], got {got}.")
         with self.locked():
             writer, begin = self.writer, np.zeros(self.num_environments, np.int64)
             check_steps(env.numpy(), position.numpy(), begin, writer.positions.numpy())

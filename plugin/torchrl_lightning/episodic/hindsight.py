@@ -20,7 +20,7 @@ from torchrl_lightning.episodic.goal_functions import EnvironmentFunction, Given
 from torchrl_lightning.episodic.returns import EpisodicReturn
 from torchrl_lightning.episodic.steps import FIRST, LAST, MID, TIME_STEPS, TRANSITIONS
 from torchrl_lightning.keys import DONE, NEXT, REWARD, TERMINATED, TRUNCATED
-from torchrl_lightning.ranges import fraction, one_of
+from torchrl_lightning.ranges import Checked, boolean, fraction, one_of
 from torchrl_lightning.replay.episode_transform import EpisodeTransform
 
 STRATEGIES = "future", "episode", "final"
@@ -93,6 +93,10 @@ class HindsightRelabel(EpisodeTransform):
         True
     """
 
+    her_proportion = Checked(fraction)
+    strategy = Checked(lambda value, name: one_of(value, name, STRATEGIES))
+    skip_reached = Checked(boolean)
+
     def __init__(
         self,
         her_proportion: float = 0.8,
@@ -107,8 +111,7 @@ class HindsightRelabel(EpisodeTransform):
         compute_terminated: GoalFunction | None = None,
     ) -> None:
         super().__init__()
-        self.her_proportion = fraction(her_proportion, "her_proportion")
-        self.strategy, self.skip_reached = one_of(strategy, "strategy", STRATEGIES), skip_reached
+        self.her_proportion, self.strategy, self.skip_reached = her_proportion, strategy, skip_reached
         self.achieved_goal_key, self.desired_goal_key = nested_key(achieved_goal_key), nested_key(desired_goal_key)
         self.reward_key = nested_key(reward_key)
         self.goal = goal

@@ -14,7 +14,8 @@ from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_lightning.kernels import windows
 from torchrl_lightning.kernels.compiled import jitted
-from torchrl_lightning.ranges import exact_ratio, fraction, integer
+from torchrl_lightning.parts import check_generator
+from torchrl_lightning.ranges import Checked, boolean, exact_ratio, fraction, integer
 from torchrl_lightning.replay.draws import Own, uniform
 from torchrl_lightning.replay.prioritized import PrioritizedSampler
 from torchrl_lightning.replay.rings import NO_INDEX
@@ -67,6 +68,9 @@ class RecentSampler(SequenceSampler):
 
     OWNER = "recent sampler"
     STATE = {**SequenceSampler.STATE, "prioritized": Nested()}
+    recent_data_steps = Checked(integer)
+    with_replacement = Checked(boolean)
+    num_earliest_frames_ignored = Checked("_check_ignored")
 
     def __init__(
         self,
@@ -83,17 +87,21 @@ class RecentSampler(SequenceSampler):
         super().__init__(batch_length, episode_ends="across", generator=generator)
         if generator is not None:
             self.generator = generator
-        self.recent_data_steps = integer(recent_data_steps, "recent_data_steps")
+        self.recent_data_steps = recent_data_steps
         self.recent_data_ratio = recent_data_ratio
         self.with_replacement = with_replacement
-        self.num_earliest_frames_ignored = integer(num_earliest_frames_ignored, "num_earliest_frames_ignored", 0)
-        if prioritized is not None:
+        self.num_earliest_frames_ignored = num_earliest_frames_ignored
+
+    def _check_ignored(self, value: Any, name: str) -> int:
+        ignored = integer(value, name, 0)
+        if (prioritized := self.prioritized) is not None:
             found = prioritized.batch_length, prioritized.num_earliest_frames_ignored
-            if not prioritized.knows_windows or found[1] != self.num_earliest_frames_ignored:
+            if not prioritized.knows_windows or found[1] != ignored:
                 raise ValueError(
-                    "The prioritized sampler must be built with a batch_length and "
-                    f"num_earliest_frames_ignored={self.num_earliest_frames_ignored}, got {found[0]} and {found[1]}."
+                    f"The prioritized sampler must be built with a batch_length and {name}={ignored}, got {found[0]} "
+                    f"and {found[1]}."
                 )
+        return ignored
 
     @property
     def recent_data_ratio(self) -> float:
@@ -112,7 +120,7 @@ class RecentSampler(SequenceSampler):
 
     @generator.setter
     def generator(self, value: torch.Generator) -> None:
-        self._own_rng = value
+        self._own_rng = check_generator(value)
         if self.prioritized is not None:
             self.prioritized.generator = value
 
@@ -130,7 +138,8 @@ class RecentSampler(SequenceSampler):
             ValueError: no :class:`RingWriter` fills the storage.
         """
         if batch_length == "own":
-            batch_length = self.batch_length
+            length: int = self.batch_length
+            batch_length = length
         if self.prioritized is None:
             return super().sample(storage, batch_size, batch_length)
         batch_size, steps = integer(batch_size, "batch_size", 0), batch_length or 1

@@ -27,6 +27,7 @@ from torchrl_lightning.replay.storage import RingStorage
 from torchrl_lightning.replay.writer import writer_of
 from torchrl_lightning.trust import Nameable
 
+_ALL = -math.inf, math.inf
 UNKNOWN: tuple[Ints | None, tuple[Any, Any, Any] | None] = None, None
 
 
@@ -83,20 +84,49 @@ class EpisodicReturn(Nameable):
                 "The return of a step is known when its episode ends, so it needs the episode index; fill the storage "
                 "by a RingWriter(track_episodes=True), or build the buffer with keep_episodic_info=True."
             )
-        if reward_clip is not None and (len(reward_clip) != 2 or not reward_clip[0] <= reward_clip[1]):
-            raise ValueError(f"reward_clip must be (lowest, highest) or None, got {reward_clip!r}.")
-        self.gamma = fraction(0.99 if gamma is None else gamma, "gamma")
-        self.reward_clip = None if reward_clip is None else (float(reward_clip[0]), float(reward_clip[1]))
-        self.default_return = float(default_return)
-        if math.isnan(self.default_return):
-            raise ValueError("default_return must be a number, got nan; take one below all returns, such as -inf.")
+        self._factors: tuple[float, float, float] = fraction(0.99 if gamma is None else gamma, "gamma"), *_ALL
+        self.reward_clip = reward_clip
+        self.default_return = default_return
         self.critic, self.key, self.layout = critic, key, layout
         self._paths = (key,), path_of(layout.reward), path_of(layout.terminated)
-        self._factors = self.gamma, *(self.reward_clip or (-math.inf, math.inf))
         self._storage, self._found = storage, UNKNOWN
-        self._default = torch.empty(0)  # of the last rows
         storage.attach(self)
         storage.watch(self, self._paths[1:])
+
+    @property
+    def default_return(self) -> float:
+        """The return of a step for which there is none (yet)."""
+        return self._default_return
+
+    @default_return.setter
+    def default_return(self, value: float) -> None:
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            number = math.nan
+        if math.isnan(number):
+            raise ValueError(f"default_return must be a number, got {value!r}; take one below all returns, as -inf.")
+        self._default_return, self._default = number, torch.empty(0)  # the entry of the last rows
+
+    @property
+    def gamma(self) -> float:
+        """The discount of returns that are computed from now on."""
+        return self._factors[0]
+
+    @gamma.setter
+    def gamma(self, value: float) -> None:
+        self._factors = fraction(value, "gamma"), *self._factors[1:]
+
+    @property
+    def reward_clip(self) -> tuple[float, float] | None:
+        """Lowest and highest reward that counts in a return; None for all."""
+        return None if self._factors[1:] == _ALL else self._factors[1:]
+
+    @reward_clip.setter
+    def reward_clip(self, value: Sequence[float] | None) -> None:
+        if value is not None and (len(value) != 2 or not value[0] <= value[1]):
+            raise ValueError(f"reward_clip must be (lowest, highest) or None, got {value!r}.")
+        self._factors = self._factors[0], *(_ALL if value is None else (float(value[0]), float(value[1])))
 
     def with_default(self, data: TensorDictBase) -> TensorDict:
         """Return the rows with the entry that the return goes to, holding ``default_return``; entries are shared.

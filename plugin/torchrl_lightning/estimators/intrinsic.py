@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from torchrl_lightning.kernels.scan import discounted_scan
-from torchrl_lightning.ranges import fraction, one_of
+from torchrl_lightning.ranges import Checked, fraction, one_of
 from torchrl_lightning.state import Here, number, tensor
 from torchrl_lightning.stated import Fixed, Kept, Stated
 
@@ -52,6 +52,7 @@ class IntrinsicRewardNormalizer(Stated):
     """
 
     OWNER, VERSION = "normaliser", 1
+    gamma = Checked(fraction, "IntrinsicRewardNormalizer: gamma")
     STATE = {
         "gamma": Fixed(),
         "direction": Fixed(),
@@ -63,7 +64,7 @@ class IntrinsicRewardNormalizer(Stated):
 
     def __init__(self, gamma: float = 0.99, direction: Literal["forward", "backward"] = "forward") -> None:
         self.direction = one_of(direction, "IntrinsicRewardNormalizer: direction", ("forward", "backward"))
-        self.gamma = fraction(gamma, "IntrinsicRewardNormalizer: gamma")
+        self.gamma = gamma
         self._filter: Tensor | None = None  # the sum after the last step, one entry for each environment
         self._mean, self._variance, self._count = 0.0, 1.0, 1e-4
 

@@ -24,12 +24,20 @@ from torchrl_lightning.entries import check_tensordict, entry_of, moved, nested_
 from torchrl_lightning.kernels.indices import integers, last_of_each
 from torchrl_lightning.keys import NEXT
 from torchrl_lightning.parts import fresh_generator
+from torchrl_lightning.ranges import Checked
 from torchrl_lightning.replay.checks import Samplers, device_and_state, pack_batch, unpack_batches
 from torchrl_lightning.replay.episode_transform import EpisodeTransform, bind, transforms_in
-from torchrl_lightning.replay.layout import check_parts, ring_writer, small_storage, time_major, written_back
-from torchrl_lightning.replay.n_step import NStepReturns
+from torchrl_lightning.replay.layout import (
+    check_parts,
+    drop_later,
+    ring_writer,
+    small_storage,
+    time_major,
+    written_back,
+)
+from torchrl_lightning.replay.n_step import FoldsSteps, NStepReturns
 from torchrl_lightning.replay.priorities import reduce_priorities
-from torchrl_lightning.replay.prioritized import hold_priorities, prioritized_in, takes_priorities
+from torchrl_lightning.replay.priority_samplers import hold_priorities, prioritized_in, takes_priorities
 from torchrl_lightning.replay.rings import Rings
 from torchrl_lightning.replay.sharing import ShareableBuffer
 from torchrl_lightning.replay.storage import RingStorage
@@ -38,7 +46,7 @@ from torchrl_lightning.replay.writer import RingWriter
 from torchrl_lightning.stated import Fixed, Handed, Nested, Stated
 
 
-class ExperienceBuffer(Stated, ShareableBuffer):
+class ExperienceBuffer(Stated, FoldsSteps, ShareableBuffer):
     """``TensorDictReplayBuffer`` over our storage and writer, with any sampler.
 
     Transforms, prefetching, pinned memory and sample units go through TorchRL; without them, a sample costs little more
@@ -85,6 +93,7 @@ class ExperienceBuffer(Stated, ShareableBuffer):
     HANDED_OVER: ClassVar[tuple[str, ...]] = ("batch_size", "collate_fn", "generator", "num_envs", "shared")
 
     OWNER, VERSION = "buffer", 3
+    priority_key = Checked(lambda value, name: nested_key(value))
     STATE = {
         "prefetched": Handed(unpack_batches, "_drawn_ahead"),  # of which there may be too many
         "sampler_kind": Fixed("_sampler_kind", "sampler"),
@@ -116,9 +125,7 @@ class ExperienceBuffer(Stated, ShareableBuffer):
         done_reduce: str | None = None,
         check_successors: bool = True,
     ) -> None:
-        returns = NStepReturns(n_steps, 0.99 if gamma is None else gamma)
-        self._n_step = returns if n_steps > 1 else None
-        self.n_steps, self.gamma = n_steps, returns.gamma
+        self.set_returns(NStepReturns(n_steps, 0.99 if gamma is None else gamma))
         storage = small_storage() if storage is None else storage
         writer = ring_writer(
             writer, num_envs, n_steps > 1 or None, done_reduce=done_reduce, check_successors=check_successors
@@ -319,7 +326,7 @@ class ExperienceBuffer(Stated, ShareableBuffer):
         if not here:
             index, stamps = index.to(device), stamps.to(device)
         if self._n_step is not None and info:
-            self._drop_later(info)
+            drop_later(info)
         # Entries that the sampler gives itself need not be read.
         given = info if own else ()
         names = (None, "time") if own and index.ndim == 2 else None
@@ -344,16 +351,9 @@ class ExperienceBuffer(Stated, ShareableBuffer):
         index = torch.as_tensor(index)
         info["write_position"] = writer.rings.stamp(index)
         if self._n_step is not None:
-            self._drop_later(info)
+            drop_later(info)
         data = storage.get(index, self._n_step)
         return data.set("index", index.to(storage.device)) if self.transforms else data
-
-    @staticmethod
-    def _drop_later(info: dict[Any, Any]) -> None:
-        """Leave out what a sampler gives of the next step, which n-step returns read of a later one."""
-        for key in tuple(info):
-            if key[0] == NEXT:
-                del info[key]
 
     def write_back(self, batch: TensorDictBase, keys: Sequence[NestedKey]) -> Tensor:
         """Write rewritten entries of a sampled batch, e.g. recurrent states, back into the cells that they came from.

@@ -13,9 +13,9 @@ from torch import Tensor
 from torchrl.data.replay_buffers.samplers import ConsumingSampler
 
 from torchrl_lightning.entries import name_of, path_of
-from torchrl_lightning.keys import REPEATED
+from torchrl_lightning.keys import NEXT, REPEATED
 from torchrl_lightning.replay.cells import check_values
-from torchrl_lightning.replay.prioritized import prioritized_in
+from torchrl_lightning.replay.priority_samplers import prioritized_in
 from torchrl_lightning.replay.storage import RingStorage
 from torchrl_lightning.replay.writer import RingWriter
 
@@ -63,6 +63,13 @@ def written_back(
         check_values(path, stored, values, shape)
         found.append((path, values.detach()))
     return found
+
+
+def drop_later(info: dict[Any, Any]) -> None:
+    """Remove what a sampler gives of the next step, which n-step returns read of a later one."""
+    for key in tuple(info):
+        if key[0] == NEXT:
+            del info[key]
 
 
 def left_out_of(buffer: Any) -> list[str]:

@@ -109,3 +109,29 @@ class NStepReturns:
         steps = torch.from_numpy(left).to(index.device)
         gamma = (self.gamma ** steps.double()).float()
         return cells.view(shape), total.view(shape + reward.shape[1:]), steps.view(shape), gamma.view(shape)
+
+
+class FoldsSteps:
+    """Give a buffer the length and the discount of the returns that its batches hold."""
+
+    _returns: NStepReturns
+    _n_step: NStepReturns | None
+    """The returns, or None if batches hold single steps."""
+
+    def set_returns(self, returns: NStepReturns) -> None:
+        """Let batches hold these returns."""
+        self._returns, self._n_step = returns, returns if returns.n_steps > 1 else None
+
+    @property
+    def n_steps(self) -> int:
+        """Length of the returns that batches hold."""
+        return self._returns.n_steps
+
+    @property
+    def gamma(self) -> float:
+        """Discount of these returns."""
+        return self._returns.gamma
+
+    @gamma.setter
+    def gamma(self, value: float) -> None:
+        self.set_returns(NStepReturns(self.n_steps, value))

@@ -295,12 +295,30 @@ class Priorities:
         cells = (cells.unsqueeze(1) + torch.arange(steps, device=cells.device) * stride) % size
         return cells, *(each.unsqueeze(1).expand(cells.shape) for each in found)
 
-    def change_alpha(self, alpha: float) -> None:
-        """Raise the priorities to another power: ``O(capacity)``."""
-        if alpha != self.alpha:
-            self.alpha = alpha
-            stored = self.priorities[: self.extent]
-            self.tree.set_all(torch.where(self._drawable(stored), self.power(stored.clamp(min=0)), 0.0))
+    def change_alpha(self, alpha: float, new: float = 0.0) -> None:
+        """Raise the priorities to another power: ``O(capacity)``.
+
+        Args:
+            alpha: the exponent.
+            new: the priority of new data.
+
+        Raises:
+            ValueError: a power of a stored priority, or of that of new data, is too large; nothing changes.
+        """
+        if alpha == self.alpha:
+            return
+        stored = self.priorities[: self.extent]
+        leaves = (stored.clamp(min=0) + self.eps).pow_(alpha)
+        largest = (torch.tensor(new, dtype=leaves.dtype, device=leaves.device) + self.eps) ** alpha
+        for priority, leaf in ((stored, leaves), (torch.tensor([new]), largest.reshape(1))):
+            bad = (~(leaf <= self._limit)).nonzero()
+            if len(bad):
+                raise ValueError(
+                    f"alpha must let (priority + eps) ** alpha be at most {self._limit:.3g} for all priorities, got "
+                    f"{alpha} with a priority of {float(priority[bad[0]]):g}. Lower alpha, or clip the priorities."
+                )
+        self.tree.set_all(torch.where(self._drawable(stored), leaves, 0.0))
+        self.alpha = alpha
 
     def _drawable(self, priorities: Tensor) -> Tensor:
         """Return which of the first cells, that have these priorities, may be drawn."""

@@ -15,13 +15,12 @@ from numpy.typing import NDArray
 from tensordict.utils import NestedKey
 from torch import Tensor
 from torchrl.data.replay_buffers.samplers import PrioritizedSampler as _PrioritizedSampler
-from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_lightning._compat import SamplerHooks
 from torchrl_lightning.entries import nested_key
 from torchrl_lightning.kernels.indices import integers
-from torchrl_lightning.ranges import integer, not_negative, one_of, optional
+from torchrl_lightning.ranges import Checked, boolean, integer, not_negative, one_of, optional
 from torchrl_lightning.replay.draws import Own
 from torchrl_lightning.replay.priorities import REDUCTIONS, Priorities, reduce_priorities
 from torchrl_lightning.replay.rings import Rings, rings_in, stored_cells
@@ -122,6 +121,13 @@ class PrioritizedSampler(Stated, SamplerHooks, _PrioritizedSampler):
         "generator": Drawn(),
     }
     reads_rings = True
+    reduction = Checked(lambda value, name: one_of(value, name, REDUCTIONS))
+    weight_norm = Checked("_check_norm")
+    stratified = Checked(boolean)
+    initial_priority = Checked(not_negative)
+    batch_length = Checked("_check_window")
+    num_earliest_frames_ignored = Checked("_check_window")
+    priority_key = Checked(lambda value, name: nested_key(value))
 
     def __init__(
         self,
@@ -143,29 +149,28 @@ class PrioritizedSampler(Stated, SamplerHooks, _PrioritizedSampler):
         generator: torch.Generator | None = None,
     ) -> None:
         # TorchRL's own __init__ would build its compiled trees, which do not load with every torch.
-        one_of(reduction, "reduction", REDUCTIONS)
-        one_of(weight_norm, "weight_norm", WEIGHT_NORMS)
-        eps, self.initial_priority = not_negative(eps, "eps"), not_negative(initial_priority, "initial_priority")
+        eps, self.initial_priority = not_negative(eps, "eps"), initial_priority
         self._beta = not_negative(beta, "beta")
-        self.batch_length = optional(integer)(batch_length, "batch_length")
-        """Steps of a window; None for single cells."""
-        self.num_earliest_frames_ignored = integer(num_earliest_frames_ignored, "num_earliest_frames_ignored", 0)
-        self.knows_windows = self.batch_length is not None or self.num_earliest_frames_ignored > 0
+        self.knows_windows = True
         """Whether it can draw windows, however long those are that it draws now."""
+        self.batch_length = batch_length
+        self.num_earliest_frames_ignored = num_earliest_frames_ignored
+        self.knows_windows = self.batch_length is not None or self.num_earliest_frames_ignored > 0
+        self._has_lowest = weight_norm == "buffer"
         self.make_table = partial(
             Priorities,
             alpha=not_negative(alpha, "alpha"),
             eps=eps,
             dtype=dtype,
             device="cpu" if device is None else device,
-            keep_lowest=weight_norm == "buffer",
+            keep_lowest=self._has_lowest,
             keep_highest=max_priority_within_buffer,
             limited=self.knows_windows,
         )
         if max_capacity is not None:
             self.table = self.make_table(max_capacity)
         self.reduction = reduction
-        self.priority_key = nested_key(priority_key)
+        self.priority_key = priority_key
         self.stratified = stratified
         self.weight_norm = weight_norm
         self._own_rng = generator
@@ -206,7 +211,7 @@ class PrioritizedSampler(Stated, SamplerHooks, _PrioritizedSampler):
 
     @alpha.setter
     def alpha(self, value: float) -> None:
-        self.table.change_alpha(not_negative(value, "alpha"))
+        self.table.change_alpha(not_negative(value, "alpha"), self.default_priority)
 
     @property
     def beta(self) -> float:
@@ -216,6 +221,21 @@ class PrioritizedSampler(Stated, SamplerHooks, _PrioritizedSampler):
     @beta.setter
     def beta(self, value: float) -> None:
         self._beta = not_negative(value, "beta")
+
+    def _check_norm(self, value: Any, name: str) -> str | None:
+        norm: str | None = one_of(value, name, WEIGHT_NORMS)
+        if norm == "buffer" and not self._has_lowest:
+            raise ValueError(f"{name} must be given to the constructor to be 'buffer'. Build another sampler.")
+        return norm
+
+    def _check_window(self, value: Any, name: str) -> int | None:
+        number: int | None = optional(integer)(value, name) if name == "batch_length" else integer(value, name, 0)
+        if number and not self.knows_windows:
+            raise ValueError(
+                f"{name} must be given to the constructor, because this sampler draws single cells, got {number}. "
+                f"Build another one with {name}={number}."
+            )
+        return number
 
     @property
     def default_priority(self) -> float:
@@ -467,22 +487,3 @@ class PrioritizedSampler(Stated, SamplerHooks, _PrioritizedSampler):
         return (
             f"{type(self).__name__}(max_capacity={self.max_size}, alpha={self.alpha}, beta={self.beta}, eps={self.eps})"
         )
-
-
-def prioritized_in(sampler: Sampler) -> PrioritizedSampler | None:
-    """Return the one of our samplers that keeps priorities: this one, or the one that it holds as ``prioritized``."""
-    found = getattr(sampler, "prioritized", sampler)
-    return found if isinstance(found, PrioritizedSampler) else None
-
-
-def takes_priorities(sampler: Sampler) -> bool:
-    """Return whether a sampler, ours or one of TorchRL's, draws by priorities."""
-    keeper = getattr(sampler, "prioritized", sampler)
-    return keeper is not None and type(keeper).update_priority is not Sampler.update_priority
-
-
-def hold_priorities(sampler: Sampler | None, max_size: int) -> None:
-    """Let a sampler with priorities keep them for so many cells, unless it was built with a ``max_capacity``."""
-    found = None if sampler is None else prioritized_in(sampler)
-    if found is not None and "table" not in vars(found):
-        found.table = found.make_table(max_size)

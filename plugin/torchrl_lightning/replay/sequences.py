@@ -19,7 +19,7 @@ from torchrl_lightning._compat import SamplerHooks
 from torchrl_lightning.entries import Path, leaves_of, nested_keys, path_of, tree_of, under
 from torchrl_lightning.kernels import windows
 from torchrl_lightning.kernels.compiled import jitted
-from torchrl_lightning.ranges import integer, one_of
+from torchrl_lightning.ranges import Checked, integer, one_of
 from torchrl_lightning.replay.draws import Own, uniform
 from torchrl_lightning.replay.episode_index import NO_INDEX_HINT
 from torchrl_lightning.replay.rings import NO_INDEX
@@ -74,6 +74,10 @@ class SequenceSampler(Stated, SamplerHooks, Sampler):
     OWNER, VERSION = "sequence sampler", 2
     STATE: ClassVar[Mapping[str, Entry]] = {"generator": Drawn()}
     reads_rings = True
+    batch_length = Checked("_check_length")
+    burn_in = Checked("_check_burn_in")
+    start_states = Checked(lambda value, name: one_of(value, name, START_STATES))
+    recurrent_keys = Checked(lambda value, name: [path_of(key) for key in nested_keys(value)])
 
     def __init__(
         self,
@@ -85,23 +89,42 @@ class SequenceSampler(Stated, SamplerHooks, Sampler):
         start_states: str = "stored",
         generator: torch.Generator | None = None,
     ) -> None:
-        one_of(episode_ends, "episode_ends", EPISODE_ENDS)
-        one_of(start_states, "start_states", START_STATES)
-        batch_length = integer(batch_length, "batch_length")
-        if isinstance(burn_in, bool) or not isinstance(burn_in, int) or not 0 <= burn_in < batch_length:
-            raise ValueError(f"burn_in must lie in [0, batch_length), got {burn_in!r} of {batch_length} steps.")
+        self.episode_ends = episode_ends
+        self.__dict__["burn_in"] = 0
         self.batch_length = batch_length
         """Steps of a window, more than the burn-in."""
-        self.episode_ends, self.burn_in = episode_ends, burn_in
-        self.recurrent_keys = [path_of(key) for key in nested_keys(recurrent_keys)]
+        self.burn_in = burn_in
+        self.recurrent_keys = recurrent_keys
         self.start_states = start_states
         self._own_rng = generator
-        self._by_episode = self.follows_episodes = episode_ends != "across"
         self.clear()
+
+    @property
+    def episode_ends(self) -> str:
+        """Where windows may lie: inside an episode, across the ends of episodes, or padded there."""
+        return self._episode_ends
+
+    @episode_ends.setter
+    def episode_ends(self, value: str) -> None:
+        self._episode_ends: str = one_of(value, "episode_ends", EPISODE_ENDS)
+        self._by_episode = self.follows_episodes = value != "across"
+        self.clear()
+
+    def _check_length(self, value: Any, name: str) -> int:
+        length = integer(value, name)
+        if length <= self.burn_in:
+            raise ValueError(f"{name} must be above burn_in={self.burn_in}, got {value!r}. Lower burn_in first.")
+        return length
+
+    def _check_burn_in(self, value: Any, name: str) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < self.batch_length:
+            raise ValueError(f"{name} must lie in [0, batch_length), got {value!r} of {self.batch_length} steps.")
+        return value
 
     def clear(self) -> None:
         """Forget what is known of the storage; called by ``ReplayBuffer.empty``."""
-        self._listed = -1, 0  # version of the rings and length of windows for which all beginnings were listed
+        # Version of the rings, length and burn-in of windows for which all beginnings were listed.
+        self._listed = -1, 0, 0
         self._list: NDArray[np.float64] = np.empty(0)
 
     def sample(
@@ -132,7 +155,7 @@ class SequenceSampler(Stated, SamplerHooks, Sampler):
         self._fill(writer, cells, mask)
         index = torch.from_numpy(cells)
         info: dict[Any, Any] = {"mask": torch.from_numpy(mask)}
-        stored, across = self.start_states == "stored", self.episode_ends == "across"
+        stored, across = self.start_states == "stored", not self._by_episode
         info.update(_first_states(storage, index, self.recurrent_keys, stored, across))
         if batch_length is None:
             return index.squeeze(1), {key: value.squeeze(1) for key, value in info.items()}
@@ -141,8 +164,8 @@ class SequenceSampler(Stated, SamplerHooks, Sampler):
     def _fill(self, writer: RingWriter, cells: NDArray[np.int64], mask: NDArray[np.bool_]) -> None:
         episodes = NO_INDEX if writer.index is None else writer.index.arrays
         steps, draw = cells.shape[1], jitted(windows.draw)
-        reach = self.burn_in if self.episode_ends == "pad" else steps - 1
-        options = reach, self.burn_in, self._by_episode, self.episode_ends == "pad"
+        reach = self.burn_in if self._episode_ends == "pad" else steps - 1
+        options = reach, self.burn_in, self._by_episode, self._episode_ends == "pad"
         rule = (writer.length, *writer.rings.arrays), episodes, options
         missing, found, drawn = len(cells), 0, 0
         # Where a window may end anywhere, every step that has room for one may begin it.
@@ -153,7 +176,7 @@ class SequenceSampler(Stated, SamplerHooks, Sampler):
                 raise self._too_long(rule, steps)
             missing, drawn, size = len(cells) - found, drawn + size, min(4 * size, MAX_DRAWS)
         if missing:
-            known = writer.rings.version, steps
+            known = writer.rings.version, steps, self.burn_in
             if self._listed != known:
                 self._list, self._listed = jitted(windows.all_starts)(*rule), known
             if not len(self._list):

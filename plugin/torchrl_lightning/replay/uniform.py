@@ -12,7 +12,7 @@ from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_lightning._compat import SamplerHooks
-from torchrl_lightning.ranges import integer
+from torchrl_lightning.ranges import Checked, boolean, integer
 from torchrl_lightning.replay.draws import integers_below
 from torchrl_lightning.replay.rings import rings_in, uneven_rings
 from torchrl_lightning.replay.steps import StepsMissing
@@ -46,6 +46,8 @@ class UniformSampler(Stated, SamplerHooks, Sampler):
     OWNER, VERSION = "uniform sampler", 1
     STATE = {"with_replacement": Kept(flag), "stratified": Kept(flag), "generator": Drawn()}
     reads_rings = True
+    with_replacement = Checked(boolean)
+    stratified = Checked(boolean)
 
     def __init__(
         self, with_replacement: bool = True, *, stratified: bool = False, generator: torch.Generator | None = None

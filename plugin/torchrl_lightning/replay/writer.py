@@ -27,7 +27,7 @@ from torchrl_lightning.entries import (
 from torchrl_lightning.kernels.indices import integers
 from torchrl_lightning.kernels.rows import NO_FLAGS, NO_LEAVES
 from torchrl_lightning.keys import TRAJ_IDS
-from torchrl_lightning.ranges import integer, one_of
+from torchrl_lightning.ranges import Checked, boolean, integer, one_of
 from torchrl_lightning.replay.cuts import TrajectoryCuts
 from torchrl_lightning.replay.episode_index import DONE_REDUCTIONS, EpisodeIndex, FlagsDifferError, flag_of
 from torchrl_lightning.replay.late_flags import LateFlags, exclude_rewritten
@@ -84,6 +84,10 @@ class RingWriter(WriterBase):
         [1, 2]
     """
 
+    overwrite = Checked(boolean)
+    done_reduce = Checked(lambda value, name: one_of(value, name, DONE_REDUCTIONS))
+    check_successors = Checked(boolean)
+
     def __init__(
         self,
         num_envs: int = 1,
@@ -101,7 +105,7 @@ class RingWriter(WriterBase):
         self.track_episodes, self.overwrite = track_episodes, overwrite
         self.done_key = nested_key(done_key)
         self.init_key = nested_key(init_key)
-        self.done_reduce = one_of(done_reduce, "done_reduce", DONE_REDUCTIONS)
+        self.done_reduce = done_reduce
         self.check_successors = check_successors
         self._own_storage: RingStorage | None = None  # what it fills, if that is one of ours
         self._done_path, self._init_path = path_of(self.done_key), path_of(self.init_key)

@@ -20,7 +20,7 @@ from torchrl_lightning.estimators import IntrinsicRewardNormalizer
 from torchrl_lightning.files import StateFiles
 from torchrl_lightning.keys import CURRENT_LOG_PROB, INTRINSIC_REWARD, NORMALIZED_REWARD, REPEATED
 from torchrl_lightning.parts import OwnSignature, fresh_generator
-from torchrl_lightning.ranges import Check, fraction
+from torchrl_lightning.ranges import Check, fraction, optional
 from torchrl_lightning.rollout.batches import pruned, sequences, split_epoch
 from torchrl_lightning.rollout.estimates import GAE, INTRINSIC, Estimator, Stream
 from torchrl_lightning.rollout.hooks import RolloutHooks
@@ -221,7 +221,7 @@ class RolloutBuffer(Settings, Stated, OfParts, DocumentedVerbs):
 
     @gamma.setter
     def gamma(self, gamma: float | None) -> None:
-        self.discount = gamma
+        self.discount = optional(fraction)(gamma, "gamma")
 
     @property
     def gamma_intrinsic(self) -> float:
@@ -230,7 +230,7 @@ class RolloutBuffer(Settings, Stated, OfParts, DocumentedVerbs):
 
     @gamma_intrinsic.setter
     def gamma_intrinsic(self, gamma: float | None) -> None:
-        self.intrinsic_discount = gamma
+        self.intrinsic_discount = optional(fraction)(gamma, "gamma_intrinsic")
 
     def _discount(self, name: str, given: float | None) -> float:
         discount = getattr(self.algorithm, name, None) if given is None else given

@@ -12,7 +12,7 @@ from torch import Tensor
 from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_lightning._compat import SamplerBase
-from torchrl_lightning.ranges import integer, one_of, optional
+from torchrl_lightning.ranges import Checked, boolean, integer, one_of, optional
 from torchrl_lightning.state import flag, tensor, whole
 from torchrl_lightning.stated import Drawn, Fixed, Kept, Stated
 
@@ -54,6 +54,9 @@ class MinibatchSampler(Stated, SamplerBase):
         "ran_out": Kept(flag),
         "generator": Drawn(),
     }
+
+    drop_last = Checked(boolean)
+    shuffle = Checked(boolean)
 
     def __init__(
         self,
