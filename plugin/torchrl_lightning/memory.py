@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from tensordict import MemoryMappedTensor
 from torch import Tensor
 
 from torchrl_lightning.entries import Tree, leaves_of, map_leaves
@@ -36,6 +37,15 @@ def allocate(size: int, dtype: torch.dtype, device: torch.device | str) -> Tenso
     if torch.device(device).type != "cpu":
         return torch.empty(size, dtype=dtype, device=device)
     raw = np.empty(size * dtype.itemsize + LINE, np.uint8)
+    begin = -raw.ctypes.data % LINE
+    return torch.from_numpy(raw[begin : begin + size * dtype.itemsize]).view(dtype)
+
+
+def zeros(size: int, dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """Reserve zeros as :func:`allocate` does; on the CPU, the system provides their memory when they are written."""
+    if torch.device(device).type != "cpu":
+        return torch.zeros(size, dtype=dtype, device=device)
+    raw = np.zeros(size * dtype.itemsize + LINE, np.uint8)
     begin = -raw.ctypes.data % LINE
     return torch.from_numpy(raw[begin : begin + size * dtype.itemsize]).view(dtype)
 
@@ -60,6 +70,41 @@ def reserve(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) ->
     if device.type != "cpu" or not size:
         return torch.empty(shape, dtype=dtype, device=device)
     return allocate(size, torch.uint8, device).view(dtype).view(shape)
+
+
+def packed_rows(leaf: Tensor, cells: Tensor | int) -> Tensor:
+    """Copy the first rows of a tensor, or these, so that a pickle does not include the memory of the others.
+
+    A tensor over a file with a name is returned as it is: its pickle refers to the file, which the copy then shares.
+    """
+    if isinstance(leaf, MemoryMappedTensor):
+        return leaf
+    if isinstance(cells, int):
+        return leaf[:cells].clone()
+    return leaf.index_select(0, cells.to(leaf.device))
+
+
+def unpacked_rows(rows: Tensor, cells: Tensor | int, count: int) -> Tensor:
+    """Reserve memory for ``count`` rows, and copy packed rows to their places."""
+    if isinstance(rows, MemoryMappedTensor):
+        return rows
+    leaf = reserve((count, *rows.shape[1:]), rows.dtype, rows.device)
+    if isinstance(cells, int):
+        leaf[:cells] = rows
+    else:
+        leaf.index_copy_(0, cells.to(leaf.device), rows)
+    return leaf
+
+
+def packed_tree(tree: Tree, cells: Tensor | int) -> Tree:
+    """Copy the first rows of all leaves, or these."""
+    return map_leaves(lambda leaf: packed_rows(leaf, cells), tree)
+
+
+def unpacked_tree(tree: Tree, cells: Tensor | int, count: int) -> Tree:
+    """Reserve memory for ``count`` rows of all leaves, and copy packed rows to their places."""
+    with torch.inference_mode(False):
+        return map_leaves(lambda rows: unpacked_rows(rows, cells, count), tree)
 
 
 def map_cells(folder: Path, tree: Tree, rows: int) -> Tree:

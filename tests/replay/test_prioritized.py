@@ -22,6 +22,8 @@ from kit.states import differences, plain
 from kit.statistics import chi_square
 from torchrl_lightning.replay.priorities import Priorities
 from torchrl_lightning.replay.prioritized import PrioritizedSampler
+from torchrl_lightning.replay.storage import RingStorage
+from torchrl_lightning.replay.writer import RingWriter
 
 
 def make(capacity: int = 20, alpha: float = 1.0, beta: float = 1.0, **kwargs: Any) -> PrioritizedSampler:
@@ -198,6 +200,21 @@ def test_late_updates_through_the_buffer_leave_newer_steps_alone() -> None:
     del batch["write_generation"]
     ours.update_tensordict_priority(batch)
     assert ours.sampler.table.priorities.tolist() == [7, 7, 7, 7]
+
+
+@pytest.mark.parametrize("storage", [LazyTensorStorage, RingStorage])
+def test_buffers_of_torchrl_leave_late_updates_out_if_the_sampler_gets_their_generations(storage: Any) -> None:
+    writer = RingWriter() if storage is RingStorage else None
+    buffer = TensorDictReplayBuffer(storage=storage(4), writer=writer, sampler=make(4), batch_size=8)
+    buffer.extend(numbered(4))
+    batch = buffer.sample()
+    buffer.extend(numbered(2))
+    errors = torch.full((8,), 7.0)
+    assert set(batch["index"].tolist()) == {0, 1, 2, 3}
+    buffer.sampler.update_priority(batch["index"], errors, generation=batch["write_generation"])
+    assert buffer.sampler.table.priorities.tolist() == [1, 1, 7, 7]
+    buffer.update_tensordict_priority(batch.set("td_error", errors))  # the guide says that these are not left out
+    assert buffer.sampler.table.priorities.tolist() == [7, 7, 7, 7]
 
 
 @pytest.mark.parametrize("backend", ["numba", "torch"])

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torchrl_lightning.environments.frame_stack import stack_axis
 from torchrl_lightning.kernels.compiled import copy_bytes, jitted
-from torchrl_lightning.memory import allocate, check_room
+from torchrl_lightning.memory import allocate, check_room, packed_rows, unpacked_rows
 from torchrl_lightning.state import check_state, tensor, wrong
 
 
@@ -123,10 +123,33 @@ class FrameRing:
 
     # ------------------------------------------------------------------ state
 
+    @property
+    def written(self) -> int:
+        """How many of the first cells were ever written."""
+        envs = len(self.counts)
+        return min(int(self.counts.max()), len(self.ring) // envs - self.count) * envs
+
+    @property
+    def _used(self) -> tuple[int, int]:
+        """How many of the first frames of the ring, and of the spare ones, are in use."""
+        envs, spare = len(self.counts), np.setdiff1d(np.arange(len(self.spares)), self.free[: self.left[0]])
+        return min(int(self.counts.max()) + 1, len(self.ring) // envs) * envs, int(spare.max(initial=-1)) + 1
+
+    def __getstate__(self) -> dict[str, Any]:
+        frames, spares = self._used
+        rows = packed_rows(self.ring, frames), packed_rows(self.spares, spares)
+        sizes = len(self.ring), len(self.spares)
+        return {**self.__dict__, "ring": None, "spares": None, "packed": (rows, sizes)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        rows, sizes = state.pop("packed")
+        self.__dict__.update(state)
+        self.ring, self.spares = (unpacked_rows(part, len(part), size) for part, size in zip(rows, sizes, strict=True))
+
     def known_of(self, numbers: Tensor) -> dict[str, Any]:
         """Return the frames that are there, for a state; ``numbers`` are those that steps show."""
-        envs, highest = len(self.counts), int(numbers.max()) if numbers.numel() else 0
-        frames = self.ring[: min(int(self.counts.max()) + 1, len(self.ring) // envs) * envs]
+        highest = int(numbers.max()) if numbers.numel() else 0
+        frames = self.ring[: self._used[0]]
         spares = self.spares[: max(highest + 1 - len(self.ring), 0)]
         return {
             "stack": torch.zeros((1, *self.shape), dtype=self.dtype),

@@ -175,6 +175,16 @@ class FrameStorage(RingStorage):
 
     # ------------------------------------------------------------------ state
 
+    def _kept_cells(self) -> int:
+        """Return the number of the cells that were ever written, whose frames are replaced or freed later."""
+        return max((ring.written for ring in self.frames.values()), default=0)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        cells = state["_packed"]
+        super().__setstate__(state)
+        for path in self.frames:
+            self.leaf(path)[cells:] = -1
+
     @property
     def _shown(self) -> dict[str, Any]:
         filled = self._uneven_cells

@@ -22,8 +22,7 @@ from torchrl_lightning.kernels.compiled import jitted
 from torchrl_lightning.kernels.indices import integers
 from torchrl_lightning.kernels.scan import Backend, runs_on_numba
 from torchrl_lightning.kernels.segments import OPERATIONS, assign_torch, descend_torch, reduce_pairs
-from torchrl_lightning.memory import allocate
-from torchrl_lightning.parts import is_spawning
+from torchrl_lightning.memory import allocate, zeros
 from torchrl_lightning.state import tensor
 from torchrl_lightning.stated import Fixed, Handed, Stated
 
@@ -111,15 +110,25 @@ class SegmentTree(Stated):
         self.clear()
 
     def __getstate__(self) -> dict[str, Any]:
-        if not is_spawning():
-            return dict(self.__dict__)
-        # A tensor would be shared with the new process, while the count of nonzero leaves is not.
-        return {**self.__dict__, "_nodes": (self._nodes.cpu().numpy(), self.device), "_nonzero": int(self._nonzero)}
+        # Arrays, because a tensor would be shared with a new process, while the count of nonzero leaves is not.
+        used, levels, width = len(self._used), [], self._width
+        while width:
+            levels.append(self._nodes[width : width + used].cpu().numpy().copy())
+            used, width = (used + 1) // 2, width // 2
+        return {**self.__dict__, "_nodes": (levels, self.dtype, self.device), "_nonzero": int(self._nonzero)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        levels, dtype, device = state.pop("_nodes")
         self.__dict__.update(state)
-        if isinstance(self._nodes, tuple):
-            self._nodes = torch.from_numpy(self._nodes[0]).to(self._nodes[1])
+        if self.initial == self._neutral == 0.0:
+            self._nodes = zeros(2 * self._width, dtype, device)
+        else:
+            self._nodes = allocate(2 * self._width, dtype, device)
+            self._fill()
+        width = self._width
+        for level in levels:
+            self._nodes[width : width + len(level)] = torch.from_numpy(level).to(device)
+            width //= 2
 
     @property
     def dtype(self) -> torch.dtype:
@@ -225,9 +234,15 @@ class SegmentTree(Stated):
 
     def clear(self) -> None:
         """Set every leaf back to its initial value."""
+        self._fill()
+        self._nonzero = int(self.leaves.count_nonzero())
+
+    def _fill(self) -> None:
+        """Set every leaf back to its initial value, and the nodes above."""
         self._nodes.fill_(self._neutral)
-        self.leaves.fill_(self.initial)
-        self._rebuild()
+        if self.initial != self._neutral:
+            self.leaves.fill_(self.initial)
+            self._reduce()
 
     @property
     def _used(self) -> Tensor:
@@ -271,11 +286,14 @@ class SegmentTree(Stated):
         return new
 
     def _rebuild(self) -> None:
+        self._reduce()
+        self._nonzero = int(self.leaves.count_nonzero())
+
+    def _reduce(self) -> None:
         level = self._width
         while level > 1:
             reduce_pairs(self._code, self._nodes[level : 2 * level], self._nodes[level // 2 : level])
             level //= 2
-        self._nonzero = int(self.leaves.count_nonzero())
 
     def _index(self, index: Index) -> Tensor:
         if isinstance(index, slice):

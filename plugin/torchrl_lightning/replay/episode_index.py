@@ -13,7 +13,7 @@ from torch import Tensor
 
 from torchrl_lightning.kernels import episodes as episode_kernels
 from torchrl_lightning.kernels.compiled import jitted
-from torchrl_lightning.replay.steps import Flags, Ints, check_steps, steps_of
+from torchrl_lightning.replay.steps import Flags, Ints, check_steps, steps_between, steps_of
 
 NOTHING: Ints = np.empty(0, np.int64)
 
@@ -58,6 +58,22 @@ class EpisodeIndex:
         self._begin: Ints = np.zeros(self.num_envs, np.int64)  # of the running (or, if not open, the last) episode
         self._open: Flags = np.zeros(self.num_envs, np.bool_)
         self._headless_end: Ints = np.full(self.num_envs, -1, np.int64)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.packed(self.__dict__)
+
+    def packed(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the attributes for a copy, with what is known of the stored steps only."""
+        run, position, _ = steps_between(self._oldest(np.arange(self.num_envs)), self._positions - 1)
+        cells = self.cells_of(run, position)
+        return {**state, "_column": self._column[cells], "_done": self._done[cells], "packed_cells": cells}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        cells = state.pop("packed_cells")
+        self.__dict__.update(state)
+        size = self.length * self.num_envs
+        self._column, self._done = np.zeros(size, np.int64), np.zeros(size, np.bool_)
+        self._column[cells], self._done[cells] = state["_column"], state["_done"]
 
     def attach(self, positions: Ints, floor: Ints) -> None:
         """Use the arrays of the writer after they moved."""

@@ -16,8 +16,7 @@ from torchrl_lightning.kernels.compiled import jitted
 from torchrl_lightning.kernels.indices import last_of_each
 from torchrl_lightning.kernels.scan import LIKE, Backend
 from torchrl_lightning.kernels.segment_tree import MaxSegmentTree, MinSegmentTree, SumSegmentTree
-from torchrl_lightning.memory import allocate
-from torchrl_lightning.parts import is_spawning
+from torchrl_lightning.memory import allocate, zeros
 from torchrl_lightning.replay.draws import uniform
 from torchrl_lightning.replay.starts import EVERYWHERE, Starts
 from torchrl_lightning.replay.steps import Ints
@@ -103,16 +102,18 @@ class Priorities:
         return self._views
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {**self.__dict__, "_views": (), "_address": 0}
-        if is_spawning():  # tensors would be shared with the new process, while counts are not
-            state.update({name: getattr(self, name).cpu().numpy() for name in ("priorities", "generations")})
-        return state
+        # Arrays, because tensors would be shared with a new process, while counts are not.
+        written = {name: getattr(self, name).cpu().numpy().copy() for name in ("held", "writes")}
+        kept = {name: value for name, value in self.__dict__.items() if name not in ("priorities", "generations")}
+        return {**kept, "_views": (), "_address": 0, "written": written}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        written = {name: torch.from_numpy(array) for name, array in state.pop("written").items()}
         self.__dict__.update(state)
-        for name in ("priorities", "generations"):
-            if not isinstance(state[name], Tensor):
-                setattr(self, name, torch.from_numpy(state[name]).to(self.tree.device))
+        device, extent = self.tree.device, self.extent
+        self.priorities = allocate(self.capacity, self.tree.dtype, device).fill_(ABSENT)
+        self.generations = zeros(self.capacity, torch.int32, device)
+        self.priorities[:extent], self.generations[:extent] = (written[name].to(device) for name in ("held", "writes"))
 
     @property
     def total(self) -> float:

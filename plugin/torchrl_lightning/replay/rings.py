@@ -458,3 +458,21 @@ def stored_cells(storage: Storage) -> Tensor:
     """Return all cells that hold something, in ascending order: ``O(capacity)``."""
     rings = uneven_rings(storage)
     return torch.arange(len(storage)) if rings is None else rings.filled_cells()
+
+
+def check_single(rings: Rings | None) -> None:
+    """Validate that neighbouring cells are successive steps; raise RuntimeError if there are several rings."""
+    if rings is not None and rings.num_envs > 1:
+        raise RuntimeError(
+            f"The cells of {rings.num_envs} environments are interleaved, so that TorchRL's slice samplers "
+            "and sequences would mix them; use SequenceSampler of torchrl_lightning."
+        )
+
+
+def refuse_uneven(rings: Rings | None, reader: str) -> None:
+    """Raise RuntimeError for a reader that cannot read these unevenly filled rings, if there are any."""
+    if rings is not None:
+        raise RuntimeError(
+            f"{reader} cannot read unevenly filled rings ({rings.filled.tolist()} steps of {rings.num_envs} "
+            "environments); use UniformSampler, PrioritizedSampler or SequenceSampler of torchrl_lightning."
+        )

@@ -66,7 +66,13 @@ class _SharedArrays:
         starts = is_spawning()
         left_out = self.ARRAYS if starts else ("_memory", *self.OWN)
         state = {name: value for name, value in vars(self).items() if name not in left_out}
-        return _new, (type(self) if starts else self.ORDINARY,), state
+        if starts:
+            return _new, (type(self),), state
+        return _new, (self.ORDINARY,), self._packed(state)
+
+    def _packed(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return the state of an ordinary copy."""
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -83,6 +89,9 @@ class SharedEpisodeIndex(_SharedArrays, EpisodeIndex):
         vars(self).update(vars(index))
         self.attach(positions, floor)
         self._share()
+
+    def _packed(self, state: dict[str, Any]) -> dict[str, Any]:
+        return self.packed(state)
 
 
 class SharedRings(_SharedArrays, Rings):

@@ -17,9 +17,6 @@ from torch import Tensor
 from torchrl_lightning._compat import StorageBase, new_tensordict
 from torchrl_lightning.checks import check_tree
 from torchrl_lightning.entries import (
-    Path as KeyPath,
-)
-from torchrl_lightning.entries import (
     Tree,
     check_tensordict,
     difference,
@@ -35,13 +32,22 @@ from torchrl_lightning.entries import (
 )
 from torchrl_lightning.files import Rows
 from torchrl_lightning.kernels.indices import integers
-from torchrl_lightning.memory import check_room, map_cells, reserve
+from torchrl_lightning.memory import check_room, map_cells, packed_tree, reserve, unpacked_tree
+from torchrl_lightning.parts import is_spawning
 from torchrl_lightning.ranges import integer, optional
 from torchrl_lightning.replay import processes
 from torchrl_lightning.replay.cells import Cells, Names, check_values
 from torchrl_lightning.replay.draws import integers_below
 from torchrl_lightning.replay.n_step import NStepReturns
-from torchrl_lightning.replay.rings import Dependent, HasRings, filler_of, rings_in, uneven_rings
+from torchrl_lightning.replay.rings import (
+    Dependent,
+    HasRings,
+    check_single,
+    filler_of,
+    refuse_uneven,
+    rings_in,
+    uneven_rings,
+)
 from torchrl_lightning.replay.steps import Ints
 from torchrl_lightning.state import mapping, tensor, whole
 from torchrl_lightning.stated import Fixed, Kept, Stated
@@ -101,9 +107,9 @@ class RingStorage(processes.Owned, Stated, StorageBase):
         self.device: torch.device | str
         self.scratch_dir = None if scratch_dir is None else Path(scratch_dir)
         self.cells: Cells | None = None
-        self.watched: set[KeyPath] = set()
+        self.watched: set[tuple[str, ...]] = set()
         """Entries on which episodes or stored entries depend."""
-        self.dependents: list[tuple[Dependent, frozenset[KeyPath]]] = []
+        self.dependents: list[tuple[Dependent, frozenset[tuple[str, ...]]]] = []
         """What derives stored entries from others, and from which ones."""
 
     @property
@@ -187,13 +193,9 @@ class RingStorage(processes.Owned, Stated, StorageBase):
 
     def _check_room(self, tree: Tree, device: torch.device | str) -> None:
         where = "to keep the data on disk" if self.scratch_dir is None else "on a larger disk"
-        check_room(
-            row_bytes(tree) * self.max_size,
-            f"RingStorage({self.max_size})",
-            f"lower max_size, store smaller dtypes, or give a scratch_dir= {where}",
-            device=device,
-            folder=self.scratch_dir,
-        )
+        remedy = f"lower max_size, store smaller dtypes, or give a scratch_dir= {where}"
+        name, needed = f"RingStorage({self.max_size})", row_bytes(tree) * self.max_size
+        check_room(needed, name, remedy, device=device, folder=self.scratch_dir)
 
     def adopt(self, tree: Tree) -> None:
         """Use these leaves (``[max_size, ...]``) as the cells."""
@@ -296,12 +298,12 @@ class RingStorage(processes.Owned, Stated, StorageBase):
         if follow is not None:
             follow()
 
-    def watch(self, dependent: Dependent, paths: Iterable[KeyPath]) -> None:
+    def watch(self, dependent: Dependent, paths: Iterable[tuple[str, ...]]) -> None:
         """Let entries that are derived from others be made again when these are replaced in stored steps."""
         self.dependents.append((dependent, frozenset(paths)))
         self.watched |= set(paths)
 
-    def _plan(self, changes: Mapping[KeyPath, Tensor], cells: Tensor) -> Callable[[], None] | None:
+    def _plan(self, changes: Mapping[tuple[str, ...], Tensor], cells: Tensor) -> Callable[[], None] | None:
         """Check the watched ones of the entries that are about to be replaced; return what has to follow, if any."""
         writer = self.writer
         return None if writer is None or not changes else writer.plan_rewrite(changes, cells)
@@ -415,20 +417,11 @@ class RingStorage(processes.Owned, Stated, StorageBase):
 
     def check_seam(self) -> None:
         """Refuse readers that take neighbouring cells for successive steps, where there are several rings."""
-        if (rings := rings_in(self)) is not None and rings.num_envs > 1:
-            raise RuntimeError(
-                f"The cells of {rings.num_envs} environments are interleaved, so that TorchRL's slice samplers "
-                "and sequences would mix them; use SequenceSampler of torchrl_lightning."
-            )
+        check_single(rings_in(self))
 
     def check_even(self, reader: str) -> None:
         """Refuse a reader that takes the first ``len(storage)`` cells for the filled ones, where they are not."""
-        rings = uneven_rings(self)
-        if rings is not None:
-            raise RuntimeError(
-                f"{reader} cannot read unevenly filled rings ({rings.filled.tolist()} steps of {rings.num_envs} "
-                "environments); use UniformSampler, PrioritizedSampler or SequenceSampler of torchrl_lightning."
-            )
+        refuse_uneven(uneven_rings(self), reader)
 
     # ------------------------------------------------------------------ state
 
@@ -485,11 +478,22 @@ class RingStorage(processes.Owned, Stated, StorageBase):
         if self.scratch_dir is not None:
             # The copy lies in memory, because two storages cannot fill the same file.
             check_room(row_bytes(self.tree) * self.max_size, "A copy in memory", "use dumps and loads")
-        return {**super().__getstate__(), "_storage": None, "cells": None, "_cells": self.tree, "scratch_dir": None}
+        state = {**super().__getstate__(), "_storage": None, "cells": None, "scratch_dir": None}
+        if is_spawning():  # the other process uses the same memory
+            return {**state, "_cells": self.tree}
+        cells = self._kept_cells()
+        return {**state, "_cells": packed_tree(self.tree, cells), "_packed": cells}
+
+    def _kept_cells(self) -> Tensor | int:
+        """Return the cells that a copy takes along, or the number of the first ones."""
+        cells = self._uneven_cells
+        return len(self) if cells is None else cells
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        tree = state.pop("_cells")
+        tree, cells = state.pop("_cells"), state.pop("_packed", None)
         super().__setstate__(state)
+        if cells is not None:
+            tree = unpacked_tree(tree, cells, self.max_size)
         if not self._shared:
             self.own()
         if tree:

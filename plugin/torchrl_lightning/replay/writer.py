@@ -441,6 +441,9 @@ class RingWriter(WriterBase):
         """Refuse a state that :meth:`load_state_dict` cannot take; change nothing."""
         self.rings.check_state(state_dict)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_known": None}  # cells are the storage's; their places are found again
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         if self.storage is not None:

@@ -27,7 +27,8 @@ from torchrl_lightning.entries import (
     tree_of,
 )
 from torchrl_lightning.keys import DONE, NEXT
-from torchrl_lightning.memory import check_room
+from torchrl_lightning.memory import check_room, packed_tree, unpacked_tree
+from torchrl_lightning.parts import is_spawning
 from torchrl_lightning.ranges import integer, optional
 from torchrl_lightning.rollout.layout import RolloutLayout
 from torchrl_lightning.state import mapping, same, whole
@@ -240,11 +241,20 @@ class RolloutStorage(Stated, StorageBase):
         }
 
     def __getstate__(self) -> dict[str, Any]:
-        # A pickled view is no view of the pickled cells: it is made again, with the entries that were added to it.
-        return {**super().__getstate__(), "_rollout": {} if self._rollout is None else self.added()}
+        # A pickled view is not a view of the pickled cells: it is made again, with the entries that were added to it.
+        state = {**super().__getstate__(), "_rollout": {} if self._rollout is None else self.added()}
+        if is_spawning() or self.data is None:
+            return state
+        added = {key: value.clone() for key, value in state["_rollout"].items()}
+        return {**state, "_storage": None, "_rollout": added, "packed": packed_tree(tree_of(self.data), self.num_steps)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__({**state, "_rollout": None})
+        packed = state.get("packed")
+        super().__setstate__({name: value for name, value in state.items() if name not in ("_rollout", "packed")})
+        self._rollout = None
+        if packed is not None:
+            tree = unpacked_tree(packed, self.num_steps, self.size)
+            self.data = to_tensordict(tree, torch.Size([self.size, self.num_envs or 0]))
         for key, value in state["_rollout"].items():
             self.rollout.set(key, value)
 
