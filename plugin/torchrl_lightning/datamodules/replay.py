@@ -24,6 +24,7 @@ from torchrl_lightning.datamodules.discounts import check_discount, discount_of
 from torchrl_lightning.datamodules.environments import is_ready
 from torchrl_lightning.datamodules.sequences import check_windows, has_recurrent_network, serves_as_drawn
 from torchrl_lightning.datamodules.snapshots import BufferSnapshots, check_folder
+from torchrl_lightning.datamodules.source_buffers import buffers_of, check_transforms, set_goals
 from torchrl_lightning.datamodules.sources import BatchSource, RowStore, build_source, check_rows, check_source
 from torchrl_lightning.datamodules.steps import LentSteps, Steps, check_resets, plain_batch, read_batch, steps_in
 from torchrl_lightning.datamodules.updates_per_step import UpdatesDataModule
@@ -34,7 +35,6 @@ from torchrl_lightning.fitting import require_fit
 from torchrl_lightning.ranges import exact_ratio, integer, not_negative, optional, positive
 from torchrl_lightning.ranks import of_first_rank
 from torchrl_lightning.replay import ExperienceBuffer
-from torchrl_lightning.replay.episode_transform import tell, transforms_in
 from torchrl_lightning.replay.layout import check_lengths, left_out_of
 from torchrl_lightning.settings import Count, among, setting
 from torchrl_lightning.state import whole
@@ -216,8 +216,7 @@ class ReplayDataModule(UpdatesDataModule):
         if self._source is None:
             self._source = self._source_over(buffer, self._learner)
         data = buffer if self.dataset_share is None else self._source.buffers[1]
-        for each in (buffer, data):
-            tell(each.transform, self._environments.goals)
+        set_goals(buffers_of(self._source, buffer), self._environments.goals)
         self._rows = self._source if isinstance(self._source, RowStore) else None
         self._kept_rows = buffer if self._rows is None else self._rows
         learner = self._learner
@@ -236,18 +235,20 @@ class ReplayDataModule(UpdatesDataModule):
         buffer = self._any_buffer(learner)
         check_discount(buffer, learner)  # it may have been built for another learner's fit
         check_lengths(buffer)
-        parts = [("storage", buffer.storage), ("sampler", buffer.sampler), ("writer", buffer.writer)]
         check_resets(self._environments.env, buffer, self.world_size)
-        for name, part in [*parts, *(("transform", each) for each in transforms_in(buffer.transform))]:
+        for name, part in (("storage", buffer.storage), ("sampler", buffer.sampler), ("writer", buffer.writer)):
             yield f"buffer.{name}"
             require_fit(part, self.specs, learner)
+        yield "buffer.transform"
+        check_transforms([buffer], self._environments.goals, self.specs, learner)
         yield "source"
         source = self._source_over(buffer, learner) if self._source is None else self._source
         require_fit(source, self.specs, learner)
+        check_transforms(buffers_of(source, buffer)[1:], self._environments.goals, self.specs, learner)
         check_rows(source, self._normalization.is_on and self._writes_there(source))
         yield "buffer.sampler"
         recurrent = has_recurrent_network(learner) and serves_as_drawn(self, learner)
-        for number, each in enumerate(getattr(source, "buffers", [buffer])):
+        for number, each in enumerate(buffers_of(source, buffer)):
             check_windows(each, None if number else self._warm_steps, recurrent)
         yield "buffer_dir"
         if self.buffer_dir is not None:

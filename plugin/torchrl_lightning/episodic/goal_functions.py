@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from tensordict import TensorDictBase
 from torch import Tensor
 
 from torchrl_lightning.environments.copies import copied
@@ -14,9 +15,21 @@ from torchrl_lightning.environments.faults import EnvironmentFault
 from torchrl_lightning.environments.goals import GoalFunction
 
 NEAR = 0.05
+Goals = Any
+"""A tensor, or a TensorDict of nested goals, which have the dimensions of steps before their own."""
 Lookup = Callable[[str], Tensor | None]
 """Gives the entry of this name, ``[n, ...]``, that steps ended with; None if there is none."""
 _FEW = 16  # steps by which a function shows whether it takes many at once
+
+
+class _Untouchable:
+    """A goal that raises an error as soon as a function compares it or reads it."""
+
+    def _raise(self, *args: Any, **options: Any) -> Any:
+        raise TypeError("a goal was read")
+
+    __array__ = __bool__ = __float__ = __int__ = __len__ = __iter__ = __getitem__ = __hash__ = _raise
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __str__ = __repr__ = _raise
 
 
 class EnvironmentFunction:
@@ -33,23 +46,24 @@ class EnvironmentFunction:
     def depends_on_goals(self) -> bool:
         """Return whether goals change what comes out, which they do not where an episode never ends at one."""
         try:
-            self._function(object(), object(), StepInfo(lambda name: None))
+            self._function(_Untouchable(), _Untouchable(), StepInfo(lambda name: None))
         except NotImplementedError:
             return False
         except Exception:  # it has looked at them
             return True
         return False
 
-    def __call__(self, achieved: Tensor, desired: Tensor, lookup: Lookup, dims: int) -> Tensor:
+    def __call__(self, achieved: Goals, desired: Goals, lookup: Lookup, dims: int) -> Tensor:
         """Return one number for each step; goals have ``dims`` dimensions of steps before their own."""
         if dims > 1:
             rewards = self(achieved.flatten(0, dims - 1), desired.flatten(0, dims - 1), _flat(lookup, dims), 1)
             return rewards.view(achieved.shape[:dims])
         # The environment gets copies, because it may change them.
-        reached, wanted = copied(achieved.numpy(force=True)), copied(desired.numpy(force=True))
+        reached, wanted = copied(_arrays(achieved)), copied(_arrays(desired))
         if self._takes_many is None and len(achieved) > 1:
-            rows = self._of_each(copied(reached[:_FEW]), copied(wanted[:_FEW]), lookup)
-            few = copied(reached[:_FEW]), copied(wanted[:_FEW]), StepInfo(lookup, slice(_FEW))
+            first = [_part(goals, slice(_FEW)) for goals in (reached, wanted)]
+            rows = self._of_each(*map(copied, first), lookup)
+            few = *map(copied, first), StepInfo(lookup, slice(_FEW))
             try:
                 many = np.asarray(self._function(*few), dtype=np.float64)
                 self._takes_many = many.size == rows.size and np.allclose(many.reshape(-1), rows, equal_nan=True)
@@ -60,7 +74,7 @@ class EnvironmentFunction:
         return torch.as_tensor(self._function(reached, wanted, StepInfo(lookup, slice(None))))
 
     def _of_each(self, achieved: Any, desired: Any, lookup: Lookup) -> Any:
-        pairs = enumerate(zip(achieved, desired, strict=True))
+        pairs = enumerate(zip(_each(achieved), _each(desired), strict=True))
         try:
             return np.array([float(self._function(one, other, StepInfo(lookup, row))) for row, (one, other) in pairs])
         except EnvironmentFault:
@@ -72,6 +86,27 @@ class EnvironmentFunction:
                 f"{type(error).__name__}: {error}. Give HindsightRelabel one that can, as compute_reward= or "
                 "compute_terminated=."
             ) from error
+
+
+def _arrays(goals: Goals) -> Any:
+    """Return goals as an array, or as nested dicts of arrays."""
+    if isinstance(goals, Tensor):
+        return goals.numpy(force=True)
+    return {key: _arrays(goals.get(key)) for key in goals.keys()}  # noqa: SIM118
+
+
+def _part(goals: Any, part: Any) -> Any:
+    return {key: _part(entry, part) for key, entry in goals.items()} if isinstance(goals, dict) else goals[part]
+
+
+def _each(goals: Any) -> Any:
+    """Return what iterates over the goals of single steps."""
+    if not isinstance(goals, dict):
+        return goals
+    entry = goals
+    while isinstance(entry, dict):
+        entry = next(iter(entry.values()))
+    return [_part(goals, row) for row in range(len(entry))]
 
 
 def _flat(lookup: Lookup, dims: int) -> Lookup:
@@ -115,9 +150,54 @@ class StepInfo(dict[str, Any]):
         return default if self._lookup(name) is None else self[name]
 
 
-def is_near(achieved: Tensor, desired: Tensor, info: Any) -> Tensor:
-    """Return 0 within a distance of 0.05, and -1 elsewhere."""
-    return (torch.linalg.vector_norm(achieved - desired, dim=-1) < NEAR).float() - 1
+class DefaultReward:
+    """Return 0 for steps within a distance of 0.05 of their goals, and -1 for the others."""
+
+    def __call__(self, achieved: Tensor, desired: Tensor, lookup: Lookup, dims: int) -> Tensor:
+        """Return one number for each step; :func:`default_reward_error` must have found nothing."""
+        if achieved.shape != desired.shape:  # single numbers of shapes [] and [1]
+            desired = desired.reshape(achieved.shape)
+        if not achieved.dtype.is_floating_point:
+            achieved = achieved if achieved.is_complex() else achieved.double()
+        difference = achieved - desired
+        distance = difference.abs() if difference.ndim == dims else torch.linalg.vector_norm(difference, dim=-1)
+        return (distance < NEAR).float() - 1
+
+
+def default_reward_error(*goals: tuple[torch.Size, torch.dtype] | None) -> str | None:
+    """Return why the default reward cannot compare goals; None if it can.
+
+    Args:
+        goals: shape, without the dimensions of steps, and dtype of achieved and desired goals; None for nested ones.
+    """
+    for form in goals:
+        if form is None:
+            kind = "nested entries"
+        else:
+            shape, dtype = form
+            if shape in ((), (1,)) or (len(shape) == 1 and dtype in _COMPARED):
+                continue
+            kind = f"{str(dtype).removeprefix('torch.')} of shape {list(shape)}"
+        return (
+            f"goals must be floating-point vectors or single numbers for the default reward of HindsightRelabel, got "
+            f"{kind}. Give it a compute_reward= that compares these goals."
+        )
+    sizes = [form[0] for form in goals if form is not None]
+    if len({size.numel() for size in sizes}) > 1:
+        return (
+            f"goals must have as many numbers as what is achieved for the default reward of HindsightRelabel, got the "
+            f"shapes {' and '.join(str(list(size)) for size in sizes)}. Give it a goal= that makes goals of what is "
+            "achieved, or a compute_reward= that compares them."
+        )
+    return None
+
+
+def form_of(goals: Goals, dims: int) -> tuple[torch.Size, torch.dtype] | None:
+    """Return shape and dtype of goals with ``dims`` dimensions of steps; None for nested ones."""
+    return None if isinstance(goals, TensorDictBase) else (goals.shape[dims:], goals.dtype)
+
+
+_COMPARED = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 
 def check_recomputed(what: str, stored: Tensor, found: Tensor) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 __all__ = ["HindsightRelabel"]
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -14,17 +15,40 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 
 from torchrl_lightning._compat import attached
-from torchrl_lightning.entries import entry_of, keys_below, nested_key, next_key
+from torchrl_lightning.entries import (
+    Path,
+    entry_of,
+    keys_below,
+    nested_key,
+    next_key,
+    path_of,
+    tensordict_of,
+    under,
+)
+from torchrl_lightning.environments.faults import EnvironmentFault
 from torchrl_lightning.environments.goals import EnvironmentGoals, GoalFunction
-from torchrl_lightning.episodic.goal_functions import EnvironmentFunction, GivenFunction, check_recomputed, is_near
+from torchrl_lightning.episodic.goal_functions import (
+    DefaultReward,
+    EnvironmentFunction,
+    GivenFunction,
+    Goals,
+    check_recomputed,
+    default_reward_error,
+    form_of,
+)
 from torchrl_lightning.episodic.returns import EpisodicReturn
 from torchrl_lightning.episodic.steps import FIRST, LAST, MID, TIME_STEPS, TRANSITIONS
 from torchrl_lightning.keys import DONE, NEXT, REWARD, TERMINATED, TRUNCATED
 from torchrl_lightning.ranges import Checked, boolean, fraction, one_of
 from torchrl_lightning.replay.episode_transform import EpisodeTransform
 
+logger = logging.getLogger(__name__)
 STRATEGIES = "future", "episode", "final"
-Function = EnvironmentFunction | GivenFunction
+UNCHANGED = 1000
+"""Rows with another goal after which rewards that never changed are reported."""
+ROUNDING = 1e-5
+"""Difference of two rewards, as a fraction of the largest one, up to which they count as the same."""
+Function = EnvironmentFunction | GivenFunction | DefaultReward
 _Functions = tuple[Function, Function | None, dict[str, float]]
 """Of rewards and of flags, and the returns of other goals by their names."""
 
@@ -48,8 +72,9 @@ class HindsightRelabel(EpisodeTransform):
 
     Rewards come from the environment's own ``compute_reward``, its wrappers' included, which a DataModule hands over
     (:meth:`use_environment`) or ``compute_reward=env.unwrapped.compute_reward`` gives. The steps of the first batches,
-    and of ever fewer later ones, must have the rewards that it gives for their own goals. Where goals are another, a
-    stored return (:class:`EpisodicReturn`) is unknown: it is ``default_return``.
+    and of ever fewer later ones, must have the rewards that it gives for their own goals. A warning reports once that
+    1,000 rows got another goal and no reward has changed. Where goals are another, a stored return
+    (:class:`EpisodicReturn`) is unknown: it is ``default_return``.
 
     Args:
         her_proportion: probability with which a sample is relabelled.
@@ -65,8 +90,9 @@ class HindsightRelabel(EpisodeTransform):
         goal: makes goals of achieved entries ``[n, ...]``, where these are, for instance, whole observations.
         compute_reward: called as ``compute_reward(achieved, desired, info)`` with goals ``[n, ...]`` or
             ``[n, T, ...]``; a method of an environment gets arrays, and single steps if it takes no other. ``info`` has
-            the observations after the step by name. If None, that of the environment; where it has none, 0 within a
-            distance of 0.05 and -1 elsewhere.
+            the observations after the step by name. If None, that of the environment; if it has none, 0 within a
+            distance of 0.05 and -1 elsewhere, which compares floating-point vectors and single numbers. Goals of other
+            kinds, such as images, integers and nested entries, need a function.
         compute_terminated: the same for ``("next", "terminated")``, with which ``("next", "done")`` is made again (of
             time steps, ``discount`` and ``step_type``). If None, that of the environment, if it depends on goals; else
             flags stay as they are stored: right where an episode goes on at the goal, or ends for reasons of its own.
@@ -75,7 +101,8 @@ class HindsightRelabel(EpisodeTransform):
     Raises:
         ValueError: ``her_proportion`` is no probability, or there is no such strategy; when sampling: it is in no
             buffer, nothing tracks episodes, the single steps of n-step returns are not stored, a function gives another
-            number of values than there are steps, or other numbers for stored steps than they have.
+            number of values than there are steps, or other numbers for stored steps than they have, or the default
+            reward cannot compare the goals.
         KeyError: when sampling: an entry is missing.
 
     Example:
@@ -118,18 +145,24 @@ class HindsightRelabel(EpisodeTransform):
         self._given = {"compute_reward": _apart(compute_reward), "compute_terminated": _apart(compute_terminated)}
         self._environment: EnvironmentGoals | None = None
         self._functions: _Functions | None = None  # once they are needed
+        self._unchanged: list[int] = [0]  # rows with another goal, and no other reward; empty once this is decided
         self._batches = [0, 1]  # how many there were, and which is checked next; a list, as a module's attributes cost
 
     def misfit(self, specs: Any, learner: Any = None) -> str | None:
-        """Return that an environment of these specs shows no such goals; None if it does."""
+        """Return why an environment of these specs has no goals that can be relabelled; None if it has."""
         shown = specs.keys
-        for name in ("achieved_goal_key", "desired_goal_key"):
-            if getattr(self, name) not in shown:
+        for name, key in (("achieved_goal_key", self.achieved_goal_key), ("desired_goal_key", self.desired_goal_key)):
+            if not any(under(entry, key) for entry in shown):
                 return (
                     f"{name} names nothing that the environment shows, which is {', '.join(map(str, shown))}. Take one "
                     "with goals, such as env=robotics, or another stream, such as data=uniform."
                 )
-        return None
+        keys = [self.desired_goal_key] if self.goal is not None else [self.achieved_goal_key, self.desired_goal_key]
+        forms = [(specs.observation[key].shape, specs.observation[key].dtype) if key in shown else None for key in keys]
+        error = default_reward_error(*forms)
+        if error is None or not self.her_proportion or self._function("compute_reward") is not None:
+            return None
+        return error
 
     def use_environment(self, goals: EnvironmentGoals) -> None:
         """Compute by an environment's functions what is not given; a DataModule hands over those of its own."""
@@ -171,8 +204,8 @@ class HindsightRelabel(EpisodeTransform):
 
     def _reached(self, batch: TensorDictBase, rows: Tensor, cells: Tensor) -> Tensor:
         """Return which samples show the goals that they are to get as reached, ``[n]``."""
-        (_, stored), *_ = self.storage.leaves(self._layout(batch)[0])
-        goals = self._goals(_rows(stored, cells))
+        key, *_ = self._layout(batch)
+        goals = self._goals(_stored_goals(self.storage.leaves(key), key, cells))
 
         def first(entry: Tensor) -> Tensor:
             return _rows(entry, rows)[:, 0] if batch.ndim > 1 else _rows(entry, rows)
@@ -182,7 +215,7 @@ class HindsightRelabel(EpisodeTransform):
             return None if entry is None else first(entry)
 
         shown = self._goals(first(_require(batch, self.achieved_goal_key)))
-        reward, *_ = self._functions or self._computing()
+        reward, *_ = self._functions or self._computing(shown, goals, 1)
         found, most = (torch.as_tensor(reward(each, goals, seen, 1)) for each in (shown, goals))
         return (found >= most).reshape(len(rows)).cpu()
 
@@ -213,7 +246,8 @@ class HindsightRelabel(EpisodeTransform):
         rewards, weights = single[REWARD], torch.where(ahead < steps[:, None], discount[:, None] ** ahead, 0.0)
         weights = weights.to(rewards.device).view(*weights.shape, *[1] * (rewards.ndim - 2))
         last.set(REWARD, (weights * rewards).sum(1).to(rewards.dtype))
-        for key in (self.desired_goal_key, *(self._functions or self._computing())[2]):
+        assert self._functions is not None  # they were needed to relabel
+        for key in (self.desired_goal_key, *self._functions[2]):
             if entry_of(batch, key) is not None:
                 _replace(batch, key, rows, entry_of(first, key))
         for key in keys_below(last, NEXT):
@@ -223,21 +257,27 @@ class HindsightRelabel(EpisodeTransform):
 
     def _relabel(self, batch: TensorDictBase, rows: Tensor, cells: Tensor) -> None:
         achieved_key, reward_key, time_steps = self._layout(batch)
-        (_, stored), *_ = self.storage.leaves(achieved_key)
-        goals = self._goals(_rows(stored, cells))
+        goals = self._goals(_stored_goals(self.storage.leaves(achieved_key), achieved_key, cells))
         achieved = self._goals(_rows(_require(batch, achieved_key), rows))
         steps = achieved.shape[: batch.ndim]  # [n] or [n, T]
-        goals = goals.view(len(rows), *[1] * (batch.ndim - 1), *goals.shape[1:]).expand(*steps, *goals.shape[1:])
-        _replace(batch, self.desired_goal_key, rows, goals)
-        if entry_of(batch, next_key(self.desired_goal_key)) is not None:
-            _replace(batch, next_key(self.desired_goal_key), rows, goals)
+        if batch.ndim > 1:
+            goals = goals.unsqueeze(1).expand(*steps, *goals.shape[1:])
 
         def seen(name: str) -> Tensor | None:
             entry = entry_of(batch, name if time_steps else next_key(name))
             return None if entry is None else _rows(entry, rows)
 
-        reward, terminated, unknown = self._functions or self._computing()
+        reward, terminated, unknown = self._functions or self._computing(achieved, goals, len(steps))
+        own = before = None
+        if self._unchanged:
+            own, before = entry_of(batch, self.desired_goal_key), entry_of(batch, reward_key)
+        _replace(batch, self.desired_goal_key, rows, goals)
+        if entry_of(batch, next_key(self.desired_goal_key)) is not None:
+            _replace(batch, next_key(self.desired_goal_key), rows, goals)
         _replace(batch, reward_key, rows, reward(achieved, goals, seen, len(steps)))
+        if self._unchanged:
+            assert before is not None
+            self._note_unchanged(batch, rows, own, before, reward_key)
         for key, value in unknown.items():
             if (returns := entry_of(batch, key)) is not None:
                 batch.set(key, returns.index_fill(0, rows.to(returns.device), value))
@@ -245,11 +285,51 @@ class HindsightRelabel(EpisodeTransform):
             ends = torch.as_tensor(terminated(achieved, goals, seen, len(steps)))
             (_end_time_steps if time_steps else _end_transitions)(batch, rows, ends)
 
-    def _computing(self) -> _Functions:
-        """Find what gives rewards and, if it does, flags: what is given, or the environment's own."""
+    def _note_unchanged(self, batch: TensorDictBase, rows: Tensor, goals: Goals, rewards: Tensor, key: Any) -> None:
+        """Count rows with another goal; warn if there are many and no reward has changed, and count no more then.
+
+        Args:
+            batch: the batch, relabelled.
+            rows: which of its rows are relabelled.
+            goals: the entry of the goals before.
+            rewards: the entry of the rewards before.
+            key: the key of the rewards.
+        """
+        differs = _differ(_rows(goals, rows), _rows(_require(batch, self.desired_goal_key), rows))
+        old, new = (_rows(entry, rows).double().cpu().reshape(len(rows), -1) for entry in (rewards, batch[key]))
+        kinds = entry_of(batch, TIME_STEPS.done)
+        if key == TIME_STEPS.reward and kinds is not None:  # the first time step has earned no reward
+            began = (_rows(kinds, rows) == FIRST).cpu().reshape(len(rows), -1)
+            if began.shape == old.shape:
+                old = old.where(~began, new)
+        # A reward that is computed again for the same goal may be rounded differently.
+        largest = torch.cat([old, new]).abs().nan_to_num(0.0).max()
+        if not torch.isclose(new, old, rtol=0.0, atol=float(ROUNDING * largest), equal_nan=True).all():
+            self._unchanged.clear()
+            return
+        self._unchanged[0] += int(differs.sum())
+        if self._unchanged[0] >= UNCHANGED:
+            self._unchanged.clear()
+            logger.warning(
+                "HindsightRelabel gave %d rows another %r and no reward has changed. If the reward depends on a goal "
+                "in another entry, such as one in info, give HindsightRelabel a compute_reward= that reads the goal "
+                "from its second argument.",
+                UNCHANGED, self.desired_goal_key,
+            )  # fmt: skip
+
+    def _computing(self, achieved: Goals, desired: Goals, dims: int) -> _Functions:
+        """Find what gives rewards and, if it does, flags: what is given, or the environment's own.
+
+        Raises:
+            EnvironmentFault: only the default reward is left, and it cannot compare such goals.
+        """
         reward, terminated = (self._function(name) for name in ("compute_reward", "compute_terminated"))
+        if reward is None:
+            reward = DefaultReward()
+            if (error := default_reward_error(form_of(achieved, dims), form_of(desired, dims))) is not None:
+                raise EnvironmentFault(error)
         returns = {each.key: each.default_return for each in attached(self.storage) if isinstance(each, EpisodicReturn)}
-        self._functions = reward or GivenFunction(is_near), terminated, returns
+        self._functions = reward, terminated, returns
         return self._functions
 
     def _function(self, name: str) -> Function | None:
@@ -284,7 +364,7 @@ class HindsightRelabel(EpisodeTransform):
         begin, _ = self.episodes.bounds(torch.from_numpy(env), torch.from_numpy(position), clip=False)
         # What a time step begins with was not earned.
         counts = torch.from_numpy(begin.numpy() < position) if time_steps else torch.ones(len(env), dtype=torch.bool)
-        reward, terminated, _ = self._functions or self._computing()
+        reward, terminated, _ = self._functions or self._computing(achieved, goals, batch.ndim)
         found = {"reward": (_require(batch, reward_key), reward)}
         if terminated is not None:
             ends = _require(batch, TIME_STEPS.terminated) == 0 if time_steps else _require(batch, TERMINATED)
@@ -294,7 +374,7 @@ class HindsightRelabel(EpisodeTransform):
             if given.numel() == stored.numel() == len(counts):
                 check_recomputed(what, stored.flatten()[counts.to(stored.device)], given.flatten().cpu()[counts])
 
-    def _goals(self, achieved: Tensor) -> Tensor:
+    def _goals(self, achieved: Goals) -> Goals:
         return achieved if self.goal is None else self.goal(achieved)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -327,11 +407,30 @@ def _end_time_steps(batch: TensorDictBase, rows: Tensor, ends: Tensor) -> None:
     _replace(batch, TIME_STEPS.done, rows, torch.where(now, LAST, goes_on))
 
 
-def _rows(entry: Tensor, rows: Tensor) -> Tensor:
-    return entry.index_select(0, rows.to(entry.device))
+def _rows(entry: Any, rows: Tensor) -> Any:
+    if isinstance(entry, Tensor):
+        return entry.index_select(0, rows.to(entry.device))
+    return entry[rows if entry.device is None else rows.to(entry.device)]
 
 
-def _require(batch: TensorDictBase, key: NestedKey) -> Tensor:
+def _stored_goals(leaves: list[tuple[Path, Tensor]], key: NestedKey, cells: Tensor) -> Goals:
+    """Read the goals of stored steps, a tensor or a TensorDict, from the leaves of their entry."""
+    (path, leaf), *others = leaves
+    if not others and (path[-1] == key or path == key):
+        return leaf.index_select(0, cells.to(leaf.device))
+    depth = len(path_of(key))
+    return tensordict_of({path[depth:]: _rows(leaf, cells) for path, leaf in leaves}, cells.shape)
+
+
+def _differ(own: Goals, goals: Goals) -> Tensor:
+    """Return which rows have another goal, ``[n]``."""
+    if isinstance(own, Tensor):
+        differs = own.cpu() != goals.reshape(own.shape).to(own).cpu()
+        return differs.reshape(len(own), -1).any(1)
+    return torch.stack([_differ(own.get(key), goals.get(key)) for key in own.keys()]).any(0)  # noqa: SIM118
+
+
+def _require(batch: TensorDictBase, key: NestedKey) -> Any:
     value = entry_of(batch, key)
     if value is None:
         raise KeyError(f"HindsightRelabel needs the entry {key!r}; the batch has {sorted(map(str, batch.keys(True)))}.")
@@ -339,7 +438,12 @@ def _require(batch: TensorDictBase, key: NestedKey) -> Tensor:
 
 
 def _replace(batch: TensorDictBase, key: NestedKey, rows: Tensor, values: Any) -> None:
-    entry, found = _require(batch, key), torch.as_tensor(values)
+    entry = _require(batch, key)
+    if not isinstance(entry, Tensor):
+        for name in keys_below(batch, key):
+            _replace(batch, name, rows, entry_of(values, path_of(name)[len(path_of(key)) :]))
+        return
+    found = torch.as_tensor(values)
     shape = torch.Size([len(rows), *entry.shape[1:]])
     if found.numel() != shape.numel():
         raise ValueError(f"Entry {key!r} of the relabelled steps is {list(shape)}, got {list(found.shape)}.")
