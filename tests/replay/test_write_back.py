@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ from tensordict import TensorDict
 from torchrl.data import RandomSampler
 
 from kit.rings import ring
-from torchrl_lightning.replay import ExperienceBuffer, PrioritizedSampler, SequenceSampler, UniformSampler
+from torchrl_lightning import MixedReplay
+from torchrl_lightning.replay import ExperienceBuffer, PrioritizedSampler, RingWriter, SequenceSampler, UniformSampler
 
 
 def steps(count: int, start: int = 0, done: tuple[int, ...] = ()) -> TensorDict:
@@ -107,3 +109,67 @@ def test_one_entry_of_stored_steps_is_replaced() -> None:
         with pytest.raises(error, match=says):
             ours.storage.write_entry(key, torch.tensor(cells), value)
     assert (ours.storage.get(torch.tensor([0, 1, 3])) == after).all()
+
+
+def agents(count: int) -> TensorDict:
+    """Steps whose flags of two agents agree, with a reward and a successor."""
+    flags, number = torch.zeros(count, 2, dtype=torch.bool), torch.arange(float(count)).view(-1, 1)
+    after = {"done": flags, "terminated": flags.clone(), "reward": number.clone(), "n": number + 1}
+    return TensorDict({"n": number, "is_init": flags.clone(), "next": after}, [count])
+
+
+def tracked(sampler: Any) -> ExperienceBuffer:
+    return ring(8, 1, sampler, data=agents(6), writer=RingWriter(track_episodes=True))
+
+
+REFUSED = {
+    "done": (("next", "done"), torch.tensor([True, False])),
+    "is_init": ("is_init", torch.tensor([True, False])),
+}
+
+
+@pytest.mark.parametrize("flag", REFUSED)
+@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.parametrize("mixed", [False, True])
+def test_a_refused_key_leaves_all_keys_unchanged(flag: str, place: int, mixed: bool) -> None:
+    key, value = REFUSED[flag]
+    first, ours = (tracked(SequenceSampler(2)) for _ in range(2))
+    source: Any = MixedReplay(first, [ours], [0.5, 0.5]) if mixed else ours
+    before = [each.state_dict() for each in (first, ours)]
+    successors = [each.writer.rings.successors.state_dict() for each in (first, ours)]
+    batch = source.draw(8)
+    batch["n"], batch["next", "n"] = batch["n"] + 100, batch["next", "n"] + 100
+    rows = slice(7, 8) if mixed else slice(None)  # the first buffer refuses nothing
+    batch[key][rows] = value
+    batch["next", "reward"] += 100
+    keys = ["n", ("next", "n"), ("next", "reward")]
+    keys.insert(place, key)
+    with pytest.raises(ValueError, match="done_reduce"):
+        source.write_back(batch, keys)
+    for buffer, state, known in zip((first, ours), before, successors, strict=True):
+        assert (buffer[:] == agents(6)).all()
+        assert buffer.state_dict()["writer"].keys() == state["writer"].keys()
+        assert buffer.writer.rings.successors.state_dict() == known
+        assert torch.equal(buffer.writer.index.end(torch.zeros(6).long(), torch.arange(6)), torch.full((6,), 5))
+
+
+def test_flags_of_several_keys_are_followed_together() -> None:
+    ours = tracked(UniformSampler())
+    batch = ours.sample(64)
+    ends = (batch["n"] == 2).expand(-1, 2)
+    batch["next", "done"], batch["is_init"] = ends.clone(), (batch["n"] == 4).expand(-1, 2).clone()
+    ours.write_back(batch, [("next", "done"), "is_init", "n"])
+    begin, end = ours.writer.index.bounds(torch.zeros(6).long(), torch.arange(6))
+    assert begin.tolist() == [0, 0, 0, 3, 4, 4]
+    assert end.tolist() == [2, 2, 2, 3, 5, 5]
+
+
+def test_a_refused_write_lets_successors_be_compared_further() -> None:
+    ours = tracked(UniformSampler())
+    rows = agents(6)[5:]
+    rows["next", "n"], rows["next", "done"] = rows["next", "n"] + 1, torch.tensor([[True, False]])
+    matched = set(ours.writer.rings.successors.matched)
+    assert ("n",) in matched
+    with pytest.raises(ValueError, match="done_reduce"):
+        ours.storage.set(torch.tensor([5]), rows)
+    assert ours.writer.rings.successors.matched == matched

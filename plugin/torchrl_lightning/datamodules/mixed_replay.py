@@ -6,6 +6,7 @@ __all__ = ["MixedReplay"]
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from fractions import Fraction
 from operator import itemgetter
 from typing import Any
@@ -117,9 +118,13 @@ class MixedReplay(Stated, Nameable):
             buffer.update_tensordict_priority(rows)
 
     def write_back(self, batch: TensorDictBase, keys: Sequence[NestedKey]) -> None:
-        """Write rewritten entries of a batch into the cells that they came from."""
-        for buffer, rows in self._parts(batch):
-            buffer.write_back(rows, keys)
+        """Write rewritten entries of a batch into the cells that they came from: of all buffers, or of none."""
+        parts = list(self._parts(batch))
+        with ExitStack() as locks:
+            for buffer, _ in parts:
+                locks.enter_context(buffer.locked())
+            for write in [buffer.plan_write_back(rows, keys) for buffer, rows in parts]:
+                write()
 
     @property
     def _others(self) -> list[dict[str, Any]]:

@@ -20,8 +20,8 @@ from torchrl.envs.transforms import Transform
 
 from torchrl_lightning._compat import entries_of, new_tensordict
 from torchrl_lightning.checks import Transforms
-from torchrl_lightning.entries import check_tensordict, entry_of, moved, nested_key, nested_keys
-from torchrl_lightning.kernels.indices import integers, last_of_each
+from torchrl_lightning.entries import check_tensordict, entry_of, moved, nested_key
+from torchrl_lightning.kernels.indices import integers
 from torchrl_lightning.keys import NEXT
 from torchrl_lightning.parts import fresh_generator
 from torchrl_lightning.ranges import Checked
@@ -30,10 +30,10 @@ from torchrl_lightning.replay.episode_transform import EpisodeTransform, bind, t
 from torchrl_lightning.replay.layout import (
     check_parts,
     drop_later,
+    plan_write_back,
     ring_writer,
     small_storage,
     time_major,
-    written_back,
 )
 from torchrl_lightning.replay.n_step import FoldsSteps, NStepReturns
 from torchrl_lightning.replay.priorities import reduce_priorities
@@ -372,7 +372,7 @@ class ExperienceBuffer(Stated, FoldsSteps, ShareableBuffer):
             KeyError: an entry is missing in the batch or the storage, or the batch lacks ``index`` or
                 ``write_position``; nothing is written.
             TypeError: the batch is not a TensorDict.
-            ValueError: a shape or dtype differs from what is stored; nothing is written.
+            ValueError: a shape or dtype differs from what is stored, or the writer refuses flags; nothing is written.
 
         Example:
             >>> import torch
@@ -384,28 +384,13 @@ class ExperienceBuffer(Stated, FoldsSteps, ShareableBuffer):
             >>> buffer.write_back(batch, ["state"]).tolist(), buffer[:]["state"].tolist()
             ([0], [3.0])
         """
-        check_tensordict(batch)
-        storage, rings = self.parts[0], self.parts[2].rings
-        index, stamps = batch.get("index", None), batch.get("write_position", None)
-        if index is None:
-            raise KeyError(f"The batch has no entry 'index'; it has {sorted(map(str, batch.keys()))}.")
-        if stamps is None:
-            raise KeyError("The batch has no entry 'write_position', which says which cells were overwritten since.")
-        values = [
-            pair for key in nested_keys(keys) for pair in written_back(storage, batch, index.shape, key, self.n_steps)
-        ]
         with self.locked():
-            cells = index.detach().reshape(-1).cpu()
-            keep = rings.is_unchanged(cells, stamps.reshape(-1).cpu())
-            mask = batch.get("mask", None)
-            if mask is not None:
-                keep &= mask.to(keep.device).reshape(-1)
-            rows = keep.nonzero().squeeze(1)
-            rows = rows[last_of_each(cells[rows])]
-            rings.before(rings.env_of(cells[rows]).numpy())
-            for path, leaf in values:
-                storage.write_entry(path, cells[rows], leaf.flatten(0, index.ndim - 1)[rows.to(leaf.device)])
-        return cells[rows] if values else cells[:0]
+            return self.plan_write_back(batch, keys)()
+
+    def plan_write_back(self, batch: TensorDictBase, keys: Sequence[NestedKey]) -> Callable[[], Tensor]:
+        """Check what :meth:`write_back` is to write; return what writes it while the buffer is still locked."""
+        storage, _, writer = self.parts
+        return plan_write_back(storage, writer.rings, batch, keys, self.n_steps)
 
     # ------------------------------------------------------------------ state
 

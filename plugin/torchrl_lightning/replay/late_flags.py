@@ -87,17 +87,20 @@ class LateFlags:
         return self._begins(cells), changes
 
 
-def exclude_rewritten(rings: Rings, storage: RingStorage, changes: Mapping[Path, Tensor], cells: Tensor) -> None:
-    """Never compare entries again whose successor of a newest step is replaced by another value."""
+def rewritten_successors(
+    rings: Rings, storage: RingStorage, changes: Mapping[Path, Tensor], cells: Tensor
+) -> list[Path]:
+    """Return the compared entries whose successor of a newest step is to be replaced by another value."""
     paths = [path for path in changes if path[0] == NEXT and path[1:] in rings.successors.matched]
     if not paths or storage.cells is None:
-        return
+        return []
     positions, _ = rings.arrays
     changed = cells.cpu().numpy()
     newest = (positions - 1) % rings.length * rings.num_envs + rings.ids
-    rows = np.flatnonzero(np.isin(changed, newest))
+    rows, found = np.flatnonzero(np.isin(changed, newest)), []
     for path in paths if rows.size else ():
         leaf, chosen = storage.cells.leaves[storage.cells.places[path]], torch.from_numpy(rows)
         values = changes[path].index_select(0, chosen.to(changes[path].device))
         if not equal_rows(leaf.index_select(0, torch.from_numpy(changed[rows]).to(leaf.device)), values).all():
-            rings.successors.exclude(path[1:])
+            found.append(path[1:])
+    return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,10 +13,13 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 from torchrl.data.replay_buffers.samplers import ConsumingSampler
 
-from torchrl_lightning.entries import name_of, path_of
+from torchrl_lightning.entries import check_tensordict, name_of, nested_keys, path_of
+from torchrl_lightning.kernels.indices import last_of_each
 from torchrl_lightning.keys import NEXT, REPEATED
 from torchrl_lightning.replay.cells import check_values
 from torchrl_lightning.replay.priority_samplers import prioritized_in
+from torchrl_lightning.replay.rewrites import plan_entries
+from torchrl_lightning.replay.rings import Rings
 from torchrl_lightning.replay.storage import RingStorage
 from torchrl_lightning.replay.writer import RingWriter
 
@@ -63,6 +67,41 @@ def written_back(
         check_values(path, stored, values, shape)
         found.append((path, values.detach()))
     return found
+
+
+def plan_write_back(
+    storage: RingStorage, rings: Rings, batch: TensorDictBase, keys: Sequence[NestedKey], n_steps: int
+) -> Callable[[], Tensor]:
+    """Check entries of a sampled batch that are to be written back; return what writes them and returns the cells.
+
+    Raises an error if any of the entries is refused, so that all of them are written or none.
+    """
+    check_tensordict(batch)
+    index, stamps = batch.get("index", None), batch.get("write_position", None)
+    if index is None:
+        raise KeyError(f"The batch has no entry 'index'; it has {sorted(map(str, batch.keys()))}.")
+    if stamps is None:
+        raise KeyError("The batch has no entry 'write_position', which says which cells were overwritten since.")
+    values = [pair for key in nested_keys(keys) for pair in written_back(storage, batch, index.shape, key, n_steps)]
+    if not values:
+        return lambda: index.new_zeros(0).cpu()
+    cells = index.detach().reshape(-1).cpu()
+    keep = rings.is_unchanged(cells, stamps.reshape(-1).cpu())
+    mask = batch.get("mask", None)
+    if mask is not None:
+        keep &= mask.to(keep.device).reshape(-1)
+    rows = keep.nonzero().squeeze(1)
+    rows = rows[last_of_each(cells[rows])]
+    cells = cells[rows]
+    changes = {path: leaf.flatten(0, index.ndim - 1)[rows.to(leaf.device)] for path, leaf in values}
+    write = plan_entries(storage, changes, cells)
+
+    def write_cells() -> Tensor:
+        rings.before(rings.env_of(cells).numpy())
+        write()
+        return cells
+
+    return write_cells
 
 
 def drop_later(info: dict[Any, Any]) -> None:

@@ -39,6 +39,7 @@ from torchrl_lightning.replay import processes
 from torchrl_lightning.replay.cells import Cells, Names, check_values
 from torchrl_lightning.replay.draws import integers_below
 from torchrl_lightning.replay.n_step import NStepReturns
+from torchrl_lightning.replay.rewrites import plan_entries
 from torchrl_lightning.replay.rings import (
     Dependent,
     HasRings,
@@ -240,7 +241,7 @@ class RingStorage(processes.Owned, Stated, StorageBase):
         leaves, _ = self.check(self._numbered(data, index), index.numel())
         assert self.cells is not None
         places = self.cells.places
-        follow = self._plan({path: leaves[places[path]] for path in self.watched if path in places}, index)
+        follow = self.plan({path: leaves[places[path]] for path in self.watched if path in places}, index)
         self.cells.scatter(leaves, index)
         if follow is not None:
             follow()
@@ -287,23 +288,14 @@ class RingStorage(processes.Owned, Stated, StorageBase):
         if path != path_of(key):
             raise KeyError(f"There is no entry {key!r} alone; below it lies {name_of(path)}.")
         check_values(path, leaf, values, torch.Size([len(cells)]))
-        self.check_owner()
-        cells = integers(cells, "Cells").to(leaf.device)
-        self.check_filled(cells)
-        assert self.cells is not None
-        (values,) = self.cells.apart([values.detach().to(leaf.device)])
-        follow = self._plan({path: values}, cells) if path in self.watched else None
-        leaf.index_copy_(0, cells, values)
-        self.touch()
-        if follow is not None:
-            follow()
+        plan_entries(self, {path: values}, cells)()
 
     def watch(self, dependent: Dependent, paths: Iterable[tuple[str, ...]]) -> None:
         """Let entries that are derived from others be made again when these are replaced in stored steps."""
         self.dependents.append((dependent, frozenset(paths)))
         self.watched |= set(paths)
 
-    def _plan(self, changes: Mapping[tuple[str, ...], Tensor], cells: Tensor) -> Callable[[], None] | None:
+    def plan(self, changes: Mapping[tuple[str, ...], Tensor], cells: Tensor) -> Callable[[], None] | None:
         """Check the watched ones of the entries that are about to be replaced; return what has to follow, if any."""
         writer = self.writer
         return None if writer is None or not changes else writer.plan_rewrite(changes, cells)

@@ -30,7 +30,7 @@ from torchrl_lightning.keys import TRAJ_IDS
 from torchrl_lightning.ranges import Checked, boolean, integer, one_of
 from torchrl_lightning.replay.cuts import TrajectoryCuts
 from torchrl_lightning.replay.episode_index import DONE_REDUCTIONS, EpisodeIndex, FlagsDifferError, flag_of
-from torchrl_lightning.replay.late_flags import LateFlags, exclude_rewritten
+from torchrl_lightning.replay.late_flags import LateFlags, rewritten_successors
 from torchrl_lightning.replay.rings import Rings, filler_of, lay_rings
 from torchrl_lightning.replay.sharing import ShareableBuffer, SharedRings
 from torchrl_lightning.replay.steps import Flags, Ints
@@ -380,8 +380,15 @@ class RingWriter(WriterBase):
         storage = self._own_storage
         if storage is None or self.rings.index is None:
             return _do_nothing
-        exclude_rewritten(self.rings, storage, changes, cells)
-        return LateFlags(self, storage, self._done_path, self._init_path).plan(changes, cells)
+        follow = LateFlags(self, storage, self._done_path, self._init_path).plan(changes, cells)
+        excluded = rewritten_successors(self.rings, storage, changes, cells)
+
+        def follow_all() -> None:
+            for path in excluded:
+                self.rings.successors.exclude(path)
+            follow()
+
+        return follow_all
 
     def _make_index(self) -> None:
         if self.length > 1 << 40:  # TorchRL's unbounded storages
