@@ -11,7 +11,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from torchrl_lightning._modules import EvaluationMode
-from torchrl_lightning.environments.origins import RowOrigins
+from torchrl_lightning.environments.origins import RowOrigins, Trajectories
 
 
 class KeepsSums(Protocol):
@@ -33,10 +33,12 @@ class Feed:
 
     Attributes:
         collector: The collector, as long as there is one.
+        trajectories: Finds trajectories that a user's collector cuts; None if flags tell all beginnings.
     """
 
     def __init__(self, *sums: KeepsSums) -> None:
         self.collector: Any = None
+        self.trajectories: Trajectories | None = None
         self._sums = sums
         self._lost: list[int] = []  # environments whose unfinished episodes the collector has lost
         self._stream: Iterator[TensorDictBase] | None = None
@@ -63,6 +65,7 @@ class Feed:
         rng = torch.get_rng_state() if self._is_resumed and self._rng is None else self._rng
         if inside is not None:
             self._until_closed.enter_context(inside)
+        self.trajectories = Trajectories()
         self.collector, stream = build()
         self._stream = stream if policy is None else self._acting(stream, policy)
         self._origins = RowOrigins(self.collector)
@@ -80,6 +83,7 @@ class Feed:
         Args:
             buffer: An ``ExperienceBuffer`` that one of our collectors fills.
         """
+        self.trajectories = None
         checks = buffer.writer.check_successors
         buffer.writer.check_successors = False
 

@@ -219,10 +219,9 @@ class ReplayDataModule(UpdatesDataModule):
         set_goals(buffers_of(self._source, buffer), self._environments.goals)
         self._rows = self._source if isinstance(self._source, RowStore) else None
         self._kept_rows = buffer if self._rows is None else self._rows
-        learner = self._learner
         self._prepare = getattr(self._source, "prepare", None)
-        self._rewritten = getattr(learner, "rewritten_keys", self._rewritten)
-        self._gamma, self._ranks = discount_of(learner, buffer), self.world_size
+        self._rewritten = getattr(self._learner, "rewritten_keys", self._rewritten)
+        self._gamma, self._ranks = discount_of(self._learner, buffer), self.world_size
         if not len(buffer) and not self.updates:
             data.generator.manual_seed(self._spawn_seed("dataset"))
             buffer.generator.manual_seed(self._spawn_seed("buffer"))
@@ -337,7 +336,8 @@ class ReplayDataModule(UpdatesDataModule):
             return False
         if not self._lends_rows:
             for part in (parts := steps_in(self._feed.numbered(rollout))):
-                self._take(Steps(part, self.envs_of_rank, left_out_of(self.buffer)), part is parts[-1])
+                steps = Steps(part, self.envs_of_rank, left_out_of(self.buffer), self._feed.trajectories)
+                self._take(steps, part is parts[-1])
             return True
         if self._lent is None or self._lent.rows is not rollout:
             self._lent = LentSteps(rollout)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from contextlib import suppress
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
+import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from torchrl_lightning.datamodules.episodes import ends_of
 from torchrl_lightning.environments.next_step import tells_resets
-from torchrl_lightning.environments.origins import ring_ids
+from torchrl_lightning.environments.origins import Trajectories, ring_ids
 from torchrl_lightning.keys import ENV_IDS, VALID
 from torchrl_lightning.replay import ExperienceBuffer
 from torchrl_lightning.replay.prepared import PreparedRows
@@ -53,6 +54,15 @@ def check_resets(env: Any, buffer: ExperienceBuffer, ranks: int) -> None:
         )
 
 
+@runtime_checkable
+class CutsTrajectories(Protocol):
+    """Something that keeps rows, and whose trajectories can be cut."""
+
+    def cut(self, env_ids: Tensor | None = None) -> None:
+        """End the running trajectories of environments."""
+        ...
+
+
 class Steps:
     """A rollout of a collector.
 
@@ -60,20 +70,44 @@ class Steps:
         rollout: ``[N, T]``.
         num_envs: of how many environments the buffer has rings.
         left_out: entries that are not stored.
+        trajectories: finds trajectories that the collector cuts; None if flags tell all beginnings.
 
     Attributes:
         ids: Whose rows these are; None for all environments in order.
         ends: Rewards, flags, and which steps were replayed.
     """
 
-    def __init__(self, rollout: TensorDictBase, num_envs: int, left_out: list[str]) -> None:
-        self.rollout, self._left_out = rollout, left_out
+    def __init__(
+        self,
+        rollout: TensorDictBase,
+        num_envs: int,
+        left_out: list[str],
+        trajectories: Trajectories | None = None,
+    ) -> None:
+        self.rollout, self._left_out, self._trajectories = rollout, left_out, trajectories
         self.ids: Tensor | None = ring_ids(rollout, num_envs)
         self.ends: dict[str, Any] = ends_of(rollout)
 
-    def write(self, buffer: ExperienceBuffer) -> None:
-        """Write them into a buffer."""
-        buffer.extend(self.rollout.exclude(*self._left_out), env_ids=self.ids)
+    def write(self, buffer: Any) -> None:
+        """Write them into a buffer, or a source that keeps the rows."""
+        rows = self.rollout.exclude(*self._left_out)
+        if self._trajectories is None:
+            buffer.extend(rows, env_ids=self.ids)
+            return
+        for begin, end, cut in self._trajectories.split(self.rollout, self.ids):
+            if cut:
+                _cut(buffer, torch.tensor(cut))
+            part = rows if end - begin == rows.shape[1] else rows[:, begin:end]
+            buffer.extend(part, env_ids=self.ids)
+
+
+def _cut(buffer: Any, env_ids: Tensor) -> None:
+    """End the trajectories of environments, unless the rows are kept by something that cannot cut them."""
+    if isinstance(buffer, ExperienceBuffer):
+        with buffer.locked():
+            buffer.writer.cut(env_ids)
+    elif isinstance(buffer, CutsTrajectories):
+        buffer.cut(env_ids)
 
 
 class LentSteps:

@@ -60,7 +60,6 @@ class ServiceActor:
         self._fault: Fault | None = None
         try:
             self._buffer, self._limiter = pickle.loads(zlib.decompress(payload))
-            self._buffer.writer.check_successors = False  # flags of the collectors' rows tell all beginnings
             if shard:
                 self._buffer.generator.manual_seed(spawn_seed(self._buffer.generator.initial_seed(), "shard", shard))
             self._begin(resumed, _is_back())
@@ -76,8 +75,20 @@ class ServiceActor:
         return {"versions": installed(), "buffer": described(self._buffer)}
 
     # -- writing -----------------------------------------------------------------------------------------------------
-    async def insert(self, writer: str, session: str, number: int, rows: Arrays, env_ids: list[int]) -> Receipt:
+    async def insert(
+        self,
+        writer: str,
+        session: str,
+        number: int,
+        rows: Arrays,
+        env_ids: list[int],
+        cut: Sequence[int] = (),
+        compares: bool = False,
+    ) -> Receipt:
         """Write a rollout ``[T, N, *F]`` once it may be; one that is written already is passed over.
+
+        The trajectories of the environments ``cut`` end before it. ``compares`` says whether its rows are compared with
+        stored successors.
 
         One ahead of what is written, because earlier ones were lost with this actor, is passed over, too: the receipt
         says which ones are to be sent again.
@@ -89,6 +100,9 @@ class ServiceActor:
             await self._admitted(lambda: self._limiter.admits_insert(shape[0] * shape[1]))
             if number == self._written(writer, session):
                 rollout = unpacked(shape, ["time", None], rows)
+                self._buffer.writer.check_successors = compares
+                if cut:
+                    self._buffer.writer.cut(torch.tensor(cut))
                 self._buffer.extend(rollout, torch.tensor(env_ids))
                 self._limiter.inserted += rollout.numel()
                 self._sessions[writer] = session, number + 1

@@ -77,10 +77,17 @@ class ServiceWriter:
         self._writers = [ShardWriter(shard, name, unacknowledged) for shard in shards]
         self._share = num_envs // len(shards)
 
-    def write(self, rows: Arrays, env_ids: Sequence[int]) -> None:
-        """Send a rollout ``[T, N, *F]`` of the environments ``[N]``."""
+    def write(self, rows: Arrays, env_ids: Sequence[int], cut: Sequence[int] = (), compares: bool = False) -> None:
+        """Send a rollout ``[T, N, *F]`` of the environments ``[N]``.
+
+        Args:
+            rows: The rollout.
+            env_ids: Its environments.
+            cut: Environments whose rows do not continue the trajectory that is stored.
+            compares: Whether the rows are compared with stored successors; rows of our collectors are not.
+        """
         if len(self._writers) == 1:
-            self._writers[0].write(rows, list(env_ids))
+            self._writers[0].write(rows, list(env_ids), list(cut), compares)
             return
         columns: dict[int, list[int]] = {}
         for column, env in enumerate(env_ids):
@@ -88,7 +95,8 @@ class ServiceWriter:
         for shard, own in columns.items():
             whole = len(own) == len(env_ids)
             part = rows if whole else {key: np.ascontiguousarray(value[:, own]) for key, value in rows.items()}
-            self._writers[shard].write(part, [env_ids[column] for column in own])
+            there = [env_ids[column] for column in own]
+            self._writers[shard].write(part, there, [env for env in there if env in cut], compares)
 
     def settle(self) -> None:
         """Wait until all that was sent is written."""
@@ -111,19 +119,19 @@ class ShardWriter:
     def __init__(self, shard: Any, name: str, unacknowledged: int) -> None:
         self._shard, self._name, self._bound = shard, name, unacknowledged
         self._session = secrets.token_hex(8)
-        self._kept: deque[tuple[int, Arrays, list[int]]] = deque()
+        self._kept: deque[tuple[int, Arrays, list[int], list[int], bool]] = deque()
         self._number = 0
         self._sent: Any = None  # the request under way
         self.written = 0
         """Rollouts that the shard has said to have written."""
 
-    def write(self, rows: Arrays, env_ids: list[int]) -> None:
+    def write(self, rows: Arrays, env_ids: list[int], cut: list[int], compares: bool) -> None:
         """Send a rollout ``[T, N, *F]``; wait until the one before is written, which it may not be yet."""
         self._finish()
         while len(self._kept) >= self._bound:  # more than once where it dies meanwhile, and holds less
             self._note(answer(self._shard.flush.remote, self._name, self._session))
             self._send_again()
-        self._kept.append((self._number, rows, env_ids))
+        self._kept.append((self._number, rows, env_ids, cut, compares))
         self._number += 1
         self._sent = self._send(-1)
 
@@ -146,8 +154,7 @@ class ShardWriter:
             self._note(answer(self._send, self.written - self._kept[0][0]))
 
     def _send(self, place: int) -> Any:
-        number, rows, env_ids = self._kept[place]
-        return self._shard.insert.remote(self._name, self._session, number, rows, env_ids)
+        return self._shard.insert.remote(self._name, self._session, *self._kept[place])
 
     def _note(self, receipt: Receipt) -> None:
         self.written, acknowledged = receipt

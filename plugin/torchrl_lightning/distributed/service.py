@@ -127,6 +127,7 @@ class ReplayService(Nameable):
         self._owner: Any = None  # an actor that ends with this run, and says until then that there is one
         self._resumed: list[Path | None] = [None] * self.shards
         self._writer: ServiceWriter | None = None
+        self._cut: set[int] = set()  # environments whose next rows begin another trajectory
         self._calls: deque[tuple[Any, int, int]] = deque()  # requests under way, of which shard, and when they began
         self._drawn: deque[tuple[Any, int, int, int]] = deque()  # batches, their shard, its life, when it was asked
         self._batch_size = 0
@@ -166,7 +167,18 @@ class ReplayService(Nameable):
             self._writer = self.writer(f"rank {this_rank()}")
         ids = list(range(self.buffer.parts[2].num_envs)) if env_ids is None else env_ids.tolist()
         rows = time_major(data, len(ids), None).clone()  # a collector may reuse its memory
-        self._writer.write(as_arrays(rows.reshape(-1, len(ids)).transpose(0, 1)), ids)
+        cut = [env for env in ids if env in self._cut]
+        compares = self.buffer.writer.check_successors
+        self._writer.write(as_arrays(rows.reshape(-1, len(ids)).transpose(0, 1)), ids, cut, compares)
+        self._cut.difference_update(cut)
+
+    def cut(self, env_ids: torch.Tensor | None = None) -> None:
+        """End the running trajectories: the next rows do not continue them, as after a restart of the environments.
+
+        Args:
+            env_ids: The environments; None for all.
+        """
+        self._cut.update(self.buffer.writer.check_ids(env_ids).tolist())
 
     @property
     def left_out(self) -> list[str]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+from itertools import pairwise
 
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from torchrl_lightning.keys import ENV_IDS, TRAJ_IDS
+from torchrl_lightning.keys import DONE, ENV_IDS, TRAJ_IDS
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +75,42 @@ class RowOrigins:
             return number
         self._count += 1
         return self._count - 1
+
+
+class Trajectories:
+    """Find trajectories that a collector cuts without a flag, by ``("collector", "traj_ids")`` of its rollouts."""
+
+    def __init__(self) -> None:
+        self._last: dict[int, int] = {}  # of each environment
+
+    def split(self, rollout: TensorDictBase, rings: Tensor | None) -> list[tuple[int, int, list[int]]]:
+        """Split a rollout before the steps that begin other trajectories without a flag.
+
+        Args:
+            rollout: ``[N, T]``.
+            rings: whose rows these are, ``[N]``; None for all environments in order.
+
+        Returns:
+            First step and end of each part, and the environments whose trajectories are cut before it.
+        """
+        length, stated = rollout.shape[1], rollout.get(TRAJ_IDS, None)
+        if stated is None:
+            return [(0, length, [])]
+        ids = stated.reshape(*rollout.shape, -1)[..., 0].cpu()
+        env = list(range(len(ids))) if rings is None else rings.tolist()
+        known = torch.tensor([self._last.get(ring, int(first)) for ring, first in zip(env, ids[:, 0], strict=True)])
+        changed = torch.zeros(ids.shape, dtype=torch.bool)
+        changed[:, 0] = known != ids[:, 0]
+        done = rollout.get(DONE, None)
+        changed[:, 1:] = ids[:, 1:] != ids[:, :-1]
+        if done is not None:
+            changed[:, 1:] &= ~done.reshape(*rollout.shape, -1).any(-1)[:, :-1].cpu()
+        self._last.update(zip(env, ids[:, -1].tolist(), strict=True))
+        begins = sorted({0, *changed.any(0).nonzero().flatten().tolist()})
+        return [
+            (begin, end, [ring for ring, cut in zip(env, changed[:, begin].tolist(), strict=True) if cut])
+            for begin, end in pairwise([*begins, length])
+        ]
 
 
 def env_ids(rollout: TensorDictBase, time_dim: int = 1) -> Tensor | None:

@@ -47,6 +47,39 @@ class Chained:
 
 
 @dataclass(frozen=True)
+class Index:
+    """The episode index of a buffer.
+
+    Attributes:
+        column: For each filled cell a position: that of the step itself or a later one if the step begins an episode.
+        done: Whether the step in each filled cell ends its episode by a flag.
+        is_open: Whether the newest episode of each environment continues, ``[N]``.
+    """
+
+    column: Leaf
+    done: Leaf
+    is_open: NDArray[np.bool_]
+
+    def ends(self, content: Content) -> NDArray[np.bool_]:
+        """Return which cells hold the last step of an episode that does not continue, by a flag or by a cut."""
+        found = np.zeros(content.length * content.num_envs, np.bool_)
+        env = np.arange(content.num_envs)
+        for piece in content.pieces(16):
+            column = torch.as_tensor(piece.rows(self.column)).numpy()
+            position = np.broadcast_to(np.arange(piece.begin, piece.end)[:, None], piece.shape)
+            owner = np.broadcast_to(env, piece.shape)
+            if piece.valid is None:
+                position, owner = position.ravel(), owner.ravel()
+            else:
+                position, owner = position[piece.valid], owner[piece.valid]
+            begins = (column >= position) & (position > content.first[owner])
+            found[(position[begins] - 1) % content.length * content.num_envs + owner[begins]] = True
+        closed = env[(content.behind > content.first) & ~self.is_open]
+        found[(content.behind[closed] - 1) % content.length * content.num_envs + closed] = True
+        return found
+
+
+@dataclass(frozen=True)
 class Content:
     """What a state holds, and how to walk through it in the order of time.
 
@@ -63,6 +96,7 @@ class Content:
         mass: What each cell is drawn in proportion to, if it has a priority.
         ordered: Whether the order of the rows is known.
         stack: How many frames a stack has whose frames are stored once.
+        index: The episode index of a buffer; None if it has none.
     """
 
     name: str
@@ -77,6 +111,7 @@ class Content:
     mass: Leaf | None = field(default=None, repr=False)
     ordered: bool = True
     stack: int | None = None
+    index: Index | None = field(default=None, repr=False)
 
     @property
     def num_envs(self) -> int:
@@ -123,6 +158,12 @@ class Piece:
     def shape(self) -> tuple[int, int]:
         """Steps, and environments."""
         return self.end - self.begin, self.content.num_envs
+
+    @property
+    def cells(self) -> slice:
+        """The cells of all steps, whether they are there or not."""
+        first = self.begin % self.content.length * self.content.num_envs
+        return slice(first, first + math.prod(self.shape))
 
     def rows(self, leaf: Leaf) -> Tensor:
         """Read what is there of an entry, ``[n, ...]``, in the order of time."""
@@ -215,8 +256,24 @@ def _rings(
     leaves = {path: leaf for path, leaf in leaves_of(storage["data"] or {}) if len(leaf)}
     stack = storage.get("frame_stack")
     found = None if cells is None else cells[:].numpy()
+    known, index = None if writer is None else writer.get("index"), None
+    if known is not None:
+        is_open = torch.as_tensor(known["open"][:]).numpy().copy()
+        index = Index(known["column"], known["done"], is_open)
     return Content(
-        name, kind, leaves, count, storage["max_size"], length, first, behind, found, mass, writer is not None, stack
+        name,
+        kind,
+        leaves,
+        count,
+        storage["max_size"],
+        length,
+        first,
+        behind,
+        found,
+        mass,
+        writer is not None,
+        stack,
+        index,
     )
 
 

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from torchrl_lightning.inspection.content import Content, Ints
 
-ENDS = ("running", "terminated", "truncated", "done")
-RUNNING, TERMINATED, TRUNCATED, DONE = range(len(ENDS))
+ENDS = ("running", "terminated", "truncated", "done", "cut")
+RUNNING, TERMINATED, TRUNCATED, DONE, CUT = range(len(ENDS))
 
 
 @dataclass(frozen=True)
@@ -42,22 +42,27 @@ class Episodes:
 
 
 def episodes_in(content: Content) -> Episodes | None:
-    """Find the episodes, in one walk; None where no flag says where they end.
+    """Find the episodes of the buffer's index, or by their flags if it has none; None if it has no flags either.
 
     Args:
         content: What is walked through.
     """
     done, reward = content.find("done", "dones"), content.find("reward", "rewards")
     flags = [content.find(name, below="next") for name in ("terminated", "truncated")]
-    if done is None or not content.ordered or not content.looked_at:
+    if (done is None and content.index is None) or not content.ordered or not content.looked_at:
         return None
+    ends = None if content.index is None else content.index.ends(content)
     envs = content.num_envs
     begin, partial = content.first.copy(), np.zeros(envs)
     # Where the walk begins at the first step that was ever written, so does an episode; a rollout goes on from another.
     known = (begin == 0) & (content.kind != "rollout")
     found: list[tuple[Any, ...]] = []
     for piece in content.pieces(64):
-        ended = piece.grid(content.leaves[done]) != 0
+        flagged = piece.grid(content.leaves[done] if content.index is None else content.index.done) != 0
+        ended = flagged
+        if ends is not None:
+            ended = ends[piece.cells].reshape(piece.shape)
+            ended = ended if piece.valid is None else ended & piece.valid
         rewards = np.zeros(piece.shape) if reward is None else piece.grid(content.leaves[reward])
         kinds = [None if path is None else piece.grid(content.leaves[path]) != 0 for path in flags]
         terminated, truncated = kinds
@@ -68,11 +73,11 @@ def episodes_in(content: Content) -> Episodes | None:
             first = np.r_[True, env[1:] != env[:-1]]
             start = np.where(first, begin[env], np.r_[0, position[:-1] + 1])
             before = np.where(first, -partial[env], np.r_[0.0, total[step[:-1], env[:-1]]])
-            end = np.full(len(env), DONE)
+            end = np.where(flagged[step, env], DONE, CUT)
             if truncated is not None:
-                end[truncated[step, env]] = TRUNCATED
+                end[flagged[step, env] & truncated[step, env]] = TRUNCATED
             if terminated is not None:
-                end[terminated[step, env]] = TERMINATED
+                end[flagged[step, env] & terminated[step, env]] = TERMINATED
             whole = known[env] | ~first
             found.append((env, start, position - start + 1, total[step, env] - before, end, whole))
             last = np.r_[env[1:] != env[:-1], True]

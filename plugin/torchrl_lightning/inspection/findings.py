@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from torchrl_lightning.inspection.episodes import TERMINATED
+from torchrl_lightning.inspection.episodes import CUT, RUNNING, TERMINATED
 from torchrl_lightning.inspection.summary import WIDE, Summary
 
 BOUND = 0.5  # the share of an action's values at their bounds, from which it is told
@@ -65,7 +65,7 @@ def _ends(summary: Summary) -> Iterator[str]:
         return
     if terminated is not None and terminated.high == 0:
         yield f"{terminated.name} is never set: right for a task that only a time limit ends, else a mistake"
-    if episodes is not None and len(episodes) and not (episodes.end > 0).any():
+    if episodes is not None and len(episodes) and np.isin(episodes.end, (RUNNING, CUT)).all():
         yield "no episode has ended"
     ended = None if episodes is None else episodes.length[episodes.end == TERMINATED]
     if ended is not None and len(ended) > 10 and int(ended.max()) == 1:
