@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from torchrl_lightning.inspection.content import Content, Ints
+from torchrl_lightning.inspection.content import Content, Ints, Leaf
 
 ENDS = ("running", "terminated", "truncated", "done", "cut")
 RUNNING, TERMINATED, TRUNCATED, DONE, CUT = range(len(ENDS))
@@ -49,7 +49,13 @@ def episodes_in(content: Content) -> Episodes | None:
     """
     done, reward = content.find("done", "dones"), content.find("reward", "rewards")
     flags = [content.find(name, below="next") for name in ("terminated", "truncated")]
-    if (done is None and content.index is None) or not content.ordered or not content.looked_at:
+    if content.index is not None:
+        flag: Leaf = content.index.done
+    elif done is not None:
+        flag = content.leaves[done]
+    else:
+        return None
+    if not content.ordered or not content.looked_at:
         return None
     ends = None if content.index is None else content.index.ends(content)
     envs = content.num_envs
@@ -58,7 +64,7 @@ def episodes_in(content: Content) -> Episodes | None:
     known = (begin == 0) & (content.kind != "rollout")
     found: list[tuple[Any, ...]] = []
     for piece in content.pieces(64):
-        flagged = piece.grid(content.leaves[done] if content.index is None else content.index.done) != 0
+        flagged = piece.grid(flag) != 0
         ended = flagged
         if ends is not None:
             ended = ends[piece.cells].reshape(piece.shape)
