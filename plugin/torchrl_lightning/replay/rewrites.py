@@ -3,18 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from torch import Tensor
 
 from torchrl_lightning.entries import Path
 from torchrl_lightning.kernels.indices import integers
-
-if TYPE_CHECKING:
-    from torchrl_lightning.replay.storage import RingStorage
+from torchrl_lightning.replay.cells import Cells
 
 
-def plan_entries(storage: RingStorage, changes: Mapping[Path, Tensor], cells: Tensor) -> Callable[[], None]:
+class RewritableStorage(Protocol):
+    """A storage whose writer checks the entries that it watches."""
+
+    cells: Cells | None
+    watched: set[Path]
+
+    def check_owner(self) -> None:
+        """Raise an error if another process owns the storage."""
+        ...
+
+    def check_filled(self, index: Tensor) -> None:
+        """Raise an error if a cell holds nothing."""
+        ...
+
+    def plan(self, changes: Mapping[Path, Tensor], cells: Tensor) -> Callable[[], None] | None:
+        """Check the watched entries; return what has to follow."""
+        ...
+
+    def touch(self) -> None:
+        """Record that something has changed."""
+        ...
+
+
+def plan_entries(storage: RewritableStorage, changes: Mapping[Path, Tensor], cells: Tensor) -> Callable[[], None]:
     """Check leaves that are to be replaced in stored steps, all of them together; return what replaces them.
 
     Args:
