@@ -61,9 +61,9 @@ class EnvironmentFunction:
         # The environment gets copies, because it may change them.
         reached, wanted = copied(_arrays(achieved)), copied(_arrays(desired))
         if self._takes_many is None and len(achieved) > 1:
-            first = [_part(goals, slice(_FEW)) for goals in (reached, wanted)]
-            rows = self._of_each(*map(copied, first), lookup)
-            few = *map(copied, first), StepInfo(lookup, slice(_FEW))
+            first, goals = _part(reached, slice(_FEW)), _part(wanted, slice(_FEW))
+            rows = self._of_each(copied(first), copied(goals), lookup)
+            few = copied(first), copied(goals), StepInfo(lookup, slice(_FEW))
             try:
                 many = np.asarray(self._function(*few), dtype=np.float64)
                 self._takes_many = many.size == rows.size and np.allclose(many.reshape(-1), rows, equal_nan=True)
