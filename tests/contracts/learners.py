@@ -41,6 +41,7 @@ from torchrl_lightning.learn.squashed import build_squashed_actor
 
 SQUARE, BITS = specs_of(Bounded(0, 1, (2, 2))), specs_of(Binary(3))
 CHOICES, UNBOUNDED = specs_of(MultiCategorical([2, 3])), specs_of(Unbounded(2))
+MNIH = CNNNetwork(kernels=[8, 4, 3], strides=[4, 2, 1])
 MODEL = world_model()
 
 
@@ -105,7 +106,8 @@ VALUES = (
     *refused(build_actor, "MLPNetwork for vectors", network=CNNNetwork()),
     *refused(build_critic, "give build_critic the actor", network=MLPNetwork(shared=True)),
     *refused(MLPNetwork, "initialization", initialization="zeros"),
-    *refused(encoder, r"too small.*kernels=\[2, 2, 2\].*cnn_small", network=CNNNetwork(), spec=Unbounded((1, 10, 10))),
+    *refused(encoder, r"too small.*kernels=\[2, 2, 2\].*cnn_small", network=MNIH, spec=Unbounded((1, 10, 10))),
+    *refused(CNNNetwork, r"equal lengths, got \[8, 4\], \[8, 4, 3\], \[4, 2, 1\]", channels=[8, 4]),
     *refused(encoder, "too small.*an MLPNetwork would fit", network=CNNNetwork(), spec=Unbounded((3, 3))),
 )
 

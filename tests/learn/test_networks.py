@@ -90,3 +90,35 @@ def test_an_image_is_read_alike_in_any_layout_and_under_vmap(shape, dtype):
     for features in (encoder(images), torch.vmap(encoder)(images)):
         torch.testing.assert_close(features, expected, rtol=1e-4, atol=1e-4)
     assert torch.equal(images, before)
+
+
+@pytest.mark.parametrize(
+    ("side", "kernels", "features"),
+    [(84, [8, 4, 3], 64 * 7 * 7), (36, [8, 4, 3], 64), (35, [4, 3, 2], 64 * 6 * 6), (12, [4, 3, 2], 64),
+     (11, [2, 2, 2], 64 * 8 * 8), (4, [2, 2, 2], 64)],
+)  # fmt: skip
+def test_convolutions_depend_on_the_shorter_side_of_the_image(side, kernels, features):
+    encoder = CNNNetwork(hidden_sizes=[]).encoder([Unbounded((3, side, side), dtype=torch.uint8)])
+    assert [layer.kernel_size[0] for layer in encoder.convolutions if isinstance(layer, torch.nn.Conv2d)] == kernels
+    assert encoder.features == features == encoder(torch.zeros(1, 3, side, side, dtype=torch.uint8)).shape[-1]
+
+
+def test_convolutions_that_are_given_hold_for_every_image():
+    encoder = CNNNetwork([8], [5], [1], []).encoder([Unbounded((3, 84, 9))])
+    assert encoder.features == 8 * 80 * 5
+    strided = CNNNetwork(strides=[1, 1, 1], hidden_sizes=[]).encoder([Unbounded((3, 84, 84))])
+    assert strided.features == 64 * (84 - 7 - 3 - 2) ** 2
+
+
+def test_a_layer_of_many_weights_behind_convolutions_is_warned_of(caplog):
+    small = {"channels": [16, 32, 64], "kernels": [2, 2, 2], "strides": [1, 1, 1], "hidden_sizes": [64]}
+    pixels = [Unbounded((3, 36, 36), dtype=torch.uint8)]
+    CNNNetwork(**small).encoder(pixels)
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "4460544 weights, because images of 36 x 36" in said
+    assert "model/network=cnn" in said
+    caplog.clear()
+    CNNNetwork().encoder(pixels)
+    CNNNetwork().encoder([Unbounded((4, 84, 84), dtype=torch.uint8)])
+    CNNNetwork(**small).encoder([Unbounded((7, 7, 3), dtype=torch.uint8)])
+    assert not caplog.records

@@ -6,6 +6,7 @@ __all__ = ["BatchRenormNetwork", "CNNNetwork", "MLPNetwork", "RecurrentNetwork"]
 __room__ = ["Network"]
 
 import itertools
+import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from torchrl_lightning.learn.trunks import RecurrentTrunk, Trunk
 from torchrl_lightning.ranges import Check, integer, one_of
 from torchrl_lightning.trust import Nameable
 
+logger = logging.getLogger(__name__)
 ACTIVATIONS: dict[str, type[nn.Module]] = {
     "elu": nn.ELU,
     "gelu": nn.GELU,
@@ -32,6 +34,13 @@ ACTIVATIONS: dict[str, type[nn.Module]] = {
     "silu": nn.SiLU,
     "tanh": nn.Tanh,
 }
+_CONVOLUTIONS = (
+    (36, (32, 64, 64), (8, 4, 3), (4, 2, 1)),
+    (12, (32, 64, 64), (4, 3, 2), (2, 2, 1)),
+    (4, (16, 32, 64), (2, 2, 2), (1, 1, 1)),
+)
+"""Least side of an image, and its channels, kernels and strides."""
+_MANY_WEIGHTS = 4_000_000
 # Only activations without options; any other module is called as a module.
 _FUNCTIONS: dict[type[nn.Module], Callable[[Tensor], Tensor]] = {nn.ReLU: torch.relu, nn.Tanh: torch.tanh}
 
@@ -229,18 +238,19 @@ class CNNEncoder(Encoder):
             shape = [shape[-1], *shape[:-1]]
         act = ACTIVATIONS[one_of(network.activation, "activation", ACTIVATIONS)]
         layers, channels, size = [], shape[0], shape[1:]
-        for out, kernel, stride in zip(network.channels, network.kernels, network.strides, strict=True):
+        outputs, kernels, strides = network.convolutions(min(size))
+        for out, kernel, stride in zip(outputs, kernels, strides, strict=True):
             size = [(edge - kernel) // stride + 1 for edge in size]
             if min(size) < 1:
-                count = len(network.kernels)
+                count = len(kernels)
                 fit = (
                     f"kernels={[2] * count} with strides={[1] * count}, as model/network=cnn_small has,"
                     if min(shape[1:]) > count
                     else "an MLPNetwork"
                 )
                 raise ValueError(
-                    f"images of {shape[1]} x {shape[2]} are too small for kernels {list(network.kernels)} with "
-                    f"strides {list(network.strides)}; {fit} would fit"
+                    f"images of {shape[1]} x {shape[2]} are too small for kernels {list(kernels)} with "
+                    f"strides {list(strides)}; {fit} would fit"
                 )
             layers += [orthogonal(nn.Conv2d(channels, out, kernel, stride)), act()]
             channels = out
@@ -248,6 +258,12 @@ class CNNEncoder(Encoder):
         others = [spec for i, spec in enumerate(specs) if i != self.pixels]
         self.flat = FlatEntries(others) if others else None
         width = channels * math.prod(size) + (self.flat.features if self.flat else 0)
+        if network.hidden_sizes and (weights := width * int(network.hidden_sizes[0])) > _MANY_WEIGHTS:
+            logger.warning(
+                "The layer behind the convolutions has %d weights, because images of %d x %d become %d numbers. Give "
+                "larger strides, or select model/network=cnn, which chooses them by the size of the image.",
+                weights, *shape[1:], width,
+            )  # fmt: skip
         self.layers = mlp(width, network.hidden_sizes, network.activation)
         self.features = int(network.hidden_sizes[-1]) if len(network.hidden_sizes) else width
 
@@ -384,16 +400,22 @@ class BatchRenormNetwork(Network, Nameable):
 
 @dataclass
 class CNNNetwork(Network, Nameable):
-    """Convolutions over pixels, by default those of Mnih et al. (2015), shared by actor and critic.
+    """Convolutions over pixels, shared by actor and critic.
+
+    The default convolutions depend on the shorter side of the image: from 36 pixels on those of Mnih et al. (2015),
+    from 12 on kernels of 4, 3, 2 with strides 2, 2, 1, and below three of 2 with stride 1.
 
     Args:
-        channels: Output channels of each convolution.
-        kernels: Kernel size of each convolution.
-        strides: Stride of each convolution.
+        channels: Output channels of each convolution; None depends on the image.
+        kernels: Kernel size of each convolution; None depends on the image.
+        strides: Stride of each convolution; None depends on the image.
         hidden_sizes: Width of each hidden layer after the convolutions.
         activation: Name of the activation: elu, gelu, leaky_relu, relu, silu or tanh.
         shared: Whether actor and critic share all of these layers.
         head_sizes: Width of further layers, which actor and critic do not share.
+
+    Raises:
+        ValueError: channels, kernels and strides have different lengths, or an activation is unknown.
 
     Example:
         >>> from torchrl.data import Unbounded
@@ -403,9 +425,9 @@ class CNNNetwork(Network, Nameable):
 
     costly: ClassVar[bool] = True
 
-    channels: Sequence[int] = field(default_factory=lambda: [32, 64, 64])
-    kernels: Sequence[int] = field(default_factory=lambda: [8, 4, 3])
-    strides: Sequence[int] = field(default_factory=lambda: [4, 2, 1])
+    channels: Sequence[int] | None = None
+    kernels: Sequence[int] | None = None
+    strides: Sequence[int] | None = None
     hidden_sizes: Sequence[int] = field(default_factory=lambda: [512])
     activation: str = "relu"
     shared: bool = True
@@ -413,6 +435,17 @@ class CNNNetwork(Network, Nameable):
 
     def __post_init__(self) -> None:
         check_layers(self)
+        self.convolutions(_CONVOLUTIONS[0][0])
+
+    def convolutions(self, side: int) -> tuple[Sequence[int], Sequence[int], Sequence[int]]:
+        """Return channels, kernels and strides for images whose shorter side has so many pixels."""
+        _, *defaults = next(row for row in _CONVOLUTIONS if side >= row[0] or row is _CONVOLUTIONS[-1])
+        given = self.channels, self.kernels, self.strides
+        found = [usual if own is None else own for own, usual in zip(given, defaults, strict=True)]
+        if len({len(each) for each in found}) > 1:
+            said = ", ".join(map(str, map(list, found)))
+            raise ValueError(f"channels, kernels and strides must have equal lengths, got {said}. Give all three.")
+        return found[0], found[1], found[2]
 
     def encoder(self, specs: Sequence[Any]) -> nn.Module:
         """Build the encoder of these entries."""
