@@ -4,12 +4,14 @@ import re
 import sys
 
 import pytest
+from lightning.pytorch import Callback
 from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
 from lightning.pytorch.loggers.logger import DummyLogger
 
 from kit.actor_critic import fit, rollouts
 from kit.runs import trainer
 from torchrl_lightning import ExperienceLog, FramesProgressBar, LastCheckpoint
+from torchrl_lightning.kernels.compiled import jitted
 
 # An epoch has fewer batches than Lightning's interval between two rows; callbacks do not mind it.
 pytestmark = pytest.mark.filterwarnings("ignore:The number of training batches")
@@ -102,6 +104,23 @@ def test_the_bar_stays_open_for_an_evaluation_of_the_end(tmp_path, monkeypatch):
     evaluated = {"limit_val_batches": 1, "check_val_every_n_epoch": 5}
     fit(tmp_path, max_epochs=1, callbacks=callbacks, enable_progress_bar=True, **evaluated)
     assert "eval=" in terminal.text
+
+
+def test_the_bar_says_that_kernels_are_compiled_until_frames_are_there(tmp_path, monkeypatch):
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+
+    class Compiling(Callback):
+        def on_train_start(self, trainer, pl_module):
+            made = {}
+            exec("def halve(x): return x / 2", made)  # numba caches no function without a file
+            jitted(made["halve"])(1.0)
+
+    bar = FramesProgressBar(refresh_every=0.0)
+    fit(tmp_path, max_epochs=1, callbacks=[bar, Compiling()], enable_progress_bar=True)
+    lines = drawn(terminal.text)
+    assert any(line.startswith("Compiling (first run only): ") for line in lines)
+    assert lines[-1].startswith("training: ")
 
 
 @pytest.mark.parametrize(("shown", "lines"), [(True, {1, 2, 3}), (False, {0})])

@@ -6,6 +6,7 @@ __all__ = ["FramesProgressBar"]
 
 import sys
 import time
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 from lightning.pytorch import LightningModule, Trainer
@@ -14,11 +15,13 @@ from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 
 from torchrl_lightning._modules import clock_of
 from torchrl_lightning.callbacks.sparse import SparseCallback
+from torchrl_lightning.kernels.compiled import COMPILING, when_compiling
 
 BAR_FORMAT = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
 # In a file, every refresh is a new line.
 SECONDS_BETWEEN_LINES = 10.0
 DEMOS = "demos/"  # metrics of demonstrations
+TRAINING = "training"
 
 
 class FramesProgressBar(SparseCallback, ProgressBar):
@@ -45,6 +48,7 @@ class FramesProgressBar(SparseCallback, ProgressBar):
         self.refresh_every = refresh_every
         self._enabled = True
         self._bar: Tqdm | None = None
+        self._forget_compilation: Callable[[], None] | None = None
         self._refreshed = 0.0
         self._interval = refresh_every
         self._warm = False
@@ -82,9 +86,10 @@ class FramesProgressBar(SparseCallback, ProgressBar):
             mininterval=0,
             miniters=0,
             file=sys.stderr,
-            desc="training",
+            desc=TRAINING,
             bar_format=BAR_FORMAT if total else None,
         )
+        self._forget_compilation = when_compiling(self._show_compilation)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -104,10 +109,16 @@ class FramesProgressBar(SparseCallback, ProgressBar):
         """Close the bar, so that the terminal is left in order."""
         self._close()
 
+    def _show_compilation(self) -> None:
+        """Name the reason why the bar stands still, as far as nothing has been collected."""
+        if self._bar is not None and not self._warm and self._bar.desc != COMPILING:
+            self._bar.set_description_str(COMPILING)
+
     def _refresh(self, trainer: Trainer) -> None:
         bar, data = self._bar, self._data(trainer)
         if bar is None or data is None:
             return
+        bar.set_description_str(TRAINING, refresh=False)
         metrics: dict[str, Any] = getattr(data, "metrics", dict)()
         shown = {"return": metrics.get("train/return"), "eval": trainer.callback_metrics.get("eval/return")}
         text = {name: f"{float(x):.1f}" for name, x in shown.items() if x is not None}
@@ -129,6 +140,9 @@ class FramesProgressBar(SparseCallback, ProgressBar):
             bar.update(count - bar.n)
 
     def _close(self) -> None:
+        if self._forget_compilation is not None:
+            self._forget_compilation()
+            self._forget_compilation = None
         if self._bar is not None:
             self._bar.close()
             self._bar = None

@@ -7,14 +7,18 @@ numba is imported when the first kernel is needed and not before, which takes ha
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
 from torchrl_lightning.stand_ins import standing_in
 
+logger = logging.getLogger(__name__)
 PACKAGE = __name__.partition(".")[0]
+COMPILING = "Compiling (first run only)"
 _IN_ANY_ORDER: set[Callable[..., Any]] = set()
+_WHEN_COMPILING: list[Callable[[], None]] = []
 
 
 def in_any_order(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -56,7 +60,36 @@ def _numba() -> Any:
     with standing_in({"scipy.linalg": {}}):
         import numba
         import numba.np.arraymath
+    _watch_compilation()
     return numba
+
+
+def when_compiling(action: Callable[[], None]) -> Callable[[], None]:
+    """Call ``action`` whenever a kernel begins to be compiled, instead of a line in the log; return what ends this.
+
+    Compiling all kernels of a run can take many seconds. Those that are read from the cache on disk are not compiled.
+    """
+    _WHEN_COMPILING.append(action)
+    return lambda: _WHEN_COMPILING.remove(action)
+
+
+def _watch_compilation() -> None:
+    from numba.core import event
+
+    class Watch(event.Listener):  # type: ignore[misc, name-defined, unused-ignore]
+        told = False
+
+        def on_start(self, event: Any) -> None:
+            for action in tuple(_WHEN_COMPILING):
+                action()
+            if not (self.told or _WHEN_COMPILING):
+                logger.info("%s: kernels are compiled once and kept on disk.", COMPILING)
+                self.told = True
+
+        def on_end(self, event: Any) -> None:
+            pass
+
+    event.register("numba:compile", Watch())
 
 
 def _callee(value: Any) -> Any:

@@ -1,0 +1,52 @@
+"""Compilation of kernels is announced, because it can take many seconds."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from torchrl_lightning.kernels import compiled
+
+
+def divider(number: int) -> Callable[[float], float]:
+    """Make a function without a file, which numba compiles in every process."""
+    made: dict[str, Any] = {}
+    exec(f"def divide(x): return x / {number}", made)
+    return made["divide"]
+
+
+PROGRAM = """
+import logging
+from torchrl_lightning.kernels.compiled import jitted
+logging.basicConfig(level=logging.INFO, format="%(message)s")
+def double(x):
+    return 2 * x
+assert jitted(double)(1.5) == 3.0
+assert jitted(double)(2) == 4
+"""
+
+
+def test_a_kernel_that_is_compiled_is_announced_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "cache"))
+    program = tmp_path / "program.py"  # numba caches no function of a command line
+    program.write_text(PROGRAM)
+    said = [
+        subprocess.run([sys.executable, program], check=True, capture_output=True, text=True).stderr for _ in range(2)
+    ]
+    assert said == ["Compiling (first run only): kernels are compiled once and kept on disk.\n", ""]
+
+
+def test_compilation_calls_what_waits_for_it_and_says_nothing_then(caplog):
+    caplog.set_level(logging.INFO)
+    calls: list[None] = []
+    forget = compiled.when_compiling(lambda: calls.append(None))
+
+    assert compiled.jitted(divider(2))(3.0) == 1.5
+    assert len(calls) == 1
+    forget()
+    assert compiled.jitted(divider(3))(3.0) == 1.0
+    assert len(calls) == 1
+    assert not [record for record in caplog.records if record.name == compiled.__name__][1:]
