@@ -99,7 +99,10 @@ def test_a_minari_data_set(tmp_path, monkeypatch):
         found = read_dataset(dataset, "CartPole-v1")
         assert [each.length for each in found] == [3, 2]
         assert transitions(found[0], CARTPOLE)["next", "truncated"].sum() == 1
-    wrong = {"minari:cartpole/none-v0": ".*cartpole/none-v0", 3: r"dataset must be a minari\.MinariDataset"}
+    wrong = {
+        "minari:cartpole/smal-v0": "there is no Minari data set .*did you mean cartpole/small-v0.*minari download",
+        3: r"dataset must be a minari\.MinariDataset",
+    }
     for dataset, message in wrong.items():
         with pytest.raises(SystemExit, match=f"^error: dataset={dataset}: {message}"), one_line():
             read_dataset(dataset, "CartPole-v1")

@@ -5,7 +5,6 @@ from __future__ import annotations
 __all__ = ["BestCheckpoint", "LastCheckpoint"]
 
 import logging
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -17,12 +16,10 @@ from torch import Tensor
 
 from torchrl_lightning._modules import clock_of
 from torchrl_lightning.callbacks.checkpoint_io import write_atomically
+from torchrl_lightning.callbacks.monitors import EVALUATION, check_monitor, episode_metrics, unknown_metric
 from torchrl_lightning.callbacks.sparse import SparseCallback
-from torchrl_lightning.fitting import Fault
-from torchrl_lightning.suggestions import did_you_mean, nearest
 
 logger = logging.getLogger(__name__)
-TRAINING = "train/"
 
 
 @runtime_checkable
@@ -144,18 +141,6 @@ def _callbacks(trainer: Trainer) -> list[Any]:
     return found
 
 
-def _episode_metrics(trainer: Trainer) -> tuple[str, ...]:
-    """Return the metrics of episodes that end in training; none of a foreign DataModule."""
-    return tuple(getattr(getattr(trainer, "datamodule", None), "episode_metrics", ()))
-
-
-def _is_misspelt(name: str, known: Iterable[str]) -> bool:
-    """Return whether a metric is likely one of the known ones; a common group, such as ``train/``, says nothing."""
-    if name.startswith(TRAINING):
-        name, known = name.removeprefix(TRAINING), [each.removeprefix(TRAINING) for each in known]
-    return nearest(name, known) is not None
-
-
 def evaluate(trainer: Trainer) -> None:
     """Run the evaluation that a fit runs every few epochs, with all its callbacks."""
     loop: Any = trainer.fit_loop.epoch_loop.val_loop
@@ -182,25 +167,19 @@ class BestCheckpoint(SparseCallback, ModelCheckpoint):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Have a trainer that writes in Lightning's own way replace checkpoints as a whole."""
-        if not isinstance(self.monitor, str | None):
-            raise Fault(f"monitor={self.monitor!r} must be the name of a metric, such as eval/return.")
-        logged = getattr(pl_module, "evaluation_metrics", ())
-        if str(self.monitor).startswith(TRAINING):
-            logged = _episode_metrics(trainer)
-        # Another name may be a metric of the user's own.
-        if self.monitor is not None and self.monitor not in logged and _is_misspelt(self.monitor, logged):
-            raise Fault(f"monitor={self.monitor}: no such metric is logged{did_you_mean(self.monitor, logged)}")
+        if self.monitor is not None:
+            check_monitor(self.monitor, trainer, pl_module)
         write_atomically(trainer)
         super().setup(trainer, pl_module, stage)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Keep the checkpoint if it is among the best; do nothing where no episodes were played."""
-        kind, known = "eval/", trainer.callback_metrics
-        expected = (*known, *_episode_metrics(trainer))  # the latter from the first episode on that ends
+        kind, known = EVALUATION, trainer.callback_metrics
+        expected = (*known, *episode_metrics(trainer))  # the latter from the first episode on that ends
         if self.monitor is not None and self.monitor not in expected and trainer.state.fn == TrainerFn.FITTING:
             played = [name for name in known if name.startswith(kind)]
             if played and not trainer.sanity_checking:
-                raise Fault(f"monitor={self.monitor}: no such metric is logged{did_you_mean(self.monitor, known)}")
+                raise unknown_metric(self.monitor, known)
         if not str(self.monitor).startswith(kind) or any(name.startswith(kind) for name in trainer.callback_metrics):
             super().on_validation_end(trainer, pl_module)
 

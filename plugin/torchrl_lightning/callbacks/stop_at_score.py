@@ -6,14 +6,13 @@ __all__ = ["StopAtScore"]
 
 import logging
 import math
-from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
+from torchrl_lightning.callbacks.monitors import EVALUATION, check_monitor, unknown_metric
 from torchrl_lightning.callbacks.sparse import SparseCallback
 from torchrl_lightning.fitting import Fault
-from torchrl_lightning.suggestions import did_you_mean, nearest
 from torchrl_lightning.thresholds import reaches
 
 logger = logging.getLogger(__name__)
@@ -45,10 +44,8 @@ class StopAtScore(SparseCallback):
         self.stopping_threshold, self.monitor = float(stopping_threshold), monitor
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Validate the name of the metric; raise a ValueError if it is a misspelt name of ours."""
-        logged: Any = getattr(pl_module, "evaluation_metrics", ())
-        if self.monitor not in logged and nearest(self.monitor, logged) is not None:
-            raise Fault(f"monitor={self.monitor}: no such metric is logged{did_you_mean(self.monitor, logged)}")
+        """Validate the name of the metric; raise ValueError if no such metric will be logged."""
+        check_monitor(self.monitor, trainer, pl_module)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """End training if the score reaches the threshold; raise a ValueError if an evaluation does not log it."""
@@ -56,8 +53,8 @@ class StopAtScore(SparseCallback):
             return
         metrics = trainer.callback_metrics
         if self.monitor not in metrics:
-            if any(name.startswith("eval/") for name in metrics):
-                raise Fault(f"monitor={self.monitor}: no such metric is logged{did_you_mean(self.monitor, metrics)}")
+            if any(name.startswith(EVALUATION) for name in metrics):
+                raise unknown_metric(self.monitor, metrics)
             return
         score = float(metrics[self.monitor])
         if trainer.strategy.reduce_boolean_decision(reaches(score, self.stopping_threshold), all=False):

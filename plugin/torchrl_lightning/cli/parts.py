@@ -17,6 +17,7 @@ from torchrl_lightning._hydra import instantiate
 from torchrl_lightning.cli.checkpoints import copies
 from torchrl_lightning.cli.checks import UsageError
 from torchrl_lightning.cli.resuming import changes_rates, plain
+from torchrl_lightning.environments.extras import extra_for
 from torchrl_lightning.fitting import MisfitError, require_fit
 from torchrl_lightning.learn.loading import CONFIG
 from torchrl_lightning.records import COMMAND
@@ -24,6 +25,11 @@ from torchrl_lightning.suggestions import did_you_mean
 
 # What constructors raise for a bad argument; anything else is a fault of the program and keeps its traceback.
 MISTAKES = (ValueError, TypeError, KeyError, ImportError)
+# What to do about messages of other libraries that do not say it.
+_REMEDIES = {
+    "No supported gpu backend found": " Say trainer=default to train on the processor, or install a build of PyTorch "
+    "that knows this machine's GPU."
+}
 
 
 def build_part(cfg: DictConfig, key: str, **arguments: Any) -> Any:
@@ -71,6 +77,9 @@ def named(cfg: DictConfig, key: str) -> Iterator[None]:
 def describe(cfg: DictConfig, key: str, error: BaseException) -> str:
     """Name the setting that an error is about, as far as its message begins with it, before that message."""
     text = " ".join(str(error.args[0] if isinstance(error, KeyError) and error.args else error).split())
+    text += next((remedy for part, remedy in _REMEDIES.items() if part in text), "")
+    if "[" not in text:
+        text += extra_for(error)
     misspelt = re.search(r"that '(\w+)' is importable from module '(torchrl_lightning[\w.]*)'", text)
     if misspelt is not None:
         text = f"{misspelt[2]} has no {misspelt[1]}{did_you_mean(misspelt[1], dir(import_module(misspelt[2])))}"

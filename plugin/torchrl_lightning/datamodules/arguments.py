@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from gymnasium.vector import VectorEnv
+from torchrl.data import ReplayBuffer
 from torchrl.envs import EnvBase
 
 from torchrl_lightning.environments import EnvironmentRecipe
@@ -98,11 +99,21 @@ def _shown(value: Any) -> str:
     return "not set" if value is None else str(value)
 
 
-def check_builds(buffer: Any) -> None:
-    """Refuse a ready buffer, or anything else that builds none."""
+def check_builds(buffer: Any, data: Any) -> None:
+    """Validate that a setting builds buffers of a DataModule's kind; raise TypeError if it is none that does."""
     if not callable(buffer):
         kind = type(buffer).__name__
         raise TypeError(f"buffer must be what builds one, as a class or a partial does, got an object of {kind}.")
+    made = buffer
+    while isinstance(made, partial):
+        made = made.func
+    if isinstance(made, type) and issubclass(made, ReplayBuffer) and not issubclass(made, data.buffer_class):
+        other = "a ReplayDataModule" if data.serves == "rollouts" else "an OnPolicyDataModule"
+        remedy = f"Give it to {other}, or choose" if made.__module__.startswith("torchrl_lightning.") else "Choose"
+        raise TypeError(
+            f"buffer must be of the kind of {data.buffer_class.__name__} for {type(data).__name__}, got "
+            f"{made.__name__}. {remedy} another buffer."
+        )
 
 
 def check_normalization(data: Settings, observation: bool | Sequence[Any], reward: bool) -> None:

@@ -130,6 +130,7 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
     seed: int | None = None
 
     serves: ClassVar[str | None] = None
+    buffer_class: ClassVar[type] = object
     """What a learner names in ``learns_from``."""
     learner_for_it: ClassVar[str] = ""
     leaves_resets_out: ClassVar[bool] = False
@@ -150,7 +151,7 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
         super().__post_init__()
         check_default_device()
         self._store_settings()
-        check_builds(self.make_buffer)
+        check_builds(self.make_buffer, self)
         self._run = RunState(self)
         check_frames(self.frames_per_batch, self.envs_per_worker, self.reset_at_each_batch)
         played = self.eval_env, self.leaves_resets_out, clipping_of(self.make_collector)

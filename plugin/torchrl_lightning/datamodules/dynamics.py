@@ -31,6 +31,7 @@ from torchrl_lightning.environments.origins import ring_ids
 from torchrl_lightning.fitting import require_fit
 from torchrl_lightning.keys import REPEATED
 from torchrl_lightning.ranges import integer, optional
+from torchrl_lightning.replay import ExperienceBuffer
 from torchrl_lightning.settings import Count, Positive, Switch, derived, setting
 from torchrl_lightning.state import mapping, whole
 from torchrl_lightning.stated import Kept, Nested
@@ -107,7 +108,7 @@ class DynamicsDataModule(ExperienceDataModule):
     frames_per_batch: Annotated[int, optional(integer)] = setting(default=None)
     num_envs: Count = 1
 
-    serves = "fits"
+    serves, buffer_class = "fits", ExperienceBuffer
     learner_for_it = "model=pets (DynamicsEnsemble)"
     RUN_STATE = {
         **ExperienceDataModule.RUN_STATE,

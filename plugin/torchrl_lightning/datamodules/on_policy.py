@@ -86,7 +86,7 @@ class OnPolicyDataModule(UpdatesDataModule):
     num_mini_batch: Annotated[int, optional(integer)] = setting(default=None)
     shuffle: bool = True
 
-    serves = "rollouts"
+    serves, buffer_class = "rollouts", RolloutBuffer
     learner_for_it = "model=ppo (PPOModule)"
     RUN_STATE = {
         **UpdatesDataModule.RUN_STATE,

@@ -123,7 +123,7 @@ class ReplayDataModule(UpdatesDataModule):
     frames_per_batch: Annotated[int, optional(integer)] = setting(default=None)
     num_envs: Count = 1
 
-    serves, leaves_resets_out = "replay", True
+    serves, buffer_class, leaves_resets_out = "replay", ExperienceBuffer, True
     HOOKS = ReplayHooks
     NOT_IN_FILES = (*UpdatesDataModule.NOT_IN_FILES, "dataset", "buffer_dir")
     learner_for_it = "model=dqn (DQNModule)"

@@ -31,6 +31,7 @@ from torchrl_lightning.environments.specs import (
     spec_to_space,
 )
 from torchrl_lightning.files import aside
+from torchrl_lightning.suggestions import did_you_mean
 
 _TOLD = ("environment", "recipe")  # what our own data sets say of it beside Minari's
 _BARE = {"id", "env_kwargs", "time_limit", "vectorization", "step_timeout", "demonstrations_of"}
@@ -60,11 +61,22 @@ def minari_demonstrations(dataset: Any, specs: EnvironmentSpecs | None = None) -
     """
     minari = _imported()
     if isinstance(dataset, str):
-        dataset = minari.load_dataset(dataset)
+        dataset = _on_this_machine(minari, dataset)
     if not isinstance(dataset, minari.MinariDataset):
         raise TypeError(f"dataset must be a minari.MinariDataset or the id of one, got a {type(dataset).__name__}.")
     _check_links(Path(dataset.spec.data_path))
     return _episodes(dataset, specs)
+
+
+def _on_this_machine(minari: Any, name: str) -> Any:
+    """Return the data set of an id; raise FileNotFoundError with the known ones if there is none."""
+    try:
+        return minari.load_dataset(name)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f"there is no Minari data set {name!r} on this machine{did_you_mean(name, minari.list_local_datasets())} "
+            f"Download it with: minari download {name}"
+        ) from error
 
 
 def _imported() -> Any:

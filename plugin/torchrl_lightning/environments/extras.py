@@ -11,6 +11,18 @@ _EXTRAS = {
     "minigrid": "minigrid",
     "ale_py": "atari",
     "opencv": "atari",
+    "wandb": "wandb",
+    "tensorboard": "tensorboard",
+}
+# How names of environments begin that a module registers, that module, and the extra that brings it.
+_REGISTERED = {
+    "ALE/": ("ale_py", "atari"),
+    "MiniGrid-": ("minigrid", "minigrid"),
+    "BabyAI-": ("minigrid", "minigrid"),
+    **dict.fromkeys(
+        ("Fetch", "HandReach", "HandManipulate", "AntMaze", "PointMaze", "AdroitHand", "FrankaKitchen"),
+        ("gymnasium_robotics", "robotics"),
+    ),
 }
 
 
@@ -23,3 +35,17 @@ def extra_for(error: BaseException) -> str:
     """
     extra = next((extra for package, extra in _EXTRAS.items() if package in str(error)), None)
     return "" if extra is None else f" Here the extra {extra!r} brings it: torchrl-lightning[{extra}]."
+
+
+def registered_by(name: str) -> str | None:
+    """Return a sentence that names the module which registers an environment and its extra, None where none is known.
+
+    Example:
+        >>> registered_by("ALE/Pong-v5")
+        "Name it 'ale_py:ALE/Pong-v5', with the extra 'atari': pip install 'torchrl-lightning[atari]'."
+    """
+    found = next((each for begin, each in _REGISTERED.items() if name.startswith(begin)), None)
+    if found is None:
+        return None
+    module, extra = found
+    return f"Name it '{module}:{name}', with the extra {extra!r}: pip install 'torchrl-lightning[{extra}]'."

@@ -13,7 +13,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 
 from torchrl_lightning.environments.copies import copy_beneath_wrappers
 from torchrl_lightning.environments.envpool_env import EnvPoolVectorEnv, check_envpool, envpool_task
-from torchrl_lightning.environments.extras import extra_for
+from torchrl_lightning.environments.extras import extra_for, registered_by
 from torchrl_lightning.environments.faults import blaming, frames_of
 from torchrl_lightning.environments.next_step import tells_resets
 from torchrl_lightning.environments.played import ResumableVectorEnv
@@ -138,10 +138,9 @@ def check_env_source(
                 f"put it where Python finds it, such as the working directory.{extra_for(error)}"
             ) from error
         except gymnasium.error.Error as error:
-            raise ValueError(
-                f"Gymnasium does not know the environment {env!r}: {error} "
-                "Check the spelling, or name the module that registers it, as 'module:Name-v0'."
-            ) from error
+            usual = "Check the spelling, or name the module that registers it, as 'module:Name-v0'."
+            remedy = None if module else registered_by(name)
+            raise ValueError(f"Gymnasium does not know the environment {env!r}: {error} {remedy or usual}") from error
     elif isinstance(env, gymnasium.Env):
         raise TypeError(
             f"Got one ready environment ({env}); pass its id, or a factory such as "
