@@ -11,7 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from hydra import compose
 from hydra._internal import utils as _utils
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, InstantiationException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
@@ -126,10 +129,29 @@ def explained(error: HydraException, arguments: Sequence[str]) -> str:
         sign = "~" if group_there[1] == "delete" else ""
         return f"{place}{sign}{key}: there is no such group or setting{did_you_mean(key, _groups(), sign)}"
     if (several := re.search(r"(?:Ambiguous value for argument|Sweep parameters) '(.+?)'", said)) is not None:
-        return f"{several[1]}: several values are a sweep; say --multirun, or put a list in [...], a text in quotes."
+        usual = f"{several[1]}: several values are a sweep; say --multirun, or put a list in [...], a text in quotes."
+        return _mistake_of_one_run(arguments) or usual
     if cause is not None:
         return place + _wrong_value(cause)
     return " ".join(said.split())
+
+
+def _mistake_of_one_run(arguments: Sequence[str]) -> str:
+    """Say what is wrong with the first run of a sweep; "" where it can be composed."""
+    known = _utils.get_args_parser().parse_known_args(list(arguments))[0]
+    overrides = OverridesParser.create().parse_overrides(known.overrides)
+    first = [f"{each.get_key_element()}={_first_value(each)}" for each in overrides if each.is_sweep_override()]
+    first += [str(each.input_line) for each in overrides if not each.is_sweep_override()]
+    try:
+        compose(known.config_name or "train", first)
+    except HydraException as error:
+        return explained(error, first)
+    return ""
+
+
+def _first_value(sweep: Override) -> Any:
+    value: Any = sweep.value()
+    return value.start if sweep.is_interval_sweep() else next(sweep.sweep_string_iterator())
 
 
 def _misplaced_experiment(where: re.Match[str] | None, arguments: Sequence[str]) -> str:
