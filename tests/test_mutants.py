@@ -13,14 +13,14 @@ def test_list_holds_enough_mutants_all_different() -> None:
     assert len({(mutant.file, mutant.text, mutant.replacement) for mutant in MUTANTS}) == len(MUTANTS)
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.file.rpartition("/")[2])
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.file.name)
 def test_mutant_applies_and_changes_the_code(mutant: Mutant) -> None:
     source = (ROOT / mutant.file).read_text()
     before, after = ast.parse(source), ast.parse(mutant.apply_to(source))
     assert ast.dump(before) != ast.dump(after)
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.file.rpartition("/")[2])
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.file.name)
 def test_mutant_names_existing_tests(mutant: Mutant) -> None:
     assert mutant.tests
-    assert all((ROOT / name.partition("::")[0]).is_file() for name in mutant.tests)
+    assert not mutant.error(ROOT)

@@ -4,17 +4,20 @@
     python -m tests.mutants 3 17 --jobs 1    # mutants number 3 and 17
     python -m tests.mutants draw 150 --seed 1  # print 150 random places of the package for new mutants
 
-A mutant replaces one text, which occurs once in a file, by another and names the test files that must notice it.
-The exit status is 1 if a mutant survives.
+A mutant replaces one text, which occurs once in a file, by another and names the test files that must notice it. It is
+killed if a test fails, crashes or does not end, and passes without the mutant. A mutant with which the tests cannot be
+imported is not tested. The exit status is 1 if a mutant is not killed.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import importlib
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -27,8 +30,9 @@ from pathlib import Path
 
 from tests.mutants.listed import PACKAGE, ROOT, Mutant, read_mutants
 
-SECONDS = 240  # after which a mutant counts as killed: it does not end
-KILLED, PASSED = 1, 0  # exit statuses of pytest
+SECONDS = 120  # after which tests are ended: the mutant may wait for ever
+PASSED, FAILED = 0, 1  # exit statuses of pytest
+KILLS = ("killed", "timed out", "crashed")
 OPTIONS = ("-x", "-q", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning")
 LIBRARIES = (
     "gymnasium", "hypothesis", "lightning", "numba", "pytest", "tensordict", "torch", "torchrl.collectors",
@@ -64,39 +68,42 @@ def main() -> None:
         print("\n".join(draw_places(int(options.numbers[1]), options.seed)))
         return
     mutants = dict(enumerate(read_mutants()))
-    numbers = [int(number) for number in options.numbers] or list(mutants)
+    chosen = {int(number): mutants[int(number)] for number in options.numbers} or mutants
+    if outdated := [f"{number:4d} {error}" for number, mutant in chosen.items() if (error := mutant.error(ROOT))]:
+        sys.exit("\n".join(["mutants.toml must fit the code. Update these mutants:", *outdated]))
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        survivors = run_mutants({number: mutants[number] for number in numbers}, Path(folder), options.jobs)
+        survivors = run_mutants(chosen, Path(folder), options.jobs)
     seconds = time.monotonic() - began
-    print(f"{len(numbers) - len(survivors)} of {len(numbers)} mutants killed in {seconds:.0f} s")
+    print(f"{len(chosen) - len(survivors)} of {len(chosen)} mutants killed in {seconds:.0f} s")
     if survivors:
-        print("survivors:", ", ".join(map(str, survivors)))
+        print("not killed:", ", ".join(map(str, survivors)))
     sys.exit(bool(survivors))
 
 
 def run_mutants(mutants: dict[int, Mutant], folder: Path, jobs: int) -> list[int]:
-    """Try each mutant in one of ``jobs`` copies of the repository; return the numbers of the survivors.
+    """Try each mutant in one of ``jobs`` copies of the repository; return the numbers of the mutants not killed.
 
     Each mutant is tried in a fork of this process, which has imported the libraries: importing takes longer than tests.
     """
     preload_libraries()
     free = [copy_repository(folder / str(job)) for job in range(jobs)]
     waiting, running, survivors = list(mutants), list[Trial](), list[int]()
-    while waiting or running:
-        while waiting and free:
-            number = waiting.pop(0)
-            running.append(Trial(number, mutants[number], free.pop()))
-        time.sleep(0.05)
-        for trial in [trial for trial in running if trial.is_over()]:
-            running.remove(trial)
-            result = trial.finish()
-            free.append(trial.copy)
-            mutant, seconds = trial.mutant, time.monotonic() - trial.began
-            line = " ".join(mutant.replacement.split()) or "(removed)"
-            print(f"{trial.number:4d} {seconds:6.1f} s  {result:10s} {mutant.file}: {line}", flush=True)
-            if result in ("survived", "not tested"):
-                survivors.append(trial.number)
+    try:
+        while waiting or running:
+            while waiting and free:
+                number = waiting.pop(0)
+                running.append(Trial(number, mutants[number], free.pop()))
+            time.sleep(0.05)
+            for trial in [trial for trial in running if trial.is_over()]:
+                running.remove(trial)
+                free.append(trial.copy)
+                print(trial.describe(), flush=True)
+                if trial.result not in KILLS:
+                    survivors.append(trial.number)
+    finally:
+        for trial in running:
+            trial.run.kill()
     return sorted(survivors)
 
 
@@ -122,7 +129,9 @@ def copy_repository(folder: Path) -> Path:
 
 
 class Trial:
-    """The tests of a mutant in a process of their own, in a copy of the repository, which is the same afterwards.
+    """Run the tests of a mutant in a copy of the repository, then the test that failed without the mutant.
+
+    The second run shows that the mutant is the reason. The copy is the same afterwards.
 
     Args:
         number: The mutant's number.
@@ -131,42 +140,100 @@ class Trial:
     """
 
     def __init__(self, number: int, mutant: Mutant, copy: Path) -> None:
-        self.number, self.mutant, self.copy, self.began = number, mutant, copy, time.monotonic()
-        self._file = copy / mutant.file
+        self.number, self.mutant, self.copy, self.result, self.reason = number, mutant, copy, "", ""
+        self._began, self._file = time.monotonic(), copy / mutant.file
         self._source, self._times = self._file.read_text(), self._file.stat()
         # Numba does not see that a function which it compiled into another one has changed.
         self._cache = tempfile.TemporaryDirectory(dir=copy) if "kernels" in self._file.parts else None
-        self._output, self._status = copy / "output.txt", 0
         self._file.write_text(mutant.apply_to(self._source))
-        sys.stdout.flush()
-        self._process = os.fork()
-        if not self._process:
-            run_tests(copy, mutant.tests, self._output, self._cache.name if self._cache else str(copy / ".numba"))
+        self.run = PytestRun(copy, mutant.tests, self._cache.name if self._cache else str(copy / ".numba"))
 
     def is_over(self) -> bool:
-        """Return whether the tests have ended; end them after ``SECONDS``."""
-        if time.monotonic() - self.began > SECONDS:
-            os.killpg(self._process, signal.SIGKILL)
-            self._status = os.waitpid(self._process, 0)[1]
+        """Return whether both runs have ended; the second one begins when the first one has ended."""
+        if not self.run.is_over():
+            return False
+        if self.result:
+            if self.run.outcome != "survived":
+                self.result = "not tested"
+                self.reason = f"{self.reason} also fails without the mutant:\n{self.run.read_output()}"
             return True
-        process, self._status = os.waitpid(self._process, os.WNOHANG)
-        return bool(process)
+        self._restore()
+        self.result, self.reason = self.run.outcome, self.run.failed_test
+        if self.result not in KILLS:
+            if self.result != "survived":
+                self.reason = self.run.read_output()
+            return True
+        self.run = PytestRun(self.copy, [self.reason] if self.reason else self.mutant.tests, str(self.copy / ".numba"))
+        return False
 
-    def finish(self) -> str:
-        """Restore the copy and return whether the mutant was killed."""
+    def describe(self) -> str:
+        """Return a line with the mutant, its result and the test that killed it."""
+        seconds, change = time.monotonic() - self._began, " ".join(self.mutant.replacement.split()) or "(removed)"
+        return f"{self.number:4d} {seconds:6.1f} s  {self.result:10s} {self.mutant.file.name}: {change}  {self.reason}"
+
+    def _restore(self) -> None:
         self._file.write_text(self._source)
         os.utime(self._file, (self._times.st_atime, self._times.st_mtime))
         if self._cache is not None:
             self._cache.cleanup()
-        code, output = os.waitstatus_to_exitcode(self._status), self._output.read_text()
+
+
+class PytestRun:
+    """Run tests of a copy in a fork of this process.
+
+    Args:
+        copy: The folder of the copy.
+        tests: The tests.
+        cache: The folder of compiled functions.
+    """
+
+    def __init__(self, copy: Path, tests: Sequence[str], cache: str) -> None:
+        self.outcome = ""
+        self._began, self._output = time.monotonic(), copy / "output.txt"
+        self._output.write_text("")
+        sys.stdout.flush()
+        self._process = os.fork()
+        if not self._process:
+            run_tests(copy, tests, self._output, cache)
+
+    def is_over(self) -> bool:
+        """Return whether the tests have ended; end them after ``SECONDS``."""
+        if time.monotonic() - self._began > SECONDS:
+            self.kill()
+            self.outcome = "timed out"
+            return True
+        process, status = os.waitpid(self._process, os.WNOHANG)
+        if process:
+            self._end_group()
+            self.outcome = self._judge(os.waitstatus_to_exitcode(status))
+        return bool(process)
+
+    def kill(self) -> None:
+        """End the tests and the processes that they started."""
+        self._end_group()
+        os.waitpid(self._process, 0)
+
+    def _end_group(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process, signal.SIGKILL)
+
+    def _judge(self, code: int) -> str:
         if code == PASSED:
             return "survived"
-        if code == -signal.SIGKILL:
-            return "timed out"
-        if code == KILLED or code < 0 or " error" in output.strip().rpartition("\n")[2]:
+        if code == FAILED and self.failed_test:
             return "killed"
-        print(output[-2000:])
-        return "not tested"
+        # The system sends SIGKILL if memory is short, which is not a result.
+        return "crashed" if code < 0 and code != -signal.SIGKILL else "not tested"
+
+    @property
+    def failed_test(self) -> str:
+        """The first test that failed, or nothing; a file that cannot be imported is not a test."""
+        found = re.search(r"^(?:FAILED|ERROR) (\S+\.py::.*?)(?: - .*)?$", self._output.read_text(), re.MULTILINE)
+        return found[1] if found else ""
+
+    def read_output(self) -> str:
+        """Return the end of the tests' output."""
+        return self._output.read_text()[-2000:]
 
 
 def run_tests(copy: Path, tests: Sequence[str], output: Path, cache: str) -> None:

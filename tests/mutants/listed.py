@@ -22,7 +22,7 @@ class Mutant:
         tests: the test files of which one must fail.
     """
 
-    file: str
+    file: Path
     text: str
     replacement: str
     tests: tuple[str, ...]
@@ -34,14 +34,27 @@ class Mutant:
             ValueError: the text does not occur exactly once.
         """
         if (count := source.count(self.text)) != 1:
-            raise ValueError(f"text must occur once in {self.file}, got {count} times: {self.text!r}. Update the list.")
+            raise ValueError(f"text must occur once in {self.file}, got {count} times: {self.text!r}.")
         return source.replace(self.text, self.replacement)
+
+    def error(self, root: Path) -> str:
+        """Return why the mutant cannot be tried in a copy of the repository, or nothing."""
+        if not (root / self.file).is_file():
+            return f"{self.file} must be a file."
+        for test in self.tests:
+            file, _, name = test.partition("::")
+            if not (root / file).is_file() or (name and f"def {name}(" not in (root / file).read_text()):
+                return f"tests of {self.file} must be test files or tests in them, got {test}."
+        try:
+            self.apply_to((root / self.file).read_text())
+        except ValueError as error:
+            return str(error)
+        return ""
 
 
 def read_mutants() -> list[Mutant]:
     """Read the list."""
     entries = tomllib.loads(LIST.read_text())["mutant"]
     return [
-        Mutant(str(PACKAGE / entry["file"]), entry["text"], entry["replacement"], tuple(entry["tests"]))
-        for entry in entries
+        Mutant(PACKAGE / entry["file"], entry["text"], entry["replacement"], tuple(entry["tests"])) for entry in entries
     ]
