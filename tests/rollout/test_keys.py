@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from tensordict.nn import TensorDictModule
 
-from kit.rollouts import estimated, holding, linear_actor, make_critic, make_rollout
+from kit.rollouts import Recorder, estimated, holding, linear_actor, make_critic, make_rollout
 from torchrl_lightning import (
     DiscountedReturns,
     GAEBuffer,
@@ -50,16 +51,14 @@ def test_keys_of_the_parts_may_be_lists() -> None:
 
 
 @pytest.mark.parametrize("cls", BUFFERS)
-@pytest.mark.parametrize("estimated_before", [True, False])
-def test_what_comes_out_goes_in_again_under_other_names(
-    cls: type[VanillaOnPolicyBuffer], estimated_before: bool
-) -> None:
+@pytest.mark.parametrize("into", ["same", "filled", "fresh"])
+def test_what_comes_out_goes_in_again_under_other_names(cls: type[VanillaOnPolicyBuffer], into: str) -> None:
     buffer = holding(renamed(cls))
     buffer.before_gradients()
     data = buffer.get_all_buffer_data()
     schema = dict(buffer.storage.schema)
-    other = buffer if estimated_before else renamed(cls)
-    if not estimated_before:
+    other = buffer if into == "same" else renamed(cls)
+    if into == "filled":
         other.insert_data_slice(make_rollout(seed=1))
     other.insert_data_slice(data)
     assert other.storage.schema == schema
@@ -67,6 +66,21 @@ def test_what_comes_out_goes_in_again_under_other_names(
     other.before_gradients()
     assert torch.equal(other.rollout["a", "adv"], data["a", "adv"])
     assert torch.equal(other.rollout["target"], data["target"])
+
+
+@pytest.mark.parametrize("values", [["v"], [("v", "a"), ("v", "b")]], ids=["one critic", "two critics"])
+def test_estimates_that_extend_was_given_are_data(values: list[Any]) -> None:
+    settings: dict[str, Any] = {"value_key": "v", "advantage_key": "adv", "value_target_key": "target"}
+    critic = TensorDictModule(Recorder(*(0.1, 0.5)[: len(values)]), in_keys=["observation"], out_keys=values)
+    source, buffer = (GAEBuffer(5, critic=critic, **settings) for _ in range(2))
+    data = estimated(source).get_all_buffer_data()
+    buffer.extend(data)
+    found = buffer.get_all_buffer_data()
+    assert set(found.keys(True, True)) == set(data.keys(True, True))
+    buffer.insert_data_slice(found)
+    stored = buffer[:]
+    assert set(stored.keys(True, True)) == set(data.keys(True, True))
+    assert all(torch.equal(stored[key], data[key]) for key in data.keys(True, True))
 
 
 def test_successor_values_stay_out_of_mini_batches_under_any_name() -> None:

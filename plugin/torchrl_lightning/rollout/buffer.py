@@ -275,14 +275,14 @@ class RolloutBuffer(Settings, Stated, OfParts, DocumentedVerbs):
         self.writer.write(rollout, copy=copy)
 
     def _without_results(self, data: TensorDictBase) -> TensorDictBase:
-        """Drop what an estimate wrote: its results, and the values that it computed."""
+        """Leave out the results of an estimate, and the values that it computed."""
         # Computed values come together with the successors' values and the results; given ones come alone. Once data
-        # is stored, values are dropped if the stored data has none.
+        # is stored, its entries decide: they hold results and values only if a writer was given them.
         schema = self.storage.schema
         drop = [key for key in self.result_keys if data.get(key, None) is not None]
         computed = self._values_in(data)
         if schema:
-            drop += [key for key in computed if key not in schema]
+            drop = [k for k in drop + computed if k not in schema and schema.keys().isdisjoint(keys_below(data, k))]
         elif drop:
             roots = [key for key in computed if next_key(key) in computed]
             drop += [*roots, *(next_key(key) for key in roots)]
@@ -311,7 +311,7 @@ class RolloutBuffer(Settings, Stated, OfParts, DocumentedVerbs):
         self.sampler.clear()
 
     def extend(self, tensordicts: TensorDictBase, *, update_priority: bool | None = None) -> torch.Tensor:
-        """Append a rollout (TorchRL's verb); ``insert_data_slice`` replaces."""
+        """Append a rollout with all its entries, also advantages (TorchRL's verb); ``insert_data_slice`` replaces."""
         if self._consumed:
             self.writer.prepare(tensordicts, self.writer.time_dim, 0)
             self.empty()

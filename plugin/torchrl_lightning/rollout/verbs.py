@@ -94,7 +94,7 @@ class DocumentedVerbs:
 
         Args:
             sample: TensorDict ``[N]`` with our keys, or a dict with the documented names. Results of an earlier
-                estimate in it are left out.
+                estimate in it are left out, unless ``extend`` has stored such results.
 
         Raises:
             KeyError: an entry is missing and cannot be carried over.
@@ -108,7 +108,8 @@ class DocumentedVerbs:
 
         Args:
             new_data: ``[N, T]`` with a dimension named ``"time"``, or any order with ``time_dim``; or a dict with the
-                documented names, time-major ``[T, N, ...]``. Results of an earlier estimate in it are left out.
+                documented names, time-major ``[T, N, ...]``. Results of an earlier estimate in it are left out, unless
+                ``extend`` has stored such results.
             time_dim: which dimension is time.
             copy: if False, the buffer may keep the memory itself, where it is time-major and fills the buffer; then
                 nobody else may write to it.
