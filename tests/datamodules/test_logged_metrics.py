@@ -13,10 +13,11 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from tensordict import TensorDict
 
 from kit.actor_critic import TinyActorCritic, Unlucky, rollouts
 from kit.dynamics import model_data
-from kit.fake_data import FakeData
+from kit.fake_data import FakeData, Loader
 from kit.learners import learner
 from kit.ranks import Report, fit_ranks, reports, run_ranks
 from kit.replay import replay_data
@@ -106,6 +107,19 @@ def test_evaluations_return_no_reserved_name(call: str, tmp_path: Path) -> None:
 def steps_of(path: Path, column: str) -> list[int]:
     with path.open(newline="") as file:
         return [int(row["step"]) for row in csv.DictReader(file) if row.get(column)]
+
+
+@pytest.mark.parametrize("call", ["validate", "test"])
+def test_evaluations_are_means_over_their_episodes(call: str) -> None:
+    data = FakeData()
+    episodes = {"episode_return": torch.tensor([0.0, 1.0, 8.0]), "episode_length": torch.tensor([1, 3, 8])}
+    loader = Loader(1, lambda: iter([TensorDict(episodes, [3])]))
+    data.val_dataloader = data.test_dataloader = lambda: loader  # type: ignore[method-assign]
+    run = trainer()
+    getattr(run, call)(learner("ppo"), datamodule=data, verbose=False)
+    found = {name: float(value) for name, value in run.callback_metrics.items()}
+    deviation = ((9.0 + 4.0 + 25.0) / 3) ** 0.5
+    assert found == pytest.approx({"eval/return": 3.0, "eval/return_std": deviation, "eval/length": 4.0})
 
 
 class Logging(PPOModule):

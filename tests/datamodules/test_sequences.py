@@ -212,6 +212,14 @@ def test_windows_have_room_or_nothing_is_collected(
     assert Counted.calls == 0
 
 
+def test_windows_and_the_ignored_steps_before_them_fit_into_the_cells_of_one_environment() -> None:
+    sampler = partial(prioritized, batch_length=SIZE // 2, num_earliest_frames_ignored=1)
+    data = replay(experience(sampler), warmup_frames=SIZE + 2)
+    with pytest.raises(ValueError, match="needs 201 steps of one environment, but the buffer holds 200 of each"):
+        trainer(max_epochs=1, limit_val_batches=0).fit(dqn(), datamodule=data)
+    assert Counted.calls == 0
+
+
 def test_padded_windows_need_no_more_than_the_burn_in() -> None:
     sampler = partial(SequenceSampler, 50, episode_ends="pad", burn_in=2)
     data = replay(experience(sampler), warmup_frames=8)

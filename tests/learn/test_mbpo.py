@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict
+from torch import Tensor
 from torchrl.data import Binary, Bounded, Unbounded
 
 from kit.specs import specs_of
@@ -43,6 +44,12 @@ def test_a_fit_ends_when_no_member_improves_and_keeps_the_best() -> None:
     errors = model.ensemble.errors(held["inputs"], held["targets"]) / 20
     torch.testing.assert_close(errors[model.elites], module.errors)
     assert errors[model.elites].max() <= errors.max()
+
+
+def test_a_fit_ends_after_the_most_epochs() -> None:
+    module = built(max_epochs=3, patience=100)
+    module.fit_dynamics(pushed(64, 0), pushed(20, 1))
+    assert module.epochs_of_fit == 3
 
 
 def test_agent_and_optimizers_do_not_see_the_world_model() -> None:
@@ -111,6 +118,22 @@ def test_a_branch_ends_where_the_episode_terminates(propagation: str) -> None:
     assert ended.tolist() == [True, False, True, False, False, False]
     assert torch.equal(imagined["next", "terminated"], imagined["next", "done"])
     assert module.imagine(start[[0, 2]], 4).shape == (2,)
+
+
+def below_the_highest(observation: Tensor, action: Tensor, following: Tensor) -> Tensor:
+    """End all branches but the highest; like many functions of a batch, it fails for an empty one."""
+    return following[:, 0] < following[:, 0].max() if len(following) > 1 else following[:, 0] <= following[:, 0].max()
+
+
+def test_no_function_is_asked_after_all_branches_have_ended() -> None:
+    module = built(terminated=below_the_highest)
+    module.fit_dynamics(pushed(200, 0), pushed(50, 1))
+    imagined = module.imagine(pushed(6, 2), 5)
+    # Five end at the first step and the last one at the second; three more steps would be of no observation.
+    ended = imagined["next", "terminated"].flatten()
+    assert len(ended) == 7
+    assert int(ended[:6].sum()) == 5
+    assert bool(ended[6])
 
 
 @pytest.mark.parametrize("probabilistic", [True, False])

@@ -95,6 +95,19 @@ def test_both_estimates_of_the_divergence_are_logged(hand: bool, monkeypatch: py
     assert module.epoch_metrics["train/kl_approx_k1"] == pytest.approx(-0.4, rel=1e-4)
 
 
+@pytest.mark.parametrize("case", ["a2c", "vtrace"])
+def test_the_distance_of_the_ratio_from_one_is_logged(case: str) -> None:
+    log_ratios = [0.6, 0.2, -0.5, 0.0]
+    module, batch = learner(case), TensorDict({"observation": torch.randn(4, 4)}, [4])
+    with torch.no_grad():
+        module.policy(batch)
+    for name in ("advantage", "value_target"):
+        batch[name] = torch.randn(4, 1)
+    moved_by(log_ratios)(batch)
+    expected = sum(abs(math.exp(log_ratio) - 1.0) for log_ratio in log_ratios) / 4
+    assert float(module.terms(batch)["ratio_deviation"]) == pytest.approx(expected, rel=1e-4)
+
+
 def replay_half(batch: TensorDict) -> None:
     """Half of the steps are a demonstration's, stored with a log-probability of 0."""
     mask = torch.arange(len(batch))[:, None] % 2 == 0

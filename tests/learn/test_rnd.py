@@ -74,6 +74,17 @@ def test_training_makes_the_familiar_dull_and_leaves_the_novel() -> None:
     assert familiar[key].mean() < 0.2 * novel[key].mean()
 
 
+def test_the_loss_of_a_part_of_a_batch_is_the_mean_over_that_part() -> None:
+    losses = []
+    for fraction in (1.0, 0.25, 1e-6):
+        torch.manual_seed(0)
+        rnd = RandomNetworkDistillation(MLPNetwork([4]), update_fraction=fraction).build(SPECS)
+        losses.append(rnd.loss(rollout(torch.ones(100, 4, 3))).item())  # all errors are equal
+    assert losses[0] > 0.0
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert losses[2] == 0.0
+
+
 def test_discrete_entries_are_not_whitened_and_constants_do_no_harm() -> None:
     rnd = RandomNetworkDistillation().build(specs_of(Unbounded(1), cell=Categorical(4), speed=Unbounded(2)))
     td = TensorDict({"next": {"cell": torch.randint(0, 4, (6, 2)), "speed": torch.full((6, 2, 2), 7.3)}}, [6, 2])

@@ -10,7 +10,7 @@ from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
 from kit.rings import ring
 from kit.rows import numbered
-from torchrl_lightning.replay import RingWriter
+from torchrl_lightning.replay import RingStorage, RingWriter
 
 
 @st.composite
@@ -73,6 +73,9 @@ def test_empty_starts_again() -> None:
 def test_sizes_that_cannot_work_are_refused() -> None:
     with pytest.raises(ValueError, match="one-dimensional"):
         TensorDictReplayBuffer(storage=LazyTensorStorage(8, ndim=2), writer=RingWriter(2))
+    for storage in (LazyTensorStorage(7), RingStorage(7)):
+        with pytest.raises(ValueError, match=r"max_size=7 .* num_envs=2.* max_size=6 or 8"):
+            TensorDictReplayBuffer(storage=storage, writer=RingWriter(2))
 
 
 def test_uneven_rings_need_our_storage() -> None:
