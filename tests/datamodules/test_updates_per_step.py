@@ -157,6 +157,23 @@ def test_a_resumed_run_keeps_it_and_one_of_before_had_one(tmp_path: Path, monkey
     assert data._step.number == 1
 
 
+class CountsSteps(L.Callback):
+    """Counts the steps of Lightning."""
+
+    steps = 0
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.steps += 1
+
+
+def test_a_number_that_is_given_replaces_that_of_a_checkpoint(tmp_path: Path) -> None:
+    _, run = fit(tmp_path, replay_data(updates_per_step=5), max_epochs=1)
+    run.save_checkpoint(tmp_path / "five.ckpt")
+    counter, data = CountsSteps(), replay_data(updates_per_step=2)
+    fit(tmp_path, data, ckpt_path=tmp_path / "five.ckpt", max_epochs=2, callbacks=[counter])
+    assert (data.updates, counter.steps) == (20, 5)  # ten updates in the second epoch
+
+
 class StoppedWithinStep(DQNModule):
     """Writes a checkpoint before an update, then fails."""
 

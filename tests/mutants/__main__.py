@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import compileall
 import contextlib
 import importlib
 import os
@@ -125,6 +126,7 @@ def copy_repository(folder: Path) -> Path:
         if (ROOT / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, folder / name)
+    compileall.compile_dir(folder / PACKAGE, quiet=1)  # tests write no bytecode, because mutants would be in it
     return folder
 
 
