@@ -31,7 +31,7 @@ from pathlib import Path
 
 from tests.mutants.listed import PACKAGE, ROOT, Mutant, read_mutants
 
-SECONDS = 120  # after which tests are ended: the mutant may wait for ever
+SECONDS = 240  # after which tests are ended: the mutant may wait for ever
 PASSED, FAILED = 0, 1  # exit statuses of pytest
 KILLS = ("killed", "timed out", "crashed")
 OPTIONS = ("-x", "-q", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning")
