@@ -48,13 +48,6 @@ class Checked:
         self.__set_name__(owner, name)
         setattr(owner, name, self)
 
-    @staticmethod
-    def remove_from(owner: type, name: str) -> None:
-        """Leave an attribute of a class, of whatever base, unchecked."""
-        for base in owner.__mro__:
-            if isinstance(vars(base).get(name), Checked):
-                delattr(base, name)
-
     def __delete__(self, instance: Any) -> None:
         try:
             del vars(instance)[self._name]

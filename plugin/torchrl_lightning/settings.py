@@ -163,6 +163,14 @@ class Settings:
     def __post_init__(self) -> None:
         """Do what is left once the settings are there; call ``super().__post_init__()`` first."""
 
+    @classmethod
+    def check_later(cls, attribute: str, check: Check | None, name: str) -> None:
+        """Let the check of the setting ``name`` decide what an attribute is set to later; None lifts that of a base."""
+        if check is not None:
+            Checked(check, name).add_to(cls, attribute)
+        elif isinstance(inspect.getattr_static(cls, attribute, None), Checked):
+            Checked(lambda value, _: value).add_to(cls, attribute)
+
     def require_effect(self, name: str, has_effect: Any, needs: str) -> None:
         """Validate that a setting without effect has its default value; raise ValueError with what it needs if not.
 
@@ -201,11 +209,10 @@ def _own_settings(cls: type[Settings]) -> tuple[dict[str, Setting], set[str]]:
             own = {"name": called, "attribute": name, "annotation": annotation, "kind": kind}
             found[called] = replace(written, **own, check=(check := _check_of(kind)))
             if written.kept and check is not None and _is_plain(kind) and _is_free(cls, name):
-                Checked(check, called).add_to(cls, name)
+                cls.check_later(name, check, called)
         else:
             made.add(name)
-            if isinstance(inspect.getattr_static(cls, name, None), Checked):
-                Checked(lambda value, _: value).add_to(cls, name)
+            cls.check_later(name, None, name)
     return found, made
 
 

@@ -20,6 +20,7 @@ from torchrl_lightning.learn.flat_parameters import OptimizedParameters, settled
 from torchrl_lightning.learn.reports import ReportingModule
 from torchrl_lightning.learn.schedules import ConstantSchedule, Schedule, as_schedule, progress_of
 from torchrl_lightning.parts import PickledByValue
+from torchrl_lightning.ranges import Check
 from torchrl_lightning.seal import check_seal, seal
 from torchrl_lightning.settings import FinitePositive, Positive, Settings, setting
 from torchrl_lightning.torch_defaults import check_default_dtype
@@ -71,6 +72,12 @@ class AgentModule(PickledByValue, Settings, ReportingModule):
         self._schedule = as_schedule(self.schedule)
         # The parameters of each optimizer, under the name of their gradient's norm.
         self._groups: dict[str, OptimizedParameters] = {}
+
+    @classmethod
+    def check_later(cls, attribute: str, check: Check | None, name: str) -> None:
+        """Leave the check to ``__setattr__``: a descriptor would hide a buffer that takes the place of a setting."""
+        row = None if check is None else (check, name)
+        cls.checks_of_attributes = {**cls.checks_of_attributes, attribute: row}
 
     @property
     @abstractmethod

@@ -25,7 +25,6 @@ from torchrl_lightning.learn.networks import MLPNetwork, Network, described_netw
 from torchrl_lightning.learn.rnd import RandomNetworkDistillation
 from torchrl_lightning.learn.schedules import Schedule, as_schedule
 from torchrl_lightning.learn.transitions import missing
-from torchrl_lightning.ranges import Checked
 from torchrl_lightning.settings import Finite, FinitePositive, NotNegative, Positive, Switch, setting
 from torchrl_lightning.updates import UpdateBatches, updates_of
 
@@ -186,7 +185,6 @@ class ActorCriticModule(TermsModule):
         Behind a setting of this name comes what the schedule makes of it.
         """
         vars(self).pop(name, None)
-        Checked.remove_from(type(self), name)  # PyTorch itself refuses to replace a buffer by something else
         self.register_buffer(name, torch.tensor(float(value), dtype=torch.float32))
         self._coefficients[name] = (value, as_schedule(schedule))
 

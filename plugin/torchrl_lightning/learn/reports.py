@@ -15,6 +15,7 @@ from torch import Tensor
 from torchrl_lightning._logging import count_rows_by_clock, count_rows_by_lightning, publish
 from torchrl_lightning._modules import clock_of
 from torchrl_lightning.learn.schedules import progress_of
+from torchrl_lightning.ranges import Check
 
 
 class MetricSums:
@@ -70,6 +71,9 @@ class ReportingModule(L.LightningModule):
     evaluation_metrics: ClassVar[tuple[str, ...]] = ("eval/return", "eval/return_std", "eval/length", "eval/success")
     """What :meth:`validation_step` logs, the last one where an environment says it."""
 
+    checks_of_attributes: ClassVar[Mapping[str, tuple[Check, str] | None]] = {}
+    """What checks an attribute that is a setting, and the name of the setting."""
+
     loops_over_updates: ClassVar[bool] = False
     """Whether ``training_step`` learns from each batch of :func:`~torchrl_lightning.updates_of`."""
 
@@ -92,8 +96,11 @@ class ReportingModule(L.LightningModule):
         """
         if name == "_current_fx_name":
             self.__dict__[name] = value
-        else:
-            super().__setattr__(name, value)
+            return
+        check = self.checks_of_attributes.get(name)
+        if check is not None and name not in self._buffers:
+            value = check[0](value, check[1])
+        super().__setattr__(name, value)
 
     @property
     def frames(self) -> int:
