@@ -42,7 +42,7 @@ class Box(Stated):
         "texts": Kept(texts, form=list),
         "ring": Nested(),
         "spare": Nested(),
-        "scale": Kept("read_scale", "inner.scale", missing=0.5),
+        "scale": Kept("read_scale", "inner.scale"),
         "ids": Kept(array(torch.int64, None, low=0, high=lambda box, state: state["count"])),
         "note": Kept(optional(flag), only="notes"),
         "rng": Drawn(),
@@ -115,11 +115,20 @@ def test_what_is_wrong_is_named(changes: dict[str, Any], says: str) -> None:
         Box().check_state([])
 
 
-def test_an_entry_may_be_missing_or_belong_to_some() -> None:
+def test_an_entry_may_belong_to_some() -> None:
     state, other = filled().state_dict(), Box(notes=True)
-    del state["scale"]
     with pytest.raises(ValueError, match="it lacks note;"):
         other.load_state_dict(state)
     other.load_state_dict({**state, "note": True, "later": 1})
-    assert (other.note, other.inner.scale) == (True, 0.5)
+    assert other.note is True
     assert "note" not in state
+
+
+@pytest.mark.parametrize("name", [name for name in Box.STATE if name != "note"])
+def test_a_state_that_lacks_an_entry_is_refused_by_its_name(name: str) -> None:
+    state, other = filled().state_dict(), Box()
+    kept = other.state_dict()
+    del state[name]
+    with pytest.raises(ValueError, match=f"The box state is foreign: it lacks {name};"):
+        other.load_state_dict(state)
+    assert not differences(other.state_dict(), kept)

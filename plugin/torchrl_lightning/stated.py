@@ -42,8 +42,6 @@ from torch import Tensor
 from torchrl_lightning.files import Rows
 from torchrl_lightning.state import Check, anything, check_state, generator, same
 
-_REQUIRED: Any = object()
-
 
 class Entry:
     """How one entry of a state is saved, checked and loaded.
@@ -51,11 +49,10 @@ class Entry:
     Args:
         attribute: Where the part keeps it; named as the entry by default.
         only: The name of an attribute of the part that says whether its states have the entry; they do by default.
-        missing: What is taken for the entry of a state that lacks it; such a state is refused by default.
     """
 
-    def __init__(self, attribute: str = "", *, only: str = "", missing: Any = _REQUIRED) -> None:
-        self.attribute, self.only, self.missing = attribute, only, missing
+    def __init__(self, attribute: str = "", *, only: str = "") -> None:
+        self.attribute, self.only = attribute, only
 
     def save(self, part: Any, attribute: str, copy: bool) -> Any:
         """Return the entry of a part's state, copied or not."""
@@ -87,9 +84,8 @@ class Kept(Entry):
         form: Callable[[Any], Any] | None = None,
         *,
         only: str = "",
-        missing: Any = _REQUIRED,
     ) -> None:
-        super().__init__(attribute, only=only, missing=missing)
+        super().__init__(attribute, only=only)
         self._check, self._form = check, form
 
     def save(self, part: Any, attribute: str, copy: bool) -> Any:
@@ -250,11 +246,7 @@ class Stated:
 
     def read_state(self, state_dict: Any) -> dict[str, Any]:
         """Check a state with all that is nested in it, and return what :meth:`put_state` takes; change nothing."""
-        entries = self._entries()
-        schema = {name: entry.check(self, at) for name, entry, at in entries}
-        if isinstance(state_dict, Mapping):
-            lacking = {name: entry.missing for name, entry, _ in entries if entry.missing is not _REQUIRED}
-            state_dict = {**lacking, **state_dict}
+        schema = {name: entry.check(self, at) for name, entry, at in self._entries()}
         values = check_state(state_dict, schema, self.OWNER, self.VERSION, self)
         self._check_together(values)
         return values

@@ -203,13 +203,13 @@ BUFFERS = {
         edited={
             says: (("sampler", *path), value)
             for says, path, value in (
-                ("start_begin", ["start_begin"], torch.tensor([-1, 0])),
-                ("start_end", ["start_end"], torch.tensor([99, 99])),
-                ("state.*start_end", ["start_begin"], torch.tensor([0])),
+                ("begin", ["starts", "begin"], torch.tensor([-1, 0])),
+                ("end", ["starts", "end"], torch.tensor([99, 99])),
+                ("starts state.*end", ["starts", "begin"], torch.tensor([0])),
                 ("other leaves", ["leaves"], torch.ones(SIZE, dtype=torch.float64)),
-                ("2 rings of 9 cells", ["start_length"], 9),
-                ("start_length", ["start_length"], 0),
-                ("lacks start_begin", ["start_begin"], GONE),
+                ("at most 12 cells in all rings", ["starts", "length"], 9),
+                ("'length' is 0", ["starts", "length"], 0),
+                ("lacks starts", ["starts"], GONE),
             )
         },
     ),
@@ -314,11 +314,14 @@ SAMPLERS = {
     ),
     "PrioritizedSampler": Part(
         make=lambda seed: prioritized(  # what it prefers is part of the state
-            alpha=1.0 if seed else 0.6, eps=0.5 if seed else 0.0, generator=generator(seed)
+            alpha=1.0 if seed else 0.6, eps=0.5, generator=generator(seed)
         ),
         fill=use_priorities,
         ask=seen,
-        foreign={"capacity=12, this prioritized sampler has max_capacity=6": partial(PrioritizedSampler, 6, 1.0, 1.0)},
+        foreign={
+            "capacity=12, this prioritized sampler has max_capacity=6": partial(PrioritizedSampler, 6, 1.0, 1.0, 0.5),
+            "eps=0.5, this prioritized sampler has eps=0.25": partial(prioritized, eps=0.25),
+        },
         edited={
             "'alpha' is -1.0": (("alpha",), -1.0),
             "no state of a random generator": (("generator",), torch.zeros(3)),

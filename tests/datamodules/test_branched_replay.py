@@ -101,17 +101,6 @@ def test_those_of_the_last_fits_are_kept_also_where_branches_end_early(fits_kept
         source.buffer.extend(real(torch.full((10,), 50.0)))
 
 
-def test_a_state_without_the_rows_of_each_fit_is_one_of_full_fits() -> None:
-    source, other = filled(fits_kept=2), filled(fits_kept=2)
-    for _ in range(2):
-        source.prepare(Dreamer())
-        source.buffer.extend(real(torch.full((10,), 50.0)))
-    state = source.state_dict()
-    del state["rows"]
-    other.load_state_dict(state)
-    assert other.state_dict()["rows"] == [30, 30]
-
-
 def test_a_shorter_length_keeps_the_newest() -> None:
     source, dreamer = filled(fits_kept=1, first_length=3, lengthened_between=(0, 50)), Dreamer()
     for _ in range(2):

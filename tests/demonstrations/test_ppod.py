@@ -299,13 +299,6 @@ def test_what_is_drawn_is_inserted_where_the_next_episode_begins(tmp_path: Path)
         PPODBuffer(4).sample_demo(0)
 
 
-def test_a_state_of_before_has_nothing_chosen(tmp_path: Path) -> None:
-    buffer = attached()
-    state = buffer.state_dict()
-    del state["demonstrations"]["replay"]["chosen"]
-    attached().load_state_dict(state)
-
-
 @pytest.mark.parametrize("follows", [True, False])
 def test_documented_steps_are_tracked(follows: bool) -> None:
     buffer = attached(initial_reward_threshold=2.0)

@@ -23,7 +23,6 @@ from torchrl_lightning.environments.policies import KnowsWorker, Policy, load_we
 from torchrl_lightning.environments.seeds import check_seed, spawn_seed, spawn_seeds
 from torchrl_lightning.environments.vector_env import check_env_source, vectorization_of
 from torchrl_lightning.keys import ENV_IDS, TRAJ_IDS
-from torchrl_lightning.ranges import optional
 from torchrl_lightning.state import array, whole
 from torchrl_lightning.stated import Kept
 
@@ -80,7 +79,7 @@ class WorkersCollector(CollectorBase):
         **CollectorBase.STATE,
         "policy_version": Kept(whole()),
         # Of each worker, the number behind that of its last rollout that was yielded.
-        "rollouts": Kept(optional(array(torch.int64, "num_workers", low=0)), "_yielded", missing=None),
+        "rollouts": Kept(array(torch.int64, "num_workers", low=0), "_yielded"),
     }
 
     def __init__(
@@ -203,13 +202,6 @@ class WorkersCollector(CollectorBase):
     def reset(self) -> None:
         """Discard the rollouts in flight, and restart all workers at the next batch."""
         self._stop()
-
-    def put_state(self, values: Mapping[str, Any]) -> None:
-        """Go on behind the batch after which a state was taken, with new workers."""
-        if values["rollouts"] is None:  # they were served in turn
-            served = [-((values["batches"] - worker) // -self.num_workers) for worker in range(self.num_workers)]
-            values = {**values, "rollouts": np.array(served)}
-        super().put_state(values)
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Seed all environments, restart the workers at the next batch, and return the seed of the last environment.

@@ -137,13 +137,13 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
     """Whether rows that are resets need not be kept, so that vector environments in mode ``NEXT_STEP`` will do."""
     RUN_STATE: ClassVar[Mapping[str, Entry]] = {
         "frames": Kept(whole(), "_clock.frames"),
-        "replayed": Nested("_clock", missing={"count": 0, "alone": 0}),
+        "replayed": Nested("_clock"),
         "num_evaluations": Kept(whole(), "_due.count"),
         "rng": Kept(generator("cpu"), "_feed.rng"),
         "episodes": Nested("_episodes"),
         "normalization": Nested("_normalization"),
-        "collector": Kept(optional(mapping), "_feed.kept", missing=None),
-        "evaluation_due": Kept(flag, "_due.is_due", missing=False),
+        "collector": Kept(optional(mapping), "_feed.kept"),
+        "evaluation_due": Kept(flag, "_due.is_due"),
     }
     """What a rank of a run needs to go on, and which attribute holds it."""
 

@@ -15,17 +15,22 @@ from torchrl_lightning.datamodules.learner import Imagines
 from torchrl_lightning.datamodules.mixed_replay import MixedReplay
 from torchrl_lightning.dynamics import HoldoutSplit
 from torchrl_lightning.entries import describe, nearest
-from torchrl_lightning.ranges import integer, optional
+from torchrl_lightning.ranges import integer
 from torchrl_lightning.replay import ExperienceBuffer, RingStorage
 from torchrl_lightning.settings import Count, Settings, setting
-from torchrl_lightning.state import Here, sequence, whole
+from torchrl_lightning.state import Here, check_state, mapping, sequence, whole
 from torchrl_lightning.stated import Handed, Kept, Nested, Stated
 from torchrl_lightning.trust import Nameable
 
 
 def _restored(value: Any, name: str, here: Here) -> MixedReplay:
-    """Take the branches of the length that the state has."""
-    mixed: MixedReplay = here.part.mixture(here.state["length"])
+    """Take the branches, in a buffer of the size that theirs had: it grows with their length."""
+    part: BranchedReplay = here.part
+    largest = part.rows_of(max(part.first_length, part.last_length))
+    others = check_state(value, {"others": sequence}, MixedReplay.OWNER)["others"]
+    state = check_state(others[0] if others else None, {"storage": mapping}, ExperienceBuffer.OWNER)["storage"]
+    size = check_state(state, {"max_size": whole(1, largest)}, RingStorage.OWNER)["max_size"]
+    mixed = part.mixture(size)
     mixed.load_state_dict(value)
     return mixed
 
@@ -83,12 +88,11 @@ class BranchedReplay(Settings, Stated, Nameable):
 
     OWNER = "branched replay"
     STATE = {
-        "length": Kept(whole(1), "_length"),
         "mixed": Handed(_restored, "_mixed", lambda mixed: mixed.state_dict(copy=False)),
         "split": Nested(),
         "fits": Kept(whole()),
         "fitted_at": Kept(whole(), "_fitted_at"),
-        "rows": Kept(optional(_numbers), "_rows", missing=None),
+        "rows": Kept(_numbers, "_rows"),
     }
 
     def __post_init__(self) -> None:
@@ -109,9 +113,8 @@ class BranchedReplay(Settings, Stated, Nameable):
         self.split = HoldoutSplit(self.validation_fraction, self.max_validation)
         self.fits = 0
         self._fitted_at = 0  # rows written
-        self._length = self.length(0)
-        self._rows: Any = []  # that each of the last fits imagined
-        self._mixed = self.mixture(self._length)
+        self._rows: list[int] = []  # that each of the last fits imagined
+        self._mixed = self.mixture(self.rows_of(self.length(0)))
 
     @property
     def imagined(self) -> ExperienceBuffer:
@@ -132,9 +135,12 @@ class BranchedReplay(Settings, Stated, Nameable):
         grown = max(0, written - begin) * (self.last_length - self.first_length)
         return self.first_length + int(grown / (end - begin))
 
-    def _imagined(self, length: int, old: ExperienceBuffer | None = None) -> ExperienceBuffer:
-        """Return a buffer for branches of a length, with what another one holds."""
-        size = self.fits_kept * self.branches_per_fit * max(length, self.first_length)
+    def rows_of(self, length: int) -> int:
+        """Return how many rows the branches of a length have at most."""
+        return self.fits_kept * self.branches_per_fit * max(length, self.first_length)
+
+    def _imagined(self, size: int, old: ExperienceBuffer | None = None) -> ExperienceBuffer:
+        """Return a buffer for so many rows of branches, with what another one holds."""
         storage = RingStorage(size, device=self.buffer.storage.device)
         # Seeded by the first fit.
         generator = torch.Generator() if old is None else old.generator
@@ -150,9 +156,9 @@ class BranchedReplay(Settings, Stated, Nameable):
         real = self.buffer.storage.data
         return rows.named_apply(lambda key, value: nearest(value, real.get(key).dtype), nested_keys=True)
 
-    def mixture(self, length: int) -> MixedReplay:
-        """Return real rows with no branches yet, whose length will be that."""
-        return MixedReplay(self.buffer, [self._imagined(length)], [self.real_ratio, 1.0 - self.real_ratio])
+    def mixture(self, size: int) -> MixedReplay:
+        """Return real rows beside an empty buffer for so many rows of branches."""
+        return MixedReplay(self.buffer, [self._imagined(size)], [self.real_ratio, 1.0 - self.real_ratio])
 
     # ------------------------------------------------------------------ fits
 
@@ -190,15 +196,16 @@ class BranchedReplay(Settings, Stated, Nameable):
                 "learn from alone."
             )
         branches, held = self._like_real(branches.select(*keys)), self.imagined.storage.data
+        size = self.rows_of(length)
         # Earlier releases kept imagined observations as floating-point numbers.
-        if length != self._length or (held is not None and describe(held, 1) != describe(branches, 1)):
-            self._mixed.buffers[1] = self._imagined(length, self.imagined)
+        if size != self.imagined.storage.max_size or (held is not None and describe(held, 1) != describe(branches, 1)):
+            self._mixed.buffers[1] = self._imagined(size, self.imagined)
         kept = self._rows[max(0, len(self._rows) - self.fits_kept + 1) :]
         if (surplus := len(self.imagined) - sum(kept)) > 0:  # of earlier fits
             self.imagined.writer.drop(surplus)
         self.imagined.extend(branches.to(storage.device))
         self._rows = [*kept, len(branches)]
-        self.fits, self._fitted_at, self._length = self.fits + 1, written, length
+        self.fits, self._fitted_at = self.fits + 1, written
 
     # ------------------------------------------------------------------ a source of batches
 
@@ -216,9 +223,3 @@ class BranchedReplay(Settings, Stated, Nameable):
     def write_back(self, batch: TensorDictBase, keys: Sequence[NestedKey]) -> None:
         """Write rewritten entries of a batch into the cells that they came from."""
         self._mixed.write_back(batch, keys)
-
-    def _loaded(self) -> None:
-        if self._rows is None:  # of an earlier release: as if no branch had ended early
-            fits, rest = divmod(len(self.imagined), self.branches_per_fit * self._length)
-            full = self.branches_per_fit * self._length
-            self._rows = [*([rest] if rest else []), *[full] * fits]

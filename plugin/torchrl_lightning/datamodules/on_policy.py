@@ -90,8 +90,8 @@ class OnPolicyDataModule(UpdatesDataModule):
     learner_for_it = "model=ppo (PPOModule)"
     RUN_STATE = {
         **UpdatesDataModule.RUN_STATE,
-        "metrics": Kept(mapping, "_metrics", missing={}),
-        "place": Kept(_place, "_place", missing=None),
+        "metrics": Kept(mapping, "_metrics"),
+        "place": Kept(_place, "_place"),
     }
 
     def __post_init__(self) -> None:

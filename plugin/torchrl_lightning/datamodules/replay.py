@@ -131,7 +131,7 @@ class ReplayDataModule(UpdatesDataModule):
         **UpdatesDataModule.RUN_STATE,
         "updates": Kept(whole(), "_learned"),
         "refilled": Kept(whole(), "_refilled"),
-        "batch": Kept(read_batch, "_pending", plain_batch, missing=None),
+        "batch": Kept(read_batch, "_pending", plain_batch),
     }
 
     def __post_init__(self) -> None:

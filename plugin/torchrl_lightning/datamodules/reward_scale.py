@@ -54,7 +54,7 @@ class RewardScale(Stated):
     STATE = {
         "sums": Kept(tensor(torch.float64, None), "_sums"),
         "noted": Kept(_rewards_and_ends, "_noted", _side_by_side),
-        "gamma": Kept(number(0.0, 1.0), "_gamma", missing=0.99),
+        "gamma": Kept(number(0.0, 1.0), "_gamma"),
         "env_ids": Kept(optional(tensor(torch.int64, _envs_of)), "_env_ids"),
     }
 

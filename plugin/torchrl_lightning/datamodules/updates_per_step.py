@@ -162,8 +162,8 @@ class UpdatesDataModule(ExperienceDataModule):
 
     RUN_STATE = {
         **ExperienceDataModule.RUN_STATE,
-        "in_step": Kept(whole(), "_in_step", missing=0),
-        "updates_per_step": Kept(optional(whole(1)), "_step.kept", missing=1),
+        "in_step": Kept(whole(), "_in_step"),
+        "updates_per_step": Kept(optional(whole(1)), "_step.kept"),
     }
     HOOKS: ClassVar[type[StepHooks]] = StepHooks
 

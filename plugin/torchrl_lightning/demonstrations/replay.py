@@ -69,7 +69,7 @@ class DemonstrationReplay(Stated):
     STATE = {
         "num_envs": Fixed(),
         "playing": Handed("_read_positions", "_positions"),
-        "chosen": Kept("_read_chosen", "_chosen", lambda chosen: [*map(_choice, chosen.items())], missing=()),
+        "chosen": Kept("_read_chosen", "_chosen", lambda chosen: [*map(_choice, chosen.items())]),
         "sampler": Nested(),
     }
 

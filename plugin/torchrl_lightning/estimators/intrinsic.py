@@ -59,7 +59,7 @@ class IntrinsicRewardNormalizer(Stated):
         "mean": Kept(number(), "_mean"),
         "variance": Kept(number(0), "_variance"),
         "count": Kept(number(0), "_count"),
-        "filter": Kept(_sums, "_filter", missing=None),
+        "filter": Kept(_sums, "_filter"),
     }
 
     def __init__(self, gamma: float = 0.99, direction: Literal["forward", "backward"] = "forward") -> None:

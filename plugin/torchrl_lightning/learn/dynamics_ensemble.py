@@ -252,7 +252,7 @@ class DynamicsEnsemble(WorldModelSettings, TermsModule):
         if STATE not in checkpoint:
             raise KeyError(f"the checkpoint has no {STATE!r}: it was not written by a DynamicsEnsemble")
         state = checkpoint[STATE]
-        learnt = bool(state.get("learns_terminated"))  # earlier checkpoints say nothing
+        learnt = bool(state["learns_terminated"])
         if not self.is_built:
             members, specs = state["num_members"], self._data.specs
             if not state["learns_reward"]:
@@ -271,5 +271,5 @@ class DynamicsEnsemble(WorldModelSettings, TermsModule):
                 f"one {'does not' if learnt else 'does'}; go on with data.terminated and model.terminated as they were."
             )
         self.epochs_waited, self._is_judged = int(state["epochs_waited"]), bool(state["is_judged"])
-        if "planner" in state and isinstance(self.policy, ShootingPlanner):  # earlier checkpoints have none
+        if isinstance(self.policy, ShootingPlanner):
             self.policy.set_extra_state(state["planner"])

@@ -251,5 +251,5 @@ class OffPolicyModule(TermsModule):
         if STATE not in checkpoint:
             raise KeyError(f"the checkpoint has no {STATE!r}: it was not written by an off-policy module")
         state = checkpoint[STATE]
-        self.policy.amount.fill_(state.get("exploration", 0.0))
+        self.policy.amount.fill_(state["exploration"])
         self.updates = int(state["updates"])

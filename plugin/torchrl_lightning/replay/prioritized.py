@@ -26,7 +26,7 @@ from torchrl_lightning.replay.priorities import REDUCTIONS, Priorities, reduce_p
 from torchrl_lightning.replay.rings import Rings, rings_in, stored_cells
 from torchrl_lightning.replay.starts import Starts
 from torchrl_lightning.replay.steps import StepsMissing
-from torchrl_lightning.state import array, number, tensor, whole
+from torchrl_lightning.state import Here, array, check_state, number, tensor, whole, wrong
 from torchrl_lightning.stated import Drawn, Fixed, Handed, Kept, Stated
 
 WEIGHT_NORMS = ("batch", "buffer", None)
@@ -37,9 +37,22 @@ def _as_many(_: Any, state: Mapping[str, Any]) -> int:
     return len(state["leaves"])
 
 
-def _begin(_: Any, state: Mapping[str, Any]) -> Tensor:
-    begin: Tensor = state["start_begin"]
-    return begin
+def _read_starts(value: Any, name: str, here: Here) -> Starts:
+    """Take where a draw may begin: positions of each environment, in rings that all fit the priorities."""
+    schema = {
+        "begin": array(torch.int64, None, low=0),
+        "length": whole(1, "max_size"),
+        "end": array(
+            torch.int64,
+            lambda _, state: len(state["begin"]),
+            low=lambda _, state: state["begin"],
+            high=lambda _, state: state["begin"] + state["length"],
+        ),
+    }
+    starts = check_state(value, schema, "starts", part=here.part)
+    if len(starts["begin"]) * starts["length"] > here.part.max_size:
+        raise wrong(value, name, f"at most {here.part.max_size} cells in all rings")
+    return Starts(starts["begin"].copy(), starts["end"].copy(), starts["length"])
 
 
 class PrioritizedSampler(Stated, SamplerHooks, _PrioritizedSampler):
@@ -100,24 +113,13 @@ class PrioritizedSampler(Stated, SamplerHooks, _PrioritizedSampler):
     STATE = {
         "alpha": Kept(number(0), "table.alpha"),
         "beta": Kept(number(0), "_beta"),
-        "eps": Kept(number(0), "table.eps"),
+        "eps": Fixed("table.eps"),
         "capacity": Fixed("table.capacity", "max_capacity"),
         "leaves": Handed(tensor("dtype", None, anywhere=True), "table.leaves"),
         "priorities": Handed(tensor("dtype", _as_many, anywhere=True), "table.held"),
         "generations": Handed(tensor(torch.int32, _as_many, anywhere=True), "table.writes"),
         "largest": Kept(number(0), "table.largest"),
-        "start_begin": Kept(array(torch.int64, None, low=0), "table.starts.begin", only="knows_windows"),
-        "start_length": Kept(whole(1, "max_size"), "table.starts.length", only="knows_windows"),
-        "start_end": Kept(
-            array(
-                torch.int64,
-                lambda _, state: len(state["start_begin"]),
-                low=_begin,
-                high=lambda _, state: state["start_begin"] + state["start_length"],
-            ),
-            "table.starts.end",
-            only="knows_windows",
-        ),
+        "starts": Kept(_read_starts, "table.starts", Starts.state, only="knows_windows"),
         "generator": Drawn(),
     }
     reads_rings = True
@@ -465,15 +467,11 @@ class PrioritizedSampler(Stated, SamplerHooks, _PrioritizedSampler):
         self._limited_by = ()
 
     def _check_together(self, values: Mapping[str, Any]) -> None:
-        foreign, held, starts = f"The {self.OWNER} state is foreign", len(values["leaves"]), None
+        foreign, held = f"The {self.OWNER} state is foreign", len(values["leaves"])
         if held > self.max_size:
             raise ValueError(f"{foreign}: it has {held} leaves, expected at most {self.max_size}.")
-        if self.knows_windows:
-            starts = Starts(*(values[f"start_{name}"] for name in ("begin", "end", "length")))
-            if len(starts.begin) * starts.length > self.max_size:
-                raise ValueError(f"{foreign}: it tells of {len(starts.begin)} rings of {starts.length} cells.")
         priorities, leaves, alpha, eps = (values[name] for name in ("priorities", "leaves", "alpha", "eps"))
-        if not self.table.could_hold(priorities, leaves, alpha, eps, starts):
+        if not self.table.could_hold(priorities, leaves, alpha, eps, values.get("starts")):
             raise ValueError(
                 f"{foreign}: it holds priorities that are negative or not finite, of cells that hold nothing, or other "
                 "leaves than (priority + eps) ** alpha."

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -29,6 +31,10 @@ class Starts:
 
     def __init__(self, begin: Ints = EVERYWHERE[0], end: Ints = EVERYWHERE[1], length: int = 1) -> None:
         self.begin, self.end, self.length = begin, end, length
+
+    def state(self) -> dict[str, Any]:
+        """Return them as a state holds them."""
+        return {"begin": self.begin, "length": self.length, "end": self.end}
 
     def clear(self) -> None:
         """Forget them."""

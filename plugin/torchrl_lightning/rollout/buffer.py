@@ -33,7 +33,7 @@ from torchrl_lightning.rollout.verbs import DocumentedVerbs
 from torchrl_lightning.rollout.writer import RolloutWriter
 from torchrl_lightning.settings import Count, Fraction, Settings, Switch, otherwise, setting
 from torchrl_lightning.state import flag
-from torchrl_lightning.stated import Drawn, Kept, Nested, Stated
+from torchrl_lightning.stated import Kept, Nested, Stated
 
 
 class OfParts(StateFiles, OwnSignature, TensorDictReplayBuffer):
@@ -142,9 +142,7 @@ class RolloutBuffer(Settings, Stated, OfParts, DocumentedVerbs):
     STATE = {
         "storage": Nested(),
         "sampler": Nested(),
-        "writer": Nested(),
         "transforms": Transforms("transform"),
-        "generator": Drawn(),
         "consumed": Kept(flag, "_consumed"),
         "intrinsic": Nested("normalizer"),
     }

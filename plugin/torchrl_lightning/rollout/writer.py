@@ -27,8 +27,7 @@ from torchrl_lightning.keys import DONE, TERMINATED, VALID
 from torchrl_lightning.rollout.batches import viewed
 from torchrl_lightning.rollout.layout import RolloutLayout
 from torchrl_lightning.rollout.storage import RolloutStorage
-from torchrl_lightning.state import whole
-from torchrl_lightning.stated import Kept, Stated
+from torchrl_lightning.stated import Stated
 
 _HOW = (
     " Add it: boolean, shape [..., 1], True where the episode really ended and False where it was cut by a time limit; "
@@ -67,7 +66,6 @@ class RolloutWriter(Stated, WriterBase):
     """
 
     OWNER, VERSION = "rollout writer", 1
-    STATE = {"write_count": Kept(whole())}
 
     def __init__(
         self, time_dim: int | None = None, *, recurrent_keys: tuple[NestedKey, ...] = ("recurrent_state",)
