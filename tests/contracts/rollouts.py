@@ -98,7 +98,7 @@ REFUSED = (
 
 gae = rollout(GAEBuffer).but(
     refuses=REFUSED,
-    within=("storage", "sampler", "writer", "transforms", "consumed", "schema_version"),
+    within=("storage", "sampler", "transforms", "consumed", "schema_version"),
     foreign={
         "size=5.*size=6": partial(build, 0, size=6),
         "num_envs=3": partial(build, 0, num_envs=4),
@@ -108,13 +108,15 @@ gae = rollout(GAEBuffer).but(
     edited={
         "by=": (("sampler", "by"), "environments"),
         "lacks sampler": (("sampler",), GONE),
-        "write_count": (("writer", "write_count"), GONE),
         "num_steps": (("storage", "num_steps"), GONE),
         "'num_steps' is 6": (("storage", "num_steps"), 6),
         "advantage": (("storage", "added", "advantage"), torch.zeros(2, 3, 1)),
         "'is_init' is a tensor": (("storage", "tail", "is_init"), torch.zeros(7, 1)),
-        "'generator'": (("generator",), torch.zeros(3, dtype=torch.uint8)),
-        "generator": (("sampler", "generator"), None),
+        "'generator' is no state of a random generator on cpu .*size": (
+            ("sampler", "generator"),
+            torch.zeros(3, dtype=torch.uint8),
+        ),
+        "'generator' is no state": (("sampler", "generator"), None),
         "transforms": (("transforms",), {"weight": torch.zeros(2)}),
         "mean": (("intrinsic", "mean"), GONE),
     },
@@ -171,7 +173,7 @@ ROLLOUTS = {
         make=lambda seed: PPOBuffer(1, 1, 9, 2, generator=generator(seed)),
         fill=walk_paths,
         ask=close_path,
-        within=("paths", "writer"),
+        within=("paths",),
         refuses=(
             *documented.PATHS,
             *no_tensordict(lambda ours, data: ours.writer.add(data)),

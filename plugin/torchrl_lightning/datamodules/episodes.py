@@ -9,7 +9,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from torchrl_lightning.keys import REPLAYED
-from torchrl_lightning.state import LARGEST, tensor
+from torchrl_lightning.state import LARGEST, Here, sequence, tensor, wrong
 from torchrl_lightning.stated import Kept, Stated
 
 
@@ -17,6 +17,21 @@ def ends_of(rollout: TensorDictBase) -> dict[str, Any]:
     """Return what :meth:`FinishedEpisodes.add` takes of a rollout ``[N, T]``."""
     rows = rollout["next"]
     return {"reward": rows["reward"], "done": rows["done"], "replayed": rollout.get(REPLAYED, None)}
+
+
+def _joined(finished: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    """Return the returns and the lengths of episodes; nothing if there are none."""
+    return [torch.cat(each) for each in zip(*finished, strict=True)]
+
+
+def _read_finished(value: Any, name: str, here: Here) -> list[tuple[Tensor, Tensor]]:
+    """Take what :func:`_joined` returned."""
+    if not sequence(value, name):
+        return []
+    if len(value) != 2:
+        raise wrong(value, name, "returns and lengths")
+    returns = tensor(torch.float64, None)(value[0], f"the first of {name}")
+    return [(returns, tensor(torch.int64, len(returns), low=1, high=LARGEST)(value[1], f"the second of {name}"))]
 
 
 class FinishedEpisodes(Stated):
@@ -34,10 +49,7 @@ class FinishedEpisodes(Stated):
     """
 
     OWNER = "episodes"
-    STATE = {
-        "returns": Kept(tensor(torch.float64, None), "_returns"),
-        "lengths": Kept(tensor(torch.int64, lambda _, state: len(state["returns"]), low=0, high=LARGEST), "_lengths"),
-    }
+    STATE = {"finished": Kept(_read_finished, "_finished", _joined)}
 
     def __init__(self, num_envs: int) -> None:
         self._returns = torch.zeros(num_envs, dtype=torch.float64)  # of the episodes that go on
@@ -127,9 +139,10 @@ class FinishedEpisodes(Stated):
         self._returns[ids], self._lengths[ids] = before, steps_before
 
     def state_dict(self, *, copy: bool = True) -> dict[str, Any]:
-        """Return the sums carried over."""
+        """Return the episodes that the next summary is about; those that have not ended do not continue elsewhere."""
         self._flush()
         return super().state_dict(copy=copy)
 
     def _loaded(self) -> None:
-        self._noted, self._finished = [], []
+        self._noted = []
+        self._returns, self._lengths = torch.zeros_like(self._returns), torch.zeros_like(self._lengths)
