@@ -12,6 +12,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.loggers.logger import Logger
+from torchrl.objectives import HardUpdate
 
 from contracts.agents import (
     BEHIND_EPOCH,
@@ -23,6 +24,7 @@ from contracts.agents import (
     Noisy,
     Stop,
     collected,
+    of_torchrl,
     planning,
     replayed,
 )
@@ -32,9 +34,10 @@ from kit.dynamics import model_data
 from kit.replay import dqn, replay_data
 from kit.runs import SaveAt, parameters, trainer
 from kit.states import differences
+from kit.torchrl_losses import iql
 from torchrl_lightning import CrossEntropyPlanner, ExperienceDataModule, GAEBuffer
 from torchrl_lightning.callbacks import ExperienceLog
-from torchrl_lightning.learn import DQNModule, DynamicsEnsemble, MLPNetwork, PPOModule
+from torchrl_lightning.learn import DQNModule, DynamicsEnsemble, MLPNetwork, PPOModule, load_policy
 from torchrl_lightning.stated import Fixed
 
 
@@ -163,6 +166,21 @@ def short_episodes() -> tuple[Any, Any]:
     return planning()[0], model_data(env=partial(gymnasium.make, "Pendulum-v1", max_episode_steps=5))
 
 
+def impatient() -> tuple[Any, Any]:
+    """Members that never improve enough."""
+    return DynamicsEnsemble([8], learning_rate=0.01, patience=2, min_improvement=0.9), model_data()
+
+
+def cautious() -> tuple[Any, Any]:
+    """Skips the rest of an epoch once the policy has changed a little."""
+    return collected(lambda: PPOModule(MLPNetwork([4]), target_kl=1e-9), buffer=GAEBuffer)
+
+
+def delayed() -> tuple[Any, Any]:
+    return dqn(target_interval=4, tau=1.0), replay_data(**EXACT)
+
+
+INTERVAL = partial(HardUpdate, value_network_update_interval=4)
 SCORED = {"limit_val_batches": 1.0}
 RUNS: dict[str, Resumed] = {
     "amid a rollout": Resumed(partial(collected, Noisy, buffer=GAEBuffer), (Stop(BEHIND_UPDATE, 6),), NO_EVALUATION),
@@ -183,6 +201,27 @@ RUNS: dict[str, Resumed] = {
     "between passes": Resumed(planning, (Stop(BEHIND_EPOCH, 1, 1),), {"max_epochs": 6, **SCORED}),
     "a fit without a seed": Resumed(unseeded, (Stop(BEHIND_UPDATE, 2, 1),), {"max_epochs": 4, **SCORED}),
 }
+
+RUNS |= {
+    "skipped updates": Resumed(cautious, (Stop(BEHIND_UPDATE, 6),), NO_EVALUATION),
+    "delayed targets": Resumed(delayed, (Stop(BEHIND_UPDATE, 15),), NO_EVALUATION),
+    "targets of TorchRL": Resumed(partial(of_torchrl, iql, INTERVAL), (Stop(BEHIND_EPOCH),)),
+    "behind a judgement": Resumed(planning, (Stop("on_validation_end", 1, 1),), {"max_epochs": 6, **SCORED}),
+    "without progress": Resumed(impatient, (Stop(BEHIND_EPOCH, 1, 1),), {"max_epochs": 6, **SCORED}),
+}
+AGENTS: dict[tuple[str, str], str] = {
+    ("on_policy", "stopped"): "skipped updates",
+    ("off_policy", "updates"): "delayed targets",
+    ("off_policy", "exploration"): "amid an epoch of replay",
+    ("target_updater", "counter"): "targets of TorchRL",
+    ("dynamics_ensemble", "epochs_waited"): "without progress",
+    ("dynamics_ensemble", "is_judged"): "behind a judgement",
+    ("dynamics_ensemble", "planner"): "amid a fit",
+}
+"""The run that shows an entry of an agent."""
+
+BUILT_OF = {"num_members": 2, "observation_keys": [["other"]], "learns_reward": False, "learns_terminated": True}
+"""Entries that say how the networks of a policy that is loaded are built, and other values."""
 
 SHOWN: dict[str, str] = {
     "ExperienceDataModule.frames": "behind an epoch",
@@ -242,3 +281,45 @@ def test_a_run_goes_on_from_a_checkpoint_always_alike(
     name: str, checkpoint: Callable[[str], Path], whole: Callable[[str], list[Any]]
 ) -> None:
     assert not differences(gone_on(RUNS[name], checkpoint(name)), whole(name))
+
+
+def started(row: Resumed, folder: Path) -> Any:
+    """Return the checkpoint of a run that has just begun."""
+    with pytest.raises(RuntimeError, match="stopped"):
+        run(row, 9, folder, SaveAt(folder / "start.ckpt", "on_train_start", then="fail"))
+    return torch.load(folder / "start.ckpt", weights_only=True)
+
+
+@pytest.mark.parametrize(("state", "entry"), AGENTS)
+def test_a_run_that_is_resumed_without_an_entry_of_its_agent_goes_on_otherwise(
+    state: str, entry: str, checkpoint: Callable[[str], Path], whole: Callable[[str], list[Any]], tmp_path: Path
+) -> None:
+    name = AGENTS[state, entry]
+    content = torch.load(checkpoint(name), weights_only=True)
+    assert content[state][entry] is not None
+    content[state][entry] = started(RUNS[name], tmp_path)[state][entry]
+    torch.save(content, checkpoint(name).with_name("changed.ckpt"))
+    assert differences(gone_on(RUNS[name], checkpoint(name).with_name("changed.ckpt")), whole(name))
+
+
+def test_each_entry_of_an_agent_has_one_that_shows_it(checkpoint: Callable[[str], Path]) -> None:
+    states = {state for state, _ in AGENTS}
+    found = set()
+    for name in dict.fromkeys(AGENTS.values()):
+        content = torch.load(checkpoint(name), weights_only=True)
+        found |= {(state, entry) for state in states & set(content) for entry in content[state]}
+    found = {(state, entry) for state, entry in found if state != "target_updater"}  # which is TorchRL's
+    shown = {(state, entry) for state, entry in AGENTS if state != "target_updater"}
+    assert found == shown | {("dynamics_ensemble", entry) for entry in BUILT_OF}
+
+
+@pytest.mark.parametrize("entry", BUILT_OF)
+def test_a_policy_is_built_of_what_a_checkpoint_says(
+    entry: str, checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    content = torch.load(checkpoint("amid a fit"), weights_only=True)
+    content["dynamics_ensemble"][entry] = BUILT_OF[entry]
+    torch.save(content, tmp_path / "changed.ckpt")
+    load_policy(checkpoint("amid a fit"), planning()[0])
+    with pytest.raises((KeyError, RuntimeError, ValueError)):
+        load_policy(tmp_path / "changed.ckpt", planning()[0])
