@@ -53,6 +53,21 @@ class Need(NamedTuple):
     ask: Callable[[Any], Any]
 
 
+ROWS = (
+    "ExperienceBuffer.storage",
+    "ExperienceBuffer.writer",
+    "RingStorage.data",
+    "RingStorage.count",
+    "Rings.positions",
+)
+"""Entries without which a sample would read memory that was never written."""
+
+
+def look_at_rows(ours: ExperienceBuffer) -> Any:
+    rows = None if ours.storage.cells is None else ours.storage.get(torch.arange(len(ours)))
+    return rows, ours.writer.filled
+
+
 class Together:
     """Parts that are saved and loaded one after the other, as those of a run."""
 
@@ -549,6 +564,7 @@ NEEDS: dict[str, Need] = {
     "SuccessorCheck.differed": NOISY,
     "Rings.successors": SEAMS,
     "Rings.oldest": BUFFER._replace(use=remove),
+    **dict.fromkeys(ROWS, BUFFER._replace(ask=look_at_rows)),
     "RingStorage.cursor": Need(in_torchrl, fill_around, draw_slices),
     "RingStorage.cells": BUFFER._replace(use=lambda ours: replay.write_unevenly(ours, 0)),
     "Rings.era": Need(partial(replay.build, 0), start_again, write_late),

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from contracts.dropped import declared, without
+from contracts.dropped import declared, name_of, without
 from contracts.needs import NEEDS, Need, of_part
 from contracts.table import PARTS
 from kit.states import differences, plain
-from torchrl_lightning.stated import Fixed
+from torchrl_lightning.stated import Fixed, Stated
 
 DECLARED = declared()
 KEPT = [name for name, entry in DECLARED.items() if not isinstance(entry, Fixed)]
@@ -66,3 +66,33 @@ def test_a_part_that_is_restored_without_an_entry_gives_something_else(name: str
         if differences(gone_on(need, name), whole(need)):
             return
     raise AssertionError(f"{name} changes nothing in {len(needs)} uses")
+
+
+def other(value: Any) -> Any:
+    """Return what a part that was built otherwise has in the place of a value."""
+    if isinstance(value, str) or value is None:
+        return f"{value}x"
+    return not value if isinstance(value, bool) else value + 1
+
+
+ON_A_CLUSTER = {"RayCollector.num_collectors"}  # the tests of that collector start one
+
+
+def test_a_state_of_a_part_that_was_built_otherwise_is_refused() -> None:
+    refused: set[str] = set()
+    whole = Stated.read_state
+
+    def read_state(part: Stated, state: Any) -> Any:
+        read = whole(part, state)
+        for name, entry, _ in part._entries():
+            if isinstance(entry, Fixed) and name_of(part, name, entry) not in refused:
+                with pytest.raises(ValueError, match=f"The state has {name}=.*, this .* has .*; build it with"):
+                    whole(part, {**state, name: other(state[name])})
+                refused.add(name_of(part, name, entry))
+        return read
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Stated, "read_state", read_state)
+        for need in OURS.values():
+            need.make().load_state_dict(saved(need))
+    assert refused | ON_A_CLUSTER == {name for name, entry in DECLARED.items() if isinstance(entry, Fixed)}
