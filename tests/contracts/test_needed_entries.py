@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from contracts.dropped import declared, name_of, without
-from contracts.needs import NEEDS, Need, of_part
+from contracts.need import Need, of_part
+from contracts.needs import NEEDS
 from contracts.table import PARTS
 from kit.states import differences, plain
 from torchrl_lightning.stated import Fixed, Stated
