@@ -163,6 +163,28 @@ def optional(check: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
+def check_defaults(condition: str, remedy: str, **settings: tuple[Any, Any]) -> None:
+    """Validate that settings without effect have their default values; raise ValueError naming the first with another.
+
+    Args:
+        condition: Why they have no effect, such as ``"without record_episodic_return=True"``.
+        remedy: What gives them an effect.
+        settings: The value and the default value of each.
+
+    Example:
+        >>> check_defaults("beside sampler=", "leave sampler out", with_replacement=(True, False))
+        Traceback (most recent call last):
+        ValueError: with_replacement must be left at its default False beside sampler=, got True, which has no effect. \
+Leave it out, or leave sampler out.
+    """
+    for name, (value, default) in settings.items():
+        if value is not default and value != default:
+            raise ValueError(
+                f"{name} must be left at its default {default!r} {condition}, got {value!r}, which has no effect. "
+                f"Leave it out, or {remedy}."
+            )
+
+
 def _shown(value: Any) -> str:
     return f"{value!r}, which is a text, not a number" if isinstance(value, str) else repr(value)
 

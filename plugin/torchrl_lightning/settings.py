@@ -18,6 +18,7 @@ from torchrl_lightning.ranges import (
     Check,
     Checked,
     boolean,
+    check_defaults,
     finite,
     finite_positive,
     fraction,
@@ -183,11 +184,7 @@ class Settings:
         if has_effect or setting is None:
             return
         value = vars(self).get(setting.attribute)
-        if value != setting.usual:
-            raise ValueError(
-                f"{name} must be left at its default {setting.usual!r} without {needs}, got {value!r}, which has no "
-                f"effect. Leave it out, or give {needs}."
-            )
+        check_defaults(f"without {needs}", f"give {needs}", **{name: (value, setting.usual)})
 
 
 def _own_settings(cls: type[Settings]) -> tuple[dict[str, Setting], set[str]]:

@@ -166,3 +166,35 @@ def test_normalised_observations_are_refused(tmp_path: Path) -> None:
     data = replay_data(env="Pendulum-v1", source=BranchedReplay, normalize_observation=True)
     with pytest.raises(ValueError, match=r"BranchedReplay shows .* normalize_observation"):
         fit(tmp_path, data, MBPOModule())
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("first_length", {"first_length": 3}),
+        ("first_length", {"first_length": 3, "last_length": 5}),
+        ("first_length", {"first_length": 2, "last_length": 1, "lengthened_between": (0, 0)}),
+        ("lengthened_between", {"lengthened_between": (0, 50)}),
+        ("lengthened_between", {"first_length": 3, "last_length": 3, "lengthened_between": [5, 50]}),
+    ],
+)
+def test_a_length_without_effect_is_refused(name: str, settings: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"^{name} must be left at its default") as refusal:
+        filled(**settings)
+    assert "\n" not in str(refusal.value)
+
+
+def test_branches_may_have_their_last_length_from_the_first_fit_on() -> None:
+    assert filled(last_length=5).length(0) == 5
+    assert filled(last_length=5, first_length=5, lengthened_between=[0, 0]).length(0) == 5
+
+
+def test_branches_grow_in_one_step() -> None:
+    source = filled(last_length=5, lengthened_between=(10, 10))
+    assert [source.length(written) for written in (0, 9, 10, 11)] == [1, 1, 5, 5]
+
+
+@pytest.mark.parametrize("between", [(1, 2, 3), (5,), 7])
+def test_lengthened_between_is_a_pair(between: Any) -> None:
+    with pytest.raises(ValueError, match=r"lengthened_between.* must be two numbers in ascending order"):
+        filled(lengthened_between=between)

@@ -14,7 +14,15 @@ from kit.actor_critic import rollouts
 from kit.replay import dqn, replay_data
 from kit.runs import trainer
 from torchrl_lightning import ExperienceBuffer, GAEBuffer, PrioritizedSampler, RingStorage, SequenceSampler
-from torchrl_lightning.learn import A2CModule, DQNModule, MLPNetwork, PPOModule, SACModule, TD3Module
+from torchrl_lightning.learn import (
+    A2CModule,
+    DQNModule,
+    MLPNetwork,
+    PPOModule,
+    RandomNetworkDistillation,
+    SACModule,
+    TD3Module,
+)
 
 NETWORK = MLPNetwork([8])
 ADAM = partial(torch.optim.Adam, lr=0.5)
@@ -52,6 +60,13 @@ REFUSED: dict[str, Any] = {
     "num_mini_batch must be below frames_per_batch=64": on_policy(data=SINGLE_SAMPLES),
     "entropy_schedule .* without entropy_coeff": on_policy(A2CModule, entropy_schedule="linear"),
     "intrinsic_coeff .* without intrinsic": on_policy(intrinsic_coeff=2.0),
+    "extrinsic_coeff must be left at its default 1.0": on_policy(data={"buffer": AS_ESTIMATED}, extrinsic_coeff=2.0),
+    "extrinsic_coeff .* without a second advantage": on_policy(
+        data={"buffer": AS_ESTIMATED}, extrinsic_coeff=2.0, intrinsic=RandomNetworkDistillation(), intrinsic_coeff=0.0
+    ),
+    "intrinsic_coeff .* without a second advantage": on_policy(
+        data={"buffer": AS_ESTIMATED}, extrinsic_coeff=0.0, intrinsic=RandomNetworkDistillation(), intrinsic_coeff=2.0
+    ),
     "separate_critics .* without several critics": on_policy(separate_critics=True),
     "critics must name at least one": on_policy(critics=[]),
     "initial_std must be left at 1.0 unless actions are continuous": on_policy(initial_std=2.0),
@@ -66,6 +81,10 @@ REFUSED: dict[str, Any] = {
     "normalize_clip .* without normalize_observation or": replay(normalize_clip=3.0),
     "normalize_epsilon .* without normalize_observation or": replay(normalize_epsilon=0.1),
     "freeze_statistics .* without normalize_observation or": on_policy(data={"freeze_statistics": True}),
+    "freeze_statistics must be False without the moments": on_policy(
+        data={"freeze_statistics": True, "normalize_observation": True}
+    ),
+    "freeze_statistics must be False .*none of rewards": replay(freeze_statistics=True, normalize_reward=True),
     "normalize_observation must name entries": on_policy(data={"normalize_observation": []}),
     "buffer_dir must be None with checkpoint_buffer='inside'": replay(buffer_dir="here"),
     "n_steps must be at most .* 8, got 9": replay(partial(buffer, n_steps=9)),
@@ -131,3 +150,45 @@ def test_warm_up_beyond_the_total_is_announced(caplog: pytest.LogCaptureFixture,
     assert "total_frames=20 becomes 40: warmup_frames=40" in caplog.text
     trainer(tmp_path, max_epochs=-1, limit_val_batches=0).fit(dqn(), datamodule=data)
     assert (data.frames, data.updates) == (40, 1)
+
+
+@pytest.mark.parametrize("settings", [{"clip_epsilon": 0.1}, {"clip_schedule": "linear"}])
+@pytest.mark.parametrize(("data", "warns"), [(ONE_UPDATE, True), ({}, False), ({**ONE_UPDATE, "num_epochs": 2}, False)])
+def test_clipping_with_one_update_of_each_rollout_is_announced_once(
+    settings: dict[str, Any], data: dict[str, Any], warns: bool, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        trainer(tmp_path, max_epochs=1, limit_val_batches=0).fit(
+            PPOModule(NETWORK, **settings), datamodule=rollouts(**data)
+        )
+    messages = [record.getMessage() for record in caplog.records]
+    (setting,) = settings
+    assert sum(setting in message and "num_epochs" in message for message in messages) == warns
+
+
+def test_default_clipping_with_one_update_is_not_announced(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    with caplog.at_level(logging.WARNING):
+        trainer(tmp_path, max_epochs=1, limit_val_batches=0).fit(PPOModule(NETWORK), datamodule=rollouts(**ONE_UPDATE))
+    assert "clip_epsilon" not in caplog.text
+
+
+FROZEN = {"freeze_statistics": True, "normalize_observation": True, "normalize_reward": True}
+
+
+@pytest.mark.parametrize("stage", ["fit", "resume"])
+def test_statistics_of_an_earlier_run_are_frozen(stage: str, tmp_path: Path) -> None:
+    normalized = {**FROZEN, "freeze_statistics": False}
+    first, run = replay_data(**normalized), trainer(tmp_path, max_epochs=1, limit_val_batches=0)
+    run.fit(dqn(), datamodule=first)
+    path = tmp_path / "first.ckpt"
+    run.save_checkpoint(path)
+    data, state = replay_data(**FROZEN), first.state_dict()
+    if stage == "fit":
+        data.begin_from(state["normalization"])
+    trainer(tmp_path, max_epochs=2, limit_val_batches=0).fit(
+        dqn(), datamodule=data, ckpt_path=path if stage == "resume" else None
+    )
+    assert data.frames > 0
+    moments = [entry["moments"] for entry in state["normalization"]["observation"]["entries"]]
+    kept = [entry["moments"] for entry in data.state_dict()["normalization"]["observation"]["entries"]]
+    assert str(kept) == str(moments)

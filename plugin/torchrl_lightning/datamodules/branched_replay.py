@@ -105,11 +105,14 @@ class BranchedReplay(Settings, Stated, Nameable):
             raise ValueError(
                 f"branches are imagined step by step, but the buffer has n_steps={self.buffer.n_steps}; take 1."
             )
-        begin, end = (integer(rows, "lengthened_between", 0) for rows in self.lengthened_between)
-        if begin > end:
-            raise ValueError(
-                f"lengthened_between={list(self.lengthened_between)} must be two numbers in ascending order."
-            )
+        between = self.lengthened_between
+        numbers = list(between) if isinstance(between, Sequence) else [between]
+        if len(numbers) != 2 or numbers != sorted(integer(rows, "lengthened_between", 0) for rows in numbers):
+            raise ValueError(f"lengthened_between={numbers} must be two numbers in ascending order.")
+        self.lengthened_between = tuple(numbers)
+        self.require_effect("first_length", self.first_length == self.last_length or numbers[1], "lengthened_between")
+        grows = self.first_length != self.last_length or not numbers[1]
+        self.require_effect("lengthened_between", grows, "a last_length that differs from first_length")
         self.split = HoldoutSplit(self.validation_fraction, self.max_validation)
         self.fits = 0
         self._fitted_at = 0  # rows written
@@ -132,8 +135,9 @@ class BranchedReplay(Settings, Stated, Nameable):
         begin, end = self.lengthened_between
         if written >= end:
             return self.last_length
-        grown = max(0, written - begin) * (self.last_length - self.first_length)
-        return self.first_length + int(grown / (end - begin))
+        if written <= begin:
+            return self.first_length
+        return self.first_length + int((written - begin) * (self.last_length - self.first_length) / (end - begin))
 
     def rows_of(self, length: int) -> int:
         """Return how many rows the branches of a length have at most."""

@@ -125,6 +125,21 @@ class Normalization(Stated):
 
     # ------------------------------------------------------------------ statistics
 
+    def check_frozen(self) -> None:
+        """Validate that frozen statistics hold those of an earlier run; raise ValueError if something has none."""
+        if not self.frozen:
+            return
+        moments = {} if self._normalizer is None else dict(self._normalizer.moments)
+        missing = [f"observation {key!r}" for key, each in moments.items() if not each.count]
+        if self.reward and not self._scale.moments.count:
+            missing.append("rewards")
+        if missing:
+            raise ValueError(
+                f"freeze_statistics must be False without the moments of an earlier run, got True, but there are none "
+                f"of {', '.join(missing)}, which would be clipped only. Give begin_from(...) the statistics of that "
+                "run, or freeze_statistics=False."
+            )
+
     def note(self, rollout: TensorDictBase, env_ids: Tensor | None, *, cut: bool, gamma: float) -> None:
         """Note a rollout ``[N, T]`` of the environments ``env_ids`` ``[N]``, all in order if None.
 

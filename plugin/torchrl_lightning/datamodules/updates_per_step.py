@@ -195,6 +195,8 @@ class UpdatesDataModule(ExperienceDataModule):
 
     def train_dataloader(self) -> Batches:
         """Return the stream of training steps."""
+        if self.trainer is not None:  # whose checkpoint, if there is one, is restored by now
+            self._normalization.check_frozen()
         self._step.choose(self.trainer, self._rows_of_update)
         return super().train_dataloader()
 

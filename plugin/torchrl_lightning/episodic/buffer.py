@@ -20,8 +20,8 @@ from torchrl.envs.transforms import Transform
 from torchrl_lightning._compat import new_tensordict
 from torchrl_lightning.entries import check_tensordict, entry_of, under
 from torchrl_lightning.episodic.batch_info import BatchInfo, first_steps, info_of
-from torchrl_lightning.episodic.recent import RecentSampler
-from torchrl_lightning.episodic.returns import EpisodicReturn
+from torchrl_lightning.episodic.recent import RecentSampler, check_sampling
+from torchrl_lightning.episodic.returns import DEFAULT_RETURN, EpisodicReturn, check_recorded
 from torchrl_lightning.episodic.steps import TIME_STEPS, TRANSITIONS, StepLayout
 from torchrl_lightning.kernels.indices import integers
 from torchrl_lightning.ranges import Checked, integer
@@ -111,7 +111,7 @@ class EpisodicReplayBuffer(ExperienceBuffer):
         allow_multiprocess: bool = False,
         keep_episodic_info: bool | None = None,
         record_episodic_return: bool = False,
-        default_return: float = -1000.0,
+        default_return: float = DEFAULT_RETURN,
         gamma: float | None = None,
         reward_clip: Sequence[float] | None = None,
         enable_checkpoint: bool = False,
@@ -147,7 +147,10 @@ class EpisodicReplayBuffer(ExperienceBuffer):
         envs, length = integer(num_environments, "num_environments"), integer(max_length, "max_length")
         if ignored >= length:
             raise ValueError(f"num_earliest_frames_ignored={ignored} must be below max_length={length}; take fewer.")
-        track = True if record_episodic_return else keep_episodic_info
+        recent = recent_data_steps, recent_data_ratio, with_replacement
+        check_sampling(sampler, prioritized_sampling, initial_priority, *recent)
+        track = record_episodic_return or keep_episodic_info
+        check_recorded(record_episodic_return, reward_clip, default_return, critic)
         if sampler is None:
             prioritized = None
             if prioritized_sampling:
@@ -387,8 +390,7 @@ class EpisodicReplayBuffer(ExperienceBuffer):
         return cells
 
     def _read(self, cells: Tensor) -> TensorDictBase:
-        storage = self.storage
-        names = (None, "time") if cells.ndim == 2 else None
+        storage, names = self.storage, (None, "time") if cells.ndim == 2 else None
         cells = cells.to(storage.device)
         return new_tensordict(storage.gather(cells, names), cells.shape, names, cells.device)
 

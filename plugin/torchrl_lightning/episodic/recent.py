@@ -10,12 +10,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_lightning.kernels import windows
 from torchrl_lightning.kernels.compiled import jitted
 from torchrl_lightning.parts import check_generator
-from torchrl_lightning.ranges import Checked, boolean, exact_ratio, fraction, integer
+from torchrl_lightning.ranges import Checked, boolean, check_defaults, exact_ratio, fraction, integer
 from torchrl_lightning.replay.draws import Own, uniform
 from torchrl_lightning.replay.prioritized import PrioritizedSampler
 from torchrl_lightning.replay.rings import NO_INDEX
@@ -23,6 +24,32 @@ from torchrl_lightning.replay.sequences import SequenceSampler
 from torchrl_lightning.replay.steps import Ints, StepsMissing
 from torchrl_lightning.replay.writer import RingWriter
 from torchrl_lightning.stated import Nested
+
+
+def check_sampling(
+    sampler: Sampler | None, prioritized: bool, initial_priority: float, steps: int, ratio: float, replacement: bool
+) -> None:
+    """Validate arguments that describe how a buffer draws; raise ValueError if one of them has no effect.
+
+    Args:
+        sampler: The sampler that takes the place of the arguments below.
+        prioritized: The argument ``prioritized_sampling``.
+        initial_priority: Least priority of new steps.
+        steps: The argument ``recent_data_steps``.
+        ratio: The argument ``recent_data_ratio``.
+        replacement: The argument ``with_replacement``.
+    """
+    newest = {"recent_data_steps": (steps, 1)}
+    priority = {"initial_priority": (initial_priority, 1.0)}
+    if sampler is not None:
+        others = {"recent_data_ratio": (ratio, 0.0), "with_replacement": (replacement, False)}
+        by_priority = {"prioritized_sampling": (prioritized, False), **priority}
+        check_defaults("beside sampler=", "leave sampler out", **newest, **others, **by_priority)
+        return
+    if not prioritized:
+        check_defaults("without prioritized_sampling=True", "give prioritized_sampling=True", **priority)
+    if not ratio:
+        check_defaults("without recent_data_ratio", "give recent_data_ratio", **newest)
 
 
 class RecentSampler(SequenceSampler):

@@ -20,7 +20,7 @@ from torchrl_lightning.episodic.steps import TRANSITIONS, StepLayout
 from torchrl_lightning.kernels.compiled import jitted
 from torchrl_lightning.kernels.returns import write_returns
 from torchrl_lightning.kernels.scan import LIKE, discounted_scan
-from torchrl_lightning.ranges import fraction
+from torchrl_lightning.ranges import check_defaults, fraction
 from torchrl_lightning.replay.episode_index import EpisodeIndex
 from torchrl_lightning.replay.steps import Flags, Ints, steps_between
 from torchrl_lightning.replay.storage import RingStorage
@@ -28,6 +28,22 @@ from torchrl_lightning.replay.writer import writer_of
 from torchrl_lightning.trust import Nameable
 
 _ALL = -math.inf, math.inf
+DEFAULT_RETURN = -1000.0
+
+
+def check_recorded(record_episodic_return: bool, reward_clip: Any, default_return: float, critic: Any) -> None:
+    """Validate arguments of returns; raise ValueError if one is given, but returns are not recorded."""
+    if record_episodic_return:
+        return
+    check_defaults(
+        "without record_episodic_return=True",
+        "give record_episodic_return=True",
+        reward_clip=(reward_clip, None),
+        default_return=(default_return, DEFAULT_RETURN),
+        critic=(critic, None),
+    )
+
+
 UNKNOWN: tuple[Ints | None, tuple[Any, Any, Any] | None] = None, None
 
 
@@ -73,7 +89,7 @@ class EpisodicReturn(Nameable):
         *,
         gamma: float | None = None,
         reward_clip: Sequence[float] | None = None,
-        default_return: float = -1000.0,
+        default_return: float = DEFAULT_RETURN,
         critic: Callable[[TensorDictBase], TensorDictBase] | None = None,
         key: str = "discounted_return",
         layout: StepLayout = TRANSITIONS,

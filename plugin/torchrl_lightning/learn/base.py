@@ -25,6 +25,7 @@ from torchrl_lightning.learn.networks import MLPNetwork, Network, described_netw
 from torchrl_lightning.learn.rnd import RandomNetworkDistillation
 from torchrl_lightning.learn.schedules import Schedule, as_schedule
 from torchrl_lightning.learn.transitions import missing
+from torchrl_lightning.ranges import check_defaults
 from torchrl_lightning.settings import Finite, FinitePositive, NotNegative, Positive, Switch, setting
 from torchrl_lightning.updates import UpdateBatches, updates_of
 
@@ -114,12 +115,25 @@ class ActorCriticModule(TermsModule):
                 f"mini-batch, got {batches}: of a single sample nothing is left. Lower it, or give "
                 "normalize_advantage=False."
             )
+        if self._standardizes:
+            self._check_weights()
         if self.normalize_advantage and standardized_by is not None:
             logger.warning(
                 "normalize_advantage=True standardises in each mini-batch what %s has standardised over the rollout; "
                 "give the buffer standardize_advantages=False, or leave normalize_advantage at None.",
                 standardized_by,
             )
+
+    def _check_weights(self) -> None:
+        """Validate the weights of advantages that are standardised afterwards, which divides out a positive factor."""
+        weights = {"extrinsic_coeff": self.extrinsic_coeff}
+        if self.intrinsic is not None:
+            weights["intrinsic_coeff"] = self.intrinsic_coeff
+        names = [name for name, weight in weights.items() if weight]
+        if len(names) == 1 and weights[names[0]] > 0:
+            needs = "a second advantage, because standardising in each mini-batch divides by the weight of a single one"
+            remedy = "give normalize_advantage=False, or both coefficients and intrinsic"
+            check_defaults(f"without {needs}", remedy, **{names[0]: (weights[names[0]], 1.0)})
 
     # -- networks ---------------------------------------------------------------------------------------------------
 

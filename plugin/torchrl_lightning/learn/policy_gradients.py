@@ -4,6 +4,7 @@ from __future__ import annotations
 
 __all__ = ["A2CModule", "PPOModule", "ReinforceModule", "VTraceModule"]
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,8 +16,10 @@ from torchrl_lightning.learn.base import ActorCriticModule, require, standardize
 from torchrl_lightning.learn.by_hand import HandGradients
 from torchrl_lightning.learn.losses import clipped_surrogate_loss, kl_estimate, policy_gradient_loss
 from torchrl_lightning.learn.ppo_by_hand import gradients_of, rows_of
-from torchrl_lightning.learn.schedules import Schedule
+from torchrl_lightning.learn.schedules import Schedule, as_schedule
 from torchrl_lightning.settings import Finite, NotNegative, Positive, Switch
+
+logger = logging.getLogger(__name__)
 
 
 class ReinforceModule(ActorCriticModule):
@@ -145,10 +148,24 @@ class PPOModule(EntropyModule):
         super().__post_init__()
         self.add_coefficient("clip_epsilon", self.clip_epsilon, self.clip_schedule)
 
+    def setup(self, stage: str) -> None:
+        """Refuse what does not fit, and announce settings without effect."""
+        super().setup(stage)
+        data = self._data
+        replays = getattr(getattr(data, "buffer", None), "replay", None) is not None  # whose ratio is not 1
+        value, schedule = self._coefficients["clip_epsilon"]
+        usual = self.settings_of_class["clip_epsilon"].usual, as_schedule("constant")
+        if stage == "fit" and (value, schedule) != usual and _learns_once(data) and not replays:
+            logger.warning(
+                "clip_epsilon=%s and clip_schedule=%s have no effect with one update of each rollout (num_epochs=1, "
+                "num_mini_batch=1): the probability ratio is 1 before that update. Raise num_epochs or num_mini_batch.",
+                value,
+                self.clip_schedule,
+            )
+
     def misfit(self, data: Any) -> str | None:
         """Return which setting does not fit how a DataModule serves or standardises rollouts; None if all fit."""
-        # The policy that acted is the one that learns in the first update of a rollout, unless a collector is stale.
-        if getattr(data, "make_collector", None) is None and getattr(data, "updates_of_epoch", 2) == 1:
+        if _learns_once(data):
             for name in ("target_kl", "clip_value"):
                 if (value := getattr(self, name)) is not None:
                     return (
@@ -192,6 +209,12 @@ class PPOModule(EntropyModule):
             return False
         divergence = self.trainer.strategy.reduce(terms["kl_approx"], reduce_op="mean")
         return float(divergence) > 1.5 * self.target_kl
+
+
+def _learns_once(data: Any) -> bool:
+    """Return whether a DataModule serves one update of each rollout, by the policy that acted in it."""
+    is_current = getattr(data, "make_collector", None) is None  # a user's collector may act with older weights
+    return is_current and getattr(data, "updates_of_epoch", 2) == 1
 
 
 def own_mean(values: Tensor, batch: TensorDictBase) -> Tensor:
