@@ -13,7 +13,17 @@ import torch
 from kit.actor_critic import rollouts
 from kit.replay import dqn, replay_data
 from kit.runs import trainer
-from torchrl_lightning import ExperienceBuffer, GAEBuffer, PrioritizedSampler, RingStorage, SequenceSampler
+from kit.torchrl_envs import CartPoles
+from torchrl_lightning import (
+    EpisodicReplayBuffer,
+    ExperienceBuffer,
+    GAEBuffer,
+    GymnasiumCollector,
+    MixedReplay,
+    PrioritizedSampler,
+    RingStorage,
+    SequenceSampler,
+)
 from torchrl_lightning.learn import (
     A2CModule,
     DQNModule,
@@ -85,6 +95,16 @@ REFUSED: dict[str, Any] = {
         data={"freeze_statistics": True, "normalize_observation": True}
     ),
     "freeze_statistics must be False .*none of rewards": replay(freeze_statistics=True, normalize_reward=True),
+    "write_back must name .* stores, got 'nothing'": replay(write_back=["nothing"]),
+    "write_back must name .* stores, got 'index'": replay("prioritized", write_back=["index"]),
+    r"write_back must name .* stores, got \('next', 'nothing'\)": replay("sequence", write_back=[("next", "nothing")]),
+    "write_back must name .* stores, got 'recurrent_state'": replay("sequence", write_back=["recurrent_state"]),
+    r"write_back must name entries outside of 'next' with n_steps=3, got \('next', 'observation'\)": replay(
+        "three steps", write_back=["observation", ("next", "observation")]
+    ),
+    "write_back must name entries outside of 'next' with n_steps=3, got 'next'": replay(
+        "three steps", write_back=["next"]
+    ),
     "normalize_observation must name entries": on_policy(data={"normalize_observation": []}),
     "buffer_dir must be None with checkpoint_buffer='inside'": replay(buffer_dir="here"),
     "n_steps must be at most .* 8, got 9": replay(partial(buffer, n_steps=9)),
@@ -113,6 +133,12 @@ TAKEN: dict[str, Any] = {
     "one update without a limit": on_policy(data=ONE_UPDATE),
     "single samples as they are": on_policy(data=SINGLE_SAMPLES, normalize_advantage=False),
     "the optimizer's own rate": on_policy(learning_rate=0.5, optimizer=ADAM),
+    "entries that are stored": replay(write_back=["observation", "is_init", ("next", "reward"), "next"]),
+    "entries of several steps": replay("three steps", write_back=["action"]),
+    "states of a recurrent network": lambda: (
+        dqn(recurrent=True),
+        replay_data("sequence", write_back=["recurrent_state", ("next", "recurrent_state")]),
+    ),
     "returns as long as the ring": replay(partial(buffer, n_steps=8)),
     "windows that are padded": replay(windows(episode_ends="pad")),
 }
@@ -123,6 +149,27 @@ def test_a_setting_with_an_effect_is_taken(make: Any) -> None:
     module, data = make()
     trainer(max_epochs=1).fit(module, datamodule=data)
     assert data.frames > 0
+
+
+def own_collector(policy: Any, num_envs: int, frames_per_batch: int) -> GymnasiumCollector:
+    return GymnasiumCollector("CartPole-v1", policy, num_envs=num_envs, frames_per_batch=frames_per_batch)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"collector": own_collector},
+        {"env": CartPoles(2), "eval_env": CartPoles(2)},
+        {"source": lambda buffer: MixedReplay(buffer, [buffer], [0.5, 0.5])},
+        {"buffer": lambda num_envs: EpisodicReplayBuffer(None, num_envs, 100)},
+    ],
+    ids=["collector", "torchrl", "source", "episodic"],
+)
+def test_unknown_keys_to_write_back_are_refused_before_the_first_update(settings: dict[str, Any]) -> None:
+    data, module = replay_data(**{"write_back": ["index"], **settings}), dqn()
+    with pytest.raises(ValueError, match="write_back must name entries that the buffer stores, got 'index'"):
+        trainer(limit_val_batches=0).fit(module, datamodule=data)
+    assert module.updates == 0
 
 
 NUMBERS = [

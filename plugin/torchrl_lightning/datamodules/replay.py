@@ -25,9 +25,10 @@ from torchrl_lightning.datamodules.environments import is_ready
 from torchrl_lightning.datamodules.sequences import check_windows, has_recurrent_network, serves_as_drawn
 from torchrl_lightning.datamodules.snapshots import BufferSnapshots, check_folder
 from torchrl_lightning.datamodules.source_buffers import buffers_of, check_transforms, set_goals
-from torchrl_lightning.datamodules.sources import BatchSource, RowStore, build_source, check_rows, check_source
+from torchrl_lightning.datamodules.sources import BatchSource, RowStore, build_source, check_rows, check_source, no_keys
 from torchrl_lightning.datamodules.steps import LentSteps, Steps, check_resets, plain_batch, read_batch, steps_in
 from torchrl_lightning.datamodules.updates_per_step import UpdatesDataModule
+from torchrl_lightning.datamodules.write_back import check_collected_keys, check_later_keys, check_stored_keys
 from torchrl_lightning.demonstrations.dataset import dataset_path
 from torchrl_lightning.entries import nested_keys
 from torchrl_lightning.environments.origins import cut_off
@@ -42,11 +43,6 @@ from torchrl_lightning.stated import Kept
 from torchrl_lightning.updates import UpdateBatches
 
 logger = logging.getLogger(__name__)
-
-
-def _no_keys(batch: TensorDictBase) -> Sequence[NestedKey]:
-    """Return no keys, for a learner that rewrites none."""
-    return ()
 
 
 class ReplayBufferFactory(Protocol):
@@ -167,7 +163,7 @@ class ReplayDataModule(UpdatesDataModule):
         self._is_drawn = False  # whether a batch is on its way to the module
         self._served: TensorDictBase | None = None  # the batch that is being learned from
         self._resumed: TensorDictBase | None = None  # the one that a resumed run begins with
-        self._rewritten: Callable[[Any], Sequence[NestedKey]] = _no_keys  # that the learner rewrites
+        self._rewritten: Callable[[Any], Sequence[NestedKey]] = no_keys  # that the learner rewrites
         self._gamma, self._ranks = 0.99, 1
         self._seconds: dict[str, float] = {}  # of this epoch
         self._snapshot: dict[str, Any] | None = None  # the state written last, as long as it is the present one
@@ -249,6 +245,8 @@ class ReplayDataModule(UpdatesDataModule):
         recurrent = has_recurrent_network(learner) and serves_as_drawn(self, learner)
         for number, each in enumerate(buffers_of(source, buffer)):
             check_windows(each, None if number else self._warm_steps, recurrent)
+        yield "write_back"
+        check_later_keys(self.write_back, buffer.n_steps)
         yield "buffer_dir"
         if self.buffer_dir is not None:
             check_folder(Path(self.buffer_dir), self._kept, self.checkpoint_buffer)
@@ -303,6 +301,8 @@ class ReplayDataModule(UpdatesDataModule):
             if self._prepare is not None:
                 self._prepare(module)
             batch = self._source.draw(self.batch_size)
+            if not self.updates:
+                check_stored_keys(self.write_back, self.buffer, batch)
             if self._normalization.is_on:
                 self._normalization.advance_if_due()
                 self._normalization.normalize_(batch)
@@ -330,6 +330,7 @@ class ReplayDataModule(UpdatesDataModule):
     def _collect_frames(self, module: Any) -> bool:
         """Step the environments once more; return False when the collector has ended."""
         if self._feed.collector is None:
+            check_collected_keys(self.write_back, self, self._environments.built(), module.policy)
             self._open(module.policy)
         rollout = self._next_rollout()
         if rollout is None:
@@ -420,7 +421,7 @@ class ReplayDataModule(UpdatesDataModule):
 
     def __getstate__(self) -> dict[str, Any]:
         # The learner is attached again by setup(); the steps are the collector's memory.
-        return {**super().__getstate__(), "_rewritten": _no_keys, "_lent": None}
+        return {**super().__getstate__(), "_rewritten": no_keys, "_lent": None}
 
     def fingerprint(self, learner: Any = None) -> dict[str, Any]:
         """Add the kind and capacity of the buffer, and what the ratio of frames to updates depends on."""

@@ -69,6 +69,11 @@ def check_rows(source: Any, are_missed: bool) -> None:
         )
 
 
+def no_keys(batch: TensorDictBase) -> Sequence[NestedKey]:
+    """Return no keys, for a learner that rewrites none."""
+    return ()
+
+
 def check_source(source: Any, learner: Any, *, normalizes: bool, has_data: bool) -> None:
     """Refuse what cannot be drawn from.
 
