@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from kit.actor_critic import rollouts
+from kit.dynamics import model_data
 from kit.replay import dqn, replay_data
 from kit.runs import trainer
 from kit.torchrl_envs import CartPoles
@@ -27,6 +28,7 @@ from torchrl_lightning import (
 from torchrl_lightning.learn import (
     A2CModule,
     DQNModule,
+    DynamicsEnsemble,
     MLPNetwork,
     PPOModule,
     RandomNetworkDistillation,
@@ -127,6 +129,51 @@ def test_a_setting_without_effect_is_refused_before_anything_is_collected(says: 
         fit()
     assert "\n" not in str(refusal.value)
     assert all(data.frames == 0 and data.collector is None for data in made[1:])
+
+
+FITS: dict[str, dict[str, Any]] = {
+    "val_check_interval must be at most 3": {"val_check_interval": 50},
+    "val_check_interval must be at most 2": {"val_check_interval": 3, "limit_train_batches": 2},
+    "limit_val_batches must be .* got 0.9 of 1 ": {"limit_val_batches": 0.9},
+    "limit_train_batches must be .* got 0.1 of 3 ": {"limit_train_batches": 0.1},
+    "overfit_batches must be .* got 0.1 of 3 ": {"overfit_batches": 0.1},
+    "overfit_batches must be .* got 0.5 of 1 ": {"overfit_batches": 0.5},
+}
+
+
+@pytest.mark.parametrize("says", FITS)
+def test_limits_that_leave_a_fit_without_batches_are_refused_before_the_warm_up(says: str) -> None:
+    data = model_data()
+    with pytest.raises(ValueError, match=says) as refusal:
+        trainer(**FITS[says]).fit(DynamicsEnsemble(), datamodule=data)
+    assert "\n" not in str(refusal.value)
+    assert (data.frames, data.collector) == (0, None)
+
+
+def test_a_fit_without_validation_rows_is_refused_before_the_warm_up() -> None:
+    data = model_data(validation_fraction=1e-6)
+    with pytest.raises(ValueError, match="validation_fraction"):
+        trainer().fit(DynamicsEnsemble(), datamodule=data)
+    assert (data.frames, data.collector) == (0, None)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"val_check_interval": 3},
+        {"val_check_interval": 50, "limit_val_batches": 0},
+        {"val_check_interval": 50, "check_val_every_n_epoch": None},
+        {"val_check_interval": 0.01},
+        {"limit_val_batches": 1},
+        {"limit_train_batches": 0.4},
+        {"overfit_batches": 1},
+        {"fast_dev_run": True},
+    ],
+)
+def test_limits_that_leave_batches_are_taken(settings: dict[str, Any]) -> None:
+    data = model_data()
+    trainer(**{"max_epochs": 1, **settings}).fit(DynamicsEnsemble(), datamodule=data)
+    assert data.frames == 40
 
 
 TAKEN: dict[str, Any] = {

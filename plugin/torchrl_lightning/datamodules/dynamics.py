@@ -23,6 +23,7 @@ from torchrl_lightning.datamodules.base import ExperienceDataModule
 from torchrl_lightning.datamodules.episodes import ends_of
 from torchrl_lightning.datamodules.loaders import Batches, batches_served, reopen_epoch
 from torchrl_lightning.datamodules.replay import ReplayBufferFactory
+from torchrl_lightning.datamodules.trainer_checks import check_batches
 from torchrl_lightning.dynamics import DynamicsTargets, HoldoutSplit
 from torchrl_lightning.dynamics.scaler import check_finite
 from torchrl_lightning.environments import spawn_seed
@@ -201,18 +202,28 @@ class DynamicsDataModule(ExperienceDataModule):
             self._check_first_fit(self._any_buffer(learner))
 
     def _check_first_fit(self, buffer: Any) -> None:
-        """Raise a ValueError if the first fit will have fewer rows in its training part than a batch has."""
+        """Validate the numbers of rows and batches of the first fit; raise a ValueError if one of them is too small."""
         first = self.warmup_frames if self.total_frames < 0 else min(self.warmup_frames, self.total_frames)
         frames = max(1, -(-first // self.frames_per_batch)) * self.frames_per_batch
         steps = min(frames, int(buffer.storage.max_size)) // self.num_envs
+        rows = steps * self.num_envs
         training = self._new_split().count_training(self.num_envs, steps)
         if training < self.batch_size:
             raise ValueError(
                 f"batch_size={self.batch_size} needs as many rows in the training part, but {training} of "
-                f"{steps * self.num_envs} stored ones will be in it when the first fit begins. Raise "
+                f"{rows} stored ones will be in it when the first fit begins. Raise "
                 f"warmup_frames={self.warmup_frames}, lower validation_fraction={self.validation_fraction}, or take "
                 "smaller batches."
             )
+        if training == rows:
+            raise ValueError(
+                f"validation_fraction={self.validation_fraction} and max_validation={self.max_validation} leave none of "
+                f"{rows} rows for validation when the first fit begins. Raise them, or warmup_frames="
+                f"{self.warmup_frames}."
+            )
+        if self.trainer is not None:
+            size = self.batch_size
+            check_batches(self.trainer, -(-training // size), -(-(rows - training) // size))
 
     def _new_split(self) -> HoldoutSplit:
         return HoldoutSplit(self.validation_fraction, self.max_validation, seed=self._spawn_seed("split"))

@@ -69,5 +69,34 @@ def check_trainer(trainer: Any, learner: Any) -> None:
         )
 
 
+def check_batches(trainer: Any, training: int, validation: int) -> None:
+    """Validate that limits of a trainer leave batches of both loaders; raise MisfitError if not.
+
+    Lightning refuses them, too, but only when it has the loaders.
+
+    Args:
+        trainer: The trainer.
+        training: Batches of the first training epoch.
+        validation: Batches of the first validation.
+    """
+    name = "overfit_batches" if trainer.overfit_batches > 0 else ""
+    limits = (name or "limit_train_batches", training, trainer.limit_train_batches)
+    for setting, batches, limit in (limits, (name or "limit_val_batches", validation, trainer.limit_val_batches)):
+        if isinstance(limit, float) and limit > 0 and int(batches * limit) == 0:
+            raise MisfitError(
+                f"{setting} must be at least {1 / batches:.4g}, 0 or an integer, got {limit} of {batches} batches, of "
+                "which nothing is left. Give a number of batches."
+            )
+    limit = limits[2]
+    served = min(training, limit) if isinstance(limit, int) else int(training * limit)
+    interval = vars(trainer).get("val_check_interval", 1.0)  # which a trainer that evaluates by time does not have
+    per_epoch = trainer.check_val_every_n_epoch is not None and trainer.limit_val_batches > 0
+    if isinstance(interval, int) and per_epoch and 0 < served < interval:
+        raise MisfitError(
+            f"val_check_interval must be at most {served}, the training batches of the first epoch, got {interval}. "
+            "Lower it, or give check_val_every_n_epoch=None, with which it counts batches of the whole run."
+        )
+
+
 def _remedy(callback: Callback, remedies: dict[type[Callback], str]) -> str | None:
     return next((remedy for kind, remedy in remedies.items() if isinstance(callback, kind)), None)
