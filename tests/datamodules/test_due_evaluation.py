@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,11 @@ import torch
 from lightning.pytorch.callbacks import Callback, EarlyStopping
 
 from kit.actor_critic import rollouts
+from kit.dynamics import model_data
 from kit.replay import dqn, replay_data
 from kit.runs import parameters, trainer
 from torchrl_lightning import BestCheckpoint, LastCheckpoint
-from torchrl_lightning.learn import MLPNetwork, PPOModule
+from torchrl_lightning.learn import DynamicsEnsemble, MLPNetwork, PPOModule
 
 # A resumed run writes where the interrupted one did.
 pytestmark = pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
@@ -129,3 +131,51 @@ def test_a_run_without_evaluations_has_none_due(tmp_path: Path) -> None:
     run(tmp_path / "cut", ppo, schedule, StopAt("on_train_batch_end", 2, path))
     seen, *_ = run(tmp_path / "cut", ppo, schedule, ckpt_path=path)
     assert seen == []
+
+
+class Validations(Callback):
+    """Notes where a fit evaluates: epoch and step."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, int]] = []
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.seen.append((trainer.current_epoch, trainer.global_step))
+
+
+FIT_STEPS = 20  # two epochs of three batches, two of three, two of four
+
+
+def fitted(schedule: dict[str, Any], *more: Callback, ckpt_path: Any = None, max_steps: int = -1) -> Any:
+    """Fit a model of the environment; return the evaluations, the weights, how far it has come, and the trainer."""
+    torch.manual_seed(0)
+    module, data, validations = DynamicsEnsemble([4]), model_data(max_epochs_per_fit=2), Validations()
+    made = trainer(max_epochs=-1, max_steps=max_steps, callbacks=[validations, *more], **schedule)
+    with suppress(SystemExit):
+        made.fit(module, datamodule=data, ckpt_path=ckpt_path)
+    return validations.seen, parameters(module), (made.current_epoch, made.global_step, data.frames, data.fits), made
+
+
+@pytest.mark.parametrize("ends", ["interrupted", "max_steps"])
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        {"val_check_interval": 2},
+        {"val_check_interval": 6, "check_val_every_n_epoch": None},
+    ],
+)
+def test_resumed_fits_of_a_dynamics_model_evaluate_as_the_whole_run(
+    schedule: dict[str, Any], ends: str, tmp_path: Path
+) -> None:
+    whole = fitted(schedule)
+    assert whole[2] == (6, FIT_STEPS, 60, 3)
+    for step in (12, 18):  # at the end of a fit, and at an evaluation within the last epoch
+        path = tmp_path / f"{step}.ckpt"
+        if ends == "interrupted":
+            before, *_ = fitted(schedule, StopAt("on_train_batch_end", step, path))
+        else:
+            before, *_, made = fitted(schedule, max_steps=step)
+            made.save_checkpoint(path)
+        seen, weights, reached, _ = fitted(schedule, ckpt_path=path)
+        assert (before + seen, reached) == (whole[0], whole[2]), step
+        assert torch.equal(weights, whole[1]), step

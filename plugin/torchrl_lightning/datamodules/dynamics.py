@@ -21,7 +21,7 @@ from torchrl_lightning.collectors._base import CollectorBase
 from torchrl_lightning.datamodules.adapters import FitHooks
 from torchrl_lightning.datamodules.base import ExperienceDataModule
 from torchrl_lightning.datamodules.episodes import ends_of
-from torchrl_lightning.datamodules.loaders import Batches, batches_served, reopen_epoch
+from torchrl_lightning.datamodules.loaders import Batches, batches_served, end_restarted_epoch, reopen_epoch
 from torchrl_lightning.datamodules.replay import ReplayBufferFactory
 from torchrl_lightning.datamodules.trainer_checks import check_batches
 from torchrl_lightning.dynamics import DynamicsTargets, HoldoutSplit
@@ -248,6 +248,7 @@ class DynamicsDataModule(ExperienceDataModule):
                 self._read()
             if not goes_on:
                 self._next_pass(self._module())
+                end_restarted_epoch(trainer, self.batches_per_epoch)
             self._pass_of = trainer.current_epoch
         return Batches(self.batches_per_epoch, self._epoch)
 
@@ -306,7 +307,13 @@ class DynamicsDataModule(ExperienceDataModule):
 
     def _is_spent(self) -> bool:
         """Return whether all frames are collected, and the fit to them is over."""
-        return super()._is_spent() and self._fit_is_over()
+        return super()._is_spent() and self._fit_is_over() and not self._is_within_pass()
+
+    def _is_within_pass(self) -> bool:
+        """Return whether batches of the present epoch's pass are left."""
+        trainer: Any = self.trainer
+        is_open = trainer is not None and self._pass_of == trainer.current_epoch
+        return is_open and 0 < batches_served(trainer) < self._epoch_length()
 
     def _collect_frames(self, policy: Any) -> bool:
         """Collect what the next fit waits for; return False when the collector has ended."""

@@ -72,6 +72,18 @@ def reopen_epoch(trainer: Trainer) -> None:
         loop.restarting = True
 
 
+def end_restarted_epoch(trainer: Trainer, length: int) -> None:
+    """Let a run that resumes behind the last batch of an epoch begin the next one, of ``length`` batches, in front.
+
+    Lightning compares the batches of the epoch that has ended with this length, and would leave as many out of a longer
+    one. Call it when the loader of the next epoch is asked for.
+    """
+    loop: Any = trainer.fit_loop
+    batches = loop.epoch_loop.batch_progress
+    if loop.restarting and loop.epoch_loop.restarted_on_train_batch_end and batches.is_last_batch:
+        batches.current.completed = max(batches.current.completed, length - 1)  # Lightning adds the last one
+
+
 class LoadersDataModule(L.LightningDataModule):
     """A DataModule of sized streams, as its subclasses fill them."""
 
