@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from torchrl_lightning.entries import Path, join, level_of, next_key, path_of, t
 from torchrl_lightning.environments.actions import check_clipping, half_bounded_drawer
 from torchrl_lightning.environments.copies import copied
 from torchrl_lightning.environments.faults import EnvironmentFault
+from torchrl_lightning.environments.magnitudes import expected_magnitude, magnitude_limits
 from torchrl_lightning.environments.masks import action_mask
 from torchrl_lightning.environments.played import Array, Playing, ReplayedRows, ReplaySource
 from torchrl_lightning.environments.policies import Outputs, Policy, bare_call, policy_outputs, standing_call, unsaid
@@ -44,6 +46,7 @@ class RolloutLoop:
         check_clipping(specs.action_format, stepper.env.single_action_space)
         self.stepper, self.specs, self.policy, self.states = stepper, specs, policy, dict(states)
         self._form = specs.action_format
+        self.limits = magnitude_limits(policy, specs.observation)
         num_envs = specs.num_envs
         self._playing = None if replay is None else Playing(replay, num_envs)
         self._action_shape = (num_envs, *specs.action.shape)
@@ -106,7 +109,8 @@ class RolloutLoop:
             # A policy may have failed because of what it read.
             memory.check_part(completed, before)
             read = zip(self.stepper.keys, self._observations, strict=True)
-            _refuse_not_finite([(f"observation {key!r}", values[None]) for key, values in read], before + completed)
+            named = [(f"observation {key!r}", values[None], self.limits.get(key, math.inf)) for key, values in read]
+            _refuse_not_finite(named, before + completed)
             raise
         if self._is_new:
             memory.check_part(memory.steps, before)
@@ -280,9 +284,9 @@ class RolloutLoop:
             target[where] = values[key].reshape(len(where), *target.shape[1:])
 
 
-def _refuse_not_finite(parts: Iterable[tuple[str, Array]], first_step: int = 0) -> None:
-    """Refuse values ``[T, N, *F]`` of environments, named, that are not finite numbers."""
-    for name, values in parts:
+def _refuse_not_finite(parts: Iterable[tuple[str, Array, float]], first_step: int = 0) -> None:
+    """Refuse values ``[T, N, *F]`` of environments, named, that are not finite numbers, or exceed a magnitude."""
+    for name, values, limit in parts:
         _refuse(
             name,
             values,
@@ -291,6 +295,8 @@ def _refuse_not_finite(parts: Iterable[tuple[str, Array]], first_step: int = 0) 
             "gymnasium.wrappers.TransformObservation and TransformReward can replace such values.",
             first_step,
         )
+        if limit < math.inf:
+            _refuse(name, values, np.abs(values) > limit, expected_magnitude(limit), first_step)
 
 
 def _refuse(name: str, values: Array, wrong: Array, expected: str, first_step: int = 0) -> None:
@@ -317,6 +323,7 @@ class RolloutMemory:
         steps: int,
         states: Mapping[NestedKey, Tensor],
         plays: bool = False,
+        limits: Mapping[NestedKey, float] = MappingProxyType({}),
     ) -> None:
         self.steps, self.num_envs = steps, specs.num_envs
         self._entries: dict[Path, Tensor] = {}
@@ -350,18 +357,20 @@ class RolloutMemory:
         self.done, self.terminated, self.truncated = (self._views(("next", name)) for name in FLAGS)
         self.states = {key: self._entries[path_of(key)].unbind(0) for key in states}
         # What steps returned comes first, so that only what resets did is left to find among the observations.
-        read = [(f"observation {key!r}", self._entries[next_key(key)]) for key in stepper.keys]
-        read.append(("reward", self._entries["next", "reward"]))
-        read += [(f"first observation {key!r} of an episode", self._entries[path_of(key)]) for key in stepper.keys]
-        self._floats = [(name, value.numpy()) for name, value in read if value.is_floating_point()]
-        named = dict(read)
+        most = {key: limits.get(key, math.inf) for key in stepper.keys}
+        read = [(f"observation {key!r}", self._entries[next_key(key)], most[key]) for key in stepper.keys]
+        read.append(("reward", self._entries["next", "reward"], math.inf))
+        first = ((f"first observation {key!r} of an episode", path_of(key), most[key]) for key in stepper.keys)
+        read += [(name, self._entries[path], limit) for name, path, limit in first]
+        self._floats = [(name, value.numpy(), limit) for name, value, limit in read if value.is_floating_point()]
+        named = {name: value for name, value, _ in read}
         self._choices = [
             (name, named[name].numpy().reshape(steps, self.num_envs, *(space.shape or ())), space)
             for what in ("observation {!r}", "first observation {!r} of an episode")
             for key, space in zip(stepper.keys, stepper.spaces, strict=True)
             if isinstance(space, spaces.Discrete | spaces.MultiDiscrete) and (name := what.format(key))
         ]
-        self._flats = [value.reshape(-1) for _, value in self._floats]
+        self._flats = [(value.reshape(-1), limit * limit) for _, value, limit in self._floats]
         self._action_shape = stepper.action_shape
         self.outputs: dict[NestedKey, tuple[Tensor, ...]] = {}
         self.actions: list[Array] = []
@@ -392,15 +401,15 @@ class RolloutMemory:
         self._entries["demo", "serial"].fill_(-1)
 
     def check(self, before: int = 0) -> None:
-        """Refuse a rollout in which environments returned what is not finite, by an EnvironmentFault."""
-        for flat in self._flats:
+        """Refuse a rollout in which environments returned what is not finite or too large, by an EnvironmentFault."""
+        for flat, limit in self._flats:
             # The fastest pass over so few numbers; their squares may be infinite where they are not.
-            if not math.isfinite(flat.dot(flat)):
+            if not flat.dot(flat) < limit:
                 self.check_part(self.steps, before)
 
     def check_part(self, steps: int, before: int = 0) -> None:
         """Do the same for the first steps, and refuse choices that their spaces do not have."""
-        _refuse_not_finite(((name, values[:steps]) for name, values in self._floats), before)
+        _refuse_not_finite(((name, values[:steps], limit) for name, values, limit in self._floats), before)
         for name, values, space in self._choices:
             shown, number = values[:steps], space.n if isinstance(space, spaces.Discrete) else space.nvec
             outside = (shown < space.start) | (shown >= space.start + number)

@@ -119,7 +119,7 @@ def _play(stepper: VectorStepper, policy: Policy, num_episodes: int, seed: int |
     specs = environment_specs(stepper.env).with_clipping(clip)
     count = specs.num_envs
     loop = RolloutLoop(stepper, specs, policy, recurrent_states(policy, count))
-    memory = RolloutMemory(specs, stepper, 1, loop.states)
+    memory = RolloutMemory(specs, stepper, 1, loop.states, limits=loop.limits)
     loop.reset(None if seed is None else spawn_seeds(seed, "episodes", count=count))
     record = _Record(num_episodes, count)
     device = policy_device(policy)

@@ -200,7 +200,7 @@ class GymnasiumCollector(CollectorBase):
         loop = self._built()
         memory = None if fresh else self._memory
         if memory is None:
-            memory = RolloutMemory(loop.specs, loop.stepper, self.steps, loop.states, self._plays)
+            memory = RolloutMemory(loop.specs, loop.stepper, self.steps, loop.states, self._plays, loop.limits)
             self._memory = None if fresh else memory
         random = self.policy is None or self.frames < self.init_random_frames
         parameter = self._parameter

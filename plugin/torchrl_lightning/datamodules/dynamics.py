@@ -217,8 +217,8 @@ class DynamicsDataModule(ExperienceDataModule):
             )
         if training == rows:
             raise ValueError(
-                f"validation_fraction={self.validation_fraction} and max_validation={self.max_validation} leave none of "
-                f"{rows} rows for validation when the first fit begins. Raise them, or warmup_frames="
+                f"validation_fraction={self.validation_fraction} and max_validation={self.max_validation} leave none "
+                f"of {rows} rows for validation when the first fit begins. Raise them, or warmup_frames="
                 f"{self.warmup_frames}."
             )
         if self.trainer is not None:

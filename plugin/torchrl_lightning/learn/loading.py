@@ -21,6 +21,7 @@ from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from torchrl_lightning._hydra import instantiate
 from torchrl_lightning.environments import EnvironmentRecipe
+from torchrl_lightning.environments.magnitudes import check_magnitudes, magnitude_limits
 from torchrl_lightning.environments.masks import action_mask
 from torchrl_lightning.environments.normalization import NormalizedPolicy, ObservationNormalizer
 from torchrl_lightning.environments.observed import observed_entries
@@ -57,6 +58,7 @@ class LoadedPolicy(TensorDictModuleBase):
         self.state: dict[NestedKey, Tensor] = {}
         self._acted: int | None = None  # rows of the last call, of which the recurrent states are
         self._mask = action_mask(specs.observation, specs.action) if ACTION_MASK in self.in_keys else None
+        self._limits = magnitude_limits(policy, specs.observation)
         self.requires_grad_(False)
         self.eval()
 
@@ -94,8 +96,9 @@ class LoadedPolicy(TensorDictModuleBase):
             ValueError: The observation is not as the environment of training shows it; or a policy with recurrent
                 states is shown another number of environments than before, or than ``state`` has, and not all of them
                 begin an episode.
-            EnvironmentFault: The ``action_mask`` of one observation leaves no action; in a batch that is an episode
-                which has ended, whose action counts for nothing.
+            EnvironmentFault: A float64 number exceeds float32, in which the networks compute. Or the ``action_mask`` of
+                one observation leaves no action; in a batch that is an episode which has ended, whose action counts for
+                nothing.
 
         Example:
             >>> policy = load_policy("logs/run/checkpoints/best.ckpt")  # doctest: +SKIP
@@ -105,6 +108,7 @@ class LoadedPolicy(TensorDictModuleBase):
         rows = count or 1
         if self._mask is not None and count is None:  # of a batch, environments may have ended
             self._mask.check(entries[ACTION_MASK])
+        check_magnitudes(entries, self._limits)
         begins = torch.as_tensor(np.broadcast_to(np.asarray(starts, dtype=bool), rows).copy())[:, None]
         states = recurrent_states(self.policy, rows)
         kept = self.state if state is None else state
