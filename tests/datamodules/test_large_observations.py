@@ -11,6 +11,7 @@ import pytest
 import torch
 from tensordict.nn import TensorDictModule
 from torch import nn
+from torchrl.envs import GymWrapper
 
 from kit.actor_critic import rollouts
 from kit.replay import dqn, replay_data
@@ -97,6 +98,20 @@ def test_normalised_observations_may_exceed_float32_but_not_their_squares_float6
     data = rollouts(env=partial(large, 1e200), normalize_observation=True)
     with pytest.raises(EnvironmentFault, match=r"at most 1e\+150"):
         trainer(limit_val_batches=0, max_epochs=1).fit(PPOModule(NETWORK), datamodule=data)
+
+
+def wrapped(name: str, scale: float) -> GymWrapper:
+    return GymWrapper(Scaled(name, scale))
+
+
+def test_torchrl_environments_are_refused_too() -> None:
+    env = partial(wrapped, "CartPole-v1", 1e39)
+    module = PPOModule(NETWORK)
+    with pytest.raises(EnvironmentFault, match=SAYS):
+        trainer(limit_val_batches=0).fit(module, datamodule=rollouts(env=env, num_envs=1, eval_num_envs=1))
+    assert not any(parameter.isnan().any() for parameter in module.parameters())
+    with pytest.raises(EnvironmentFault, match=SAYS):
+        play_episodes(env, module.policy, 1, num_envs=1, seed=0)
 
 
 def policy(dtype: torch.dtype) -> TensorDictModule:

@@ -20,6 +20,7 @@ from torchrl_lightning.collectors._loop import RolloutLoop, RolloutMemory
 from torchrl_lightning.collectors._stepper import VectorStepper
 from torchrl_lightning.environments.actions import check_clipping
 from torchrl_lightning.environments.faults import blame, blaming
+from torchrl_lightning.environments.magnitudes import check_magnitudes, magnitude_limits
 from torchrl_lightning.environments.played import Array
 from torchrl_lightning.environments.policies import (
     Policy,
@@ -144,8 +145,10 @@ def _play_torchrl(env: EnvBase, policy: Policy, num_episodes: int, seed: int | N
     device = policy_device(policy)
     with blaming("reset"):
         step = env.reset()
-    number = 0
+    number, limits = 0, magnitude_limits(policy, specs.observation)
     while not record.is_complete:
+        if limits:
+            check_magnitudes({key: step.get(key) for key in limits}, limits)
         step = acted(policy, step, device, form)
         try:
             stepped, step = env.step_and_maybe_reset(step)

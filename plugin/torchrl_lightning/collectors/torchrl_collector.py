@@ -20,6 +20,7 @@ from torchrl_lightning.collectors._base import RECURRENT_STATES, CollectorBase
 from torchrl_lightning.entries import join, next_key
 from torchrl_lightning.environments.actions import half_bounded_drawer
 from torchrl_lightning.environments.faults import EnvironmentFault, blame, frames_of
+from torchrl_lightning.environments.magnitudes import check_magnitudes, magnitude_limits
 from torchrl_lightning.environments.masks import action_mask
 from torchrl_lightning.environments.policies import (
     Policy,
@@ -113,6 +114,7 @@ class TorchRLCollector(CollectorBase):
         self._form, self._draw = self._specs.action_format, half_bounded_drawer(self._specs.action, env.batch_size)
         self._handed_on = [each for name in handed_on(env) for each in (name, ("next", name))]
         self._evaluation = EvaluationMode(policy)
+        self._limits = magnitude_limits(policy, self._specs.observation)
         self._needs_reset = True
         self._resumed = False
         self._collector: Collector | None = None
@@ -158,6 +160,8 @@ class TorchRLCollector(CollectorBase):
             returned = {f"observation {key!r}": batch.get(next_key(key)) for key in self.specs.keys}
             first = {f"first observation {key!r} of an episode": batch.get(key) for key in self.specs.keys}
             check_finite({"reward": batch["next", "reward"], **returned, **first}, rollout=True)
+            if self._limits:
+                check_magnitudes({key: batch.get(next_key(key)) for key in self._limits}, self._limits)
             self._number_trajectories(batch["collector", "traj_ids"], begin_anew)
         self._needs_reset = self._resumed = False
         self._batches += 1
@@ -224,6 +228,8 @@ class TorchRLCollector(CollectorBase):
             mask.check(step[ACTION_MASK].flatten(0, -2))
         if not self._acts_randomly:
             assert self.policy is not None
+            if self._limits:
+                check_magnitudes({key: step.get(key) for key in self._limits}, self._limits)
             chosen = acted(self.policy, step, policy_device(self.policy), self._form)
             if mask is not None:
                 masks = chosen[ACTION_MASK].flatten(0, -2)
