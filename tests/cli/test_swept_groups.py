@@ -82,6 +82,13 @@ def test_each_run_has_its_own_groups(arguments: list[str], group: str, options: 
     assert len({run["folder"] for run in runs}) == len(runs)
 
 
+def test_a_run_of_a_sweep_may_have_no_collector(tmp_path: Path) -> None:
+    runs, error = sweep(tmp_path, "--multirun", "collector=process,[]")
+    assert error == ""
+    assert ["collector" in run["choices"] for run in runs] == [True, False]
+    assert [run["cfg"].data.collector is None for run in runs] == [False, True]
+
+
 WRONG: list[tuple[list[str], str]] = [
     (["env=cartpole,recipe", "data.env.time_limit=50"], "in the run env=cartpole: data.env.time_limit"),
     (["env=recipe,cartpole", "data.env.time_limit=50"], "in the run env=cartpole: data.env.time_limit"),
@@ -104,6 +111,10 @@ WRONG: list[tuple[list[str], str]] = [
     ),
     (["env=recipe,mountaincar_sparse", "data.env.time_limit=many"], "in the run env=recipe: data.env.time_limit=many"),
     (["seed=0,1", "data.nothing=3"], "data.nothing: "),
+    (["collector=process,null"], r"collector=null: .*collector=\[\]"),
+    (["collector=null,process", "data.num_envs=2"], r"collector=null: .*collector=\[\]"),
+    (["hparams_search=null", "seed=0,1"], r"hparams_search=null: .*hparams_search=\[\]"),
+    (["model/network=gru,null"], "model/network=null: this group needs an option"),
 ]
 
 

@@ -24,6 +24,7 @@ from torchrl_lightning import (
     PrioritizedSampler,
     RingStorage,
     SequenceSampler,
+    SimpleReplayBuffer,
 )
 from torchrl_lightning.learn import (
     A2CModule,
@@ -111,6 +112,13 @@ REFUSED: dict[str, Any] = {
     "buffer_dir must be None with checkpoint_buffer='inside'": replay(buffer_dir="here"),
     "n_steps must be at most .* 8, got 9": replay(partial(buffer, n_steps=9)),
     "batch_length must be at most .* 8, got 9": replay(windows()),
+    "obs_dim must be 4, the size in the environment, got 3": replay(
+        lambda num_envs: SimpleReplayBuffer(3, None, 400, 8, num_envs=num_envs)
+    ),
+    "act_dim must be 1, the size in the environment, got 2": lambda: (
+        SACModule(NETWORK),
+        replay_data(lambda num_envs: SimpleReplayBuffer(3, 2, 400, 8, num_envs=num_envs), env="Pendulum-v1"),
+    ),
     "has 16 cells, this sampler keeps 8 priorities": replay(
         lambda num_envs: buffer(num_envs, sampler=PrioritizedSampler(8, alpha=0.6, beta=0.4))
     ),

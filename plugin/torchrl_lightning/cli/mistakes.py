@@ -58,7 +58,9 @@ def _reported(step: Callable[[], Any]) -> Any:
                     f"the folder of the run cannot be made: {error.filename}: {error.strerror}; name another one, as "
                     "paths.log_dir=FOLDER or hydra.run.dir=FOLDER."
                 ) from error
-            raise UsageError(" ".join(str(error).split())) from error
+            is_null = "Config group override must be a string or a list" in str(error)
+            said = _null_choice(sys.argv[1:]) if is_null else ""
+            raise UsageError(said or " ".join(str(error).split())) from error
 
 
 def _run_of(error: HydraException) -> str:
@@ -152,6 +154,24 @@ def _mistake_of_one_run(arguments: Sequence[str]) -> str:
 def _first_value(sweep: Override) -> Any:
     value: Any = sweep.value()
     return value.start if sweep.is_interval_sweep() else next(sweep.sweep_string_iterator())
+
+
+def _null_choice(arguments: Sequence[str]) -> str:
+    """Say how the group that arguments set to null, also in a sweep, is left without an option; "" if there is none."""
+    groups = _groups()
+    values = (argument.lstrip("+").partition("=") for argument in arguments)
+    found = (key for key, _, value in values if key in groups and "null" in re.split(r"[,()\s]+", value))
+    group = next(found, "")
+    return group and f"{group}=null: {_without_option(group)}"
+
+
+def _without_option(group: str) -> str:
+    """Say how a group is left without an option, if it can be."""
+    optional = re.findall(r"^  - (\S+): null", (CONF_DIR / "train.yaml").read_text(), re.MULTILINE)
+    if group not in optional:
+        return "this group needs an option."
+    option = next(path.stem for path in sorted((CONF_DIR / group).glob("*.yaml")))
+    return f"a group without an option is {group}=[], also in a sweep: '{group}={option},[]'."
 
 
 def _misplaced_experiment(where: re.Match[str] | None, arguments: Sequence[str]) -> str:

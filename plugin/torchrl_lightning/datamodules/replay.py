@@ -230,6 +230,7 @@ class ReplayDataModule(UpdatesDataModule):
         buffer = self._any_buffer(learner)
         check_discount(buffer, learner)  # it may have been built for another learner's fit
         check_lengths(buffer)
+        require_fit(buffer, self.specs, learner)
         check_resets(self._environments.env, buffer, self.world_size)
         for name, part in (("storage", buffer.storage), ("sampler", buffer.sampler), ("writer", buffer.writer)):
             yield f"buffer.{name}"

@@ -112,6 +112,15 @@ class SimpleReplayBuffer(Configurable, ExperienceBuffer):
         self.obs_dim, self.act_dim, self.max_size = obs_dim, act_dim, size
         self.weights: Tensor | None = None
 
+    def misfit(self, specs: Any, learner: Any) -> str | None:
+        """Return which declared size differs from an environment's; None if both fit."""
+        shown, action = dict(specs.observation.items(True, True)).get("observation"), specs.action
+        for name, declared, spec in (("obs_dim", self.obs_dim, shown), ("act_dim", self.act_dim, action)):
+            width = None if spec is None else spec.shape.numel()
+            if declared is not None and width not in (None, declared):
+                return f"{name} must be {width}, the size in the environment, got {declared}. Correct it, or give None."
+        return None
+
     @property
     def size(self) -> int:
         """Steps stored."""
