@@ -65,9 +65,8 @@ class ReplayDataModule(UpdatesDataModule):
         buffer: a callable that takes ``num_envs`` and gives the replay buffer; if it takes ``gamma``, it is handed that
             of a learner that has one. Under several ranks each has its own.
         source: a callable that takes the buffer and gives what batches are drawn from, e.g. a partial of
-            :class:`~torchrl_lightning.MixedReplay`; the buffer itself if None. If it has a method ``prepare``, that is
-            called with the LightningModule before each batch, e.g. to have it imagine experience. A
-            :class:`~torchrl_lightning.ReplayService` keeps the rows itself, elsewhere.
+            :class:`~torchrl_lightning.MixedReplay`; the buffer itself if None. Its method ``prepare`` is called with the
+            LightningModule before each batch. A ``ReplayService`` keeps the rows itself.
         dataset: what fills the buffer before the first update: a directory of demonstrations, one of its files,
             ``"minari:ID"`` or a ``minari.MinariDataset``, of ``env``. Nothing is collected then (``frames`` stays 0,
             ``num_envs`` is 1, and loggers count updates), unless ``frames_per_update`` says so: what is collected is
@@ -82,8 +81,7 @@ class ReplayDataModule(UpdatesDataModule):
         warmup_frames: frames collected with random actions before the first update (by our own collector; one that is
             given as ``collector=`` does so by its ``init_random_frames``). If None, 1000, and 0 with a data set.
         write_back: keys that the module may rewrite in a batch, e.g. recurrent states, and that then replace what is
-            stored. If None, what its method ``rewritten_keys(batch)`` names, where it has one (our off-policy modules
-            do: the states that ``refresh_states=True`` rewrites).
+            stored. If None, those that its method ``rewritten_keys(batch)`` names, if it has one.
         checkpoint_buffer: ``"inside"`` the checkpoint; ``"beside"`` it, in ``buffer_dir``, written once for each state
             and without a copy where the cells are memory-mapped files; or ``"none"``: a resumed run then collects
             ``warmup_frames`` anew, with a warning. Under several ranks ``"inside"`` means ``"beside"``: buffers are not

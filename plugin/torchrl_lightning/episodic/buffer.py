@@ -90,8 +90,6 @@ class EpisodicReplayBuffer(ExperienceBuffer):
         >>> batch, info = buffer.get_batch(batch_size=4, batch_length=2)
         >>> batch.shape, info.env_ids.tolist()
         (torch.Size([4, 2]), [0, 1, 0, 1])
-        >>> buffer.steps_to_episode_end(torch.tensor([0, 3]), torch.tensor([0, 1])).tolist()
-        [3, 0]
     """
 
     num_earliest_frames_ignored = Checked(lambda value, name: integer(value, name, 0))
