@@ -65,8 +65,8 @@ class ReplayDataModule(UpdatesDataModule):
         buffer: a callable that takes ``num_envs`` and gives the replay buffer; if it takes ``gamma``, it is handed that
             of a learner that has one. Under several ranks each has its own.
         source: a callable that takes the buffer and gives what batches are drawn from, e.g. a partial of
-            :class:`~torchrl_lightning.MixedReplay`; the buffer itself if None. Its method ``prepare`` is called with the
-            LightningModule before each batch. A ``ReplayService`` keeps the rows itself.
+            :class:`~torchrl_lightning.MixedReplay`; the buffer itself if None. Its method ``prepare`` is called with
+            the LightningModule before each batch. A ``ReplayService`` keeps the rows itself.
         dataset: what fills the buffer before the first update: a directory of demonstrations, one of its files,
             ``"minari:ID"`` or a ``minari.MinariDataset``, of ``env``. Nothing is collected then (``frames`` stays 0,
             ``num_envs`` is 1, and loggers count updates), unless ``frames_per_update`` says so: what is collected is
