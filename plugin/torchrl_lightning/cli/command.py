@@ -13,6 +13,7 @@ from typing import Any
 
 from torchrl_lightning._conf import CONF_DIR
 from torchrl_lightning._hydra import hydra_main
+from torchrl_lightning.cli.working_directory import append_working_directory, leave_out_working_directory
 
 
 class _Behind(ExitStack, ContextDecorator):
@@ -27,15 +28,14 @@ def run_command(name: str, task: Callable[[Any], float], *, resumes: bool = Fals
 
     Where the command ``resumes``, a checkpoint brings the settings of its run.
     """
+    leave_out_working_directory()
     if {"--help", "-h"} & set(sys.argv[1:]):
         from torchrl_lightning.cli.help import help_text
 
         with whole_output():
             print(help_text(name))
         return
-    # The modules of the working directory can be imported, as with `python -m`; worker processes inherit it.
-    if (folder := os.getcwd()) not in sys.path:
-        sys.path.insert(0, folder)
+    append_working_directory()
     from torchrl_lightning.cli.checks import one_line, plain_errors
     from torchrl_lightning.cli.composing import OwnLoader, ResumingLoader, composing
     from torchrl_lightning.cli.mistakes import check_dashes, options_first, plain_reports

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import os
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torchrl_lightning.cli.checks import UsageError, one_line
 from torchrl_lightning.cli.command import behind, quiet, use_threads
+from torchrl_lightning.cli.working_directory import append_working_directory
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,8 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--trusted", action="store_true", help="let a checkpoint that is not of your own run name any class"
     )
     options = parser.parse_args(argv)
-    if (folder := os.getcwd()) not in sys.path:  # as with the other commands
-        sys.path.insert(0, folder)
+    append_working_directory()
     with one_line():
         export(options.run, options.format, options.output, trusted=options.trusted)
     return 0

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchrl_lightning.cli.checks import UsageError, one_line
 from torchrl_lightning.cli.command import behind, quiet, use_threads, whole_output
+from torchrl_lightning.cli.working_directory import leave_out_working_directory
 
 if TYPE_CHECKING:
     from torchrl_lightning.inspection.report import Inspection
@@ -19,6 +20,7 @@ _MEND = "name a run, one of its checkpoints, a folder of a saved buffer, or demo
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print what the command line asks for; return the exit status."""
+    leave_out_working_directory()
     parser = argparse.ArgumentParser(
         prog="torchrl-lightning-inspect",
         description="Look inside a buffer: its entries, episodes, ages and priorities, and what looks wrong. A run "

@@ -17,6 +17,7 @@ from torchrl_lightning.cli.intervals import bootstrapped, interquartile_mean
 from torchrl_lightning.cli.panels import panel_grid, save_figure
 from torchrl_lightning.cli.sweep_pictures import draw_importances, draw_parallel, draw_trials
 from torchrl_lightning.cli.sweeps import read_trials, table
+from torchrl_lightning.cli.working_directory import leave_out_working_directory
 from torchrl_lightning.records import SCORE
 
 if TYPE_CHECKING:
@@ -145,6 +146,7 @@ def _draw_group(axes: Any, label: str, curves: list[Curve], band: Band, color: s
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Draw what the command line asks for; return the exit status."""
+    leave_out_working_directory()
     parser = argparse.ArgumentParser(
         prog="torchrl-lightning-plot",
         description="Draw learning curves from metrics.csv files: mean and spread over the seeds of an experiment. "
