@@ -3,15 +3,48 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Mapping
+import io
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from torchrl_lightning.fitting import Fault
+from torchrl_lightning.untrusted import open_regular, printable
 
 COMMAND = "command"  # where a checkpoint holds the groups chosen and the overrides given
 # Column of the score of a run: the mean return of the evaluation after training, which a sweeper gets.
 SCORE = "final/return"
 ENDED_EARLY = "final/ended_early"  # of a run that was ended for doing badly: after how many frames
 METRICS = Path("csv") / "metrics.csv"
+CSV_LIMIT = 1 << 28  # bytes of a log
+ROW_LIMIT = 1_000_000
+LINE_LIMIT = 1 << 20  # characters
+
+
+def read_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
+    """Yield the header of a CSV file, and its rows that are not empty, each with the number of its line.
+
+    Raises:
+        OSError: There is no such file, or it is no regular one.
+        ValueError: It is no CSV file, or exceeds a limit; the message is one line.
+    """
+    with open_regular(path, CSV_LIMIT) as file, io.TextIOWrapper(file, encoding="utf-8", newline="") as text:
+        try:
+            rows = csv.reader(_lines(text))
+            for row in rows:
+                if rows.line_num > ROW_LIMIT:
+                    raise ValueError(f"it has more than {ROW_LIMIT:,} lines")
+                if row:
+                    yield rows.line_num, row
+        except (csv.Error, ValueError) as error:
+            raise Fault(f"{printable(path)} must be a CSV file: {printable(error)}") from error
+
+
+def _lines(text: io.TextIOWrapper) -> Iterator[str]:
+    while line := text.readline(LINE_LIMIT):
+        if len(line) == LINE_LIMIT:
+            raise ValueError(f"a line has more than {LINE_LIMIT:,} characters")
+        yield line
 
 
 def score_of(checkpoint: Path, config: Mapping[str, Any]) -> float | None:
@@ -26,6 +59,13 @@ def score_of(checkpoint: Path, config: Mapping[str, Any]) -> float | None:
     metrics = folder.parent / METRICS
     if folder.name != "checkpoints" or checkpoint.stem != evaluated or not metrics.is_file():
         return None
-    with metrics.open(newline="") as file:
-        found = [row[SCORE] for row in csv.DictReader(file) if row.get(SCORE)]
-    return float(found[-1]) if found else None
+    found, columns = "", None
+    for _, row in read_rows(metrics):
+        if columns is None:
+            columns = {name: number for number, name in enumerate(row)}
+        elif columns.get(SCORE, len(row)) < len(row):
+            found = row[columns[SCORE]] or found
+    try:
+        return float(found) if found else None
+    except ValueError as error:
+        raise Fault(f"{printable(metrics)}: {SCORE} must be a number, got {printable(found)!r}.") from error

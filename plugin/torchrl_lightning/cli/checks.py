@@ -20,8 +20,10 @@ from torchrl_lightning._conf import CONF_DIR
 from torchrl_lightning.cli.names import recorded_command
 from torchrl_lightning.cli.ownership import is_signed, own_run
 from torchrl_lightning.fitting import Fault
+from torchrl_lightning.plain_yaml import read_config
 from torchrl_lightning.processes import lack_of
 from torchrl_lightning.suggestions import did_you_mean
+from torchrl_lightning.untrusted import MESSAGE_LIMIT, printable
 
 _GROUPS = ("callbacks", "data", "env", "logger", "model", "paths", "trainer")
 SWEPT = "in the run "  # begins the note of an error that occurred in one run of a sweep
@@ -53,7 +55,7 @@ def one_line() -> Iterator[None]:
         said = str(error) if is_told else lack_of(error)
         if said is None or os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise
-        sys.exit(f"error: {said}")
+        sys.exit(f"error: {plain_message(said)}")
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)  # as the shell counts it
@@ -62,6 +64,13 @@ def one_line() -> Iterator[None]:
             raise
         print("terminated", file=sys.stderr)
         sys.exit(128 + signal.SIGTERM)
+
+
+def plain_message(text: str) -> str:
+    """Return an error message of at most two lines, without control characters that a file may have brought."""
+    first, _, others = text.partition("\n")
+    lines = [printable(first, MESSAGE_LIMIT), printable(" ".join(others.split()), MESSAGE_LIMIT)]
+    return "\n".join(line for line in lines if line)
 
 
 def chosen_groups(overrides: Sequence[str]) -> dict[str, str]:
@@ -146,8 +155,7 @@ def own_config(checkpoint: Path) -> DictConfig:
     folder = own_run(checkpoint)
     if folder is None or not is_signed(folder):
         return OmegaConf.create({})
-    composed: Any = OmegaConf.load(folder / ".hydra" / "config.yaml")
-    return composed
+    return read_config(folder / ".hydra" / "config.yaml")
 
 
 def own_names(*configs: DictConfig) -> frozenset[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import logging
 import math
 import re
@@ -14,7 +13,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from torchrl_lightning.cli.names import ENDS, base_name, changed_settings, in_order, recorded_command, run_folder
-from torchrl_lightning.records import ENDED_EARLY, SCORE
+from torchrl_lightning.fitting import Fault
+from torchrl_lightning.plain_yaml import raw_value, read_config
+from torchrl_lightning.records import ENDED_EARLY, SCORE, read_rows
+from torchrl_lightning.untrusted import printable
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -63,16 +65,31 @@ class Run:
 
     def composed(self, key: str) -> str | None:
         """Return a choice of a group, or the value of a setting, as the run had it; None where it was not recorded."""
-        from omegaconf import OmegaConf
-        from omegaconf.errors import OmegaConfBaseException
-
         if key in self.choices:
             return self.choices[key]
-        try:
-            value = OmegaConf.select(self.config, key)
-        except OmegaConfBaseException:
-            return None
-        return None if value is None else str(value)
+        value = raw_value(self.config, key)
+        return None if value is None else printable(value)
+
+
+@dataclass
+class _Log:
+    """What a CSV log holds of some columns.
+
+    Attributes:
+        header: The names of all columns.
+        points: Of the metric: the rows where it and x are filled and finite. The last row of an x counts.
+        score: The last score; None without one.
+        ended: The last count of frames after which a search ended the run; None without one.
+        begins: The first x of any row.
+        has_epoch: Whether a row that holds the metric holds the epoch, too.
+    """
+
+    header: set[str] = field(default_factory=set)
+    points: dict[float, float] = field(default_factory=dict)
+    score: float | None = None
+    ended: float | None = None
+    begins: float = math.inf
+    has_epoch: bool = False
 
 
 def read_source(source: Path, metric: str, x: str, label: str | None = None) -> list[Curve]:
@@ -86,17 +103,19 @@ def read_source(source: Path, metric: str, x: str, label: str | None = None) -> 
     columns: set[str] = set()
     for path in paths:
         run = _run_of(path)
-        points, header = _continued_points(path, run, metric, x)
+        log = _read_log(path, metric, x)
+        points, header = _continued_points(path, run, log, metric, x)
         columns |= header
         if points:
-            xs, ys = np.array(sorted(points.items())).T
+            xs, ys = (np.fromiter(values, np.float64, len(points)) for values in (points, points.values()))
+            order = np.argsort(xs)
+            xs, ys = xs[order], ys[order]
             name = label or (default_label(path) if run is None else run.label)
             seed = None if run is None or label else run.seed
             # Lightning adds the epoch to what it counts by updates itself.
-            by_updates = "updates_per_second" in header or _is_filled(path, metric, "epoch")
-            score = _last(path, SCORE, x) if metric == "eval/return" and SCORE in header else None
-            ended = _last(path, ENDED_EARLY, x) if ENDED_EARLY in header else None
-            curves.append(Curve(name, path, xs, ys, seed, run, "updates" if by_updates else Curve.unit, score, ended))
+            unit = "updates" if "updates_per_second" in header or log.has_epoch else Curve.unit
+            score = log.score if metric == "eval/return" else None
+            curves.append(Curve(name, path, xs, ys, seed, run, unit, score, log.ended))
     if not curves:
         missing = [name for name in (metric, x) if name not in columns]
         if missing:
@@ -142,70 +161,89 @@ def default_label(path: Path) -> str:
 
 def _run_of(path: Path, continued_by: frozenset[Path] = frozenset()) -> Run | None:
     """Read Hydra's record of the run of a file; return ``None`` if there is none or the run continues itself."""
-    from omegaconf import OmegaConf
-
     folder = run_folder(path)
     if folder is None or folder in continued_by or not (folder / ".hydra" / "hydra.yaml").is_file():
         return None
-    config = OmegaConf.load(folder / ".hydra" / "config.yaml")
-    hydra = OmegaConf.load(folder / ".hydra" / "hydra.yaml").hydra
-    choices, overrides = recorded_command(hydra)
+    config = read_config(folder / ".hydra" / "config.yaml")
+    choices, overrides, cwd = _recorded(folder / ".hydra" / "hydra.yaml")
     settings = changed_settings(overrides, choices)
-    seed, checkpoint = OmegaConf.select(config, "seed"), OmegaConf.select(config, "ckpt_path")
+    seed, checkpoint = raw_value(config, "seed"), raw_value(config, "ckpt_path")
     origin = None
-    if checkpoint is not None:
-        origin = _run_of(Path(hydra.runtime.cwd) / checkpoint, continued_by | {folder})
+    if isinstance(checkpoint, str):
+        origin = _run_of(Path(cwd) / checkpoint, continued_by | {folder})
     if origin is not None:
         # A run records its own seed, given or the checkpoint's; those of before recorded what was given alone.
         seed = seed if any(override.startswith("seed=") for override in overrides) else origin.seed
         ends = {key: value for key, value in origin.settings.items() if key in ENDS}
         settings = in_order({key: value for key, value in settings.items() if key not in ENDS} | ends)
+    if not isinstance(seed, int | float | str | None):
+        seed = str(seed)
     return Run(folder, base_name(choices) or default_label(path), settings, seed, origin, config, choices)
 
 
-def _continued_points(path: Path, run: Run | None, metric: str, x: str) -> tuple[dict[float, float], set[str]]:
-    """Read the points of a file behind those of the run that it continues, up to where it began."""
-    points, header, began = _read_points(path, metric, x)
+def _recorded(path: Path) -> tuple[dict[str, str | None], list[str], str]:
+    """Return the groups chosen, the overrides given and the working directory of Hydra's record of a run.
+
+    Raises:
+        ValueError: It is no record of Hydra's.
+    """
+    hydra = read_config(path)
+    choices, overrides, cwd = (
+        raw_value(hydra, f"hydra.{key}") for key in ("runtime.choices", "overrides.task", "runtime.cwd")
+    )
+    if not isinstance(choices, dict) or not isinstance(overrides, list) or not isinstance(cwd, str):
+        raise Fault(f"{printable(path)} must be Hydra's record of a run, with choices, overrides and cwd.")
+    shown = {printable(group): None if option is None else printable(option) for group, option in choices.items()}
+    return shown, [printable(override) for override in overrides], cwd
+
+
+def _continued_points(
+    path: Path, run: Run | None, log: _Log, metric: str, x: str
+) -> tuple[dict[float, float], set[str]]:
+    """Return the points of a log behind those of the run that it continues, up to where it began."""
+    points, header = log.points, log.header
     if run is not None and run.origin is not None:
         before = run.origin.folder / path.resolve().relative_to(run.folder)
         if before.is_file():
-            earlier, columns = _continued_points(before, run.origin, metric, x)
-            points = {at: value for at, value in earlier.items() if at < began} | points
+            log_before = _read_log(before, metric, x)
+            earlier, columns = _continued_points(before, run.origin, log_before, metric, x)
+            points = {at: value for at, value in earlier.items() if at < log.begins} | points
             header |= columns
     return points, header
 
 
-def _is_filled(path: Path, metric: str, column: str) -> bool:
-    """Return whether a row that holds a metric holds another column, too."""
-    with path.open(newline="") as file:
-        return any(row.get(metric) and row.get(column) for row in csv.DictReader(file))
+def _read_log(path: Path, metric: str, x: str) -> _Log:
+    """Read a CSV log once. Lightning leaves most of its cells empty.
 
-
-def _last(path: Path, metric: str, x: str) -> float | None:
-    """Return the last value of a column; None where it is empty."""
-    points = _read_points(path, metric, x)[0]
-    return points[max(points)] if points else None
-
-
-def _read_points(path: Path, metric: str, x: str) -> tuple[dict[float, float], set[str], float]:
-    """Read the rows where both columns are filled, the header, and the first x of any row.
-
-    The last row of an x counts. Lightning leaves most cells empty.
+    Raises:
+        OSError: It is no regular file.
+        ValueError: It is no CSV file, or a cell holds no number.
     """
-    points: dict[float, float] = {}
-    began = math.inf
-    with path.open(newline="") as file:
-        rows = csv.DictReader(file)
-        for number, row in enumerate(rows, start=2):
-            if not row.get(x) or not (row.get(metric) or math.isinf(began)):
-                continue
-            try:
-                at, value = float(row[x]), float(row.get(metric) or math.nan)
-            except ValueError:
-                raise ValueError(
-                    f"{path}, line {number}: {x}={row[x]!r}, {metric}={row.get(metric)!r}; both must be numbers."
-                ) from None
-            began = min(began, at)
-            if math.isfinite(at) and math.isfinite(value):
-                points[at] = value
-        return points, set(rows.fieldnames or ()), began
+    log = _Log()
+    rows = read_rows(path)
+    columns = {name: number for number, name in enumerate(next(rows, (1, []))[1])}
+    log.header = set(columns)
+    places = [columns.get(name, -1) for name in (x, metric, SCORE, ENDED_EARLY, "epoch")]
+    newest = dict.fromkeys(("score", "ended"), -math.inf)
+    for line, row in rows:
+        at, text, score, ended, epoch = (row[place] if 0 <= place < len(row) else "" for place in places)
+        log.has_epoch |= bool(text and epoch)
+        if not at or not (text or score or ended or math.isinf(log.begins)):
+            continue
+        try:
+            position = float(at)
+            values = [float(cell) if cell else math.nan for cell in (text, score, ended)]
+        except ValueError:
+            raise Fault(
+                f"{printable(path)}, line {line}: {x}={at[:100]!r}, {metric}={text[:100]!r}; both must be numbers."
+            ) from None
+        log.begins = min(log.begins, position)
+        if not math.isfinite(position):
+            continue
+        if math.isfinite(values[0]):
+            log.points[position] = values[0]
+        for name, value in zip(("score", "ended"), values[1:], strict=True):
+            if math.isfinite(value) and position >= newest[name]:
+                setattr(log, name, value)
+                newest[name] = position
+    return log

@@ -9,8 +9,12 @@ import secrets
 from contextlib import suppress
 from pathlib import Path
 
+from torchrl_lightning.plain_yaml import SIZE_LIMIT
+from torchrl_lightning.untrusted import read_regular
+
 _log = logging.getLogger(__name__)
 _CONFIG, _SIGNATURE = Path(".hydra") / "config.yaml", Path(".hydra") / "signature"
+_SIGNATURE_LIMIT = 1024  # bytes
 
 
 def own_run(checkpoint: Path) -> Path | None:
@@ -36,7 +40,7 @@ def sign(folder: Path) -> None:
     try:
         _make_key()
         (folder / _SIGNATURE).write_bytes(_signature(folder))
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         _log.debug("The config of the run is not signed: %s", error)
 
 
@@ -46,19 +50,19 @@ def is_signed(folder: Path) -> bool:
     It was signed with the user's key, which lies in ``$XDG_STATE_HOME/torchrl-lightning``, by default below
     ``~/.local/state``, and does not travel with a folder.
     """
-    with suppress(OSError, RuntimeError):
-        return hmac.compare_digest((folder / _SIGNATURE).read_bytes(), _signature(folder))
+    with suppress(OSError, RuntimeError, ValueError):
+        return hmac.compare_digest(read_regular(folder / _SIGNATURE, _SIGNATURE_LIMIT), _signature(folder))
     return False
 
 
 def _signature(folder: Path) -> bytes:
-    return hmac.new(_key(), (folder / _CONFIG).read_bytes(), "sha256").hexdigest().encode()
+    return hmac.new(_key(), read_regular(folder / _CONFIG, SIZE_LIMIT), "sha256").hexdigest().encode()
 
 
 def _key() -> bytes:
     """Read the user's key."""
     path = _key_file()
-    key = path.read_bytes()
+    key = read_regular(path, _SIGNATURE_LIMIT)
     if len(key) != 32:
         raise OSError(f"{path} has {len(key)} bytes, expected 32; delete it.")
     return key

@@ -6,8 +6,20 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torchrl_lightning.untrusted import printable
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+
+def plain_text(text: str) -> str:
+    r"""Return a text that matplotlib draws as it is written: without formulas and control characters.
+
+    Example:
+        >>> print(plain_text("$x$"))
+        \$x\$
+    """
+    return printable(text).replace("$", r"\$")
 
 
 def panel_grid(count: int, size: tuple[float, float]) -> tuple[Figure, list[Any]]:

@@ -14,11 +14,12 @@ import numpy as np
 from torchrl_lightning.cli.command import whole_output
 from torchrl_lightning.cli.curves import Curve, read_source, runs_by_label
 from torchrl_lightning.cli.intervals import bootstrapped, interquartile_mean
-from torchrl_lightning.cli.panels import panel_grid, save_figure
+from torchrl_lightning.cli.panels import panel_grid, plain_text, save_figure
 from torchrl_lightning.cli.sweep_pictures import draw_importances, draw_parallel, draw_trials
 from torchrl_lightning.cli.sweeps import read_trials, table
 from torchrl_lightning.cli.working_directory import leave_out_working_directory
 from torchrl_lightning.records import SCORE
+from torchrl_lightning.untrusted import MESSAGE_LIMIT, printable
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -110,12 +111,12 @@ def _draw(
     for i, (label, curves) in enumerate(groups.items()):
         axes = grid[i if panels else 0]
         runs = f" ({len(curves)} runs)" if len(curves) > 1 else ""
-        name = textwrap.fill(label + runs, 60)
+        name = textwrap.fill(plain_text(label + runs), 60)
         _draw_group(axes, name, curves, band, f"C{i % 10}")
         if panels:
             axes.set_title(name)
     for axes in grid:
-        axes.set(xlabel=units if x == "step" else x, ylabel=metric)
+        axes.set(xlabel=units if x == "step" else plain_text(x), ylabel=plain_text(metric))
         if x == "step":
             axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 200k, 1.5M
         if not panels:
@@ -201,16 +202,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             else:
                 print(f"learning curve: {plot_runs(**{'output': 'curve.png', **given})}")
     except (OSError, ValueError) as error:
-        parser.exit(2, f"{parser.prog}: error: {error}\n")
-    except KeyError as error:
-        parser.exit(2, f"{parser.prog}: error: {error.args[0]}\n")  # a KeyError prints its message in quotes
+        parser.exit(2, f"{parser.prog}: error: {printable(' '.join(str(error).split()), MESSAGE_LIMIT)}\n")
+    except KeyError as error:  # which prints its message in quotes
+        parser.exit(2, f"{parser.prog}: error: {printable(error.args[0], MESSAGE_LIMIT)}\n")
     return 0
 
 
 def _compare(sources: Sequence[str], output: str = "sweep.png", metric: str = SCORE, title: str | None = None) -> None:
     trials = read_trials(sources, metric)
     print(table(trials, metric))
-    print(f"best run: {trials[0].best_folder}")
+    print(f"best run: {printable(trials[0].best_folder)}")
     picture = Path(output)
     print(f"scores over settings: {draw_trials(trials, picture, metric, title)}")
     lines, importances = (picture.with_stem(f"{picture.stem}_{name}") for name in ("parallel", "importances"))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from torchrl_lightning.cli.names import ENDS
-from torchrl_lightning.cli.panels import panel_grid, save_figure
+from torchrl_lightning.cli.panels import panel_grid, plain_text, save_figure
 from torchrl_lightning.cli.sweeps import Trial, number, shown
 from torchrl_lightning.records import SCORE
 
@@ -40,7 +40,7 @@ def _scale(values: Sequence[str]) -> _Scale:
     numbers = [place for place in map(number, values) if place is not None]
     if len(set(numbers)) < 2 or len(numbers) < len(values):
         names = sorted({*values})
-        return _Scale([float(names.index(value)) for value in values], [*map(shown, names)])
+        return _Scale([float(names.index(value)) for value in values], [plain_text(shown(name)) for name in names])
     return _Scale(numbers, None, _is_logarithmic(sorted(set(numbers))))
 
 
@@ -55,7 +55,7 @@ def draw_trials(trials: Sequence[Trial], output: str | Path, metric: str = SCORE
     figure, grid = panel_grid(len(keys), (4.2, 3.1))
     for key, axes in zip(keys, grid, strict=True):
         _draw_setting(axes, key, trials)
-        axes.set(xlabel=key, ylabel=metric)
+        axes.set(xlabel=plain_text(key), ylabel=plain_text(metric))
     looks = {budget: {"color": "C0", "marker": mark} for budget, mark in _markers(_budgets(trials)).items() if budget}
     ended = {"ended early": {"color": "C0", "marker": "o", "mfc": "none"}} if any(each.ended for each in trials) else {}
     _explain(figure, {"best": {"color": "C1", "marker": "o"}, **ended, **looks}, ls="")
@@ -75,7 +75,7 @@ def _explain(figure: Figure, looks: Mapping[str, Mapping[str, Any]], **shared: A
     """Say below the panels, where no title stands, what each look means; the figure grows by it."""
     from matplotlib.lines import Line2D
 
-    handles = [Line2D([], [], label=label, **{**shared, **look}) for label, look in looks.items()]
+    handles = [Line2D([], [], label=plain_text(label), **{**shared, **look}) for label, look in looks.items()]
     figure.set_figheight(figure.get_figheight() + 0.2 * len(handles))
     figure.legend(handles=handles, loc="outside lower center", frameon=False, fontsize="small")
 
@@ -120,7 +120,7 @@ def draw_parallel(trials: Sequence[Trial], output: str | Path, metric: str = SCO
             texts[place, float(column[i])] = text
     for at, text in texts.items():
         axes.annotate(text, at, (4, 3), textcoords="offset points", fontsize="small")
-    axes.set_xticks(range(len(scales)), [*keys, metric], rotation=15)
+    axes.set_xticks(range(len(scales)), [plain_text(name) for name in (*keys, metric)], rotation=15)
     axes.set_yticks([])
     axes.grid(visible=False)
     axes.spines[["left", "bottom"]].set_visible(False)
@@ -139,10 +139,13 @@ def draw_importances(
     """
     found = sorted(importances(trials).items(), key=lambda item: item[1][0])
     figure, (axes,) = panel_grid(1, (6.5, 0.5 * len(found) + 1.6))
-    names, values = [name for name, _ in found], np.array([value for _, value in found])
+    names, values = [plain_text(name) for name, _ in found], np.array([value for _, value in found])
     axes.barh(names, values[:, 0], color="C0", alpha=0.8)
     axes.plot(values[:, 1], names, "|", color="C3", ms=16, mew=2, label="of shuffled scores, 95 % stay below")
-    axes.set(xlim=(0, 1.02), xlabel=f"rank correlation with {metric}, of categories correlation ratio; n={len(trials)}")
+    axes.set(
+        xlim=(0, 1.02),
+        xlabel=f"rank correlation with {plain_text(metric)}, of categories correlation ratio; n={len(trials)}",
+    )
     axes.legend(frameon=False, fontsize="small", loc="lower center", bbox_to_anchor=(0.5, 1.0))
     return save_figure(figure, Path(output), title)
 

@@ -17,6 +17,7 @@ from torchrl_lightning.records import SCORE
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+SETTINGS_LIMIT = 100  # each is a panel
 UNSET = "-"  # a setting that other runs change has a default that was not recorded
 
 
@@ -80,6 +81,11 @@ def read_trials(sources: Sequence[str | Path], metric: str = SCORE) -> list[Tria
         {key for settings in found for key in settings}, key=lambda key: (key != "experiment", "." in key, key)
     )
     varied = [key for key in keys if len({settings.get(key) for settings in found}) > 1]
+    if len(varied) > SETTINGS_LIMIT:
+        below = ", ".join(map(str, sources))
+        raise ValueError(
+            f"the runs below {below} must differ in at most {SETTINGS_LIMIT} settings, got {len(varied)}; name fewer runs."
+        )
     trials = [
         Trial(
             {key: settings.get(key) or _default(curves[0], key) for key in varied},

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from torchrl_lightning.untrusted import check_regular
+
 
 @contextmanager
 def opened(path: Path) -> Iterator[Any]:
@@ -27,6 +29,7 @@ def opened(path: Path) -> Iterator[Any]:
             return name.decode(errors="replace")  # which ends the visit
         return None
 
+    check_regular(path)
     try:
         file = h5py.File(path, "r")
     except OSError as error:

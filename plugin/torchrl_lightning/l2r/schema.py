@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-import yaml
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+
+from torchrl_lightning.plain_yaml import read_config
 
 WRAPPER = {"name", "config"}
 
@@ -33,10 +33,9 @@ class Configurable:
             FileNotFoundError: there is no such file.
             ValueError: the file is no YAML mapping, or a field is missing, unknown or of another type.
         """
-        text = Path(config_file_location).read_text(encoding="utf-8")
         try:
-            config = OmegaConf.load(io.StringIO(text))
-        except (yaml.YAMLError, OSError, OmegaConfBaseException) as error:
+            config = read_config(config_file_location)
+        except ValueError as error:
             names = [field.name for field in fields(cls.schema)]
             raise ValueError(f"{config_file_location} is no YAML mapping of {names}: {error}") from error
         return cls._build(config, str(config_file_location))

@@ -32,6 +32,7 @@ from torchrl_lightning.learn.weights import check_finite, check_weights
 from torchrl_lightning.seal import check_seal
 from torchrl_lightning.torch_defaults import float32_by_default
 from torchrl_lightning.trust import check_config, target_named, without_folders
+from torchrl_lightning.untrusted import check_regular
 
 CONFIG = "config"  # where a checkpoint holds the config of its run
 _KINDS = {"data": LightningDataModule, "model": LightningModule}
@@ -209,6 +210,7 @@ def read_checkpoint(path: str | Path, *, mapped: bool = False) -> dict[str, Any]
         OSError: There is no such file.
         ValueError: It is damaged, no checkpoint, or holds more than data; one without checksums is taken as it is.
     """
+    check_regular(path)
     try:
         stored = torch.load(path, weights_only=True, map_location="cpu", mmap=mapped)
     except OSError:

@@ -1,0 +1,94 @@
+"""Read YAML files that somebody else may have written, as plain data: limited size, depth and aliases, and no tags."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from torchrl_lightning.fitting import Fault
+from torchrl_lightning.untrusted import printable, read_regular
+
+SIZE_LIMIT = 1 << 18  # bytes; a run's config has less than 20,000
+DEPTH_LIMIT = 32
+VALUE_LIMIT = 50_000  # with each alias counted as all that it stands for
+INTERPOLATION_LIMIT = 1000  # characters of a text that holds an interpolation
+REFERENCE_LIMIT = 8  # interpolations that lead to a value
+_PLAIN = "tag:yaml.org,2002:"
+_TAGS = {None, "!", *(f"{_PLAIN}{kind}" for kind in ("bool", "float", "int", "map", "null", "seq", "str"))}
+_Parser: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+def read_config(path: str | Path) -> DictConfig:
+    """Read the mapping in a YAML file as a config, without resolving its interpolations.
+
+    Raises:
+        OSError: There is no such file, or it is no regular one.
+        ValueError: It is no YAML mapping of plain values, or exceeds a limit; the message is one line.
+    """
+    data = read_regular(path, SIZE_LIMIT)
+    try:
+        text = data.decode()
+        _check(text)
+        found = OmegaConf.load(io.StringIO(text))
+        if not isinstance(found, DictConfig):
+            raise ValueError(f"it is a {type(found).__name__}")
+    except (yaml.YAMLError, OmegaConfBaseException, ValueError, TypeError, OSError, RecursionError) as error:
+        reason = printable(" ".join(str(error).split()))
+        raise Fault(f"{printable(path)} must be a YAML mapping of plain values: {reason}") from error
+    return found
+
+
+def raw_value(config: Any, key: str) -> Any:
+    """Return the plain value at ``a.b.c`` of a config, or None.
+
+    An interpolation counts as the value that it refers to if it is nothing but a reference, such as ``${seed}``. Other
+    interpolations may compute anything: they are returned as they are written.
+    """
+    for _ in range(REFERENCE_LIMIT):
+        value = OmegaConf.to_container(config, resolve=False) if OmegaConf.is_config(config) else config
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        is_reference = isinstance(value, str) and value.startswith("${") and value.endswith("}")
+        if not is_reference or not value[2:-1].replace(".", "").replace("_", "").isalnum():
+            return value
+        key = value[2:-1]
+    return None
+
+
+def _check(text: str) -> None:
+    """Validate size, depth, aliases and tags of a YAML text; raise ValueError if they exceed a limit."""
+    sizes: dict[str, int] = {}  # values below each anchor
+    opened: list[tuple[str | None, int]] = []  # anchor of each open collection, and the values before it
+    count = 0
+    for event in yaml.parse(text, Loader=_Parser):
+        if isinstance(event, yaml.AliasEvent):
+            if event.anchor not in sizes:
+                raise ValueError(f"the alias *{event.anchor} stands for what contains it, or for nothing")
+            count += sizes[event.anchor]
+        elif isinstance(event, yaml.ScalarEvent | yaml.CollectionStartEvent):
+            if not count and not isinstance(event, yaml.MappingStartEvent):
+                raise ValueError("it begins with a list or a text")
+            if event.tag not in _TAGS:
+                raise ValueError(f"the tag {event.tag} is none of plain values")
+            count += 1
+            if isinstance(event, yaml.CollectionStartEvent):
+                opened.append((event.anchor, count - 1))
+            else:
+                if event.anchor is not None:
+                    sizes[event.anchor] = 1
+                if "${" in event.value and len(event.value) > INTERPOLATION_LIMIT:
+                    raise ValueError(f"an interpolation has more than {INTERPOLATION_LIMIT:,} characters")
+        elif isinstance(event, yaml.CollectionEndEvent):
+            anchor, before = opened.pop()
+            if anchor is not None:
+                sizes[anchor] = count - before
+        if len(opened) > DEPTH_LIMIT:
+            raise ValueError(f"it has more than {DEPTH_LIMIT} levels")
+        if count > VALUE_LIMIT:
+            raise ValueError(f"it has more than {VALUE_LIMIT:,} values, with aliases counted as what they stand for")

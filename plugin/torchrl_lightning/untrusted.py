@@ -1,0 +1,95 @@
+"""Open files and print texts that somebody else may have written. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from typing import BinaryIO
+
+from torchrl_lightning.fitting import Fault
+
+TEXT_LIMIT = 300
+"""Characters of a text from a file that are printed."""
+MESSAGE_LIMIT = 3000
+"""Characters of an error message, which may hold several of these texts."""
+_KINDS = {
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFDIR: "a folder",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+class FileKindError(Fault, OSError):
+    """A path names something else than a regular file."""
+
+
+def check_regular(path: str | Path) -> None:
+    """Validate that a path names a regular file; raise FileKindError if reading it could wait or never end.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+    """
+    _check_kind(path, os.stat(path).st_mode)
+
+
+def open_regular(path: str | Path, limit: int | None = None) -> BinaryIO:
+    """Open a regular file for reading.
+
+    Args:
+        path: The file. Links are followed.
+        limit: How many bytes it may have; None for any number.
+
+    Raises:
+        OSError: It cannot be opened, or is a FIFO, a socket, a folder or a device.
+        ValueError: It has more bytes.
+    """
+    check_regular(path)
+    # The file may have been replaced: without O_NONBLOCK, a FIFO waits here until somebody writes to it.
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    try:
+        status = os.fstat(descriptor)
+        _check_kind(path, status.st_mode)
+        if limit is not None and status.st_size > limit:
+            raise Fault(
+                f"{printable(path)} must have at most {limit:,} bytes, got {status.st_size:,}. Name another file."
+            )
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def read_regular(path: str | Path, limit: int) -> bytes:
+    """Read a regular file that has at most ``limit`` bytes; arguments and errors as of :func:`open_regular`."""
+    with open_regular(path, limit) as file:
+        found = file.read(limit + 1)  # it may have grown
+    if len(found) > limit:
+        raise Fault(f"{printable(path)} must have at most {limit:,} bytes, got more. Name another file.")
+    return found
+
+
+def _check_kind(path: str | Path, mode: int) -> None:
+    if not stat.S_ISREG(mode):
+        kind = _KINDS.get(stat.S_IFMT(mode), "of another kind")
+        raise FileKindError(f"{printable(path)} must be a regular file, but is {kind}. Name a regular file.")
+
+
+def printable(text: object, limit: int | None = TEXT_LIMIT) -> str:
+    r"""Return a text as one line that a terminal only prints: control and bidi characters are escaped.
+
+    Example:
+        >>> print(printable("red: \x1b[31m, newline: \n, right to left: \u202e"))
+        red: \x1b[31m, newline: \n, right to left: \u202e
+    """
+    shown = _cut(str(text), limit)
+    if shown.isprintable():
+        return shown
+    escaped = (each if each.isprintable() else each.encode("unicode_escape").decode("ascii") for each in shown)
+    return _cut("".join(escaped), limit)
+
+
+def _cut(text: str, limit: int | None) -> str:
+    return text if limit is None or len(text) <= limit else f"{text[: limit - 3]}..."
