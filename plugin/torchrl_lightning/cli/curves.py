@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from torchrl_lightning.cli.names import ENDS, base_name, changed_settings, in_order, recorded_command, run_folder
+from torchrl_lightning.cli.names import ENDS, base_name, changed_settings, in_order, run_folder
 from torchrl_lightning.fitting import Fault
 from torchrl_lightning.plain_yaml import raw_value, read_config
 from torchrl_lightning.records import ENDED_EARLY, SCORE, read_rows

@@ -84,7 +84,8 @@ def read_trials(sources: Sequence[str | Path], metric: str = SCORE) -> list[Tria
     if len(varied) > SETTINGS_LIMIT:
         below = ", ".join(map(str, sources))
         raise ValueError(
-            f"the runs below {below} must differ in at most {SETTINGS_LIMIT} settings, got {len(varied)}; name fewer runs."
+            f"the runs below {below} must differ in at most {SETTINGS_LIMIT} settings, got {len(varied)}. "
+            "Name fewer runs."
         )
     trials = [
         Trial(
