@@ -23,6 +23,7 @@ from torch import Tensor
 
 from torchrl_lightning.fitting import Fault
 from torchrl_lightning.seal import pieces
+from torchrl_lightning.untrusted import printable, read_regular
 
 try:
     import fcntl
@@ -38,7 +39,8 @@ DTYPES = {
         torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
     )
 }  # fmt: skip
-_MANIFEST_LIMIT = 1 << 26
+MANIFEST_LIMIT = 1 << 26  # bytes
+MANIFEST_VALUES_LIMIT = 1_000_000  # each takes up to 64 bytes in memory, and 3 in the file
 _ALIGNMENT = 64
 _STREAMED = 1 << 20  # bytes of a tensor that is not read as a whole where a reader streams
 _BINARY = re.compile(r"state-[0-9a-f]{16}\.bin")
@@ -224,7 +226,14 @@ def _write_into(folder: Path, state: Mapping[str, Any]) -> None:
     with replaced_files(folder / name, folder / MANIFEST) as (file, manifest):
         content = {"file": name, "state": _encode(state, file, "state"), "size": file.tell()}
         written = {"version": VERSION, "crc32": _checksum(content), "content": content}
-        manifest.write(json.dumps(written).encode())
+        described = json.dumps(written).encode()
+        values = _values_in(described)
+        if len(described) > MANIFEST_LIMIT or values > MANIFEST_VALUES_LIMIT:
+            raise ValueError(
+                f"the state of {folder} has {values:,} values in {len(described):,} bytes beside its tensors, more than "
+                f"{MANIFEST_VALUES_LIMIT:,} in {MANIFEST_LIMIT:,}, which could not be read again."
+            )
+        manifest.write(described)
     for old in folder.iterdir():  # also what a killed process had completed
         if old.name != name and _BINARY.fullmatch(old.name):
             old.unlink(missing_ok=True)
@@ -303,9 +312,7 @@ def read_state(folder: Path, *, streamed: bool = False) -> dict[str, Any]:
     try:
         if manifest.is_symlink():
             raise ValueError(f"{MANIFEST} is a link, which we never write")
-        if manifest.stat().st_size > _MANIFEST_LIMIT:
-            raise ValueError("the manifest is too large")
-        written = json.loads(manifest.read_text())
+        written = _manifest_in(manifest)
         if written["version"] != VERSION:
             raise ValueError(f"it has version {written['version']!r}, this release reads {VERSION}")
         content = written["content"]
@@ -323,8 +330,21 @@ def read_state(folder: Path, *, streamed: bool = False) -> dict[str, Any]:
         if not isinstance(state, dict):
             raise ValueError("the state is not a dict")
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:  # a manifest may hold anything
-        raise ValueError(f"The saved state in {folder} is damaged or foreign: {error}.") from error
+        reason = printable(" ".join(str(error).split()))
+        raise ValueError(f"The saved state in {printable(folder)} is damaged or foreign: {reason}.") from error
     return state
+
+
+def _values_in(manifest: bytes) -> int:
+    return sum(manifest.count(mark) for mark in (b",", b"[", b"{", b":"))
+
+
+def _manifest_in(path: Path) -> Any:
+    """Read a manifest, whose values are counted before they take memory."""
+    data = read_regular(path, MANIFEST_LIMIT)
+    if (values := _values_in(data)) > MANIFEST_VALUES_LIMIT:
+        raise ValueError(f"its manifest holds {values:,} values, more than {MANIFEST_VALUES_LIMIT:,}")
+    return json.loads(data.decode("ascii"))  # a text of other characters could take four times its bytes
 
 
 class _Reader:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchrl_lightning.cli.checks import UsageError, one_line
 from torchrl_lightning.cli.command import behind, quiet, use_threads, whole_output
 from torchrl_lightning.cli.working_directory import leave_out_working_directory
+from torchrl_lightning.untrusted import check_regular
 
 if TYPE_CHECKING:
     from torchrl_lightning.inspection.report import Inspection
@@ -70,6 +72,8 @@ def look(source: Path, last: int | None = None) -> Inspection:
     if not source.exists():
         raise UsageError(f"there is no {source}; {_MEND}.")
     try:
+        if not source.is_dir():
+            check_regular(source)
         if source.is_dir():
             return _in_folder(source, last)
         if source.suffix in SUFFIXES:
@@ -95,7 +99,7 @@ def _in_folder(folder: Path, last: int | None) -> Inspection:
         return _in_checkpoint(newest, folder, last)
     if saved := _newest_state(folder):  # of a run that has written no checkpoint yet
         return inspect_state(read_state(saved, streamed=True), saved, last=last)
-    files = sorted(path for path in folder.iterdir() if path.suffix in SUFFIXES)
+    files = sorted(path for path in folder.iterdir() if path.suffix in SUFFIXES and not path.name.startswith("."))
     if files:
         return _demonstrations(files, folder)
     running = " (a run writes its first at its first evaluation)" if (folder / ".hydra").is_dir() else ""
@@ -113,29 +117,43 @@ def _in_checkpoint(path: Path, run: Path, last: int | None) -> Inspection:
     """Look at the buffers inside a checkpoint, or beside it, of each rank."""
     from torchrl_lightning.datamodules.snapshots import snapshot_of
     from torchrl_lightning.files import read_state
-    from torchrl_lightning.inspection.report import NoBufferError, inspect_state
+    from torchrl_lightning.inspection.content import unreadable
+    from torchrl_lightning.inspection.report import NoBufferError, inspect_state, inspection_of
     from torchrl_lightning.learn.loading import read_checkpoint
 
     stored = read_checkpoint(path, mapped=True)
-    state: dict[str, Any] = {key: stored[key] for key in stored if key.endswith("DataModule")}
-    for data in state.values():
-        for own in data.get("ranks", ()) if isinstance(data, dict) else ():
-            if isinstance(own, dict) and isinstance(reference := own.get("snapshot"), dict):
-                own["buffer"] = read_state(snapshot_of(reference, run / "buffer"), streamed=True)
+    state: dict[str, Any] = {key: stored[key] for key in stored if isinstance(key, str) and key.endswith("DataModule")}
     if not state:
         raise UsageError(f"{path} was not written through one of our DataModules, so that it holds no buffer; {_MEND}.")
+    torn: list[str] = []
+    for data in state.values():
+        ranks = data.get("ranks") if isinstance(data, dict) else None
+        for number, own in enumerate(ranks if isinstance(ranks, list | tuple) else ()):
+            if isinstance(own, dict) and isinstance(reference := own.get("snapshot"), dict):
+                try:
+                    own["buffer"] = read_state(snapshot_of(reference, run / "buffer"), streamed=True)
+                except (ValueError, OSError) as error:
+                    torn.append(unreadable(f"the buffer of rank {number}", error).line)
     try:
-        return inspect_state(state, path, last=last)
+        found = inspect_state(state, path, last=last)
     except NoBufferError as error:
+        if torn:
+            return inspection_of((), torn, path)
         raise UsageError(f"{path} holds no buffer; train with data.checkpoint_buffer=inside (or beside).") from error
+    return replace(found, unreadable=(*found.unreadable, *torn))
 
 
 def _demonstrations(files: Sequence[Path], source: Path) -> Inspection:
     from torchrl_lightning.demonstrations.files import read_demonstration
     from torchrl_lightning.demonstrations.states import states_of
-    from torchrl_lightning.inspection.content import demonstrations
-    from torchrl_lightning.inspection.report import Inspection
+    from torchrl_lightning.inspection.content import demonstrations, unreadable
+    from torchrl_lightning.inspection.report import inspection_of
     from torchrl_lightning.inspection.summary import summarize
 
-    states = states_of(read_demonstration(path) for path in files)
-    return Inspection((summarize(demonstrations(states, str(source))),))
+    read, torn = [], []
+    for path in files:
+        try:
+            read.append(read_demonstration(path))
+        except (ValueError, OSError, TypeError) as error:
+            torn.append(unreadable(str(path), error).line)
+    return inspection_of([summarize(demonstrations(states_of(read), str(source)))] if read else [], torn, source)

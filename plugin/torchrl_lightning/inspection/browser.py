@@ -17,6 +17,7 @@ from torchrl_lightning.inspection.content import PIECE, Content, Ints, Leaf, Pie
 from torchrl_lightning.inspection.episodes import ENDS, Episodes
 from torchrl_lightning.inspection.pictures import COLOURS, lines
 from torchrl_lightning.inspection.summary import Summary
+from torchrl_lightning.untrusted import printable
 
 OF_EACH = 6  # of the newest, of those with the highest and of those with the lowest return
 FRAMES = 12  # of an episode
@@ -103,7 +104,7 @@ def _courses(content: Content, env: int, begin: int, length: int) -> Iterator[st
         width = leaf[:1].numel()
         if is_told(path) and 0 < width <= len(COLOURS) and not leaf[:1].is_complex():
             rows = episode_rows(content, leaf, env, begin, begin + length)
-            yield lines(rows.reshape(length, width).float().numpy(), ".".join(path))
+            yield lines(rows.reshape(length, width).double().numpy(), printable(".".join(path)))
 
 
 def is_told(path: Path) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,9 +13,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from torchrl_lightning.entries import Path, leaves_of
+from torchrl_lightning.files import Rows, StoredRows
+from torchrl_lightning.fitting import Fault
+from torchrl_lightning.inspection.frames import frame_rows
+from torchrl_lightning.untrusted import MESSAGE_LIMIT, printable
 
 PIECE = 1 << 22  # bytes of an entry that are read at a time
 DEPTH = 16
+BUFFERS_LIMIT = 64  # that are shown of one source
+ENTRIES_LIMIT = 500  # of one buffer
 Ints = NDArray[np.int64]
 
 
@@ -60,9 +66,9 @@ class Index:
     done: Leaf
     is_open: NDArray[np.bool_]
 
-    def ends(self, content: Content) -> NDArray[np.bool_]:
-        """Return which cells hold the last step of an episode that does not continue, by a flag or by a cut."""
-        found = np.zeros(content.length * content.num_envs, np.bool_)
+    def ends(self, content: Content) -> Tensor:
+        """Return for each filled cell whether its step is the last of an episode that does not continue."""
+        found = np.zeros(content.count, np.bool_)
         env = np.arange(content.num_envs)
         for piece in content.pieces(16):
             column = torch.as_tensor(piece.rows(self.column)).numpy()
@@ -73,10 +79,10 @@ class Index:
             else:
                 position, owner = position[piece.valid], owner[piece.valid]
             begins = (column >= position) & (position > content.first[owner])
-            found[(position[begins] - 1) % content.length * content.num_envs + owner[begins]] = True
+            found[content.row_of(position[begins] - 1, owner[begins])] = True
         closed = env[(content.behind > content.first) & ~self.is_open]
-        found[(content.behind[closed] - 1) % content.length * content.num_envs + closed] = True
-        return found
+        found[content.row_of(content.behind[closed] - 1, closed)] = True
+        return torch.from_numpy(found)
 
 
 @dataclass(frozen=True)
@@ -95,7 +101,6 @@ class Content:
         cells: The filled cells, where they are not the first ones.
         mass: What each cell is drawn in proportion to, if it has a priority.
         ordered: Whether the order of the rows is known.
-        stack: How many frames a stack has whose frames are stored once.
         index: The episode index of a buffer; None if it has none.
     """
 
@@ -110,7 +115,6 @@ class Content:
     cells: Ints | None = field(default=None, repr=False)
     mass: Leaf | None = field(default=None, repr=False)
     ordered: bool = True
-    stack: int | None = None
     index: Index | None = field(default=None, repr=False)
 
     @property
@@ -127,6 +131,11 @@ class Content:
         """Return the first entry whose last part has one of the names; below ``next``, if there is such a one."""
         found = [path for path in self.leaves if path[-1] in names and (below is None or path[0] == below)]
         return min(found, key=lambda path: (path[0] != "next", len(path)), default=None)
+
+    def row_of(self, position: Ints, env: Ints) -> Ints:
+        """Return the rows of the entries that hold steps of environments."""
+        cell: Ints = position % self.length * self.num_envs + env
+        return cell if self.cells is None else np.searchsorted(self.cells, cell)
 
     def pieces(self, row_bytes: int) -> Iterator[Piece]:
         """Walk through the steps, all environments side by side, so many at a time as a piece holds."""
@@ -182,7 +191,8 @@ class Piece:
     def grid(self, leaf: Leaf, missing: Any = 0) -> NDArray[Any]:
         """Read the first number of each row of an entry, ``[T, N]``."""
         rows = self.rows(leaf)
-        numbers: NDArray[Any] = rows.reshape(len(rows), -1)[:, 0].float().numpy() if rows.numel() else np.zeros(0)
+        first = rows.reshape(len(rows), -1)[:, 0] if rows.numel() else torch.zeros(len(rows))
+        numbers: NDArray[Any] = (first.real if first.is_complex() else first).double().numpy()
         if self.valid is None:
             return numbers.reshape(self.shape)
         full = np.full(self.shape, missing, numbers.dtype)
@@ -190,7 +200,24 @@ class Piece:
         return full
 
 
-def contents_in(state: Any, name: str, last: int | None = None) -> Iterator[Content]:
+@dataclass(frozen=True)
+class Unreadable:
+    """A buffer that cannot be shown: one line that says why."""
+
+    line: str
+
+
+def unreadable(name: str, error: Exception) -> Unreadable:
+    """Return the line that stands for a buffer whose state raises an error."""
+    name, reason = printable(name), " ".join(str(error).split()).rstrip(".")
+    if not isinstance(error, ValueError | OSError):
+        reason = f"it is no state of ours: {type(error).__name__}: {printable(reason)}"
+    return Unreadable(
+        printable(reason if reason.startswith(name) else f"{name} cannot be shown: {reason}", MESSAGE_LIMIT)
+    )
+
+
+def contents_in(state: Any, name: str, last: int | None = None) -> Iterator[Content | Unreadable]:
     """Find the buffers in a state, however deep it is nested.
 
     Args:
@@ -200,12 +227,16 @@ def contents_in(state: Any, name: str, last: int | None = None) -> Iterator[Cont
         last: Look at the newest cells alone, about so many.
 
     Yields:
-        Each buffer.
+        Each buffer, or the reason why it cannot be shown.
     """
-    yield from _search(state, name, last, 0)
+    for number, found in enumerate(_search(state, printable(name), last, 0)):
+        if number == BUFFERS_LIMIT:
+            yield Unreadable(f"{printable(name)} holds more than {BUFFERS_LIMIT} buffers; the others are left out")
+            return
+        yield found
 
 
-def _search(node: Any, name: str, last: int | None, depth: int) -> Iterator[Content]:
+def _search(node: Any, name: str, last: int | None, depth: int) -> Iterator[Content | Unreadable]:
     if depth > DEPTH:
         return
     if isinstance(node, list | tuple):
@@ -213,30 +244,88 @@ def _search(node: Any, name: str, last: int | None, depth: int) -> Iterator[Cont
             yield from _search(entry, f"{name}[{number}]" if len(node) > 1 else name, last, depth + 1)
     if not isinstance(node, Mapping):
         return
-    found = None
-    storage, writer = node.get("storage"), node.get("writer")
-    if isinstance(storage, Mapping) and "num_steps" in storage:
-        found = _rollout(storage, name)
-    elif isinstance(storage, Mapping) and isinstance(writer, Mapping) and {"positions", "oldest"} <= set(writer):
-        found = _rings(storage, writer, _mass(node.get("sampler")), name, last)
-    elif {"max_size", "count", "data"} <= set(node):
-        found = _rings(node, None, None, name, last)
-    elif {"capacity", "reward", "value", "annealed"} <= set(node):
-        found = demonstrations([*node["reward"], *node["value"]], name, node["capacity"])
+    found: Content | Unreadable | None
+    try:
+        found = _content_of(node, name, last)
+    except Exception as error:  # a damaged or hostile state makes numpy and torch raise anything
+        found = unreadable(name, error)
     if found is not None:
         yield found
     for key, entry in node.items():
         if found is None or key not in ("storage", "data", "reward", "value"):
-            yield from _search(
-                entry, f"{name}: {key}" if isinstance(entry, Mapping) and depth else name, last, depth + 1
-            )
+            below = f"{name}: {printable(key, 80)}" if isinstance(entry, Mapping) and depth else name
+            yield from _search(entry, below, last, depth + 1)
+
+
+def _content_of(node: Mapping[Any, Any], name: str, last: int | None) -> Content | None:
+    """Return the buffer that a mapping is the state of; None if it is none."""
+    storage, writer = node.get("storage"), node.get("writer")
+    if isinstance(storage, Mapping) and "num_steps" in storage:
+        return _rollout(storage, name)
+    if isinstance(storage, Mapping) and isinstance(writer, Mapping) and {"positions", "oldest"} <= set(writer):
+        return _rings(storage, writer, _mass(node.get("sampler")), name, last)
+    if {"max_size", "count", "data"} <= set(node):
+        return _rings(node, None, None, name, last)
+    if {"capacity", "reward", "value", "annealed"} <= set(node):
+        parts = node["reward"], node["value"]
+        if not all(isinstance(part, list | tuple) for part in parts):
+            raise Fault("its demonstrations are no lists")
+        return demonstrations([*parts[0], *parts[1]], name, _count(node["capacity"], "capacity"))
+    return None
+
+
+def _count(value: Any, name: str, least: int = 0) -> int:
+    if type(value) is not int or not least <= value < 1 << 62:
+        raise Fault(f"{name} must be a whole number of at least {least}, got {printable(repr(value), 80)}")
+    return value
+
+
+def _numbers(value: Any, name: str) -> Ints:
+    """Return a vector of integers of a state."""
+    rows = value[:] if isinstance(value, StoredRows | Rows) else value
+    if not isinstance(rows, Tensor) or rows.ndim != 1 or rows.dtype != torch.int64:
+        what = f"{list(rows.shape)} of {rows.dtype}" if isinstance(rows, Tensor) else type(rows).__name__
+        raise Fault(f"{name} must be a vector of int64, got {what}")
+    return rows.detach().numpy().copy()
+
+
+def shape_of(leaf: Any) -> torch.Size:
+    """Return the shape of a tensor, or of what stands for one."""
+    found: torch.Size = torch.Size([len(leaf), *leaf.leaf.shape[1:]]) if isinstance(leaf, Rows) else leaf.shape
+    return found
+
+
+def _leaves(tree: Any, count: int | None) -> dict[Path, Any]:
+    """Return the entries of a state, of ``count`` rows each."""
+    if not isinstance(tree, Mapping):
+        raise Fault(f"data must be a dict, got a {type(tree).__name__}")
+    found = dict(leaves_of(dict(tree)))
+    if len(found) > ENTRIES_LIMIT:
+        raise Fault(f"it must have at most {ENTRIES_LIMIT} entries, got {len(found):,}")
+    for path, leaf in found.items():
+        name = ".".join(printable(part, 80) for part in path)
+        if not isinstance(leaf, Tensor | StoredRows | Rows) or not shape_of(leaf):
+            raise Fault(f"{name} must be a tensor with a row for each step, got a {type(leaf).__name__}")
+        if count is not None and len(leaf) != count:
+            raise Fault(f"{name} must have {count:,} rows, one for each filled cell, got {len(leaf):,}")
+        if not all(isinstance(part, str) for part in path):
+            raise Fault(f"the key {name} must consist of texts")
+    # A claimed cell costs time, whether or not it holds anything.
+    if count and sum(math.prod(shape_of(leaf)) for leaf in found.values()) < count:
+        raise Fault(f"its entries hold no numbers for {count:,} cells")
+    return {path: leaf.detach() if isinstance(leaf, Tensor) else leaf for path, leaf in found.items()}
 
 
 def _mass(sampler: Any) -> Leaf | None:
-    while isinstance(sampler, Mapping):
+    for _ in range(DEPTH):
+        if not isinstance(sampler, Mapping):
+            return None
         if "leaves" in sampler:
-            mass: Leaf = sampler["leaves"]
-            return mass
+            mass: Any = sampler["leaves"]
+            first = mass[:0] if isinstance(mass, Tensor | StoredRows) and len(mass.shape) == 1 else None
+            if first is None or not first.is_floating_point():
+                raise Fault("its priorities must be a vector of floating-point numbers")
+            return mass.detach() if isinstance(mass, Tensor) else mass
         sampler = sampler.get("prioritized")
     return None
 
@@ -244,50 +333,94 @@ def _mass(sampler: Any) -> Leaf | None:
 def _rings(
     storage: Mapping[str, Any], writer: Mapping[str, Any] | None, mass: Leaf | None, name: str, last: int | None
 ) -> Content:
-    count, cells = storage["count"], storage["cells"]
+    count, capacity = _count(storage["count"], "count"), _count(storage["max_size"], "max_size", 1)
+    cells = None if storage["cells"] is None else _numbers(storage["cells"], "cells")
     if writer is None:
         first, behind, length = np.zeros(1, np.int64), np.full(1, count), max(count, 1)
         kind = "storage"
     else:
-        first, behind = (writer[each][:].numpy().copy() for each in ("oldest", "positions"))
-        length, kind = writer["length"], "replay buffer"
+        first, behind = (_numbers(writer[each], each) for each in ("oldest", "positions"))
+        length, kind = _count(writer["length"], "length", 1), "replay buffer"
+    _check_positions(first, behind, length, count, cells)
     if last is not None:
         first = np.maximum(first, behind - max(1, last // len(first)))
-    leaves = {path: leaf for path, leaf in leaves_of(storage["data"] or {}) if len(leaf)}
-    stack = storage.get("frame_stack")
-    found = None if cells is None else cells[:].numpy()
-    known, index = None if writer is None else writer.get("index"), None
-    if known is not None:
-        is_open = torch.as_tensor(known["open"][:]).numpy().copy()
-        index = Index(known["column"], known["done"], is_open)
-    return Content(
-        name,
-        kind,
-        leaves,
-        count,
-        storage["max_size"],
-        length,
-        first,
-        behind,
-        found,
-        mass,
-        writer is not None,
-        stack,
-        index,
-    )
+    leaves: dict[Path, Any] = {} if storage["data"] is None else _leaves(storage["data"], count)
+    if isinstance(frames := storage.get("frames"), Mapping) and leaves:
+        leaves |= _stacks(leaves, frames, capacity, len(first), storage.get("frame_stack"))
+    leaves = leaves if count else {}
+    index = None if writer is None else _index(writer.get("index"), count, len(first))
+    return Content(name, kind, leaves, count, capacity, length, first, behind, cells, mass, writer is not None, index)
+
+
+def _index(known: Any, count: int, num_envs: int) -> Index | None:
+    """Return the episode index of a writer, None if it has none; raise ValueError if it is not of this buffer."""
+    if known is None:
+        return None
+    if not isinstance(known, Mapping):
+        raise Fault(f"index must be a dict, got a {type(known).__name__}")
+    rows = {"column": torch.int64, "done": torch.bool, "open": torch.bool}
+    for key, dtype in rows.items():
+        wanted = torch.Size([num_envs if key == "open" else count])
+        if not isinstance(known.get(key), Tensor | StoredRows | Rows) or shape_of(known[key]) != wanted:
+            raise Fault(f"index.{key} must have the shape {list(wanted)}")
+        if known[key][:0].dtype != dtype:
+            raise Fault(f"index.{key} must be {dtype}, got {known[key][:0].dtype}")
+    return Index(known["column"], known["done"], torch.as_tensor(known["open"][:]).numpy().copy())
+
+
+def _stacks(
+    leaves: Mapping[Path, Any], frames: Mapping[Any, Any], max_size: int, num_envs: int, frame_stack: Any
+) -> dict[Path, Any]:
+    """Return the entries whose frames are stored once, with their images in place of the numbers of frames."""
+    found: dict[Path, Any] = {}
+    for path, numbers in leaves.items():
+        name = ".".join(path[1:] if path[0] == "next" else path)
+        if name in frames:
+            found[path] = frame_rows(numbers, frames[name], max_size, num_envs, frame_stack)
+    return found
+
+
+def _check_positions(first: Ints, behind: Ints, length: int, count: int, cells: Ints | None) -> None:
+    """Validate the counters of rings; raise ValueError if they lead to cells that are not filled."""
+    envs = len(first)
+    if not envs or len(behind) != envs:
+        raise Fault(f"positions and oldest must have one number for each environment, got {len(behind)} and {envs}")
+    held = behind - first
+    if (first < 0).any() or (held < 0).any() or (behind > 1 << 61).any() or (held > length).any():
+        raise Fault(f"positions and oldest must be at most length={length:,} steps apart, and not negative")
+    if cells is None:
+        wraps = (behind - 1) // length != first // length
+        highest = np.where(wraps, length - 1, (behind - 1) % length) * envs + np.arange(envs)
+        if (highest[held > 0] >= count).any():
+            raise Fault(f"positions lead to cells behind the {count:,} filled ones")
+        return
+    if len(cells) != count or (count and cells[0] < 0) or (np.diff(cells) <= 0).any():
+        raise Fault(f"cells must be {count:,} ascending numbers, got {len(cells):,}")
+    if int(held.sum()) > count:
+        raise Fault(f"positions and oldest span {int(held.sum()):,} steps, more than the {count:,} filled cells")
 
 
 def _rollout(storage: Mapping[str, Any], name: str) -> Content:
-    steps, envs = storage["num_steps"], storage["num_envs"] or 1
-    trees = (storage["data"], storage.get("added"))
+    steps = _count(storage["num_steps"], "num_steps")
+    envs = _count(storage["num_envs"] or 1, "num_envs", 1)
+    capacity = _count(storage["size"], "size") * envs
+    trees = (tree for tree in (storage["data"], storage.get("added")) if tree)
     leaves = {
-        path: leaf.flatten(0, 1)
+        path: _flattened(leaf)
         for tree in trees
-        for path, leaf in leaves_of(tree or {})
-        if leaf.shape[:2] == (steps, envs)
+        for path, leaf in _leaves(tree, None).items()
+        if tuple(shape_of(leaf)[:2]) == (steps, envs)
     }
+    if steps and not any(math.prod(leaf.shape) >= steps * envs for leaf in leaves.values()):
+        raise Fault(f"no entry holds numbers for {steps:,} steps of {envs:,} environments")
     first, behind = np.zeros(envs, np.int64), np.full(envs, steps)
-    return Content(name, "rollout", leaves, steps * envs, storage["size"] * envs, max(steps, 1), first, behind)
+    return Content(name, "rollout", leaves, steps * envs, capacity, max(steps, 1), first, behind)
+
+
+def _flattened(leaf: Any) -> Any:
+    """Return rows of steps and environments as rows."""
+    shape = torch.Size([leaf.shape[0] * leaf.shape[1], *leaf.shape[2:]])
+    return replace(leaf, shape=shape) if isinstance(leaf, StoredRows) else leaf.reshape(shape)
 
 
 def demonstrations(states: Sequence[Mapping[str, Any]], name: str, capacity: int | None = None) -> Content:
@@ -295,11 +428,14 @@ def demonstrations(states: Sequence[Mapping[str, Any]], name: str, capacity: int
 
     The end of one that does not say how it ended counts as terminal.
     """
-    trees = [dict(leaves_of(state["steps"])) for state in states]
+    trees = [_leaves(state["steps"], None) for state in states]
     shared = [path for path in (trees[0] if trees else ()) if all(path in tree for tree in trees)]
     shared = [path for path in shared if len({tree[path].shape[1:] for tree in trees}) == 1]
     leaves: dict[Path, Leaf] = {path: Chained([tree[path] for tree in trees]) for path in shared}
     lengths = [len(next(iter(tree.values()))) for tree in trees]
+    for tree, length in zip(trees, lengths, strict=True):
+        if any(len(leaf) != length for leaf in tree.values()):
+            raise Fault("the entries of a demonstration must have equal numbers of rows")
     ends = [(True, False) if each["terminated"] is None else (each["terminated"], each["truncated"]) for each in states]
     for number, flag in enumerate(("terminated", "truncated")):
         leaves["next", flag] = Chained(

@@ -67,8 +67,7 @@ def episodes_in(content: Content) -> Episodes | None:
         flagged = piece.grid(flag) != 0
         ended = flagged
         if ends is not None:
-            ended = ends[piece.cells].reshape(piece.shape)
-            ended = ended if piece.valid is None else ended & piece.valid
+            ended = piece.grid(ends) != 0
         rewards = np.zeros(piece.shape) if reward is None else piece.grid(content.leaves[reward])
         kinds = [None if path is None else piece.grid(content.leaves[path]) != 0 for path in flags]
         terminated, truncated = kinds

@@ -30,6 +30,9 @@ def _findings(summary: Summary) -> Iterator[str]:
     for entry in summary.entries:
         if entry.nans:
             yield f"{entry.name} holds {entry.nans:,} numbers that are NaN or infinite: find where they come from"
+        whole_image = entry.size > WIDE and entry.constant == entry.size and _may_vary(entry.key, 1)
+        if whole_image and content.looked_at >= ALONE:
+            yield f"{entry.name} is the same image in every step: it tells a network nothing"
         if entry.constant and _may_vary(entry.key, entry.size) and content.looked_at >= ALONE:
             what = "is" if entry.size == 1 else f"has {entry.constant} of {entry.size} numbers that are"
             yield f"{entry.name} {what} the same in every step: it tells a network nothing"

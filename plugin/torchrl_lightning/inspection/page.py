@@ -30,25 +30,27 @@ STYLE = """
 """
 
 
-def write_page(summaries: Sequence[Summary], path: Path) -> None:
+def write_page(summaries: Sequence[Summary], path: Path, unreadable: Sequence[str] = ()) -> None:
     """Write the page, whole or not at all.
 
     Args:
         summaries: What was computed of each buffer.
         path: The file, which is replaced.
+        unreadable: A line for each buffer that cannot be shown.
 
     Raises:
         OSError: It cannot be written.
     """
     head = '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>What the buffer holds</title></head>'
-    whole = f"{head}<body>{fragment(summaries)}</body></html>\n".encode()
+    whole = f"{head}<body>{fragment(summaries, unreadable)}</body></html>\n".encode()
     with replaced_files(path) as (file,):
         file.write(whole)
 
 
-def fragment(summaries: Sequence[Summary]) -> str:
+def fragment(summaries: Sequence[Summary], unreadable: Sequence[str] = ()) -> str:
     """Return the body of the page, as a notebook shows it."""
     parts = "".join(part for summary in summaries for part in _parts(summary))
+    parts += "".join(f'<p class="wrong">{escape(line)}</p>' for line in unreadable)
     return f'<div class="inspection"><style>{STYLE}</style>{parts}</div>'
 
 

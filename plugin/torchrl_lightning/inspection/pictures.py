@@ -29,20 +29,28 @@ def bars(heights: Sequence[float], low: float, high: float, title: str, second: 
 
 def histogram(values: NDArray[Any], title: str, parts: int = 32) -> str:
     """Draw how many of some numbers lie in each part of their range; nothing where none is finite."""
-    values = values[np.isfinite(values)].astype(np.float64)
+    values = np.asarray(values.real, np.float64)
+    values = values[np.isfinite(values)]
     if not values.size:
         return ""
     low, high = float(values.min()), float(values.max())
-    if (values % 1 == 0).all():  # as many whole numbers in each part
+    # Above, float64 does not hold every whole number.
+    if max(-low, high) < 1 << 52 and (values % 1 == 0).all():  # as many whole numbers in each part
         width = -(-int(high - low + 1) // parts)
         return bars(np.bincount((values - low).astype(np.int64) // width).tolist(), low, high, title)
-    counts, _ = np.histogram(values, parts)
+    counts, _ = np.histogram(_scaled(values, low, high), parts)
     return bars(counts.tolist(), low, high, title)
+
+
+def _scaled(values: NDArray[np.float64], low: float, high: float) -> NDArray[np.float64]:
+    """Return values between 0 and 1; halves do not overflow where the range does."""
+    span = high / 2 - low / 2
+    return (values / 2 - low / 2) / span if span > 0 else np.zeros_like(values)
 
 
 def lines(columns: NDArray[Any], title: str) -> str:
     """Draw columns ``[n, k]`` over their rows; of many, the least and the largest of each part."""
-    shown = columns.astype(np.float64)
+    shown = np.asarray(columns.real, np.float64)
     finite = shown[np.isfinite(shown)]
     low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
     shown = np.nan_to_num(shown, nan=low, posinf=high, neginf=low)
@@ -51,7 +59,9 @@ def lines(columns: NDArray[Any], title: str) -> str:
         extremes = [extreme.reduceat(shown, begins, axis=0) for extreme in (np.minimum, np.maximum)]
         shown = np.stack(extremes, 1).reshape(-1, shown.shape[1])
     across = np.full(len(shown), WIDTH / 2) if len(shown) == 1 else np.linspace(0, WIDTH, len(shown))
-    up = HEIGHT * (1 - (shown - low) / max(high - low, 1e-12))
+    # Differences that small are rounding.
+    flat = not high / 2 - low / 2 > 5e-13
+    up = HEIGHT * (1 - (np.zeros_like(shown) if flat else _scaled(shown, low, high)))
     drawn = "".join(
         f'<polyline fill="none" stroke="{COLOURS[number % len(COLOURS)]}" '
         f'points="{" ".join(f"{x:.0f},{y:.1f}" for x, y in zip(across, column, strict=True))}"/>'

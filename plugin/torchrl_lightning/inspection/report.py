@@ -4,19 +4,22 @@ from __future__ import annotations
 
 __all__ = ["Inspection", "inspect_buffer"]
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderResult
+from rich.text import Text
 
 from torchrl_lightning.fitting import Fault
-from torchrl_lightning.inspection.content import contents_in
+from torchrl_lightning.inspection.content import Content, Unreadable, contents_in, unreadable
 from torchrl_lightning.inspection.findings import findings
 from torchrl_lightning.inspection.summary import Summary, summarize
 from torchrl_lightning.inspection.tables import tables
 from torchrl_lightning.ranges import integer, optional
+from torchrl_lightning.untrusted import printable
 
 
 class NoBufferError(Fault):
@@ -29,9 +32,11 @@ class Inspection:
 
     Attributes:
         summaries: One for each buffer.
+        unreadable: One line for each buffer that cannot be shown.
     """
 
     summaries: tuple[Summary, ...]
+    unreadable: tuple[str, ...] = ()
 
     @property
     def findings(self) -> list[str]:
@@ -40,11 +45,13 @@ class Inspection:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield from map(tables, self.summaries)
+        for line in self.unreadable:
+            yield Text(f"! {line}", style="bold red")
 
     def _repr_html_(self) -> str:
         from torchrl_lightning.inspection.page import fragment
 
-        return fragment(self.summaries)
+        return fragment(self.summaries, self.unreadable)
 
     def write_html(self, path: str | Path) -> None:
         """Write one page that needs no other file: the tables, pictures, and episodes to leaf through.
@@ -54,7 +61,7 @@ class Inspection:
         """
         from torchrl_lightning.inspection.page import write_page
 
-        write_page(self.summaries, Path(path))
+        write_page(self.summaries, Path(path), self.unreadable)
 
     def __str__(self) -> str:
         console = Console(width=120, color_system=None)
@@ -108,11 +115,30 @@ def inspect_state(state: Any, name: str | Path, *, last: int | None = None) -> I
     Raises:
         Fault: There is none in it, or one is not as its counters say.
     """
-    try:
-        found = Inspection(tuple(summarize(content) for content in contents_in(state, str(name), last)))
-    except (KeyError, TypeError, IndexError, AttributeError, RuntimeError) as error:
-        raise Fault(f"{name} holds no buffer of ours: {type(error).__name__}: {error}.") from error
-    if not found.summaries:
+    summaries: list[Summary] = []
+    lines: list[str] = []
+    for content in contents_in(state, str(name), last):
+        try:
+            if isinstance(content, Content):
+                summaries.append(summarize(content))
+                continue
+            found: Unreadable = content
+        except Exception as error:  # numbers may be anything
+            found = unreadable(content.name, error)
+        lines.append(found.line)
+    return inspection_of(summaries, lines, name)
+
+
+def inspection_of(summaries: Sequence[Summary], lines: Sequence[str], name: str | Path) -> Inspection:
+    """Return what was read, with a line for each buffer that cannot be shown.
+
+    Raises:
+        Fault: None can be shown.
+    """
+    if not summaries and lines:
+        others = f"; {len(lines) - 1} more cannot be shown either" if len(lines) > 1 else ""
+        raise Fault(f"{lines[0]}{others}.")
+    if not summaries:
         mend = "name a run that keeps one in its checkpoints, or a folder of a buffer"
-        raise NoBufferError(f"{name} holds no buffer; {mend}.")
-    return found
+        raise NoBufferError(f"{printable(name)} holds no buffer; {mend}.")
+    return Inspection(tuple(summaries), tuple(lines))

@@ -16,6 +16,7 @@ from torchrl_lightning.inspection.content import Content, Leaf, Piece
 from torchrl_lightning.inspection.draws import Draws
 from torchrl_lightning.inspection.episodes import Episodes, episodes_in
 from torchrl_lightning.moments import Moments
+from torchrl_lightning.untrusted import printable
 
 MOST = 200_000_000  # cells that are looked at
 SAMPLED = 4096  # rows of an entry that pictures and quantiles are made of
@@ -56,13 +57,13 @@ class Entry:
     nans: int
     constant: int
     size: int
-    sample: NDArray[np.float32] = field(repr=False)
+    sample: NDArray[np.float64] = field(repr=False)
     counts: tuple[int, ...] = field(default=(), repr=False)
 
     @property
     def name(self) -> str:
-        """The key as one word."""
-        return ".".join(self.key)
+        """The key as one printable word."""
+        return printable(".".join(self.key))
 
 
 @dataclass(frozen=True)
@@ -134,9 +135,10 @@ def summarize(content: Content) -> Summary:
             f"{content.name} holds {content.looked_at:,} cells, of which at most {MOST:,} are looked at; "
             "look at its newest ones: --last 10000000 (from Python: last=10_000_000)."
         )
-    entries = tuple(_entry(content, path, leaf) for path, leaf in content.leaves.items())
-    ages = _ages(content) if content.ordered and content.kind == "replay buffer" and content.looked_at else None
-    return Summary(content, entries, episodes_in(content), ages, _priorities(content))
+    with np.errstate(all="ignore"):  # numbers may be infinite, or too large for their sums
+        entries = tuple(_entry(content, path, leaf) for path, leaf in content.leaves.items())
+        ages = _ages(content) if content.ordered and content.kind == "replay buffer" and content.looked_at else None
+        return Summary(content, entries, episodes_in(content), ages, _priorities(content))
 
 
 def _entry(content: Content, path: tuple[str, ...], leaf: Leaf) -> Entry:
@@ -148,7 +150,7 @@ def _entry(content: Content, path: tuple[str, ...], leaf: Leaf) -> Entry:
     nans, seen = 0, 0
     every = max(1, content.looked_at // SAMPLED)
     # One array from the start: small ones that stay between the pieces would keep the heap from reusing their room.
-    sample = np.empty((-(-content.looked_at // every), size if size <= WIDE else 1), np.float32)
+    sample = np.empty((-(-content.looked_at // every), size if size <= WIDE else 1), np.float64)
     taken = 0
     counts: dict[int, int] | None = {} if whole and size == 1 else None
     for piece in content.pieces(max(width, 8 * min(size, 4))) if size and not first.is_complex() else ():
@@ -158,7 +160,7 @@ def _entry(content: Content, path: tuple[str, ...], leaf: Leaf) -> Entry:
         start = -seen % every
         picked = rows[start::every]
         shown = picked if size <= WIDE else picked[:, (size // 2) : (size // 2) + 1]
-        sample[taken : taken + len(shown)] = shown.float().numpy()
+        sample[taken : taken + len(shown)] = shown.double().numpy()
         taken += len(shown)
         seen += len(rows)
         if whole:
@@ -186,7 +188,7 @@ def _entry(content: Content, path: tuple[str, ...], leaf: Leaf) -> Entry:
         float(low.min()) if number else math.nan,
         float(high.max()) if number else math.nan,
         float(moments.mean) if number else math.nan,
-        math.sqrt(float(moments.variance)) if number else math.nan,
+        math.sqrt(max(float(moments.variance), 0.0)) if number else math.nan,
         nans,
         int((low == high).sum()) if content.looked_at > 1 and not nans else 0,
         size,
@@ -248,6 +250,7 @@ def _mass_of(cells: NDArray[np.int64], mass: Leaf) -> NDArray[np.float64]:
         return np.zeros(0)
     low = int(cells[0])
     found = mass[low : int(cells[-1]) + 1].double().numpy()
+    found = np.where(np.isfinite(found) & (found > 0), found, 0.0)
     known = np.zeros(int(cells[-1]) + 1 - low)
     known[: len(found)] = found
     return known[cells - low]
@@ -259,7 +262,7 @@ def _priorities(content: Content) -> Priorities | None:
     mass, known = np.empty(len(content.mass), np.float32), 0
     for at in range(0, len(mass), STEP):
         part = content.mass[at : at + STEP].float().numpy()
-        part = part[part > 0]
+        part = part[(part > 0) & np.isfinite(part)]
         mass[known : known + len(part)] = part
         known += len(part)
     if not known:
@@ -274,5 +277,6 @@ def _priorities(content: Content) -> Priorities | None:
     before = float(shares[block - 1]) if block else 0.0
     inside = before + largest_first[edges[block] : edges[block + 1]].cumsum(dtype=np.float64)
     half = int(edges[block]) + int(np.searchsorted(inside, total / 2)) + 1
-    effective = total**2 / float(np.dot(mass, mass))
+    scaled = mass / mass[-1]  # whose squares neither overflow nor vanish
+    effective = float(scaled.sum(dtype=np.float64)) ** 2 / float(np.dot(scaled, scaled))
     return Priorities(known, float(mass[-1]) / total, half, effective, tuple((shares / total).tolist()))

@@ -84,8 +84,9 @@ def _episode_facts(episodes: Episodes) -> Iterator[tuple[str, str]]:
 
 
 def _spread(values: NDArray[Any]) -> str:
-    low, middle, high = np.quantile(values, (0, 0.5, 1))
-    return f"{low:.4g} to {high:.4g}; median {middle:.4g}, mean {values.mean():.4g}"
+    with np.errstate(all="ignore"):  # returns may be infinite
+        low, middle, high = np.quantile(values, (0, 0.5, 1))
+        return f"{low:.4g} to {high:.4g}; median {middle:.4g}, mean {values.mean():.4g}"
 
 
 def tables(summary: Summary) -> RenderableType:
