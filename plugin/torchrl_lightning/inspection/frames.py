@@ -46,17 +46,15 @@ class FrameRows:
         found, place = np.unique(numbers.numpy(), return_inverse=True)
         size = self.ring[:1].shape[1]
         frames = np.empty((len(found), size), np.uint8)
-        for first in (0, self.spares_from):
-            source, behind = (self.spares, None) if first else (self.ring, self.spares_from)
-            low, high = np.searchsorted(found, (first, found[-1] + 1 if behind is None and len(found) else behind))
+        for source, first, behind in ((self.ring, 0, self.spares_from), (self.spares, self.spares_from, 1 << 31)):
+            low, high = np.searchsorted(found, (first, behind))
             chosen = found[low:high] - first
-            if not len(chosen):
-                continue
-            if chosen[0] < 0 or chosen[-1] >= len(source):
+            if len(chosen) and chosen[-1] >= len(source):
                 raise Fault(f"a step shows frame {int(chosen[-1]) + first}, which is not stored")
             for run in np.split(np.arange(len(chosen)), np.flatnonzero(np.diff(chosen) != 1) + 1):
-                rows = source[int(chosen[run[0]]) : int(chosen[run[-1]]) + 1]
-                frames[low + run[0] : low + run[-1] + 1] = rows.numpy()
+                if len(run):
+                    rows = source[int(chosen[run[0]]) : int(chosen[run[-1]]) + 1]
+                    frames[low + run[0] : low + run[-1] + 1] = rows.numpy()
         if len(found) and found[0] < 0:
             raise Fault("a step shows a frame with a negative number")
         stacks = torch.from_numpy(frames[place.reshape(-1)]).view(self.dtype)
