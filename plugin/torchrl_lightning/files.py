@@ -230,8 +230,8 @@ def _write_into(folder: Path, state: Mapping[str, Any]) -> None:
         values = _values_in(described)
         if len(described) > MANIFEST_LIMIT or values > MANIFEST_VALUES_LIMIT:
             raise ValueError(
-                f"the state of {folder} has {values:,} values in {len(described):,} bytes beside its tensors, more than "
-                f"{MANIFEST_VALUES_LIMIT:,} in {MANIFEST_LIMIT:,}, which could not be read again."
+                f"the state of {folder} has {values:,} values in {len(described):,} bytes beside its tensors, more "
+                f"than {MANIFEST_VALUES_LIMIT:,} in {MANIFEST_LIMIT:,}, which could not be read again."
             )
         manifest.write(described)
     for old in folder.iterdir():  # also what a killed process had completed

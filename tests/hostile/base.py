@@ -1,0 +1,54 @@
+"""The run that hostile files are made of, and all imports that reading needs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from cli.commands import call
+from hostile.readers import READERS
+from hostile.running import Base
+from kit.store import composed, composed_run
+from torchrl_lightning import save_pretrained
+from torchrl_lightning.seal import SEAL
+
+TINY = ["data.num_envs=2", "data.frames_per_batch=64", "data.mini_batch_size=32", "data.num_epochs=1"]
+
+
+def make_base(folder: Path) -> Base:
+    """Train for few frames, and read the checkpoint once by each function, so that forked processes import nothing."""
+    torch.set_num_threads(1)  # a forked process has no others
+    run = folder / "run"
+    settings = [*TINY, "data.total_frames=128", "data.eval_episodes=1", "eval_episodes=1"]
+    done = call("train", *settings, f"hydra.run.dir={run}", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    checkpoint = run / "checkpoints" / "last.ckpt"
+    stored = torch.load(checkpoint, weights_only=True)
+    stored.pop(SEAL)  # as somebody who changes it would do
+    save_pretrained(run, folder / "published")
+    configs = {
+        "evaluate": composed("evaluate", "ckpt_path=a.ckpt", "histogram=null", "episodes=1"),
+        "record": composed("record", "ckpt_path=a.ckpt", "episodes=1", "directory=demos", "min_return=0"),
+        "table": composed("record", "table=demos", "env=cartpole"),
+        "train": composed_run(*settings, "init_from=a.ckpt", "logger=none", "~callbacks", "+callbacks={}", into="run"),
+    }
+    base = Base(run, stored, folder / "published", configs)
+    return base
+
+
+def warm_up(base: Base, folder: Path) -> list[str]:
+    """Read the run, its checkpoint and its policy by each of their functions; return what failed."""
+    from hostile.running import Case, problems_of
+
+    whole = {
+        "checkpoint": base.run / "checkpoints" / "last.ckpt",
+        "run": base.run,
+        "policy": base.pretrained,
+    }
+    found = []
+    for kind, path in whole.items():
+        case = Case(kind, "a whole one", lambda sent, base, canary, path=path: path)
+        for name, read in READERS[kind].items():
+            found += problems_of(case, name, read, base, folder / f"{kind}_{name.replace(' ', '_')}")
+    return found

@@ -1,0 +1,225 @@
+"""Read a hostile file in a process of its own, and say what was wrong with the reading."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import shutil
+import signal
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kit.hostile import MODULE
+
+SECONDS = 10  # of processor time
+ALLOWED_MEMORY = 200 << 20  # beside three times the file
+WAIT = 180  # seconds until a process that waits for something is ended
+MESSAGE = 4000  # characters
+_LIMIT = 2 << 30  # bytes of address space beyond what the process has; for the machine's sake
+_OUTSIDE = ("subprocess.Popen", "os.system", "os.posix_spawn", "os.exec", "socket.connect", "socket.bind")
+_CHANGES = ("os.remove", "os.rename", "os.mkdir", "os.rmdir", "os.link", "os.symlink", "os.truncate", "os.chmod")
+_READ_ONLY = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_DIRECTORY", 0)
+
+
+@dataclass(frozen=True)
+class Base:
+    """What hostile files are made of: a run, what its checkpoint holds, and the folders beside it.
+
+    Attributes:
+        run: The folder of the run.
+        stored: What its checkpoint holds, without checksums.
+        pretrained: The folder of its published policy.
+        settings: The config of each command.
+    """
+
+    run: Path
+    stored: dict[str, Any]
+    pretrained: Path
+    settings: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A hostile file: ``write`` puts it into a folder, with the canary that nothing may touch, and returns its path."""
+
+    kind: str
+    name: str
+    write: Callable[[Path, Base, str], Path]
+
+
+def problems_of(
+    case: Case, name: str, read: Callable[[Path, Base], object], base: Base, folder: Path, *, may_pass: bool = True
+) -> list[str]:
+    """Write a file, read it in a forked process, and return what is wrong with it.
+
+    Args:
+        case: The file.
+        name: Of the reader.
+        read: The reader, which gets the path. It works in a folder of its own.
+        base: What the file is made of.
+        folder: A new folder.
+        may_pass: Whether it is right that nothing is refused.
+    """
+    sent, out = folder / "sent", folder / "out"
+    for each in (sent, out):
+        each.mkdir(parents=True)
+    canary = folder / "CANARY"
+    (out / f"{MODULE}.py").write_text(f"open({str(canary)!r}, 'w')\ndef function(*_, **__): ...\n")
+    path = case.write(sent, base, str(canary))
+    before = dict(_files(sent)), dict(_files(base.run))
+    size = sum(entry[0] for entry in before[0].values())
+    found = _in_child(lambda: read(path, base), out, size)
+    problems: list[str] = found["problems"]
+    if canary.exists():
+        problems.append("code in the file ran")
+    if (dict(_files(sent)), dict(_files(base.run))) != before:
+        problems.append("files beside it were changed")
+    if not may_pass and found["refused"] is None and not problems:
+        problems.append("it was not refused")
+    shutil.rmtree(folder)
+    return [f"{case.kind}: {case.name}, {name}: {problem}" for problem in problems]
+
+
+def _files(folder: Path) -> Iterator[tuple[str, tuple[int, int]]]:
+    for path in sorted(folder.rglob("*")):
+        status = path.lstat()
+        yield str(path), (status.st_size if path.is_file() else 0, status.st_mtime_ns)
+
+
+def _in_child(read: Callable[[], object], out: Path, size: int) -> dict[str, Any]:
+    """Run a reader in a forked process; return the text by which it refused, and what was wrong."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if not pid:
+        os.close(reading)
+        try:
+            found = _read(read, out, size)
+        except BaseException:
+            found = {"refused": None, "problems": [f"the test failed: {traceback.format_exc()[-800:]}"]}
+        with contextlib.suppress(BaseException):
+            os.write(writing, json.dumps(found).encode()[:60_000])
+        os._exit(0)
+    os.close(writing)
+    status = _wait(pid)
+    with os.fdopen(reading, "rb") as file:
+        data = file.read()
+    if data:
+        found = json.loads(data)
+        return found
+    if status is None:
+        return {"refused": None, "problems": [f"it has not returned after {WAIT} s"]}
+    number = -os.waitstatus_to_exitcode(status)
+    reason = f"more than {2 * SECONDS} s of processor time" if number == signal.SIGXCPU else f"signal {number}"
+    return {"refused": None, "problems": [f"the process was ended: {reason}"]}
+
+
+def _wait(pid: int) -> int | None:
+    deadline = time.monotonic() + WAIT
+    while time.monotonic() < deadline:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            return status
+        time.sleep(0.005)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return None
+
+
+def _read(read: Callable[[], object], out: Path, size: int) -> dict[str, Any]:
+    os.chdir(out)
+    said = os.open(out / "said", os.O_RDWR | os.O_CREAT)
+    for stream in (1, 2):
+        os.dup2(said, stream)
+    sys.stdout, sys.stderr = (open(stream, "w", buffering=1, closefd=False) for stream in (1, 2))  # noqa: SIM115
+    warnings.resetwarnings()
+    warnings.simplefilter("ignore")
+    os.environ |= {"TMPDIR": str(out), "TORCHINDUCTOR_CACHE_DIR": str(out)}
+    sys.dont_write_bytecode = True
+    sys.path.append(str(out))  # as commands put the working directory there
+    resource.setrlimit(resource.RLIMIT_AS, (_status("VmSize") + 3 * size + _LIMIT,) * 2)
+    resource.setrlimit(resource.RLIMIT_CPU, (2 * SECONDS + int(time.process_time()), 10 * SECONDS + 1000))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    modules, events = set(sys.modules), _watched(out)
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")  # the highest memory is counted from here on
+    memory, began = _status("VmRSS"), time.process_time()
+    refused, lines, problems = None, 1, []
+    try:
+        read()
+    except SystemExit as end:
+        if end.code:
+            written = (out / "said").read_text(errors="replace").strip()
+            refused, lines = end.code if isinstance(end.code, str) else written, 2
+    except (ValueError, OSError) as error:
+        refused = str(error)
+    except BaseException as error:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        problems.append(f"{type(error).__name__} in {Path(where.filename).name}:{where.lineno}: {str(error)[:200]}")
+    seconds, used = time.process_time() - began, _status("VmHWM") - memory
+    if refused is not None:
+        if not refused or len(refused) > MESSAGE or len(refused.splitlines()) > lines:
+            problems.append(f"the message has {len(refused.splitlines())} lines, {len(refused)} characters: {refused[:200]!r}")
+        if not all(line.isprintable() for line in refused.split("\n")):
+            problems.append(f"the message holds control characters: {refused[:300]!r}")
+    text = (out / "said").read_text(errors="replace")
+    if any(not line.isprintable() for line in text.split("\n")):
+        problems.append(f"control characters were printed: {text[:300]!r}")
+    if seconds > SECONDS:
+        problems.append(f"it took {seconds:.1f} s of processor time")
+    if used > 3 * size + ALLOWED_MEMORY:
+        problems.append(f"it took {used >> 20} MB for a file of {size / 1e6:.3g} MB")
+    if strange := [name for name in sys.modules.keys() - modules if _is_strange(name, out)]:
+        problems.append(f"modules were imported: {', '.join(sorted(strange)[:5])}")
+    problems += sorted(set(events))[:5]
+    return {"refused": refused, "problems": problems}
+
+
+def _is_strange(name: str, out: Path) -> bool:
+    """Return whether a module came from elsewhere than Python and the packages that are installed."""
+    if name.partition(".")[0] == MODULE:
+        return True
+    file = getattr(sys.modules.get(name), "__file__", None)
+    return file is not None and Path(file).is_relative_to(out.parent)
+
+
+def _status(name: str) -> int:
+    """Return a line of the process's status, in bytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) << 10
+    raise LookupError(name)
+
+
+def _watched(out: Path) -> list[str]:
+    """Note what the process does outside of its folder from now on."""
+    events: list[str] = []
+
+    def note(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "open":
+            path, mode, flags = arguments
+            writes = any(sign in mode for sign in "wax+") if isinstance(mode, str) else bool((flags or 0) & 3)
+            if writes and isinstance(path, str | bytes | os.PathLike) and _is_outside(path, out):
+                events.append(f"it wrote {os.fsdecode(path)}")
+        elif event in _OUTSIDE:
+            events.append(f"it used {event}: {str(arguments)[:200]}")
+        elif event in _CHANGES and isinstance(arguments[0], str | bytes | os.PathLike) and _is_outside(arguments[0], out):
+            events.append(f"it used {event}: {str(arguments)[:200]}")
+
+    sys.addaudithook(note)
+    return events
+
+
+def _is_outside(path: Any, out: Path) -> bool:
+    whole = Path(os.path.abspath(os.fsdecode(path)))
+    if whole == Path("/dev/null") or whole.is_relative_to("/proc/self"):
+        return False
+    is_lock = whole.name.startswith("pym-") and whole.parent == Path("/dev/shm")  # of multiprocessing
+    return not whole.is_relative_to(out) and not is_lock
