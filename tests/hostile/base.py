@@ -33,8 +33,7 @@ def make_base(folder: Path) -> Base:
         "table": composed("record", "table=demos", "env=cartpole"),
         "train": composed_run(*settings, "init_from=a.ckpt", "logger=none", "~callbacks", "+callbacks={}", into="run"),
     }
-    base = Base(run, stored, folder / "published", configs)
-    return base
+    return Base(run, stored, folder / "published", configs)
 
 
 def warm_up(base: Base, folder: Path) -> list[str]:

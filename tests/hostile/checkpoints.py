@@ -39,7 +39,9 @@ def _raw(data: bytes | Callable[[Path, Base], None]) -> Callable[[Path, Base, st
     return write
 
 
-def _archive(path: Path, pickled: bytes, records: dict[str, Any] | None = None, method: int = zipfile.ZIP_STORED) -> None:
+def _archive(
+    path: Path, pickled: bytes, records: dict[str, Any] | None = None, method: int = zipfile.ZIP_STORED
+) -> None:
     """Write an archive as torch does, with another pickle, and records of bytes or of so many zeros."""
     source = io.BytesIO()
     torch.save({"x": torch.zeros(8)}, source)
@@ -118,7 +120,10 @@ def _pickles(canary: str) -> dict[str, bytes | Any]:
         "codecs": _called("_codecs", "encode", b"(X\x01\x00\x00\x00xX\x06\x00\x00\x00latin1"),
         "a text that claims 4 GB": b"\x80\x04\x8d" + (4 * GB).to_bytes(8, "little") + b"x",
         "a long number that claims 2 GB": b"\x80\x02\x8b" + (2 * GB - 1).to_bytes(4, "little") + b"x",
-        "a number of a million digits": b"\x80\x02}X\x01\x00\x00\x00x\x8b" + (500_000).to_bytes(4, "little") + b"\x7f" * 500_000 + b"s.",
+        "a number of a million digits": b"\x80\x02}X\x01\x00\x00\x00x\x8b"
+        + (500_000).to_bytes(4, "little")
+        + b"\x7f" * 500_000
+        + b"s.",
         "a memo of four billion": b"\x80\x02}r\xff\xff\xff\xff.",
         "deep lists": b"\x80\x02" + b"]" * 200_000 + b"a" * 199_999 + b".",
         "deep tuples": b"\x80\x02)" + b"\x85" * 200_000 + b".",
@@ -132,7 +137,9 @@ def _pickles(canary: str) -> dict[str, bytes | Any]:
         "a number": _pickled(3),
         "a tensor alone": _pickled(_tensor(8, (8,), (1,))),
         "a stride of zero": _pickled({"x": _tensor(8, (10**6, 10**6), (0, 0))}),
-        "a stride of zero in weights": _pickled({"state_dict": {"x": _tensor(8, (10**5, 10**5), (0, 0))}, SEAL: {"state_dict": 1}}),
+        "a stride of zero in weights": _pickled(
+            {"state_dict": {"x": _tensor(8, (10**5, 10**5), (0, 0))}, SEAL: {"state_dict": 1}}
+        ),
         "overlapping rows": _pickled({"x": _tensor(8, (10**4, 4), (0, 1))}),
         "a negative stride": _pickled({"x": _tensor(8, (4,), (-1,))}),
         "a negative shape": _pickled({"x": _tensor(8, (-4,), (1,))}),
@@ -146,7 +153,13 @@ def _pickles(canary: str) -> dict[str, bytes | Any]:
         "a storage in another folder": _pickled({"x": _tensor(8, (8,), (1,), name="../../../etc/hostname")}),
         "a hundred thousand tensors": _pickled({"x": [_tensor(8, (8,), (1,)) for _ in range(100_000)]}),
         "a sparse tensor": _pickled(
-            {"x": _Call(torch._utils._rebuild_sparse_tensor, torch.sparse_coo, (_tensor(8, (1, 1), (1, 1)), _tensor(8, (1,), (1,)), (10**12,)))}
+            {
+                "x": _Call(
+                    torch._utils._rebuild_sparse_tensor,
+                    torch.sparse_coo,
+                    (_tensor(8, (1, 1), (1, 1)), _tensor(8, (1,), (1,)), (10**12,)),
+                )
+            }
         ),
         "a tensor without memory": _pickled(
             {"x": _Call(torch._utils._rebuild_meta_tensor_no_storage, torch.float32, (10**15,), (1,), False)}
@@ -155,7 +168,9 @@ def _pickles(canary: str) -> dict[str, bytes | Any]:
         "a set": _pickled({"x": {1, 2}}),
         "an ordered dict of pairs": _pickled({"x": _Call(collections.OrderedDict, [[1, 2]])}),
         "a counter": _pickled({"x": _Call(collections.Counter, "aab")}),
-        "names with escape codes": _pickled({"\x1b[31m\nred\u202e": {"\x1b[2J": _tensor(8, (8,), (1,))}, "state_dict": {}}),
+        "names with escape codes": _pickled(
+            {"\x1b[31m\nred\u202e": {"\x1b[2J": _tensor(8, (8,), (1,))}, "state_dict": {}}
+        ),
         "a name that is a number": _pickled({1: 2, (1, 2): 3, None: 4, "state_dict": {}}),
         "a key that is long": _pickled({"x" * 1_000_000: 1}),
     }
@@ -314,7 +329,9 @@ VALUES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "a command that is a text": _set("command", to="x"),
     "overrides with escape codes": _set("command", "overrides", to=["model.gamma=\x1b[31m0.5", "x\n=1"]),
     "overrides of Hydra's": _set("command", "overrides", to=["hydra.run.dir=/tmp/CANARY", "hydra/launcher=joblib"]),
-    "overrides that interpolate": _set("command", "overrides", to=["seed=${oc.env:HOME}", "model.gamma=${oc.decode:1}"]),
+    "overrides that interpolate": _set(
+        "command", "overrides", to=["seed=${oc.env:HOME}", "model.gamma=${oc.decode:1}"]
+    ),
     "deep overrides": _set("command", "overrides", to=["model.network.hidden_sizes=" + "[" * 60 + "]" * 60]),
     "a hundred thousand overrides": _set("command", "overrides", to=["seed=1"] * 100_000),
     "an override of a megabyte": _set("command", "overrides", to=["seed=" + "1" * 1_000_000]),
@@ -337,7 +354,9 @@ VALUES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "an environment with escape codes": _data("env", "CartPole\x1b[31m-v1\n"),
     "an environment that is a number": _data("env", 3),
     "a frame stack of a billion": _data("env", {"_target_": hostile.RECIPE, "id": "CartPole-v1", "frame_stack": 10**9}),
-    "an action repeat of a billion": _data("env", {"_target_": hostile.RECIPE, "id": "CartPole-v1", "action_repeat": 10**9}),
+    "an action repeat of a billion": _data(
+        "env", {"_target_": hostile.RECIPE, "id": "CartPole-v1", "action_repeat": 10**9}
+    ),
     "specs that are a text": _foreign_data("specs", "\x1b[31m"),
     "specs that are empty": _foreign_data("specs", {}),
     "no moments": _foreign_data("normalization", {"observation": "\x1b[31m"}),

@@ -76,7 +76,9 @@ def _members(change: Callable[[zipfile.ZipFile], Any]) -> Callable[[Path, Base, 
 
 def _lying_size(sent: Path, base: Base, canary: str) -> Path:
     """Declare a few bytes of a member that unpacks to a gigabyte."""
-    path = _npz(lambda arrays: arrays.update(Observation=[_head((GB // 16, 4)), *[bytes(1 << 24)] * 64]))(sent, base, canary)
+    path = _npz(lambda arrays: arrays.update(Observation=[_head((GB // 16, 4)), *[bytes(1 << 24)] * 64]))(
+        sent, base, canary
+    )
     data = bytearray(path.read_bytes())
     size = len(_head((GB // 16, 4))) + GB
     place = data.rfind(size.to_bytes(4, "little"))
@@ -192,7 +194,9 @@ DEMONSTRATIONS = {
     "a foreign name": _own(_renamed("\x1b[31m")),
     "metadata with escape codes": _own(_content(metadata={"environment": "\x1b[31m\u202e", "\x1b[2J": "x"})),
     "a recipe with escape codes": _own(_content(metadata={"recipe": '{"id": "\x1b[31m", "\x1b[32m": 1}'})),
-    "a recipe that imports": _own(_content(metadata={"recipe": '{"id": "hostile_module:X-v0"}', "environment": "hostile_module:X-v0"})),
+    "a recipe that imports": _own(
+        _content(metadata={"recipe": '{"id": "hostile_module:X-v0"}', "environment": "hostile_module:X-v0"})
+    ),
     "metadata that are a list": _own(_content(metadata=[1])),
     "metadata of a megabyte": _own(_content(metadata={"x": "y" * 1_000_000})),
     "a frame skip of text": _own(_content(frame_skip="\x1b[31m")),
@@ -239,7 +243,9 @@ HDF5 = {
     "HDF5 that unpacks to 2 GB": _hdf5(
         _replaced(
             "observations",
-            lambda f: f.create_dataset("observations", (GB // 2, 1), "f4", chunks=(1 << 22, 1), compression="gzip", fillvalue=0),
+            lambda f: f.create_dataset(
+                "observations", (GB // 2, 1), "f4", chunks=(1 << 22, 1), compression="gzip", fillvalue=0
+            ),
         )
     ),
     "HDF5 with a link to a file": _hdf5(_replaced("observations", _external)),
@@ -271,7 +277,9 @@ def _minari(name: str, content: bytes | None) -> Callable[[Path, Base, str], Pat
     def write(sent: Path, base: Base, canary: str) -> Path:
         data = sent / "evil" / "set-v0" / "data"
         data.mkdir(parents=True)
-        (data / "metadata.json").write_text(json.dumps({"dataset_id": "evil/set-v0", "total_episodes": 1, "total_steps": 3}))
+        (data / "metadata.json").write_text(
+            json.dumps({"dataset_id": "evil/set-v0", "total_episodes": 1, "total_steps": 3})
+        )
         (data / "main_data.hdf5").write_bytes(b"")
         (data / name).unlink(missing_ok=True)
         os.mkfifo(data / name) if content is None else (data / name).write_bytes(content)
@@ -300,5 +308,3 @@ def cases() -> Iterator[Case]:
         yield from (Case("data set", name, write) for name, write in HDF5.items())
     if find_spec("minari"):
         yield from (Case("Minari", name, write) for name, write in MINARI.items())
-
-

@@ -94,7 +94,9 @@ def _deep(folder: Path, content: dict[str, Any]) -> str:
 
 STATES = {
     "rewards of 1e30": _written(_put("storage", "data", "next", "reward", to=torch.full((150, 1), 1e30))),
-    "rewards that are not finite": _written(_put("storage", "data", "next", "reward", to=torch.full((150, 1), float("nan")))),
+    "rewards that are not finite": _written(
+        _put("storage", "data", "next", "reward", to=torch.full((150, 1), float("nan")))
+    ),
     "complex rewards": _written(_put("storage", "data", "next", "reward", to=torch.ones(150, 1) * 1j)),
     "a length of zero": _written(_put("writer", "length", to=0)),
     "a length of 10^15": _written(_put("writer", "length", to=10**15)),
@@ -200,7 +202,8 @@ RUNS = {
     ),
     "ten thousand overrides": _file(
         HYDRA,
-        "hydra:\n  runtime: {choices: {}, cwd: x}\n  overrides:\n    task:\n" + "".join(f"    - x{n}=1\n" for n in range(9999)),
+        "hydra:\n  runtime: {choices: {}, cwd: x}\n  overrides:\n    task:\n"
+        + "".join(f"    - x{n}=1\n" for n in range(9999)),
     ),
     "a record of other types": _file(HYDRA, "hydra: {runtime: {choices: 3, cwd: [x]}, overrides: 5}"),
     "a record that is a list": _file(HYDRA, "[1]"),
@@ -256,14 +259,18 @@ POLICIES = {
     "zeros without an end": _other_file(WEIGHTS, lambda path: path.symlink_to("/dev/zero")),
     "no weights": _other_file(WEIGHTS, lambda path: None),
     "no byte of weights": _other_file(WEIGHTS, lambda path: path.write_bytes(b"")),
-    "weights of 10 TB": _other_file(WEIGHTS, _header({"x": {"dtype": "F32", "shape": [10**12], "data_offsets": [0, 4 * 10**12]}})),
+    "weights of 10 TB": _other_file(
+        WEIGHTS, _header({"x": {"dtype": "F32", "shape": [10**12], "data_offsets": [0, 4 * 10**12]}})
+    ),
     "a header of 10 TB": _other_file(WEIGHTS, lambda path: path.write_bytes((10**13).to_bytes(8, "little") + b"{}")),
     "a header of 90 MB": _other_file(WEIGHTS, _header(b"{" + b" " * 90_000_000 + b"}")),
     "a deep header": _other_file(WEIGHTS, _header(b'{"__metadata__":' + b"[" * 100_000)),
     "overlapping weights": _other_file(
         WEIGHTS, _header({n: {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]} for n in "ab"}, bytes(4))
     ),
-    "a sparse file of weights": _other_file(WEIGHTS, lambda path: os.truncate(os.open(path, os.O_CREAT | os.O_WRONLY), 3 << 30)),
+    "a sparse file of weights": _other_file(
+        WEIGHTS, lambda path: os.truncate(os.open(path, os.O_CREAT | os.O_WRONLY), 3 << 30)
+    ),
     "other weights": _other_file(WEIGHTS, lambda path: safetensors.torch.save_file({"\x1b[31m": torch.zeros(3)}, path)),
     "a config of one text": lambda folder, content: '"\x1b[31m"',
     "a config of 4 MB": lambda folder, content: "[" + "[]," * 1_300_000 + "[]]",

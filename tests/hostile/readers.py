@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ Reader = Callable[[Path, Base], Any]
 def _called(name: str, *arguments: str) -> None:
     """Run a command as a console script does; its message is the text of SystemExit."""
     done = call(name, *arguments, cwd=Path.cwd())
-    print(done.stdout)
+    sys.stdout.write(done.stdout)
     if done.returncode:
         raise SystemExit(done.stderr.strip() or "no message")
 

@@ -14,6 +14,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -101,18 +102,18 @@ def _in_child(read: Callable[[], object], out: Path, size: int) -> dict[str, Any
     if not pid:
         os.close(reading)
         try:
-            found = _read(read, out, size)
+            result = _read(read, out, size)
         except BaseException:
-            found = {"refused": None, "problems": [f"the test failed: {traceback.format_exc()[-800:]}"]}
+            result = {"refused": None, "problems": [f"the test failed: {traceback.format_exc()[-800:]}"]}
         with contextlib.suppress(BaseException):
-            os.write(writing, json.dumps(found).encode()[:60_000])
+            os.write(writing, json.dumps(result).encode()[:60_000])
         os._exit(0)
     os.close(writing)
     status = _wait(pid)
     with os.fdopen(reading, "rb") as file:
         data = file.read()
     if data:
-        found = json.loads(data)
+        found: dict[str, Any] = json.loads(data)
         return found
     if status is None:
         return {"refused": None, "problems": [f"it has not returned after {WAIT} s"]}
@@ -143,6 +144,8 @@ def _read(read: Callable[[], object], out: Path, size: int) -> dict[str, Any]:
     warnings.simplefilter("ignore")
     os.environ |= {"TMPDIR": str(out), "TORCHINDUCTOR_CACHE_DIR": str(out)}
     sys.dont_write_bytecode = True
+    for name in ("register", "unregister"):  # the process ends without closing its locks
+        setattr(resource_tracker, name, lambda *_: None)
     sys.path.append(str(out))  # as commands put the working directory there
     resource.setrlimit(resource.RLIMIT_AS, (_status("VmSize") + 3 * size + _LIMIT,) * 2)
     resource.setrlimit(resource.RLIMIT_CPU, (2 * SECONDS + int(time.process_time()), 10 * SECONDS + 1000))
@@ -166,7 +169,9 @@ def _read(read: Callable[[], object], out: Path, size: int) -> dict[str, Any]:
     seconds, used = time.process_time() - began, _status("VmHWM") - memory
     if refused is not None:
         if not refused or len(refused) > MESSAGE or len(refused.splitlines()) > lines:
-            problems.append(f"the message has {len(refused.splitlines())} lines, {len(refused)} characters: {refused[:200]!r}")
+            problems.append(
+                f"the message has {len(refused.splitlines())} lines, {len(refused)} characters: {refused[:200]!r}"
+            )
         if not all(line.isprintable() for line in refused.split("\n")):
             problems.append(f"the message holds control characters: {refused[:300]!r}")
     text = (out / "said").read_text(errors="replace")
@@ -208,9 +213,8 @@ def _watched(out: Path) -> list[str]:
             writes = any(sign in mode for sign in "wax+") if isinstance(mode, str) else bool((flags or 0) & 3)
             if writes and isinstance(path, str | bytes | os.PathLike) and _is_outside(path, out):
                 events.append(f"it wrote {os.fsdecode(path)}")
-        elif event in _OUTSIDE:
-            events.append(f"it used {event}: {str(arguments)[:200]}")
-        elif event in _CHANGES and isinstance(arguments[0], str | bytes | os.PathLike) and _is_outside(arguments[0], out):
+        changes = event in _CHANGES and isinstance(arguments[0], str | bytes | os.PathLike)
+        if event in _OUTSIDE or (changes and _is_outside(arguments[0], out)):
             events.append(f"it used {event}: {str(arguments)[:200]}")
 
     sys.addaudithook(note)

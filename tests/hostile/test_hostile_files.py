@@ -1,0 +1,54 @@
+"""Some of the hostile files; all are read by ``python -m tests.hostile``."""
+
+from __future__ import annotations
+
+import pytest
+
+from hostile.base import make_base, warm_up
+from hostile.corpus import all_cases
+from hostile.readers import READERS
+from hostile.running import Base, problems_of
+
+CHOSEN = {
+    "checkpoint": [
+        *("no byte", "a changed bit", "a FIFO", "pickle, os.system", "pickle, a name with escape codes"),
+        *("pickle, a bytearray of 3 GB", "pickle, a stride of zero", "pickle, lists that unfold"),
+        *("values, a network of huge layers", "values, names of weights with escape codes"),
+        *("values, moments of more numbers", "model, optimizer: a script"),
+    ],
+    "state": [
+        *("rewards of 1e30", "a length of zero", "names with escape codes", "a manifest of 60 MB", "a deep manifest"),
+        "a FIFO as a manifest",
+    ],
+    "run": ["a FIFO as a log", "a FIFO as a signature", "aliases of a config", "a tag that calls", "an open quote"],
+    "policy": ["weights of 10 TB", "a module", "a deep config"],
+    "demonstration": [
+        *("npz of objects", "npz that declares 4 TB", "safetensors that is a FIFO", "metadata with escape codes"),
+    ],
+    "data set": ["HDF5 that is a FIFO"],
+}
+CASES = {(case.kind, case.name): case for case in all_cases()}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Base:
+    return make_base(tmp_path_factory.mktemp("base"))
+
+
+def test_whole_files_are_read(base, tmp_path):
+    assert warm_up(base, tmp_path) == []
+
+
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, names in CHOSEN.items() for name in names])
+def test_a_hostile_file_runs_writes_and_costs_nothing(base, tmp_path, kind, name):
+    problems = [
+        problem
+        for number, (reader, read) in enumerate(READERS[kind].items())
+        for problem in problems_of(CASES[kind, name], reader, read, base, tmp_path / f"{number}")
+    ]
+    assert problems == []
+
+
+def test_names_are_unique_and_each_kind_has_readers():
+    assert len(CASES) == len(all_cases()) > 400
+    assert {case.kind for case in all_cases()} <= set(READERS)
