@@ -51,7 +51,7 @@ def raw_value(config: Any, key: str) -> Any:
     interpolations may compute anything: they are returned as they are written.
     """
     for _ in range(REFERENCE_LIMIT):
-        value = OmegaConf.to_container(config, resolve=False) if OmegaConf.is_config(config) else config
+        value: Any = OmegaConf.to_container(config, resolve=False) if OmegaConf.is_config(config) else config
         for part in key.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
         is_reference = isinstance(value, str) and value.startswith("${") and value.endswith("}")

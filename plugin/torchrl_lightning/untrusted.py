@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
@@ -89,6 +91,18 @@ def printable(text: object, limit: int | None = TEXT_LIMIT) -> str:
         return shown
     escaped = (each if each.isprintable() else each.encode("unicode_escape").decode("ascii") for each in shown)
     return _cut("".join(escaped), limit)
+
+
+@contextmanager
+def printable_errors() -> Iterator[None]:
+    """Make the message of a ValueError one printable line; the names in a file may be part of it."""
+    try:
+        yield
+    except ValueError as error:
+        said = error.args[0] if len(error.args) == 1 else None
+        if isinstance(said, str):
+            error.args = (printable(said, MESSAGE_LIMIT),)
+        raise
 
 
 def _cut(text: str, limit: int | None) -> str:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torchrl_lightning.cli.command import behind, quiet, run_command, use_threads
 from torchrl_lightning.libraries import import_libraries
 from torchrl_lightning.thresholds import reaches
+from torchrl_lightning.untrusted import printable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -240,6 +241,7 @@ def show_table(folder: Path, env: Any) -> float:
         told, total = _line(path, *fitting)
         lines.append((path.name, *told))
         returns += [] if total is None else [total]
+    lines = [tuple(map(printable, line)) for line in lines]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:
         print("  ".join(word.ljust(width) for word, width in zip(line, widths, strict=True)).rstrip())

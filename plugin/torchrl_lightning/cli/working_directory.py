@@ -53,7 +53,7 @@ class InstalledFirst(PathFinder):
     folder = ""
 
     @classmethod
-    def find_spec(  # type: ignore[override]
+    def find_spec(
         cls, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Return the spec of a module, or None."""
@@ -63,9 +63,7 @@ class InstalledFirst(PathFinder):
         return installed or PathFinder.find_spec(fullname, [cls.folder], target)
 
     @classmethod
-    def find_distributions(  # type: ignore[override]
-        cls, context: DistributionFinder.Context | None = None
-    ) -> Iterable[PathDistribution]:
+    def find_distributions(cls, context: DistributionFinder.Context | None = None) -> Iterable[PathDistribution]:
         """Return the installed distributions that match."""
         asked: dict[str, Any] = {} if context is None else dict(vars(context))
         path = [entry for entry in asked.pop("path", sys.path) if entry not in ("", cls.folder)]

@@ -29,6 +29,7 @@ from torchrl_lightning.environments.specs import EnvironmentSpecs
 from torchrl_lightning.files import MANIFEST, read_state
 from torchrl_lightning.keys import ACTION, REWARD
 from torchrl_lightning.replay import ExperienceBuffer
+from torchrl_lightning.untrusted import printable_errors
 
 MINARI = "minari:"
 D4RL = ".hdf5"
@@ -36,6 +37,7 @@ Source = ExperienceBuffer | Mapping[str, Any] | str | Path | Iterable[Demonstrat
 """What episodes are written of."""
 
 
+@printable_errors()
 def read_dataset(dataset: Any, env: Any) -> list[Demonstration]:
     """Read the demonstrations of a data set, all of one environment.
 

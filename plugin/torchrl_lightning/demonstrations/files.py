@@ -27,6 +27,7 @@ from torchrl_lightning.keys import ACTION, REWARD
 from torchrl_lightning.ranges import integer, optional
 from torchrl_lightning.seal import checksum
 from torchrl_lightning.state import Check, anything, check_state, flag, mapping, whole, wrong
+from torchrl_lightning.untrusted import printable, printable_errors
 
 SUFFIXES = (".npz", ".safetensors")
 LIMIT = 1 << 30  # bytes
@@ -37,6 +38,7 @@ _DEPTH = 16  # of the names of an observation's entries
 _STEPS, _LAST = "steps", "last_observation"
 
 
+@printable_errors()
 def read_demonstration(path: str | Path, specs: EnvironmentSpecs | None = None, *, limit: int = LIMIT) -> Demonstration:
     """Read a demonstration from a ``.safetensors`` file of ours or from PyTorchRL's ``.npz``; no code in it is run.
 
@@ -82,7 +84,7 @@ def read_demonstration(path: str | Path, specs: EnvironmentSpecs | None = None, 
         Exception
     ) as error:  # a damaged or hostile file makes the readers of zip, numpy and safetensors raise anything
         kind = "" if isinstance(error, ValueError) else f"it is no whole {path.suffix} file: {type(error).__name__}: "
-        raise ValueError(f"{path} was refused: {kind}{str(error).rstrip('.')}.") from error
+        raise ValueError(f"{path} was refused: {kind}{printable(error).rstrip('.')}.") from error
     return as_environment({**fields, "name": str(path)}, specs)
 
 

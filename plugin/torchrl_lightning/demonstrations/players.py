@@ -11,7 +11,8 @@ from tensordict.utils import NestedKey
 
 from torchrl_lightning.demonstrations.trajectory import Demonstration
 from torchrl_lightning.environments import ReplayedRows
-from torchrl_lightning.environments.frame_stack import is_image, stack_axis
+from torchrl_lightning.environments.frame_stack import is_image
+from torchrl_lightning.images import stack_axis
 
 Array = NDArray[Any]
 _AT_ONCE = 32

@@ -1,4 +1,4 @@
-"""The last images of a Gymnasium environment as one, and where the channels of an image are."""
+"""The last images of a Gymnasium environment as one."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
+
+from torchrl_lightning.images import stack_axis
 
 
 class FrameStack(gym.Wrapper[Any, Any, Any, Any]):
@@ -76,26 +78,3 @@ class FrameStack(gym.Wrapper[Any, Any, Any, Any]):
 def is_image(shape: Sequence[int]) -> bool:
     """Return whether frames of this shape are stacked."""
     return len(shape) in (2, 3)
-
-
-def stack_axis(shape: Sequence[int]) -> int:
-    """Return the axis of an image along which frames are stacked: that of its channels, a new one where it has none."""
-    return 2 if channels_are_last(shape) else 0
-
-
-def channels_are_last(shape: Sequence[int]) -> bool:
-    """Return whether images of three dimensions are ``[H, W, C]``.
-
-    Squares show where the channels are, as a stack of small images has more channels than rows; of others the channels
-    are fewer than rows or columns.
-
-    Example:
-        >>> channels_are_last((64, 64, 12)), channels_are_last((4, 84, 84)), channels_are_last((210, 160, 3))
-        (True, False, True)
-        >>> channels_are_last((7, 7, 12)), channels_are_last((12, 7, 7))
-        (True, False)
-    """
-    if len(shape) != 3:
-        return False
-    first, between, last = shape
-    return first == between != last or (between != last and last < first)

@@ -18,11 +18,11 @@ from torchrl.envs import (
     TransformedEnv,
 )
 
-from torchrl_lightning.environments.frame_stack import channels_are_last
 from torchrl_lightning.environments.rename import WITHIN, new_names
 from torchrl_lightning.environments.specs import layers, torchrl_specs
 from torchrl_lightning.environments.threads import close_environment, note_threads
 from torchrl_lightning.environments.time_limits import TimedCalls, time_calls
+from torchrl_lightning.images import channels_are_last
 from torchrl_lightning.keys import NEXT
 
 

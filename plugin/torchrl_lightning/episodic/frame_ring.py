@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_lightning.environments.frame_stack import stack_axis
+from torchrl_lightning.images import stack_axis
 from torchrl_lightning.kernels.compiled import copy_bytes, jitted
 from torchrl_lightning.memory import allocate, check_room, packed_rows, unpacked_rows
 from torchrl_lightning.state import check_state, tensor, wrong

@@ -14,7 +14,8 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 
 from torchrl_lightning.entries import entry_of, nested_keys, next_key
-from torchrl_lightning.environments.frame_stack import is_image, stack_axis
+from torchrl_lightning.environments.frame_stack import is_image
+from torchrl_lightning.images import stack_axis
 from torchrl_lightning.ranges import integer
 from torchrl_lightning.replay.episode_transform import EpisodeTransform
 

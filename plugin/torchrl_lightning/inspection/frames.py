@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_lightning.environments.frame_stack import stack_axis
 from torchrl_lightning.files import StoredRows
 from torchrl_lightning.fitting import Fault
+from torchrl_lightning.images import stack_axis
 
 
 @dataclass(frozen=True)

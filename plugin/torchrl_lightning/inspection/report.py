@@ -14,7 +14,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from torchrl_lightning.fitting import Fault
-from torchrl_lightning.inspection.content import Content, Unreadable, contents_in, unreadable
+from torchrl_lightning.inspection.content import Unreadable, contents_in, unreadable
 from torchrl_lightning.inspection.findings import findings
 from torchrl_lightning.inspection.summary import Summary, summarize
 from torchrl_lightning.inspection.tables import tables
@@ -118,14 +118,13 @@ def inspect_state(state: Any, name: str | Path, *, last: int | None = None) -> I
     summaries: list[Summary] = []
     lines: list[str] = []
     for content in contents_in(state, str(name), last):
+        if isinstance(content, Unreadable):
+            lines.append(content.line)
+            continue
         try:
-            if isinstance(content, Content):
-                summaries.append(summarize(content))
-                continue
-            found: Unreadable = content
+            summaries.append(summarize(content))
         except Exception as error:  # numbers may be anything
-            found = unreadable(content.name, error)
-        lines.append(found.line)
+            lines.append(unreadable(content.name, error).line)
     return inspection_of(summaries, lines, name)
 
 

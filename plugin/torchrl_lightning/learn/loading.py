@@ -32,7 +32,7 @@ from torchrl_lightning.learn.weights import check_finite, check_weights
 from torchrl_lightning.seal import check_seal
 from torchrl_lightning.torch_defaults import float32_by_default
 from torchrl_lightning.trust import check_config, target_named, without_folders
-from torchrl_lightning.untrusted import check_regular
+from torchrl_lightning.untrusted import check_regular, printable_errors
 
 CONFIG = "config"  # where a checkpoint holds the config of its run
 _KINDS = {"data": LightningDataModule, "model": LightningModule}
@@ -129,6 +129,7 @@ class LoadedPolicy(TensorDictModuleBase):
         action: NDArray[Any] = form.to_environment(step["action"]).numpy()
         return form.single(action) if count is None else action
 
+    @printable_errors()
     def recipe(self, *, trusted: bool = False) -> EnvironmentRecipe:
         """Return how the environment of training was made; called, it makes another one.
 
@@ -156,6 +157,7 @@ class LoadedPolicy(TensorDictModuleBase):
             raise ValueError(f"the checkpoint holds no settings of a recipe: {error}") from error
 
 
+@printable_errors()
 def load_policy(
     path: str | Path, module: Any = None, *, deterministic: bool = True, trusted: bool = False
 ) -> LoadedPolicy:
@@ -203,6 +205,7 @@ def checkpoint_of(run: str | Path) -> Path:
     return found
 
 
+@printable_errors()
 def read_checkpoint(path: str | Path, *, mapped: bool = False) -> dict[str, Any]:
     """Read a checkpoint, as data alone; ``mapped`` leaves its tensors in the file until they are looked at.
 

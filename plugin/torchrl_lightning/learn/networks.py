@@ -20,7 +20,7 @@ from torchrl.data import Binary, Categorical
 from torchrl.data import MultiCategorical as MultiCategoricalSpec
 from torchrl.modules import BatchRenorm1d
 
-from torchrl_lightning.environments.frame_stack import channels_are_last
+from torchrl_lightning.images import channels_are_last
 from torchrl_lightning.learn.trunks import RecurrentTrunk, Trunk
 from torchrl_lightning.ranges import Check, integer, one_of
 from torchrl_lightning.trust import Nameable
@@ -215,7 +215,7 @@ class CNNEncoder(Encoder):
     """Convolutions over one pixel entry (uint8 is divided by 255), concatenated with the other entries as vectors.
 
     Images may be ``[C, H, W]`` or ``[H, W, C]``, told apart as
-    :func:`~torchrl_lightning.environments.recipe.channels_are_last` does, or ``[H, W]`` where no other is there.
+    :func:`~torchrl_lightning.images.channels_are_last` does, or ``[H, W]`` where no other is there.
     """
 
     def __init__(self, specs: Sequence[Any], network: CNNNetwork) -> None:

@@ -29,6 +29,7 @@ from torchrl_lightning.records import COMMAND, score_of
 from torchrl_lightning.seal import SEAL, check_seal, seal
 from torchrl_lightning.state import check_state, mapping
 from torchrl_lightning.trust import without_folders
+from torchrl_lightning.untrusted import printable_errors
 
 VERSION = 1
 LIMIT = 1 << 31  # bytes of the weights
@@ -45,6 +46,7 @@ _OF_RUNS = {
 _OF_DATA = ("fingerprint", "specs", "normalization")
 
 
+@printable_errors()
 def save_pretrained(run: str | Path, folder: str | Path, *, name: str | None = None) -> None:
     """Write a run's policy into a folder, for :func:`from_pretrained`: weights, config and card, and no pickle.
 
@@ -142,6 +144,7 @@ def push_to_hub(run: str | Path, repo: str, *, private: bool | None = None) -> s
         return str(api.upload_folder(repo_id=repo, folder_path=folder, commit_message="Publish a policy"))
 
 
+@printable_errors()
 def from_pretrained(
     source: str | Path,
     module: Any = None,
@@ -182,6 +185,7 @@ def is_pretrained(source: str | Path) -> bool:
     return (Path(source) / _CONTENT).is_file()
 
 
+@printable_errors()
 def read_pretrained(source: str | Path, *, revision: str | None = None, limit: int = LIMIT) -> dict[str, Any]:
     """Read what a folder or a repository holds of a checkpoint; arguments and errors as of :func:`from_pretrained`."""
     limits = {_CONTENT: _CONTENT_LIMIT, _WEIGHTS: limit}
