@@ -9,6 +9,7 @@ import resource
 import shutil
 import signal
 import sys
+import tempfile
 import time
 import traceback
 import warnings
@@ -143,11 +144,12 @@ def _read(read: Callable[[], object], out: Path, size: int) -> dict[str, Any]:
     warnings.resetwarnings()
     warnings.simplefilter("ignore")
     os.environ |= {"TMPDIR": str(out), "TORCHINDUCTOR_CACHE_DIR": str(out)}
+    tempfile.tempdir = None  # which was found before
     sys.dont_write_bytecode = True
     for name in ("register", "unregister"):  # the process ends without closing its locks
         setattr(resource_tracker, name, lambda *_: None)
     sys.path.append(str(out))  # as commands put the working directory there
-    resource.setrlimit(resource.RLIMIT_AS, (_status("VmSize") + 3 * size + _LIMIT,) * 2)
+    resource.setrlimit(resource.RLIMIT_AS, (_status("VmSize") + 3 * size + _LIMIT, resource.RLIM_INFINITY))
     resource.setrlimit(resource.RLIMIT_CPU, (2 * SECONDS + int(time.process_time()), 10 * SECONDS + 1000))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     modules, events = set(sys.modules), _watched(out)
@@ -158,6 +160,7 @@ def _read(read: Callable[[], object], out: Path, size: int) -> dict[str, Any]:
     try:
         read()
     except SystemExit as end:
+        resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY,) * 2)
         if end.code:
             written = (out / "said").read_text(errors="replace").strip()
             refused, lines = end.code if isinstance(end.code, str) else written, 2
@@ -166,6 +169,7 @@ def _read(read: Callable[[], object], out: Path, size: int) -> dict[str, Any]:
     except BaseException as error:
         where = traceback.extract_tb(error.__traceback__)[-1]
         problems.append(f"{type(error).__name__} in {Path(where.filename).name}:{where.lineno}: {str(error)[:200]}")
+    resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY,) * 2)
     seconds, used = time.process_time() - began, _status("VmHWM") - memory
     if refused is not None:
         if not refused or len(refused) > MESSAGE or len(refused.splitlines()) > lines:

@@ -44,6 +44,10 @@ def evaluate(cfg: DictConfig) -> float:
         check_film(data.eval_env)
     check_checkpoint(checkpoint, stored, data, model)
     policy = policy_of(cfg, stored, model)
+    try:
+        frames = data.state_frames(stored[type(data).__qualname__])
+    except (KeyError, IndexError, TypeError) as error:
+        raise UsageError(f"{checkpoint} does not say for how many frames it was trained; name another one.") from error
     data.setup("validate")
 
     began = time.perf_counter()
@@ -59,7 +63,7 @@ def evaluate(cfg: DictConfig) -> float:
         film = Path(cfg.video) / f"seed_{cfg.seed}.mp4"
         film_episode(data.eval_env, policy, film, seed=cfg.seed, deterministic=cfg.deterministic)
         print(f"video: {film}")
-    print(summary(episodes, (data.state_frames(stored[type(data).__qualname__]), "frames"), seconds))
+    print(summary(episodes, (frames, "frames"), seconds))
     return float(episodes["episode_return"].mean())
 
 

@@ -32,6 +32,7 @@ _KEY = r"[A-Za-z_][\w-]*(?:[./][\w-]+)*(?:@[\w.]+)?"
 # Without interpolations, functions of Hydra's grammar and escapes.
 _PLAIN = re.compile(rf"(?:~{_KEY}|\+{{0,2}}{_KEY}=[^$()\\\n]{{0,2000}})")
 _OPTION = re.compile(r"[\w/-]+")
+_OVERRIDES_LIMIT = 500  # each takes Hydra's grammar a millisecond
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,7 @@ def record_in(stored: Mapping[str, Any], path: str | Path) -> Record | None:
         and isinstance(command, dict)
         and isinstance(choices := command.get("choices"), dict)
         and isinstance(overrides := command.get("overrides"), list)
+        and len(overrides) <= _OVERRIDES_LIMIT
         and all(isinstance(text, str) for text in (*choices, *overrides))
         and all(value is None or (isinstance(value, str) and _OPTION.fullmatch(value)) for value in choices.values())
     ):

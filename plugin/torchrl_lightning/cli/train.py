@@ -11,6 +11,7 @@ from torchrl_lightning.cli.command import behind, quiet, run_command, use_thread
 from torchrl_lightning.cli.names import recorded_command
 from torchrl_lightning.libraries import import_libraries
 from torchrl_lightning.records import SCORE
+from torchrl_lightning.untrusted import printable
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -71,7 +72,7 @@ def train(cfg: DictConfig) -> float:
         behind.enter_context(locked(folder := Path(cfg.paths.output_dir)))
         sign(folder)
         for name, (there, here) in differ.items():
-            print(f"{name}: {there} in the checkpoint, {here} now")
+            print(f"{printable(name)}: {printable(there)} in the checkpoint, {printable(here)} now")
         if beginning is not None:
             print(beginning.told)
 

@@ -82,7 +82,10 @@ def written_card(
     known = policy.environment
     environment = str(known.get("id") if isinstance(known, Mapping) else known)
     learner = str(settings.get("model", {}).get("_target_", "")).rpartition(".")[2]
-    told = [line for line in stored.get(COMMAND, {}).get("overrides", []) if not _LEFT_OUT.match(line)]
+    command = stored.get(COMMAND)
+    overrides = command.get("overrides") if isinstance(command, Mapping) else None
+    lines = overrides if isinstance(overrides, list) else []
+    told = [line for line in lines if isinstance(line, str) and not _LEFT_OUT.match(line)]
     began = [line for line in told if not line.startswith("init_from=")]
     episodes = stored["config"].get("eval_episodes")
     head = {

@@ -86,6 +86,10 @@ def save_pretrained(run: str | Path, folder: str | Path, *, name: str | None = N
         **{key: value for key, value in stored.items() if key not in _OF_RUNS and key != data},
         data: {key: state[key] for key in _OF_DATA},
     }
+    try:
+        frames = int(state["ranks"][0]["frames"])
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} does not say for how many frames it was trained; name another checkpoint") from error
     policy = policy_in({**kept, CONFIG: {"model": model}}, path, deterministic=True, trusted=trusted)
     tensors: dict[str, Tensor] = {}
     content = json.loads(json.dumps(_apart(kept, "", tensors)))  # as it will be read
@@ -96,7 +100,7 @@ def save_pretrained(run: str | Path, folder: str | Path, *, name: str | None = N
         name or str(folder),
         stored,
         policy,
-        frames=int(state["ranks"][0]["frames"]),
+        frames=frames,
         score=score_of(path, stored[CONFIG]),
         settings=settings,
         trusted=trusted,
