@@ -20,12 +20,15 @@ def check_checkpoint(
     model: Any,
     world_size: int | None = None,
     config: DictConfig | None = None,
+    *,
+    resumes: bool = False,
 ) -> None:
     """Refuse a checkpoint of another environment, capacity, network or number of ranks.
 
-    Only a copy of the model is built, without memory. No ``world_size`` accepts any; ``config`` tells which of its
-    settings differ.
+    A copy of the model is built without memory. With ``resumes``, the states of the optimizers are compared as well, on
+    a second copy in memory. No ``world_size`` accepts any; ``config`` names the settings that differ.
     """
+    from torchrl_lightning.learn.agents import AgentModule
     from torchrl_lightning.learn.weights import check_weights
     from torchrl_lightning.ranks import state_of_rank
 
@@ -39,6 +42,8 @@ def check_checkpoint(
             state_of_rank(state["ranks"], 0, world_size)
         if (make := copies(model, data)) is not None:
             check_weights(make, stored, own=True)
+            if resumes and isinstance(model, AgentModule) and "optimizer_states" in stored:
+                make().check_optimizer_states(stored["optimizer_states"])
     except (ValueError, RuntimeError) as error:
         raise UsageError(f"{path} does not fit this run: {error}{_differences(path, stored, config)}") from error
     except (KeyError, TypeError, AttributeError, IndexError) as error:

@@ -66,7 +66,7 @@ def train(cfg: DictConfig) -> float:
         beginning.check(data, model)
     if stored is not None:
         # Lightning loads weights before the data's state; with another environment its error would name tensor shapes.
-        check_checkpoint(Path(cfg.ckpt_path), stored, data, model, trainer.world_size, cfg)
+        check_checkpoint(Path(cfg.ckpt_path), stored, data, model, trainer.world_size, cfg, resumes=True)
         del stored
     if trainer.is_global_zero:
         behind.enter_context(locked(folder := Path(cfg.paths.output_dir)))

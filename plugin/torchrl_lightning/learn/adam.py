@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.optim import Adam, Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from torchrl_lightning.learn.optimizer_states import check_adam_state
+
 
 def _uncompiled(method: Callable[..., Any]) -> Any:
     """Call what torch keeps its compiler from as it is, as long as nobody has imported the compiler: it takes 1.7 s."""
@@ -35,11 +37,20 @@ class LeanAdam(Adam):
 
     add_param_group = _uncompiled(Adam.add_param_group)
     state_dict = _uncompiled(Adam.state_dict)
-    load_state_dict = _uncompiled(Adam.load_state_dict)
+    _load_state_dict = _uncompiled(Adam.load_state_dict)
     zero_grad = _uncompiled(Adam.zero_grad)
 
     def __init__(self, params: Iterable[nn.Parameter], lr: float = 1e-3, eps: float = 1e-8) -> None:
         super().__init__(params, lr=lr, eps=eps, fused=True)
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Load a state.
+
+        Raises:
+            ValueError: It has another structure, shape, dtype or layout than this optimizer's; nothing is changed.
+        """
+        check_adam_state(self, state_dict)
+        self._load_state_dict(state_dict)
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Make a step; return what ``closure`` returns, which computes the gradients."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -9,14 +10,21 @@ from functools import cache, cached_property
 from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 import torch
+from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
-from torchrl_lightning.fitting import check_precision, require_fit
+from torchrl_lightning.fitting import Fault, check_precision, require_fit
 from torchrl_lightning.keys import ACTION_MASK
 from torchrl_lightning.learn.adam import LeanAdam
 from torchrl_lightning.learn.by_hand import HandGradients, UpdatesByHand
 from torchrl_lightning.learn.flat_parameters import OptimizedParameters, settled_parameters
+from torchrl_lightning.learn.optimizer_states import (
+    check_optimizer_states,
+    configured_optimizers,
+    copied_optimizer,
+)
 from torchrl_lightning.learn.reports import ReportingModule
 from torchrl_lightning.learn.schedules import ConstantSchedule, Schedule, as_schedule, progress_of
 from torchrl_lightning.parts import PickledByValue
@@ -72,6 +80,7 @@ class AgentModule(PickledByValue, Settings, ReportingModule):
         self._schedule = as_schedule(self.schedule)
         # The parameters of each optimizer, under the name of their gradient's norm.
         self._groups: dict[str, OptimizedParameters] = {}
+        self._unchecked_states: Any = None
 
     @classmethod
     def check_later(cls, attribute: str, check: Check | None, name: str) -> None:
@@ -140,6 +149,36 @@ class AgentModule(PickledByValue, Settings, ReportingModule):
         check_state = getattr(self._data, "check_state", None)
         if state is not None and check_state is not None:
             check_state(state)
+        self._unchecked_states = None
+        trainer: Any = self._trainer
+        if self.is_built and isinstance(trainer, Trainer) and trainer.state.fn == TrainerFn.FITTING:
+            states = checkpoint.get("optimizer_states")  # Lightning names the remedy if there are none
+            if states is not None and not self.check_optimizer_states(states):
+                self._unchecked_states = states
+
+    def on_fit_start(self) -> None:
+        """Validate the states of optimizers that a subclass configures; they are loaded after this hook."""
+        states, self._unchecked_states = self._unchecked_states, None
+        if states is not None:
+            with _as_fault():
+                check_optimizer_states([copied_optimizer(each) for each in self.trainer.optimizers], states)
+
+    def check_optimizer_states(self, states: Any) -> bool:
+        """Validate stored optimizer states by a trial step on a copy of the module.
+
+        Returns:
+            False if a subclass from outside this package configures the optimizers: that may need the trainer.
+
+        Raises:
+            Fault: A state does not fit.
+        """
+        if not type(self).configure_optimizers.__module__.startswith(f"{__name__.partition('.')[0]}."):
+            return False
+        trainer = self._trainer
+        trial = copy.deepcopy(self, {id(trainer): trainer})
+        with _as_fault():
+            check_optimizer_states(configured_optimizers(trial.configure_optimizers()), states)
+        return True
 
     @staticmethod
     def require_built(network: T | None) -> T:
@@ -365,6 +404,14 @@ class _UnscaledSteps:
 
     def step(self, optimizer: torch.optim.Optimizer, **kwargs: Any) -> float | None:
         return self._scaler.step(optimizer, **kwargs) if _has_gradients(optimizer) else None
+
+
+@contextmanager
+def _as_fault() -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise Fault(str(error)) from error
 
 
 @cache

@@ -1,0 +1,37 @@
+"""Limits of files from others, in one place: a file is compared with them before it takes memory or time."""
+
+from __future__ import annotations
+
+# -- checkpoints and states ---------------------------------------------------------------------------------------------
+CHECKPOINT_VALUES = 1_000_000
+"""Values in a checkpoint, each counted as often as it is named."""
+CHECKPOINT_DEPTH = 64
+"""Levels of dicts and lists in a checkpoint."""
+CHECKPOINT_NAME = 4096
+"""Characters of a key."""
+CHECKPOINT_TEXT = 1 << 26
+"""Characters of all texts of a checkpoint, each counted as often as it is named."""
+PICKLE_BYTES = 1 << 26
+"""Bytes of the pickle of a checkpoint, which holds everything but the numbers of its tensors."""
+PICKLE_OPERATIONS = 4_000_000
+"""Operations of that pickle."""
+PICKLE_DIGITS = 32
+"""Bytes of an integer in that pickle."""
+RECORDS = 100_000
+"""Records, one for each tensor's memory, of a checkpoint."""
+TENSOR_DIMENSIONS = 64
+"""Dimensions of a tensor."""
+ELEMENTS_PER_BYTE = 4
+"""Bytes of all tensors of a checkpoint, each with its own elements, for each byte of the file."""
+ELEMENTS_LEAST = 1 << 20
+"""Bytes of tensors that any checkpoint may have."""
+
+# -- optimizers ---------------------------------------------------------------------------------------------------------
+OPTIMIZER_STEPS = 1 << 40
+"""Steps that an optimizer has made."""
+OPTIMIZER_COUNT = 10_000
+"""Whole numbers among the settings of an optimizer, such as a number of iterations."""
+
+# -- data sets ----------------------------------------------------------------------------------------------------------
+DATASET_BYTES = 1 << 30
+"""Bytes of a data set: of a file and its unpacked arrays, of all files of a directory, or of a Minari data set."""
