@@ -7,18 +7,18 @@ CHECKPOINT_VALUES = 1_000_000
 """Values in a checkpoint, each counted as often as it is named."""
 CHECKPOINT_DEPTH = 64
 """Levels of dicts and lists in a checkpoint."""
-CHECKPOINT_NAME = 4096
-"""Characters of a key."""
 CHECKPOINT_TEXT = 1 << 26
 """Characters of all texts of a checkpoint, each counted as often as it is named."""
-PICKLE_BYTES = 1 << 26
+PICKLE_BYTES = 1 << 25
 """Bytes of the pickle of a checkpoint, which holds everything but the numbers of its tensors."""
-PICKLE_OPERATIONS = 4_000_000
+PICKLE_OPERATIONS = 1_000_000
 """Operations of that pickle."""
 PICKLE_DIGITS = 32
-"""Bytes of an integer in that pickle."""
-RECORDS = 100_000
-"""Records, one for each tensor's memory, of a checkpoint."""
+"""Bytes of an integer in that pickle; the states of numpy's generators have 16."""
+KEY_PARTS = 16
+"""Parts of a key that is a tuple."""
+DIRECTORY_BYTES = 1 << 23
+"""Bytes of the directory of a checkpoint's zip file, with about 100 for each tensor."""
 TENSOR_DIMENSIONS = 64
 """Dimensions of a tensor."""
 ELEMENTS_PER_BYTE = 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -9,9 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchrl_lightning.limits import (
+    CHECKPOINT_DEPTH,
+    CHECKPOINT_TEXT,
+    CHECKPOINT_VALUES,
+    ELEMENTS_LEAST,
+    ELEMENTS_PER_BYTE,
+)
+
 SEAL = "checksums"  # the entry of a checkpoint that holds one for each of others
 _CHUNK = 1 << 24  # bytes
-_MOST, _DEPTH = 1_000_000, 64  # values and levels of a checkpoint
+_Path = tuple[Any, Any] | None  # the path of the holder, and the key in it
 
 
 def checksum(node: Any) -> int:
@@ -45,11 +54,21 @@ def _parts(node: Any) -> Iterator[Any]:
     elif isinstance(node, Tensor):
         yield f"{node.dtype} {list(node.shape)}".encode()
         if is_plain(node):
-            yield from pieces(node.reshape(-1))
+            yield from _numbers(node)
     elif node is None or type(node) in (bool, int, float, str):
         yield f"{type(node).__name__} {node!r}".encode(errors="replace")
     else:
         yield f"a {type(node).__name__}".encode()
+
+
+def _numbers(tensor: Tensor) -> Iterator[Any]:
+    """Yield the bytes of a tensor in the order of its elements; copy a bounded number of them at a time."""
+    if tensor.is_contiguous() or tensor.nbytes <= _CHUNK:
+        yield from pieces(tensor.reshape(-1))
+        return
+    step = _CHUNK // (tensor.nbytes // len(tensor))
+    for part in tensor.split(step) if step else tensor:
+        yield from _numbers(part)
 
 
 def pieces(rows: Any) -> Iterator[Any]:
@@ -66,6 +85,29 @@ def is_plain(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_quantized and not tensor.is_nested
 
 
+def with_own_numbers(node: Any) -> Any:
+    """Return a node of a checkpoint with copies of the tensors that repeat their numbers, which no reader accepts.
+
+    Example:
+        >>> with_own_numbers({"a": torch.zeros(1).expand(3)})["a"].stride()
+        (1,)
+    """
+    if isinstance(node, Tensor):
+        return node.contiguous() if is_plain(node) and _repeats(node) else node
+    if isinstance(node, Mapping):
+        changed = {key: new for key, each in node.items() if (new := with_own_numbers(each)) is not each}
+        if not changed or not isinstance(node, dict):
+            return node
+        copied = copy.copy(node)
+        copied.update(changed)
+        return copied
+    if type(node) in (list, tuple):
+        entries = [with_own_numbers(each) for each in node]
+        is_same = all(new is each for new, each in zip(entries, node, strict=True))
+        return node if is_same else type(node)(entries)
+    return node
+
+
 def seal(checkpoint: dict[str, Any], *entries: str) -> None:
     """Add the checksums of these entries, as far as they are there, to a checkpoint that is being written."""
     sums = {name: checksum(checkpoint[name]) for name in entries if name in checkpoint}
@@ -73,10 +115,10 @@ def seal(checkpoint: dict[str, Any], *entries: str) -> None:
 
 
 def check_seal(checkpoint: Mapping[str, Any], where: str) -> None:
-    """Refuse a checkpoint that is not as it was written; one without checksums is taken as it is.
+    """Validate a checkpoint against its checksums, if it has any.
 
     Raises:
-        ValueError: An entry has another checksum, or a tensor that is no plain one.
+        ValueError: An entry has another checksum, or a tensor is not plain, or repeats its memory.
     """
     for name in foreign_tensors(checkpoint):
         raise ValueError(f"{where} holds a tensor without numbers of its own, {name}; take another checkpoint")
@@ -89,21 +131,50 @@ def check_seal(checkpoint: Mapping[str, Any], where: str) -> None:
 
 
 def foreign_tensors(checkpoint: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the names of tensors that are sparse, quantized or without memory.
+    """Yield the names of tensors that are sparse, quantized or without memory, or that repeat their numbers.
 
     Raises:
-        ValueError: There are too many values, or levels: lists in a file may hold themselves.
+        ValueError: There are too many values, levels, or characters, because lists in a file may hold themselves; or
+            the tensors have many times the elements of their memory.
     """
-    left: list[tuple[str, Any, int]] = [("", checkpoint, 0)]
-    seen = 0
+    left: list[tuple[_Path, Any, int]] = [(None, checkpoint, 0)]
+    seen, characters, elements, memory = 0, 0, 0, dict[int, int]()
     while left:
-        name, node, depth = left.pop()
+        path, node, depth = left.pop()
+        inside = len(node) if isinstance(node, Mapping | list | tuple) else 0
         seen += 1
-        if seen > _MOST or depth > _DEPTH:
-            raise ValueError(f"the checkpoint holds more than {_MOST} values, or more than {_DEPTH} levels")
+        if seen + len(left) + inside > CHECKPOINT_VALUES or depth > CHECKPOINT_DEPTH:
+            raise ValueError(
+                f"the checkpoint holds more than {CHECKPOINT_VALUES} values, or more than {CHECKPOINT_DEPTH} levels"
+            )
         if isinstance(node, Tensor):
-            if not is_plain(node):
-                yield name
+            if not is_plain(node) or _repeats(node):
+                yield _name(path)
+                continue
+            elements += node.nbytes
+            storage = node.untyped_storage()
+            memory[storage.data_ptr()] = storage.nbytes()
+        elif isinstance(node, str):
+            characters += len(node)
         elif isinstance(node, Mapping | list | tuple):
             entries = node.items() if isinstance(node, Mapping) else enumerate(node)
-            left += ((f"{name}.{key}" if name else str(key), entry, depth + 1) for key, entry in entries)
+            left += (((path, key), entry, depth + 1) for key, entry in entries)
+            characters += sum(len(key) for key in node if isinstance(key, str)) if isinstance(node, Mapping) else 0
+        if characters > CHECKPOINT_TEXT:
+            raise ValueError(f"the checkpoint holds texts of more than {CHECKPOINT_TEXT} characters")
+    if elements > max(ELEMENTS_LEAST, ELEMENTS_PER_BYTE * sum(memory.values())):
+        raise ValueError(
+            f"the tensors of the checkpoint have more than {ELEMENTS_PER_BYTE} times the bytes of their memory"
+        )
+
+
+def _repeats(tensor: Tensor) -> bool:
+    return any(step == 0 and length > 1 for length, step in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _name(path: _Path) -> str:
+    keys: list[str] = []
+    while path is not None:
+        path, key = path
+        keys.append(str(key)[:200])
+    return ".".join(reversed(keys))

@@ -12,7 +12,9 @@ from fsspec.implementations.local import LocalFileSystem
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.io import TorchCheckpointIO
+from torch.serialization import get_safe_globals
 
+from torchrl_lightning.checkpoint_reader import load_checkpoint
 from torchrl_lightning.files import replaced_files
 
 
@@ -22,7 +24,9 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     Lightning's own way writes to the system's temporary folder. Where that is another filesystem, the file is copied to
     its place, so that a process that is killed, or a disk that is full, leaves half of it and no other. What killed
     processes left behind is removed by the next save into the same folder. Checkpoints that are not local files are
-    written in Lightning's way; reading and removing are Lightning's.
+    written in Lightning's way; removing is Lightning's. Local checkpoints are read within the limits of
+    :mod:`torchrl_lightning.limits`, unless ``weights_only=False`` or classes that you registered by
+    ``torch.serialization.add_safe_globals`` ask for more than plain values.
 
     Our commands have it among ``trainer.plugins``; with :class:`~torchrl_lightning.LastCheckpoint` or
     :class:`~torchrl_lightning.BestCheckpoint` a trainer that has Lightning's own gets it.
@@ -57,6 +61,48 @@ class AtomicCheckpointIO(TorchCheckpointIO):
                 raise
             said = f"{failed.strerror or failed}; no checkpoint was written, and what was there stays"
             raise OSError(failed.errno, said, str(target)) from error
+
+    def load_checkpoint(
+        self, path: Any, map_location: Any = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Read a checkpoint.
+
+        Raises:
+            FileNotFoundError: There is none.
+            ValueError: It holds other than plain values and tensors, or exceeds the limits.
+        """
+        return read_within_limits(path, map_location, weights_only)
+
+
+def read_within_limits(source: Any, map_location: Any, weights_only: bool | None) -> dict[str, Any]:
+    """Read a checkpoint as Lightning does; plain values and tensors in local and open files within the limits."""
+    is_path = isinstance(source, str | Path)
+    is_local = not is_path or isinstance(get_filesystem(source), LocalFileSystem)
+    if weights_only is False or not is_local or _has_own_classes():
+        found: dict[str, Any] = (
+            TorchCheckpointIO().load_checkpoint(source, map_location, weights_only)
+            if is_path
+            else torch.load(source, map_location=map_location, weights_only=weights_only)
+        )
+        return found
+    path = Path(LocalFileSystem._strip_protocol(str(source))) if is_path else source
+    if is_path and not path.exists():
+        raise FileNotFoundError(f"Checkpoint file not found: {path}")
+    try:
+        found = load_checkpoint(path)
+    except ValueError as error:
+        raise ValueError(f"{source} is no whole checkpoint of plain data: {error}") from error
+    if map_location is None or str(map_location) == "cpu":
+        return found
+    if is_path:
+        return torch.load(path, map_location=map_location, weights_only=True)  # type: ignore[no-any-return]
+    source.seek(0)
+    return torch.load(source, map_location=map_location, weights_only=True)  # type: ignore[no-any-return]
+
+
+def _has_own_classes() -> bool:
+    """Return whether a user has allowed torch to load further classes."""
+    return any(not str(getattr(each, "__module__", "")).startswith("torch.") for each in get_safe_globals())
 
 
 def write_atomically(trainer: Trainer) -> None:

@@ -98,13 +98,13 @@ def train(cfg: DictConfig) -> float:
 
 def load_weights(model: Any, data: Any, trainer: Any, which: str) -> str | None:
     """Load the best policy, weights and what it normalises by, and return its path; None if the last one stays."""
-    import torch
+    from torchrl_lightning.checkpoint_reader import load_checkpoint
 
     paths = (getattr(callback, "best_model_path", "") for callback in trainer.checkpoint_callbacks)
     path = next(filter(None, paths), "")
     if which == "last" or not path:
         return None
-    stored = torch.load(path, weights_only=True)
+    stored = load_checkpoint(path)
     model.load_state_dict(stored["state_dict"])
     data.load_statistics(stored[type(data).__qualname__])
     return str(path)

@@ -12,13 +12,13 @@ from typing import Any, ClassVar, Self, cast
 
 import lightning as L
 import numpy as np
-import torch
 from lightning.pytorch.core.saving import load_hparams_from_yaml
-from lightning.pytorch.plugins.io import TorchCheckpointIO
 
+from torchrl_lightning.callbacks.checkpoint_io import read_within_limits
 from torchrl_lightning.datamodules.arguments import check_fingerprint
 from torchrl_lightning.parts import PickledByValue
 from torchrl_lightning.ranks import state_of_rank
+from torchrl_lightning.seal import check_seal
 from torchrl_lightning.suggestions import did_you_mean
 from torchrl_lightning.trust import LARGEST, check_config
 
@@ -93,8 +93,9 @@ class RebuildableDataModule(PickledByValue):
             if name not in parameters and not takes_any:
                 raise TypeError(f"{cls.__name__} has no setting {name!r}{did_you_mean(name, parameters)}")
         is_path = isinstance(checkpoint_path, str | os.PathLike)
-        read: Callable[..., Any] = TorchCheckpointIO().load_checkpoint if is_path else torch.load
-        checkpoint = read(checkpoint_path, map_location=map_location or "cpu", weights_only=weights_only is not False)
+        source = os.fspath(checkpoint_path) if is_path else checkpoint_path
+        checkpoint = read_within_limits(source, map_location or "cpu", weights_only is not False)
+        check_seal(checkpoint, str(checkpoint_path))
         state = checkpoint.get(cls.__qualname__)
         if not isinstance(state, dict):
             raise ValueError(

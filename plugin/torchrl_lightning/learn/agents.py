@@ -29,7 +29,7 @@ from torchrl_lightning.learn.reports import ReportingModule
 from torchrl_lightning.learn.schedules import ConstantSchedule, Schedule, as_schedule, progress_of
 from torchrl_lightning.parts import PickledByValue
 from torchrl_lightning.ranges import Check
-from torchrl_lightning.seal import check_seal, seal
+from torchrl_lightning.seal import check_seal, seal, with_own_numbers
 from torchrl_lightning.settings import FinitePositive, Positive, Settings, setting
 from torchrl_lightning.torch_defaults import check_default_dtype
 
@@ -140,6 +140,7 @@ class AgentModule(PickledByValue, Settings, ReportingModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add checksums of weights, optimizers and data; in a subclass, what changes these comes before this."""
+        checkpoint.update({key: with_own_numbers(entry) for key, entry in checkpoint.items()})
         seal(checkpoint, "state_dict", "optimizer_states", type(self._data).__qualname__)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from torchrl_lightning._hydra import instantiate
+from torchrl_lightning.checkpoint_reader import load_checkpoint
 from torchrl_lightning.environments import EnvironmentRecipe
 from torchrl_lightning.environments.magnitudes import check_magnitudes, magnitude_limits
 from torchrl_lightning.environments.masks import action_mask
@@ -211,18 +212,15 @@ def read_checkpoint(path: str | Path, *, mapped: bool = False) -> dict[str, Any]
 
     Raises:
         OSError: There is no such file.
-        ValueError: It is damaged, no checkpoint, or holds more than data; one without checksums is taken as it is.
+        ValueError: It is damaged, no checkpoint, holds other than plain values and tensors, or exceeds the limits of
+            :mod:`torchrl_lightning.limits`; one without checksums is taken as it is.
     """
     check_regular(path)
     try:
-        stored = torch.load(path, weights_only=True, map_location="cpu", mmap=mapped)
-    except OSError:
-        raise
-    except Exception as error:  # a damaged or hostile file makes the readers of zip and pickle raise anything
-        # Not torch's advice to load it all the same.
-        reason = str(error).split("WeightsUnpickler error:")[-1].strip().split("\n")[0]
+        stored = load_checkpoint(path, mapped=mapped)
+    except ValueError as error:
         raise ValueError(
-            f"{path} is no whole checkpoint of plain data: {type(error).__name__}: {reason[:200]}; "
+            f"{path} is no whole checkpoint of plain data: {error}; "
             "name one that a run has written, such as RUN/checkpoints/best.ckpt"
         ) from error
     if not isinstance(stored, dict):

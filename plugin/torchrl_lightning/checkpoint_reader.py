@@ -1,0 +1,530 @@
+"""Read a checkpoint of plain values and tensors, and compare each size in it with the file before it takes memory.
+
+``torch.load(weights_only=True)`` runs no code, but it builds a bytearray of any size, unpacks compressed records and
+believes shapes and strides. This reader takes the files of ``torch.save`` with the same few operations of pickle, and
+builds only plain values and tensors in the memory of the file's own records.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import stat
+import struct
+import zipfile
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import torch
+from torch import Tensor, nn
+
+from torchrl_lightning.limits import (
+    DIRECTORY_BYTES,
+    ELEMENTS_LEAST,
+    ELEMENTS_PER_BYTE,
+    KEY_PARTS,
+    PICKLE_BYTES,
+    PICKLE_DIGITS,
+    PICKLE_OPERATIONS,
+    TENSOR_DIMENSIONS,
+)
+
+_LARGEST = 1 << 62
+_DAMAGED = (LookupError, TypeError, AttributeError, struct.error, UnicodeError, OverflowError, RuntimeError)
+_END, _END64, _LOCATOR64 = struct.Struct("<4s4H2LH"), struct.Struct("<4sQ2H2L4Q"), struct.Struct("<4sLQL")
+_STORAGES: dict[str, torch.dtype] = {
+    "BFloat16": torch.bfloat16, "Bool": torch.bool, "Byte": torch.uint8, "Char": torch.int8,
+    "ComplexDouble": torch.complex128, "ComplexFloat": torch.complex64, "Double": torch.float64,
+    "Float": torch.float32, "Half": torch.float16, "Int": torch.int32, "Long": torch.int64, "Short": torch.int16,
+}  # fmt: skip
+_DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+_FOREIGN = {
+    "_rebuild_sparse_tensor", "_rebuild_meta_tensor_no_storage", "_rebuild_qtensor", "_rebuild_nested_tensor",
+    "_rebuild_wrapper_subclass", "_rebuild_device_tensor_from_cpu_tensor", "_rebuild_device_tensor_from_numpy",
+}  # fmt: skip
+
+
+def load_checkpoint(source: str | Path | BinaryIO, *, mapped: bool = False) -> Any:
+    """Return the content of a file of ``torch.save``, on the CPU.
+
+    Args:
+        source: A path or a file that is open for reading.
+        mapped: Leave the tensors in the file until they are read; needs a path.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: It is damaged, or holds other than plain values and tensors, compressed records, or tensors with
+            more elements than the file explains.
+    """
+    if not isinstance(source, str | Path):
+        return _read(source, None)
+    path = Path(source)
+    if path.exists() and not stat.S_ISREG(path.stat().st_mode):
+        raise ValueError("it is not a regular file")
+    with path.open("rb") as file:
+        return _read(file, path if mapped else None)
+
+
+def _read(file: BinaryIO, mapped: Path | None) -> Any:
+    machine = _Unpickler(_Archive(file, mapped))
+    try:
+        return machine.load()
+    except _DAMAGED as error:
+        raise ValueError(f"its pickle is damaged: {type(error).__name__}: {error}") from error
+    finally:
+        vars(machine).clear()  # its names hold itself, so that its memory would wait for the garbage collector
+
+
+class _Archive:
+    """The records of a zip file, each stored as it is."""
+
+    def __init__(self, file: BinaryIO, mapped: Path | None) -> None:
+        self.file = file
+        self.size = file.seek(0, os.SEEK_END)
+        _check_directory(file, self.size)
+        try:
+            records = zipfile.ZipFile(file).infolist()
+        except (zipfile.BadZipFile, NotImplementedError, struct.error, OverflowError) as error:
+            raise ValueError(f"it is no whole file of torch.save: {error}") from error
+        for record in records:
+            if record.compress_type != zipfile.ZIP_STORED or record.compress_size != record.file_size:
+                raise ValueError(f"the record {record.filename[:80]!r} is compressed; torch.save stores it as it is")
+            if record.flag_bits & 1:
+                raise ValueError(f"the record {record.filename[:80]!r} is encrypted")
+        self._records = {record.filename: record for record in records}
+        if len(self._records) != len(records) or sum(record.file_size for record in records) > self.size:
+            raise ValueError("it holds records of one name, or records that overlap")
+        roots = [name.removesuffix("data.pkl") for name in self._records if name.count("/") == 1]
+        found = [root for root in roots if f"{root}data.pkl" in self._records and root.endswith("/")]
+        if len(found) != 1:
+            raise ValueError("it holds no pickle (data.pkl) of torch.save, or several")
+        self._root = found[0]
+        if f"{self._root}byteorder" in self._records and bytes(self.record("byteorder")) != b"little":
+            raise ValueError("it was written on a machine with another order of bytes")
+        self._whole = None
+        if mapped is not None:
+            self._whole = torch.UntypedStorage.from_file(str(mapped), False, self.size)
+
+    def length(self, name: str) -> int:
+        """Return the bytes of a record; a ValueError if there is none."""
+        record = self._records.get(self._root + name)
+        if record is None:
+            raise ValueError(f"it lacks the record {name[:80]!r}")
+        return record.file_size
+
+    def record(self, name: str) -> bytes:
+        """Read a small record."""
+        length = self.length(name)
+        if length > PICKLE_BYTES:
+            raise ValueError(f"the record {name!r} has {length} bytes, more than {PICKLE_BYTES}")
+        self.file.seek(self._offset(name))
+        data = self.file.read(length)
+        if len(data) != length:
+            raise ValueError(f"the record {name!r} is truncated")
+        return data
+
+    def storage(self, name: str) -> torch.UntypedStorage:
+        """Read the memory of a tensor, or map it from the file."""
+        length, offset = self.length(name), self._offset(name)
+        if offset + length > self.size:
+            raise ValueError(f"the record {name[:80]!r} is truncated")
+        if self._whole is not None and length and offset % 16 == 0:  # else numbers would lie across words
+            return cast(torch.UntypedStorage, self._whole[offset : offset + length])
+        memory = torch.empty(length, dtype=torch.uint8)
+        self.file.seek(offset)
+        view, filled = memoryview(memory.numpy()), 0  # type: ignore[arg-type]
+        while filled < length:
+            count = cast(io.BufferedReader, self.file).readinto(view[filled:])
+            if not count:
+                raise ValueError(f"the record {name[:80]!r} is truncated")
+            filled += count
+        return memory.untyped_storage()
+
+    def _offset(self, name: str) -> int:
+        """Return the begin of a record, behind its local header."""
+        begin = self._records[self._root + name].header_offset
+        self.file.seek(begin)
+        header = self.file.read(30)
+        if len(header) != 30 or header[:4] != b"PK\3\4":
+            raise ValueError(f"the record {name[:80]!r} has no header")
+        return begin + 30 + sum(struct.unpack_from("<2H", header, 26))
+
+
+def _check_directory(file: BinaryIO, size: int) -> None:
+    """Validate the length of a zip file's directory, of which zipfile builds an object for each record."""
+    begin = max(0, size - _END.size - _LOCATOR64.size - _END64.size)
+    file.seek(begin)
+    tail = file.read()
+    if len(tail) < _END.size or tail[-_END.size :][:4] != b"PK\5\6":
+        raise ValueError("it is no zip file, as torch.save writes it")
+    length = _END.unpack(tail[-_END.size :])[5]
+    locator = tail[-_END.size - _LOCATOR64.size : -_END.size]
+    if locator[:4] == b"PK\6\7":
+        end = tail[: _END64.size]
+        if len(tail) != _END.size + _LOCATOR64.size + _END64.size or end[:4] != b"PK\6\6":
+            raise ValueError("the directory of its zip file is damaged")
+        length = max(length % 0xFFFFFFFF, _END64.unpack(end)[8])
+    if length > DIRECTORY_BYTES:
+        raise ValueError(f"the directory of its zip file has {length} bytes, more than {DIRECTORY_BYTES}")
+
+
+class _Mark:
+    """A callable that a pickle may name; it is called only by this reader."""
+
+    def __init__(self, build: Callable[..., Any]) -> None:
+        self.build = build
+
+
+class _Storage:
+    """A class of storages."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+
+class _Memory:
+    """A storage and the dtype of its numbers."""
+
+    def __init__(self, dtype: torch.dtype, storage: torch.UntypedStorage) -> None:
+        self.dtype, self.storage = dtype, storage
+
+
+class _Arguments(tuple[Any, ...]):
+    """A tuple that holds one of these, or a class: an argument, which is no value."""
+
+
+class _Unpickler:
+    """A machine for the operations of pickle that torch.save uses, each within the limits."""
+
+    def __init__(self, archive: _Archive) -> None:
+        self.archive = archive
+        self.data = archive.record("data.pkl")
+        self.at = 0
+        self.stack: list[Any] = []
+        self.marks: list[list[Any]] = []
+        self.memo: dict[int, Any] = {}
+        self.memories: dict[str, torch.UntypedStorage] = {}
+        self.left = max(ELEMENTS_LEAST, ELEMENTS_PER_BYTE * archive.size)
+        self.names: dict[str, Any] = {
+            "collections.OrderedDict": _Mark(_ordered_dict),
+            "collections.Counter": _Mark(_counter),
+            "builtins.set": _Mark(_set),
+            "__builtin__.set": _Mark(_set),
+            "builtins.complex": _Mark(_complex),
+            "__builtin__.complex": _Mark(_complex),
+            "_codecs.encode": _Mark(_encoded),
+            "torch.Size": _Mark(_size),
+            "torch.device": _Mark(_device),
+            "torch.serialization._get_layout": _Mark(lambda *_: None),  # of a sparse tensor
+            "torch.Tensor": Tensor,
+            "torch.nn.parameter.Parameter": nn.Parameter,
+            "torch.storage.UntypedStorage": _Storage(torch.uint8),
+            "torch._utils._rebuild_tensor_v2": _Mark(self._tensor),
+            "torch._utils._rebuild_tensor_v3": _Mark(self._tensor_of_dtype),
+            "torch._utils._rebuild_parameter": _Mark(_parameter),
+            "torch._tensor._rebuild_from_type_v2": _Mark(_of_type),
+            **{f"torch.{name}Storage": _Storage(dtype) for name, dtype in _STORAGES.items()},
+            **{f"torch.{name}": dtype for name, dtype in _DTYPES.items()},
+            # They are no plain tensors, and are refused by their place in the checkpoint.
+            **{f"torch._utils.{name}": _Mark(lambda *_: torch.empty(0, device="meta")) for name in _FOREIGN},
+        }
+
+    def load(self) -> Any:
+        """Run the pickle; return its value."""
+        operations, data = _OPERATIONS, self.data
+        for _ in range(PICKLE_OPERATIONS):
+            if self.at >= len(data):
+                raise ValueError("its pickle ends without a value")
+            code = data[self.at]
+            self.at += 1
+            if code == 0x2E:  # STOP
+                if len(self.stack) != 1 or self.marks:
+                    raise ValueError("its pickle holds no single value")
+                return _plain(self.stack[0])
+            operation = operations.get(code)
+            if operation is None:
+                raise ValueError(f"its pickle has the operation {bytes([code])!r}, which torch.save does not write")
+            operation(self)
+        raise ValueError(f"its pickle has more than {PICKLE_OPERATIONS} operations")
+
+    # -- reading --------------------------------------------------------------------------------------------------------
+    def number(self, form: struct.Struct) -> Any:
+        """Read a number."""
+        (value,) = form.unpack_from(self.data, self.at)
+        self.at += form.size
+        return value
+
+    def take(self, count: int) -> bytes:
+        """Read bytes."""
+        if count < 0 or self.at + count > len(self.data):
+            raise ValueError("its pickle is truncated")
+        self.at += count
+        return self.data[self.at - count : self.at]
+
+    def line(self) -> str:
+        """Read a line of text."""
+        end = self.data.find(b"\n", self.at, self.at + 256)
+        if end < 0:
+            raise ValueError("its pickle has a name of more than 256 characters")
+        text = self.data[self.at : end].decode()
+        self.at = end + 1
+        return text
+
+    def above(self) -> list[Any]:
+        """Return the values above the last mark."""
+        if not self.marks:
+            raise ValueError("its pickle lacks a mark")
+        values, self.stack = self.stack, self.marks.pop()
+        return values
+
+    # -- building -------------------------------------------------------------------------------------------------------
+    def named(self) -> None:
+        """Push one of the few names that torch.save writes."""
+        name = f"{self.line()}.{self.line()}"
+        value = self.names.get("torch.storage.UntypedStorage" if name == "torch.UntypedStorage" else name)
+        if value is None:
+            raise ValueError(f"it holds {name[:200]!r}, which is neither a plain value nor a tensor")
+        self.stack.append(value)
+
+    def called(self) -> None:
+        """Call one of these names."""
+        arguments, function = self.stack.pop(), self.stack.pop()
+        if not isinstance(function, _Mark) or not isinstance(arguments, tuple):
+            raise ValueError("its pickle calls a value that is no function")
+        self.stack.append(function.build(*arguments))
+
+    def attributes(self) -> None:
+        """Set the versions of modules on the ordered dict of their weights; nothing else has attributes."""
+        state, value = self.stack.pop(), self.stack[-1]
+        if type(value) is not OrderedDict or type(state) is not dict or not set(state) <= {"_metadata"}:
+            raise ValueError("its pickle sets attributes of a value that has none")
+        vars(value).update(state)
+
+    def memory(self) -> None:
+        """Push a storage, of which the archive holds a record."""
+        described = self.stack.pop()
+        if not isinstance(described, tuple) or len(described) != 5 or described[0] != "storage":
+            raise ValueError("its pickle names no storage")
+        _, kind, key, _, count = described
+        if not isinstance(kind, _Storage) or type(key) is not str or not _natural(count):
+            raise ValueError("its pickle describes a storage by other values than torch.save")
+        name = f"data/{key}"
+        if count * kind.dtype.itemsize != self.archive.length(name):
+            raise ValueError(f"the storage {key[:80]!r} declares {count} of {kind.dtype}, other than its record holds")
+        if name not in self.memories:
+            self.memories[name] = self.archive.storage(name)
+        self.stack.append(_Memory(kind.dtype, self.memories[name]))
+
+    def _tensor(self, storage: Any, offset: Any, size: Any, stride: Any, *others: Any) -> Tensor:
+        return self._view(storage.dtype, storage.storage, offset, size, stride)
+
+    def _tensor_of_dtype(
+        self, storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any, dtype: Any, *others: Any
+    ) -> Tensor:
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError("its pickle has a tensor without a dtype")
+        return self._view(dtype, storage.storage, offset, size, stride)
+
+    def _view(self, dtype: torch.dtype, memory: torch.UntypedStorage, offset: Any, size: Any, stride: Any) -> Tensor:
+        """Return a tensor over a storage, whose shape and strides stay inside it."""
+        if not (
+            isinstance(size, tuple)
+            and isinstance(stride, tuple)
+            and len(size) == len(stride) <= TENSOR_DIMENSIONS
+            and all(map(_natural, (offset, *size, *stride)))
+            and math.prod(max(1, each) for each in size) < _LARGEST
+        ):
+            raise ValueError("its pickle has a tensor whose shape is no list of natural numbers")
+        shape = list(size)
+        count = math.prod(size)
+        if any(step == 0 and length > 1 for length, step in zip(size, stride, strict=True)):
+            raise ValueError(f"a tensor of shape {shape} repeats its numbers (stride 0); write it contiguous")
+        last = sum((length - 1) * step for length, step in zip(size, stride, strict=True)) if count else -1
+        if (offset + last + 1) * dtype.itemsize > memory.nbytes():
+            raise ValueError(f"a tensor of shape {shape} of {dtype} reaches beyond its {memory.nbytes()} bytes")
+        self.left -= count * dtype.itemsize
+        if self.left < 0:
+            raise ValueError(
+                f"its tensors have more than {ELEMENTS_PER_BYTE} times the {self.archive.size} bytes of the file"
+            )
+        return torch.empty(0, dtype=dtype).set_(memory, offset, size, stride)  # type: ignore[call-overload]
+
+
+_ARGUMENTS = (_Mark, _Storage, _Memory, _Arguments, type)
+
+
+def _natural(value: Any) -> bool:
+    return type(value) is int and 0 <= value < _LARGEST
+
+
+def _plain(value: Any) -> Any:
+    """Return a value that may be part of a checkpoint, and not only an argument."""
+    if isinstance(value, _ARGUMENTS):
+        raise ValueError("its pickle holds a name in the place of a value")
+    return value
+
+
+def _key(value: Any) -> Any:
+    """Return a key of a dict: a text, a number, or a few of them."""
+    parts = value if type(value) is tuple else (value,)
+    if len(parts) > KEY_PARTS or not all(each is None or type(each) in (str, int, float, bool) for each in parts):
+        raise ValueError("its pickle has a key that is no text and no number")
+    return value
+
+
+def _ordered_dict(*arguments: Any) -> OrderedDict[Any, Any]:
+    if arguments:
+        raise ValueError("its pickle has an ordered dict with arguments")
+    return OrderedDict()
+
+
+def _counter(*arguments: Any) -> Counter[Any]:
+    if len(arguments) > 1 or not all(type(each) is dict for each in arguments):
+        raise ValueError("its pickle has a counter that counts nothing")
+    return Counter(*arguments)
+
+
+def _set(values: Any = ()) -> set[Any]:
+    if type(values) not in (list, tuple):
+        raise ValueError("its pickle has a set of no list")
+    return set(map(_key, values))
+
+
+def _complex(real: Any, imaginary: Any) -> complex:
+    if type(real) is not float or type(imaginary) is not float:
+        raise ValueError("its pickle has a complex number of no numbers")
+    return complex(real, imaginary)
+
+
+def _encoded(text: Any, encoding: Any) -> bytes:
+    if type(text) is not str or encoding != "latin1":
+        raise ValueError("its pickle has bytes in another encoding than torch.save writes")
+    return text.encode(encoding)
+
+
+def _size(lengths: Any) -> torch.Size:
+    if type(lengths) is not tuple or len(lengths) > TENSOR_DIMENSIONS or not all(map(_natural, lengths)):
+        raise ValueError("its pickle has a shape of no natural numbers")
+    return torch.Size(lengths)
+
+
+def _device(name: Any, index: Any = None) -> torch.device:
+    if type(name) is not str or not name.isalpha() or len(name) > 16 or index not in (None, *range(128)):
+        raise ValueError("its pickle has a device of another name")
+    return torch.device(name) if index is None else torch.device(name, index)
+
+
+def _parameter(data: Any, *others: Any) -> nn.Parameter:
+    if not isinstance(data, Tensor):
+        raise ValueError("its pickle has a parameter without a tensor")
+    return nn.Parameter(data, requires_grad=data.is_floating_point() and others[:1] != (False,))
+
+
+def _of_type(function: Any, kind: Any, arguments: Any, state: Any) -> Tensor:
+    """Return a tensor whose Python attributes are left out."""
+    if not isinstance(function, _Mark) or not isinstance(arguments, tuple) or kind not in (Tensor, nn.Parameter):
+        raise ValueError("its pickle has a tensor of a class of its own")
+    value = function.build(*arguments)
+    if not isinstance(value, Tensor):
+        raise ValueError("its pickle has a tensor of a class of its own")
+    return value
+
+
+def _append(machine: _Unpickler, values: list[Any]) -> None:
+    target = machine.stack[-1]
+    if type(target) is not list:
+        raise ValueError("its pickle appends to no list")
+    target.extend(map(_plain, values))
+
+
+def _set_items(machine: _Unpickler, values: list[Any]) -> None:
+    target = machine.stack[-1]
+    if type(target) not in (dict, OrderedDict) or len(values) % 2:
+        raise ValueError("its pickle sets items of no dict")
+    for key, value in zip(values[::2], values[1::2], strict=True):
+        target[_key(key)] = _plain(value)
+
+
+def _tuple(machine: _Unpickler, count: int) -> None:
+    if len(machine.stack) < count:
+        raise ValueError("its pickle lacks values")
+    begin = len(machine.stack) - count
+    machine.stack[begin:] = [_as_tuple(machine.stack[begin:])]
+
+
+def _marked_tuple(machine: _Unpickler) -> None:
+    values = machine.above()
+    machine.stack.append(_as_tuple(values))
+
+
+def _as_tuple(values: list[Any]) -> tuple[Any, ...]:
+    return _Arguments(values) if any(isinstance(each, _ARGUMENTS) for each in values) else tuple(values)
+
+
+def _long(machine: _Unpickler) -> None:
+    count = machine.number(_BYTE)
+    if count > PICKLE_DIGITS:
+        raise ValueError(f"its pickle has an integer of {count} bytes, more than {PICKLE_DIGITS}")
+    machine.stack.append(int.from_bytes(machine.take(count), "little", signed=True))
+
+
+def _marked(machine: _Unpickler) -> None:
+    machine.marks.append(machine.stack)
+    machine.stack = []
+
+
+def _protocol(machine: _Unpickler) -> None:
+    if machine.number(_BYTE) != 2:
+        raise ValueError("its pickle has another protocol than 2, which torch.save writes")
+
+
+def _popped(machine: _Unpickler, count: int) -> list[Any]:
+    if len(machine.stack) <= count:
+        raise ValueError("its pickle lacks values")
+    values = machine.stack[-count:]
+    del machine.stack[-count:]
+    return values
+
+
+_BYTE, _SHORT, _INT, _UINT, _DOUBLE = map(struct.Struct, ("<B", "<H", "<i", "<I", ">d"))
+_OPERATIONS: dict[int, Callable[[_Unpickler], Any]] = {
+    ord(code): operation
+    for code, operation in {
+        "\x80": _protocol,
+        "c": _Unpickler.named,
+        "R": _Unpickler.called,
+        "b": _Unpickler.attributes,
+        "Q": _Unpickler.memory,
+        "(": _marked,
+        "N": lambda machine: machine.stack.append(None),
+        "\x88": lambda machine: machine.stack.append(True),
+        "\x89": lambda machine: machine.stack.append(False),
+        ")": lambda machine: machine.stack.append(()),
+        "]": lambda machine: machine.stack.append([]),
+        "}": lambda machine: machine.stack.append({}),
+        "a": lambda machine: _append(machine, _popped(machine, 1)),
+        "e": lambda machine: _append(machine, machine.above()),
+        "s": lambda machine: _set_items(machine, _popped(machine, 2)),
+        "u": lambda machine: _set_items(machine, machine.above()),
+        "t": _marked_tuple,
+        "\x85": lambda machine: _tuple(machine, 1),
+        "\x86": lambda machine: _tuple(machine, 2),
+        "\x87": lambda machine: _tuple(machine, 3),
+        "J": lambda machine: machine.stack.append(machine.number(_INT)),
+        "K": lambda machine: machine.stack.append(machine.number(_BYTE)),
+        "M": lambda machine: machine.stack.append(machine.number(_SHORT)),
+        "\x8a": _long,
+        "G": lambda machine: machine.stack.append(machine.number(_DOUBLE)),
+        "X": lambda machine: machine.stack.append(
+            machine.take(machine.number(_UINT)).decode("utf-8", "surrogatepass")
+        ),
+        "U": lambda machine: machine.stack.append(machine.take(machine.number(_BYTE)).decode("ascii")),
+        "h": lambda machine: machine.stack.append(machine.memo[machine.number(_BYTE)]),
+        "j": lambda machine: machine.stack.append(machine.memo[machine.number(_UINT)]),
+        "q": lambda machine: machine.memo.__setitem__(machine.number(_BYTE), machine.stack[-1]),
+        "r": lambda machine: machine.memo.__setitem__(machine.number(_UINT), machine.stack[-1]),
+    }.items()
+}
