@@ -26,6 +26,22 @@ ELEMENTS_PER_BYTE = 4
 ELEMENTS_LEAST = 1 << 20
 """Bytes of tensors that any checkpoint may have."""
 
+# -- parts that a config in a file names --------------------------------------------------------------------------------
+BUILT_PER_BYTE = 8
+"""Bytes of the tensors that networks make while they are built, for each byte of the stored weights."""
+BUILT_LEAST = 1 << 26
+"""Bytes that any networks may make."""
+OPERATIONS_PER_WEIGHT = 200
+"""Operations of torch while networks are built, for each stored weight."""
+OPERATIONS_LEAST = 20_000
+"""Operations that building any networks may take."""
+COUNT = 1 << 28
+"""Cells of a buffer."""
+WIDTH = 1 << 16
+"""Units of a layer, environments, and other whole numbers in the settings of an environment."""
+LENGTH = 4096
+"""Layers, members of an ensemble, stacked frames, pixels of a side, and repetitions."""
+
 # -- optimizers ---------------------------------------------------------------------------------------------------------
 OPTIMIZER_STEPS = 1 << 40
 """Steps that an optimizer has made."""

@@ -16,6 +16,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from torchrl_lightning import limits
 from torchrl_lightning._conf import CONF_DIR
 
 MODULES = ("ale_py", "gymnasium_robotics", "minigrid")  # what an environment's id may import: those of our presets
@@ -104,6 +105,22 @@ _DIRECTIVES: dict[str, Any] = {
 _WITH_COLON = re.compile(
     rf"(?:{'|'.join(MODULES)}):[\w/.-]+|(?:cpu|cuda|mps|xpu):\d+|minari:\w[\w/-]*|[\d:.]+", re.ASCII
 )
+# Names of whole numbers that decide how much is built or computed, each group with its largest value.
+_COUNTS = {
+    limits.LENGTH: re.compile(
+        "stack_size|frame_stack|n_stack|num_stack|N|num_layers|n_layers|depth|num_members|num_elites|num_critics"
+        "|num_qvalue_nets|action_repeat|frame_skip|skip|noop_max|noops|screen_size|delay|num_repeats|padding"
+        "|scale_factor|kernel_sizes?|strides?|dilation|nhead|num_heads"
+    ),
+    limits.WIDTH: re.compile(
+        "hidden_sizes?|num_cells|num_units|features|channels|out_features|in_channels|out_channels|num_embeddings"
+        "|embedding_dim|embed_dim|num_atoms|num_quantiles|num_envs|num_workers|eval_num_envs|num_samples|population"
+        "|horizon|proj_size"
+    ),
+    limits.COUNT: re.compile("max_size|max_capacity|capacity|size|frames_per_batch|batch_size|mini_batch_size"),
+}
+_SIDES = re.compile("shape|size|width|height|bins")  # of images and grids, among the settings of an environment
+_TIMES = re.compile(r".*(seed|steps|time|limit|frames).*")
 _WORD = re.compile(r"[\w+-][\w ,.+()-]*|", re.ASCII)  # no path, no module
 _FOLDER = re.compile(r"(?:.*_)?(?:dir|dirpath|file|filename|folder|path|root|dataset)")
 _READ_ALONE = re.compile(r"initial_\w+_demos_dir|dataset")  # of these, those that are never written to
@@ -254,6 +271,8 @@ class _Reading:
                 continue
             below = words or key == "env_kwargs" or canonical in _ENVIRONMENTS
             yield from self._argument(canonical, key, value, place, below)
+            if not self.trusted and (named is not None or below):
+                yield from _counts(key, value, place, below)
             is_id = below and key in ("env_name", "_args_")
             if key not in folders or self.folders:
                 yield from self.refusals(value, place, depth + 1, below and not is_id)
@@ -289,6 +308,27 @@ class _Reading:
             if not (_canonical(target) in known if known else wraps):
                 what = "environment" if known else "wrapper"
                 yield f"{_shown(f'{path}.{place}' if path else place, name)} makes no {what}"
+
+
+def _counts(key: Any, value: Any, place: str, of_environment: bool) -> Iterator[str]:
+    """Yield the counts of an argument that are larger than a file may ask for."""
+    if type(key) is not str:
+        return
+    most = next((most for most, names in _COUNTS.items() if names.fullmatch(key)), None)
+    if of_environment:
+        most = limits.LENGTH if _SIDES.fullmatch(key) else most
+        most = limits.WIDTH if most is None and not _TIMES.fullmatch(key) else most
+    if most is None:
+        return
+    left, seen = [value], 0
+    while left and seen <= NODES:
+        number = left.pop()
+        seen += 1
+        if type(number) is list:
+            left += number
+        elif type(number) in (int, float) and abs(number) > most:
+            yield f"{place}={number} is more than {most}"
+            return
 
 
 def _is_shipped(folder: str) -> bool:

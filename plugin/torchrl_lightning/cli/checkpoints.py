@@ -22,8 +22,11 @@ def check_checkpoint(
     config: DictConfig | None = None,
     *,
     resumes: bool = False,
+    plays: bool = False,
 ) -> None:
     """Refuse a checkpoint of another environment, capacity, network or number of ranks.
+
+    With ``plays``, only the environment and the networks are compared, which are all that an evaluation builds.
 
     A copy of the model is built without memory. With ``resumes``, the states of the optimizers are compared as well, on
     a second copy in memory. No ``world_size`` accepts any; ``config`` names the settings that differ.
@@ -37,7 +40,10 @@ def check_checkpoint(
         if state is None:
             streams = " and ".join(key for key in stored if key.endswith("DataModule")) or "no experience"
             raise ValueError(f"it holds {streams}, but this run has data={type(data).__qualname__}.")
-        data.check_state(state, model)
+        if plays:
+            data.check_environment(state)
+        else:
+            data.check_state(state, model)
         if world_size is not None and "ranks" in state:
             state_of_rank(state["ranks"], 0, world_size)
         if (make := copies(model, data)) is not None:

@@ -27,6 +27,7 @@ from torchrl_lightning.cli.resuming import (
     Record,
     check_taken,
     continued,
+    keep_process,
     keep_settings,
     missing_choices,
     record_in,
@@ -271,6 +272,9 @@ def _resumed(
         trusted=config.get("trusted") is True,
     )
     keep_settings(config, before, record, mine)
+    lines_alone = [*chosen, *_lines(alone)]
+    here = [line for line in lines_alone if not line.startswith("debug=") or line in _lines(mine)]
+    keep_process(config, lambda: composed(here), given)
     return config
 
 

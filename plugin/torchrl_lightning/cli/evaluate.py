@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,14 +36,14 @@ def evaluate(cfg: DictConfig) -> float:
     if OmegaConf.is_missing(cfg, "ckpt_path"):
         raise UsageError("no checkpoint given; say ckpt_path=RUN, or ckpt_path=RUN/checkpoints/last.ckpt.")
     checkpoint, stored, run = run_of(cfg)
-    use_threads(run.get("torch_threads", 1))
+    use_threads(min(run.get("torch_threads", 1), os.cpu_count() or 1))
     data = rebuilt(checkpoint, run, "data", seed=cfg.seed)
     model = rebuilt(checkpoint, run, "model")
     with named(run, "data.env"):
         data.specs  # noqa: B018  # a property that builds the environment
     if cfg.video is not None:
         check_film(data.eval_env)
-    check_checkpoint(checkpoint, stored, data, model)
+    check_checkpoint(checkpoint, stored, data, model, plays=True)
     policy = policy_of(cfg, stored, model)
     try:
         frames = data.state_frames(stored[type(data).__qualname__])
@@ -76,7 +77,7 @@ def run_of(cfg: DictConfig, trusting: str = "trusted=true") -> tuple[Path, dict[
     from omegaconf import OmegaConf
 
     from torchrl_lightning.cli.checks import UsageError, own_config, own_names, read_stored
-    from torchrl_lightning.learn.loading import CONFIG, checkpoint_of, config_in
+    from torchrl_lightning.learn.loading import CONFIG, checkpoint_of, config_in, without_training
 
     try:
         checkpoint = checkpoint_of(cfg.ckpt_path)
@@ -85,6 +86,8 @@ def run_of(cfg: DictConfig, trusting: str = "trusted=true") -> tuple[Path, dict[
     stored, composed = read_stored(checkpoint), own_config(checkpoint)
     if composed and CONFIG not in stored:
         run = composed
+        for group in ("data", "model"):
+            run[group] = without_training(OmegaConf.to_container(composed[group], resolve=True))
     else:
         own = own_names(composed)
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
@@ -47,8 +47,11 @@ def build_part(cfg: DictConfig, key: str, **arguments: Any) -> Any:
         raise UsageError(describe(cfg, key if where is None else where[1], cause)) from error
 
 
-def check_parts(cfg: DictConfig, data: Any, model: Any) -> None:
-    """Build environment, buffer and networks once and let go of them, to name a setting that does not fit."""
+def check_parts(cfg: DictConfig, data: Any, model: Any, compare: Callable[[], None] | None = None) -> None:
+    """Build environment, buffer and networks once and let go of them, to name a setting that does not fit.
+
+    ``compare`` compares the networks with a checkpoint before they take memory.
+    """
     place = "data"
     # What is built for a trial must not move the run's own generator.
     with torch.random.fork_rng(devices=[]):
@@ -56,9 +59,13 @@ def check_parts(cfg: DictConfig, data: Any, model: Any) -> None:
             for argument in data.check_fit(model):
                 place = f"data.{argument}"
             place = "model"
+            if compare is not None:
+                compare()
             if (make := copies(model, data)) is not None:
                 make()
             require_fit(model, data)
+        except UsageError:
+            raise
         except MISTAKES as error:
             raise UsageError(describe(cfg, place, error)) from error
         finally:

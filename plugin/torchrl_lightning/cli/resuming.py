@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -23,6 +24,8 @@ from torchrl_lightning.records import COMMAND
 
 # Of the present run, whatever the checkpoint says.
 _PRESENT = {"ckpt_path", "trusted", "paths", "hparams_search", "hydra"}
+# Of the process, which nobody else's file sets.
+_PROCESS = {"trainer.profiler", "trainer.detect_anomaly"}
 _PLACES = {"dirpath", "save_dir", "default_root_dir"}
 # What says where files are written is taken from a run of one's own alone.
 _PRIVATE = {"callbacks", "logger", "task_name"}
@@ -50,7 +53,7 @@ class Record:
     def holds(self, key: str) -> bool:
         """Return whether a setting of the run is one of a resumed run, too."""
         first, last = re.split("[./@]", key)[0], key.rpartition(".")[2]
-        if first in _PRESENT or last in _PLACES:
+        if first in _PRESENT or last in _PLACES or key in _PROCESS:
             return False
         return self.is_own or (first not in _PRIVATE and last != "target_agent_demos_dir")
 
@@ -205,6 +208,32 @@ def keep_settings(config: DictConfig, before: DictConfig, record: Record, given:
                 continue
             _assign(before, keys, value)
             _assign(config, keys, value)
+
+
+def keep_process(config: DictConfig, alone: Callable[[], DictConfig], given: Iterable[Override]) -> None:
+    """Take the settings of the process from this command, but for a number of threads that the machine has.
+
+    Equal threads make a resumed run equal bit for bit, so that the number is kept and printed.
+
+    Args:
+        config: The config to run.
+        alone: Composes what this command says by itself.
+        given: The overrides of this command.
+    """
+    keys, cores = {_key(override) for override in given}, os.cpu_count() or 1
+    stored = None if "torch_threads" in keys else OmegaConf.select(config, "torch_threads")
+    is_kept = stored is None or (isinstance(stored, int) and 1 <= stored <= cores)
+    differing = [name for name in _PROCESS if name not in keys and OmegaConf.select(config, name)]
+    if differing or not is_kept:
+        own = alone()
+        for name in differing:
+            OmegaConf.update(config, name, OmegaConf.select(own, name))
+        if not is_kept:
+            config.torch_threads = own.torch_threads
+            print(f"torch_threads: {stored!s:.20} in the checkpoint, {own.torch_threads} now; {cores} cores are here")
+            return
+    if stored not in (None, 1):
+        print(f"torch_threads: {stored}, as in the run of the checkpoint")
 
 
 def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

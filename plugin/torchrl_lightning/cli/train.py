@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +44,7 @@ def train(cfg: DictConfig) -> float:
     from torchrl_lightning.cli.parts import GivenSettings, KeptConfig, build_part, check_parts
     from torchrl_lightning.cli.resuming import told_differences
     from torchrl_lightning.cli.slurm import requeued_on_signal
+    from torchrl_lightning.learn.weights import bounded_tensors
 
     quiet()
     use_threads(cfg.torch_threads)
@@ -50,7 +52,8 @@ def train(cfg: DictConfig) -> float:
     L.seed_everything(cfg.seed, verbose=False)
 
     data = build_part(cfg, "data", **({"freeze_statistics": True} if cfg.freeze_statistics else {}))
-    model = build_part(cfg, "model")
+    with nullcontext() if stored is None else bounded_tensors(stored.get("state_dict", {})):
+        model = build_part(cfg, "model")
     kept = KeptConfig(cfg, *(recorded_command(HydraConfig.get()) if HydraConfig.initialized() else ()))
     callbacks = [*(build_part(cfg, f"callbacks.{name}") for name in cfg.callbacks), kept]
     differ = {} if stored is None else told_differences(stored, cfg.ckpt_path, kept.config)
@@ -61,13 +64,14 @@ def train(cfg: DictConfig) -> float:
         callbacks.append(beginning)
     loggers = [build_part(cfg, f"logger.{name}") for name in cfg.logger]
     trainer = build_part(cfg, "trainer", callbacks=callbacks, logger=loggers)
-    check_parts(cfg, data, model)
+    # Lightning loads weights before the data's state; with another environment its error would name tensor shapes.
+    compare = partial(
+        check_checkpoint, Path(cfg.ckpt_path or ""), stored, data, model, trainer.world_size, cfg, resumes=True
+    )
+    check_parts(cfg, data, model, None if stored is None else compare)
     if beginning is not None:
         beginning.check(data, model)
-    if stored is not None:
-        # Lightning loads weights before the data's state; with another environment its error would name tensor shapes.
-        check_checkpoint(Path(cfg.ckpt_path), stored, data, model, trainer.world_size, cfg, resumes=True)
-        del stored
+    del stored, compare
     if trainer.is_global_zero:
         behind.enter_context(locked(folder := Path(cfg.paths.output_dir)))
         sign(folder)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 __all__ = ["LoadedPolicy", "load_policy"]
 
+import inspect
+import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,6 +39,7 @@ from torchrl_lightning.untrusted import check_regular, printable_errors
 
 CONFIG = "config"  # where a checkpoint holds the config of its run
 _KINDS = {"data": LightningDataModule, "model": LightningModule}
+_TRAINING = re.compile(r"(\w+_)?optimizer|buffer|source")
 _TRUST = "If you trust whoever made the checkpoint, say"
 
 
@@ -317,7 +320,8 @@ def _module_in(stored: Mapping[str, Any], path: str | Path, trainer: Any, *, tru
 def config_in(
     stored: Mapping[str, Any], path: str | Path, *groups: str, trusted: bool = False, own: Collection[str] = ()
 ) -> dict[str, Any]:
-    """Return these groups of the config of the run that wrote a checkpoint, to play its policy: without folders.
+    """Return these groups of the config of the run that wrote a checkpoint, to play its policy: without folders, and
+    without the parts that only training uses.
 
     Raises:
         ValueError: There is none, or it says what a file may not; ``trusted`` and ``own`` as of
@@ -332,4 +336,20 @@ def config_in(
         target = target_named(node.get("_target_", ""))
         if target is not None and not (isinstance(target, type) and issubclass(target, _KINDS[group])):
             raise ValueError(f"{where} has {group}._target_={node['_target_']}, which is no {_KINDS[group].__name__}")
-    return {group: without_folders(node) for group, node in chosen.items()}
+    return {group: without_training(without_folders(node)) for group, node in chosen.items()}
+
+
+def without_training(node: dict[str, Any]) -> dict[str, Any]:
+    """Return the config of a model or DataModule of ours without the parts that only training uses.
+
+    An optimizer, a buffer and the source of batches are neither built nor allocated to play a policy.
+    """
+    target = target_named(node.get("_target_", ""))
+    if target is None:
+        return node
+    kept = {key: value for key, value in node.items() if not _TRAINING.fullmatch(str(key))}
+    parameters = inspect.signature(target).parameters
+    needed = {key for key in node if key in parameters and parameters[key].default is inspect.Parameter.empty}
+    if "buffer" in needed:  # a partial, which nobody calls
+        kept["buffer"] = {"_target_": "torchrl_lightning.ExperienceBuffer", "_partial_": True}
+    return kept

@@ -7,6 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchrl_lightning.limits import BUILT_LEAST, BUILT_PER_BYTE, OPERATIONS_LEAST, OPERATIONS_PER_WEIGHT
 
 # Where agents keep the network that acts: our own, and those over TorchRL's losses.
 _ACTOR = "actor_network."
@@ -26,7 +29,7 @@ def check_weights(make: Callable[[], nn.Module], stored: Mapping[str, Any], *, o
         ValueError: The weights do not fit; the message names the first that differs.
     """
     weights = _weights_in(stored)
-    networks = _built(make, own)
+    networks = _built(make, own, weights)
     _check_same(weights, networks.state_dict(), "the networks differ")
     check_finite(networks, weights)
 
@@ -48,7 +51,7 @@ def beginning_weights(
         ValueError: The weights do not fit; the message names the first that differs.
     """
     weights = _weights_in(stored)
-    networks = _built(make, own)
+    networks = _built(make, own, weights)
     here = networks.state_dict()
     parts = [dict.fromkeys(name.partition(".")[0] for name in names) for names in (weights, here)]
     root = next((root for root in _ACTORS if any(name.startswith(root) for name in weights)), None)
@@ -72,15 +75,61 @@ def _weights_in(stored: Mapping[str, Any]) -> Mapping[str, Any]:
     return weights
 
 
-def _built(make: Callable[[], nn.Module], own: bool) -> nn.Module:
-    with torch.random.fork_rng(devices=[]):
+def _built(make: Callable[[], nn.Module], own: bool, weights: Mapping[str, Any]) -> nn.Module:
+    with torch.random.fork_rng(devices=[]), bounded_tensors(weights):
         try:
             with torch.device("meta"):
                 return make()
+        except TooManyTensorsError as error:
+            raise ValueError(f"the networks differ: {error}") from error
         except Exception as error:
+            if isinstance(error.__cause__, TooManyTensorsError):
+                raise ValueError(f"the networks differ: {error.__cause__}") from error
             if not own:
                 raise ValueError(f"its networks cannot be built: {' '.join(str(error).split())[:300]}") from error
             return make()
+
+
+class TooManyTensorsError(ValueError):
+    """Modules make more or larger tensors than their stored weights explain."""
+
+
+class bounded_tensors(TorchDispatchMode):  # noqa: N801  # a context, like torch.no_grad
+    """Raise :class:`TooManyTensorsError` before tensors are made that stored weights do not explain.
+
+    Initialisation makes a few temporary tensors for each weight, and targets are further copies.
+
+    Args:
+        weights: The stored weights.
+    """
+
+    def __init__(self, weights: Mapping[str, Any]) -> None:
+        super().__init__()
+        tensors = [each for each in weights.values() if isinstance(each, Tensor)]
+        self.stored = sum(each.nbytes for each in tensors)
+        self.bytes_left = BUILT_PER_BYTE * self.stored + BUILT_LEAST
+        self.tensors_left = OPERATIONS_PER_WEIGHT * len(tensors) + OPERATIONS_LEAST
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Count an operation, and the bytes of a new tensor."""
+        kwargs = kwargs or {}
+        self.tensors_left -= 1
+        if self.tensors_left < 0:
+            raise TooManyTensorsError("the config builds many more parts than the checkpoint has weights")
+        if func._schema.name not in _FACTORIES:
+            return func(*args, **kwargs)
+        shape = func(*args, **{**kwargs, "device": torch.device("meta"), "pin_memory": False})
+        self.bytes_left -= shape.nbytes
+        if self.bytes_left < 0:
+            raise TooManyTensorsError(
+                f"the config builds tensors such as {list(shape.shape)}, many times the {self.stored} bytes of the "
+                "stored weights"
+            )
+        is_meta = kwargs.get("device") == torch.device("meta")
+        return shape if is_meta else func(*args, **kwargs)
+
+
+_FACTORIES = {f"aten::{name}" for name in ("empty", "empty_strided", "zeros", "ones", "full", "rand", "randn")}
 
 
 def _check_same(weights: Mapping[str, Any], networks: Mapping[str, Any], what: str) -> None:
