@@ -49,5 +49,9 @@ OPTIMIZER_COUNT = 10_000
 """Whole numbers among the settings of an optimizer, such as a number of iterations."""
 
 # -- data sets ----------------------------------------------------------------------------------------------------------
-DATASET_BYTES = 1 << 30
-"""Bytes of a data set: of a file and its unpacked arrays, of all files of a directory, or of a Minari data set."""
+FILE_BYTES = 1 << 30
+"""Bytes of a file of demonstrations or of D4RL, and of the arrays that it unpacks to."""
+COLLECTION_BYTES = 1 << 32
+"""Bytes of all files of a directory of demonstrations, or of a Minari data set, unpacked."""
+UNPACKED_AT_ONCE = 1 << 24
+"""Bytes of a compressed array that are unpacked at a time."""

@@ -130,15 +130,14 @@ def test_what_is_wrong_is_one_line(name, tmp_path):
     assert len(str(raised.value).splitlines()) == 1
 
 
-def test_files_that_are_torn_too_large_or_of_another_environment(tmp_path, monkeypatch):
+def test_files_that_are_torn_too_large_or_of_another_environment(tmp_path):
     path = written(tmp_path / "file.hdf5", arrays())
     (tmp_path / "torn.hdf5").write_bytes(path.read_bytes()[:2000])
-    monkeypatch.setattr("torchrl_lightning.demonstrations.d4rl.LIMIT", 300)
     for file, message in [
         (tmp_path / "torn.hdf5", r"torn\.hdf5 was refused: it is no whole HDF5 file: "),
         (path, r"its arrays have \d+ bytes, more than the limit of 300"),
         (tmp_path / "none.hdf5", "does not exist; name a directory"),
     ]:
         with pytest.raises(SystemExit, match=message) as raised, one_line():
-            read_dataset(file, "CartPole-v1")
+            read_dataset(file, "CartPole-v1", limit=300)
         assert len(str(raised.value).splitlines()) == 1

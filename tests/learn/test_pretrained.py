@@ -180,7 +180,7 @@ def edit(folder: Path, change: Any) -> None:
     ("change", "message"),
     [
         (lambda told: told["config"]["model"].update(_target_="os.system"), "'os.system' is none of the classes that"),
-        (lambda told: told["config"]["model"]["network"].update(hidden_size=10**7), "the networks differ"),
+        (lambda told: told["config"]["model"]["network"].update(hidden_size=10**7), "hidden_size=10000000 is more"),
         (lambda told: told["content"]["OnPolicyDataModule"].pop("specs"), "is damaged: 'OnPolicyDataModule'"),
         (lambda told: told.update(schema_version=2), "has schema version 2, this release reads version 1"),
         (lambda told: told.update(content=[[]]), "'content' is a list"),

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from torchrl_lightning.demonstrations.files import LIMIT, of_episode, only_key
-from torchrl_lightning.demonstrations.hdf5 import opened
+from torchrl_lightning.demonstrations.files import of_episode, only_key
+from torchrl_lightning.demonstrations.hdf5 import check_declared, opened
 from torchrl_lightning.demonstrations.trajectory import Demonstration
 from torchrl_lightning.environments.specs import EnvironmentSpecs
+from torchrl_lightning.limits import FILE_BYTES
 
 Array = NDArray[Any]
 ENDS = ("terminals", "timeouts")
@@ -20,7 +21,9 @@ NEEDED = ("observations", "actions", "rewards")
 OTHERS = (*ENDS, "next_observations")
 
 
-def d4rl_demonstrations(path: Path, specs: EnvironmentSpecs, time_limit: int | None = None) -> Iterator[Demonstration]:
+def d4rl_demonstrations(
+    path: Path, specs: EnvironmentSpecs, time_limit: int | None = None, *, limit: int = FILE_BYTES
+) -> Iterator[Demonstration]:
     """Read the episodes of a D4RL file, one at a time; needs h5py, which the extras ``d4rl`` and ``minari`` bring.
 
     Where it has no ``next_observations``, transitions are those of D4RL's ``qlearning_dataset``: a step at which an
@@ -32,14 +35,15 @@ def d4rl_demonstrations(path: Path, specs: EnvironmentSpecs, time_limit: int | N
         path: The file.
         specs: What the environment, which shows one array, shows and takes.
         time_limit: After how many steps episodes timed out, where the file has no ``timeouts``.
+        limit: How many bytes the arrays that are read may have, as they declare.
 
     Raises:
         ImportError: h5py is not installed.
-        ValueError: It is damaged, lacks an entry, tells no end of an episode, or has more than 1 GiB of what is read.
+        ValueError: It is damaged, lacks an entry, tells no end of an episode, or has more bytes than ``limit``.
     """
     key = only_key(specs, "a D4RL file holds", "take an environment that shows one")
     with opened(path) as file:
-        arrays = _arrays(file, path)
+        arrays = _arrays(file, path, limit)
     terminals, timeouts = _ends(arrays, path, time_limit)
     following, count = arrays.get("next_observations"), len(terminals)
     last = np.flatnonzero(terminals | timeouts)
@@ -64,7 +68,7 @@ def d4rl_demonstrations(path: Path, specs: EnvironmentSpecs, time_limit: int | N
         )
 
 
-def _arrays(file: Any, path: Path) -> dict[str, Array]:
+def _arrays(file: Any, path: Path, limit: int) -> dict[str, Array]:
     """Read the entries of a file, ``[T, ...]`` each."""
     found = {name: file[name] for name in (*NEEDED, *OTHERS) if name in file}
     if missing := [name for name in NEEDED if name not in found]:
@@ -74,8 +78,7 @@ def _arrays(file: Any, path: Path) -> dict[str, Array]:
         kind, shape = getattr(getattr(entry, "dtype", None), "kind", ""), getattr(entry, "shape", ())
         if kind not in tuple("biuf") or shape[:1] != getattr(found["rewards"], "shape", ())[:1] or not shape:
             raise ValueError(f"{path} was refused: {name!r} in it is no array of numbers with a row for each reward.")
-    if (size := sum(entry.nbytes for entry in found.values())) > LIMIT:
-        raise ValueError(f"{path} was refused: its arrays have {size} bytes, more than the limit of {LIMIT}.")
+    check_declared(found.values(), path, limit)
     return {name: entry[()] for name, entry in found.items()}
 
 

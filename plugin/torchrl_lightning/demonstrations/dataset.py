@@ -28,6 +28,7 @@ from torchrl_lightning.environments.recipe import EnvironmentRecipe
 from torchrl_lightning.environments.specs import EnvironmentSpecs
 from torchrl_lightning.files import MANIFEST, read_state
 from torchrl_lightning.keys import ACTION, REWARD
+from torchrl_lightning.ranges import integer
 from torchrl_lightning.replay import ExperienceBuffer
 from torchrl_lightning.untrusted import printable_errors
 
@@ -38,13 +39,16 @@ Source = ExperienceBuffer | Mapping[str, Any] | str | Path | Iterable[Demonstrat
 
 
 @printable_errors()
-def read_dataset(dataset: Any, env: Any) -> list[Demonstration]:
+def read_dataset(dataset: Any, env: Any, *, limit: int | None = None) -> list[Demonstration]:
     """Read the demonstrations of a data set, all of one environment.
 
     Args:
         dataset: A directory, of which a file that cannot be used is left out, by a warning; one file, also D4RL's
             ``.hdf5``; ``"minari:ID"``, a Minari data set on this machine; or a ``minari.MinariDataset``.
         env: The environment that they are to be of: an id, a recipe or a factory of one, or a ready one.
+        limit: How many bytes it may have, unpacked: 1 GiB for one file, 4 GiB for a directory or a Minari data set if
+            None. The sizes that its files declare are compared with it, and with the free memory, before anything is
+            unpacked.
 
     Raises:
         DemonstrationFault: There is no such data set, it holds no steps, or those of another environment.
@@ -58,18 +62,18 @@ name a directory that holds demonstrations, or a .npz, .safetensors or .hdf5 fil
     """
     path, recipe = dataset_path(dataset), given_recipe(env)
     specs, frame_skip = demonstration_specs(env)
+    options = {} if limit is None else {"limit": integer(limit, "limit")}
     try:
         if path is not None:
             if path.is_dir() or path.suffix not in (*SUFFIXES, D4RL):
-                return list(DemonstrationDirectory(path, specs, frame_skip, recipe=recipe).initial)
+                return list(DemonstrationDirectory(path, specs, frame_skip, recipe=recipe, **options).initial)
             if path.suffix == D4RL:
-                found = list(d4rl_demonstrations(path, specs, _time_limit(recipe)))
+                found = list(d4rl_demonstrations(path, specs, _time_limit(recipe), **options))
             else:
-                found = [read_demonstration(path, specs)]
+                found = [read_demonstration(path, specs, **options)]
         else:
-            found = list(
-                minari_demonstrations(dataset.removeprefix(MINARI) if isinstance(dataset, str) else dataset, specs)
-            )
+            given = dataset.removeprefix(MINARI) if isinstance(dataset, str) else dataset
+            found = list(minari_demonstrations(given, specs, **options))
         for demonstration in found:
             demonstration.fits(specs, frame_skip, recipe)
     except (ImportError, OSError, TypeError, ValueError) as error:

@@ -11,15 +11,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from torchrl_lightning.demonstrations.files import (
-    LIMIT,
     SUFFIXES,
     read_demonstration,
     write_demonstrations,
 )
 from torchrl_lightning.demonstrations.trajectory import Demonstration
+from torchrl_lightning.entries import keyed_leaves
 from torchrl_lightning.environments.recipe import EnvironmentRecipe
 from torchrl_lightning.environments.specs import EnvironmentSpecs
 from torchrl_lightning.files import replaced_files
+from torchrl_lightning.limits import COLLECTION_BYTES, FILE_BYTES
 from torchrl_lightning.ranges import integer, optional
 
 _SAVED = ".saved.json"  # the names of the files that were saved here
@@ -40,7 +41,7 @@ class DemonstrationDirectory:
         most: How many there may be at start; any number if None.
         may_be_empty: Whether none at start, or no directory, is no mistake.
         taken: Names of files that are left out, as those that were read before.
-        limit: How many bytes a file, and all that it unpacks to, may have.
+        limit: How many bytes the files may have together, unpacked, that are read at start or by one :meth:`poll`.
         recipe: That of the environment, if known: what was recorded by another is left out, see
             :meth:`Demonstration.fits`.
 
@@ -74,7 +75,7 @@ class DemonstrationDirectory:
         most: int | None = None,
         may_be_empty: bool = False,
         taken: Collection[str] = (),
-        limit: int = LIMIT,
+        limit: int = COLLECTION_BYTES,
         recipe: EnvironmentRecipe | None = None,
     ) -> None:
         self.path, self.specs, self.human, self.recipe = Path(path), specs, human, recipe
@@ -111,7 +112,7 @@ class DemonstrationDirectory:
         return self._read(at_start=False)
 
     def _read(self, at_start: bool) -> list[Demonstration]:
-        found = []
+        found, left = [], self.limit
         for path in sorted(self.path.iterdir()) if self.path.is_dir() else ():
             if path.suffix not in SUFFIXES or path.name.startswith(".") or path.name in self._known:
                 continue
@@ -123,7 +124,7 @@ class DemonstrationDirectory:
             if not path.is_file() or self._refused.get(path.name) == (stamp, True):
                 continue
             try:
-                found.append(self._load(path))
+                demonstration = self._load(path, left)
             except (OSError, ValueError, TypeError) as error:
                 self._first = self._first or f" The first: {error}"
                 is_settled = at_start or self._refused.get(path.name) == (stamp, False)
@@ -132,12 +133,16 @@ class DemonstrationDirectory:
                 self._refused[path.name] = stamp, is_settled
             else:
                 self._known.add(path.name)
+                found.append(demonstration)
+                left -= _bytes_of(demonstration)
         return found
 
-    def _load(self, path: Path) -> Demonstration:
+    def _load(self, path: Path, left: int) -> Demonstration:
         if not path.resolve().is_relative_to(self.path.resolve()):
             raise ValueError(f"{path} was refused: it is a link out of the directory, to {path.resolve()}.")
-        demonstration = read_demonstration(path, self.specs, limit=self.limit)
+        if left < 1:
+            raise ValueError(f"{path} was refused: the files before it have the {self.limit} bytes of the limit.")
+        demonstration = read_demonstration(path, self.specs, limit=min(left, FILE_BYTES))
         demonstration.fits(self.specs, self.frame_skip, self.recipe)
         return demonstration if self.human is None else replace(demonstration, is_human=self.human)
 
@@ -179,6 +184,11 @@ class DemonstrationDirectory:
         # Files are removed by these names, and somebody else may have written them.
         plain = {name for name in names if _is_plain(name)} if isinstance(names, list) else set()
         return {name for name in plain if (self.path / name).is_file()}
+
+
+def _bytes_of(demonstration: Demonstration) -> int:
+    parts = (demonstration.steps, demonstration.last_observation)
+    return sum(leaf.nbytes for part in parts if part is not None for _, leaf in keyed_leaves(part))
 
 
 def _is_plain(name: object) -> bool:

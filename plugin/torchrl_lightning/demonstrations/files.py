@@ -24,13 +24,13 @@ from torchrl_lightning.entries import join, keyed_leaves, path_of
 from torchrl_lightning.environments.specs import EnvironmentSpecs
 from torchrl_lightning.files import DTYPES, replaced_files
 from torchrl_lightning.keys import ACTION, REWARD
+from torchrl_lightning.limits import FILE_BYTES
 from torchrl_lightning.ranges import integer, optional
 from torchrl_lightning.seal import checksum
 from torchrl_lightning.state import Check, anything, check_state, flag, mapping, whole, wrong
 from torchrl_lightning.untrusted import printable, printable_errors
 
 SUFFIXES = (".npz", ".safetensors")
-LIMIT = 1 << 30  # bytes
 VERSION = 2  # the first one did not say how the episode ended
 _HEADER = "demonstration"  # the entry of safetensors' metadata that holds ours, as JSON
 _SUM = "checksum"  # of header and tensors, in the header
@@ -39,7 +39,9 @@ _STEPS, _LAST = "steps", "last_observation"
 
 
 @printable_errors()
-def read_demonstration(path: str | Path, specs: EnvironmentSpecs | None = None, *, limit: int = LIMIT) -> Demonstration:
+def read_demonstration(
+    path: str | Path, specs: EnvironmentSpecs | None = None, *, limit: int = FILE_BYTES
+) -> Demonstration:
     """Read a demonstration from a ``.safetensors`` file of ours or from PyTorchRL's ``.npz``; no code in it is run.
 
     With ``specs``, dtypes become those of the environment where no value changes by it (``uint8`` images, ``int8``

@@ -1,12 +1,14 @@
-"""HDF5 files of others, which hold all that is read from them themselves."""
+"""HDF5 files of others: they hold all that is read from them themselves, and no more than they declare within a limit."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from torchrl_lightning.memory import check_room
 from torchrl_lightning.untrusted import check_regular
 
 
@@ -38,3 +40,22 @@ def opened(path: Path) -> Iterator[Any]:
         if (name := file.id.links.visit(led_away, info=True)) is not None:
             raise ValueError(f"{path} was refused: {name!r} in it is a link, or kept in another file.")
         yield file
+
+
+def check_declared(entries: Iterable[Any], path: Path, limit: int) -> int:
+    """Validate the declared bytes of data sets in a file before anything is unpacked; return their sum.
+
+    The shape counts, however little the file has of it, and so does a whole chunk, which is unpacked at once.
+
+    Raises:
+        ValueError: They have more bytes than the limit, or than are free.
+    """
+    size = 0
+    for entry in entries:
+        item = max(1, entry.dtype.itemsize)
+        chunk = 0 if entry.chunks is None else math.prod(map(int, entry.chunks)) * item
+        size += max(math.prod(map(int, entry.shape or ())) * item, chunk)
+    if size > limit:
+        raise ValueError(f"{path} was refused: its arrays have {size} bytes, more than the limit of {limit}.")
+    check_room(size, f"{path}", "free some memory, or take a part of it")
+    return size

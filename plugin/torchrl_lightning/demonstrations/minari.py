@@ -5,6 +5,7 @@ from __future__ import annotations
 __all__ = ["minari_demonstrations"]
 
 import copy
+import io
 from collections.abc import Iterable, Iterator
 from functools import reduce
 from operator import getitem
@@ -16,7 +17,7 @@ import numpy as np
 from gymnasium.envs.registration import EnvSpec
 
 from torchrl_lightning.demonstrations.files import of_episode
-from torchrl_lightning.demonstrations.hdf5 import opened
+from torchrl_lightning.demonstrations.hdf5 import check_declared, opened
 from torchrl_lightning.demonstrations.players import Player
 from torchrl_lightning.demonstrations.tasks import recipe_metadata
 from torchrl_lightning.demonstrations.trajectory import Demonstration
@@ -31,13 +32,16 @@ from torchrl_lightning.environments.specs import (
     spec_to_space,
 )
 from torchrl_lightning.files import aside
+from torchrl_lightning.limits import COLLECTION_BYTES
 from torchrl_lightning.suggestions import did_you_mean
 
 _TOLD = ("environment", "recipe")  # what our own data sets say of it beside Minari's
 _BARE = {"id", "env_kwargs", "time_limit", "vectorization", "step_timeout", "demonstrations_of"}
 
 
-def minari_demonstrations(dataset: Any, specs: EnvironmentSpecs | None = None) -> Iterator[Demonstration]:
+def minari_demonstrations(
+    dataset: Any, specs: EnvironmentSpecs | None = None, *, limit: int = COLLECTION_BYTES
+) -> Iterator[Demonstration]:
     """Read the episodes of a Minari data set, one at a time; needs the extra ``minari``.
 
     Their metadata name the ``environment``.
@@ -47,13 +51,14 @@ def minari_demonstrations(dataset: Any, specs: EnvironmentSpecs | None = None) -
             nothing is downloaded.
         specs: What the environment shows and takes: other entries of the observation are left out, and dtypes become
             those of the environment, as :func:`read_demonstration` has it.
+        limit: How many bytes its episodes may have, unpacked.
 
     Raises:
         ImportError: Minari is not installed.
         FileNotFoundError: There is no data set of this id on this machine.
         TypeError: It is another object, or has a space without a TorchRL spec.
-        ValueError: An episode is empty or not finite, or does not keep its values in the environment's dtypes; or a
-            link in the data set leads to another file.
+        ValueError: An episode is empty or not finite, or does not keep its values in the environment's dtypes; a link
+            in the data set leads to another file; or its episodes declare more bytes than ``limit`` or than are free.
 
     Example:
         >>> for demonstration in minari_demonstrations("D4RL/door/human-v2"):  # doctest: +SKIP
@@ -64,7 +69,7 @@ def minari_demonstrations(dataset: Any, specs: EnvironmentSpecs | None = None) -
         dataset = _on_this_machine(minari, dataset)
     if not isinstance(dataset, minari.MinariDataset):
         raise TypeError(f"dataset must be a minari.MinariDataset or the id of one, got a {type(dataset).__name__}.")
-    _check_links(Path(dataset.spec.data_path))
+    _check_files(Path(dataset.spec.data_path), dataset, limit)
     return _episodes(dataset, specs)
 
 
@@ -87,14 +92,36 @@ def _imported() -> Any:
     return minari
 
 
-def _check_links(folder: Path) -> None:
-    """Refuse a data set from which a link leads to other files, by a ValueError."""
+def _check_files(folder: Path, dataset: Any, limit: int) -> None:
+    """Validate the files of a data set: no link leads to other files, and its episodes are within the limit."""
+    names = {f"episode_{number}" for number in dataset.episode_indices}
     for path in folder.rglob("*"):
         if path.is_symlink():
             raise ValueError(f"{path} is a link; a data set holds its own files.")
         if path.suffix == ".hdf5":
-            with opened(path):
-                pass
+            with opened(path) as file:
+                entries: list[Any] = []
+                for name in sorted(names & set(file)):
+                    file[name].visititems(lambda _, entry: entries.append(entry) if hasattr(entry, "shape") else None)
+                size = check_declared(entries, path, limit)
+                _check_images(entries, path, limit - size)
+
+
+def _check_images(entries: Iterable[Any], path: Path, limit: int) -> None:
+    """Validate the sizes of compressed images, which are those of the first of each episode."""
+    left = limit
+    for entry in entries:
+        if entry.dtype.kind != "O" or not entry.shape or not entry.shape[0] or "observations" not in entry.name:
+            continue
+        first = entry[0]
+        if not isinstance(first, np.ndarray) or first.dtype != np.uint8:
+            continue  # a text
+        from PIL import Image
+
+        with Image.open(io.BytesIO(first.tobytes())) as image:
+            left -= entry.shape[0] * image.size[0] * image.size[1] * len(image.getbands())
+        if left < 0:
+            raise ValueError(f"{path} was refused: its images have more bytes than the limit of {limit}.")
 
 
 def _episodes(dataset: Any, specs: EnvironmentSpecs | None) -> Iterator[Demonstration]:

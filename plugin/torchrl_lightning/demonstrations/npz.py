@@ -15,6 +15,8 @@ from torch import Tensor
 
 from torchrl_lightning.demonstrations.trajectory import Demonstration
 from torchrl_lightning.keys import ACTION, REWARD
+from torchrl_lightning.limits import UNPACKED_AT_ONCE
+from torchrl_lightning.memory import check_room
 
 ARRAYS = ("Observation", "Action", "Reward", "FrameSkip")
 # PyTorch counts with few unsigned integers.
@@ -48,6 +50,7 @@ def _arrays(data: bytes, limit: int) -> dict[str, Tensor]:
         declared = sum(member.file_size for member in members)
         if declared > limit:
             raise ValueError(f"its arrays have {declared} bytes, more than the limit of {limit}")
+        check_room(declared, "it", "free some memory, or split it into several files")
         if any(member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) for member in members):
             raise ValueError("it is compressed in another way than numpy does")
         arrays = {}
@@ -72,9 +75,13 @@ def _array(stream: IO[bytes], name: str, size: int) -> np.ndarray[Any, Any]:
     needed = math.prod(shape) * dtype.itemsize
     if min(shape, default=0) < 0 or stream.tell() + needed != size:
         raise ValueError(f"{name} declares shape {list(shape)} of {dtype}, which its {size} bytes do not hold")
-    # A size is asked for: otherwise zip unpacks all that there is before it cuts off what was not declared.
     native = dtype.newbyteorder("=")
-    flat = np.frombuffer(stream.read(needed), dtype).astype(_SIGNED.get(native, native))  # a copy, to be written to
+    flat = np.empty(math.prod(shape), _SIGNED.get(native, native))
+    rows = max(1, UNPACKED_AT_ONCE // dtype.itemsize)
+    for start in range(0, len(flat), rows):
+        part = flat[start : start + rows]
+        # A size is asked for: otherwise zip unpacks all that there is before it cuts off what was not declared.
+        part[:] = np.frombuffer(stream.read(len(part) * dtype.itemsize), dtype)
     return flat.reshape(shape, order="F" if fortran else "C")
 
 
