@@ -120,6 +120,7 @@ _COUNTS = {
     limits.COUNT: re.compile("max_size|max_capacity|capacity|size|frames_per_batch|batch_size|mini_batch_size"),
 }
 _SIDES = re.compile("shape|size|width|height|bins")  # of images and grids, among the settings of an environment
+_AROUND = ("gymnasium.wrappers.", "minigrid.wrappers.", "torchrl.envs.")
 _TIMES = re.compile(r".*(seed|steps|time|limit|frames).*")
 _WORD = re.compile(r"[\w+-][\w ,.+()-]*|", re.ASCII)  # no path, no module
 _FOLDER = re.compile(r"(?:.*_)?(?:dir|dirpath|file|filename|folder|path|root|dataset)")
@@ -272,7 +273,7 @@ class _Reading:
             below = words or key == "env_kwargs" or canonical in _ENVIRONMENTS
             yield from self._argument(canonical, key, value, place, below)
             if not self.trusted and (named is not None or below):
-                yield from _counts(key, value, place, below)
+                yield from _counts(key, value, place, below, canonical.startswith(_AROUND))
             is_id = below and key in ("env_name", "_args_")
             if key not in folders or self.folders:
                 yield from self.refusals(value, place, depth + 1, below and not is_id)
@@ -310,23 +311,28 @@ class _Reading:
                 yield f"{_shown(f'{path}.{place}' if path else place, name)} makes no {what}"
 
 
-def _counts(key: Any, value: Any, place: str, of_environment: bool) -> Iterator[str]:
+def _counts(key: Any, value: Any, place: str, of_environment: bool, around: bool) -> Iterator[str]:
     """Yield the counts of an argument that are larger than a file may ask for."""
     if type(key) is not str:
         return
     most = next((most for most, names in _COUNTS.items() if names.fullmatch(key)), None)
-    if of_environment:
-        most = limits.LENGTH if _SIDES.fullmatch(key) else most
-        most = limits.WIDTH if most is None and not _TIMES.fullmatch(key) else most
+    kinds: tuple[type, ...] = (int, float)
+    if (of_environment or around) and _SIDES.fullmatch(key):
+        most = limits.LENGTH
+    elif of_environment and most is None and not _TIMES.fullmatch(key):
+        most, kinds = limits.WIDTH, (int,)
     if most is None:
         return
     left, seen = [value], 0
-    while left and seen <= NODES:
+    while left:
         number = left.pop()
         seen += 1
+        if seen > limits.LENGTH:
+            yield f"{place} has more than {limits.LENGTH} numbers"
+            return
         if type(number) is list:
             left += number
-        elif type(number) in (int, float) and abs(number) > most:
+        elif type(number) in kinds and abs(number) > most:
             yield f"{place}={number} is more than {most}"
             return
 

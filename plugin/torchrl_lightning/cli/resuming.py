@@ -213,7 +213,7 @@ def keep_settings(config: DictConfig, before: DictConfig, record: Record, given:
 def keep_process(config: DictConfig, alone: Callable[[], DictConfig], given: Iterable[Override]) -> None:
     """Take the settings of the process from this command, but for a number of threads that the machine has.
 
-    Equal threads make a resumed run equal bit for bit, so that the number is kept and printed.
+    Equal threads make a resumed run equal bit for bit.
 
     Args:
         config: The config to run.
@@ -230,10 +230,6 @@ def keep_process(config: DictConfig, alone: Callable[[], DictConfig], given: Ite
             OmegaConf.update(config, name, OmegaConf.select(own, name))
         if not is_kept:
             config.torch_threads = own.torch_threads
-            print(f"torch_threads: {stored!s:.20} in the checkpoint, {own.torch_threads} now; {cores} cores are here")
-            return
-    if stored not in (None, 1):
-        print(f"torch_threads: {stored}, as in the run of the checkpoint")
 
 
 def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -71,6 +71,8 @@ def train(cfg: DictConfig) -> float:
     check_parts(cfg, data, model, None if stored is None else compare)
     if beginning is not None:
         beginning.check(data, model)
+    if stored is not None and cfg.torch_threads != 1 and "torch_threads" not in differ and trainer.is_global_zero:
+        print(f"torch_threads: {cfg.torch_threads}, as in the run of the checkpoint")
     del stored, compare
     if trainer.is_global_zero:
         behind.enter_context(locked(folder := Path(cfg.paths.output_dir)))

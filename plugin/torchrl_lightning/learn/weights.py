@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 from torchrl_lightning.limits import BUILT_LEAST, BUILT_PER_BYTE, OPERATIONS_LEAST, OPERATIONS_PER_WEIGHT
 
@@ -108,28 +109,48 @@ class bounded_tensors(TorchDispatchMode):  # noqa: N801  # a context, like torch
         tensors = [each for each in weights.values() if isinstance(each, Tensor)]
         self.stored = sum(each.nbytes for each in tensors)
         self.bytes_left = BUILT_PER_BYTE * self.stored + BUILT_LEAST
-        self.tensors_left = OPERATIONS_PER_WEIGHT * len(tensors) + OPERATIONS_LEAST
+        self.others_left = 4 * self.bytes_left
+        self.operations_left = OPERATIONS_PER_WEIGHT * len(tensors) + OPERATIONS_LEAST
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Count an operation, and the bytes of a new tensor."""
+        """Count an operation, and the bytes of new tensors by a run on the meta device."""
         kwargs = kwargs or {}
-        self.tensors_left -= 1
-        if self.tensors_left < 0:
+        self.operations_left -= 1
+        if self.operations_left < 0:
             raise TooManyTensorsError("the config builds many more parts than the checkpoint has weights")
-        if func._schema.name not in _FACTORIES:
+        schema = func._schema
+        if schema.is_mutable or any(each.alias_info is not None for each in schema.returns):
+            return func(*args, **kwargs)  # nothing new is allocated
+        is_factory = any(each.name == "device" for each in schema.arguments)
+        shapes = _on_meta(func, args, {**kwargs, "device": torch.device("meta")} if is_factory else kwargs)
+        largest = max(shapes, key=lambda each: each.nbytes, default=None)
+        if largest is None:
             return func(*args, **kwargs)
-        shape = func(*args, **{**kwargs, "device": torch.device("meta"), "pin_memory": False})
-        self.bytes_left -= shape.nbytes
-        if self.bytes_left < 0:
+        size = sum(each.nbytes for each in shapes)
+        if is_factory:
+            self.bytes_left -= size
+        else:
+            self.others_left -= size
+        if min(self.bytes_left, self.others_left) < 0:
             raise TooManyTensorsError(
-                f"the config builds tensors such as {list(shape.shape)}, many times the {self.stored} bytes of the "
+                f"the config builds tensors such as {list(largest.shape)}, many times the {self.stored} bytes of the "
                 "stored weights"
             )
-        is_meta = kwargs.get("device") == torch.device("meta")
-        return shape if is_meta else func(*args, **kwargs)
+        return func(*args, **kwargs)
 
 
-_FACTORIES = {f"aten::{name}" for name in ("empty", "empty_strided", "zeros", "ones", "full", "rand", "randn")}
+def _on_meta(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """Return the results of an operation without memory; none if it depends on values."""
+
+    def without_memory(value: Any) -> Any:
+        return value.to("meta") if isinstance(value, Tensor) else value
+
+    arguments = {key: value for key, value in tree_map(without_memory, kwargs).items() if key != "pin_memory"}
+    try:
+        results = func(*tree_map(without_memory, args), **arguments)
+    except (RuntimeError, NotImplementedError, TypeError):
+        return []
+    return [each for each in tree_leaves(results) if isinstance(each, Tensor)]
 
 
 def _check_same(weights: Mapping[str, Any], networks: Mapping[str, Any], what: str) -> None:
