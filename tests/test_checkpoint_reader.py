@@ -81,8 +81,10 @@ LEGAL: dict[str, Callable[[], Any]] = {
     "optimizers": lambda: [stepped(torch.optim.Adam), stepped(torch.optim.SGD, momentum=0.9)],
     "plain values": lambda: {
         "none": None, "flags": [True, False], "numbers": [0, 255, 256, -1, 1 << 31, 1 << 63, -(1 << 100), 0.5],
-        "special": [float("inf"), float("-inf")], "texts": ["", "ä€😀", "x" * 3000], "tuples": [(), (1,), (1, 2), (1, 2, 3, 4)],
-        "nested": {"a": {"b": [{"c": ()}]}}, 3: "a number", ("a", "b"): "a tuple", "bytes": b"\x00\xff", "set": {1, "a"},
+        "special": [float("inf"), float("-inf")], "texts": ["", "ä€😀", "x" * 3000],
+        "tuples": [(), (1,), (1, 2), (1, 2, 3, 4)],
+        "nested": {"a": {"b": [{"c": ()}]}}, 3: "a number", ("a", "b"): "a tuple", "bytes": b"\x00\xff",
+        "set": {1, "a"},
         "complex": 1 + 2j, "counter": collections.Counter("aab"), "ordered": collections.OrderedDict(a=1),
         "size": torch.Size([1, 2]), "device": torch.device("cpu"), "dtype": torch.bfloat16, "none again": [None] * 2000,
     },
@@ -94,7 +96,7 @@ LEGAL: dict[str, Callable[[], Any]] = {
         )
     },
     "parameters": lambda: [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2), requires_grad=False)],
-    "scalars and views": lambda: [torch.tensor(1.0), torch.arange(6.0)[3], torch.arange(24).view(2, 3, 4).permute(2, 0, 1)],
+    "scalars and views": lambda: [torch.tensor(1.0), torch.arange(6.0)[3], torch.arange(24).view(2, 3, 4).mT],
     "the same twice": lambda: (lambda tensor: [tensor, tensor, {"x": tensor}])(torch.arange(5)),
     "generators": lambda: {
         "torch": torch.get_rng_state(),
@@ -133,7 +135,7 @@ def test_shared_memory_stays_shared_and_the_file_does_not_change(tmp_path: Path)
     assert (tmp_path / "a.ckpt").read_bytes() == before
 
 
-# -- hostile files ------------------------------------------------------------------------------------------------------
+# -- hostile files ---------------------------------------------------------------------------------------------------
 class Assembled:
     """Pickle a tensor by arguments of one's own."""
 
@@ -247,7 +249,7 @@ PICKLES: dict[str, bytes] = {
 def measured(action: Callable[[], Any]) -> tuple[float, float]:
     """Return how many MB more than before a refused action took at most, and its processor time."""
     before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
-    with pytest.raises(ValueError) as raised:
+    with pytest.raises(ValueError, match=r".") as raised:
         action()
     assert "\n" not in str(raised.value)
     assert len(str(raised.value)) < 600

@@ -7,26 +7,22 @@ builds only plain values and tensors in the memory of the file's own records.
 
 from __future__ import annotations
 
-import io
 import math
-import os
 import stat
 import struct
-import zipfile
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor, nn
 
+from torchrl_lightning.checkpoint_archive import Archive
 from torchrl_lightning.limits import (
-    DIRECTORY_BYTES,
     ELEMENTS_LEAST,
     ELEMENTS_PER_BYTE,
     KEY_PARTS,
-    PICKLE_BYTES,
     PICKLE_DIGITS,
     PICKLE_OPERATIONS,
     TENSOR_DIMENSIONS,
@@ -34,7 +30,6 @@ from torchrl_lightning.limits import (
 
 _LARGEST = 1 << 62
 _DAMAGED = (LookupError, TypeError, AttributeError, struct.error, UnicodeError, OverflowError, RuntimeError)
-_END, _END64, _LOCATOR64 = struct.Struct("<4s4H2LH"), struct.Struct("<4sQ2H2L4Q"), struct.Struct("<4sLQL")
 _STORAGES: dict[str, torch.dtype] = {
     "BFloat16": torch.bfloat16, "Bool": torch.bool, "Byte": torch.uint8, "Char": torch.int8,
     "ComplexDouble": torch.complex128, "ComplexFloat": torch.complex64, "Double": torch.float64,
@@ -69,106 +64,13 @@ def load_checkpoint(source: str | Path | BinaryIO, *, mapped: bool = False) -> A
 
 
 def _read(file: BinaryIO, mapped: Path | None) -> Any:
-    machine = _Unpickler(_Archive(file, mapped))
+    machine = _Unpickler(Archive(file, mapped))
     try:
         return machine.load()
     except _DAMAGED as error:
         raise ValueError(f"its pickle is damaged: {type(error).__name__}: {error}") from error
     finally:
         vars(machine).clear()  # its names hold itself, so that its memory would wait for the garbage collector
-
-
-class _Archive:
-    """The records of a zip file, each stored as it is."""
-
-    def __init__(self, file: BinaryIO, mapped: Path | None) -> None:
-        self.file = file
-        self.size = file.seek(0, os.SEEK_END)
-        _check_directory(file, self.size)
-        try:
-            records = zipfile.ZipFile(file).infolist()
-        except (zipfile.BadZipFile, NotImplementedError, struct.error, OverflowError) as error:
-            raise ValueError(f"it is no whole file of torch.save: {error}") from error
-        for record in records:
-            if record.compress_type != zipfile.ZIP_STORED or record.compress_size != record.file_size:
-                raise ValueError(f"the record {record.filename[:80]!r} is compressed; torch.save stores it as it is")
-            if record.flag_bits & 1:
-                raise ValueError(f"the record {record.filename[:80]!r} is encrypted")
-        self._records = {record.filename: record for record in records}
-        if len(self._records) != len(records) or sum(record.file_size for record in records) > self.size:
-            raise ValueError("it holds records of one name, or records that overlap")
-        roots = [name.removesuffix("data.pkl") for name in self._records if name.count("/") == 1]
-        found = [root for root in roots if f"{root}data.pkl" in self._records and root.endswith("/")]
-        if len(found) != 1:
-            raise ValueError("it holds no pickle (data.pkl) of torch.save, or several")
-        self._root = found[0]
-        if f"{self._root}byteorder" in self._records and bytes(self.record("byteorder")) != b"little":
-            raise ValueError("it was written on a machine with another order of bytes")
-        self._whole = None
-        if mapped is not None:
-            self._whole = torch.UntypedStorage.from_file(str(mapped), False, self.size)
-
-    def length(self, name: str) -> int:
-        """Return the bytes of a record; a ValueError if there is none."""
-        record = self._records.get(self._root + name)
-        if record is None:
-            raise ValueError(f"it lacks the record {name[:80]!r}")
-        return record.file_size
-
-    def record(self, name: str) -> bytes:
-        """Read a small record."""
-        length = self.length(name)
-        if length > PICKLE_BYTES:
-            raise ValueError(f"the record {name!r} has {length} bytes, more than {PICKLE_BYTES}")
-        self.file.seek(self._offset(name))
-        data = self.file.read(length)
-        if len(data) != length:
-            raise ValueError(f"the record {name!r} is truncated")
-        return data
-
-    def storage(self, name: str) -> torch.UntypedStorage:
-        """Read the memory of a tensor, or map it from the file."""
-        length, offset = self.length(name), self._offset(name)
-        if offset + length > self.size:
-            raise ValueError(f"the record {name[:80]!r} is truncated")
-        if self._whole is not None and length and offset % 16 == 0:  # else numbers would lie across words
-            return cast(torch.UntypedStorage, self._whole[offset : offset + length])
-        memory = torch.empty(length, dtype=torch.uint8)
-        self.file.seek(offset)
-        view, filled = memoryview(memory.numpy()), 0  # type: ignore[arg-type]
-        while filled < length:
-            count = cast(io.BufferedReader, self.file).readinto(view[filled:])
-            if not count:
-                raise ValueError(f"the record {name[:80]!r} is truncated")
-            filled += count
-        return memory.untyped_storage()
-
-    def _offset(self, name: str) -> int:
-        """Return the begin of a record, behind its local header."""
-        begin = self._records[self._root + name].header_offset
-        self.file.seek(begin)
-        header = self.file.read(30)
-        if len(header) != 30 or header[:4] != b"PK\3\4":
-            raise ValueError(f"the record {name[:80]!r} has no header")
-        return begin + 30 + sum(struct.unpack_from("<2H", header, 26))
-
-
-def _check_directory(file: BinaryIO, size: int) -> None:
-    """Validate the length of a zip file's directory, of which zipfile builds an object for each record."""
-    begin = max(0, size - _END.size - _LOCATOR64.size - _END64.size)
-    file.seek(begin)
-    tail = file.read()
-    if len(tail) < _END.size or tail[-_END.size :][:4] != b"PK\5\6":
-        raise ValueError("it is no zip file, as torch.save writes it")
-    length = _END.unpack(tail[-_END.size :])[5]
-    locator = tail[-_END.size - _LOCATOR64.size : -_END.size]
-    if locator[:4] == b"PK\6\7":
-        end = tail[: _END64.size]
-        if len(tail) != _END.size + _LOCATOR64.size + _END64.size or end[:4] != b"PK\6\6":
-            raise ValueError("the directory of its zip file is damaged")
-        length = max(length % 0xFFFFFFFF, _END64.unpack(end)[8])
-    if length > DIRECTORY_BYTES:
-        raise ValueError(f"the directory of its zip file has {length} bytes, more than {DIRECTORY_BYTES}")
 
 
 class _Mark:
@@ -199,7 +101,7 @@ class _Arguments(tuple[Any, ...]):
 class _Unpickler:
     """A machine for the operations of pickle that torch.save uses, each within the limits."""
 
-    def __init__(self, archive: _Archive) -> None:
+    def __init__(self, archive: Archive) -> None:
         self.archive = archive
         self.data = archive.record("data.pkl")
         self.at = 0
@@ -250,7 +152,7 @@ class _Unpickler:
             operation(self)
         raise ValueError(f"its pickle has more than {PICKLE_OPERATIONS} operations")
 
-    # -- reading --------------------------------------------------------------------------------------------------------
+    # -- reading ---------------------------------------------------------------------------------------------------
     def number(self, form: struct.Struct) -> Any:
         """Read a number."""
         (value,) = form.unpack_from(self.data, self.at)
@@ -280,7 +182,7 @@ class _Unpickler:
         values, self.stack = self.stack, self.marks.pop()
         return values
 
-    # -- building -------------------------------------------------------------------------------------------------------
+    # -- building --------------------------------------------------------------------------------------------------
     def named(self) -> None:
         """Push one of the few names that torch.save writes."""
         name = f"{self.line()}.{self.line()}"
@@ -518,9 +420,7 @@ _OPERATIONS: dict[int, Callable[[_Unpickler], Any]] = {
         "M": lambda machine: machine.stack.append(machine.number(_SHORT)),
         "\x8a": _long,
         "G": lambda machine: machine.stack.append(machine.number(_DOUBLE)),
-        "X": lambda machine: machine.stack.append(
-            machine.take(machine.number(_UINT)).decode("utf-8", "surrogatepass")
-        ),
+        "X": lambda machine: machine.stack.append(machine.take(machine.number(_UINT)).decode("utf-8", "surrogatepass")),
         "U": lambda machine: machine.stack.append(machine.take(machine.number(_BYTE)).decode("ascii")),
         "h": lambda machine: machine.stack.append(machine.memo[machine.number(_BYTE)]),
         "j": lambda machine: machine.stack.append(machine.memo[machine.number(_UINT)]),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# -- checkpoints and states ---------------------------------------------------------------------------------------------
+# -- checkpoints and states ------------------------------------------------------------------------------------------
 CHECKPOINT_VALUES = 1_000_000
 """Values in a checkpoint, each counted as often as it is named."""
 CHECKPOINT_DEPTH = 64
@@ -26,7 +26,7 @@ ELEMENTS_PER_BYTE = 4
 ELEMENTS_LEAST = 1 << 20
 """Bytes of tensors that any checkpoint may have."""
 
-# -- parts that a config in a file names --------------------------------------------------------------------------------
+# -- parts that a config in a file names -----------------------------------------------------------------------------
 BUILT_PER_BYTE = 8
 """Bytes of the tensors that networks make while they are built, for each byte of the stored weights."""
 BUILT_LEAST = 1 << 26
@@ -42,13 +42,13 @@ WIDTH = 1 << 16
 LENGTH = 4096
 """Layers, members of an ensemble, stacked frames, pixels of a side, and repetitions."""
 
-# -- optimizers ---------------------------------------------------------------------------------------------------------
+# -- optimizers ------------------------------------------------------------------------------------------------------
 OPTIMIZER_STEPS = 1 << 40
 """Steps that an optimizer has made."""
 OPTIMIZER_COUNT = 10_000
 """Whole numbers among the settings of an optimizer, such as a number of iterations."""
 
-# -- data sets ----------------------------------------------------------------------------------------------------------
+# -- data sets -------------------------------------------------------------------------------------------------------
 FILE_BYTES = 1 << 30
 """Bytes of a file of demonstrations or of D4RL, and of the arrays that it unpacks to."""
 COLLECTION_BYTES = 1 << 32

@@ -22,7 +22,9 @@ GB = 1 << 30
 
 
 def demonstration(length: int = 3) -> Demonstration:
-    steps = TensorDict({"observation": torch.zeros(length, 4), "action": torch.zeros(length, dtype=torch.int64)}, [length])
+    steps = TensorDict(
+        {"observation": torch.zeros(length, 4), "action": torch.zeros(length, dtype=torch.int64)}, [length]
+    )
     steps["next", "reward"] = torch.ones(length, 1)
     return Demonstration(steps)
 
@@ -96,7 +98,7 @@ def test_the_limit_of_a_directory_is_that_of_all_its_files(tmp_path: Path, caplo
     assert len(read_dataset(tmp_path, "CartPole-v1", limit=4 * size)) == 3
 
 
-# -- HDF5 ---------------------------------------------------------------------------------------------------------------
+# -- HDF5 ------------------------------------------------------------------------------------------------------------
 def d4rl(path: Path, rows: int, **options: Any) -> Path:
     h5py = pytest.importorskip("h5py")
     with h5py.File(path, "w") as file:
@@ -151,4 +153,6 @@ def test_an_episode_that_declares_more_than_the_limit_is_refused(
 
 def test_a_minari_data_set_has_the_limit_that_is_given(minari_file: Path) -> None:
     assert len(read_dataset("minari:cartpole/small-v0", "CartPole-v1", limit=1000)) == 2
-    check_refused(lambda: read_dataset("minari:cartpole/small-v0", "CartPole-v1", limit=100), "more than the limit of 100")
+    check_refused(
+        lambda: read_dataset("minari:cartpole/small-v0", "CartPole-v1", limit=100), "more than the limit of 100"
+    )

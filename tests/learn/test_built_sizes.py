@@ -36,7 +36,10 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
     arguments = {name: value for name, value in hostile.DATA.items() if name[0] != "_"}
     run = trainer(max_epochs=1, limit_val_batches=0, callbacks=[Kept()])
-    run.fit(PPOModule(MLPNetwork([4])), datamodule=OnPolicyDataModule(**{**arguments, "env": EnvironmentRecipe("CartPole-v1")}))
+    run.fit(
+        PPOModule(MLPNetwork([4])),
+        datamodule=OnPolicyDataModule(**{**arguments, "env": EnvironmentRecipe("CartPole-v1")}),
+    )
     path = tmp_path_factory.mktemp("stored") / "a.ckpt"
     run.save_checkpoint(path)
     found = torch.load(path, weights_only=True)
@@ -157,7 +160,7 @@ def test_a_stack_of_a_billion_is_not_made(stored: dict[str, Any], tmp_path: Path
     check_cheap(load_policy(tmp_path / "evil.ckpt").recipe, "stack_size=1000000000 is more than")
 
 
-# -- the mode -----------------------------------------------------------------------------------------------------------
+# -- the mode --------------------------------------------------------------------------------------------------------
 def test_modules_of_the_size_of_their_weights_are_built_as_without() -> None:
     def make() -> nn.Module:
         torch.manual_seed(0)

@@ -173,7 +173,10 @@ def test_an_exploring_policy_explores_as_much_as_when_it_was_saved(tmp_path):
             {"model": {**MODEL, "network": {**MODEL["network"], "hidden_sizes": [5]}}},
             "the networks differ: .* is \\[4.* and \\[5",
         ),
-        ({"model": {**MODEL, "network": {**MODEL["network"], "hidden_sizes": [10**7, 10**7]}}}, "hidden_sizes=10000000 is more"),
+        (
+            {"model": {**MODEL, "network": {**MODEL["network"], "hidden_sizes": [10**7, 10**7]}}},
+            "hidden_sizes=10000000 is more",
+        ),
         ({"model": {**MODEL, "network": {**MODEL["network"], "hidden_sizes": "x"}}}, "networks cannot be built"),
         ({"config": {}}, "holds no config"),
         ({"state_dict": None}, "holds no weights"),

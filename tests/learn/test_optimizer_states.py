@@ -118,9 +118,11 @@ WRONG: dict[str, Callable[[torch.Tensor], Any]] = {
     "of another precision": lambda value: value.double(),
     "of integers": lambda value: value.long(),
     "not contiguous": lambda value: torch.zeros(*value.shape, 2)[..., 0],
-    "transposed": lambda value: torch.zeros(value.shape[::-1]).permute(*reversed(range(value.ndim)))
-    if value.ndim > 1
-    else torch.zeros(2 * len(value))[::2],
+    "transposed": lambda value: (
+        torch.zeros(value.shape[::-1]).permute(*reversed(range(value.ndim)))
+        if value.ndim > 1
+        else torch.zeros(2 * len(value))[::2]
+    ),
     "sparse": lambda value: value.to_sparse(),
     "without memory": lambda value: value.to("meta"),
     "a number": lambda _: 0.5,
@@ -148,7 +150,9 @@ def test_wrong_moments_are_refused(name: str, wrong: str) -> None:
 STEPS = [-1.0, 1e30, float("nan"), float("inf"), 0.5, True, "1", None, [1]]
 
 
-@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if "step" in next(iter(state_of(name)["state"].values()), {})])
+@pytest.mark.parametrize(
+    "name", [name for name in OPTIMIZERS if "step" in next(iter(state_of(name)["state"].values()), {})]
+)
 def test_wrong_steps_are_refused(name: str) -> None:
     for step in (*STEPS, *(torch.tensor(step) for step in STEPS[:5]), torch.ones(3), torch.ones(1)):
         state = state_of(name)
@@ -271,7 +275,7 @@ def test_our_adam_refuses_wrong_moments_by_itself_and_stays_as_it_was(wrong: str
     assert str(optimizer.state_dict()) == before
 
 
-# -- through a trainer --------------------------------------------------------------------------------------------------
+# -- through a trainer -----------------------------------------------------------------------------------------------
 def data() -> OnPolicyDataModule:
     return OnPolicyDataModule("CartPole-v1", num_envs=2, frames_per_batch=16, num_mini_batch=1, num_epochs=1, seed=0)
 

@@ -62,9 +62,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             said = f"{failed.strerror or failed}; no checkpoint was written, and what was there stays"
             raise OSError(failed.errno, said, str(target)) from error
 
-    def load_checkpoint(
-        self, path: Any, map_location: Any = None, weights_only: bool | None = None
-    ) -> dict[str, Any]:
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint.
 
         Raises:

@@ -31,6 +31,7 @@ def check_checkpoint(
     A copy of the model is built without memory. With ``resumes``, the states of the optimizers are compared as well, on
     a second copy in memory. No ``world_size`` accepts any; ``config`` names the settings that differ.
     """
+    from torchrl_lightning.datamodules.arguments import check_environment
     from torchrl_lightning.learn.agents import AgentModule
     from torchrl_lightning.learn.weights import check_weights
     from torchrl_lightning.ranks import state_of_rank
@@ -41,7 +42,7 @@ def check_checkpoint(
             streams = " and ".join(key for key in stored if key.endswith("DataModule")) or "no experience"
             raise ValueError(f"it holds {streams}, but this run has data={type(data).__qualname__}.")
         if plays:
-            data.check_environment(state)
+            check_environment(data, state)
         else:
             data.check_state(state, model)
         if world_size is not None and "ranks" in state:

@@ -75,6 +75,16 @@ def run_fingerprint(data: Any) -> dict[str, Any]:
     }
 
 
+def check_environment(data: Any, state: Mapping[str, Any]) -> None:
+    """Validate the environment of a stored state, to play a policy in it; no buffer is built.
+
+    Raises:
+        ValueError: It is another environment than the DataModule's, or was observed otherwise.
+    """
+    here = run_fingerprint(data)
+    check_fingerprint({name: state["fingerprint"].get(name) for name in here}, here)
+
+
 def check_fingerprint(stored: Mapping[str, Any], here: Mapping[str, Any]) -> None:
     """Refuse a checkpoint of other settings, by a ValueError that names the first that differs."""
     differs = environment_difference(stored.get("environment"), here["environment"])

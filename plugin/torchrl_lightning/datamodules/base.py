@@ -350,12 +350,6 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
         check_state(state, STATE, "experience", STATE_VERSION)
         check_fingerprint(state["fingerprint"], self.fingerprint(learner))
 
-    def check_environment(self, state: dict[str, Any]) -> None:
-        """Validate the environment of a state, to play a policy: no buffer is built. Errors as of check_state."""
-        check_state(state, STATE, "experience", STATE_VERSION)
-        here = run_fingerprint(self)
-        check_fingerprint({name: state["fingerprint"].get(name) for name in here}, here)
-
     @staticmethod
     def state_frames(state: dict[str, Any]) -> int:
         """Return the number of environment frames after which a state was written."""

@@ -1,4 +1,4 @@
-"""HDF5 files of others: they hold all that is read from them themselves, and no more than they declare within a limit."""
+"""HDF5 files of others, which must hold all that is read from them, within a limit."""
 
 from __future__ import annotations
 

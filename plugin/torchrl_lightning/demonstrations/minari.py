@@ -100,11 +100,16 @@ def _check_files(folder: Path, dataset: Any, limit: int) -> None:
             raise ValueError(f"{path} is a link; a data set holds its own files.")
         if path.suffix == ".hdf5":
             with opened(path) as file:
-                entries: list[Any] = []
-                for name in sorted(names & set(file)):
-                    file[name].visititems(lambda _, entry: entries.append(entry) if hasattr(entry, "shape") else None)
+                entries = [entry for name in sorted(names & set(file)) for entry in _datasets(file[name])]
                 size = check_declared(entries, path, limit)
                 _check_images(entries, path, limit - size)
+
+
+def _datasets(group: Any) -> list[Any]:
+    """Return the data sets of a group, at any level."""
+    entries: list[Any] = []
+    group.visititems(lambda _, entry: entries.append(entry) if hasattr(entry, "shape") else None)
+    return entries
 
 
 def _check_images(entries: Iterable[Any], path: Path, limit: int) -> None:

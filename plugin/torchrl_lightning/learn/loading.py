@@ -320,8 +320,7 @@ def _module_in(stored: Mapping[str, Any], path: str | Path, trainer: Any, *, tru
 def config_in(
     stored: Mapping[str, Any], path: str | Path, *groups: str, trusted: bool = False, own: Collection[str] = ()
 ) -> dict[str, Any]:
-    """Return these groups of the config of the run that wrote a checkpoint, to play its policy: without folders, and
-    without the parts that only training uses.
+    """Return these groups of a checkpoint's config, without folders and the parts that only training uses.
 
     Raises:
         ValueError: There is none, or it says what a file may not; ``trusted`` and ``own`` as of

@@ -10,6 +10,7 @@ import copy
 import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -60,7 +61,7 @@ def check_adam_state(optimizer: Optimizer, state: Any) -> None:
 
 def check_groups(optimizer: Optimizer, state: Any, name: str) -> list[Mapping[str, Any]]:
     """Validate the parameter groups of a state; return them without their parameters."""
-    if not isinstance(state, Mapping) or not _PARTS <= set(state):
+    if not isinstance(state, Mapping) or not set(state) >= _PARTS:
         raise ValueError(f"{name} must hold 'state' and 'param_groups', as torch writes them. {_REMEDY}.")
     groups, own = state["param_groups"], optimizer.param_groups
     if not isinstance(groups, list) or len(groups) != len(own) or not all(isinstance(each, Mapping) for each in groups):
@@ -236,7 +237,7 @@ def _check_memory(states: Sequence[Mapping[str, Any]]) -> None:
         for tensor in _tensors(list(entries.values()))
         if tensor.numel() and tensor.is_cpu
     )
-    for (_, end), (begin, _) in zip(spans, spans[1:], strict=False):
+    for (_, end), (begin, _) in pairwise(spans):
         if begin < end:
             raise ValueError(f"optimizer_states hold tensors that share memory; each needs its own. {_REMEDY}.")
 

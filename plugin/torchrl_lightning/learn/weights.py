@@ -95,7 +95,7 @@ class TooManyTensorsError(ValueError):
     """Modules make more or larger tensors than their stored weights explain."""
 
 
-class bounded_tensors(TorchDispatchMode):  # noqa: N801  # a context, like torch.no_grad
+class bounded_tensors(TorchDispatchMode):  # a context, like torch.no_grad
     """Raise :class:`TooManyTensorsError` before tensors are made that stored weights do not explain.
 
     Initialisation makes a few temporary tensors for each weight, and targets are further copies.
