@@ -256,3 +256,20 @@ def test_a_setting_takes_effect_or_is_refused(run, tmp_path):
     assert "data.buffer.sampler.beta=0.9 would not take effect: it is a part of the state" in said
     assert "Traceback" not in said
     assert last_line(run(*resumed, "data.updates_per_epoch=3").stdout)[4] == "128"
+
+
+def test_settings_of_the_process_are_those_of_the_command(half, run, monkeypatch, tmp_path):
+    stored = load(half)
+    for threads, cores, expected in ((2, 4, 2), (8, 4, 1), (10**9, 4, 1), ("x", 4, 1), (0, 4, 1)):
+        monkeypatch.setattr("os.cpu_count", lambda cores=cores: cores)
+        stored[CONFIG]["torch_threads"] = threads
+        stored[CONFIG]["trainer"]["profiler"] = "simple"
+        torch.save(stored, tmp_path / "other.ckpt")
+        config = composed(run, "ckpt_path=other.ckpt")
+        assert config.torch_threads == expected
+        assert config.trainer.get("profiler") is None
+    assert composed(run, "ckpt_path=other.ckpt", "torch_threads=3").torch_threads == 3
+    stored[CONFIG]["torch_threads"] = 2
+    torch.save(stored, tmp_path / "other.ckpt")
+    told = run("train", "ckpt_path=other.ckpt", "trainer.max_epochs=-1", "data.total_frames=384").stdout
+    assert "torch_threads: 2, as in the run of the checkpoint" in told
