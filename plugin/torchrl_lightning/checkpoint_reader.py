@@ -252,7 +252,7 @@ class _Unpickler:
             raise ValueError(
                 f"its tensors have more than {ELEMENTS_PER_BYTE} times the {self.archive.size} bytes of the file"
             )
-        return torch.empty(0, dtype=dtype).set_(memory, offset, size, stride)  # type: ignore[call-overload]
+        return torch.empty(0, dtype=dtype).set_(memory, offset, size, stride)
 
 
 _ARGUMENTS = (_Mark, _Storage, _Memory, _Arguments, type)

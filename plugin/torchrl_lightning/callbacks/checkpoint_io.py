@@ -93,9 +93,9 @@ def read_within_limits(source: Any, map_location: Any, weights_only: bool | None
     if map_location is None or str(map_location) == "cpu":
         return found
     if is_path:
-        return torch.load(path, map_location=map_location, weights_only=True)  # type: ignore[no-any-return]
+        return torch.load(path, map_location=map_location, weights_only=True)
     source.seek(0)
-    return torch.load(source, map_location=map_location, weights_only=True)  # type: ignore[no-any-return]
+    return torch.load(source, map_location=map_location, weights_only=True)
 
 
 def _has_own_classes() -> bool:

@@ -87,7 +87,8 @@ def run_of(cfg: DictConfig, trusting: str = "trusted=true") -> tuple[Path, dict[
     if composed and CONFIG not in stored:
         run = composed
         for group in ("data", "model"):
-            run[group] = without_training(OmegaConf.to_container(composed[group], resolve=True))
+            node: Any = OmegaConf.to_container(composed[group], resolve=True)
+            run[group] = without_training(node)
     else:
         own = own_names(composed)
         try:

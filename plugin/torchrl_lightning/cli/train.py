@@ -65,15 +65,16 @@ def train(cfg: DictConfig) -> float:
     loggers = [build_part(cfg, f"logger.{name}") for name in cfg.logger]
     trainer = build_part(cfg, "trainer", callbacks=callbacks, logger=loggers)
     # Lightning loads weights before the data's state; with another environment its error would name tensor shapes.
-    compare = partial(
-        check_checkpoint, Path(cfg.ckpt_path or ""), stored, data, model, trainer.world_size, cfg, resumes=True
-    )
-    check_parts(cfg, data, model, None if stored is None else compare)
+    compare = None
+    if stored is not None:
+        path = Path(cfg.ckpt_path)
+        compare = partial(check_checkpoint, path, stored, data, model, trainer.world_size, cfg, resumes=True)
+    check_parts(cfg, data, model, compare)
     if beginning is not None:
         beginning.check(data, model)
     if stored is not None and cfg.torch_threads != 1 and "torch_threads" not in differ and trainer.is_global_zero:
         print(f"torch_threads: {cfg.torch_threads}, as in the run of the checkpoint")
-    del stored, compare
+    compare = stored = None
     if trainer.is_global_zero:
         behind.enter_context(locked(folder := Path(cfg.paths.output_dir)))
         sign(folder)

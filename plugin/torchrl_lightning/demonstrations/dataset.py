@@ -62,7 +62,7 @@ name a directory that holds demonstrations, or a .npz, .safetensors or .hdf5 fil
     """
     path, recipe = dataset_path(dataset), given_recipe(env)
     specs, frame_skip = demonstration_specs(env)
-    options = {} if limit is None else {"limit": integer(limit, "limit")}
+    options: dict[str, Any] = {} if limit is None else {"limit": integer(limit, "limit")}
     try:
         if path is not None:
             if path.is_dir() or path.suffix not in (*SUFFIXES, D4RL):

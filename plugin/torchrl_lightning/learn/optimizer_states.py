@@ -135,7 +135,7 @@ def _trial(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]], name: str)
         with torch.random.fork_rng(devices=[]):
             for number, parameter in enumerate(parameters):  # values that no optimizer takes for a minimum
                 parameter.data = torch.full_like(parameter, 1.0 + number, memory_format=torch.preserve_format)
-            optimizer.step(lambda: _quadratic(parameters))  # type: ignore[arg-type]
+            optimizer.step(lambda: _quadratic(parameters))  # type: ignore[arg-type, return-value]
     except Exception as error:  # settings in a file make optimizers raise anything
         reason = " ".join(str(error).split())[:200]
         raise ValueError(
