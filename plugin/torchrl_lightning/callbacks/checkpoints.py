@@ -18,6 +18,7 @@ from torchrl_lightning._modules import clock_of
 from torchrl_lightning.callbacks.checkpoint_io import write_atomically
 from torchrl_lightning.callbacks.monitors import EVALUATION, check_monitor, episode_metrics, unknown_metric
 from torchrl_lightning.callbacks.sparse import SparseCallback
+from torchrl_lightning.interrupts import interrupts
 
 logger = logging.getLogger(__name__)
 
@@ -100,6 +101,10 @@ class LastCheckpoint(SparseCallback, Checkpoint):
         reason = type(exception).__name__
         if trainer.world_size > 1:
             logger.warning("stopped by %s; with several ranks only the regular checkpoints are kept.", reason)
+            return
+        if interrupts.is_torn:
+            last = f"{self.path} keeps the one before" if self.path.exists() else "there is no checkpoint yet"
+            logger.warning("stopped by %s within a step, whose state is not saved; %s.", reason, last)
             return
         try:
             self._save(trainer)

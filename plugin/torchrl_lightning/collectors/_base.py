@@ -43,6 +43,12 @@ class CollectorBase(Stated):
     }
     _plays = False  # whether there is a replay, which goes on where a restored collector does
     _states: Mapping[NestedKey, Tensor]  # recurrent states of what goes on
+
+    @property
+    def replays(self) -> bool:
+        """Whether recorded steps are replayed in some environments."""
+        return self._plays
+
     clip_actions = False
     """Whether the environment gets actions clipped to their Box."""
 

@@ -149,6 +149,11 @@ class WorkersCollector(CollectorBase):
         self.frames += self.frames_per_batch
         return rollout
 
+    @property
+    def replays(self) -> bool:
+        """Whether workers replay recorded steps."""
+        return self._player is not None
+
     def metrics(self) -> dict[str, float]:
         """Return by how many versions the weights of the last batch were older than those published."""
         return {"collector/lag": float(self._lag)}

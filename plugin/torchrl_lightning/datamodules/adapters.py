@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
 from torchrl_lightning.callbacks.sparse import SparseCallback
+from torchrl_lightning.interrupts import interrupts
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +65,11 @@ class DataHooks(SparseCallback):
         """Return whether the trainer fits with this DataModule: it may fit with another one later."""
         return getattr(trainer, "datamodule", None) is self.data
 
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Hold Ctrl-C until the run is between two steps; of several ranks, each would stop at another step."""
+        if self.is_of(trainer) and trainer.world_size == 1:
+            interrupts.hold(self.data)
+
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Publish the DataModule's metrics, before callbacks that monitor one are called."""
         if self.is_of(trainer):
@@ -87,8 +93,10 @@ class DataHooks(SparseCallback):
                 )
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Leave other callbacks as they were, also behind an evaluation after training."""
+        """Leave other callbacks as they were, also after an evaluation; stop if Ctrl-C was pressed meanwhile."""
         self._monitors.release()
+        if stage == "fit" and interrupts.release(self.data):
+            raise KeyboardInterrupt
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Leave other callbacks as they were."""

@@ -449,7 +449,8 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
         """Return the next rollout ``[N, T]``; None when the collector has ended."""
         if self._feed.collector is None:
             self._open(policy)
-        rollout = self._next_rollout()
+        with self._feed.giving_up():
+            rollout = self._next_rollout()
         return None if rollout is None else self._feed.numbered(rollout)
 
     def _next_rollout(self) -> TensorDictBase | None:

@@ -30,6 +30,7 @@ from torchrl_lightning.environments import spawn_seed
 from torchrl_lightning.environments.normalization import EPSILON
 from torchrl_lightning.environments.origins import ring_ids
 from torchrl_lightning.fitting import require_fit
+from torchrl_lightning.interrupts import interrupts
 from torchrl_lightning.keys import REPEATED
 from torchrl_lightning.ranges import integer, optional
 from torchrl_lightning.replay import ExperienceBuffer
@@ -321,12 +322,14 @@ class DynamicsDataModule(ExperienceDataModule):
         due = self.warmup_frames + self.fits * self.frames_per_fit
         due = due if self.total_frames < 0 else min(due, self.total_frames)
         while True:
+            interrupts.between_steps = True
             rollout = self._collect(policy)
             if rollout is None:
                 return False
             ids = ring_ids(rollout, self.num_envs)
             ends = ends_of(rollout)
             self._clock.add(rollout.numel(), self.world_size, ends["replayed"])
+            self._feed.accept()
             self._episodes.add(**ends, env_ids=ids, cut=self.reset_at_each_batch)
             buffer.extend(rollout.exclude(*REPEATED), env_ids=ids)
             if self.frames + self._clock.count >= due:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -11,7 +11,9 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from torchrl_lightning._modules import EvaluationMode
+from torchrl_lightning.collectors._base import CollectorBase
 from torchrl_lightning.environments.origins import RowOrigins, Trajectories
+from torchrl_lightning.interrupts import interrupts
 
 
 class KeepsSums(Protocol):
@@ -47,6 +49,7 @@ class Feed:
         self._is_resumed = False  # whether the next collector takes what is kept
         self._rng: Tensor | None = None  # of a checkpoint, until the run goes on
         self._kept: Mapping[str, Any] | None = None  # the collector's state, while there is no collector
+        self._before: tuple[dict[str, Any] | None, Tensor] | None = None  # states before a rollout that is not accepted
 
     def open(
         self,
@@ -73,7 +76,7 @@ class Feed:
         restore = getattr(self.collector, "load_state_dict", None)
         if self._is_resumed and self._kept is not None and restore is not None:
             restore(self._kept)
-        self._kept, self._is_resumed, self._rng = None, False, None
+        self._kept, self._is_resumed, self._rng, self._before = None, False, None, None
         if rng is not None:
             torch.set_rng_state(rng)
 
@@ -102,6 +105,24 @@ class Feed:
             for each in self._sums:
                 each.forget_unfinished(lost)
         return rollout
+
+    @contextmanager
+    def giving_up(self) -> Iterator[None]:
+        """Let Ctrl-C end a block that draws a rollout, if the state of the collector holds all that the block changes.
+
+        Until the rollout is accepted, checkpoints hold the states of collector and generator before it.
+        """
+        if interrupts.between_steps and isinstance(self.collector, CollectorBase) and not self.collector.replays:
+            self._before = self.kept, self.rng
+            with interrupts.not_held():
+                yield
+        else:
+            yield
+        interrupts.between_steps = False
+
+    def accept(self) -> None:
+        """Let checkpoints hold the states after the last rollout: the run has counted and stored it."""
+        self._before = None
 
     def _acting(self, stream: Iterator[TensorDictBase], policy: Any) -> Iterator[TensorDictBase]:
         """Draw with the policy's newest weights and in evaluation mode; copies in other processes are not reached."""
@@ -150,6 +171,8 @@ class Feed:
     @property
     def kept(self) -> dict[str, Any] | None:
         """The state of the collector, if it has one; where there is none, that of the next one, or of the last one."""
+        if self._before is not None:
+            return self._before[0]
         if self.collector is None:
             return None if self._kept is None else dict(self._kept)
         has_state = getattr(self.collector, "load_state_dict", None) is not None
@@ -162,6 +185,8 @@ class Feed:
     @property
     def rng(self) -> Tensor:
         """The state of torch's generator when the run goes on."""
+        if self._before is not None:
+            return self._before[1]
         return torch.get_rng_state() if self._rng is None else self._rng
 
     @rng.setter

@@ -14,6 +14,7 @@ from torchrl_lightning._logging import count_rows_by_clock, count_rows_by_lightn
 from torchrl_lightning.datamodules.due_evaluation import DueEvaluation
 from torchrl_lightning.datamodules.frames import FrameClock
 from torchrl_lightning.entries import is_tensordict
+from torchrl_lightning.interrupts import interrupts
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +104,8 @@ class LoadersDataModule(L.LightningDataModule):
             count_rows_by_lightning(self.trainer)
 
     def on_exception(self, exception: BaseException) -> None:
-        """Leave the rows to Lightning again: after an exception it does not call :meth:`teardown`."""
+        """Leave rows and Ctrl-C to others again: after an exception Lightning does not call :meth:`teardown`."""
+        interrupts.release(self)
         if self.trainer is not None:
             count_rows_by_lightning(self.trainer)
 
@@ -162,7 +164,7 @@ class LoadersDataModule(L.LightningDataModule):
 
     def val_dataloader(self) -> Batches:
         """Return a loader with one batch of finished evaluation episodes, played in separate environments."""
-        return Batches(1, self._evaluation)
+        return Batches(1, self._evaluation_or_stop)
 
     def test_dataloader(self) -> Batches:
         """Return the same as :meth:`val_dataloader`."""
@@ -189,6 +191,11 @@ class LoadersDataModule(L.LightningDataModule):
     def _is_spent(self) -> bool:
         """Return whether nothing is left to collect, and to learn from."""
         return self._clock.is_spent
+
+    def _evaluation_or_stop(self) -> Iterator[Any]:
+        with interrupts.not_held():  # a resumed run makes the evaluation again
+            batches = list(self._evaluation())
+        yield from batches
 
     def _evaluation(self) -> Iterator[Any]:
         raise NotImplementedError

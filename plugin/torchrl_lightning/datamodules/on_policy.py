@@ -171,6 +171,7 @@ class OnPolicyDataModule(UpdatesDataModule):
             self._place = self._resumed = None
 
     def _epoch(self) -> Iterator[TensorDictBase | UpdateBatches]:
+        self._begin_step()
         module, buffer = self._module(), self.buffer
         trainer: Any = self.trainer
         made, end = self._begin_epoch()
@@ -218,8 +219,9 @@ class OnPolicyDataModule(UpdatesDataModule):
         if ids is None or int(ids.min()) >= 0:  # else, whose episodes these are is unknown
             self._episodes.add(**ends_of(rollout), env_ids=ids, cut=cut)
             self._metrics |= self._episodes.summary()
-        # After all that may be interrupted: a resumed run has either this rollout or another one in its place.
+        # After all that may fail: a resumed run has either this rollout or another one in its place.
         self._clock.add(rollout.numel(), self.world_size, rollout.get(REPLAYED, None))
+        self._feed.accept()
         self._note_pass(buffer, -1)
         self.publish_metrics()
         return True

@@ -33,6 +33,7 @@ from torchrl_lightning.demonstrations.dataset import dataset_path
 from torchrl_lightning.entries import nested_keys
 from torchrl_lightning.environments.origins import cut_off
 from torchrl_lightning.fitting import require_fit
+from torchrl_lightning.interrupts import interrupts
 from torchrl_lightning.ranges import exact_ratio, integer, not_negative, optional, positive
 from torchrl_lightning.ranks import of_first_rank
 from torchrl_lightning.replay import ExperienceBuffer
@@ -294,6 +295,8 @@ class ReplayDataModule(UpdatesDataModule):
         while self._waits_for_frames() or not len(self._kept_rows):
             if not self._collect_frames(module):
                 return None
+            if interrupts.pending and interrupts.between_steps:
+                interrupts.check()
         drawing = time.perf_counter()
         batch, self._resumed = self._resumed, None
         if batch is None:
@@ -331,8 +334,7 @@ class ReplayDataModule(UpdatesDataModule):
         if self._feed.collector is None:
             check_collected_keys(self.write_back, self, self._environments.built(), module.policy)
             self._open(module.policy)
-        rollout = self._next_rollout()
-        if rollout is None:
+        if (rollout := self._next_rollout()) is None:
             return False
         if not self._lends_rows:
             for part in (parts := steps_in(self._feed.numbered(rollout))):
@@ -369,10 +371,7 @@ class ReplayDataModule(UpdatesDataModule):
         return collector.reused_rows(left_out_of(self.buffer)) if self._lends_rows else super()._rollouts(collector)
 
     def take_back(self) -> None:
-        """Hand priorities and rewritten entries of the batch that was learned from to the buffer.
-
-        Without a batch it does nothing.
-        """
+        """Pass priorities and rewritten entries of the batch, if one was learned from, to the buffer."""
         batch, self._served = self._served, None
         if batch is None:
             return

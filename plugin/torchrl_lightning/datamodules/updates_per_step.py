@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 from torchrl_lightning.datamodules.adapters import StepHooks, outside_autocast
 from torchrl_lightning.datamodules.base import ExperienceDataModule
 from torchrl_lightning.datamodules.loaders import Batches, batches_served
+from torchrl_lightning.interrupts import interrupts
 from torchrl_lightning.ranges import integer, optional
 from torchrl_lightning.state import whole
 from torchrl_lightning.stated import Kept
@@ -214,7 +215,9 @@ class UpdatesDataModule(ExperienceDataModule):
         while update < end:
             behind = min(update - update % size + size, end)
             self._in_step = update % size
+            self._begin_step()
             batch = draw(update)
+            interrupts.between_steps = False
             if batch is None:
                 return
             if size == 1:
@@ -222,6 +225,12 @@ class UpdatesDataModule(ExperienceDataModule):
             else:
                 yield UpdateBatches(self._of_step(draw, self._transferred(batch), range(update + 1, behind)))
             update = behind
+
+    def _begin_step(self) -> None:
+        """End the run here if Ctrl-C has asked for it; let it do so until the batch of the step is drawn."""
+        if interrupts.pending:
+            interrupts.check()
+        interrupts.between_steps = True
 
     def _of_step(
         self, draw: Callable[[int], TensorDictBase | None], first: TensorDictBase, later: range
