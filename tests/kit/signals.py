@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from kit.runs import trainer
 from kit.states import differences
@@ -54,7 +52,7 @@ def nth_return(number: int, name: str | None = None) -> Callable[[FrameType], bo
         else:
             is_counted = frame.f_code.co_qualname == name
         seen += is_counted
-        return is_counted and seen >= number
+        return seen >= number
 
     return is_due
 
@@ -65,12 +63,8 @@ def run(folder: Path, make: Callable[[Path], tuple[Any, Any]], ckpt_path: Path |
     best = BestCheckpoint(folder, "best", monitor="eval/return", mode="max")
     module, data = make(folder)
     made = trainer(folder, **{"max_epochs": -1, "callbacks": [best, last], **settings})
-    try:
+    with suppress(SystemExit):
         made.fit(module, datamodule=data, ckpt_path=ckpt_path)
-    except SystemExit as end:
-        assert end.code == 1 or isinstance(end, SIGTERMException)
-    finally:
-        data.close()
     return last.path
 
 
@@ -90,6 +84,3 @@ def content(path: Path) -> dict[str, Any]:
 def changed(whole: Path, resumed: Path) -> list[str]:
     """Name the entries in which the last checkpoints of two runs differ."""
     return [each.partition(":")[0] for each in differences(content(whole), content(resumed))]
-
-
-INTERRUPT = signal.SIGINT

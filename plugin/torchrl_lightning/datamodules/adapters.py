@@ -96,7 +96,7 @@ class DataHooks(SparseCallback):
         """Leave other callbacks as they were, also after an evaluation; stop if Ctrl-C was pressed meanwhile."""
         self._monitors.release()
         if stage == "fit" and interrupts.release(self.data):
-            raise KeyboardInterrupt
+            raise SystemExit(1)  # as Lightning ends a program for Ctrl-C, which it would ignore from here on
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Leave other callbacks as they were."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any, ClassVar
 
 import lightning as L
@@ -193,7 +194,9 @@ class LoadersDataModule(L.LightningDataModule):
         return self._clock.is_spent
 
     def _evaluation_or_stop(self) -> Iterator[Any]:
-        with interrupts.not_held():  # a resumed run makes the evaluation again
+        # A resumed run makes the evaluation again. The last one of a run is completed, as the epoch that it ends.
+        ends_run = self.trainer is not None and self.trainer.should_stop
+        with nullcontext() if ends_run else interrupts.not_held():
             batches = list(self._evaluation())
         yield from batches
 

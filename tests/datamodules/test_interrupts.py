@@ -1,0 +1,260 @@
+"""Signals at every boundary between the components of a run: a resumed run is the run that is not stopped."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gymnasium.envs.classic_control import CartPoleEnv
+from lightning.pytorch import Callback
+
+from kit.actor_critic import rollouts
+from kit.demonstrated_runs import demonstrated, shown
+from kit.demonstrated_runs import ppo as ppo_module
+from kit.demonstrations import saved
+from kit.dynamics import model_data
+from kit.replay import dqn, replay_data
+from kit.runs import trainer
+from kit.signals import at_return, changed, content, nth_return, run
+from torchrl_lightning import LastCheckpoint
+from torchrl_lightning.interrupts import InterruptHolder, interrupts
+from torchrl_lightning.learn import DynamicsEnsemble, MLPNetwork, PPOModule, RandomShootingPlanner
+
+pytestmark = [
+    pytest.mark.skipif(not hasattr(os, "kill"), reason="sends signals"),
+    pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
+]
+
+
+def ppo(folder: Path, **settings: Any) -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    sizes = {"total_frames": 64 * 4, "reset_at_each_batch": True, "updates_per_step": 1}
+    return PPOModule(MLPNetwork([8]), learning_rate=0.01), rollouts(**{**sizes, **settings})
+
+
+def normalized(folder: Path) -> tuple[Any, Any]:
+    return ppo(folder, updates_per_step=4, normalize_observation=True, normalize_reward=True)
+
+
+def deep_q(folder: Path, **settings: Any) -> tuple[Any, Any]:
+    sizes = {"updates_per_epoch": 8, "frames_per_batch": 8, "frames_per_update": 2, "updates_per_step": 1}
+    return dqn(), replay_data(**{**sizes, "total_frames": 40 + 64, "reset_at_each_batch": True, **settings})
+
+
+def beside(folder: Path) -> tuple[Any, Any]:
+    return deep_q(folder, updates_per_step=3, checkpoint_buffer="beside", buffer="prioritized")
+
+
+def dynamics(folder: Path) -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    return DynamicsEnsemble(
+        hidden_sizes=[4], planner=partial(RandomShootingPlanner, horizon=2, candidates=8)
+    ), model_data(frames_per_batch=10)
+
+
+def demonstrations(folder: Path) -> tuple[Any, Any]:
+    return ppo_module(), ppo(folder, buffer=demonstrated(str(folder.parent / "demos")))[1]
+
+
+STREAMS: dict[str, Callable[[Path], tuple[Any, Any]]] = {
+    each.__name__: each for each in (ppo, normalized, deep_q, beside, dynamics, demonstrations)
+}
+COLLECTED = ["GymnasiumCollector._number_trajectories", "Feed.next", "FrameClock.add"]
+LEARNED = [
+    "LeanAdam.step",
+    "StepHooks.on_train_batch_end",
+    "_Progress.increment_ready",
+    "_Progress.increment_completed",
+]
+SAVED = ["play_episodes", "DueEvaluation.end", "LastCheckpoint._save"]
+ALL = [*COLLECTED, *LEARNED, *SAVED]
+ROLLOUT = [
+    "OnPolicyDataModule._check",
+    "Normalization.rollout",
+    "RolloutWriter._cells",
+    "OnPolicyDataModule._note_pass",
+]
+BOUNDARIES: dict[str, list[str]] = {
+    "ppo": [*ALL, *ROLLOUT],
+    "normalized": ["FrameClock.add", *ROLLOUT],
+    "deep_q": [*ALL, "ReplayDataModule._take", "ExperienceBuffer.sample", "ReplayDataModule.take_back"],
+    "beside": [
+        "ReplayDataModule._take",
+        "ReplayDataModule.take_back",
+        "BufferSnapshots.save",
+        "_Progress.increment_started",
+    ],
+    "dynamics": [
+        "DynamicsDataModule._collect_frames",
+        "HoldoutSplit.extend",
+        "DynamicsDataModule._read",
+        "LastCheckpoint._save",
+    ],
+    "demonstrations": ["Feed.next", "FrameClock.add", "OnPolicyDataModule._note_pass"],
+}
+CASES = [(stream, name) for stream, names in BOUNDARIES.items() for name in names]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Give the last checkpoint of a run that is not stopped, and the folder beside which others are to be."""
+
+    def run_once(stream: str) -> Path:
+        folder = tmp_path_factory.mktemp(stream)
+        (folder / "demos").mkdir()
+        saved(folder / "demos", shown(5), shown(9))
+        return run(folder / "whole", STREAMS[stream])
+
+    return cache(run_once)
+
+
+@pytest.mark.parametrize(("stream", "name"), CASES)
+def test_a_run_that_ctrl_c_stops_at_a_boundary_is_resumed_as_the_same_run(stream: str, name: str, whole: Any) -> None:
+    make, expected = STREAMS[stream], whole(stream)
+    folder = expected.parents[1] / name
+    with at_return(nth_return(2, name), signal.SIGINT) as sent:
+        path = run(folder, make)
+    assert sent == [name]
+    assert changed(expected, run(folder, make, path)) == []
+
+
+@pytest.mark.parametrize("make", [ppo, deep_q], ids=["ppo", "deep_q"])
+@pytest.mark.parametrize("name", ["FrameClock.add", "LeanAdam.step"])
+def test_sigterm_waits_for_the_end_of_a_step(make: Any, name: str, whole: Any) -> None:
+    expected = whole(make.__name__)
+    folder = expected.parents[1] / f"{name} terminated"
+    with at_return(nth_return(2, name), signal.SIGTERM) as sent:
+        path = run(folder, make)
+    assert sent == [name]
+    assert changed(expected, run(folder, make, path)) == []
+
+
+@pytest.mark.parametrize("name", ["FrameClock.add", "LeanAdam.step", "StepHooks.on_train_batch_end"])
+def test_a_second_ctrl_c_stops_within_the_step_and_keeps_the_checkpoint_before(
+    name: str, whole: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = whole("ppo")
+    folder = expected.parents[1] / f"{name} twice"
+    with at_return(nth_return(3, name), signal.SIGINT, signal.SIGINT) as sent:
+        path = run(folder, ppo)
+    assert len(sent) == 2
+    assert ("the one before" if path.exists() else "no checkpoint yet") in caplog.text
+    assert "to resume" not in caplog.text
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if path.exists():
+        assert changed(expected, run(folder, ppo, path)) == []
+
+
+class SlowCartPole(CartPoleEnv):
+    """Stops the run at a step, and counts the steps that come after it."""
+
+    stop_at, steps = -1, 0
+
+    def step(self, action: Any) -> Any:
+        type(self).steps += 1
+        if self.steps == self.stop_at:
+            os.kill(os.getpid(), signal.SIGINT)
+        return super().step(action)
+
+
+def slow(folder: Path) -> tuple[Any, Any]:
+    return ppo(folder, env=SlowCartPole, eval_env="CartPole-v1")
+
+
+def test_ctrl_c_during_a_rollout_gives_the_rollout_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = run(tmp_path / "whole", slow)
+    monkeypatch.setattr(SlowCartPole, "steps", 0)
+    monkeypatch.setattr(SlowCartPole, "stop_at", 64 + 10)
+    path = run(tmp_path / "cut", slow)
+    assert SlowCartPole.steps == 64 + 10
+    collector = content(path)["data"]["collector"]
+    assert (content(path)["data"]["frames"], collector["frames"], collector["batches"]) == (64, 64, 1)
+    assert changed(expected, run(tmp_path / "cut", slow, path)) == []
+
+
+def test_ctrl_c_during_an_evaluation_stops_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def evaluated(folder: Path) -> tuple[Any, Any]:
+        return ppo(folder, eval_env=SlowCartPole)
+
+    expected = run(tmp_path / "whole", evaluated)
+    monkeypatch.setattr(SlowCartPole, "steps", 0)
+    monkeypatch.setattr(SlowCartPole, "stop_at", 3)
+    path = run(tmp_path / "cut", evaluated)
+    assert SlowCartPole.steps == 3
+    assert changed(expected, run(tmp_path / "cut", evaluated, path)) == []
+
+
+class Failing(PPOModule):
+    """Fails behind a rollout, before it is accepted."""
+
+    left = 2
+
+    def annotate(self, rollout: Any) -> None:
+        self.left -= 1
+        if not self.left:
+            raise RuntimeError("no annotation")
+
+
+def test_an_error_between_collector_and_data_module_leaves_both_before_the_rollout(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    data, last = ppo(tmp_path)[1], LastCheckpoint(tmp_path)
+    module = Failing(MLPNetwork([8]))
+    with pytest.raises(RuntimeError, match="no annotation"):
+        trainer(tmp_path, max_epochs=-1, callbacks=[last]).fit(module, datamodule=data)
+    own = content(last.path)["data"]
+    assert (own["frames"], own["collector"]["frames"], own["collector"]["batches"]) == (64, 64, 1)
+
+
+class Presses(Callback):
+    """Presses Ctrl-C when a hook is called."""
+
+    def __init__(self, hook: str) -> None:
+        setattr(self, hook, self.press)
+
+    def press(self, *_: Any, **__: Any) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0)  # handlers run between two instructions
+
+
+def test_ctrl_c_at_the_end_of_a_fit_ends_the_program(tmp_path: Path) -> None:
+    module, data = ppo(tmp_path)
+    with pytest.raises(SystemExit):
+        trainer(tmp_path, max_epochs=-1, callbacks=[Presses("on_train_end")]).fit(module, datamodule=data)
+    assert data.frames == 256
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize("handler", [signal.SIG_IGN, lambda *_: None])
+def test_a_handler_of_the_users_own_stays(handler: Any, tmp_path: Path) -> None:
+    seen: list[Any] = []
+
+    class Look(Callback):
+        def on_train_epoch_end(self, *_: Any) -> None:
+            seen.append(signal.getsignal(signal.SIGINT))
+
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        module, data = ppo(tmp_path)
+        trainer(tmp_path, max_epochs=-1, callbacks=[Look()]).fit(module, datamodule=data)
+        assert {*seen, signal.getsignal(signal.SIGINT)} == {handler}
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_only_the_first_owner_holds_ctrl_c() -> None:
+    holder, outer, inner = InterruptHolder(), object(), object()
+    holder.hold(outer)
+    holder.hold(inner)
+    os.kill(os.getpid(), signal.SIGINT)
+    assert not holder.release(inner)
+    assert holder.pending
+    assert holder.release(outer)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert not interrupts.pending
