@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import glob
 import logging
-import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from torchrl_lightning.cli.checks import UsageError, read_stored
-from torchrl_lightning.cli.locks import check_unlocked
+from torchrl_lightning.cli.locks import check_unlocked, is_follower
 from torchrl_lightning.cli.names import folder_name, job_name, recorded_command, told
 from torchrl_lightning.cli.ownership import own_run
 
@@ -34,7 +33,7 @@ def newest_checkpoint(config: DictConfig, *, this_job: bool) -> Path | None:
     choices, overrides = recorded_command(config.hydra)
     name = job_name(choices, overrides) if this_job else folder_name(choices, overrides)
     alike = [each for each in _folders(config, name, this_job=this_job) if _is_alike(each, choices, overrides)]
-    if not _is_follower():
+    if not is_follower():
         for folder in alike:
             check_unlocked(folder)
     found = [path for folder in alike for path in (*folder.glob("*.ckpt"), *folder.glob("checkpoints/*.ckpt"))]
@@ -72,9 +71,3 @@ def _is_alike(folder: Path, choices: dict[str, str | None], overrides: Iterable[
     return same == {key: value for key, value in choices.items() if not key.startswith("hydra")} and told(
         given
     ) == told(overrides)
-
-
-def _is_follower() -> bool:
-    """Return whether this is one of several processes of a run, and not the first, which writes its folder."""
-    ranks = ("LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "SLURM_PROCID")  # Lightning's, torchrun's and SLURM's
-    return any(os.environ.get(name, "0") not in ("", "0") for name in ranks)

@@ -26,7 +26,7 @@ behind = _Behind()
 def run_command(name: str, task: Callable[[Any], float], *, resumes: bool = False) -> None:
     """Print the help of a command, or let Hydra compose the config of its name and run the task, once or in a sweep.
 
-    Where the command ``resumes``, a checkpoint brings the settings of its run.
+    If the command ``resumes``, a checkpoint brings the settings of its run, and the task writes the record of its run.
     """
     leave_out_working_directory()
     if {"--help", "-h"} & set(sys.argv[1:]):
@@ -40,13 +40,14 @@ def run_command(name: str, task: Callable[[Any], float], *, resumes: bool = Fals
     from torchrl_lightning.cli.composing import OwnLoader, ResumingLoader, composing
     from torchrl_lightning.cli.mistakes import check_dashes, options_first, plain_reports
     from torchrl_lightning.cli.names import register_run_name
+    from torchrl_lightning.cli.run_record import recorded
 
     register_run_name()
     with one_line():
         check_dashes(sys.argv[1:])
         sys.argv[1:] = options_first(sys.argv[1:])
     with plain_reports(), composing(ResumingLoader if resumes else OwnLoader):
-        hydra_main(str(CONF_DIR), name)(plain_errors(task))()
+        hydra_main(str(CONF_DIR), name)(plain_errors(task if resumes else recorded(task)))()
 
 
 @contextmanager

@@ -27,13 +27,21 @@ def locked(folder: Path) -> Iterator[None]:
     filesystems, too, and worker processes do not inherit it.
 
     Raises:
-        UsageError: Another process holds it.
+        UsageError: Another process holds it, or the folder cannot be written to.
     """
     path = folder / _NAME
-    if fcntl is None or not path.parent.is_dir():
-        yield
-        return
-    with path.open("a+") as file:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        opened = path.open("a+")
+    except OSError as error:
+        raise UsageError(
+            f"the folder of the run cannot be written to: {error.filename}: {error.strerror}; name another one, as "
+            "paths.log_dir=FOLDER or hydra.run.dir=FOLDER."
+        ) from error
+    with opened as file:
+        if fcntl is None:
+            yield
+            return
         _take(file, folder)
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}")
@@ -50,13 +58,24 @@ def check_unlocked(folder: Path) -> None:
         _take(file, folder)
 
 
+def has_lock(folder: Path) -> bool:
+    """Return whether a training run was begun in a folder."""
+    return (folder / _NAME).is_file()
+
+
 def is_abandoned(folder: Path) -> bool:
     """Return whether a run was begun in a folder that no living process is writing."""
     try:
         check_unlocked(folder)
     except UsageError:
         return False
-    return (folder / _NAME).is_file()
+    return has_lock(folder)
+
+
+def is_follower() -> bool:
+    """Return whether this is one of several processes of a run, and not the first, which writes its folder."""
+    ranks = ("LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "SLURM_PROCID")  # Lightning's, torchrun's and SLURM's
+    return any(os.environ.get(name, "0") not in ("", "0") for name in ranks)
 
 
 def _take(file: TextIO, folder: Path) -> None:

@@ -27,19 +27,24 @@ def main() -> None:
 @behind
 def train(cfg: DictConfig) -> float:
     """Check what was composed, train, evaluate and report, in this order."""
+    from hydra.core.hydra_config import HydraConfig
+
     from torchrl_lightning.cli.checks import check_command, check_config, stored_run
+    from torchrl_lightning.cli.locks import is_follower, locked
+    from torchrl_lightning.cli.run_record import RunRecord
 
     check_command(cfg)
     check_config(cfg)
+    record = RunRecord(cfg)
+    if HydraConfig.initialized() and not is_follower():
+        behind.enter_context(locked(Path(cfg.paths.output_dir)))
     # Now, so that those mistakes are told at once.
     import_libraries()
     import lightning as L
-    from hydra.core.hydra_config import HydraConfig
     from lightning.pytorch.utilities.exceptions import SIGTERMException
 
     from torchrl_lightning.cli.beginning import beginning_of
     from torchrl_lightning.cli.checkpoints import check_checkpoint
-    from torchrl_lightning.cli.locks import locked
     from torchrl_lightning.cli.ownership import sign
     from torchrl_lightning.cli.parts import GivenSettings, KeptConfig, build_part, check_parts
     from torchrl_lightning.cli.resuming import told_differences
@@ -76,7 +81,7 @@ def train(cfg: DictConfig) -> float:
         print(f"torch_threads: {cfg.torch_threads}, as in the run of the checkpoint")
     compare = stored = None
     if trainer.is_global_zero:
-        behind.enter_context(locked(folder := Path(cfg.paths.output_dir)))
+        record.write(folder := Path(cfg.paths.output_dir))
         sign(folder)
         for name, (there, here) in differ.items():
             print(f"{printable(name)}: {printable(there)} in the checkpoint, {printable(here)} now")

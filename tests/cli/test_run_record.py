@@ -1,0 +1,88 @@
+"""Each run keeps its record, ``.hydra``, and a second run in its folder changes nothing of the first."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from cli.commands import TINY, last_line
+from kit.forks import held_by_another
+
+FEW = [*TINY, "data.total_frames=128", "eval_episodes=1", "logger=none"]
+NAMES = ["config.yaml", "hydra.yaml", "overrides.yaml"]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Return all files below a folder but the lock, which names its holder."""
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name != "lock")
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def test_a_run_records_what_hydra_would(run, tmp_path):
+    run("train", *FEW, "seed=4", "hydra.run.dir=ours")
+    run("train", *FEW, "seed=4", "hydra.run.dir=ours", "hydra.output_subdir=theirs")
+    ours, theirs = tmp_path / "ours" / ".hydra", tmp_path / "ours" / "theirs"
+    assert sorted(path.name for path in ours.iterdir()) == sorted([*NAMES, "lock", "signature"])
+    for name in NAMES:
+        assert (ours / name).read_text() == (theirs / name).read_text()
+    assert "seed=4" in OmegaConf.load(ours / "overrides.yaml")
+
+
+@pytest.mark.parametrize("command", ["train", "evaluate", "record"])
+def test_a_second_command_in_the_folder_of_a_run_changes_nothing(command, run, tmp_path):
+    run("train", *FEW, "seed=1", "hydra.run.dir=shared")
+    folder = tmp_path / "shared"
+    arguments = {
+        "train": ["seed=2", *FEW],
+        "evaluate": ["ckpt_path=shared", "episodes=1", "histogram=null"],
+        "record": ["ckpt_path=shared", "episodes=1"],
+    }[command]
+    before = contents(folder)
+    with held_by_another(folder, tmp_path / "holder") as holder:
+        done = run(command, *arguments, "hydra.run.dir=shared", expect=int(command == "train"))
+    if command == "train":
+        assert f"is being written by process {holder} on " in done.stderr
+        assert len(done.stderr.splitlines()) == 1
+    assert contents(folder) == before
+
+
+@pytest.mark.parametrize("command", ["train", "evaluate", "record"])
+def test_every_run_of_a_sweep_keeps_its_record(command, run, tmp_path):
+    run("train", *FEW, "hydra.run.dir=shared")
+    arguments = {
+        "train": FEW,
+        "evaluate": ["ckpt_path=shared", "episodes=1", "histogram=null"],
+        "record": ["ckpt_path=shared", "episodes=1"],
+    }[command]
+    run(command, "--multirun", "seed=5,6", *arguments, "hydra.sweep.dir=sweep", "hydra.sweep.subdir=${hydra:job.num}")
+    for number, seed in enumerate((5, 6)):
+        folder = tmp_path / "sweep" / str(number) / ".hydra"
+        assert OmegaConf.load(folder / "config.yaml").seed == seed
+        assert {*NAMES} <= {path.name for path in folder.iterdir()}
+
+
+def test_a_run_that_resumes_in_its_folder_records_itself(run, tmp_path):
+    run("train", *FEW, "hydra.run.dir=shared")
+    resumed = run("train", "ckpt_path=shared/checkpoints/last.ckpt", "data.total_frames=256", "hydra.run.dir=shared")
+    assert last_line(resumed.stdout)[4] == "256"
+    config = OmegaConf.load(tmp_path / "shared" / ".hydra" / "config.yaml")
+    assert config.data.total_frames == 256
+    assert config.ckpt_path == "shared/checkpoints/last.ckpt"
+
+
+def test_a_run_that_is_refused_leaves_the_record_of_the_one_before(run, tmp_path):
+    run("train", *FEW, "hydra.run.dir=shared")
+    before = contents(tmp_path / "shared")
+    run("train", *FEW, "model.gamma=7", "hydra.run.dir=shared", expect=1)
+    run("train", *FEW, "env=acrobot", "ckpt_path=missing.ckpt", "hydra.run.dir=shared", expect=1)
+    assert contents(tmp_path / "shared") == before
+
+
+def test_a_file_in_the_place_of_the_record_is_one_line(run, tmp_path):
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared" / ".hydra").write_text("mine")
+    done = run("train", *FEW, "hydra.run.dir=shared", expect=1)
+    assert "hydra.run.dir=FOLDER" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
