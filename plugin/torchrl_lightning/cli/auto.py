@@ -1,30 +1,41 @@
-"""Find what ``ckpt_path=auto`` resumes: the newest whole checkpoint of the same run. Imports nothing heavy."""
+"""Find the checkpoint that ``ckpt_path=auto`` resumes: of the same run, the one with the most frames.
+
+Imports nothing heavy.
+"""
 
 from __future__ import annotations
 
 import glob
-import logging
+import os
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from torchrl_lightning.cli.checks import UsageError, read_stored
 from torchrl_lightning.cli.locks import check_unlocked, is_follower
 from torchrl_lightning.cli.names import folder_name, job_name, recorded_command, told
 from torchrl_lightning.cli.ownership import own_run
 
-_log = logging.getLogger(__name__)
-
 AUTO = "auto"  # value of ckpt_path
 
 
-def newest_checkpoint(config: DictConfig, *, this_job: bool) -> Path | None:
-    """Find the newest whole checkpoint among the folders of runs with the experiment, overrides and seed of a config.
+class _UnusedError(Exception):
+    """A folder, or a checkpoint, is not used; the message is the reason."""
+
+
+def furthest_checkpoint(config: DictConfig, *, this_job: bool) -> Path | None:
+    """Find the checkpoint with the most frames among the folders of runs with the same experiment, overrides and seed.
+
+    Of checkpoints with as many frames, that of more steps is chosen, then one that is not the best but the last, then
+    the newest file. A line on stderr names each folder and file that is not used, with the reason.
 
     Args:
-        config: What is composed, with Hydra's node.
+        config: The composed config, with Hydra's node.
         this_job: Whether only those of this job of SLURM count.
 
     Raises:
@@ -32,21 +43,37 @@ def newest_checkpoint(config: DictConfig, *, this_job: bool) -> Path | None:
     """
     choices, overrides = recorded_command(config.hydra)
     name = job_name(choices, overrides) if this_job else folder_name(choices, overrides)
-    alike = [each for each in _folders(config, name, this_job=this_job) if _is_alike(each, choices, overrides)]
-    if not is_follower():
-        for folder in alike:
-            check_unlocked(folder)
-    found = [path for folder in alike for path in (*folder.glob("*.ckpt"), *folder.glob("checkpoints/*.ckpt"))]
-    for path in sorted(found, key=lambda path: path.stat().st_mtime_ns, reverse=True):
-        if path.name.startswith(".") or own_run(path) is None:
+    found: list[tuple[tuple[int, int, bool, int], Path]] = []
+    for folder in dict.fromkeys(_folders(config, name, this_job=this_job)):
+        try:
+            if not _is_alike(folder, choices, overrides):
+                continue
+            paths = _checkpoints(folder)
+        except _UnusedError as reason:
+            _warn(folder, reason)
             continue
+        if not is_follower():
+            check_unlocked(folder)
+        for path in paths:
+            try:
+                found.append((_progress(path), path))
+            except _UnusedError as reason:
+                _warn(path, reason)
+    for _, path in sorted(found, reverse=True):
         try:
             read_stored(path)
-        except UsageError as error:
-            _log.warning("%s", error)
-            continue
-        return path
+        except (UsageError, OSError) as reason:
+            _warn(path, reason)
+        else:
+            return path
     return None
+
+
+def _warn(path: Path, reason: Exception) -> None:
+    if not is_follower():
+        text = str(reason)
+        # Hydra configures logging only when the run begins.
+        print(f"not resumed: {text if str(path) in text else f'{path}: {text}'}", file=sys.stderr)
 
 
 def _folders(config: DictConfig, name: str, *, this_job: bool) -> Iterator[Path]:
@@ -54,20 +81,75 @@ def _folders(config: DictConfig, name: str, *, this_job: bool) -> Iterator[Path]
     root, seed = Path(config.paths.log_dir, config.task_name), config.seed
     begin = glob.escape(name) + ("" if this_job else "*")
     for pattern in (f"{begin}/seed_{seed}/*", f"sweep_*/{begin}/seed_{seed}/*"):
-        yield from root.glob(pattern)
+        yield from sorted(root.glob(pattern))
     lines: Any = OmegaConf.to_container(config.hydra.overrides.hydra, resolve=False)
     given = [line.partition("=")[2] for line in lines if line.startswith("hydra.run.dir=")]
-    yield from map(Path, given)
+    yield from (folder for folder in map(Path, given) if folder.exists())
 
 
 def _is_alike(folder: Path, choices: dict[str, str | None], overrides: Iterable[str]) -> bool:
     """Return whether the run of a folder was told the same."""
     record = folder / ".hydra" / "hydra.yaml"
-    if not record.is_file():
-        return False
-    hydra: Any = OmegaConf.load(record)
-    there, given = recorded_command(hydra.hydra)
-    same = {key: value for key, value in there.items() if not key.startswith("hydra")}
-    return same == {key: value for key, value in choices.items() if not key.startswith("hydra")} and told(
-        given
-    ) == told(overrides)
+    try:
+        if not folder.is_dir():
+            return False
+        if not record.is_file():
+            if any(_files(folder)):
+                raise _UnusedError("it has checkpoints, but no record of its run in .hydra/hydra.yaml")
+            return False
+        hydra: Any = OmegaConf.load(record)
+        there, given = recorded_command(hydra.hydra)
+        same = {key: value for key, value in there.items() if not key.startswith("hydra")}
+        told_there = told(given)
+    except OSError as error:
+        raise _UnusedError(f"it cannot be read ({error.strerror or error})") from error
+    except (YAMLError, OmegaConfBaseException, ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise _UnusedError(
+            f".hydra/hydra.yaml is damaged ({type(error).__name__}); name a checkpoint of it by ckpt_path=FILE"
+        ) from error
+    return same == {key: value for key, value in choices.items() if not key.startswith("hydra")} and (
+        told_there == told(overrides)
+    )
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    files = (*folder.glob("*.ckpt"), *folder.glob("checkpoints/*.ckpt"))
+    yield from (path for path in files if not path.name.startswith("."))
+
+
+def _checkpoints(folder: Path) -> list[Path]:
+    """Return the checkpoints of the user's own run in a folder."""
+    try:
+        paths = list(_files(folder))
+        if not paths:
+            raise _UnusedError("it holds no checkpoint")
+        own = [path for path in paths if own_run(path) is not None]
+        if own:
+            return own
+        user = os.getuid() if hasattr(os, "getuid") else 0
+        parts = (folder, folder / ".hydra", folder / ".hydra" / "config.yaml", paths[0].parent, *paths)
+        owners = (part.stat().st_uid for part in parts if part.exists())
+        owner = next((each for each in owners if each != user), None)
+    except OSError as error:
+        raise _UnusedError(f"it cannot be read ({error.strerror or error})") from error
+    if owner is None:
+        raise _UnusedError("its config.yaml is missing or a link; name a checkpoint of it by ckpt_path=FILE")
+    raise _UnusedError(
+        f"it belongs to the user with id {owner}, and this process to {user}; name a checkpoint of it by "
+        "ckpt_path=FILE, or change the owner of the whole folder"
+    )
+
+
+def _progress(path: Path) -> tuple[int, int, bool, int]:
+    """Return how far a run had come when it wrote a checkpoint, in an order in which the largest is resumed."""
+    try:
+        stored, written = read_stored(path, mapped=True, verify=False), path.stat().st_mtime_ns
+    except (UsageError, OSError) as error:
+        raise _UnusedError(str(error)) from error
+    states = (value for key, value in stored.items() if str(key).endswith("DataModule") and isinstance(value, dict))
+    ranks = next(states, {}).get("ranks")
+    first: Any = ranks[0] if isinstance(ranks, list) and ranks and isinstance(ranks[0], dict) else {}
+    frames, steps = (
+        value if isinstance(value, int) else 0 for value in (first.get("frames"), stored.get("global_step"))
+    )
+    return frames, steps, not path.name.startswith("best"), written

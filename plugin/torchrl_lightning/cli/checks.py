@@ -166,14 +166,14 @@ def own_names(*configs: DictConfig) -> frozenset[str]:
     return frozenset().union(*(texts_in(OmegaConf.to_container(node)) for node in nodes))
 
 
-def read_stored(path: str | Path) -> dict[str, Any]:
-    """Read a checkpoint; a file that is not there, is none, or damaged, is a mistake of the command."""
+def read_stored(path: str | Path, **options: bool) -> dict[str, Any]:
+    """Read a checkpoint by :func:`read_checkpoint`; a missing or damaged file is a UsageError."""
     from torchrl_lightning.learn.loading import read_checkpoint
 
     if not Path(path).is_file():
         raise UsageError(f"ckpt_path={path} is not a file; checkpoints lie in RUN/checkpoints/.")
     try:
-        return read_checkpoint(path)
+        return read_checkpoint(path, **options)
     except ValueError as error:
         raise UsageError(str(error)) from error
 

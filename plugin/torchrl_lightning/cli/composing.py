@@ -20,7 +20,7 @@ from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from torchrl_lightning.cli.auto import AUTO, newest_checkpoint
+from torchrl_lightning.cli.auto import AUTO, furthest_checkpoint
 from torchrl_lightning.cli.checks import SWEPT, UsageError, one_line, read_stored
 from torchrl_lightning.cli.names import recorded_command
 from torchrl_lightning.cli.resuming import (
@@ -212,7 +212,7 @@ class ResumingLoader(OwnLoader):
                 return composed(overrides)  # each of its runs looks for its own
             others = [str(override.input_line) for override in given if override not in paths]
             with one_line():
-                found = newest_checkpoint(composed([*others, "ckpt_path=null"]), this_job=path is None)
+                found = furthest_checkpoint(composed([*others, "ckpt_path=null"]), this_job=path is None)
             path = None if found is None else str(found)
             value = "null" if path is None else QuotedString(path, Quote.single).with_quotes()
             overrides = [*others, f"ckpt_path={value}"]

@@ -34,8 +34,15 @@ class RunRecord:
             nodes = {"config": cfg, "hydra": hydra, "overrides": hydra.hydra.overrides.task}
             self._contents = {f"{name}.yaml": OmegaConf.to_yaml(node) for name, node in nodes.items()}
 
-    def write(self, folder: Path) -> None:
-        """Write the files below a folder, each of them whole; a process without Hydra has nothing to write."""
+    def write(self, folder: Path, *, replace: bool = True) -> None:
+        """Write the files below a folder, each of them whole; a process without Hydra has nothing to write.
+
+        Args:
+            folder: The folder of the run.
+            replace: Whether the record of another run is replaced.
+        """
+        if not replace and (folder / FOLDER / "config.yaml").exists():
+            return
         for name, content in self._contents.items():
             path = folder / FOLDER / name
             path.parent.mkdir(parents=True, exist_ok=True)

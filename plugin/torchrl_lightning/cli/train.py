@@ -37,7 +37,8 @@ def train(cfg: DictConfig) -> float:
     check_config(cfg)
     record = RunRecord(cfg)
     if HydraConfig.initialized() and not is_follower():
-        behind.enter_context(locked(Path(cfg.paths.output_dir)))
+        behind.enter_context(locked(folder := Path(cfg.paths.output_dir)))
+        record.write(folder, replace=False)  # the record of an earlier run stays until this one begins
     # Now, so that those mistakes are told at once.
     import_libraries()
     import lightning as L

@@ -1,0 +1,206 @@
+"""``ckpt_path=auto`` resumes the checkpoint of the same run with the most frames, and says why others are not used."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from cli.commands import TINY, call, last_line
+
+GIVEN = [*TINY, "data.total_frames=256", "eval_episodes=1", "logger=none", "seed=3"]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with one run."""
+    folder = tmp_path_factory.mktemp("trained")
+    assert call("train", *GIVEN, cwd=folder).returncode == 0
+    return folder
+
+
+@pytest.fixture
+def home(trained: Path, tmp_path: Path) -> Path:
+    shutil.copytree(trained, tmp_path / "home")
+    return tmp_path / "home"
+
+
+def run_folder(home: Path) -> Path:
+    (path,) = home.glob("logs/train/ppo_cartpole*/seed_3/*")
+    return path
+
+
+def chosen(home: Path) -> tuple[Path | None, str]:
+    done = call("train", *GIVEN, "ckpt_path=auto", "--cfg", "job", cwd=home)
+    assert done.returncode == 0, done.stderr
+    path = OmegaConf.create(done.stdout).ckpt_path
+    return None if path is None else home / path, done.stderr
+
+
+def with_frames(path: Path, frames: int, into: Path, age: int = 0) -> None:
+    """Write a checkpoint as after so many frames, ``age`` seconds ago."""
+    stored = torch.load(path, weights_only=True)
+    stored.pop("checksums")
+    stored["OnPolicyDataModule"]["ranks"][0]["frames"] = frames
+    torch.save(stored, into)
+    os.utime(into, (10**9 - age, 10**9 - age))
+
+
+@pytest.mark.parametrize(
+    ("frames", "ages", "expected"),
+    [
+        ({"last": 256, "best": 128}, {"last": 9, "best": 0}, "last"),
+        ({"last": 128, "best": 256}, {"last": 0, "best": 9}, "best"),
+        ({"last": 256, "best": 256}, {"last": 9, "best": 0}, "last"),
+        ({"last": 256, "other": 512, "best": 128}, {"last": 0, "other": 9, "best": 1}, "other"),
+        ({"best": 128, "best-v1": 256}, {"best": 0, "best-v1": 9}, "best-v1"),
+    ],
+)
+def test_the_most_frames_win_and_not_the_newest_file(
+    frames: dict[str, int], ages: dict[str, int], expected: str, home: Path
+) -> None:
+    folder = run_folder(home) / "checkpoints"
+    source = home / "source.ckpt"
+    shutil.move(folder / "last.ckpt", source)
+    (folder / "best.ckpt").unlink()
+    for name, count in frames.items():
+        with_frames(source, count, folder / f"{name}.ckpt", ages[name])
+    assert chosen(home) == (folder / f"{expected}.ckpt", "")
+
+
+def test_the_run_with_the_most_frames_wins(home: Path) -> None:
+    first = run_folder(home)
+    second = first.with_name("2000-01-01_00-00-00")
+    shutil.copytree(first, second)
+    with_frames(first / "checkpoints" / "last.ckpt", 512, second / "checkpoints" / "last.ckpt", age=100)
+    assert chosen(home)[0] == second / "checkpoints" / "last.ckpt"
+
+
+def test_a_damaged_checkpoint_gives_way_to_the_next(home: Path) -> None:
+    last, best = (run_folder(home) / "checkpoints" / f"{name}.ckpt" for name in ("last", "best"))
+    content = bytearray(last.read_bytes())
+    content[len(content) // 2] ^= 255
+    last.write_bytes(content)
+    path, said = chosen(home)
+    assert path == best
+    assert len(said.splitlines()) == 1
+    assert str(last.relative_to(home)) in said
+
+
+def empty(folder: Path) -> None:
+    (folder / ".hydra" / "hydra.yaml").write_text("")
+
+
+def torn(folder: Path) -> None:
+    (folder / ".hydra" / "hydra.yaml").write_text("hydra:\n  run: {dir: [")
+
+
+def binary(folder: Path) -> None:
+    (folder / ".hydra" / "hydra.yaml").write_bytes(b"\xff\xfe\x00hydra")
+
+
+def foreign(folder: Path) -> None:
+    (folder / ".hydra" / "hydra.yaml").write_text("hydra: {runtime: {choices: 3}, overrides: {task: [[1]]}}")
+
+
+def a_list(folder: Path) -> None:
+    (folder / ".hydra" / "hydra.yaml").write_text("- hydra\n")
+
+
+def tagged(folder: Path) -> None:
+    (folder / ".hydra" / "hydra.yaml").write_text("!!python/object/apply:os.system [touch ran]")
+
+
+def without_record(folder: Path) -> None:
+    shutil.rmtree(folder / ".hydra")
+
+
+def without_checkpoints(folder: Path) -> None:
+    shutil.rmtree(folder / "checkpoints")
+
+
+def without_config(folder: Path) -> None:
+    (folder / ".hydra" / "config.yaml").unlink()
+
+
+def own_files(folder: Path) -> None:
+    for name in ("last", "best"):
+        (folder / "checkpoints" / f"{name}.ckpt").write_bytes(b"PK\x03\x04 no checkpoint")
+
+
+DAMAGE: dict[Callable[[Path], None], str] = {
+    **dict.fromkeys((empty, torn, binary, foreign, a_list, tagged), "hydra.yaml is damaged"),
+    without_record: "no record of its run",
+    without_checkpoints: "holds no checkpoint",
+    without_config: "config.yaml is missing or a link",
+    own_files: "is no whole checkpoint",
+}
+
+
+def check_unused(home: Path, damage: Callable[[Path], None], reason: str) -> None:
+    """A damaged run is named with the reason; it neither stops the command, nor hides another run."""
+    folder = run_folder(home)
+    other = folder.with_name("1999-01-01_00-00-00")
+    shutil.copytree(folder, other)
+    damage(folder)
+    path, said = chosen(home)
+    assert path == other / "checkpoints" / "last.ckpt"
+    assert {bool(re.search(reason, line)) for line in said.splitlines()} == {True}
+    assert len(said.splitlines()) == (2 if damage is own_files else 1)
+    assert str(folder.relative_to(home)) in said
+    shutil.rmtree(other)
+    assert chosen(home) == (None, said)
+    assert not (home / "ran").exists()
+
+
+@pytest.mark.parametrize(("damage", "reason"), DAMAGE.items(), ids=[each.__name__ for each in DAMAGE])
+def test_a_folder_that_is_not_used_is_named_with_the_reason(
+    damage: Callable[[Path], None], reason: str, home: Path
+) -> None:
+    check_unused(home, damage, reason)
+
+
+@pytest.mark.parametrize("part", [".", ".hydra/config.yaml"])
+def test_a_folder_of_another_user_is_named_with_both_ids(
+    part: str, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    user, path, stat = os.getuid(), run_folder(home) / part, Path.stat
+
+    def owned_by_another(self: Path, **options: Any) -> os.stat_result:
+        found = stat(self, **options)
+        return os.stat_result([*found[:4], user + 1, *found[5:10]]) if self.absolute() == path else found
+
+    monkeypatch.setattr(Path, "stat", owned_by_another)
+    check_unused(home, lambda folder: None, f"user with id {user + 1}, and this process to {user}")
+
+
+def test_a_folder_that_cannot_be_read_is_named(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, is_dir = run_folder(home), Path.is_dir
+
+    def refused(self: Path) -> bool:
+        if self.absolute() == folder:
+            raise PermissionError(13, "Permission denied", str(self))
+        return is_dir(self)
+
+    monkeypatch.setattr(Path, "is_dir", refused)
+    check_unused(home, lambda folder: None, "cannot be read .Permission denied")
+
+
+def test_runs_with_other_settings_are_passed_over_without_a_word(home: Path) -> None:
+    done = call("train", *GIVEN, "model.learning_rate=0.5", "ckpt_path=auto", "--cfg", "job", cwd=home)
+    assert (OmegaConf.create(done.stdout).ckpt_path, done.stderr) == (None, "")
+
+
+def test_a_run_that_is_not_resumed_says_so_and_begins(home: Path) -> None:
+    empty(run_folder(home))
+    done = call("train", *GIVEN, "ckpt_path=auto", cwd=home)
+    assert done.returncode == 0
+    assert last_line(done.stdout)[4] == "256"
+    assert "hydra.yaml is damaged" in done.stderr
