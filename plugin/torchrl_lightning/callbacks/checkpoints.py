@@ -18,6 +18,8 @@ from torchrl_lightning._modules import clock_of
 from torchrl_lightning.callbacks.checkpoint_io import write_atomically
 from torchrl_lightning.callbacks.monitors import EVALUATION, check_monitor, episode_metrics, unknown_metric
 from torchrl_lightning.callbacks.sparse import SparseCallback
+from torchrl_lightning.environments.faults import EnvironmentFault
+from torchrl_lightning.fitting import Fault
 from torchrl_lightning.interrupts import interrupts
 
 logger = logging.getLogger(__name__)
@@ -111,6 +113,9 @@ class LastCheckpoint(SparseCallback, Checkpoint):
         except OSError as error:  # as on a full disk, which may be what has stopped the run
             logger.error("stopped by %s; its end was not written: %s", reason, error)
             return
+        if _would_fail_again(exception):
+            logger.warning("stopped by %s; the state of the run is in %s.", reason, self.path)
+            return
         larger = (
             f"{each.goes_on}; the end of this run is " for each in _callbacks(trainer) if isinstance(each, PartOfMore)
         )
@@ -134,6 +139,12 @@ class LastCheckpoint(SparseCallback, Checkpoint):
     def _save(self, trainer: Trainer) -> None:
         if not getattr(trainer, "fast_dev_run", False):
             trainer.save_checkpoint(self.path, weights_only=False)
+
+
+def _would_fail_again(exception: BaseException) -> bool:
+    """Return whether the same command would end like this again: on an unusable disk, or for a mistake of the user."""
+    is_mistake = isinstance(exception, Fault) and not isinstance(exception, EnvironmentFault)
+    return is_mistake or (isinstance(exception, OSError) and not isinstance(exception, TimeoutError | ConnectionError))
 
 
 def _states(trainer: Trainer) -> dict[str, Any]:

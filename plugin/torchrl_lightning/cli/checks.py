@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 import signal
@@ -19,6 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from torchrl_lightning._conf import CONF_DIR
 from torchrl_lightning.cli.names import recorded_command
 from torchrl_lightning.cli.ownership import is_signed, own_run
+from torchrl_lightning.cli.run_errors import storage_error
 from torchrl_lightning.fitting import Fault
 from torchrl_lightning.plain_yaml import read_config
 from torchrl_lightning.processes import lack_of
@@ -51,8 +51,7 @@ def one_line() -> Iterator[None]:
     try:
         yield
     except (Fault, OSError, RuntimeError) as error:
-        is_told = isinstance(error, Fault) or getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
-        said = str(error) if is_told else lack_of(error)
+        said = str(error) if isinstance(error, Fault) else lack_of(error) or storage_error(error)
         if said is None or os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise
         sys.exit(f"error: {plain_message(said)}")

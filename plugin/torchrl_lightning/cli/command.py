@@ -76,6 +76,9 @@ def use_threads(number: int) -> None:
 
 def quiet() -> None:
     """Hide TorchRL's messages about storages, Lightning's tips, and warnings about what is done on purpose."""
+    # A log file on a full disk is no reason for a traceback for each line.
+    behind.callback(setattr, logging, "raiseExceptions", logging.raiseExceptions)
+    logging.raiseExceptions = False
     for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
         # Hydra's own handler writes each message to the terminal and to the log file already. Lightning keeps them from
         # it where it was imported first.

@@ -31,6 +31,7 @@ def train(cfg: DictConfig) -> float:
 
     from torchrl_lightning.cli.checks import check_command, check_config, stored_run
     from torchrl_lightning.cli.locks import is_follower, locked
+    from torchrl_lightning.cli.run_errors import run_errors
     from torchrl_lightning.cli.run_record import RunRecord
 
     check_command(cfg)
@@ -38,6 +39,7 @@ def train(cfg: DictConfig) -> float:
     record = RunRecord(cfg)
     if HydraConfig.initialized() and not is_follower():
         behind.enter_context(locked(folder := Path(cfg.paths.output_dir)))
+        behind.enter_context(run_errors(folder.absolute(), cfg.ckpt_path))
         record.write(folder, replace=False)  # the record of an earlier run stays until this one begins
     # Now, so that those mistakes are told at once.
     import_libraries()

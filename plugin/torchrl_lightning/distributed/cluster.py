@@ -65,12 +65,15 @@ def joined(config: Mapping[str, Any]) -> tuple[Any, bool]:
             "write its address, set RAY_AUTH_MODE=token if it asks for one, or leave the address out of "
             "ray_init_config for a cluster on this machine."
         ) from error
-    except RuntimeError as error:
-        if "ersion" not in str(error):
-            raise
+    except Exception as error:  # Ray raises a plain Exception if a node does not start in time
+        if "ersion" in str(error):
+            raise ClusterFault(
+                f"The Ray cluster at address={address!r} does not fit this process: {_line(error)}. Install the same "
+                "Python and Ray on all machines."
+            ) from error
         raise ClusterFault(
-            f"The Ray cluster at address={address!r} does not fit this process: {_line(error)}. Install the same "
-            "Python and Ray on all machines."
+            f"Ray could not be started ({_line(error)}). Look for a machine without free processors, memory or disk, "
+            "end what remains of earlier clusters (ray stop --force), and run the command again."
         ) from error
     return ray, True
 
