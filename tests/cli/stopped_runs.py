@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import os
 import signal
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
 from functools import partial
@@ -162,6 +163,23 @@ def uninterrupted(experiment: str, folder: Path, *more: str, run: Runner = task)
     """Run to the end, and return the last checkpoint."""
     arguments, total, _ = settings(experiment)
     return _to_its_end(folder, [*arguments, *more], folder / "whole", {"data.total_frames": total}, run)
+
+
+def killed(experiment: str, folder: Path, number: int, seconds: float, *more: str) -> tuple[int, Path | None]:
+    """Send a run a signal after some seconds, and resume it; return its status and its last checkpoint.
+
+    None is returned for the checkpoint of a run that had not written one.
+    """
+    arguments, total, _ = settings(experiment)
+    changed: dict[str, object] = {"data.total_frames": total, "trainer.max_steps": -1}
+    process = Forked(partial(train, _config([*arguments, *more], folder / "cut", changed)), folder)
+    time.sleep(seconds)
+    process.send(number)
+    status, last = process.ends(), folder / "cut" / "checkpoints" / "last.ckpt"
+    if not last.exists():
+        return status, None
+    rest = {**changed, "ckpt_path": str(last)}
+    return status, _to_its_end(folder, [*arguments, *more], folder / "rest", rest, task)
 
 
 def _to_its_end(folder: Path, arguments: Sequence[str], into: Path, changed: Mapping[str, object], run: Runner) -> Path:

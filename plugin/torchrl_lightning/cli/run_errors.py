@@ -79,6 +79,10 @@ def _check_folder(folder: Path, error: OSError) -> None:
 
 
 def _is_restoring(error: BaseException) -> bool:
-    """Return whether Lightning was restoring a checkpoint, by the functions of its traceback."""
+    """Return whether a state was being restored, by the functions of a traceback; a collector's is restored late."""
     frames = (frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__))
-    return any(code.co_filename.endswith("checkpoint_connector.py") and "restore" in code.co_name for code in frames)
+    return any(
+        code.co_name == "load_state_dict"
+        or (code.co_filename.endswith("checkpoint_connector.py") and "restore" in code.co_name)
+        for code in frames
+    )

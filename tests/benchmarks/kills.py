@@ -1,0 +1,81 @@
+"""Is a run that is killed at a random moment, and resumed, the run that is not killed?
+
+    python tests/benchmarks/kills.py [--kills 60] [--seed 0] [--seconds S]
+
+Runs of PPO, DQN (with the buffer inside and beside the checkpoint, and in mapped files), PPO+D, and SAC on sequences
+get SIGINT, SIGTERM or SIGKILL in turn, at a random moment of their training. Each is resumed from its last checkpoint,
+if it has written one, to its end, and compared bit for bit with an uninterrupted run: weights, optimizers, random
+states, counters and buffer. Each rollout begins with a reset and has several steps. No kill begins after ``--seconds``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import random
+import signal
+import sys
+import tempfile
+import time
+import warnings
+from collections import Counter
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
+
+from benchmarks.harness import say  # noqa: E402
+from cli.stopped_runs import differences, killed, uninterrupted  # noqa: E402
+
+STREAMS: dict[str, tuple[str, list[str]]] = {
+    "PPO": ("ppo_cartpole", []),
+    "DQN, inside": ("dqn_cartpole", []),
+    "DQN, beside": ("dqn_cartpole", ["data.checkpoint_buffer=beside"]),
+    "DQN, mapped": ("dqn_cartpole", ["data.checkpoint_buffer=beside", "+data.buffer.storage.scratch_dir=rings"]),
+    "PPO+D": ("ppod_mountaincar", []),
+    "SAC on sequences": ("sac_recurrent_pendulum", []),
+}
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=60)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=float("inf"))
+    arguments = parser.parse_args()
+    logging.disable(logging.INFO)
+    warnings.simplefilter("ignore")
+    drawn, began = random.Random(arguments.seed), time.monotonic()
+    results: dict[str, Counter[str]] = {name: Counter() for name in STREAMS}
+    with tempfile.TemporaryDirectory() as home:
+        folder = Path(home)
+        whole: dict[str, tuple[Path, float]] = {}
+        for name, (experiment, more) in STREAMS.items():
+            for kind in ("compiled", "whole"):  # the first run compiles what the others find in a cache
+                start = time.monotonic()
+                last = uninterrupted(experiment, folder / f"{name} {kind}", *more)
+                whole[name] = last, time.monotonic() - start
+        for number in range(arguments.kills):
+            if time.monotonic() - began > arguments.seconds:
+                break
+            name = list(STREAMS)[number % len(STREAMS)]
+            kind = SIGNALS[number // len(STREAMS) % len(SIGNALS)]
+            (experiment, more), (expected, seconds) = STREAMS[name], whole[name]
+            moment = drawn.uniform(0.1, 1.0) * seconds
+            status, last_of_resumed = killed(experiment, folder / str(number), kind, moment, *more)
+            result = "no checkpoint yet"
+            if last_of_resumed is not None:
+                differ = differences(expected, last_of_resumed)
+                result = f"differs in {differ[:3]}" if differ else "same"
+            results[name][f"{kind.name}: {result}"] += 1
+            if result not in ("same", "no checkpoint yet"):
+                say(f"{name}, {kind.name} after {moment:.2f} s, status {status}: {result}")
+    say("| runs | signal: result | kills |")
+    say("| --- | --- | --- |")
+    for name, counts in results.items():
+        for result, count in sorted(counts.items()):
+            say(f"| {name} | {result} | {count} |")
+
+
+if __name__ == "__main__":
+    main()
