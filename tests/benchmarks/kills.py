@@ -24,7 +24,8 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
 
 from benchmarks.harness import say  # noqa: E402
-from cli.stopped_runs import differences, killed, uninterrupted  # noqa: E402
+from benchmarks.resume import warm  # noqa: E402
+from cli.stopped_runs import differences, killed, trains_for, uninterrupted  # noqa: E402
 
 STREAMS: dict[str, tuple[str, list[str]]] = {
     "PPO": ("ppo_cartpole", []),
@@ -34,7 +35,8 @@ STREAMS: dict[str, tuple[str, list[str]]] = {
     "PPO+D": ("ppod_mountaincar", []),
     "SAC on sequences": ("sac_recurrent_pendulum", []),
 }
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
+SIGNALS = (signal.SIGKILL, signal.SIGINT, signal.SIGTERM)
+OFTEN = "trainer.check_val_every_n_epoch=1"  # a checkpoint after each epoch, so that SIGKILL leaves one
 
 
 def main() -> None:
@@ -45,23 +47,24 @@ def main() -> None:
     arguments = parser.parse_args()
     logging.disable(logging.INFO)
     warnings.simplefilter("ignore")
+    warm()
     drawn, began = random.Random(arguments.seed), time.monotonic()
     results: dict[str, Counter[str]] = {name: Counter() for name in STREAMS}
     with tempfile.TemporaryDirectory() as home:
         folder = Path(home)
         whole: dict[str, tuple[Path, float]] = {}
-        for name, (experiment, more) in STREAMS.items():
-            for kind in ("compiled", "whole"):  # the first run compiles what the others find in a cache
-                start = time.monotonic()
-                last = uninterrupted(experiment, folder / f"{name} {kind}", *more)
-                whole[name] = last, time.monotonic() - start
+        for name, (experiment, settings) in STREAMS.items():
+            more = [*settings, OFTEN]
+            last = uninterrupted(experiment, folder / name, *more)
+            whole[name] = last, trains_for(experiment, folder / f"{name} again", *more)
         for number in range(arguments.kills):
             if time.monotonic() - began > arguments.seconds:
                 break
             name = list(STREAMS)[number % len(STREAMS)]
             kind = SIGNALS[number // len(STREAMS) % len(SIGNALS)]
-            (experiment, more), (expected, seconds) = STREAMS[name], whole[name]
-            moment = drawn.uniform(0.1, 1.0) * seconds
+            (experiment, settings), (expected, seconds) = STREAMS[name], whole[name]
+            more = [*settings, OFTEN]
+            moment = drawn.uniform(0.0, 1.1) * seconds
             status, last_of_resumed = killed(experiment, folder / str(number), kind, moment, *more)
             result = "no checkpoint yet"
             if last_of_resumed is not None:

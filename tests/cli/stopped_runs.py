@@ -165,21 +165,47 @@ def uninterrupted(experiment: str, folder: Path, *more: str, run: Runner = task)
     return _to_its_end(folder, [*arguments, *more], folder / "whole", {"data.total_frames": total}, run)
 
 
+def trains_for(experiment: str, folder: Path, *more: str) -> float:
+    """Return how many seconds a run trains, in a process of its own."""
+    process, into = _noting(experiment, folder, *more)
+    assert process.ends() == 0, process.said
+    return (into / "checkpoints" / "last.ckpt").stat().st_mtime - (folder / "began").stat().st_mtime
+
+
 def killed(experiment: str, folder: Path, number: int, seconds: float, *more: str) -> tuple[int, Path | None]:
-    """Send a run a signal after some seconds, and resume it; return its status and its last checkpoint.
+    """Send a run a signal when it has trained for some seconds, and resume it; return its status and last checkpoint.
 
     None is returned for the checkpoint of a run that had not written one.
     """
-    arguments, total, _ = settings(experiment)
-    changed: dict[str, object] = {"data.total_frames": total, "trainer.max_steps": -1}
-    process = Forked(partial(train, _config([*arguments, *more], folder / "cut", changed)), folder)
+    process, into = _noting(experiment, folder, *more)
+    process.waits_for((folder / "began").exists)
     time.sleep(seconds)
     process.send(number)
-    status, last = process.ends(), folder / "cut" / "checkpoints" / "last.ckpt"
+    status, last = process.ends(), into / "checkpoints" / "last.ckpt"
     if not last.exists():
         return status, None
-    rest = {**changed, "ckpt_path": str(last)}
+    arguments, total, _ = settings(experiment)
+    rest = {"data.total_frames": total, "trainer.max_steps": -1, "ckpt_path": str(last)}
     return status, _to_its_end(folder, [*arguments, *more], folder / "rest", rest, task)
+
+
+def _noting(experiment: str, folder: Path, *more: str) -> tuple[Forked, Path]:
+    """Start a run that makes a file when it begins to train; return it and the folder of the run."""
+    arguments, total, _ = settings(experiment)
+    into, changed = folder / "cut", {"data.total_frames": total, "trainer.max_steps": -1}
+    config = _config([*arguments, *more], into, changed)
+
+    def run() -> None:
+        starts = LastCheckpoint.on_train_start
+
+        def noting(*given: Any) -> None:
+            starts(*given)
+            (folder / "began").touch()
+
+        LastCheckpoint.on_train_start = noting  # type: ignore[method-assign]
+        train(config)
+
+    return Forked(run, folder), into
 
 
 def _to_its_end(folder: Path, arguments: Sequence[str], into: Path, changed: Mapping[str, object], run: Runner) -> Path:
