@@ -186,7 +186,9 @@ def killed(experiment: str, folder: Path, number: int, seconds: float, *more: st
         return status, None
     arguments, total, _ = settings(experiment)
     rest = {"data.total_frames": total, "trainer.max_steps": -1, "ckpt_path": str(last)}
-    return status, _to_its_end(folder, [*arguments, *more], folder / "rest", rest, task)
+    resumed_last = _to_its_end(folder, [*arguments, *more], folder / "rest", rest, task)
+    # A run that had come to its end writes nothing new.
+    return status, resumed_last if resumed_last.exists() else last
 
 
 def _noting(experiment: str, folder: Path, *more: str) -> tuple[Forked, Path]:
