@@ -20,6 +20,7 @@ from torchrl_lightning.cli.checks import UsageError, read_stored
 from torchrl_lightning.cli.locks import check_unlocked, is_follower
 from torchrl_lightning.cli.names import folder_name, job_name, recorded_command, told
 from torchrl_lightning.cli.ownership import own_run
+from torchrl_lightning.plain_yaml import read_config
 
 AUTO = "auto"  # value of ckpt_path
 
@@ -97,7 +98,7 @@ def _is_alike(folder: Path, choices: dict[str, str | None], overrides: Iterable[
             if any(_files(folder)):
                 raise _UnusedError("it has checkpoints, but no record of its run in .hydra/hydra.yaml")
             return False
-        hydra: Any = OmegaConf.load(record)
+        hydra: Any = read_config(record)
         there, given = recorded_command(hydra.hydra)
         same = {key: value for key, value in there.items() if not key.startswith("hydra")}
         told_there = told(given)

@@ -91,8 +91,7 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
             ``eval_env`` that is given, a warning names them.
         eval_episodes: finished episodes that one evaluation plays.
         eval_num_envs: environments that play them side by side.
-        eval_mode: ``deterministic`` plays the mode of the policy's distribution, ``sampled`` a sample of it; what
-            ``eval/return`` means, by which the best checkpoint is chosen.
+        eval_mode: ``deterministic`` plays the mode of the policy's distribution, ``sampled`` a sample of it.
         normalize_observation: show policy and module observations standardised by their running moments, over all
             environments and ranks: all entries, or those that are named. Rollouts are normalised when they are
             collected, by the moments of those before, and rings hold raw steps, normalised when they are drawn.
