@@ -69,7 +69,7 @@ KINDS = (
     Kind("data", f"{NAME}.ExperienceDataModule", "DataModule"),
     Kind("env", f"{NAME}.EnvironmentRecipe", directives={"recursive": False}),  # which builds what it is made of
     Kind("model", f"{NAME}.learn.agents.AgentModule", "Module|Agent"),
-    Kind("network", f"{NAME}.learn.networks.Network", "Network"),
+    Kind("network", f"{NAME}.learn.network_protocol.Network", "Network"),
     Kind("intrinsic", f"{NAME}.RandomNetworkDistillation"),
     Kind("dynamics", f"{NAME}.WorldModelFit", "Fit"),
     Kind("planner", f"{NAME}.learn.planners.ShootingPlanner", "Planner", FINISHED),

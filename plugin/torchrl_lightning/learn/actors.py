@@ -24,7 +24,8 @@ from torchrl_lightning.environments.masks import action_mask, allowed_values
 from torchrl_lightning.keys import ACTION_MASK, BOOKKEEPING, FEATURES
 from torchrl_lightning.learn.action_heads import ActionHead, Parameters, build_head
 from torchrl_lightning.learn.compiled_layers import CompiledLayers, defines_both
-from torchrl_lightning.learn.networks import MLPNetwork, Network, mlp, orthogonal
+from torchrl_lightning.learn.network_protocol import Network
+from torchrl_lightning.learn.networks import MLPNetwork, mlp, orthogonal
 from torchrl_lightning.torch_defaults import check_default_dtype
 
 _DETERMINISTIC = {InteractionType.RANDOM: False, InteractionType.DETERMINISTIC: True}
@@ -171,17 +172,23 @@ def trunk_and_layers(specs: Any, network: Network) -> tuple[Any, nn.Module | Non
     return trunk, *private_layers(network, trunk.features)
 
 
-def private_layers(network: Network, features: int) -> tuple[nn.Module | None, int]:
-    """Return a head's own hidden layers, if the network has any, and the width of what the head reads."""
-    if not network.head_sizes:
+def private_layers(
+    network: Network, features: int, sizes: Sequence[int] | None = None
+) -> tuple[nn.Module | None, int]:
+    """Return a head's own hidden layers of these sizes, if any, and the width of the input of the head's last layer.
+
+    The sizes are ``head_sizes`` of the network by default.
+    """
+    sizes = network.head_sizes if sizes is None else sizes
+    if not sizes:
         return None, features
     kind = getattr(network, "initialization", "orthogonal")  # of perceptrons alone
-    return mlp(features, network.head_sizes, network.activation, kind), int(network.head_sizes[-1])
+    return mlp(features, sizes, network.activation, kind), int(sizes[-1])
 
 
-def linear_head(network: Network, features: int, size: int) -> nn.Module:
-    """Return a value head: the network's own hidden layers for heads, if any, and a linear layer."""
-    hidden, features = private_layers(network, features)
+def linear_head(network: Network, features: int, size: int, sizes: Sequence[int] | None = None) -> nn.Module:
+    """Return a value head: hidden layers for heads (see :func:`private_layers`), if any, and a linear layer."""
+    hidden, features = private_layers(network, features, sizes)
     last = orthogonal(nn.Linear(features, size), 1.0)
     return last if hidden is None else nn.Sequential(hidden, last)
 

@@ -21,7 +21,8 @@ from torchrl_lightning.learn.actor_with_values import ActorWithValues
 from torchrl_lightning.learn.actors import Actor, Critic, build_actor, build_critic
 from torchrl_lightning.learn.agents import OptimizerFactory, TermsModule
 from torchrl_lightning.learn.losses import Distance, critic_loss, standardized
-from torchrl_lightning.learn.networks import MLPNetwork, Network, described_network
+from torchrl_lightning.learn.network_protocol import Network, described_network
+from torchrl_lightning.learn.networks import MLPNetwork
 from torchrl_lightning.learn.rnd import RandomNetworkDistillation
 from torchrl_lightning.learn.schedules import Schedule, as_schedule
 from torchrl_lightning.learn.transitions import missing

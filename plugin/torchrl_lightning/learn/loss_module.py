@@ -18,7 +18,8 @@ from torchrl.objectives.utils import TargetNetUpdater
 
 from torchrl_lightning._modules import hold
 from torchrl_lightning.learn.agents import AgentModule, OptimizerFactory
-from torchrl_lightning.learn.networks import MLPNetwork, Network, described_network
+from torchrl_lightning.learn.network_protocol import Network, described_network
+from torchrl_lightning.learn.networks import MLPNetwork
 from torchrl_lightning.settings import Fraction, setting
 from torchrl_lightning.updates import UpdateBatches, updates_of
 

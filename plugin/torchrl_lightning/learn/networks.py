@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 __all__ = ["BatchRenormNetwork", "CNNNetwork", "MLPNetwork", "RecurrentNetwork"]
-__room__ = ["Network"]
 
 import itertools
 import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from tensordict.nn import TensorDictModuleBase
@@ -21,8 +20,9 @@ from torchrl.data import MultiCategorical as MultiCategoricalSpec
 from torchrl.modules import BatchRenorm1d
 
 from torchrl_lightning.images import channels_are_last
-from torchrl_lightning.learn.trunks import RecurrentTrunk, Trunk
-from torchrl_lightning.ranges import Check, integer, one_of
+from torchrl_lightning.learn.network_protocol import Network
+from torchrl_lightning.learn.trunks import RecurrentTrunk
+from torchrl_lightning.ranges import integer, one_of
 from torchrl_lightning.trust import Nameable
 
 logger = logging.getLogger(__name__)
@@ -285,41 +285,6 @@ class CNNEncoder(Encoder):
         return self.layers(features)
 
 
-class Network(Protocol):
-    """What ``build_actor`` and ``build_critic`` need: encoder, trunk, sharing, and layers of the heads."""
-
-    recurrent: ClassVar[bool] = False
-    """Whether its trunk is a ``RecurrentTrunk``, which remembers."""
-    costly: ClassVar[bool] = False
-    """Whether its layers take longer than calling them does: nobody runs them twice over the same step."""
-    shared: bool
-    head_sizes: Sequence[int]
-    activation: str
-
-    def encoder(self, specs: Sequence[Any]) -> nn.Module:
-        """Build a module that maps the entries to features; it has an integer attribute ``features``."""
-
-    def trunk(self, keys: Sequence[Any], specs: Sequence[Any]) -> TensorDictModuleBase:
-        """Build the TensorDict module from observation keys to features."""
-
-
-def described_network(make: Callable[[], Network]) -> Check:
-    """Return a check of a network, for an annotation; ``make`` builds that which stands for None."""
-
-    def checked(value: Any, name: str) -> Network:
-        if value is None:
-            return make()
-        if isinstance(value, type) or not all(callable(getattr(value, each, None)) for each in ("encoder", "trunk")):
-            got = f"the class {value.__name__}" if isinstance(value, type) else f"{type(value).__name__} {value!r:.40}"
-            raise TypeError(
-                f"{name} must describe how networks are built, such as MLPNetwork([64, 64]) or an object of your own "
-                f"with the methods encoder(specs) and trunk(keys, specs), got {got}."
-            )
-        return value
-
-    return checked
-
-
 @dataclass
 class MLPNetwork(Network, Nameable):
     """A multi-layer perceptron over flat observations.
@@ -357,9 +322,9 @@ class MLPNetwork(Network, Nameable):
         """Build the encoder of these entries."""
         return MLPEncoder(specs, list(self.hidden_sizes), self.activation, self.initialization, self.layer_norm)
 
-    def trunk(self, keys: Sequence[Any], specs: Sequence[Any]) -> TensorDictModuleBase:
-        """Build the TensorDict module from observation keys to features."""
-        return Trunk(self.encoder(specs), keys)
+    def action_encoder(self, specs: Sequence[Any], action: Any) -> nn.Module:
+        """Build the encoder of these entries and an action, which it reads as one more vector."""
+        return self.encoder([*specs, action])
 
 
 @dataclass
@@ -393,9 +358,9 @@ class BatchRenormNetwork(Network, Nameable):
         """Build the encoder of these entries."""
         return BatchRenormEncoder(specs, self)
 
-    def trunk(self, keys: Sequence[Any], specs: Sequence[Any]) -> TensorDictModuleBase:
-        """Build the TensorDict module from observation keys to features."""
-        return Trunk(self.encoder(specs), keys)
+    def action_encoder(self, specs: Sequence[Any], action: Any) -> nn.Module:
+        """Build the encoder of these entries and an action, which it reads as one more vector."""
+        return self.encoder([*specs, action])
 
 
 @dataclass
@@ -451,9 +416,9 @@ class CNNNetwork(Network, Nameable):
         """Build the encoder of these entries."""
         return CNNEncoder(specs, self)
 
-    def trunk(self, keys: Sequence[Any], specs: Sequence[Any]) -> TensorDictModuleBase:
-        """Build the TensorDict module from observation keys to features."""
-        return Trunk(self.encoder(specs), keys)
+    def action_encoder(self, specs: Sequence[Any], action: Any) -> nn.Module:
+        """Build the encoder of these entries and an action, which it reads as one more vector."""
+        return self.encoder([*specs, action])
 
 
 @dataclass

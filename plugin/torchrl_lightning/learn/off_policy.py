@@ -23,7 +23,8 @@ from torchrl_lightning.learn.actors import observation_entries
 from torchrl_lightning.learn.agents import OptimizerFactory, TermsModule
 from torchrl_lightning.learn.exploration import ExploringPolicy
 from torchrl_lightning.learn.memory import refreshed_states, remember
-from torchrl_lightning.learn.networks import MLPNetwork, Network, described_network
+from torchrl_lightning.learn.network_protocol import Network, described_network
+from torchrl_lightning.learn.networks import MLPNetwork
 from torchrl_lightning.learn.q_learning_by_hand import rows_of
 from torchrl_lightning.learn.target_networks import TargetNetworks
 from torchrl_lightning.learn.transitions import Entries, Transitions, read_transitions

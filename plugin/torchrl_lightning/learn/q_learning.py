@@ -24,7 +24,8 @@ from torchrl_lightning.learn.losses import (
     temperature_loss,
     value_of_action,
 )
-from torchrl_lightning.learn.networks import MLPNetwork, Network, described_network
+from torchrl_lightning.learn.network_protocol import Network, described_network
+from torchrl_lightning.learn.networks import MLPNetwork
 from torchrl_lightning.learn.off_policy import OffPolicyModule, Terms
 from torchrl_lightning.learn.q_learning_by_hand import ChoiceGradients, NoisyGradients, SquashedGradients
 from torchrl_lightning.learn.q_networks import ActionValue, CriticEnsemble, build_q_network

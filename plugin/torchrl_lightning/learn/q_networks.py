@@ -19,9 +19,11 @@ from torchrl_lightning.keys import FEATURES
 from torchrl_lightning.learn.action_heads import Ranged, action_name
 from torchrl_lightning.learn.actors import linear_head, observation_entries
 from torchrl_lightning.learn.compiled_layers import CompiledLayers
-from torchrl_lightning.learn.networks import MLPEncoder, MLPNetwork, Network
+from torchrl_lightning.learn.network_protocol import Network, encodes_actions
+from torchrl_lightning.learn.networks import MLPEncoder, MLPNetwork
 from torchrl_lightning.learn.squashed import DEFAULT_NETWORK, action_range
 from torchrl_lightning.learn.transitions import Entries
+from torchrl_lightning.learn.trunks import feature_count
 from torchrl_lightning.ranges import integer
 
 
@@ -154,18 +156,33 @@ def build_distributional_q_network(
 
 
 class ActionValue(Ranged):
-    """Q(s, a): the network's encoder over observation entries and the action, the latter in units of its range."""
+    """Q(s, a) of observation entries and an action, the latter in units of its range.
+
+    A network with ``action_encoder`` reads both in its first layer. The features of other networks are concatenated
+    with the action in front of layers of ``head_sizes``, or of one layer as wide as the features.
+    """
 
     def __init__(self, specs: Any, network: Network, outputs: int = 1) -> None:
         super().__init__()
-        _, entries = observation_entries(specs)
+        self.observation_keys, entries = observation_entries(specs)
         self.set_range(*action_range(specs.action))
-        self.encoder = network.encoder([*entries, specs.action])
-        self.last = linear_head(network, self.encoder.features, outputs)  # type: ignore[arg-type]
+        self.encodes_action = encodes_actions(network)
+        if self.encodes_action:
+            self.encoder = network.action_encoder(entries, specs.action)
+            self.last = linear_head(network, feature_count(self.encoder), outputs)
+        else:
+            self.encoder = network.encoder(entries)
+            features = feature_count(self.encoder)
+            sizes = network.head_sizes or [features]
+            self.last = linear_head(network, features + specs.action.shape.numel(), outputs, sizes)
 
     def forward(self, *entries: Tensor) -> Tensor:
         """Map observation entries and action ``[*B, *F_i]`` to the value ``[*B, 1]``."""
-        return self.last(self.encoder(*entries[:-1], (entries[-1] - self.center) / self.half_range))
+        observed, action = entries[:-1], (entries[-1] - self.center) / self.half_range
+        if self.encodes_action:
+            return self.last(self.encoder(*observed, action))
+        features = self.encoder(*observed)
+        return self.last(torch.cat([features, action.to(features.dtype)], -1))
 
 
 def build_action_critic(specs: Any, network: Network | None = None, *, quantiles: int = 1) -> ValueOperator:
@@ -198,7 +215,7 @@ class CriticEnsemble(Ranged):
         first = critics[0]
         self.weights, self.biases = nn.ParameterList(), nn.ParameterList()
         self._layers: list[Any] = []
-        if not isinstance(first.encoder, MLPEncoder):
+        if not first.encodes_action or type(first.encoder) is not MLPEncoder:
             self.critics = nn.ModuleList(critics)
             return
         self.critics, self.flat = None, first.encoder.flat

@@ -15,7 +15,9 @@ from torchrl.data import Categorical
 from torchrl_lightning._modules import EvaluationMode
 from torchrl_lightning.entries import next_key
 from torchrl_lightning.learn.actors import observation_entries
-from torchrl_lightning.learn.networks import MLPNetwork, Network, orthogonal
+from torchrl_lightning.learn.network_protocol import Network
+from torchrl_lightning.learn.networks import MLPNetwork, orthogonal
+from torchrl_lightning.learn.trunks import feature_count
 from torchrl_lightning.moments import precision_of
 from torchrl_lightning.settings import Count, Settings, Share, derived, otherwise, setting
 
@@ -87,7 +89,7 @@ class RandomNetworkDistillation(Settings, nn.Module):
 
     def _embedding(self, entries: list[Any]) -> nn.Module:
         encoder = self.network.encoder(entries)
-        return _Embedding(encoder, orthogonal(nn.Linear(encoder.features, self.embedding_size)))  # type: ignore[arg-type]
+        return _Embedding(encoder, orthogonal(nn.Linear(feature_count(encoder), self.embedding_size)))
 
     def predictor_parameters(self) -> Iterator[nn.Parameter]:
         """Return the trained parameters."""

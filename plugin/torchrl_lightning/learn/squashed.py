@@ -31,7 +31,8 @@ from torchrl_lightning.learn.action_heads import (
 from torchrl_lightning.learn.actors import Actor, trunk_and_layers
 from torchrl_lightning.learn.compiled_layers import CompiledLayers
 from torchrl_lightning.learn.flat_parameters import addresses
-from torchrl_lightning.learn.networks import MLPNetwork, Network, orthogonal
+from torchrl_lightning.learn.network_protocol import Network
+from torchrl_lightning.learn.networks import MLPNetwork, orthogonal
 
 DEFAULT_NETWORK = MLPNetwork([256, 256], "relu")
 LOG_STD_RANGE = (-20.0, 2.0)

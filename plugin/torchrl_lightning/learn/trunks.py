@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -16,6 +17,17 @@ from torchrl_lightning.entries import next_key
 from torchrl_lightning.keys import FEATURES
 
 
+def feature_count(encoder: nn.Module) -> int:
+    """Return the width of an encoder's features; raise TypeError if its attribute ``features`` is not an integer."""
+    features = getattr(encoder, "features", None)
+    if isinstance(features, bool) or not isinstance(features, Integral) or features < 1:
+        raise TypeError(
+            f"features of {type(encoder).__name__} must be a positive integer, got {features!r:.40}. Set it in the "
+            "encoder to the last dimension of the tensor that its forward returns."
+        )
+    return int(features)
+
+
 class Trunk(TensorDictModuleBase):
     """An encoder, which has an integer attribute ``features``, over observation entries as a TensorDict module."""
 
@@ -25,7 +37,7 @@ class Trunk(TensorDictModuleBase):
     def __init__(self, encoder: nn.Module, keys: Sequence[NestedKey]) -> None:
         super().__init__()
         self.encoder = encoder
-        self.features: int = encoder.features  # type: ignore[assignment]
+        self.features = feature_count(encoder)
         self.in_keys = list(keys)
         self.out_keys: list[NestedKey] = [FEATURES]
 
@@ -70,7 +82,7 @@ class RecurrentTrunk(Trunk):
         self.out_keys = [FEATURES, *(next_key(key) for key in self.state_keys)]
         module = GRUModule if cell == "gru" else LSTMModule
         self.memory = module(
-            input_size=encoder.features,
+            input_size=feature_count(encoder),
             hidden_size=hidden_size,
             num_layers=num_layers,
             in_keys=["encoded", *self.state_keys, "is_init"],

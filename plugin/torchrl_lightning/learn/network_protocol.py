@@ -1,0 +1,91 @@
+"""The contract between agents and networks: settings that build an encoder of observations."""
+
+from __future__ import annotations
+
+__all__: list[str] = []
+__room__ = ["Network"]
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Protocol
+
+from tensordict.nn import TensorDictModuleBase
+from torch import nn
+
+from torchrl_lightning.learn.trunks import Trunk
+from torchrl_lightning.ranges import Check
+
+
+class Network(Protocol):
+    """Settings from which agents build the layers in front of their heads; a subclass needs only ``encoder``.
+
+    Actors and critics read observations through ``encoder``, which never gets an action. Critics of actions (SAC, TD3)
+    join the action to the features, unless the network defines ``action_encoder``, too.
+    """
+
+    recurrent: ClassVar[bool] = False
+    """Whether its trunk is a ``RecurrentTrunk``, which remembers."""
+    costly: ClassVar[bool] = False
+    """Whether its layers take longer than calling them does: nobody runs them twice over the same step."""
+    shared: bool = False
+    """Whether the actor and the critic of an on-policy agent share the encoder."""
+    head_sizes: Sequence[int] = ()
+    """Widths of the layers behind the features, in front of each head's last one."""
+    activation: str = "relu"
+    """Activation of these layers."""
+
+    def encoder(self, specs: Sequence[Any]) -> nn.Module:
+        """Build a module that maps observation entries ``[*B, *F_i]`` to features ``[*B, H]``.
+
+        The module has an integer attribute ``features``, H. The specs are the entries', in the order of the sorted keys.
+        """
+
+    def action_encoder(self, specs: Sequence[Any], action: Any) -> nn.Module:
+        """Build a module that maps observation entries and an action, in units of half its range, to features.
+
+        Optional, for critics whose first layer reads both. A class that overrides ``encoder`` only, has none.
+        """
+        raise NotImplementedError
+
+    def trunk(self, keys: Sequence[Any], specs: Sequence[Any]) -> TensorDictModuleBase:
+        """Build the TensorDict module from observation keys to features."""
+        return Trunk(self.encoder(specs), keys)
+
+
+class EncoderNetwork(Network):
+    """Complete an object that has only ``encoder(specs)`` by the default settings of :class:`Network`."""
+
+    def __init__(self, described: Any) -> None:
+        self.described = described
+
+    def encoder(self, specs: Sequence[Any]) -> nn.Module:
+        """Build the object's encoder."""
+        encoder: nn.Module = self.described.encoder(specs)
+        return encoder
+
+
+def encodes_actions(network: Network) -> bool:
+    """Return whether ``action_encoder`` belongs to the network's ``encoder``, which a subclass may have overridden."""
+    if "encoder" in getattr(network, "__dict__", ()):
+        return False
+    methods = {"encoder", "action_encoder"}
+    owner = next((vars(kind) for kind in type(network).__mro__ if methods & vars(kind).keys()), {})
+    return "action_encoder" in owner
+
+
+def described_network(make: Callable[[], Network]) -> Check:
+    """Return a check of a network, for an annotation; ``make`` builds the default, for None."""
+
+    def checked(value: Any, name: str) -> Network:
+        if value is None:
+            return make()
+        if isinstance(value, type) or not callable(getattr(value, "encoder", None)):
+            got = f"the class {value.__name__}" if isinstance(value, type) else f"{type(value).__name__} {value!r:.40}"
+            raise TypeError(
+                f"{name} must describe how networks are built, such as MLPNetwork([64, 64]) or an object of your own "
+                f"with the method encoder(specs), got {got}."
+            )
+        settings = ("recurrent", "shared", "head_sizes", "activation", "trunk")
+        network: Network = value if all(hasattr(value, setting) for setting in settings) else EncoderNetwork(value)
+        return network
+
+    return checked
