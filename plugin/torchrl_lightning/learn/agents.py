@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache, cached_property
 from typing import Annotated, Any, ClassVar, Self, TypeVar
@@ -13,12 +13,15 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from tensordict import TensorDictBase
 from torch import Tensor, nn
 
 from torchrl_lightning.fitting import Fault, check_precision, require_fit
 from torchrl_lightning.keys import ACTION_MASK
 from torchrl_lightning.learn.adam import LeanAdam
 from torchrl_lightning.learn.by_hand import HandGradients, UpdatesByHand
+from torchrl_lightning.learn.compiled_layers import defines_both
+from torchrl_lightning.learn.dry_run import ROWS, dry_run, network_faults
 from torchrl_lightning.learn.flat_parameters import OptimizedParameters, settled_parameters
 from torchrl_lightning.learn.optimizer_states import (
     check_optimizer_states,
@@ -66,6 +69,11 @@ class AgentModule(PickledByValue, Settings, ReportingModule):
     """The stream that it learns from, as a DataModule names it in ``serves``; any, if None."""
     stream_for_it: ClassVar[str] = ""
 
+    dry_run_of: ClassVar[str | None] = None
+    """The method that builds the networks of :meth:`network_outputs`; None without a dry run of networks."""
+    batch_shapes: ClassVar[Sequence[tuple[int, ...]]] = ((ROWS,),)
+    """The shapes of batches for which encoders are tried."""
+
     honours_masks: ClassVar[bool] = False
     """Whether its policy takes what an ``action_mask`` of the observation allows alone, and its losses know of it."""
 
@@ -80,6 +88,7 @@ class AgentModule(PickledByValue, Settings, ReportingModule):
         self._schedule = as_schedule(self.schedule)
         # The parameters of each optimizer, under the name of their gradient's norm.
         self._groups: dict[str, OptimizedParameters] = {}
+        self._passed_dry_run = False
         self._unchecked_states: Any = None
 
     @classmethod
@@ -124,19 +133,36 @@ class AgentModule(PickledByValue, Settings, ReportingModule):
     def configure_model(self) -> None:
         """Build the networks from the DataModule's specs.
 
+        Before a fit a copy of the networks runs forward and backward once.
+
         Raises:
-            ValueError: The trainer's precision is ``64-true``, ``bf16-true`` or the like.
+            ValueError: The trainer's precision is ``64-true``, ``bf16-true`` or the like, or a network fails.
             RuntimeError: The DataModule has no specs.
         """
         check_precision(self.trainer)
+        specs = getattr(self._data, "specs", None)
         if not self.is_built:
-            specs = getattr(self._data, "specs", None)
             if specs is None:
                 raise RuntimeError(
                     f"the networks are built from `trainer.datamodule.specs`, but the datamodule is "
                     f"{type(self._data).__name__}; fit with one of our DataModules, or call `build(specs)` first"
                 )
-            self.build(specs, **getattr(self._data, "build_options", {}))
+            with network_faults(self, specs):
+                self.build(specs, **getattr(self._data, "build_options", {}))
+        if specs is not None and self.trainer.state.fn == TrainerFn.FITTING:
+            self._dry_run(specs)
+
+    def network_outputs(self, step: TensorDictBase) -> list[Tensor]:
+        """Return the outputs of actor and critics for observations ``[B]``, for a dry run."""
+        return []
+
+    def _dry_run(self, specs: Any) -> None:
+        # A subclass that builds other networks has other outputs.
+        if self.dry_run_of is None or not defines_both(self, "network_outputs", self.dry_run_of):
+            return
+        if not self._passed_dry_run:
+            dry_run(self, specs, self.trainer.strategy.root_device, self.trainer.precision_plugin.forward_context())
+            self._passed_dry_run = True
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add checksums of weights, optimizers and data; in a subclass, what changes these comes before this."""

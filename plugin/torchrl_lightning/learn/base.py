@@ -20,6 +20,7 @@ from torchrl_lightning.keys import COLLECTOR, INTRINSIC_TARGET, INTRINSIC_VALUE,
 from torchrl_lightning.learn.actor_with_values import ActorWithValues
 from torchrl_lightning.learn.actors import Actor, Critic, build_actor, build_critic
 from torchrl_lightning.learn.agents import OptimizerFactory, TermsModule
+from torchrl_lightning.learn.dry_run import ROWS
 from torchrl_lightning.learn.losses import Distance, critic_loss, standardized
 from torchrl_lightning.learn.network_protocol import Network, described_network
 from torchrl_lightning.learn.networks import MLPNetwork
@@ -65,6 +66,8 @@ class ActorCriticModule(TermsModule):
     CONFIG_NAME: ClassVar[str | None] = None
 
     adam_eps: ClassVar[float] = 1e-5
+    dry_run_of = "build"
+    batch_shapes = ((ROWS,), (1, ROWS))  # mini-batches, and the rollouts whose values are estimated
     honours_masks = True
     learns_from = "rollouts"
     loops_over_updates = True
@@ -170,6 +173,13 @@ class ActorCriticModule(TermsModule):
     def critic(self) -> Critic:
         """The critic."""
         return self.require_built(self.critic_network)
+
+    def network_outputs(self, step: TensorDictBase) -> list[Tensor]:
+        """Return log-probabilities, entropies and values of actions; empty if others act or estimate."""
+        if self.policy is not self.actor_network or self.critic is not self.critic_network:
+            return []
+        log_prob, entropy, values = ActorCriticModule.evaluate(self, self.policy(step))
+        return [log_prob, entropy, *values]
 
     @property
     def valued_policy(self) -> Actor | ActorWithValues:

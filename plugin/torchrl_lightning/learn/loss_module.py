@@ -75,6 +75,7 @@ class LossModuleAgent(AgentModule):
         'QValueActor'
     """
 
+    dry_run_of = "build"
     loops_over_updates = True
 
     loss: LossModule | Callable[[Any], LossModule] = setting(kw_only=False)
@@ -110,6 +111,13 @@ class LossModuleAgent(AgentModule):
                 raise TypeError(f"loss gave {type(loss).__name__}; expected one of torchrl.objectives' LossModules.")
             self._adopt(loss)
         return self
+
+    def network_outputs(self, step: TensorDictBase) -> list[Tensor]:
+        """Return the actions, and the values of a ``critic_network``; empty if the networks are the user's own."""
+        if self.networks is None or self.acting is not None:
+            return []
+        outputs = [self.policy(step).get("action")]
+        return outputs if self.critic is None else [*outputs, self.critic(step).get("state_value")]
 
     def _over_networks(self, specs: Any, builders: Mapping[str, Callable[[Any, Network], nn.Module]]) -> Any:
         make: Any = self.loss

@@ -64,6 +64,7 @@ class OffPolicyModule(TermsModule):
     """
 
     CONFIG_NAME: ClassVar[str | None] = None
+    dry_run_of = "build_networks"
     learns_from = "replay"
     loops_over_updates = True
     stream_for_it = "data=uniform (ReplayDataModule)"
@@ -150,6 +151,15 @@ class OffPolicyModule(TermsModule):
     def policy(self) -> ExploringPolicy:
         """The policy: exploring, or exploiting under ``ExplorationType.DETERMINISTIC``."""
         return self.require_built(self.__dict__.get("_policy"))
+
+    def observed(self, step: TensorDictBase) -> Entries:
+        """Return the input of actor and critics for observations ``[B]``: entries, or the features of the memory."""
+        entries = [step.get(key) for key in self._keys]
+        if self.memory is None:
+            return entries
+        is_init, states = step.get("is_init"), [step.get(key) for key in self._state_keys]
+        sequence = [entry.unsqueeze(0) for entry in entries]
+        return [self.memory.run(sequence, is_init.reshape(1, -1), [state[:1] for state in states]).squeeze(0)]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         # The unregistered policy moves with the module, also outside of a fit.

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any
 
 import torch
+from tensordict import TensorDictBase
 from torch import Tensor, nn
 
 from torchrl_lightning.environments.masks import allowed_values
@@ -116,6 +117,10 @@ class DQNModule(OffPolicyModule):
         self.q_network = build_q_network(specs, network, dueling=self.dueling)
         return EpsilonGreedyPolicy(self.q_network, self.memory, spread=self.epsilon_spread, masked=self.masked)
 
+    def network_outputs(self, step: TensorDictBase) -> list[Tensor]:
+        """Return the values of all actions."""
+        return [self.q_network.values(self.observed(step))]
+
     def parameter_groups(self) -> dict[str, list[nn.Parameter]]:
         """Return everything as ``critic``."""
         return {"critic": [*self.q_network.parameters(), *self.memory_parameters()]}
@@ -209,6 +214,12 @@ class SACModule(OffPolicyModule):
         if self.target_entropy is None:
             self.target_entropy = -float(specs.action.shape.numel())
         return StochasticPolicy(self.actor_network, self.memory)
+
+    def network_outputs(self, step: TensorDictBase) -> list[Tensor]:
+        """Return the log-probabilities of sampled actions, and the critics' values of these."""
+        entries, actor = self.observed(step), self.actor_network
+        action, log_prob = actor.head.rsample(actor.head(actor.trunk.encoder(*entries)))
+        return [log_prob, self.critics(entries, action)]
 
     def parameter_groups(self) -> dict[str, list[nn.Parameter]]:
         """Return actor, critics (with the memory) and temperature."""
@@ -311,6 +322,11 @@ class TD3Module(OffPolicyModule):
         self.actor_network = build_deterministic_actor(specs, network)
         self.critics = CriticEnsemble([ActionValue(specs, network) for _ in range(self.num_critics)])
         return NoisyPolicy(self.actor_network, self.memory)
+
+    def network_outputs(self, step: TensorDictBase) -> list[Tensor]:
+        """Return the critics' values of the actor's actions."""
+        entries, actor = self.observed(step), self.actor_network
+        return [self.critics(entries, actor.head(actor.trunk.encoder(*entries)))]
 
     def parameter_groups(self) -> dict[str, list[nn.Parameter]]:
         """Return actor and critics (with the memory)."""

@@ -1,0 +1,214 @@
+"""A forward and a backward pass through a copy of an agent's networks, before any experience is collected."""
+
+from __future__ import annotations
+
+import copy
+import random
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase
+from tensordict.utils import NestedKey
+from torch import Tensor, nn
+from torchrl.data import Binary, Bounded, Categorical, MultiCategorical, OneHot, TensorSpec
+
+from torchrl_lightning._modules import device_of
+from torchrl_lightning.environments.policies import recurrent_states
+from torchrl_lightning.fitting import Fault, MisfitError
+from torchrl_lightning.keys import ACTION_MASK
+from torchrl_lightning.learn.network_protocol import EncoderNetwork
+from torchrl_lightning.learn.q_networks import ActionValue
+from torchrl_lightning.learn.target_networks import TargetNetworks
+from torchrl_lightning.learn.trunks import RecurrentTrunk, Trunk
+
+if TYPE_CHECKING:
+    from torchrl_lightning.learn.agents import AgentModule
+
+ROWS = 2
+LARGEST_COPY = 50 << 20
+_PACKAGE = str(Path(__file__).resolve().parents[1])
+_LIBRARIES = tuple(str(Path(module.__file__ or "").parent) for module in (torch, sys.modules["tensordict"]))
+
+
+class NetworkFault(Fault):
+    """A network cannot be built, or fails in its first forward and backward pass; the message is one line."""
+
+
+@contextmanager
+def kept_generators() -> Iterator[None]:
+    """Restore the global generators of torch (also on GPUs), numpy and Python when the block ends."""
+    python, arrays, tensors = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
+    # Reading the states would initialise CUDA, after which processes cannot fork.
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(arrays)  # noqa: NPY002
+        torch.set_rng_state(tensors)
+        if cuda is not None:
+            torch.cuda.set_rng_state_all(cuda)
+
+
+@contextmanager
+def network_faults(agent: AgentModule, specs: Any) -> Iterator[None]:
+    """Raise a NetworkFault if a user's network raises while an agent builds its networks."""
+    try:
+        yield
+    except (Fault, MisfitError):
+        raise
+    except Exception as error:
+        network = getattr(agent, "network", None)
+        described = network.described if isinstance(network, EncoderNetwork) else network
+        frames = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+        is_users = not type(described).__module__.startswith("torchrl_lightning.")
+        if described is None or not is_users or not any(each is described for each in frames):
+            raise
+        raise _fault(agent, specs, "build its encoder", _described_error(error)) from error
+
+
+def dry_run(agent: AgentModule, specs: Any, device: torch.device | None = None, autocast: Any = None) -> None:
+    """Run a forward and a backward pass through copies of actor and critics; raise NetworkFault if they fail.
+
+    Neither the agent nor any global generator changes.
+
+    Args:
+        agent: An agent with networks.
+        specs: The environment's.
+        device: The device on which the agent will learn; its own by default.
+        autocast: Context manager of the forward passes; none by default.
+    """
+    size = sum(parameter.numel() * parameter.element_size() for parameter in agent.parameters())
+    # Of large networks the copy shares the parameters, so that it takes no memory, and there are no gradients.
+    is_large = size > LARGEST_COPY
+    shared = {id(parameter): parameter for parameter in agent.parameters()} if is_large else {}
+    with kept_generators():
+        try:
+            copied = copy.deepcopy(agent, dict(shared))
+        except Exception:  # noqa: BLE001  # of modules that cannot be copied nothing can be run without changing them
+            return
+        if is_large or device is None:
+            device = device_of(agent) or torch.device("cpu")
+        else:
+            copied.to(device)
+        with torch.device(device), autocast or nullcontext(), torch.set_grad_enabled(not is_large):
+            _run(copied, specs, device, with_gradients=not is_large)
+
+
+def _run(agent: AgentModule, specs: Any, device: torch.device, *, with_gradients: bool) -> None:
+    step = TensorDict({key: _rows(key, spec) for key, spec in specs.observation.items(True, True)}, [ROWS])
+    step = step.update({**recurrent_states(agent.policy, ROWS), "is_init": torch.zeros(ROWS, 1, dtype=torch.bool)})
+    step = step.to(device)
+    for encoder, keys in _encoders(agent):
+        if all(step.get(key, None) is not None for key in keys):
+            for shape in agent.batch_shapes:
+                entries = [step.get(key).reshape(*shape, *step.get(key).shape[1:]).clone() for key in keys]
+                _check_encoder(agent, specs, encoder, entries, shape, with_gradients=with_gradients)
+    try:
+        outputs = agent.network_outputs(step.clone())
+        if with_gradients:
+            loss = sum((output.float().mean() for output in outputs if output.requires_grad), torch.zeros(()))
+            learnt = [parameter for parameter in agent.parameters() if parameter.requires_grad]
+            if loss.requires_grad:
+                torch.autograd.grad(loss, learnt, allow_unused=True)
+    except Exception as error:
+        raise _fault(agent, specs, "run forward and backward in actor and critics", _described_error(error)) from error
+
+
+def _encoders(agent: AgentModule) -> Iterator[tuple[nn.Module, Sequence[NestedKey]]]:
+    """Yield each encoder of observations that the agent trains, and the keys of its entries."""
+    children = [child for child in agent.children() if not isinstance(child, TargetNetworks)]
+    roots = [*children, *(part for part in (agent.policy, getattr(agent, "critic", None)) if part is not None)]
+    seen: set[int] = set()
+    for part in (part for root in roots if isinstance(root, nn.Module) for part in root.modules()):
+        if isinstance(part, Trunk):
+            keys = part.observation_keys if isinstance(part, RecurrentTrunk) else part.in_keys
+        elif isinstance(part, ActionValue) and not part.encodes_action:
+            keys = part.observation_keys
+        else:
+            continue
+        if id(part.encoder) not in seen:
+            seen.add(id(part.encoder))
+            yield part.encoder, keys
+
+
+def _check_encoder(
+    agent: AgentModule,
+    specs: Any,
+    encoder: nn.Module,
+    entries: list[Tensor],
+    shape: Sequence[int],
+    *,
+    with_gradients: bool,
+) -> None:
+    before = [(entry._version, entry.clone()) for entry in entries]
+    shapes = ", ".join(str(list(entry.shape)) for entry in entries)
+    call, width = f"{type(encoder).__name__}({shapes})", encoder.features
+    wanted = f"return features [*B, {width}], as its attribute features says"
+    learnt = [parameter for parameter in encoder.parameters() if parameter.requires_grad]
+    gradients: Sequence[Tensor | None] = learnt
+    try:
+        features = encoder(*entries)
+        if with_gradients and learnt and isinstance(features, Tensor):
+            total = features.float().sum()
+            gradients = torch.autograd.grad(total, learnt, allow_unused=True) if total.requires_grad else []
+    except Exception as error:
+        raise _fault(agent, specs, wanted, f"{_described_error(error)} from {call}") from error
+    expected = (*shape, width)
+    if not isinstance(features, Tensor) or features.shape != expected:
+        got = list(features.shape) if isinstance(features, Tensor) else type(features).__name__
+        raise _fault(agent, specs, f"return features {list(expected)} from {call}", str(got))
+    dtype = next((parameter.dtype for parameter in agent.parameters()), torch.get_default_dtype())
+    if features.dtype != dtype and not torch.is_autocast_enabled(features.device.type):
+        raise _fault(agent, specs, f"return features of {dtype} from {call}", str(features.dtype))
+    if any(
+        entry._version != version or not torch.equal(entry, content)
+        for entry, (version, content) in zip(entries, before, strict=True)
+    ):
+        raise _fault(agent, specs, f"leave its inputs unchanged in {call}", "an in-place operation on them")
+    if not any(gradient is not None for gradient in gradients) and learnt:
+        advice = " Set requires_grad=False for parameters that are not to be trained."
+        raise _fault(agent, specs, f"give its parameters gradients in {call}", "none for any parameter", advice)
+
+
+def _fault(agent: AgentModule, specs: Any, expected: str, got: str, advice: str = "") -> NetworkFault:
+    network: Any = getattr(agent, "network", None)
+    network = network.described if isinstance(network, EncoderNetwork) else network
+    entries = ", ".join(
+        f"{'.'.join(key) if isinstance(key, tuple) else key} {list(spec.shape)} {spec.dtype}"
+        for key, spec in specs.observation.items(True, True)
+    ).replace("torch.", "")
+    name = type(agent if network is None else network).__name__
+    return NetworkFault(
+        f"The network {name} of {type(agent).__name__}, for observations {entries}, must {expected}, got {got}."
+        f"{advice or ' Correct its encoder(specs).'}"
+    )
+
+
+def _described_error(error: Exception) -> str:
+    """Return an exception in one line, with the last line of a user's code that it passed."""
+    text = " ".join(str(error).split())[:300].rstrip(".")
+    calls = [
+        f" at {Path(call.filename).name}:{call.lineno}"
+        for call in traceback.extract_tb(error.__traceback__)
+        if not call.filename.startswith((_PACKAGE, *_LIBRARIES)) and not call.filename.startswith("<frozen")
+    ]
+    return f"{type(error).__name__}: {text}{calls[-1] if calls else ''}"
+
+
+def _rows(key: NestedKey, spec: TensorSpec) -> Tensor:
+    """Return rows of plausible values: any that a spec allows would include infinite bounds."""
+    if key == ACTION_MASK:
+        return torch.ones(ROWS, *spec.shape, dtype=spec.dtype)
+    if isinstance(spec, Categorical | OneHot | MultiCategorical | Binary):
+        return spec.rand([ROWS])
+    values = torch.rand(ROWS, *spec.shape).to(spec.dtype)
+    if isinstance(spec, Bounded):
+        values = values.clamp(spec.space.low, spec.space.high)
+    return values
