@@ -19,6 +19,8 @@ from torchrl_lightning.cli.checks import UsageError
 from torchrl_lightning.cli.resuming import changes_rates, plain
 from torchrl_lightning.environments.extras import extra_for
 from torchrl_lightning.fitting import MisfitError, require_fit
+from torchrl_lightning.learn.agents import AgentModule
+from torchrl_lightning.learn.dry_run import NetworkFault, network_faults
 from torchrl_lightning.learn.loading import CONFIG
 from torchrl_lightning.records import COMMAND
 from torchrl_lightning.suggestions import did_you_mean
@@ -47,10 +49,17 @@ def build_part(cfg: DictConfig, key: str, **arguments: Any) -> Any:
         raise UsageError(describe(cfg, key if where is None else where[1], cause)) from error
 
 
-def check_parts(cfg: DictConfig, data: Any, model: Any, compare: Callable[[], None] | None = None) -> None:
-    """Build environment, buffer and networks once and let go of them, to name a setting that does not fit.
+def check_parts(
+    cfg: DictConfig,
+    data: Any,
+    model: Any,
+    compare: Callable[[], None] | None = None,
+    trainer: Trainer | None = None,
+) -> None:
+    """Build environment, buffer and networks once and release them, to name a setting that does not fit.
 
-    ``compare`` compares the networks with a checkpoint before they take memory.
+    ``compare`` compares the networks with a checkpoint before they take memory. With a trainer the networks also run
+    forward and backward.
     """
     place = "data"
     # What is built for a trial must not move the run's own generator.
@@ -62,9 +71,15 @@ def check_parts(cfg: DictConfig, data: Any, model: Any, compare: Callable[[], No
             if compare is not None:
                 compare()
             if (make := copies(model, data)) is not None:
-                make()
+                with network_faults(model, data.specs):
+                    trial = make()
+                # A network for a GPU may not run on the CPU, where the trial is; the trainer tries it there.
+                on_cpu = trainer is not None and trainer.strategy.root_device.type == "cpu"
+                if isinstance(trial, AgentModule) and on_cpu:
+                    trial.try_networks(data.specs, trainer)
+                    model.passed_dry_run = trial.passed_dry_run
             require_fit(model, data)
-        except UsageError:
+        except (UsageError, NetworkFault):
             raise
         except MISTAKES as error:
             raise UsageError(describe(cfg, place, error)) from error

@@ -77,7 +77,7 @@ def train(cfg: DictConfig) -> float:
     if stored is not None:
         path = Path(cfg.ckpt_path)
         compare = partial(check_checkpoint, path, stored, data, model, trainer.world_size, cfg, resumes=True)
-    check_parts(cfg, data, model, compare)
+    check_parts(cfg, data, model, compare, trainer)
     if beginning is not None:
         beginning.check(data, model)
     if stored is not None and cfg.torch_threads != 1 and "torch_threads" not in differ and trainer.is_global_zero:

@@ -88,7 +88,7 @@ class AgentModule(PickledByValue, Settings, ReportingModule):
         self._schedule = as_schedule(self.schedule)
         # The parameters of each optimizer, under the name of their gradient's norm.
         self._groups: dict[str, OptimizedParameters] = {}
-        self._passed_dry_run = False
+        self.passed_dry_run = False
         self._unchecked_states: Any = None
 
     @classmethod
@@ -150,19 +150,22 @@ class AgentModule(PickledByValue, Settings, ReportingModule):
             with network_faults(self, specs):
                 self.build(specs, **getattr(self._data, "build_options", {}))
         if specs is not None and self.trainer.state.fn == TrainerFn.FITTING:
-            self._dry_run(specs)
+            self.try_networks(specs, self.trainer)
 
     def network_outputs(self, step: TensorDictBase) -> list[Tensor]:
         """Return the outputs of actor and critics for observations ``[B]``, for a dry run."""
         return []
 
-    def _dry_run(self, specs: Any) -> None:
-        # A subclass that builds other networks has other outputs.
-        if self.dry_run_of is None or not defines_both(self, "network_outputs", self.dry_run_of):
-            return
-        if not self._passed_dry_run:
-            dry_run(self, specs, self.trainer.strategy.root_device, self.trainer.precision_plugin.forward_context())
-            self._passed_dry_run = True
+    def try_networks(self, specs: Any, trainer: Any) -> None:
+        """Run a copy of the networks forward and backward, once; raise NetworkFault if they fail.
+
+        A subclass that builds other networks is not tried: its outputs are unknown.
+        """
+        is_ours = self.dry_run_of is not None and defines_both(self, "network_outputs", self.dry_run_of)
+        if is_ours and not self.passed_dry_run:
+            check_precision(trainer)
+            dry_run(self, specs, trainer.strategy.root_device, trainer.precision_plugin.forward_context())
+            self.passed_dry_run = True
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add checksums of weights, optimizers and data; in a subclass, what changes these comes before this."""

@@ -68,7 +68,8 @@ def network_faults(agent: AgentModule, specs: Any) -> Iterator[None]:
         described = network.described if isinstance(network, EncoderNetwork) else network
         frames = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
         is_users = not type(described).__module__.startswith("torchrl_lightning.")
-        if described is None or not is_users or not any(each is described for each in frames):
+        # By type, because a trial builds the networks from a copy of the settings.
+        if described is None or not is_users or not any(type(each) is type(described) for each in frames):
             raise
         raise _fault(agent, specs, "build its encoder", _described_error(error)) from error
 
