@@ -379,10 +379,10 @@ def test_a_sound_agent_passes_and_keeps_weights_and_generators(case):
     module = make().build(specs)
     L.seed_everything(5, verbose=False)
     before, kept = copy.deepcopy(module.state_dict()), module.training
-    generators = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    generators = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
     dry_run(module, specs)
     assert random.getstate() == generators[0]
-    for now, then in zip(np.random.get_state(), generators[1], strict=True):
+    for now, then in zip(np.random.get_state(), generators[1], strict=True):  # noqa: NPY002
         assert np.array_equal(now, then)
     assert torch.equal(torch.get_rng_state(), generators[2])
     assert all(parameter.grad is None for parameter in module.parameters())
@@ -428,7 +428,7 @@ def test_a_network_that_draws_and_counts_is_left_as_it_is():
 
         def forward(self, observation: torch.Tensor) -> torch.Tensor:
             self.calls += 1
-            self.drawn.append(random.random() + np.random.rand())
+            self.drawn.append(random.random() + np.random.rand())  # noqa: NPY002
             return nn.functional.dropout(super().forward(observation))
 
     module = DQNModule(EncodedBy(kind=Noisy)).build(TWO_CHOICES)

@@ -22,10 +22,10 @@ from torchrl_lightning.learn.losses import clipped_surrogate_loss as clipped_sur
 from torchrl_lightning.learn.losses import critic_loss as critic_loss
 from torchrl_lightning.learn.losses import policy_gradient_loss as policy_gradient_loss
 from torchrl_lightning.learn.mbpo import MBPOModule as MBPOModule
+from torchrl_lightning.learn.network_protocol import Network as Network
 from torchrl_lightning.learn.networks import BatchRenormNetwork as BatchRenormNetwork
 from torchrl_lightning.learn.networks import CNNNetwork as CNNNetwork
 from torchrl_lightning.learn.networks import MLPNetwork as MLPNetwork
-from torchrl_lightning.learn.networks import Network as Network
 from torchrl_lightning.learn.networks import RecurrentNetwork as RecurrentNetwork
 from torchrl_lightning.learn.off_policy import OffPolicyModule as OffPolicyModule
 from torchrl_lightning.learn.planners import CrossEntropyPlanner as CrossEntropyPlanner

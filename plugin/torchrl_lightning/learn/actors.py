@@ -172,9 +172,7 @@ def trunk_and_layers(specs: Any, network: Network) -> tuple[Any, nn.Module | Non
     return trunk, *private_layers(network, trunk.features)
 
 
-def private_layers(
-    network: Network, features: int, sizes: Sequence[int] | None = None
-) -> tuple[nn.Module | None, int]:
+def private_layers(network: Network, features: int, sizes: Sequence[int] | None = None) -> tuple[nn.Module | None, int]:
     """Return a head's own hidden layers of these sizes, if any, and the width of the input of the head's last layer.
 
     The sizes are ``head_sizes`` of the network by default.

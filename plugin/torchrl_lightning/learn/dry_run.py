@@ -6,14 +6,14 @@ import copy
 import random
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDict
 from tensordict.utils import NestedKey
 from torch import Tensor, nn
 from torchrl.data import Binary, Bounded, Categorical, MultiCategorical, OneHot, TensorSpec
@@ -26,9 +26,6 @@ from torchrl_lightning.learn.network_protocol import EncoderNetwork
 from torchrl_lightning.learn.q_networks import ActionValue
 from torchrl_lightning.learn.target_networks import TargetNetworks
 from torchrl_lightning.learn.trunks import RecurrentTrunk, Trunk
-
-if TYPE_CHECKING:
-    from torchrl_lightning.learn.agents import AgentModule
 
 ROWS = 2
 LARGEST_COPY = 50 << 20
@@ -57,7 +54,7 @@ def kept_generators() -> Iterator[None]:
 
 
 @contextmanager
-def network_faults(agent: AgentModule, specs: Any) -> Iterator[None]:
+def network_faults(agent: Any, specs: Any) -> Iterator[None]:
     """Raise a NetworkFault if a user's network raises while an agent builds its networks."""
     try:
         yield
@@ -74,7 +71,7 @@ def network_faults(agent: AgentModule, specs: Any) -> Iterator[None]:
         raise _fault(agent, specs, "build its encoder", _described_error(error)) from error
 
 
-def dry_run(agent: AgentModule, specs: Any, device: torch.device | None = None, autocast: Any = None) -> None:
+def dry_run(agent: Any, specs: Any, device: torch.device | None = None, autocast: Any = None) -> None:
     """Run a forward and a backward pass through copies of actor and critics; raise NetworkFault if they fail.
 
     Neither the agent nor any global generator changes.
@@ -92,7 +89,7 @@ def dry_run(agent: AgentModule, specs: Any, device: torch.device | None = None, 
     with kept_generators():
         try:
             copied = copy.deepcopy(agent, dict(shared))
-        except Exception:  # noqa: BLE001  # of modules that cannot be copied nothing can be run without changing them
+        except Exception:  # a module without copies cannot run without changes
             return
         if is_large or device is None:
             device = device_of(agent) or torch.device("cpu")
@@ -102,7 +99,7 @@ def dry_run(agent: AgentModule, specs: Any, device: torch.device | None = None, 
             _run(copied, specs, device, with_gradients=not is_large)
 
 
-def _run(agent: AgentModule, specs: Any, device: torch.device, *, with_gradients: bool) -> None:
+def _run(agent: Any, specs: Any, device: torch.device, *, with_gradients: bool) -> None:
     step = TensorDict({key: _rows(key, spec) for key, spec in specs.observation.items(True, True)}, [ROWS])
     step = step.update({**recurrent_states(agent.policy, ROWS), "is_init": torch.zeros(ROWS, 1, dtype=torch.bool)})
     step = step.to(device)
@@ -122,7 +119,7 @@ def _run(agent: AgentModule, specs: Any, device: torch.device, *, with_gradients
         raise _fault(agent, specs, "run forward and backward in actor and critics", _described_error(error)) from error
 
 
-def _encoders(agent: AgentModule) -> Iterator[tuple[nn.Module, Sequence[NestedKey]]]:
+def _encoders(agent: Any) -> Iterator[tuple[nn.Module, Sequence[NestedKey]]]:
     """Yield each encoder of observations that the agent trains, and the keys of its entries."""
     children = [child for child in agent.children() if not isinstance(child, TargetNetworks)]
     roots = [*children, *(part for part in (agent.policy, getattr(agent, "critic", None)) if part is not None)]
@@ -140,7 +137,7 @@ def _encoders(agent: AgentModule) -> Iterator[tuple[nn.Module, Sequence[NestedKe
 
 
 def _check_encoder(
-    agent: AgentModule,
+    agent: Any,
     specs: Any,
     encoder: nn.Module,
     entries: list[Tensor],
@@ -178,7 +175,7 @@ def _check_encoder(
         raise _fault(agent, specs, f"give its parameters gradients in {call}", "none for any parameter", advice)
 
 
-def _fault(agent: AgentModule, specs: Any, expected: str, got: str, advice: str = "") -> NetworkFault:
+def _fault(agent: Any, specs: Any, expected: str, got: str, advice: str = "") -> NetworkFault:
     network: Any = getattr(agent, "network", None)
     network = network.described if isinstance(network, EncoderNetwork) else network
     entries = ", ".join(

@@ -36,7 +36,7 @@ class Network(Protocol):
     def encoder(self, specs: Sequence[Any]) -> nn.Module:
         """Build a module that maps observation entries ``[*B, *F_i]`` to features ``[*B, H]``.
 
-        The module has an integer attribute ``features``, H. The specs are the entries', in the order of the sorted keys.
+        The module has an integer attribute ``features``, H. The entries are sorted by their keys.
         """
 
     def action_encoder(self, specs: Sequence[Any], action: Any) -> nn.Module:
@@ -44,7 +44,7 @@ class Network(Protocol):
 
         Optional, for critics whose first layer reads both. A class that overrides ``encoder`` only, has none.
         """
-        raise NotImplementedError
+        raise TypeError(f"{type(self).__name__} has no action_encoder; it must be defined beside encoder.")
 
     def trunk(self, keys: Sequence[Any], specs: Sequence[Any]) -> TensorDictModuleBase:
         """Build the TensorDict module from observation keys to features."""
@@ -68,8 +68,8 @@ def encodes_actions(network: Network) -> bool:
     if "encoder" in getattr(network, "__dict__", ()):
         return False
     methods = {"encoder", "action_encoder"}
-    owner = next((vars(kind) for kind in type(network).__mro__ if methods & vars(kind).keys()), {})
-    return "action_encoder" in owner
+    defined = (methods & vars(kind).keys() for kind in type(network).__mro__)
+    return "action_encoder" in next(filter(None, defined), ())
 
 
 def described_network(make: Callable[[], Network]) -> Check:
