@@ -149,8 +149,10 @@ class AgentModule(PickledByValue, Settings, ReportingModule):
                 )
             with network_faults(self, specs):
                 self.build(specs, **getattr(self._data, "build_options", {}))
-        if specs is not None and self.trainer.state.fn == TrainerFn.FITTING:
-            self.try_networks(specs, self.trainer)
+        # A policy that is loaded from a file has no trainer, but a stand-in.
+        trainer: Any = self.trainer
+        if specs is not None and isinstance(trainer, Trainer) and trainer.state.fn == TrainerFn.FITTING:
+            self.try_networks(specs, trainer)
 
     def network_outputs(self, step: TensorDictBase) -> list[Tensor]:
         """Return the outputs of actor and critics for observations ``[B]``, for a dry run."""
