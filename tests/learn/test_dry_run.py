@@ -438,6 +438,36 @@ def test_a_network_that_draws_and_counts_is_left_as_it_is():
     assert encoder.drawn == []
 
 
+def test_nothing_is_compiled_for_it():
+    compiled: list[Any] = []
+
+    def compiler(graph: Any, inputs: Any) -> Any:
+        compiled.append(graph)
+        return graph
+
+    class Compiled(Encoder):
+        def __init__(self, inputs: int) -> None:
+            super().__init__(inputs)
+            self.layer = torch.compile(self.layer, backend=compiler)
+            self.layer.in_features = inputs
+
+    module = DQNModule(EncodedBy(kind=Compiled)).build(TWO_CHOICES)
+    dry_run(module, TWO_CHOICES)
+    assert not compiled
+    module.q_network.values([torch.zeros(2, 4)])
+    assert compiled
+
+
+def test_a_loss_over_networks_of_a_user_is_not_tried():
+    class Unbuilt(LossModuleAgent):
+        def network_outputs(self, step: Any) -> Any:
+            raise AssertionError
+
+    agent = Unbuilt(lambda specs: None)
+    agent.try_networks(None, None)
+    assert not agent.passed_dry_run
+
+
 def test_a_module_of_a_users_own_networks_is_not_tried():
     class Other(SACModule):
         def build_networks(self, specs: Any, network: Any) -> Any:

@@ -95,12 +95,15 @@ def dry_run(agent: Any, specs: Any, device: torch.device | None = None, autocast
             device = device_of(agent) or torch.device("cpu")
         else:
             copied.to(device)
-        with torch.device(device), autocast or nullcontext(), torch.set_grad_enabled(not is_large):
+        # Compiling a user's encoder takes seconds.
+        eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+        with eager, torch.device(device), autocast or nullcontext(), torch.set_grad_enabled(not is_large):
             _run(copied, specs, device, with_gradients=not is_large)
 
 
 def _run(agent: Any, specs: Any, device: torch.device, *, with_gradients: bool) -> None:
-    step = TensorDict({key: _rows(key, spec) for key, spec in specs.observation.items(True, True)}, [ROWS])
+    rows = {key: _rows(key, spec) for key, spec in specs.observation.items(True, True) if spec.dtype is not None}
+    step = TensorDict(rows, [ROWS])
     step = step.update({**recurrent_states(agent.policy, ROWS), "is_init": torch.zeros(ROWS, 1, dtype=torch.bool)})
     step = step.to(device)
     for encoder, keys in _encoders(agent):

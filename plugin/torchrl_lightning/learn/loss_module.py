@@ -113,11 +113,18 @@ class LossModuleAgent(AgentModule):
         return self
 
     def network_outputs(self, step: TensorDictBase) -> list[Tensor]:
-        """Return the actions, and the values of a ``critic_network``; empty if the networks are the user's own."""
-        if self.networks is None or self.acting is not None:
+        """Return the outputs of the networks that act and estimate; empty if another policy acts."""
+        if self.acting is not None:
             return []
-        outputs = [self.policy(step).get("action")]
-        return outputs if self.critic is None else [*outputs, self.critic(step).get("state_value")]
+        written = self.policy(step)
+        if self.critic is not None:
+            written = self.critic(written)
+        return [value for value in written.values(True, True) if isinstance(value, Tensor)]
+
+    def try_networks(self, specs: Any, trainer: Any) -> None:
+        """Run a copy of the networks, unless the user built them, forward and backward; see :class:`AgentModule`."""
+        if self.networks is not None:
+            super().try_networks(specs, trainer)
 
     def _over_networks(self, specs: Any, builders: Mapping[str, Callable[[Any, Network], nn.Module]]) -> Any:
         make: Any = self.loss
