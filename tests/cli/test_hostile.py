@@ -117,7 +117,8 @@ def test_a_recipe_of_a_file_runs_nothing(name, stored, canary):
     torch.save({**stored, "OnPolicyDataModule": state}, "a.ckpt")
     check_refused(canary, load_policy("a.ckpt").recipe)
     if set(recipe) == {"id"} and isinstance(recipe["id"], str):
-        check_refused(canary, LoadedPolicy(load_policy("a.ckpt").policy, None, environment=recipe["id"]).recipe)
+        loaded = load_policy("a.ckpt")
+        check_refused(canary, LoadedPolicy(loaded.policy, loaded.specs, environment=recipe["id"]).recipe)
 
 
 def test_a_pickle_runs_nothing(settings, canary):
