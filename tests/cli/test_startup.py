@@ -81,7 +81,7 @@ def test_data_composes_beside_torchrls_groups(fresh):
 def test_help_lists_groups_with_their_options_and_no_internals(run):
     said = run("train", "--help").stdout
     for group in ("data", "env", "model", "model/network", "trainer", "callbacks", "logger", "experiment", "debug"):
-        options = {path.stem for path in (CONF_DIR / ("export" if group == "data" else "") / group).glob("*.yaml")}
+        options = {path.stem for path in (CONF_DIR / group).glob("*.yaml")}
         listed = said.partition(f"\n  {group} ")[2].partition("\n  ")[2]
         words = {word.rstrip("*") for word in listed.replace("\n" + " " * 20, " ").partition("\n")[0].split()}
         assert words == options - ({"default"} if group == "model" else set()), group

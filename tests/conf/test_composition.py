@@ -28,17 +28,16 @@ from torchrl_lightning.environments.vector_env import check_env_source
 from torchrl_lightning.trust import check_config
 
 PRIMARY = ("train", "evaluate", "record")
+
+
 # The group `hydra` holds one option for each command.
-ROOTS = {"data": EXPORT_DIR}
-
-
 def options(group: str) -> list[str]:
-    return sorted(path.stem for path in (ROOTS.get(group, CONF_DIR) / group).glob("*.yaml"))
+    return sorted(path.stem for path in (CONF_DIR / group).glob("*.yaml"))
 
 
 def groups() -> list[str]:
     inside = {str(path.parent.relative_to(CONF_DIR)) for path in CONF_DIR.glob("*/**/*.yaml")}
-    return sorted({"data", *inside} - {"export/data"})
+    return sorted(inside - {"export/data"})
 
 
 # Groups inside another one, as model/network, are options of options: `model/network=NAME`.
@@ -47,7 +46,8 @@ OPTIONS = [(group, option) for group in groups() for option in options(group) if
 
 def test_the_tree_has_no_file_outside_of_what_is_tested():
     tested = {CONF_DIR / f"{name}.yaml" for name in PRIMARY}
-    tested |= {ROOTS.get(group, CONF_DIR) / group / f"{option}.yaml" for group, option in OPTIONS}
+    tested |= {CONF_DIR / group / f"{option}.yaml" for group, option in OPTIONS}
+    tested |= {EXPORT_DIR / "data" / f"{option}.yaml" for option in options("data")}
     tested |= {CONF_DIR / "hydra" / f"{option}.yaml" for option in ("default", "evaluate", "record")}
     assert set(CONF_DIR.glob("**/*.yaml")) == tested
 
@@ -102,7 +102,7 @@ def test_every_option_of_every_group_composes(compose_train, compose_option, gro
 
 @pytest.mark.parametrize(("group", "option"), OPTIONS)
 def test_what_a_file_says_is_what_the_config_has(compose_option, group, option):
-    path = ROOTS.get(group, CONF_DIR) / group / f"{option}.yaml"
+    path = CONF_DIR / group / f"{option}.yaml"
     text = path.read_text()
     header = re.match(r"# @package (\S+)\n", text)
     # Hydra reads a package header in the very first line alone, and says nothing about one that comes later.
@@ -297,12 +297,15 @@ def test_a_trainer_is_built(compose_option, option):
 
 
 @pytest.mark.parametrize("option", options("data"))
-def test_what_is_exported_interpolates_nothing_outside_of_itself(tmp_path, option):
+def test_what_is_exported_names_classes_and_leaves_values_to_constructors(tmp_path, option):
     (tmp_path / "config.yaml").write_text(f"defaults:\n  - /data@elsewhere.stream: {option}\n")
-    alone = OmegaConf.create(
-        OmegaConf.to_container(composed("config", folder=tmp_path).elsewhere.stream, resolve=False)
-    )
-    OmegaConf.to_container(alone, resolve=True, throw_on_missing=True)
+    exported = OmegaConf.to_container(composed("config", folder=tmp_path).elsewhere.stream, resolve=False)
+    found = leaves(exported, "")
+    values = {key: value for key, value in found.items() if not key.rpartition(".")[2].startswith("_")}
+    assert values == {"env": "???"} | ({"dataset": "???"} if option == "offline" else {})
+    names = {key: value for key, value in found.items() if key.endswith("_target_")}
+    ours = composed("train", "~experiment", f"data={option}").data
+    assert names == {key: OmegaConf.select(ours, key) for key in names}
 
 
 @pytest.mark.parametrize(

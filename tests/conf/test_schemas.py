@@ -8,7 +8,7 @@ import pytest
 from hydra.core.config_store import ConfigStore
 
 from torchrl_lightning import OnPolicyDataModule
-from torchrl_lightning._conf import CONF_DIR, EXPORT_DIR
+from torchrl_lightning._conf import CONF_DIR
 from torchrl_lightning._lazy import wiring
 from torchrl_lightning._schemas import register_schemas
 
@@ -23,8 +23,8 @@ def test_every_option_of_a_model_is_checked_against_a_schema(key):
     assert all(f"/torchrl_lightning/schema/{key[0]}/{key[1]}@" in path.read_text() for path in files)
 
 
-def test_every_exported_option_is_checked_against_a_schema():
-    for path in EXPORT_DIR.glob("data/*.yaml"):
+def test_every_option_of_data_is_checked_against_a_schema():
+    for path in CONF_DIR.glob("data/*.yaml"):
         text = path.read_text()
         assert "/torchrl_lightning/schema/data/" in text, path.name
         assert "/torchrl_lightning/schema/buffer/" in text, path.name

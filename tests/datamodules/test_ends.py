@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gymnasium as gym
 import lightning as L
 import pytest
+from lightning.pytorch.callbacks import Timer
 
 from kit.actor_critic import TinyActorCritic, fit, rollouts
 from kit.replay import dqn, replay_data
 from kit.replay import fit as fit_replay
+from torchrl_lightning import GymnasiumCollector
 
 
 class Limit(L.Callback):
@@ -70,3 +73,60 @@ def test_a_minimum_of_epochs_outweighs_the_budget(tmp_path):
     data = rollouts(total_frames=64)
     fit(tmp_path, data, min_epochs=3, **ENDLESS)
     assert data.frames == 3 * 64
+
+
+class Stop(L.Callback):
+    """Ends a run after its first update."""
+
+    def on_train_batch_end(self, trainer, *args):
+        trainer.should_stop = True
+
+
+NO_END = "nothing ends this run: the DataModule has total_frames=-1"
+
+
+def warnings_of_a_run(caplog, folder, data, **settings):
+    caplog.clear()
+    fit(folder, data, **{"max_epochs": -1, "callbacks": [Stop()], **settings})
+    return [record.message for record in caplog.records if "nothing ends" in record.message]
+
+
+def test_a_run_without_an_end_is_warned_of_once(tmp_path, caplog):
+    data = rollouts()
+    (said,) = warnings_of_a_run(caplog, tmp_path, data)
+    assert said.startswith(NO_END)
+    assert warnings_of_a_run(caplog, tmp_path, data) == []
+
+
+@pytest.mark.filterwarnings("ignore:`max_epochs` was not set")
+@pytest.mark.parametrize(
+    ("frames", "settings"),
+    [
+        (64, {}),
+        (-1, {"max_epochs": 1}),
+        (-1, {"max_steps": 1}),
+        (-1, {"max_time": "00:00:01:00"}),
+        (-1, {"callbacks": [Stop(), Timer({"minutes": 1})]}),
+        (-1, {"fast_dev_run": True}),
+        (-1, {"max_epochs": None}),  # of which Lightning makes 1000
+    ],
+)
+def test_a_run_with_an_end_is_not_warned_of(tmp_path, caplog, frames, settings):
+    assert warnings_of_a_run(caplog, tmp_path, rollouts(total_frames=frames), **settings) == []
+
+
+def test_a_replay_stream_without_an_end_is_warned_of(tmp_path, caplog):
+    fit_replay(tmp_path, replay_data(), dqn(), max_epochs=-1, callbacks=[Stop()])
+    assert any(record.message.startswith(NO_END) for record in caplog.records)
+
+
+@pytest.mark.parametrize(("frames", "warns"), [(-1, True), (64, False)])
+def test_a_collector_of_the_users_ends_a_run_or_does_not(tmp_path, caplog, frames, warns):
+    def collector(policy):
+        envs = gym.make_vec("CartPole-v1", 4, vectorization_mode="sync")
+        made = GymnasiumCollector(envs, policy, num_envs=4, frames_per_batch=64, seed=0)
+        made.total_frames = frames
+        return made
+
+    said = warnings_of_a_run(caplog, tmp_path, rollouts(collector=collector))
+    assert len(said) == warns

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from itertools import takewhile
 from pathlib import Path
 
-from torchrl_lightning._conf import CONF_DIR, EXPORT_DIR
+from torchrl_lightning._conf import CONF_DIR
 
 _SETTING = re.compile(r"(?P<indent> *)(?P<key>\w+):(?: (?P<value>[^#]*))?(?:# (?P<meaning>.*))?$")
 _CHOICE = re.compile(r"  - (?:override /)?(?P<group>[\w/]+): (?P<option>\w+)(?: # (?P<meaning>.*))?$")
@@ -50,7 +50,7 @@ def _groups(path: Path) -> Iterator[str]:
             continue
         # A defaults list outside of the top names its groups relative to its own.
         group = match["group"] if path.parent == CONF_DIR else f"{path.parent.name}/{match['group']}"
-        files = sorted(_folder(group).glob("*.yaml"))
+        files = sorted((CONF_DIR / group).glob("*.yaml"))
         # A file `default` that others include is their base, and no choice but where it is the first one.
         included = any("  - default" in _lines(file) for file in files)
         hidden = {"default"} - {match["option"]} if included else set()
@@ -58,14 +58,14 @@ def _groups(path: Path) -> Iterator[str]:
         starred = " ".join(f"{name}*" if name == match["option"] else name for name in names)
         yield f"  {group:15} {match['meaning']}"
         yield textwrap.fill(starred, 110, initial_indent=" " * 20, subsequent_indent=" " * 20)
-        if (base := _folder(group) / "default.yaml") in files:
+        if (base := CONF_DIR / group / "default.yaml") in files:
             yield from _groups(base)
 
 
 def _settings(path: Path, chosen: dict[str, str]) -> dict[str, tuple[str, str]]:
     """Map the settings that have a meaning to their values and meanings, composed in the order of Hydra."""
     found: dict[str, tuple[str, str]] = {}
-    files = [(_folder(group) / f"{chosen[group]}.yaml", group) for group in (*_SHOWN, "env") if group in chosen]
+    files = [(CONF_DIR / group / f"{chosen[group]}.yaml", group) for group in (*_SHOWN, "env") if group in chosen]
     files += [(path, "")]
     if "experiment" in chosen:
         files.append((CONF_DIR / "experiment" / f"{chosen['experiment']}.yaml", ""))
@@ -100,10 +100,6 @@ def _fields(path: Path, package: str) -> Iterator[tuple[str, str, str]]:
             yield key, value, match["meaning"] or ""
         else:
             stack.append((len(match["indent"]), key))
-
-
-def _folder(group: str) -> Path:
-    return (EXPORT_DIR if group == "data" else CONF_DIR) / group
 
 
 def _lines(path: Path) -> list[str]:

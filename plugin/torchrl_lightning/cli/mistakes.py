@@ -251,9 +251,8 @@ def _wrong_value(cause: OmegaConfBaseException) -> str:
 
 def _groups() -> list[str]:
     """Return the groups of configs that a command line may choose from."""
-    folders = {path.parent for root in (CONF_DIR, EXPORT_DIR) for path in root.glob("**/*.yaml")}
-    names = {str(folder.relative_to(EXPORT_DIR if EXPORT_DIR in folder.parents else CONF_DIR)) for folder in folders}
-    return sorted(names - {"."})
+    folders = {path.parent for path in CONF_DIR.glob("**/*.yaml")}
+    return sorted(str(each.relative_to(CONF_DIR)) for each in folders - {CONF_DIR} if EXPORT_DIR not in each.parents)
 
 
 def _paths(node: Any, before: str = "") -> Iterator[str]:

@@ -225,7 +225,7 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
             self._users_collector_options()  # refuses what does not fit before anything is built
             self._environments.built()
             if self.make_collector is None and self.trainer is not None:
-                self._clock.announce(self.frames_per_batch * self.world_size)
+                self._clock.announce(self.frames_per_batch * self.world_size, self.trainer)
                 self._environments.check_evaluation()
             self._build_parts()
             self._is_set_up = True
@@ -426,6 +426,7 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
         policy = self._of_raw(self._wrap_policy(policy))
         collector = call_with_policy(self.make_collector, policy, **self._users_collector_options())
         self._environments.follow_collector(collector)
+        self._clock.check_end(self.trainer, getattr(collector, "total_frames", -1))
         view = view_of_collector(collector)
         if view is not None and self.trainer is not None:  # without one nothing chooses by evaluations
             self._environments.check_evaluation(view)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 from torch import Tensor
 
+from torchrl_lightning.datamodules.trainer_checks import is_endless
 from torchrl_lightning.ranks import gathered
 from torchrl_lightning.state import whole
 from torchrl_lightning.stated import Kept, Stated
@@ -39,17 +41,32 @@ class FrameClock(Stated):
     def __init__(self, total: int, frames: int = 0) -> None:
         self.total, self.frames = total, frames
         self.count = self.alone = 0
+        self._has_warned = False
 
     @property
     def is_spent(self) -> bool:
         """Whether as many frames are collected as were asked for, or as many steps replayed without one."""
         return 0 <= self.total <= max(self.frames, self.alone)
 
-    def announce(self, rollout: int) -> None:
-        """Say it where the run will collect more, for rollouts, of so many frames of all ranks, are whole."""
+    def announce(self, rollout: int, trainer: Any) -> None:
+        """Log that a run has no end, or collects more, because rollouts, of so many frames of all ranks, are whole."""
+        self.check_end(trainer)
         if self.total > 0 and self.total % rollout:
             last = -(-self.total // rollout) * rollout
             logger.info("total_frames=%d becomes %d: rollouts of %d frames are whole.", self.total, last, rollout)
+
+    def check_end(self, trainer: Any, collected: float = -1) -> None:
+        """Warn once if nothing ends a run: neither its total, nor its trainer, nor a collector of so many frames."""
+        has_end = self.total >= 0 or 0 <= collected < float("inf")  # TorchRL's collectors say inf for -1
+        if self._has_warned or trainer is None or has_end or not is_endless(trainer):
+            return
+        self._has_warned = True
+        if trainer.is_global_zero:
+            logger.warning(
+                "nothing ends this run: the DataModule has total_frames=%d, and the Trainer no max_epochs, max_steps or "
+                "max_time. Set one of them.",
+                self.total,
+            )
 
     def announce_warmup(self, frames: int) -> None:
         """Log that a run collects more than its total, because its warm-up alone does."""

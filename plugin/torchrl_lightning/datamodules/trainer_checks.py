@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import (
     LearningRateFinder,
     ModelPruning,
     StochasticWeightAveraging,
+    Timer,
 )
 from lightning.pytorch.callbacks.spike import SpikeDetection
 
@@ -96,6 +97,20 @@ def check_batches(trainer: Any, training: int, validation: int) -> None:
             f"val_check_interval must be at most {served}, the training batches of the first epoch, got {interval}. "
             "Lower it, or give check_val_every_n_epoch=None, with which it counts batches of the whole run."
         )
+
+
+def is_endless(trainer: Any) -> bool:
+    """Return whether a trainer limits neither epochs nor steps nor time.
+
+    Example:
+        >>> from lightning import Trainer
+        >>> quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
+        >>> is_endless(Trainer(max_epochs=-1, **quiet)), is_endless(Trainer(max_time="00:00:01:00", **quiet))
+        (True, False)
+    """
+    timers = (callback for callback in trainer.callbacks if isinstance(callback, Timer))
+    is_timed = any(timer.time_remaining() is not None for timer in timers)
+    return trainer.max_epochs in (-1, None) and trainer.max_steps in (-1, None) and not is_timed
 
 
 def _remedy(callback: Callback, remedies: dict[type[Callback], str]) -> str | None:

@@ -97,7 +97,7 @@ class MBReplayBuffer(ExperienceBuffer, DocumentedVerbs):
 
     def __init__(
         self,
-        size: int,
+        size: int = 100_000,
         device: torch.device | str = "cpu",
         actor: Any = None,
         algorithm: Any = None,

@@ -68,7 +68,9 @@ class FrameStorage(RingStorage):
 
     STATE = {**RingStorage.STATE, "frame_stack": Fixed(), "frames": Kept(mapping, "_shown")}
 
-    def __init__(self, max_size: int, frame_stack: int, *, keys: Sequence[NestedKey] = ("observation",)) -> None:
+    def __init__(
+        self, max_size: int = 100_000, frame_stack: int = 4, *, keys: Sequence[NestedKey] = ("observation",)
+    ) -> None:
         super().__init__(max_size)
         self.frame_stack = integer(frame_stack, "frame_stack")
         self.keys = nested_keys(keys)

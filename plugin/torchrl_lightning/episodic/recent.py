@@ -4,6 +4,7 @@ from __future__ import annotations
 
 __all__ = ["RecentSampler"]
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -75,7 +76,8 @@ class RecentSampler(SequenceSampler):
             stretches as it gives draws, so that one comes twice only where two stretches meet within a step.
         num_earliest_frames_ignored: no window begins in the oldest so many stored steps of an environment.
         prioritized: draws by priority what is not recent; built with a ``batch_length``, in place of which it is asked
-            for this sampler's, and with the same ``num_earliest_frames_ignored``.
+            for this sampler's, and with the same ``num_earliest_frames_ignored``. A callable, such as the class or a
+            partial of it, is called with both.
         generator: random generator; the buffer's takes its place.
 
     Raises:
@@ -107,9 +109,13 @@ class RecentSampler(SequenceSampler):
         recent_data_ratio: float = 0.0,
         with_replacement: bool = False,
         num_earliest_frames_ignored: int = 0,
-        prioritized: PrioritizedSampler | None = None,
+        prioritized: PrioritizedSampler | Callable[..., PrioritizedSampler] | None = None,
         generator: torch.Generator | None = None,
     ) -> None:
+        if prioritized is not None and not isinstance(prioritized, PrioritizedSampler):
+            prioritized = prioritized(
+                batch_length=batch_length, num_earliest_frames_ignored=num_earliest_frames_ignored
+            )
         self.prioritized = prioritized
         super().__init__(batch_length, episode_ends="across", generator=generator)
         if generator is not None:

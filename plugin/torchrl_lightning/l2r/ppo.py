@@ -114,10 +114,10 @@ class PPOBuffer(Configurable, VanillaOnPolicyBuffer):
     STATE = {**VanillaOnPolicyBuffer.STATE, "paths": Kept("_read_paths", "_paths")}
     schema: ClassVar[type] = PPOBufferSchema
 
-    obs_dim: Count | None = setting(kw_only=False)  # type: ignore[misc]
-    act_dim: Count | None = setting(kw_only=False)  # type: ignore[misc]
-    size: Count = setting(kw_only=False, kept=False)
-    samples: Count = setting(alias="batch_size", kw_only=False, kept=False)  # type: ignore[misc]
+    obs_dim: Count | None = setting(default=None, kw_only=False)
+    act_dim: Count | None = setting(default=None, kw_only=False)
+    size: Count = setting(default=1024, kw_only=False, kept=False)
+    samples: Count = setting(alias="batch_size", default=256, kw_only=False, kept=False)
     discount: Fraction | None = setting(alias="gamma", default=None, kw_only=False)
     gae_lambda: Fraction = setting(alias="lam", default=0.95, kw_only=False)
     eps: NotNegative = setting(default=1e-3, kw_only=False)

@@ -75,10 +75,10 @@ class SimpleReplayBuffer(Configurable, ExperienceBuffer):
 
     def __init__(
         self,
-        obs_dim: int | None,
-        act_dim: int | None,
-        size: int,
-        batch_size: int,
+        obs_dim: int | None = None,
+        act_dim: int | None = None,
+        size: int = 100_000,
+        batch_size: int = 256,
         *,
         device: torch.device | str = "cpu",
         scratch_dir: str | Path | None = None,

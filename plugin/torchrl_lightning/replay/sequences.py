@@ -81,7 +81,7 @@ class SequenceSampler(Stated, SamplerHooks, Sampler):
 
     def __init__(
         self,
-        batch_length: int,
+        batch_length: int = 16,
         *,
         episode_ends: str = "inside",
         burn_in: int = 0,

@@ -93,7 +93,7 @@ class RingStorage(processes.Owned, Stated, StorageBase):
 
     def __init__(
         self,
-        max_size: int,
+        max_size: int = 100_000,
         *,
         device: torch.device | str = "cpu",
         scratch_dir: str | Path | None = None,

@@ -64,10 +64,10 @@ class BufferBase(ExperienceBuffer):
 
     def __init__(
         self,
-        capacity: int,
-        state_dim: int | None,
-        action_dim: int | None,
-        hidden_dim: int | None,
+        capacity: int = 100_000,
+        state_dim: int | None = None,
+        action_dim: int | None = None,
+        hidden_dim: int | None = None,
         *,
         device: torch.device | str | None = None,
         scratch_dir: str | Path | None = None,
