@@ -120,7 +120,7 @@ def test_a_command_may_refer_to_other_settings(run):
         assert run("train", "~experiment", *own, *told, *more).stdout.count("2 updates") == 1
 
 
-def test_another_class_of_an_environment_gets_the_arguments_that_it_knows(run, tmp_path):
+def test_another_class_of_an_environment_gets_no_arguments_of_the_presets(run, tmp_path):
     other = ["env=torchrl", "data.env.id._target_=torchrl.envs.PendulumEnv", "data.env.time_limit=9"]
     run("train", *TINY, *other, "hydra.run.dir=run")
     there = yaml.safe_load((tmp_path / "run/.hydra/config.yaml").read_text())["data"]["env"]["id"]

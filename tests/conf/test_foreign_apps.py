@@ -105,7 +105,7 @@ def test_data_prioritized_is_found_and_built():
         "+data.updates_per_epoch=5",
         "+data.buffer.storage.max_size=64",
     )
-    data = instantiate(in_app("data=prioritized", *sizes).data)
+    data = instantiate(in_app("data=prioritized", "data.env=CartPole-v1", *sizes).data)
     assert isinstance(data, ReplayDataModule)
     assert len(data.train_dataloader()) == 5
     data.setup("fit")

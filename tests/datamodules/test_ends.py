@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gymnasium as gym
 import lightning as L
 import pytest
 from lightning.pytorch.callbacks import Timer
@@ -10,7 +9,7 @@ from lightning.pytorch.callbacks import Timer
 from kit.actor_critic import TinyActorCritic, fit, rollouts
 from kit.replay import dqn, replay_data
 from kit.replay import fit as fit_replay
-from torchrl_lightning import GymnasiumCollector
+from torchrl_lightning import GymnasiumCollector, make_vector_env
 
 
 class Limit(L.Callback):
@@ -123,7 +122,7 @@ def test_a_replay_stream_without_an_end_is_warned_of(tmp_path, caplog):
 @pytest.mark.parametrize(("frames", "warns"), [(-1, True), (64, False)])
 def test_a_collector_of_the_users_ends_a_run_or_does_not(tmp_path, caplog, frames, warns):
     def collector(policy):
-        envs = gym.make_vec("CartPole-v1", 4, vectorization_mode="sync")
+        envs = make_vector_env("CartPole-v1", 4)
         made = GymnasiumCollector(envs, policy, num_envs=4, frames_per_batch=64, seed=0)
         made.total_frames = frames
         return made

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from decimal import Decimal
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +14,15 @@ from hydra._internal import hydra as _core
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, Quote, QuotedString
-from hydra.errors import HydraException
+from hydra.errors import ConfigCompositionException, HydraException
 from hydra.types import RunMode
-from hydra.utils import get_object
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf, flag_override
 from omegaconf.errors import OmegaConfBaseException
 
+from torchrl_lightning._schemas import GROUP
 from torchrl_lightning.cli.auto import AUTO, furthest_checkpoint
 from torchrl_lightning.cli.checks import SWEPT, UsageError, one_line, read_stored
-from torchrl_lightning.cli.names import recorded_command
+from torchrl_lightning.cli.replacing import Replacements, plain_layer, targets_in, targets_of
 from torchrl_lightning.cli.resuming import (
     Record,
     check_taken,
@@ -41,7 +41,14 @@ _RUN = "hydra.mode=RUN"  # what Hydra adds when it has seen that the config asks
 
 
 class OwnLoader(ConfigLoaderImpl):
-    """Hydra's loader of configs, which reads 1e5 as an integer and lets an environment's own class be told."""
+    """Hydra's loader of configs, which reads 1e5 as an integer, and replaces a part that gets another class."""
+
+    def __init__(self, config_search_path: Any) -> None:
+        super().__init__(config_search_path)
+        self._given: list[Override] = []  # by the command line that is composed
+        self._replacements = Replacements()
+        self._composed: list[tuple[DictConfig, Replacements]] = []  # for one command line
+        self._told = {""}
 
     def load_configuration(
         self,
@@ -53,7 +60,12 @@ class OwnLoader(ConfigLoaderImpl):
     ) -> DictConfig:
         """Compose a config."""
         overrides = [_POWER_OF_TEN.sub(_as_integer, override) for override in overrides]
-        config = _of_own_class(self._load(config_name, overrides, run_mode, from_shell, validate_sweep_overrides))
+        self._composed = []
+        config = self._load(config_name, overrides, run_mode, from_shell, validate_sweep_overrides)
+        told = next((replaced.told(config) for each, replaced in self._composed if each is config), "")
+        if told not in self._told:
+            self._told.add(told)
+            print(told, file=sys.stderr)
         trials = OmegaConf.select(config, "hydra.sweeper.n_trials")
         if isinstance(trials, int) and trials < 1:
             raise UsageError(f"hydra.sweeper.n_trials={trials}: expected a positive whole number.")
@@ -77,8 +89,9 @@ class OwnLoader(ConfigLoaderImpl):
     ) -> DictConfig:
         """Compose the config of a sweep.
 
-        Hydra leaves swept groups at their defaults, which may lack a setting that all swept options have. Then the
-        first swept option of each group takes their place. Each run is composed with its own groups later.
+        Hydra leaves swept groups at their defaults, which may lack a setting that all swept options have, as may a
+        part whose class is swept. Then the first swept option of each takes its place. Each run is composed with its
+        own groups later.
         """
         try:
             return self._load_run(config_name, overrides, run_mode, from_shell, validate)
@@ -94,13 +107,14 @@ class OwnLoader(ConfigLoaderImpl):
         return config
 
     def _first_options(self, config_name: str | None, overrides: list[str]) -> dict[str, str]:
-        """Map each override that sweeps over options of a group to one that chooses the first option."""
+        """Map each override that sweeps over options of a group, or a part's classes, to one that chooses the first."""
         _, repository = self._parse_overrides_and_create_caching_repo(config_name, overrides)
         parsed = OverridesParser.create(config_loader=self).parse_overrides(overrides)
         return {
             str(override.input_line): f"{override.get_key_element()}={next(iter(override.sweep_string_iterator()))}"
             for override in parsed
-            if override.is_discrete_sweep() and repository.group_exists(override.key_or_group)
+            if override.is_discrete_sweep()
+            and (repository.group_exists(override.key_or_group) or "_target_" in str(override.input_line))
         }
 
     def load_sweep_config(self, master_config: DictConfig, sweep_overrides: list[str]) -> DictConfig:
@@ -118,10 +132,34 @@ class OwnLoader(ConfigLoaderImpl):
         validate_sweep_overrides: bool = True,
     ) -> DictConfig:
         asked = config_name, overrides, run_mode, from_shell, validate_sweep_overrides
+        self._given = _parsed(overrides)
         newer = getattr(super(), "_load_configuration", None)  # Hydra 1.4's, which keeps what it has read
         if newer is None:
-            return super().load_configuration(*asked)
-        config: DictConfig = newer(*asked, skip_missing_defaults=False, activate_config_repository=True)
+            config = super().load_configuration(*asked)
+        else:
+            config = newer(*asked, skip_missing_defaults=False, activate_config_repository=True)
+        self._composed.append((config, self._replacements))
+        return config
+
+    def _compose_config_from_defaults_list(self, defaults: list[Any], repo: Any) -> DictConfig:
+        """Merge the files of a config as Hydra does, and replace parts that a file or the command line renames."""
+        self._replacements = replaced = Replacements()
+        config = OmegaConf.create()
+        with flag_override(config, "no_deepcopy_set_nodes", True):
+            for default in defaults:
+                # One file alone, without its defaults list.
+                layer = super()._compose_config_from_defaults_list([default], repo)
+                said = plain_layer(layer)
+                replaced.replace(config, targets_in(said))
+                if not str(default.config_path).startswith(GROUP):
+                    replaced.note(said)
+                try:
+                    config.merge_with(layer)
+                except OmegaConfBaseException as error:
+                    raise ConfigCompositionException(
+                        f"In '{default.config_path}': {type(error).__name__} raised while composing config:\n{error}"
+                    ) from error
+        replaced.replace(config, targets_of(self._given))
         return config
 
     def _load_configuration(
@@ -275,29 +313,6 @@ def _resumed(
     lines_alone = [*chosen, *_lines(alone)]
     here = [line for line in lines_alone if not line.startswith("debug=") or line in _lines(mine)]
     keep_process(config, lambda: composed(here), given)
-    return config
-
-
-def _of_own_class(config: DictConfig) -> DictConfig:
-    """Take from an environment whose class is told anew what the preset gives to its own and the new one lacks.
-
-    What a checkpoint says was checked before: the class is imported here.
-    """
-    told = {line.lstrip("+~").partition("=")[0] for line in recorded_command(config.hydra)[1]}
-    if "data.env.id._target_" not in told:
-        return config
-    node = OmegaConf.select(config, "data.env.id")
-    try:
-        made = get_object(node["_target_"])
-        # TorchRL's metaclass hides the constructor's own arguments.
-        arguments = signature(vars(made).get("__init__", made) if isinstance(made, type) else made).parameters
-    except Exception:  # whatever an import raises; told where it is built
-        return config
-    if not any(each.kind is each.VAR_KEYWORD for each in arguments.values()):
-        with open_dict(node):
-            for name in [name for name in node if not str(name).startswith("_") and name not in arguments]:
-                if f"data.env.id.{name}" not in told:
-                    del node[name]
     return config
 
 

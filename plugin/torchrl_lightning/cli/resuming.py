@@ -20,6 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from torchrl_lightning.cli.checks import UsageError, own_config
 from torchrl_lightning.cli.ownership import own_run
+from torchrl_lightning.cli.replacing import Replacements, targets_in, targets_of
 from torchrl_lightning.records import COMMAND
 
 # Of the present run, whatever the checkpoint says.
@@ -148,8 +149,9 @@ def continued(
                 )
         else:
             mine.append(override)
-    keys = {_key(override) for override in mine}
-    return [*(override for override in kept_overrides(record, path) if _key(override) not in keys), *mine]
+    keys, replaced = {_key(override) for override in mine}, _replaced(record, mine)
+    kept = (override for override in kept_overrides(record, path) if _key(override) not in keys)
+    return [*(each for each in kept if not any(_within(_key(each), part) for part in replaced)), *mine]
 
 
 def check_taken(record: Record, path: str | Path, known: Callable[[], Any], *, trusted: bool) -> None:
@@ -199,7 +201,13 @@ def keep_settings(config: DictConfig, before: DictConfig, record: Record, given:
     before = before.copy()
     with open_dict(before):
         before.paths = record.config.get("paths", {})
-    theirs = {_key(override) for override in given}
+    given = list(given)
+    named = {part for part, _ in targets_of(given)}
+    theirs = {_key(override) for override in given} | _replaced(record, given)
+    for part, target in targets_in(record.config):
+        if record.holds(part) and part not in named and not any(_within(part, key) for key in theirs):
+            for each in (before, config):
+                Replacements().replace(each, [(part, target)])
     # What is interpolated follows what it names, as far as that explains how it differs.
     for interpolated in (False, True):
         for keys, value in [*_changed(before, record.config, interpolated=interpolated)]:
@@ -304,6 +312,12 @@ def _config_of_folder(record: Record, path: str | Path) -> Any:
         return [written, plain(config)]
     except OmegaConfBaseException:
         return written
+
+
+def _replaced(record: Record, given: Iterable[Override]) -> set[str]:
+    """Return the parts of a run for which a command line names another class."""
+    stored = dict(targets_in(record.config))
+    return {part for part, target in targets_of(given) if stored.get(part, target) != target}
 
 
 def _found(config: Any, key: str) -> list[Any]:

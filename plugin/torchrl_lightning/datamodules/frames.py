@@ -63,8 +63,8 @@ class FrameClock(Stated):
         self._has_warned = True
         if trainer.is_global_zero:
             logger.warning(
-                "nothing ends this run: the DataModule has total_frames=%d, and the Trainer no max_epochs, max_steps or "
-                "max_time. Set one of them.",
+                "nothing ends this run: the DataModule has total_frames=%d, and the Trainer no max_epochs, "
+                "max_steps or max_time. Set one of them.",
                 self.total,
             )
 
