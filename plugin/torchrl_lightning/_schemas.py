@@ -1,7 +1,8 @@
 """Typed configs of our parts; Hydra checks names and types of every field against them.
 
-They are made of the data that ``tests/wiring.py`` derives from the constructors. No torch is imported, because the
-search-path plugin stores them in every Hydra application of the environment.
+They are made of the data that ``tests/wiring.py`` derives from the constructors. Only our own commands merge them: a
+schema has a value for each setting, which would replace the value of an app that merges it later. No torch is imported,
+because the search-path plugin stores them in every Hydra application of the environment.
 """
 
 from __future__ import annotations

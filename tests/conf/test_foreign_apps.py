@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from pathlib import Path
 
@@ -150,3 +151,17 @@ def test_the_apps_own_option_of_the_same_name_wins(tmp_path):
     (tmp_path / "config.yaml").write_text("defaults:\n  - data: gae\n")
     assert composed("config", folder=tmp_path).data == {"mine": True}
     assert composed("config", "data=vtrace", folder=tmp_path).data._target_ == "torchrl_lightning.OnPolicyDataModule"
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_the_app_of_the_guide_trains_in_either_order(order, tmp_path):
+    page = (CONF_DIR.parent / "examples" / "guide" / "hydra_app.md").read_text()
+    (text,) = re.findall(r"^```yaml\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
+    head, defaults = "defaults:\n", ORDERS["self first"].format("gae")
+    assert head + defaults in text
+    (tmp_path / "train.yaml").write_text(text.replace(defaults, ORDERS[order].format("gae")))
+    cfg = composed("train", "data.total_frames=1024", folder=tmp_path)
+    data, model, trainer = (instantiate(cfg[name]) for name in ("data", "model", "trainer"))
+    trainer.fit(model, datamodule=data)
+    assert (data.env, data.num_envs, data.frames, data.seed) == ("CartPole-v1", 4, 1024, 12)
+    assert (data.num_mini_batch, data.make_buffer.keywords["gae_lambda"]) == (4, 0.9)

@@ -78,7 +78,7 @@ def test_a_foreign_hydra_app_finds_our_data_group(installation, tmp_path):
     (tmp_path / "conf").mkdir()
     (tmp_path / "conf" / "config.yaml").write_text("defaults:\n  - data: gae\n  - _self_\nepochs: 3\n")
     (tmp_path / "app.py").write_text(FOREIGN_APP)
-    cfg = OmegaConf.create(installation.run("python", "app.py", "data.buffer.gae_lambda=0.9", cwd=tmp_path).stdout)
+    cfg = OmegaConf.create(installation.run("python", "app.py", "+data.buffer.gae_lambda=0.9", cwd=tmp_path).stdout)
     assert cfg.epochs == 3
     assert cfg.data.buffer._target_ == "torchrl_lightning.GAEBuffer"
     assert cfg.data.buffer.gae_lambda == 0.9
