@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 
 from cli.commands import TINY, unchanged_process
 from kit.store import only_our_schemas
+from torchrl_lightning._conf import CONF_DIR
 from torchrl_lightning.cli.command import run_command
 
 MINE = {"_target_": "mine.Part"}
@@ -209,6 +210,18 @@ def test_a_resumed_run_has_the_parts_of_its_checkpoint(run, tmp_path, size):
     assert "192 frames" in run("train", *resumed, "hydra.run.dir=second").stdout
     (config,), _ = composed(tmp_path, *resumed, "data.buffer.sampler._target_=own.Other")
     assert part(config, "data.buffer.sampler") == {"_target_": "own.Other"}
+
+
+def test_a_part_that_cannot_be_removed_gets_its_default(tmp_path):
+    runs, said = composed(tmp_path, "~experiment", "data=uniform", "~data.buffer.sampler")
+    assert (runs, "take data.buffer.sampler=null for the default" in said) == ([], True), said
+    (config,), _ = composed(tmp_path, "~experiment", "data=uniform", "data.buffer.sampler=null")
+    assert config["data"]["buffer"]["sampler"] is None
+
+
+@pytest.mark.parametrize("experiment", sorted(path.stem for path in CONF_DIR.glob("experiment/*.yaml")))
+def test_no_experiment_of_ours_replaces_a_part(experiment, tmp_path):
+    assert composed(tmp_path, f"experiment={experiment}")[1] == ""
 
 
 def test_a_whole_group_of_another_class_keeps_its_settings(tmp_path):

@@ -240,6 +240,8 @@ def _wrong_value(cause: OmegaConfBaseException) -> str:
         )
     if (value := re.match(r"Value '(.*)' is not a valid bool", text)) is not None:
         return f"{key}={value[1]}: expected true or false, got {value[1]!r}."
+    if "does not support deletion" in text:
+        return f"~{key}: a part cannot be removed; take {key}=null for the default, or {key}={{_target_: CLASS}}."
     if "is not a ListConfig" in text:
         return f"{key}: expected a list, as {key}=[VALUE]."
     if "Cannot merge DictConfig" in text:
