@@ -99,5 +99,5 @@ class Replacements:
 def _new_part(target: str, directives: dict[str, Any]) -> DictConfig:
     """Return the config of a part: our own is checked against its schema, another one takes any settings."""
     if target in wiring()["parts"]:
-        return OmegaConf.structured(schema(target))  # type: ignore[no-any-return]
+        return OmegaConf.structured(schema(target))
     return OmegaConf.create({_TARGET: target, **directives}, flags={"struct": False})
