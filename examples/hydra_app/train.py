@@ -1,7 +1,7 @@
 """Your own Hydra and Lightning project, which selects ``data: gae`` for on-policy experience.
 
 python examples/hydra_app/train.py
-python examples/hydra_app/train.py data.frames_per_batch=2048 +data.num_epochs=10 +data.buffer.gae_lambda=0.9
+python examples/hydra_app/train.py data.num_epochs=10 data.buffer.gae_lambda=0.9
 """
 
 from __future__ import annotations

@@ -146,12 +146,11 @@ def test_what_a_model_learns_from_is_made_of_what_its_buffer_holds(built):
         ("sampler", "prioritized", [*PRIORITIZED, "dtype=flaot32"], "must be torch.float32 .* got flaot32"),
         ("storage", "rollout", ["siz=3"], "Could not override 'part.siz'"),
         ("sampler", "minibatch", ["shufle=3"], "Could not override 'part.shufle'"),
-        ("storage", "ring", [], "Missing mandatory value: part.max_size"),
         ("storage", "rollout", [], "Missing mandatory value: part.size"),
-        ("sampler", "sequence", [], "Missing mandatory value: part.batch_length"),
-        ("replay_buffer", "recurrent", [], "Missing mandatory value: part.capacity"),
-        ("replay_buffer", "simple", [], "Missing mandatory value: part.obs_dim"),
-        ("replay_buffer", "ppo", [], "Missing mandatory value: part.obs_dim"),
+        ("transform", "frame_stack", [], "Missing mandatory value: part.frame_stack"),
+        ("replay_buffer", "gae", [], "Missing mandatory value: part.size"),
+        ("replay_buffer", "vtrace", [], "Missing mandatory value: part.size"),
+        ("replay_buffer", "episodic", ["num_environments=2"], "Missing mandatory value: part.data_spec"),
     ],
 )
 def test_what_is_wrong_or_missing_is_named(built, group, name, fields, message):
