@@ -138,7 +138,7 @@ def inherited(component: type) -> list[str]:
 def config_name(name: str, ending: str) -> str:
     """Name a class in configs: its words but the ending of its kind, with underscores between them.
 
-    Example:
+    Examples:
         >>> config_name("VTraceAdvantages", ""), config_name("RingStorage", "Storage")
         ('vtrace_advantages', 'ring')
     """

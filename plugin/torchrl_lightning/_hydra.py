@@ -35,7 +35,7 @@ def instantiate(config: Any, **arguments: Any) -> Any:
         config: A node of a config, or plain dicts and lists.
         arguments: Further arguments, which are not looked at.
 
-    Example:
+    Examples:
         >>> instantiate({"_target_": "fractions.Fraction", "numerator": 3})
         Fraction(3, 1)
     """

@@ -54,7 +54,7 @@ def config_class(
 def schema(target: str) -> type[Any]:
     """Make the config of a part without what a program hands over to it.
 
-    Example:
+    Examples:
         >>> schema("torchrl_lightning.UniformSampler")()
         UniformSamplerSchema(_target_='torchrl_lightning.UniformSampler', _convert_='all', with_replacement=True, \
 stratified=False)

@@ -182,7 +182,7 @@ def moved(value: Tensor, device: torch.device | str) -> Tensor:
 def nearest(values: Tensor, dtype: torch.dtype) -> Tensor:
     """Return values as another type, floating-point ones as the nearest integers within its limits.
 
-    Example:
+    Examples:
         >>> nearest(torch.tensor([-1.0, 2.6, 256.0]), torch.uint8).tolist()
         [0, 3, 255]
     """

@@ -16,7 +16,7 @@ class MisfitError(ValueError):
 def require_fit(part: Any, *others: Any) -> None:
     """Ask a part whether it fits others, by its method ``misfit``; a MisfitError says why it does not.
 
-    Example:
+    Examples:
         >>> class Stack:
         ...     def misfit(self, specs, learner):
         ...         return None if len(specs) == 3 else f"a stack is no {specs}; take images."
@@ -63,7 +63,7 @@ def check_precision(trainer: Any) -> None:
 def learning_dtype(trainer: Any) -> Any:
     """Return the dtype of the autocast around a trainer's training step; None without autocast.
 
-    Example:
+    Examples:
         >>> from lightning import Trainer
         >>> learning_dtype(Trainer(accelerator="cpu", precision="bf16-mixed", logger=False, barebones=True))
         torch.bfloat16

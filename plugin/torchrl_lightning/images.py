@@ -16,7 +16,7 @@ def channels_are_last(shape: Sequence[int]) -> bool:
     Squares show where the channels are, as a stack of small images has more channels than rows; of others the channels
     are fewer than rows or columns.
 
-    Example:
+    Examples:
         >>> channels_are_last((64, 64, 12)), channels_are_last((4, 84, 84)), channels_are_last((210, 160, 3))
         (True, False, True)
         >>> channels_are_last((7, 7, 12)), channels_are_last((12, 7, 7))

@@ -70,7 +70,7 @@ def check_names(paths: Iterable[tuple[Any, ...]]) -> None:
     Args:
         paths: Names of the entries, from the root on.
 
-    Example:
+    Examples:
         >>> check_names([("arm", "shape")])
         Traceback (most recent call last):
         ValueError: the environment observes 'arm.shape', but entries of TorchRL's specs must have names that are \
@@ -109,7 +109,7 @@ def check_observed(names: Iterable[str], meant: Mapping[str, str] = MappingProxy
         names: Those of its entries.
         meant: Which names some of them should have.
 
-    Example:
+    Examples:
         >>> check_observed(["observation", "gamma"])
         Traceback (most recent call last):
         ValueError: the environment observes 'gamma', but a run keeps entries of its own under such names, which would \

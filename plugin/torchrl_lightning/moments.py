@@ -29,7 +29,7 @@ class Moments:
         mean: ``[*F]``.
         spread: ``[*F]``.
 
-    Example:
+    Examples:
         >>> both = Moments.of(torch.tensor([[1.0], [3.0]])).merged(Moments.of(torch.tensor([[8.0]])))
         >>> both.count, both.mean.item(), both.variance.item()
         (3, 4.0, 8.666666666666666)

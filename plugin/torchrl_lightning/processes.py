@@ -100,7 +100,7 @@ def check_descriptors(count: int, each: int) -> None:
 def lack_of(error: BaseException) -> str | None:
     """Say what the system has too little of for processes and the memory that they share; None for other errors.
 
-    Example:
+    Examples:
         >>> print(lack_of(BlockingIOError(errno.EAGAIN, "no fork")))
         the system starts no more processes for this user (no fork); take fewer, or raise the limit (ulimit -u).
     """

@@ -24,7 +24,7 @@ class Checked:
         check: returns the value to keep, by the value and the name; or the name of the method that does.
         name: name of the setting in messages; the attribute's own by default.
 
-    Example:
+    Examples:
         >>> class Loss:
         ...     gamma = Checked(fraction)
         >>> loss = Loss()
@@ -129,7 +129,7 @@ def exact_ratio(value: float) -> Fraction:
 
     It is a fraction with a small denominator that the number equals up to rounding, else its decimal form.
 
-    Example:
+    Examples:
         >>> exact_ratio(0.1), exact_ratio(1 / 3), exact_ratio(1 - 0.07), exact_ratio(1.25e-9)
         (Fraction(1, 10), Fraction(1, 3), Fraction(93, 100), Fraction(1, 800000000))
     """
@@ -171,7 +171,7 @@ def check_defaults(condition: str, remedy: str, **settings: tuple[Any, Any]) -> 
         remedy: What gives them an effect.
         settings: The value and the default value of each.
 
-    Example:
+    Examples:
         >>> check_defaults("beside sampler=", "leave sampler out", with_replacement=(True, False))
         Traceback (most recent call last):
         ValueError: with_replacement must be left at its default False beside sampler=, got True, which has no effect. \

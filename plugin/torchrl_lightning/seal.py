@@ -28,7 +28,7 @@ def checksum(node: Any) -> int:
 
     Of anything else, and of a tensor that is not in one memory, only the type counts.
 
-    Example:
+    Examples:
         >>> checksum({"a": torch.ones(2), "b": 1}) == checksum({"b": 1, "a": torch.ones(2)})
         True
         >>> checksum([1]) == checksum([1.0])
@@ -88,7 +88,7 @@ def is_plain(tensor: Tensor) -> bool:
 def with_own_numbers(node: Any) -> Any:
     """Return a node of a checkpoint with copies of the tensors that repeat their numbers, which no reader accepts.
 
-    Example:
+    Examples:
         >>> with_own_numbers({"a": torch.zeros(1).expand(3)})["a"].stride()
         (1,)
     """

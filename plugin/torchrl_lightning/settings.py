@@ -131,7 +131,7 @@ class Settings:
         TypeError: A setting is unknown, or one that must be given is not.
         ValueError: A setting is refused by its check.
 
-    Example:
+    Examples:
         >>> class Rate(Settings):
         ...     learning_rate: Positive = 3e-4
         >>> class Clipped(Rate):

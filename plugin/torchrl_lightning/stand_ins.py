@@ -25,7 +25,7 @@ def standing_in(modules: Mapping[str, Ready]) -> Iterator[None]:
     Args:
         modules: The names, each with what its stand-in has ready. Modules that are imported already stay.
 
-    Example:
+    Examples:
         >>> with standing_in({"mailbox": {}}):
         ...     import mailbox
         >>> type(mailbox).__name__, "mailbox" in sys.modules

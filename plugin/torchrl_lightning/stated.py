@@ -185,7 +185,7 @@ class Stated:
         OWNER: What messages call the part.
         VERSION: The version of its states; None for the state of a part that is always saved within another's.
 
-    Example:
+    Examples:
         >>> from torchrl_lightning.state import whole
         >>> class Deck(Stated):
         ...     OWNER, VERSION = "deck", 1

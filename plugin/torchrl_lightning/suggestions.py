@@ -8,7 +8,7 @@ from collections.abc import Iterable
 def nearest(word: str, names: Iterable[str]) -> str | None:
     """Return the name that a word is likely a misspelling of, if any.
 
-    Example:
+    Examples:
         >>> nearest("gama", ["size", "gamma", "gae_lambda"])
         'gamma'
         >>> nearest("colour", ["size", "gamma", "gae_lambda"])
@@ -22,7 +22,7 @@ def nearest(word: str, names: Iterable[str]) -> str | None:
 def did_you_mean(word: str, names: Iterable[str], before: str = "") -> str:
     """End a message by the nearest of some names, behind what stands before it, or by all names if these are few.
 
-    Example:
+    Examples:
         >>> did_you_mean("gama", ["size", "gamma"], "data.buffer.")
         '; did you mean data.buffer.gamma?'
         >>> did_you_mean("colour", ["size", "gamma"])

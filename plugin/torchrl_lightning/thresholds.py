@@ -16,7 +16,7 @@ def reaches(total: float, threshold: float) -> bool:
         total: The return, summed in float64. NaN reaches no threshold.
         threshold: The lowest return that counts. Every return reaches ``-inf``.
 
-    Example:
+    Examples:
         >>> import torch
         >>> total = torch.tensor([0.7]).double().sum().item()
         >>> total >= 0.7, reaches(total, 0.7), reaches(0.69999, 0.7)

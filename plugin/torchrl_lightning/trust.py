@@ -150,7 +150,7 @@ def check_config(
     Raises:
         ValueError: It is refused; the message, one line, names each value that is.
 
-    Example:
+    Examples:
         >>> check_config({"_target_": "os.system", "command": "true"}, where="the config in a.ckpt")
         Traceback (most recent call last):
             ...
@@ -167,7 +167,7 @@ file may name
 def target_named(name: str) -> Any:
     """Return the class or builder of ours, or the class of others that we know, that a file means by a name; else None.
 
-    Example:
+    Examples:
         >>> target_named("torchrl_lightning.GoalReward").__name__, target_named("os.system")
         ('GoalReward', None)
     """
@@ -195,7 +195,7 @@ def without_folders(node: Any) -> Any:
 
     To play a policy, none is needed.
 
-    Example:
+    Examples:
         >>> without_folders({"_target_": "torchrl_lightning.RingStorage", "max_size": 9, "scratch_dir": "here"})
         {'_target_': 'torchrl_lightning.RingStorage', 'max_size': 9}
     """

@@ -82,7 +82,7 @@ def _check_kind(path: str | Path, mode: int) -> None:
 def printable(text: object, limit: int | None = TEXT_LIMIT) -> str:
     r"""Return a text as one line that a terminal only prints: control and bidi characters are escaped.
 
-    Example:
+    Examples:
         >>> print(printable("red: \x1b[31m, newline: \n, right to left: \u202e"))
         red: \x1b[31m, newline: \n, right to left: \u202e
     """

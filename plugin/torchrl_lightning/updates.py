@@ -19,7 +19,7 @@ class UpdateBatches:
     Args:
         batches: The batches; what happens between two of them happens when the second is asked for.
 
-    Example:
+    Examples:
         >>> UpdateBatches(iter([]))["observation"]
         Traceback (most recent call last):
         TypeError: this step holds several updates; learn from each: for batch in updates_of(batch): ...
@@ -51,7 +51,7 @@ def updates_of(batch: TensorDictBase | UpdateBatches) -> Iterator[TensorDictBase
     Args:
         batch: What ``training_step`` was given.
 
-    Example:
+    Examples:
         >>> from tensordict import TensorDict
         >>> one = TensorDict({"reward": [1.0]}, [1])
         >>> len(list(updates_of(one))), len(list(updates_of(UpdateBatches(iter([one, one])))))

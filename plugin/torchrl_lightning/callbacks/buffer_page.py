@@ -34,7 +34,7 @@ class BufferPage(SparseCallback):
     Raises:
         ValueError: ``last`` is not positive.
 
-    Example:
+    Examples:
         >>> BufferPage("inspect.html", last=0)
         Traceback (most recent call last):
         ValueError: last must be a positive integer, got 0.

@@ -31,7 +31,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     Our commands have it among ``trainer.plugins``; with :class:`~torchrl_lightning.LastCheckpoint` or
     :class:`~torchrl_lightning.BestCheckpoint` a trainer that has Lightning's own gets it.
 
-    Example:
+    Examples:
         >>> trainer = Trainer(plugins=[AtomicCheckpointIO()], logger=False)
         >>> type(trainer.strategy.checkpoint_io).__name__
         'AtomicCheckpointIO'

@@ -56,7 +56,7 @@ class LastCheckpoint(SparseCallback, Checkpoint):
         dirpath: The folder to write to, made when it is needed.
         filename: The file's name without its ending.
 
-    Example:
+    Examples:
         >>> str(LastCheckpoint("logs/run").path)
         'logs/run/last.ckpt'
     """
@@ -174,7 +174,7 @@ class BestCheckpoint(SparseCallback, ModelCheckpoint):
     monitor ``eval/...``, validations that play no episodes are passed over, as those of a model of the environment.
     The arguments are those of ``ModelCheckpoint``.
 
-    Example:
+    Examples:
         >>> BestCheckpoint(monitor="eval/return", mode="max").monitor
         'eval/return'
     """

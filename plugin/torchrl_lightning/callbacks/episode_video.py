@@ -44,7 +44,7 @@ class EpisodeVideo(SparseCallback):
     Raises:
         ValueError: ``every_n_evaluations`` is below 1.
 
-    Example:
+    Examples:
         >>> EpisodeVideo("videos", every_n_evaluations=0)
         Traceback (most recent call last):
         ValueError: every_n_evaluations must be a positive integer, got 0.

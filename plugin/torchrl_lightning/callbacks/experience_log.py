@@ -30,7 +30,7 @@ class ExperienceLog(SparseCallback):
     Raises:
         ValueError: ``every_n_epochs`` is below 1.
 
-    Example:
+    Examples:
         >>> ExperienceLog(every_n_epochs=0)
         Traceback (most recent call last):
         ValueError: every_n_epochs must be a positive integer, got 0.

@@ -34,7 +34,7 @@ class FramesProgressBar(SparseCallback, ProgressBar):
         refresh_every: Seconds between two refreshes; refreshing at each batch would take a tenth of a small update.
             Where stderr is a file and not a terminal, it is at least ten seconds.
 
-    Example:
+    Examples:
         >>> from lightning.pytorch import Trainer
         >>> trainer = Trainer(callbacks=[FramesProgressBar()], logger=False, enable_checkpointing=False)
         >>> type(trainer.progress_bar_callback).__name__

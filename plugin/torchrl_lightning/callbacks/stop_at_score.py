@@ -31,7 +31,7 @@ class StopAtScore(SparseCallback):
     Raises:
         ValueError: ``stopping_threshold`` is not a number.
 
-    Example:
+    Examples:
         >>> StopAtScore(475).monitor
         'eval/return'
     """

@@ -39,7 +39,7 @@ class TrialReport(SparseCallback):
     Source:
         Golovin et al., 2017: Google Vizier, section 3.2.2, for the median rule.
 
-    Example:
+    Examples:
         >>> report = TrialReport("search", "sqlite:///study.db", ["model.gamma=0.9"], "run")
         >>> report.monitor
         'eval/return'

@@ -17,7 +17,7 @@ def interquartile_mean(values: NDArray[Any]) -> NDArray[np.float64]:
 
     Where \(n / 4\) is no whole number, the outermost ones that are left count in part (Agarwal et al., 2021).
 
-    Example:
+    Examples:
         >>> float(interquartile_mean(np.array([0.0, 1.0, 2.0, 9.0])))
         1.5
     """

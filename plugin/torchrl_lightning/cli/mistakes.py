@@ -72,7 +72,7 @@ def _run_of(error: HydraException) -> str:
 def options_first(arguments: Sequence[str]) -> list[str]:
     """Return arguments with Hydra's options before all settings: its parser takes no settings behind a second group.
 
-    Example:
+    Examples:
         >>> options_first(["seed=0,1", "--multirun", "data.num_envs=2", "--config-name", "train"])
         ['--multirun', '--config-name', 'train', 'seed=0,1', 'data.num_envs=2']
     """

@@ -26,7 +26,7 @@ _ASIDE = {
 def base_name(choices: Mapping[str, str | None]) -> str:
     """Name the experiment among Hydra's choices or, without one, the model, the environment and the data.
 
-    Example:
+    Examples:
         >>> base_name({"experiment": "ppo_cartpole", "model": "ppo", "env": "cartpole", "data": "gae"})
         'ppo_cartpole'
         >>> base_name({"model": "dqn", "env": "cartpole", "data": "uniform"})
@@ -39,7 +39,7 @@ def base_name(choices: Mapping[str, str | None]) -> str:
 def changed_settings(overrides: Iterable[str], choices: Mapping[str, str | None]) -> dict[str, str]:
     """Map what a command line sets to its overrides, groups first, without the seed and what does not affect learning.
 
-    Example:
+    Examples:
         >>> changed_settings(["seed=3", "model.gamma=0.9", "env=acrobot"], {"experiment": "ppo_cartpole"})
         {'env': 'env=acrobot', 'model.gamma': 'model.gamma=0.9'}
         >>> changed_settings(["~experiment", "env=acrobot", "logger=none"], {"env": "acrobot"})
@@ -64,7 +64,7 @@ def folder_name(choices: Mapping[str, str | None], overrides: Iterable[str]) -> 
 
     What is too long for a folder ends in a hash of all of them.
 
-    Example:
+    Examples:
         >>> folder_name({"experiment": "ppo_cartpole"}, ["env=acrobot", "model.network.hidden_sizes=[32,32]"])
         'ppo_cartpole-env_acrobot-model.network.hidden_sizes_32_32'
     """
@@ -90,7 +90,7 @@ def _hash(parts: Iterable[str]) -> str:
 def told(overrides: Iterable[str]) -> list[str]:
     """Sort what a run is told, the last word on each setting, without the checkpoint that it resumes.
 
-    Example:
+    Examples:
         >>> told(["seed=3", "ckpt_path=auto", "env=acrobot", "seed=4"])
         ['env=acrobot', 'seed=4']
     """

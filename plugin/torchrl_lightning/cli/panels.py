@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def plain_text(text: str) -> str:
     r"""Return a text that matplotlib draws as it is written: without formulas and control characters.
 
-    Example:
+    Examples:
         >>> print(plain_text("$x$"))
         \$x\$
     """

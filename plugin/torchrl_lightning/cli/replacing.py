@@ -20,7 +20,7 @@ def targets_in(node: Any, path: str = "") -> Iterator[tuple[str, str]]:
 
     A whole group such as ``data`` is no part: another class for it is a subclass, which takes the same settings.
 
-    Example:
+    Examples:
         >>> [*targets_in({"data": {"_target_": "a.B", "buffer": {"_target_": "c.D", "sampler": {"_target_": "e.F"}}}})]
         [('data.buffer', 'c.D'), ('data.buffer.sampler', 'e.F')]
     """

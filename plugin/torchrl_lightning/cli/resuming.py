@@ -243,7 +243,7 @@ def keep_process(config: DictConfig, alone: Callable[[], DictConfig], given: Ite
 def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Map the settings that differ between two configs to both values, ``"absent"`` where one has none.
 
-    Example:
+    Examples:
         >>> differences({"model": {"gamma": 0.9, "tau": 1.0}}, {"model": {"gamma": 0.99, "tau": 1.0}})
         {'model.gamma': (0.9, 0.99)}
     """
@@ -273,7 +273,7 @@ def told_differences(
 def changes_rates(differing: Iterable[str]) -> bool:
     """Return whether one of these settings is a learning rate, or belongs to an optimizer or a schedule.
 
-    Example:
+    Examples:
         >>> changes_rates(["seed", "model.optimizer.lr"]), changes_rates(["data.buffer.gamma"])
         (True, False)
     """

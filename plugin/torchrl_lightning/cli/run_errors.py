@@ -28,7 +28,7 @@ _RESTORING = (ValueError, KeyError, TypeError, AttributeError, IndexError, Runti
 def storage_error(error: BaseException) -> str | None:
     """Return the line and the remedy for a file that the system does not let grow; None for another error.
 
-    Example:
+    Examples:
         >>> print(storage_error(OSError(errno.EFBIG, "File too large", "last.ckpt")))
         File too large: 'last.ckpt'. Raise the limit on the size of files (ulimit -f), or name a folder elsewhere by \
 paths.log_dir=FOLDER.

@@ -159,7 +159,7 @@ def importances(trials: Sequence[Trial]) -> dict[str, tuple[float, float]]:
 
     Of a thousand shuffles of the scores, 95 % stay below what chance reaches.
 
-    Example:
+    Examples:
         >>> trials = [Trial({"a": str(i), "b": "xy"[i % 2]}, [], np.array([float(i)])) for i in range(9)]
         >>> {name: round(value, 2) for name, (value, _) in importances(trials).items()}
         {'a': 1.0, 'b': 0.0}

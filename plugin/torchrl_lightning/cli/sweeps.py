@@ -102,7 +102,7 @@ def read_trials(sources: Sequence[str | Path], metric: str = SCORE) -> list[Tria
 def table(trials: Sequence[Trial], metric: str = SCORE) -> str:
     """Write trials as lines of columns: settings, score, the number of runs where one has several, which ended early.
 
-    Example:
+    Examples:
         >>> seeds, one = np.array([9.0, 7.0]), np.array([1.0])
         >>> print(table([Trial({"model.gamma": "0.99"}, [], seeds), Trial({"model.gamma": "-"}, [], one)]))
         model.gamma  final/return  runs

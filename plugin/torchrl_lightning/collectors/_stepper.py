@@ -279,7 +279,7 @@ def entry_of(info: Any, name: str) -> Any:
             :class:`gymnasium.wrappers.vector.DictInfoToList` returns it.
         name: The entry. Of a list its values are returned as an array ``[N]`` of objects, None where it is missing.
 
-    Example:
+    Examples:
         >>> entry_of([{"final_obs": 3}, {}], "final_obs")
         array([3, None], dtype=object)
     """

@@ -65,7 +65,7 @@ class AsynchronousCollector(WorkersCollector):
     Source:
         Espeholt et al. (2018), IMPALA, https://arxiv.org/abs/1802.01561
 
-    Example:
+    Examples:
         >>> collector = AsynchronousCollector("CartPole-v1", num_workers=2, num_envs=2, frames_per_batch=8)
         >>> collector.policy_version, collector.specs.num_envs
         (0, 2)

@@ -83,7 +83,7 @@ def play_episodes(
         ValueError: There are no episodes to play, the environment does not fit, or actions without a Box should be
             clipped.
 
-    Example:
+    Examples:
         >>> from tensordict.nn import TensorDictModule
         >>> left = TensorDictModule(lambda x: x[..., 0].long() * 0, in_keys=["observation"], out_keys=["action"])
         >>> play_episodes("CartPole-v1", left, 3, seed=0)["episode_length"]

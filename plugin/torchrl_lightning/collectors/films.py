@@ -32,7 +32,7 @@ def check_film(env: Any) -> None:
     Raises:
         Fault: A package is missing, or it draws no picture.
 
-    Example:
+    Examples:
         >>> from torchrl_lightning import make_vector_env
         >>> check_film(make_vector_env("CartPole-v1", 1))
         Traceback (most recent call last):

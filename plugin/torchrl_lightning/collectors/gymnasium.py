@@ -85,7 +85,7 @@ class GymnasiumCollector(CollectorBase):
         KeyError: The policy writes no ``action``.
         RuntimeError: The environment cannot reset in part, where that is needed.
 
-    Example:
+    Examples:
         >>> collector = GymnasiumCollector("CartPole-v1", num_envs=2, frames_per_batch=8, total_frames=16, seed=0)
         >>> [tuple(batch.shape) for batch in collector]
         [(2, 4), (2, 4)]
@@ -189,7 +189,7 @@ class GymnasiumCollector(CollectorBase):
         The memory is the same each time, and each TensorDict over it is made once: ``[N]`` if a batch is one step,
         else ``[T, N]`` named ``("time", None)``, without the entries whose first names are left out.
 
-        Example:
+        Examples:
             >>> collector = GymnasiumCollector("CartPole-v1", num_envs=2, frames_per_batch=2, total_frames=4, seed=0)
             >>> [tuple(rows.shape) for rows in collector.reused_rows(leave_out=["collector"])]
             [(2,), (2,)]

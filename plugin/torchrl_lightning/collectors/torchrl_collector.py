@@ -77,7 +77,7 @@ class TorchRLCollector(CollectorBase):
         TypeError: The policy is something else.
         KeyError: The policy writes no ``action``.
 
-    Example:
+    Examples:
         >>> from torchrl.envs import GymEnv, SerialEnv
         >>> env = SerialEnv(2, lambda: GymEnv("Pendulum-v1"))
         >>> collector = TorchRLCollector(env, frames_per_batch=8, total_frames=16, seed=0)

@@ -45,7 +45,7 @@ COMPONENTS = _components()
 def register_configs() -> None:
     """Store every component under ``torchrl_lightning_NAME`` in its group; storing twice changes nothing.
 
-    Example:
+    Examples:
         >>> register_configs()
         >>> node = ConfigStore.instance().load("sampler/torchrl_lightning_minibatch.yaml")
         >>> node.provider, node.node._target_

@@ -32,7 +32,7 @@ def environment_fields(env: Any) -> Any:
     How its copies are stepped, how long that may take, and whose demonstrations it takes, is not part of it. A recipe
     of an id alone is that id.
 
-    Example:
+    Examples:
         >>> environment_fields(EnvironmentRecipe("CartPole-v1", time_limit=9, vectorization="async"))
         {'id': 'CartPole-v1', 'time_limit': 9}
     """
@@ -47,7 +47,7 @@ def environment_fields(env: Any) -> Any:
 def environment_difference(stored: Any, here: Any) -> str:
     """Describe how two environments differ, field by field; "" if they do not.
 
-    Example:
+    Examples:
         >>> environment_difference({"id": "Pong-v5", "frame_stack": 4}, "Pong-v5")
         'frame_stack: 4 in the checkpoint, not set here'
     """

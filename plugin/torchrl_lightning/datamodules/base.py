@@ -95,8 +95,7 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
         normalize_observation: show policy and module observations standardised by their running moments, over all
             environments and ranks: all entries, or those that are named. Rollouts are normalised when they are
             collected, by the moments of those before, and rings hold raw steps, normalised when they are drawn.
-        normalize_reward: divide rewards by the running standard deviation of their discounted sum; what is reported
-            are the environment's own.
+        normalize_reward: divide rewards by the running standard deviation of their discounted sum, except in reports.
         normalize_clip: largest absolute value of what is normalised.
         normalize_epsilon: added to the variances that it is divided by. Take 1e-4 where hindsight brings other values
             of something that hardly varies, as the height of goals on a table.

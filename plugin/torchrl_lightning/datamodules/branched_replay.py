@@ -65,7 +65,7 @@ class BranchedReplay(Settings, Stated, Nameable):
         ValueError: a number is out of range, or the buffer makes returns of several steps; when a fit is due: one side
             of the split has no rows, or the buffer stores what nobody imagines.
 
-    Example:
+    Examples:
         >>> from functools import partial
         >>> from torchrl_lightning import MBPOModule, ReplayDataModule
         >>> source = partial(BranchedReplay, real_ratio=0.1, branches_per_fit=400, last_length=5)
@@ -127,7 +127,7 @@ class BranchedReplay(Settings, Stated, Nameable):
     def length(self, written: int) -> int:
         """Return how long branches are when so many rows have been written.
 
-        Example:
+        Examples:
             >>> source = BranchedReplay(ExperienceBuffer(), last_length=5, lengthened_between=(100, 200))
             >>> [source.length(written) for written in (0, 100, 150, 199, 200, 1000)]
             [1, 1, 3, 4, 5, 5]

@@ -35,7 +35,7 @@ def call_with_policy(make_collector: Callable[..., Any], policy: Any, **options:
 def clipping_of(make_collector: Callable[..., Any] | None) -> bool | None:
     """Return whether a collector factory has ``clip_actions=True``; None if it has no such parameter.
 
-    Example:
+    Examples:
         >>> clipping_of(partial(GymnasiumCollector, clip_actions=True)), clipping_of(GymnasiumCollector)
         (True, False)
         >>> clipping_of(lambda policy: ...)
@@ -60,7 +60,7 @@ def collector_options(
     partial stays, on a single rank. A ValueError if all ranks would collect the same data, or if the collector would
     not reset as the DataModule says.
 
-    Example:
+    Examples:
         >>> collector_options(lambda policy, seed: ..., 2, seed=7, reset_at_each_batch=False)
         {'seed': 7}
     """

@@ -25,7 +25,7 @@ def learner_discounts(learner: Any) -> dict[str, float]:
     Raises:
         ValueError: one is not between 0 and 1.
 
-    Example:
+    Examples:
         >>> from torchrl_lightning import DQNModule, PPOModule
         >>> learner_discounts(DQNModule(gamma=0.9)), learner_discounts(PPOModule())
         ({'gamma': 0.9}, {})

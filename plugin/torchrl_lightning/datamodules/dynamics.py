@@ -85,7 +85,7 @@ class DynamicsDataModule(ExperienceDataModule):
             the split is empty, the training part is smaller than a batch, or a stored number is NaN or infinite (names
             its column).
 
-    Example:
+    Examples:
         >>> from torchrl_lightning import MBReplayBuffer
         >>> buffer = lambda num_envs: MBReplayBuffer(1000, num_envs=num_envs)
         >>> data = DynamicsDataModule("Pendulum-v1", buffer=buffer, frames_per_fit=200, num_members=5)

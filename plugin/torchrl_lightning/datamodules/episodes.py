@@ -41,7 +41,7 @@ class FinishedEpisodes(Stated):
     ``C[t]`` the cumulated reward of one environment, an episode that ended at ``t`` after one that ended at ``s``
     returned ``C[t] - C[s]``; the first one adds what was carried over from before.
 
-    Example:
+    Examples:
         >>> episodes = FinishedEpisodes(1)
         >>> episodes.add(torch.ones(1, 3, 1), torch.tensor([[[False], [True], [False]]]))
         >>> episodes.summary()

@@ -85,7 +85,7 @@ def view_of_collector(collector: Any) -> EnvironmentView | None:
 def view_of(env: VectorEnv[Any, Any, Any] | EnvBase) -> EnvironmentView:
     """Return what is seen of an environment.
 
-    Example:
+    Examples:
         >>> from torchrl_lightning import make_vector_env
         >>> view_of(make_vector_env("CartPole-v1", 2, wrappers=[wrappers.NormalizeReward])).wrappers
         ['CartPoleEnv', 'NormalizeReward']

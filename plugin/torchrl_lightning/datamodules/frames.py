@@ -27,7 +27,7 @@ class FrameClock(Stated):
         count: Replayed steps of the run.
         alone: Replayed steps since the last frame.
 
-    Example:
+    Examples:
         >>> import torch
         >>> clock = FrameClock(9)
         >>> clock.add(3, 1, torch.tensor([[[True], [False], [True]]]))

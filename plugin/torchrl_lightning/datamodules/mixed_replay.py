@@ -43,7 +43,7 @@ class MixedReplay(Stated, Nameable):
     Raises:
         ValueError: the ratios are not one positive number for each buffer, or do not sum to 1.
 
-    Example:
+    Examples:
         >>> from tensordict import TensorDict
         >>> own, demonstrations = ExperienceBuffer(), ExperienceBuffer()
         >>> for number, buffer in enumerate((own, demonstrations)):

@@ -72,7 +72,7 @@ class OnPolicyDataModule(UpdatesDataModule):
     Raises:
         ValueError: if the mini-batches do not fit the rollout, or (before anything is collected) a rollout the memory.
 
-    Example:
+    Examples:
         >>> data = OnPolicyDataModule("CartPole-v1", num_envs=4, frames_per_batch=64, mini_batch_size=32, num_epochs=2)
         >>> data
         OnPolicyDataModule(env=CartPole-v1, num_envs=4, frames_per_batch=64, total_frames=-1, frames=0)

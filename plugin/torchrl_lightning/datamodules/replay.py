@@ -96,7 +96,7 @@ class ReplayDataModule(UpdatesDataModule):
         ValueError: if a number is out of range or ``checkpoint_buffer`` is unknown, or if nothing is to be collected
             and an argument of collection is given.
 
-    Example:
+    Examples:
         >>> data = ReplayDataModule("CartPole-v1", buffer=ExperienceBuffer, num_envs=2, updates_per_epoch=100)
         >>> data
         ReplayDataModule(env=CartPole-v1, num_envs=2, frames_per_batch=2, total_frames=-1, frames=0)

@@ -51,7 +51,7 @@ def check_whole_environments(num_envs: int, steps: int, number: int | None, size
         number: ``num_mini_batch`` as the user gave it.
         size: ``mini_batch_size`` as the user gave it.
 
-    Example:
+    Examples:
         >>> check_whole_environments(4, 16, 3, None)
         Traceback (most recent call last):
         ValueError: num_mini_batch=3 must divide num_envs=4: a mini-batch of a recurrent policy holds whole \

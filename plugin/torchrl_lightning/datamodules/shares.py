@@ -14,7 +14,7 @@ from torchrl_lightning.ranges import integer
 def share_of(make_collector: Callable[..., Any] | None, num_envs: int) -> int:
     """Return how many of ``num_envs`` environments each worker of a collector gets; all, if it has none or is not told.
 
-    Example:
+    Examples:
         >>> from torchrl_lightning import AsynchronousCollector
         >>> share_of(partial(AsynchronousCollector, num_workers=4), 16)
         4
@@ -43,7 +43,7 @@ def collectors_of_rank(make_collector: Callable[..., Any] | None, world_size: in
     Raises:
         Fault: They cannot be divided evenly.
 
-    Example:
+    Examples:
         >>> from torchrl_lightning import AsynchronousCollector, RayCollector
         >>> collectors_of_rank(partial(RayCollector, num_collectors=4), 2)
         2

@@ -102,7 +102,7 @@ def check_batches(trainer: Any, training: int, validation: int) -> None:
 def is_endless(trainer: Any) -> bool:
     """Return whether a trainer limits neither epochs nor steps nor time.
 
-    Example:
+    Examples:
         >>> from lightning import Trainer
         >>> quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
         >>> is_endless(Trainer(max_epochs=-1, **quiet)), is_endless(Trainer(max_time="00:00:01:00", **quiet))

@@ -34,7 +34,7 @@ class DemonstrationActor(TensorDictModuleBase):
         ValueError: ``log_prob`` has no such value.
         TypeError: The policy has no ``get_dist`` for ``current``.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from tensordict import TensorDict
         >>> from tensordict.nn import TensorDictModule

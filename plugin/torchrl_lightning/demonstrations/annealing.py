@@ -29,7 +29,7 @@ class DemonstrationAnnealing(Nameable):
     Raises:
         ValueError: ``value_capacity`` is negative, or there is no such schedule.
 
-    Example:
+    Examples:
         >>> annealing, moved = DemonstrationAnnealing(50), 0.0
         >>> for successes in (1, 2, 3):
         ...     moved = annealing.moved(moved, successes, 50 - successes)

@@ -53,7 +53,7 @@ def read_dataset(dataset: Any, env: Any, *, limit: int | None = None) -> list[De
     Raises:
         DemonstrationFault: There is no such data set, it holds no steps, or those of another environment.
 
-    Example:
+    Examples:
         >>> read_dataset("nowhere", "CartPole-v1")
         Traceback (most recent call last):
             ...
@@ -125,7 +125,7 @@ def write_dataset(dataset: str, source: Source, env: Any) -> None:
         DemonstrationFault: There is such a data set, or the source holds no whole episode, those of another
             environment, or does not know where they end; nothing is written.
 
-    Example:
+    Examples:
         >>> write_dataset("cartpole", [], "CartPole-v1")
         Traceback (most recent call last):
             ...
@@ -166,7 +166,7 @@ def transitions(demonstration: Demonstration, specs: EnvironmentSpecs | None = N
         specs: What an environment shows and takes that it fits: images become its frame stacks, as those of an
             :class:`~torchrl_lightning.EnvironmentRecipe`; without, observations stay as they are.
 
-    Example:
+    Examples:
         >>> steps = TensorDict({"observation": torch.arange(8.0).view(2, 4), "action": torch.tensor([0, 1])}, [2])
         >>> steps["next", "reward"] = torch.ones(2, 1)
         >>> rows = transitions(Demonstration(steps))
@@ -204,7 +204,7 @@ def fill(buffer: ExperienceBuffer, dataset: Iterable[Demonstration], specs: Envi
     Raises:
         DemonstrationFault: They have more steps than the buffer has room for; nothing is written.
 
-    Example:
+    Examples:
         >>> from torchrl_lightning import RingStorage, record_demonstrations
         >>> from tensordict.nn import TensorDictModule
         >>> left = TensorDictModule(lambda x: x[..., 0].long() * 0, in_keys=["observation"], out_keys=["action"])

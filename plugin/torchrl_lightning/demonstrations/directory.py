@@ -52,7 +52,7 @@ class DemonstrationDirectory:
         FileNotFoundError: There is no such directory.
         ValueError: It holds no demonstration that can be used, or more than ``most``.
 
-    Example:
+    Examples:
         >>> import tempfile, torch
         >>> from tensordict import TensorDict
         >>> from torchrl_lightning import environment_specs, make_vector_env

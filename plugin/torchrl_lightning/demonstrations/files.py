@@ -59,7 +59,7 @@ def read_demonstration(
         ValueError: It is too large, damaged, of another form, or holds pickled objects, no episode, or values that the
             environment's dtypes cannot hold; the message names the file.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> steps = TensorDict({"observation": torch.zeros(2, 4), "action": torch.tensor([0, 1])}, [2])
         >>> steps["next", "reward"] = torch.ones(2, 1)

@@ -53,7 +53,7 @@ def play_demonstrations(
             or ``noop`` is not in the action space.
         ImportError: pygame is missing.
 
-    Example:
+    Examples:
         >>> for demonstration in play_demonstrations("CartPole-v1", 1, keys={"a": 0, "d": 1}):  # doctest: +SKIP
         ...     print(demonstration.length)
     """

@@ -60,7 +60,7 @@ def minari_demonstrations(
         ValueError: An episode is empty or not finite, or does not keep its values in the environment's dtypes; a link
             in the data set leads to another file; or its episodes declare more bytes than ``limit`` or than are free.
 
-    Example:
+    Examples:
         >>> for demonstration in minari_demonstrations("D4RL/door/human-v2"):  # doctest: +SKIP
         ...     print(demonstration.name, demonstration.total_reward)
     """

@@ -102,7 +102,7 @@ class DemonstrationMiner(Stated):
     Raises:
         ValueError: A number is not positive.
 
-    Example:
+    Examples:
         >>> from torchrl_lightning import DemonstrationStorage, GymnasiumCollector
         >>> miner = DemonstrationMiner(DemonstrationWriter(DemonstrationStorage()), num_envs=2)
         >>> collector = GymnasiumCollector("CartPole-v1", num_envs=2, frames_per_batch=200, total_frames=400, seed=0)

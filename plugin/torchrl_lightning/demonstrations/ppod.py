@@ -77,7 +77,7 @@ class PPODBuffer(GAEBuffer):
     Raises:
         ValueError: A probability is outside ``[0, 1]``, their sum too, or another argument is out of range.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from tensordict import TensorDict
         >>> from torchrl_lightning import GymnasiumCollector

@@ -45,7 +45,7 @@ def demonstration_specs(env: Environment | VectorEnv | EnvBase) -> tuple[Environ
         env: An id, a recipe or a factory of one environment, Gymnasium's or TorchRL's, or a ready one. Of the frame
             skip, only the ``action_repeat`` of a recipe is known.
 
-    Example:
+    Examples:
         >>> from torchrl_lightning import EnvironmentRecipe
         >>> specs, frame_skip = demonstration_specs(EnvironmentRecipe("CartPole-v1", action_repeat=2))
         >>> specs.action.n, frame_skip
@@ -86,7 +86,7 @@ def record_demonstrations(
         DemonstrationFault: A ValueError: an action is outside of the environment's action space.
         ValueError: The environment or the policy's actions do not fit, or actions without a Box should be clipped.
 
-    Example:
+    Examples:
         >>> from tensordict.nn import TensorDictModule
         >>> left = TensorDictModule(lambda x: x[..., 0].long() * 0, in_keys=["observation"], out_keys=["action"])
         >>> [demonstration.length for demonstration in record_demonstrations("CartPole-v1", left, 3, seed=0)]

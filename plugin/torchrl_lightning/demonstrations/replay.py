@@ -51,7 +51,7 @@ class DemonstrationReplay(Stated):
     Raises:
         ValueError: ``num_envs`` or ``frame_stack`` is not positive, or an option has no such value.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from tensordict import TensorDict
         >>> from torchrl_lightning import GymnasiumCollector

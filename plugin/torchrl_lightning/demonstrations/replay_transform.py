@@ -37,7 +37,7 @@ class DemonstrationReplayTransform(PlayingTransform):
     Args:
         replay: What is replayed, for as many environments as there are.
 
-    Example:
+    Examples:
         >>> from tensordict import TensorDict
         >>> from torchrl.envs import GymEnv
         >>> from torchrl_lightning import Demonstration, DemonstrationSampler, DemonstrationStorage

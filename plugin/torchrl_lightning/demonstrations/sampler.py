@@ -38,7 +38,7 @@ class DemonstrationSampler(Stated, OwnGenerator):
         ValueError: ``rho``, ``phi``, their sum or ``human_share`` is outside ``[0, 1]``, or ``alpha`` is negative or
             infinite.
 
-    Example:
+    Examples:
         >>> sampler = DemonstrationSampler(rho=0.1, phi=0.3, generator=torch.Generator().manual_seed(0))
         >>> storage = DemonstrationStorage()
         >>> sampler.probabilities(storage), sampler.draw(storage)
@@ -140,7 +140,7 @@ class DemonstrationSampler(Stated, OwnGenerator):
 def value_probabilities(values: Sequence[float], alpha: float) -> Tensor:
     """Return ``P ~ max(v, 0) ** alpha`` of each value, float64; all alike if none is positive.
 
-    Example:
+    Examples:
         >>> value_probabilities([1e300, 2e300, -5.0], alpha=2).tolist()
         [0.2, 0.8, 0.0]
     """

@@ -34,7 +34,7 @@ class DemonstrationStorage(Stated):
     Raises:
         ValueError: ``capacity`` is not positive.
 
-    Example:
+    Examples:
         >>> storage = DemonstrationStorage(capacity=51)
         >>> len(storage), storage.reward_demonstrations, storage.annealed
         (0, (), 0.0)

@@ -31,7 +31,7 @@ def given_recipe(env: Any) -> EnvironmentRecipe | None:
 def recipe_metadata(recipe: EnvironmentRecipe | None) -> dict[str, str]:
     """Return what the metadata of a demonstration say of its environment: ``environment``, and ``recipe`` as JSON.
 
-    Example:
+    Examples:
         >>> recipe_metadata(EnvironmentRecipe("CartPole-v1", time_limit=9, vectorization="async"))
         {'environment': 'CartPole-v1', 'recipe': '{"id": "CartPole-v1", "time_limit": 9}'}
     """
@@ -43,7 +43,7 @@ def recipe_metadata(recipe: EnvironmentRecipe | None) -> dict[str, str]:
 def recorded_recipe(metadata: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the settings in the metadata of a demonstration; None where they hold none. Nothing in them is looked up.
 
-    Example:
+    Examples:
         >>> recorded_recipe(recipe_metadata(EnvironmentRecipe("CartPole-v1"))), recorded_recipe({"recipe": "unknown"})
         ({'id': 'CartPole-v1'}, None)
     """
@@ -69,7 +69,7 @@ def check_task(owner: str, metadata: Mapping[str, Any], recipe: EnvironmentRecip
         metadata: What is known of it.
         recipe: That of the environment; what its ``demonstrations_of`` names is taken.
 
-    Example:
+    Examples:
         >>> shown = recipe_metadata(EnvironmentRecipe("CartPole-v1"))
         >>> check_task("Demonstration 'a'", shown, EnvironmentRecipe("CartPole-v1", time_limit=9))
         >>> check_task("Demonstration 'a'", shown, EnvironmentRecipe("CartPole-v1", clip_reward=1))

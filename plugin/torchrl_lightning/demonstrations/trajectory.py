@@ -50,7 +50,7 @@ class Demonstration:
         ValueError: It has no steps, action or reward, an entry of another length, a number that is not finite, or
             another field makes no sense.
 
-    Example:
+    Examples:
         >>> steps = TensorDict({"observation": torch.zeros(3, 4), "action": torch.tensor([0, 1, 1])}, [3])
         >>> steps["next", "reward"] = torch.tensor([[0.0], [0.0], [1.0]])
         >>> demonstration = Demonstration(steps, is_human=True, name="goal.npz")
@@ -136,7 +136,7 @@ class Demonstration:
         Raises:
             ValueError: ``length`` is not in ``[1, T]``.
 
-        Example:
+        Examples:
             >>> steps = TensorDict({"observation": torch.arange(3.0)[:, None], "action": torch.tensor([0, 1, 1])}, [3])
             >>> steps["next", "reward"] = torch.tensor([[0.0], [1.0], [0.0]])
             >>> short = Demonstration(steps).shortened(2)
@@ -181,7 +181,7 @@ class Demonstration:
                 another shape or dtype of an entry, or lacks an action; the message names the demonstration and what
                 differs.
 
-        Example:
+        Examples:
             >>> from torchrl_lightning import environment_specs, make_vector_env
             >>> steps = TensorDict({"observation": torch.zeros(1, 4), "action": torch.tensor([2])}, [1])
             >>> steps["next", "reward"] = torch.zeros(1, 1)
@@ -232,7 +232,7 @@ def newest_frames(rows: TensorDictBase, specs: EnvironmentSpecs) -> TensorDict:
         rows: What the environment shows.
         specs: The environment's specs, without a frame stack.
 
-    Example:
+    Examples:
         >>> from torchrl_lightning import EnvironmentSpecs
         >>> from torchrl.data import Categorical, Composite, Unbounded
         >>> specs = EnvironmentSpecs(Composite(image=Unbounded((2, 2))), Categorical(2), 1)

@@ -45,7 +45,7 @@ class DemonstrationWriter(Stated):
     Raises:
         ValueError: The threshold is not finite, the value capacity is negative, or there is no such annealing.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from tensordict import TensorDict
         >>> def episode(*rewards: float, value: float = 0.0) -> Demonstration:

@@ -32,7 +32,7 @@ class RateLimiter:
     Source:
         Cassirer et al. (2021), Reverb: A Framework for Experience Replay, https://arxiv.org/abs/2102.04736
 
-    Example:
+    Examples:
         >>> limiter = RateLimiter(2.0, error_buffer=8, min_size=4)
         >>> limiter.admits_insert(4), limiter.admits_draw(1)
         (True, False)

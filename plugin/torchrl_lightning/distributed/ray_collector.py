@@ -86,7 +86,7 @@ class RayCollector(WorkersCollector):
         Moritz et al. (2018), Ray: A Distributed Framework for Emerging AI Applications,
         https://arxiv.org/abs/1712.05889
 
-    Example:
+    Examples:
         >>> collector = RayCollector("CartPole-v1", num_collectors=2, num_envs=4, frames_per_batch=64)
         >>> collector.policy_version, collector.specs.num_envs
         (0, 4)

@@ -81,7 +81,7 @@ class ReplayService(Nameable):
     Source:
         Horgan et al. (2018), Distributed Prioritized Experience Replay, https://arxiv.org/abs/1803.00933
 
-    Example:
+    Examples:
         >>> service = ReplayService(ExperienceBuffer(num_envs=4), shards=2)
         >>> service.shards, service.running
         (2, False)

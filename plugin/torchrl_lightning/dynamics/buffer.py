@@ -63,7 +63,7 @@ class MBReplayBuffer(ExperienceBuffer, DocumentedVerbs):
     Source:
         https://github.com/PyTorchRL/pytorchrl
 
-    Example:
+    Examples:
         >>> buffer = MBReplayBuffer(4)
         >>> step = {"Observation": torch.ones(2, 3), "Action": torch.zeros(2, 1), "NextObservation": torch.ones(2, 3)}
         >>> for _ in range(5):
@@ -227,7 +227,7 @@ class MBReplayBuffer(ExperienceBuffer, DocumentedVerbs):
         Raises:
             ValueError: shape or dtype of a row differ from those that are there.
 
-        Example:
+        Examples:
             >>> columns = {}
             >>> MBReplayBuffer(3).insert_single_tensor_slice(columns, "Reward", torch.arange(5))
             5

@@ -25,7 +25,7 @@ class StandardScaler(nn.Module):
     Args:
         columns: names of the columns, for messages.
 
-    Example:
+    Examples:
         >>> scaler = StandardScaler(["height", "width"]).fit(torch.tensor([[1.0, 7.0], [3.0, 7.0], [5.0, 7.0]]))
         >>> scaler.mean.tolist(), scaler.std.tolist()
         ([3.0, 7.0], [2.0, 1.0])

@@ -38,7 +38,7 @@ class HoldoutSplit(Stated, Nameable):
     Raises:
         ValueError: the fraction is not between 0 and 1, or a number is out of range.
 
-    Example:
+    Examples:
         >>> from tensordict import TensorDict
         >>> from torchrl_lightning import ExperienceBuffer, RingStorage
         >>> buffer, split = ExperienceBuffer(storage=RingStorage(100)), HoldoutSplit(0.25, max_validation=10)

@@ -55,7 +55,7 @@ class DynamicsTargets(Transform):
         KeyError: the spec lacks an observation; when transitions are read: they lack an entry.
         ValueError: when transitions are read: a discrete action lies outside of the spec, or an entry has another size.
 
-    Example:
+    Examples:
         >>> from tensordict import TensorDict
         >>> from torchrl.data import Unbounded
         >>> targets = DynamicsTargets(Composite(observation=Unbounded(2)), Categorical(3))
@@ -215,7 +215,7 @@ class DynamicsTargets(Transform):
     def split(self, columns: Tensor) -> dict[NestedKey, Tensor]:
         """Return observations as columns ``[..., D]`` under their keys, in their own shapes.
 
-        Example:
+        Examples:
             >>> from torchrl.data import Unbounded
             >>> targets = DynamicsTargets(Composite(near=Unbounded(1), far=Unbounded((1, 2))), Categorical(2))
             >>> {key: value.tolist() for key, value in targets.split(torch.arange(3.0)).items()}
@@ -230,7 +230,7 @@ class DynamicsTargets(Transform):
     def observed(self, columns: Tensor) -> dict[NestedKey, Tensor]:
         """Return observations as columns ``[..., D]`` as :meth:`split` does, in the dtypes of their specs, too.
 
-        Example:
+        Examples:
             >>> from torchrl.data import Unbounded
             >>> targets = DynamicsTargets(Composite(grey=Unbounded(3, dtype=torch.uint8)), Categorical(2))
             >>> targets.observed(torch.tensor([-3.0, 7.6, 300.0]))["grey"]

@@ -41,7 +41,7 @@ class ActionFormat:
         spec_shape: Shape of one action of a network.
         clip: Whether the environment gets actions clipped to their Box.
 
-    Example:
+    Examples:
         >>> form = ActionFormat.of_space(spaces.Box(-1, 1, (), np.float16))
         >>> form.to_environment(np.array([[0.5], [1.000001], [2.0]], np.float32))
         array([0.5, 1. , 2. ], dtype=float16)
@@ -296,7 +296,7 @@ def half_bounded_drawer(spec: TensorSpec, batch: Sequence[int]) -> Callable[[], 
 
     TorchRL's specs draw NaN or infinity then. A number without a bound on a side is drawn as by Gymnasium's Box.
 
-    Example:
+    Examples:
         >>> spec = Bounded(torch.tensor([0.0, -torch.inf]), torch.tensor([torch.inf, 1.0]), (2,))
         >>> draw = half_bounded_drawer(spec, [100])
         >>> bool(spec.is_in(draw()).all())

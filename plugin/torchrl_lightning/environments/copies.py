@@ -26,7 +26,7 @@ _PASS_AGAIN = (RepeatAction, StickyAction, MaxAndSkipObservation)
 def copied(value: Any) -> Any:
     """Return a copy of an array, also of the arrays in dicts, lists and tuples; other values are returned unchanged.
 
-    Example:
+    Examples:
         >>> array = np.zeros(2)
         >>> copy = copied({"position": array, "name": "a"})
         >>> array += 1
@@ -108,7 +108,7 @@ class FreshObservations(gym.Wrapper[Any, Any, Any, Any], RecordConstructorArgs):
 def copy_beneath_wrappers(env: gym.Env[Any, Any]) -> None:
     """Insert copies beneath those of Gymnasium's wrappers that keep observations or pass an action on again.
 
-    Example:
+    Examples:
         >>> env = FrameStackObservation(gym.make("CartPole-v1"), 2)
         >>> copy_beneath_wrappers(env)
         >>> type(env.env).__name__

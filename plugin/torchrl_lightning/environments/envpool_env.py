@@ -113,7 +113,7 @@ class EnvPoolVectorEnv(VectorEnv[Any, Any, Any]):
 def envpool_task(env: object, env_kwargs: Mapping[str, Any], wrappers: Sequence[Any]) -> tuple[str, dict[str, Any]]:
     """Return EnvPool's id and arguments; a ValueError names what EnvPool's environments cannot have.
 
-    Example:
+    Examples:
         >>> envpool_task(EnvironmentRecipe("CartPole-v1", time_limit=9), {}, ())
         ('CartPole-v1', {'max_episode_steps': 9})
     """

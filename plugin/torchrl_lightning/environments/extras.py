@@ -29,7 +29,7 @@ _REGISTERED = {
 def extra_for(error: BaseException) -> str:
     """Return a sentence, behind a blank, that names the extra which mends an error; nothing where none does.
 
-    Example:
+    Examples:
         >>> extra_for(ModuleNotFoundError("No module named 'minigrid'"))
         " Here the extra 'minigrid' brings it: torchrl-lightning[minigrid]."
     """
@@ -40,7 +40,7 @@ def extra_for(error: BaseException) -> str:
 def registered_by(name: str) -> str | None:
     """Return a sentence that names the module which registers an environment and its extra, None where none is known.
 
-    Example:
+    Examples:
         >>> registered_by("ALE/Pong-v5")
         "Name it 'ale_py:ALE/Pong-v5', with the extra 'atari': pip install 'torchrl-lightning[atari]'."
     """

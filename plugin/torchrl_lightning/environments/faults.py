@@ -74,7 +74,7 @@ def blame(error: BaseException, call: str, whose: str = "the environment", place
         whose: the environment; where the error shows its number, that is named.
         place: words in front that say where it happened.
 
-    Example:
+    Examples:
         >>> import random
         >>> with blaming("step", "environment 3"):
         ...     random.choice([])  # doctest: +ELLIPSIS
@@ -142,7 +142,7 @@ def _is_of(frame: FrameType, modules: Iterable[str]) -> bool:
 def check_returned(space: spaces.Space[Any], returned: Any, call: str, whose: str) -> None:
     """Refuse what an environment returned from ``reset`` or ``step`` by an EnvironmentFault, if it may not.
 
-    Example:
+    Examples:
         >>> check_returned(spaces.Discrete(2), (0, 1.0, "yes", False, {}), "step", "environment 3")
         Traceback (most recent call last):
             ...
@@ -184,7 +184,7 @@ def check_observation(space: spaces.Space[Any], observation: Any, whose: str) ->
     Raises:
         EnvironmentFault: the message names the entry, what came and what was expected.
 
-    Example:
+    Examples:
         >>> check_observation(spaces.Box(0, 1, (2,)), [0.0, 1.0, 0.0], "environment 3")
         Traceback (most recent call last):
             ...

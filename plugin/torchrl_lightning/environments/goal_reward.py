@@ -14,7 +14,7 @@ class GoalReward(gym.Wrapper[Any, Any, Any, Any]):
 
     For environments that terminate at their goal and nowhere else, such as ``MountainCar-v0``.
 
-    Example:
+    Examples:
         >>> env = GoalReward(gym.make("MountainCar-v0"))
         >>> _ = env.reset(seed=0)
         >>> env.step(0)[1]

@@ -28,7 +28,7 @@ class EnvironmentGoals:
     Args:
         source: an environment id, a factory of one environment, Gymnasium's or TorchRL's, or a ready one.
 
-    Example:
+    Examples:
         >>> EnvironmentGoals("CartPole-v1").find("compute_reward") is None
         True
     """

@@ -25,7 +25,7 @@ class ActionMaskFromInfo(gym.Wrapper[Any, Any, Any, Any]):
     Raises:
         ValueError: its actions are others.
 
-    Example:
+    Examples:
         >>> env = ActionMaskFromInfo(gym.make("Taxi-v4"))
         >>> observation, _ = env.reset(seed=0)
         >>> observation["action_mask"].tolist()

@@ -25,7 +25,7 @@ class ActionMask:
     Raises:
         ValueError: It is not made of choices.
 
-    Example:
+    Examples:
         >>> ActionMask(Categorical(3)).draw(torch.tensor([[False, True, False]]))
         tensor([1])
     """
@@ -91,7 +91,7 @@ def draw_choice(mask: Tensor) -> Tensor:
 def usable(mask: Tensor) -> Tensor:
     """Return a mask as bool, all true where nothing is allowed, as at the end of an episode.
 
-    Example:
+    Examples:
         >>> usable(torch.tensor([[1, 0], [0, 0]], dtype=torch.int8))
         tensor([[ True, False],
                 [ True,  True]])

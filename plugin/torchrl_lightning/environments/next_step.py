@@ -18,7 +18,7 @@ class KnownResets(VectorWrapper[Any, Any, Any, Any, Array]):
     Attributes:
         resets: Where the last step was a reset, ``[N]`` bool.
 
-    Example:
+    Examples:
         >>> import gymnasium
         >>> env = KnownResets(gymnasium.make_vec("CartPole-v1", 2, vectorization_mode="vector_entry_point"))
         >>> _ = env.reset(seed=0)

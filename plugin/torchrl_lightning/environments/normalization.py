@@ -44,7 +44,7 @@ class ObservationNormalizer(nn.Module):
     Raises:
         ValueError: An entry is not there, or has no numbers to be normalised: it counts choices or is boolean.
 
-    Example:
+    Examples:
         >>> from torchrl_lightning import environment_specs, make_vector_env
         >>> normalizer = ObservationNormalizer(environment_specs(make_vector_env("CartPole-v1", 1)), True, 10.0)
         >>> normalizer.advance({"observation": Moments.of(torch.tensor([[0.0, 1.0, 2.0, 3.0], [2.0, 3.0, 4.0, 5.0]]))})

@@ -28,7 +28,7 @@ def observed_entries(specs: Composite, observation: Any) -> tuple[dict[NestedKey
     Raises:
         ValueError: An entry is missing, or of another shape or dtype than its spec; the message names it.
 
-    Example:
+    Examples:
         >>> from torchrl.data import Unbounded
         >>> entries, count = observed_entries(Composite(observation=Unbounded((4,))), np.zeros((2, 4)))
         >>> entries["observation"].shape, entries["observation"].dtype, count

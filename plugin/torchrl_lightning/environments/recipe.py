@@ -112,7 +112,7 @@ class EnvironmentRecipe(Settings, Nameable):
             does not fit.
         TypeError: ``id`` or a wrapper is of another kind.
 
-    Example:
+    Examples:
         >>> recipe = EnvironmentRecipe(
         ...     "CartPole-v1", time_limit=200, wrappers=[{"_target_": "gymnasium.wrappers.TimeAwareObservation"}]
         ... )
@@ -210,7 +210,7 @@ class EnvironmentRecipe(Settings, Nameable):
     def with_settings(self, **settings: Any) -> EnvironmentRecipe:
         """Return a recipe with other values of some settings.
 
-        Example:
+        Examples:
             >>> EnvironmentRecipe("CartPole-v1", time_limit=9).with_settings(time_limit=None)
             EnvironmentRecipe('CartPole-v1')
         """
@@ -224,7 +224,7 @@ class EnvironmentRecipe(Settings, Nameable):
     def settings(self) -> dict[str, Any]:
         """Return what is not as by default, as numbers, texts, lists and dicts; what is none of these by its name.
 
-        Example:
+        Examples:
             >>> EnvironmentRecipe("CartPole-v1", wrappers=[partial(TimeLimit, max_episode_steps=9)]).settings()
             {'id': 'CartPole-v1', 'wrappers': [{'_target_': 'gymnasium.wrappers.common.TimeLimit', \
 'max_episode_steps': 9}]}
@@ -255,7 +255,7 @@ class SelectObservation(gym.ObservationWrapper[Any, Any, Any]):
     Raises:
         ValueError: if the observation is no flat Box or an index is out of range.
 
-    Example:
+    Examples:
         >>> SelectObservation(gym.make("CartPole-v1"), [0, 2]).reset(seed=0)[0].shape
         (2,)
     """
@@ -321,7 +321,7 @@ def _wrapped(env: Environment, wrapper: Wrapper, what: str) -> Environment:
 def plain(value: Any) -> Any:
     """Return a setting as numbers, texts, lists and dicts; what is none of these by its name, ours by the public one.
 
-    Example:
+    Examples:
         >>> plain([TimeLimit, partial(TimeLimit, max_episode_steps=9), np.float32(2)])
         ['gymnasium.wrappers.common.TimeLimit', {'_target_': 'gymnasium.wrappers.common.TimeLimit', \
 'max_episode_steps': 9}, 2.0]
@@ -360,7 +360,7 @@ def _target(part: Callable[..., Any]) -> dict[str, Any]:
 def differences(there: Any, here: Any, field: str = "") -> Iterator[tuple[str, Any, Any]]:
     """Yield the fields in which two plain values differ, with the value of each; None where one lacks it.
 
-    Example:
+    Examples:
         >>> list(differences({"stack": 4, "wrappers": [{"low": 0}]}, {"wrappers": [{"low": 1}]}))
         [('stack', 4, None), ('wrappers[0].low', 0, 1)]
     """

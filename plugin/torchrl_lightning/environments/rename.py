@@ -28,7 +28,7 @@ class RenameObservation(gym.ObservationWrapper[Any, Any, Any]):
     Raises:
         ValueError: the observation is no Dict, an entry is not there, or two would have one name.
 
-    Example:
+    Examples:
         >>> from gymnasium.wrappers import TimeAwareObservation
         >>> timed = TimeAwareObservation(gym.make("CartPole-v1"), flatten=False)
         >>> list(RenameObservation(timed, {"time": "clock"}).observation_space)

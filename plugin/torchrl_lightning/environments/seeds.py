@@ -18,7 +18,7 @@ def spawn_seeds(seed: int, *path: str | int, count: int) -> list[int]:
 
     Arguments and errors are those of :func:`spawn_seed`.
 
-    Example:
+    Examples:
         >>> spawn_seeds(0, "environment", 1, count=3)
         [1182787810, 741764484, 1639611303]
     """
@@ -49,7 +49,7 @@ def spawn_seed(seed: int, *path: str | int) -> int:
     Raises:
         ValueError: A negative seed.
 
-    Example:
+    Examples:
         >>> spawn_seed(0, "evaluation", 0, 1) == spawn_seed(1, "evaluation", 0, 0)
         False
     """

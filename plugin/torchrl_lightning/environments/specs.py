@@ -86,7 +86,7 @@ def environment_specs(env: VectorEnv[Any, Any, Any] | EnvBase) -> EnvironmentSpe
         TypeError: The environment is of another kind, or has a space without a spec.
         ValueError: An observation is named as an entry of a run's own, or is an ``action_mask`` that does not fit.
 
-    Example:
+    Examples:
         >>> from torchrl_lightning import make_vector_env
         >>> specs = environment_specs(make_vector_env("CartPole-v1", 2))
         >>> specs.keys, specs.observation["observation"].shape, specs.action.n
@@ -157,7 +157,7 @@ def spec_to_space(spec: TensorSpec, start: Any = 0) -> spaces.Space[Any]:
         spec: The spec, without a batch dimension.
         start: The choice that 0 stands for, or one for each part.
 
-    Example:
+    Examples:
         >>> spec_to_space(Categorical(3), start=1)
         Discrete(3, start=1)
     """

@@ -23,7 +23,7 @@ class StepPipe:
         connection: The end of a pipe.
         space: Of the actions; others than those of one array are pickled.
 
-    Example:
+    Examples:
         >>> from multiprocessing import Pipe
         >>> ours, theirs = (StepPipe(end, spaces.Discrete(3)) for end in Pipe())
         >>> ours.send(("step", np.int64(2)))

@@ -126,7 +126,7 @@ def stepped_together(env: EnvBase) -> BatchVectorEnv | None:
     That is so for one without a batch, with transforms, of several environments or processes, elsewhere than on the
     CPU, where what it shows should stay, or with specs that no space tells.
 
-    Example:
+    Examples:
         >>> from torchrl.envs import GymEnv
         >>> stepped_together(GymEnv("Pendulum-v1")) is None
         True

@@ -78,7 +78,7 @@ def make_environment(
         ValueError: the number of environments, keys or shapes do not fit, or a transform spoils the data.
         TypeError: it is neither an id, an environment nor a factory of one.
 
-    Example:
+    Examples:
         >>> from torchrl.envs import GymEnv
         >>> env = make_environment(lambda: GymEnv("Pendulum-v1"), 3)
         >>> env.batch_size

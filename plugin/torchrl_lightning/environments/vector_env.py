@@ -63,7 +63,7 @@ def make_vector_env(
     Source:
         https://farama.org/Vector-Autoreset-Mode
 
-    Example:
+    Examples:
         >>> env = make_vector_env("CartPole-v1", 2)
         >>> env.num_envs, env.metadata["autoreset_mode"].name
         (2, 'SAME_STEP')

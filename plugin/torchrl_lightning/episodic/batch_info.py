@@ -23,7 +23,7 @@ class BatchInfo(TensorClass):
         replay_buffer: the buffer that it was drawn from.
         discounted_return: the return of its first step; None where returns are not recorded.
 
-    Example:
+    Examples:
         >>> import torch
         >>> info = BatchInfo(torch.tensor([0, 1]), torch.tensor([5, 7]), batch_size=[2])
         >>> info[1].positions.item(), info.importance_weights

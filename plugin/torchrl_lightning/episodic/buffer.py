@@ -80,7 +80,7 @@ class EpisodicReplayBuffer(ExperienceBuffer):
     Source:
         https://github.com/HorizonRobotics/alf
 
-    Example:
+    Examples:
         >>> from tensordict import TensorDict
         >>> row = TensorDict({"step_type": torch.tensor(0), "reward": torch.tensor(0.0)})
         >>> buffer = EpisodicReplayBuffer(row, num_environments=2, max_length=8)

@@ -38,7 +38,7 @@ class FrameStackTransform(EpisodeTransform):
             entry holds no images.
         KeyError: when sampling: an entry is missing.
 
-    Example:
+    Examples:
         >>> from tensordict import TensorDict
         >>> from torchrl_lightning import ExperienceBuffer
         >>> buffer = ExperienceBuffer(transform=FrameStackTransform(3))

@@ -56,7 +56,7 @@ class FrameStorage(RingStorage):
         ValueError: a number is not positive; when writing, an entry is no stack of so many images, or the stack after
             a step does not go on from that of the step.
 
-    Example:
+    Examples:
         >>> from tensordict import TensorDict
         >>> from torchrl_lightning import ExperienceBuffer
         >>> buffer = ExperienceBuffer(storage=FrameStorage(100, 3))

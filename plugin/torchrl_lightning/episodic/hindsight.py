@@ -105,7 +105,7 @@ class HindsightRelabel(EpisodeTransform):
             reward cannot compare the goals.
         KeyError: when sampling: an entry is missing.
 
-    Example:
+    Examples:
         >>> from tensordict import TensorDict
         >>> from torchrl_lightning import ExperienceBuffer
         >>> buffer = ExperienceBuffer(transform=HindsightRelabel(1.0))

@@ -83,7 +83,7 @@ class RecentSampler(SequenceSampler):
     Raises:
         ValueError: an option out of range.
 
-    Example:
+    Examples:
         >>> from tensordict import TensorDict
         >>> from torchrl_lightning import ExperienceBuffer, RingStorage
         >>> sampler = RecentSampler(batch_length=2, recent_data_steps=3, recent_data_ratio=0.25)

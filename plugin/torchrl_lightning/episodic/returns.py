@@ -71,7 +71,7 @@ class EpisodicReturn(Nameable):
     Raises:
         ValueError: no writer with an episode index fills the storage, or a number is out of range.
 
-    Example:
+    Examples:
         >>> from torchrl_lightning.replay import ExperienceBuffer, RingWriter
         >>> writer = RingWriter(track_episodes=True)
         >>> buffer = ExperienceBuffer(storage=RingStorage(8), writer=writer)

@@ -18,7 +18,7 @@ class Draws:
         length: Cells of each environment's ring.
         num_envs: Number of rings.
 
-    Example:
+    Examples:
         >>> import torch
         >>> draws = Draws(length=4, num_envs=1)
         >>> draws.note(torch.tensor([3, 3, 0]), torch.tensor([4, 4, 4]))

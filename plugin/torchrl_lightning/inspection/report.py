@@ -83,7 +83,7 @@ def inspect_buffer(buffer: Any, *, name: str | None = None, last: int | None = N
     Raises:
         ValueError: It is none of ours, it holds more cells than are looked at, or ``last`` is not positive.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from tensordict import TensorDict
         >>> from torchrl_lightning import ExperienceBuffer, RingStorage

@@ -34,7 +34,7 @@ def in_any_order(function: Callable[..., Any]) -> Callable[..., Any]:
 def jitted(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile a kernel with what it calls, once per process and cached on disk.
 
-    Example:
+    Examples:
         >>> def double(x):
         ...     return 2 * x
         >>> jitted(double)(1.5)

@@ -58,7 +58,7 @@ class SegmentTree(Stated):
         ValueError: the capacity is not positive, no leaf may have the initial value, or the operation or the backend is
             unknown or cannot serve the device.
 
-    Example:
+    Examples:
         >>> tree = SegmentTree(3, torch.max)
         >>> tree[[0, 2]] = [1.0, 5.0]
         >>> tree.summary().item(), tree[[2, 1]].tolist()
@@ -210,7 +210,7 @@ class SegmentTree(Stated):
             IndexError: an index lies outside ``[0, capacity)``.
             ValueError: a value is NaN, or (sum) negative or infinite.
 
-        Example:
+        Examples:
             >>> tree = SumSegmentTree(4)
             >>> tree.assign(torch.tensor([1, 3]), torch.tensor([2.0], dtype=torch.float64))
             >>> tree.leaves.tolist()
@@ -266,7 +266,7 @@ class SegmentTree(Stated):
         Raises:
             ValueError: there are more leaves than the tree holds, or values that no leaf may have.
 
-        Example:
+        Examples:
             >>> tree = SumSegmentTree(4)
             >>> tree.set_all(torch.tensor([1.0, 2.0]))
             >>> tree.leaves.tolist(), tree.nnz
@@ -334,7 +334,7 @@ class SumSegmentTree(_NamedTree):
 
     Arguments as in :class:`SegmentTree`.
 
-    Example:
+    Examples:
         >>> tree = SumSegmentTree(5)
         >>> tree[[1, 3]] = [2.0, 1.0]
         >>> tree.find_sum_bound([0.0, 1.9, 2.0, 3.0]).tolist()
@@ -383,7 +383,7 @@ class SumSegmentTree(_NamedTree):
         Args:
             thresholds: ``[B]``, contiguous, of the tree's dtype, on its device, between 0 and a positive total.
 
-        Example:
+        Examples:
             >>> tree = SumSegmentTree(2)
             >>> tree[1] = 2.0
             >>> tree.descend(torch.tensor([0.5], dtype=torch.float64)).tolist()
@@ -399,7 +399,7 @@ class SumSegmentTree(_NamedTree):
 class MinSegmentTree(_NamedTree):
     """The minimum of an array; arguments as in :class:`SegmentTree`, ``initial=math.inf`` leaves unset leaves out.
 
-    Example:
+    Examples:
         >>> tree = MinSegmentTree(2)
         >>> tree[:] = [3.0, 2.0]
         >>> tree.summary().item()
@@ -412,7 +412,7 @@ class MinSegmentTree(_NamedTree):
 class MaxSegmentTree(_NamedTree):
     """The maximum of an array; arguments as in :class:`SegmentTree`, ``initial=-math.inf`` leaves unset leaves out.
 
-    Example:
+    Examples:
         >>> tree = MaxSegmentTree(3)
         >>> tree[1] = 4.0
         >>> tree.summary().item()

@@ -99,7 +99,7 @@ class PPOBuffer(Configurable, VanillaOnPolicyBuffer):
     Source:
         Schulman et al. 2016, arXiv:1506.02438; https://github.com/learn-to-race/l2r-lab
 
-    Example:
+    Examples:
         >>> from types import SimpleNamespace
         >>> buffer = PPOBuffer(obs_dim=2, act_dim=1, size=4, batch_size=3, gamma=0.5, lam=1.0)
         >>> act = SimpleNamespace(action=torch.zeros(1), value=0.0, logp=-1.0)

@@ -59,7 +59,7 @@ class SimpleReplayBuffer(Configurable, ExperienceBuffer):
     Source:
         https://github.com/learn-to-race/l2r-lab
 
-    Example:
+    Examples:
         >>> from types import SimpleNamespace
         >>> buffer = SimpleReplayBuffer(obs_dim=2, act_dim=1, size=100, batch_size=1)
         >>> act = SimpleNamespace(action=[0.5])

@@ -278,7 +278,7 @@ def build_head(
 def action_name(spec: TensorSpec) -> str:
     """Name actions as Gymnasium's spaces are named.
 
-    Example:
+    Examples:
         >>> from torchrl.data import MultiCategorical
         >>> action_name(Categorical(3)), action_name(MultiCategorical([2, 3])), action_name(Bounded(0, 1, (2, 2)))
         ('Discrete(3)', 'MultiDiscrete([2, 3])', 'Box of shape (2, 2) and dtype float32')

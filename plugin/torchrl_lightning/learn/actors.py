@@ -154,7 +154,7 @@ def build_actor(
         distribution: Distribution of continuous actions: ``"normal"`` (clipped; the default) or ``"tanh_normal"``.
         initial_std: Initial standard deviation of continuous actions, in units of half the action range.
 
-    Example:
+    Examples:
         >>> from torchrl_lightning import environment_specs, make_vector_env
         >>> specs = environment_specs(make_vector_env("CartPole-v1", 1))
         >>> td = build_actor(specs)(specs.observation.zero([3]))
@@ -271,7 +271,7 @@ def build_critic(
     Raises:
         ValueError: The network is shared but no actor is given, or should be both shared and separate.
 
-    Example:
+    Examples:
         >>> from torchrl_lightning import environment_specs, make_vector_env
         >>> specs = environment_specs(make_vector_env("CartPole-v1", 1))
         >>> critic = build_critic(specs, out_keys=["state_value", "intrinsic_state_value"])

@@ -24,7 +24,7 @@ class MultiCategorical(D.Distribution):
         logits: The concatenated logits ``[*B, sum(sizes)]``.
         sizes: The number of choices of each of the K parts.
 
-    Example:
+    Examples:
         >>> dist = MultiCategorical(torch.zeros(2, 5), [2, 3])
         >>> dist.sample().shape, dist.log_prob(torch.zeros(2, 2, dtype=torch.long))
         (torch.Size([2, 2]), tensor([-1.7918, -1.7918]))
@@ -98,7 +98,7 @@ class ClippedNormal(D.Distribution):
         low: Lower bound ``[A]``, may be -inf.
         high: Upper bound ``[A]``, may be inf.
 
-    Example:
+    Examples:
         >>> one = torch.ones(1)
         >>> ClippedNormal(0 * one, one, -one, one).log_prob(one).exp()  # the mass beyond one sigma
         tensor(0.1587)

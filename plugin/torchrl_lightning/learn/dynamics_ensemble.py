@@ -73,7 +73,7 @@ class DynamicsEnsemble(WorldModelSettings, TermsModule):
     Raises:
         ValueError: A number is out of range.
 
-    Example:
+    Examples:
         >>> from torchrl_lightning import environment_specs, make_vector_env
         >>> specs = environment_specs(make_vector_env("Pendulum-v1", 1))
         >>> module = DynamicsEnsemble([16]).build(specs, num_members=3)

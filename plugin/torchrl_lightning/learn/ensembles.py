@@ -48,7 +48,7 @@ class GaussianEnsemble(nn.Module):
         ends_by: How many of the first inputs are observations, whose changes are the first targets, that tell
             terminations; these are not learnt if 0.
 
-    Example:
+    Examples:
         >>> mean, log_variance = GaussianEnsemble(3, 4, 2, [8])(torch.zeros(3, 5, 4))
         >>> mean.shape, log_variance.shape
         (torch.Size([3, 5, 2]), torch.Size([3, 5, 2]))

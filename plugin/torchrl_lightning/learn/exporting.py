@@ -148,7 +148,7 @@ def export_policy(policy: LoadedPolicy, path: str | Path, *, format: Format = "t
             line, says why.
         ImportError: The extra is missing.
 
-    Example:
+    Examples:
         >>> export_policy(load_policy("logs/run"), "policy.pt2")["outputs"]  # doctest: +SKIP
         {'action': {'shape': ['N'], 'dtype': 'int64'}}
     """

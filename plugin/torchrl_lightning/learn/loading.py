@@ -105,7 +105,7 @@ class LoadedPolicy(TensorDictModuleBase):
                 one observation leaves no action; in a batch that is an episode which has ended, whose action counts for
                 nothing.
 
-        Example:
+        Examples:
             >>> policy = load_policy("logs/run/checkpoints/best.ckpt")  # doctest: +SKIP
             >>> env.step(policy.act(observation))  # doctest: +SKIP
         """
@@ -186,7 +186,7 @@ def load_policy(
             packages, or its weights do not fit the module.
         TypeError: The module has no ``policy``.
 
-    Example:
+    Examples:
         >>> load_policy("logs/run/checkpoints/best.ckpt")  # doctest: +SKIP
     """
     path = checkpoint_of(path)

@@ -63,7 +63,7 @@ class LossModuleAgent(AgentModule):
             loss has no acting network and none is given.
         ValueError: An entry that is to be minimised is none of the loss's.
 
-    Example:
+    Examples:
         >>> from types import SimpleNamespace
         >>> from torchrl.data import Categorical
         >>> from torchrl.modules import MLP, QValueActor

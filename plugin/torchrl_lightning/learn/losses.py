@@ -27,7 +27,7 @@ def policy_gradient_loss(log_prob: Tensor, advantage: Tensor) -> Tensor:
         log_prob: Of the actions taken, ``[*B]``.
         advantage: ``[*B]``.
 
-    Example:
+    Examples:
         >>> policy_gradient_loss(torch.tensor([-1.0, -2.0]), torch.tensor([1.0, 0.5]))
         tensor(1.)
     """
@@ -43,7 +43,7 @@ def clipped_surrogate_loss(log_ratio: Tensor, advantage: Tensor, epsilon: float 
         advantage: ``[*B]``.
         epsilon: Range of the ratio around 1 in which it may gain.
 
-    Example:
+    Examples:
         >>> clipped_surrogate_loss(torch.tensor([2.0, 0.5]).log(), torch.tensor([1.0, -1.0]), 0.2)
         tensor(-0.2000)
     """
@@ -66,7 +66,7 @@ def kl_estimate(log_ratio: Tensor) -> Tensor:
     Source:
         Schulman (2020), Approximating KL Divergence (the estimator k3), http://joschu.net/blog/kl-approx.html
 
-    Example:
+    Examples:
         >>> kl_estimate(torch.tensor([0.0, 0.5, -0.5, 1000.0]))
         tensor([0.0000, 0.1487, 0.1065,    inf])
     """
@@ -91,7 +91,7 @@ def critic_loss(
         old_value: What was predicted when the steps were collected, ``[*B, 1]``; needed for clipping.
         clip_value: Clip the change from ``old_value`` to this; None does not clip.
 
-    Example:
+    Examples:
         >>> critic_loss(torch.tensor([[1.0], [3.0]]), torch.zeros(2, 1))
         tensor(5.)
     """
@@ -121,7 +121,7 @@ def _same_shape(a: Tensor, b: Tensor) -> None:
 def value_of_action(values: Tensor, action: Tensor, *, one_hot: bool = False) -> Tensor:
     r"""Return \(Q(s, a)\) of values ``[*B, A]`` and the actions taken: ``[*B]``, or ``[*B, A]`` if one-hot.
 
-    Example:
+    Examples:
         >>> value_of_action(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([1, 0]))
         tensor([2., 3.])
     """
@@ -137,7 +137,7 @@ def margin_loss(values: Tensor, action: Tensor, margin: float, *, one_hot: bool 
 
     It is 0 where the action that was shown is better than each other one by at least the margin.
 
-    Example:
+    Examples:
         >>> margin_loss(torch.tensor([[1.0, 2.0], [1.0, 3.0]]), torch.tensor([0, 1]), 0.8)
         tensor([1.8000, 0.0000])
     """
@@ -150,7 +150,7 @@ def double_q_value(values: Tensor, selector: Tensor) -> Tensor:
 
     The first are the target network's, the second the online one's (van Hasselt et al., 2016).
 
-    Example:
+    Examples:
         >>> double_q_value(torch.tensor([[1.0, 2.0]]), torch.tensor([[5.0, 4.0]]))
         tensor([1.])
     """
@@ -161,7 +161,7 @@ def double_q_value(values: Tensor, selector: Tensor) -> Tensor:
 def soft_value(values: Tensor, log_prob: Tensor, alpha: Tensor) -> Tensor:
     r"""Return \(\min_i Q_i(s, a) - \alpha \log\pi(a|s)\) (Haarnoja et al., 2018); its negative is the policy's loss.
 
-    Example:
+    Examples:
         >>> soft_value(torch.tensor([[1.0], [2.0]]), torch.tensor([-3.0]), torch.tensor(0.5))
         tensor([2.5000])
     """
@@ -172,7 +172,7 @@ def soft_value(values: Tensor, log_prob: Tensor, alpha: Tensor) -> Tensor:
 def temperature_loss(log_alpha: Tensor, log_prob: Tensor, target_entropy: float) -> Tensor:
     r"""Return \(-\log\alpha\,(\log\pi(a|s) + \bar H)\), \(\bar H\) in nats (Haarnoja et al., 2018).
 
-    Example:
+    Examples:
         >>> temperature_loss(torch.tensor(2.0), torch.tensor([1.0]), -3.0)
         tensor([4.])
     """
@@ -184,7 +184,7 @@ def smoothed(action: Tensor, deviation: float, bound: float) -> Tensor:
 
     Target policy smoothing (Fujimoto et al., 2018), in units of half the action range.
 
-    Example:
+    Examples:
         >>> smoothed(torch.tensor([2.0]), deviation=0.0, bound=0.5)
         tensor([1.])
     """
@@ -199,7 +199,7 @@ def td_loss(
     What steps hold that ``mask`` leaves out may be anything, also NaN, and their error is 0. With ``reduction="mean"``
     the first is its mean over all steps, computed in one piece.
 
-    Example:
+    Examples:
         >>> td_loss(torch.tensor([[1.0], [4.0]]), torch.tensor([2.0]))
         (tensor([5.]), tensor([2.]))
     """

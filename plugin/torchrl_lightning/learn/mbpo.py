@@ -37,7 +37,7 @@ class MBPOModule(SACModule):
             actions are not bounded floating-point vectors.
         ValueError: When a fit is set up: an observation is discrete.
 
-    Example:
+    Examples:
         >>> from torchrl_lightning import environment_specs, make_vector_env
         >>> specs = environment_specs(make_vector_env("Pendulum-v1", 1))
         >>> module = MBPOModule(dynamics=WorldModelFit([16])).build(specs)

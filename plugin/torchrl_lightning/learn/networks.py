@@ -302,7 +302,7 @@ class MLPNetwork(Network, Nameable):
     Raises:
         ValueError: a width is not positive, or there is no such activation or initialization.
 
-    Example:
+    Examples:
         >>> from torchrl.data import Unbounded
         >>> MLPNetwork([16]).encoder([Unbounded(3)]).features
         16
@@ -338,7 +338,7 @@ class BatchRenormNetwork(Network, Nameable):
         warmup_steps: Batches before the running moments take part in training.
         shared: Whether actor and critic share the hidden layers.
 
-    Example:
+    Examples:
         >>> from torchrl.data import Unbounded
         >>> BatchRenormNetwork([16]).encoder([Unbounded(3)])(torch.zeros(2, 3)).shape
         torch.Size([2, 16])
@@ -382,7 +382,7 @@ class CNNNetwork(Network, Nameable):
     Raises:
         ValueError: channels, kernels and strides have different lengths, or an activation is unknown.
 
-    Example:
+    Examples:
         >>> from torchrl.data import Unbounded
         >>> CNNNetwork().encoder([Unbounded((4, 84, 84), dtype=torch.uint8)]).features
         512
@@ -436,7 +436,7 @@ class RecurrentNetwork(Network, Nameable):
         head_sizes: Width of further layers, which actor and critic do not share.
         activation: Name of the activation of those layers.
 
-    Example:
+    Examples:
         >>> from torchrl.data import Unbounded
         >>> trunk = RecurrentNetwork(hidden_size=8).trunk(["observation"], [Unbounded(3)])
         >>> trunk.in_keys, trunk.state_keys

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 class ReinforceModule(ActorCriticModule):
     """REINFORCE with a learnt baseline (Williams, 1992); arguments as of :class:`ActorCriticModule`.
 
-    Example:
+    Examples:
         >>> from torchrl_lightning import environment_specs, make_vector_env
         >>> specs = environment_specs(make_vector_env("CartPole-v1", 1))
         >>> ReinforceModule().build(specs).policy.log_prob_keys
@@ -76,7 +76,7 @@ class EntropyModule(ActorCriticModule):
 class A2CModule(EntropyModule):
     """Advantage actor-critic (Mnih et al., 2016); arguments as of :class:`EntropyModule`.
 
-    Example:
+    Examples:
         >>> from torchrl_lightning import environment_specs, make_vector_env
         >>> specs = environment_specs(make_vector_env("CartPole-v1", 1))
         >>> A2CModule().build(specs).critic.out_keys
@@ -105,7 +105,7 @@ class VTraceModule(A2CModule):
     acted and the current one; the losses are then those of A2C. Logs ``train/ratio_deviation``, the mean of
     |pi / mu - 1|.
 
-    Example:
+    Examples:
         >>> from torchrl_lightning import environment_specs, make_vector_env
         >>> specs = environment_specs(make_vector_env("CartPole-v1", 1))
         >>> VTraceModule(entropy_coeff=0.01).build(specs).policy.out_keys
@@ -131,7 +131,7 @@ class PPOModule(EntropyModule):
         target_kl: Skip an update and the rest of its epoch if ``kl_approx`` of its mini-batch exceeds 1.5 times this.
         entropy_coeff: As in :class:`EntropyModule`, like everything that is not named here.
 
-    Example:
+    Examples:
         >>> from torchrl_lightning import environment_specs, make_vector_env
         >>> specs = environment_specs(make_vector_env("CartPole-v1", 1))
         >>> module = PPOModule(entropy_coeff=0.01).build(specs)

@@ -62,7 +62,7 @@ def save_pretrained(run: str | Path, folder: str | Path, *, name: str | None = N
             the folder is one that this has written.
         TypeError: The checkpoint holds something else than plain data for its module.
 
-    Example:
+    Examples:
         >>> save_pretrained("logs/run", "cartpole")  # doctest: +SKIP
     """
     if all((Path(run) / name).is_file() for name in (_WEIGHTS, _CONTENT)):
@@ -135,7 +135,7 @@ def push_to_hub(run: str | Path, repo: str, *, private: bool | None = None) -> s
         ValueError: The name is none, or as of :func:`save_pretrained`.
         ImportError: The extra is missing.
 
-    Example:
+    Examples:
         >>> push_to_hub("logs/run", "me/ppo-cartpole")  # doctest: +SKIP
     """
     if not _REPOSITORY.fullmatch(repo):
@@ -174,7 +174,7 @@ def from_pretrained(
         ValueError: There is none, it is too large, damaged or foreign, or as of :func:`load_policy`.
         ImportError: The extra is missing.
 
-    Example:
+    Examples:
         >>> policy = from_pretrained("me/ppo-cartpole")  # doctest: +SKIP
         >>> policy.recipe()()  # doctest: +SKIP
     """

@@ -67,7 +67,7 @@ class DQNModule(OffPolicyModule):
         margin: By how much an action that was shown is to be better than others there.
         gamma: As in :class:`OffPolicyModule`, here and below.
 
-    Example:
+    Examples:
         >>> from torchrl_lightning import environment_specs, make_vector_env
         >>> specs = environment_specs(make_vector_env("CartPole-v1", 1))
         >>> module = DQNModule(dueling=True).build(specs)
@@ -178,7 +178,7 @@ class SACModule(OffPolicyModule):
         loss_function: ``"l2"``, ``"smooth_l1"`` or ``"l1"``.
         gamma: As in :class:`OffPolicyModule`, here and below.
 
-    Example:
+    Examples:
         >>> from torchrl_lightning import environment_specs, make_vector_env
         >>> specs = environment_specs(make_vector_env("Pendulum-v1", 1))
         >>> module = SACModule().build(specs)
@@ -290,7 +290,7 @@ class TD3Module(OffPolicyModule):
         target_interval: Updates between two updates of the policy and of the target networks.
         gamma: As in :class:`OffPolicyModule`, here and below.
 
-    Example:
+    Examples:
         >>> from torchrl_lightning import environment_specs, make_vector_env
         >>> specs = environment_specs(make_vector_env("Pendulum-v1", 1))
         >>> module = TD3Module().build(specs)

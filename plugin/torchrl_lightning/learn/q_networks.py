@@ -75,7 +75,7 @@ def build_q_network(
     Raises:
         TypeError: The action is not one choice among several.
 
-    Example:
+    Examples:
         >>> from torchrl_lightning import environment_specs, make_vector_env
         >>> specs = environment_specs(make_vector_env("CartPole-v1", 1))
         >>> build_q_network(specs, dueling=True).values([torch.zeros(3, 4)]).shape
@@ -141,7 +141,7 @@ def build_distributional_q_network(
         TypeError: The action is not one choice among several.
         ValueError: There are fewer than two atoms, or ``low`` is not below ``high``.
 
-    Example:
+    Examples:
         >>> from torchrl_lightning import environment_specs, make_vector_env
         >>> specs = environment_specs(make_vector_env("CartPole-v1", 1))
         >>> build_distributional_q_network(specs, low=0.0, high=100.0).values([torch.zeros(3, 4)]).shape
@@ -190,7 +190,7 @@ def build_action_critic(specs: Any, network: Network | None = None, *, quantiles
 
     With several ``quantiles`` it is one of TQC, ``[*B, quantiles]``.
 
-    Example:
+    Examples:
         >>> from torchrl_lightning import environment_specs, make_vector_env
         >>> specs = environment_specs(make_vector_env("Pendulum-v1", 1))
         >>> build_action_critic(specs).in_keys

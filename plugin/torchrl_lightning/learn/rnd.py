@@ -38,7 +38,7 @@ class RandomNetworkDistillation(Settings, nn.Module):
         clip: Bound of the whitened observations.
         update_fraction: Fraction of each mini-batch that trains the predictor.
 
-    Example:
+    Examples:
         >>> from tensordict import TensorDict
         >>> from torchrl_lightning import environment_specs, make_vector_env
         >>> specs = environment_specs(make_vector_env("CartPole-v1", 2))

@@ -16,7 +16,7 @@ Schedule = Callable[[float], float]
 class ConstantSchedule:
     """The factor 1 throughout.
 
-    Example:
+    Examples:
         >>> ConstantSchedule()(0.5)
         1.0
     """
@@ -30,7 +30,7 @@ class ConstantSchedule:
 class LinearSchedule:
     """From 1 down to ``final`` in a straight line.
 
-    Example:
+    Examples:
         >>> LinearSchedule(final=0.5)(0.5)
         0.75
     """
@@ -46,7 +46,7 @@ class LinearSchedule:
 class CosineSchedule:
     """From 1 down to ``final`` along half a cosine (Loshchilov and Hutter, 2017).
 
-    Example:
+    Examples:
         >>> round(CosineSchedule()(0.5), 3)
         0.5
     """

@@ -197,7 +197,7 @@ def build_squashed_actor(specs: Any, network: Network | None = None) -> Actor:
     Raises:
         TypeError: The actions are not bounded floating-point vectors.
 
-    Example:
+    Examples:
         >>> from torchrl_lightning import environment_specs, make_vector_env
         >>> specs = environment_specs(make_vector_env("Pendulum-v1", 1))
         >>> build_squashed_actor(specs)(specs.observation.zero([5]))["action"].shape
@@ -210,7 +210,7 @@ def build_squashed_actor(specs: Any, network: Network | None = None) -> Actor:
 def build_deterministic_actor(specs: Any, network: Network | None = None) -> DeterministicActor:
     """Build the actor of TD3; arguments and errors as of ``build_squashed_actor``.
 
-    Example:
+    Examples:
         >>> from torchrl_lightning import environment_specs, make_vector_env
         >>> specs = environment_specs(make_vector_env("Pendulum-v1", 1))
         >>> build_deterministic_actor(specs)(specs.observation.zero([5]))["action"].shape

@@ -46,7 +46,7 @@ class UnhealthyBody(Nameable):
     Source:
         ``is_healthy`` of https://github.com/Farama-Foundation/Gymnasium/tree/main/gymnasium/envs/mujoco
 
-    Example:
+    Examples:
         >>> import torch
         >>> fallen = UnhealthyBody("walker2d")
         >>> observation = torch.zeros(3, 17)

@@ -34,7 +34,7 @@ class WorldModelEnvironment(OwnSignature, ModelBasedEnvBase):
         world_model: The world model.
         device: Where it computes.
 
-    Example:
+    Examples:
         >>> from torchrl_lightning import DynamicsTargets, GaussianEnsemble, environment_specs, make_vector_env
         >>> specs = environment_specs(make_vector_env("Pendulum-v1", 1))
         >>> model = WorldModel(GaussianEnsemble(2, 4, 4, [8]), DynamicsTargets(specs.observation, specs.action))

@@ -42,7 +42,7 @@ class WorldModelFit(WorldModelSettings, Nameable):
         ValueError: A number is out of range, there are fewer members than elites, or terminations are both given and to
             be learnt.
 
-    Example:
+    Examples:
         >>> from torchrl_lightning import environment_specs, make_vector_env
         >>> specs = environment_specs(make_vector_env("Pendulum-v1", 1))
         >>> WorldModelFit([16], num_members=3, num_elites=2).build(specs).elites

@@ -35,7 +35,7 @@ class OutsideBox(Nameable):
     Raises:
         ValueError: The two are of different lengths.
 
-    Example:
+    Examples:
         >>> fallen = OutsideBox([-2.4, None], [2.4, None])
         >>> fallen(torch.zeros(2, 2), torch.zeros(2, 1), torch.tensor([[2.5, 0.0], [0.0, 9.0]]))
         tensor([ True, False])

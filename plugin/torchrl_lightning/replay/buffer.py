@@ -80,7 +80,7 @@ class ExperienceBuffer(Stated, FoldsSteps, ShareableBuffer):
         ValueError: ``num_envs`` differs from that of a given writer, another buffer fills the storage, or ``n_steps``
             or ``gamma`` are out of range.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from tensordict import TensorDict
         >>> buffer = ExperienceBuffer(storage=RingStorage(100), batch_size=4)
@@ -374,7 +374,7 @@ class ExperienceBuffer(Stated, FoldsSteps, ShareableBuffer):
             TypeError: the batch is not a TensorDict.
             ValueError: a shape or dtype differs from what is stored, or the writer refuses flags; nothing is written.
 
-        Example:
+        Examples:
             >>> import torch
             >>> from tensordict import TensorDict
             >>> buffer = ExperienceBuffer(storage=RingStorage(4), batch_size=8)

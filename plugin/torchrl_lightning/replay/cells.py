@@ -45,7 +45,7 @@ class Cells:
     Args:
         tree: nested dict of the leaves, each in one piece.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from tensordict import TensorDict
         >>> cells = Cells({"a": torch.zeros(4, dtype=torch.long)})

@@ -34,7 +34,7 @@ class EpisodeIndex:
         positions: next position of every environment, ``[num_envs]``, shared with the writer.
         floor: positions below are not stored, ``[num_envs]``, shared with the writer.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from tensordict import TensorDict
         >>> from torchrl_lightning.replay import ExperienceBuffer, RingStorage

@@ -41,7 +41,7 @@ class NStepReturns:
     Raises:
         ValueError: a number out of range.
 
-    Example:
+    Examples:
         >>> from tensordict import TensorDict
         >>> from torchrl_lightning import ExperienceBuffer, RingStorage
         >>> buffer = ExperienceBuffer(storage=RingStorage(8), n_steps=3, gamma=0.5, batch_size=64)

@@ -24,7 +24,7 @@ class PreparedRows:
     Raises:
         ValueError: ``extend`` has more to do with them each time.
 
-    Example:
+    Examples:
         >>> from tensordict import TensorDict
         >>> from torchrl_lightning.replay import ExperienceBuffer, RingStorage
         >>> buffer, rows = ExperienceBuffer(storage=RingStorage(4)), TensorDict({"a": torch.zeros(1)}, [1])

@@ -54,7 +54,7 @@ class Priorities:
         limited: draw only cells that :meth:`limit` names, not all that are stored.
         backend: of the trees.
 
-    Example:
+    Examples:
         >>> table = Priorities(4, alpha=1.0, eps=0.0)
         >>> table.write(torch.tensor([0, 1]), 2.0)
         >>> table.write(torch.tensor([1, 3]), torch.tensor([6.0, 9.0], dtype=torch.float64))

@@ -97,7 +97,7 @@ class PrioritizedSampler(Stated, SamplerHooks, _PrioritizedSampler):
     Raises:
         ValueError: an argument is out of range.
 
-    Example:
+    Examples:
         >>> from tensordict import TensorDict
         >>> from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
         >>> sampler = PrioritizedSampler(10, alpha=1.0, beta=1.0, eps=0.0)

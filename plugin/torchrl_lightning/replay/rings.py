@@ -62,7 +62,7 @@ class Rings(processes.Owned, Stated):
         num_envs: number of rings.
         length: number of cells of each.
 
-    Example:
+    Examples:
         >>> rings = Rings(2, 4)
         >>> rings.cell(torch.tensor([0, 1]), torch.tensor([5, 5])).tolist()
         [2, 3]

@@ -60,7 +60,7 @@ class SequenceSampler(Stated, SamplerHooks, Sampler):
     Raises:
         ValueError: an option out of range.
 
-    Example:
+    Examples:
         >>> from tensordict import TensorDict
         >>> from torchrl_lightning import ExperienceBuffer, RingStorage
         >>> buffer = ExperienceBuffer(storage=RingStorage(100), sampler=SequenceSampler(4), batch_size=2)

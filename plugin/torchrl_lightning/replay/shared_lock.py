@@ -56,7 +56,7 @@ class SharedLock:
         RuntimeError: the system has no such locks (Windows).
         ValueError: the timeout is not above 0.
 
-    Example:
+    Examples:
         >>> lock = SharedLock(lambda: print("in"), lambda: print("out"), timeout=5.0)
         >>> with lock, lock:
         ...     print("once")

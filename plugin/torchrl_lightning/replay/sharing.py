@@ -280,7 +280,7 @@ class ShareableBuffer(BufferBase):
             ValueError: the timeout is not above 0, or comes with ``shared=False``, the cells are memory-mapped files,
                 batches are prefetched, or the buffer is shared and shall not be any more.
 
-        Example:
+        Examples:
             >>> import torch
             >>> from tensordict import TensorDict
             >>> from torchrl_lightning import ExperienceBuffer, RingStorage
@@ -406,7 +406,7 @@ class ShareableBuffer(BufferBase):
         Raises:
             TimeoutError: another process holds the lock longer than the timeout of :meth:`share`.
 
-        Example:
+        Examples:
             >>> import torch
             >>> from tensordict import TensorDict
             >>> from torchrl_lightning import ExperienceBuffer, RingStorage

@@ -17,7 +17,7 @@ EVERYWHERE: tuple[Ints, Ints, int] = (np.empty(0, np.int64), np.empty(0, np.int6
 class Starts:
     """Of every environment, the positions ``[begin, end)`` at which a draw may begin; none until they are known.
 
-    Example:
+    Examples:
         >>> starts = Starts()
         >>> shut, opened = starts.move(np.array([0, 0]), np.array([2, 1]), 3)
         >>> opened.tolist()

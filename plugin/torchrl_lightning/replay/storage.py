@@ -74,7 +74,7 @@ class RingStorage(processes.Owned, Stated, StorageBase):
     Raises:
         ValueError: ``max_size`` is not positive, or files are asked for on another device than the CPU.
 
-    Example:
+    Examples:
         >>> from tensordict import TensorDict
         >>> storage = RingStorage(4)
         >>> storage.set(slice(0, 2), TensorDict({"a": torch.arange(2)}, [2]))
@@ -276,7 +276,7 @@ class RingStorage(processes.Owned, Stated, StorageBase):
             IndexError: a cell holds nothing.
             ValueError: a shape or dtype differs from what is stored.
 
-        Example:
+        Examples:
             >>> from tensordict import TensorDict
             >>> storage = RingStorage(4)
             >>> storage.set(slice(0, 3), TensorDict({"a": torch.arange(3)}, [3]))

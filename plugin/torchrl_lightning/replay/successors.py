@@ -152,7 +152,7 @@ def _has_equality(dtype: torch.dtype) -> bool:
 def equal_rows(one: Tensor, other: Tensor) -> Flags:
     """Return which rows of two tensors of one shape and dtype are equal, ``[n]``, where NaN equals NaN.
 
-    Example:
+    Examples:
         >>> nan = float("nan")
         >>> equal_rows(torch.tensor([[0.0, nan], [1.0, nan]]), torch.tensor([[0.0, nan], [1.0, 2.0]])).tolist()
         [True, False]

@@ -33,7 +33,7 @@ class UniformSampler(Stated, SamplerHooks, Sampler):
         stratified: draw evenly over environments and over the steps of each.
         generator: random generator; the buffer's takes its place.
 
-    Example:
+    Examples:
         >>> from tensordict import TensorDict
         >>> from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
         >>> sampler = UniformSampler(with_replacement=False)

@@ -72,7 +72,7 @@ class RingWriter(WriterBase):
     Raises:
         ValueError: ``num_envs`` is not positive, or ``done_reduce`` is unknown.
 
-    Example:
+    Examples:
         >>> from tensordict import TensorDict
         >>> from torchrl_lightning.replay import ExperienceBuffer, RingStorage
         >>> buffer = ExperienceBuffer(storage=RingStorage(8), num_envs=2)

@@ -130,7 +130,7 @@ class DiscountedReturns(AdvantageTransform):
         standardize_advantages: zero mean, unit standard deviation over the whole rollout.
         on_write: compute in a buffer's ``extend`` and pass samples through.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from tensordict import TensorDict
         >>> flag = torch.zeros(3, 1, 1, dtype=torch.bool)
@@ -164,7 +164,7 @@ class GeneralizedAdvantages(AdvantageTransform):
         critic: module that writes the values.
         time_dim: as in :class:`DiscountedReturns`, here and below.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from tensordict import TensorDict
         >>> flag, one = torch.zeros(1, 2, 1, dtype=torch.bool), torch.ones(1, 2, 1)
@@ -202,7 +202,7 @@ class VTraceAdvantages(AdvantageTransform):
         action_key: the action.
         time_dim: as in :class:`DiscountedReturns`, here and below.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from tensordict import TensorDict
         >>> flag, one = torch.zeros(1, 2, 1, dtype=torch.bool), torch.ones(1, 2, 1)

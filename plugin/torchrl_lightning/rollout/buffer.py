@@ -128,7 +128,7 @@ class RolloutBuffer(Settings, Stated, OfParts, DocumentedVerbs):
         generator: random generator; seeded from torch's global one when ``None``.
         transform: a TorchRL transform, applied on write (inverse) and on mini-batches.
 
-    Example:
+    Examples:
         >>> flag = torch.zeros(2, 1, 1, dtype=torch.bool)
         >>> following = {"reward": torch.ones(2, 1, 1), "done": flag, "terminated": ~flag, "state_value": 0.0 * flag}
         >>> rollout = TensorDict({"state_value": 0.5 * ~flag, "next": following}, [2, 1])

@@ -19,7 +19,7 @@ class GAEBuffer(VanillaOnPolicyBuffer):
         gae_lambda: λ.
         gamma: as in :class:`VanillaOnPolicyBuffer`, here and below.
 
-    Example:
+    Examples:
         >>> buffer = GAEBuffer(128, gae_lambda=0.9)
         >>> buffer.used_capacity, buffer.gae_lambda
         (0, 0.9)

@@ -42,7 +42,7 @@ class IntrinsicReturns(GeneralizedAdvantages):
         log_prob_keys: keys of the current and the behaviour policy's log-probabilities; with them V-trace replaces GAE.
         time_dim: as in :class:`DiscountedReturns`, here and below, with keys of their own for this stream.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from tensordict import TensorDict
         >>> flag, one = torch.zeros(1, 2, 1, dtype=torch.bool), torch.ones(1, 2, 1)

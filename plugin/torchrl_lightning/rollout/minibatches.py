@@ -38,7 +38,7 @@ class MinibatchSampler(Stated, SamplerBase):
     Raises:
         ValueError: ``by`` is unknown.
 
-    Example:
+    Examples:
         >>> sampler = MinibatchSampler(shuffle=False)
         >>> [batch.tolist() for batch in sampler.epoch(5, 2)]
         [[0, 1], [2, 3], [4]]

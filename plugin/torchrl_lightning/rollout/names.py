@@ -124,7 +124,7 @@ def to_documented(data: TensorDictBase, keys: Mapping[str, NestedKey] = DOCUMENT
     Dict observations are the entries present both at the root and under ``"next"``. Entries without a documented name
     are dropped. :func:`from_documented` reads the result.
 
-    Example:
+    Examples:
         >>> data = TensorDict({"action": torch.zeros(1), "next": {"reward": torch.ones(1, 1)}}, [1])
         >>> {name: value.tolist() for name, value in to_documented(data).items()}
         {'Action': [0.0], 'Reward': [[1.0]]}

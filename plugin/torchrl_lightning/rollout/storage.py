@@ -54,7 +54,7 @@ class RolloutStorage(Stated, StorageBase):
     Raises:
         ValueError: ``size`` or ``num_envs`` is not positive.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from tensordict import TensorDict
         >>> storage = RolloutStorage(4, num_envs=2)

@@ -58,7 +58,7 @@ class VanillaOnPolicyBuffer(RolloutBuffer):
         generator: random generator; seeded from torch's global one when ``None``.
         transform: a TorchRL transform, applied on write (inverse) and on mini-batches.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from tensordict import TensorDict
         >>> flag = torch.zeros(2, 3, 1, dtype=torch.bool)

@@ -42,7 +42,7 @@ class VTraceBuffer(VanillaOnPolicyBuffer):
         action_key: the action.
         gamma: as in :class:`VanillaOnPolicyBuffer`, here and below.
 
-    Example:
+    Examples:
         >>> buffer = VTraceBuffer(64, lmbda=0.9, clip_rho_thres=2.0)
         >>> buffer.required_keys
         ['action', 'action_log_prob']

@@ -52,7 +52,7 @@ class RolloutWriter(Stated, WriterBase):
         KeyError: on write, ``("next", "terminated")`` is missing.
         TypeError: the registered storage is not a :class:`RolloutStorage`, or flags are not boolean.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from tensordict import TensorDict
         >>> from torchrl.data import TensorDictReplayBuffer

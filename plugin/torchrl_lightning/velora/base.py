@@ -49,7 +49,7 @@ class BufferBase(ExperienceBuffer):
         TypeError: the class has no ``sample`` of its own.
         ValueError: a size is not a positive integer.
 
-    Example:
+    Examples:
         >>> class Newest(BufferBase):
         ...     def sample(self, batch_size=None):
         ...         return self.experience(self.storage.get(slice(len(self) - batch_size, None)))

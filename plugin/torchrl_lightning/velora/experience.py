@@ -31,7 +31,7 @@ class BatchExperience(TensorClass):
         hiddens: the recurrent state *after* acting, which belongs to ``next_states``.
         previous_hiddens: the recurrent state before acting, which belongs to ``states``; ``None`` if it was not stored.
 
-    Example:
+    Examples:
         >>> import torch
         >>> one = torch.zeros(5, 1)
         >>> batch = BatchExperience(one, one, one, one, one, one, batch_size=[5])

@@ -42,7 +42,7 @@ class RecurrentReplayBuffer(BufferBase):
     Source:
         https://github.com/Achronus/Velora
 
-    Example:
+    Examples:
         >>> import torch
         >>> buffer = RecurrentReplayBuffer(100, state_dim=3, action_dim=1, hidden_dim=8)
         >>> buffer.add(torch.zeros(3), torch.ones(1), 0.5, torch.ones(3), False, torch.zeros(8))
