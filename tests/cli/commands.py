@@ -55,10 +55,10 @@ def call(name: str, *arguments: str, cwd: Path) -> Done:
 
 @contextlib.contextmanager
 def unchanged_process() -> Iterator[None]:
-    """Restore Hydra's and logging's globals, the environment variables and the import path."""
+    """Restore Hydra's and logging's globals, the environment variables, the import path and its finders."""
     known = [logging.getLogger(), *(log for log in logging.Logger.manager.loggerDict.values() if hasattr(log, "level"))]
     before = [(log, log.level, log.handlers[:], log.disabled) for log in known]
-    path = sys.path[:]
+    path, finders = sys.path[:], sys.meta_path[:]
     modules = set(sys.modules)
     GlobalHydra.instance().clear()
     try:
@@ -77,7 +77,7 @@ def unchanged_process() -> Iterator[None]:
             # What was imported from the working directory is not there for the next command.
             if str(Path(getattr(sys.modules[module], "__file__", None) or ".").parent) in own:
                 del sys.modules[module]
-        sys.path[:] = path
+        sys.path[:], sys.meta_path[:] = path, finders
 
 
 def start(name: str, *arguments: str, cwd: Path, **options: Any) -> Forked:

@@ -162,7 +162,8 @@ def test_episodes_are_not_known_without_their_index() -> None:
 
 
 def test_the_first_priority_is_known_without_priorities_too() -> None:
-    assert build(initial_priority=3.0).initial_priority == 3
+    assert build().initial_priority == 1.0
+    assert build(prioritized_sampling=True, initial_priority=3.0).initial_priority == 3.0
 
 
 def test_equal_priorities_give_exactly_equal_counts() -> None:

@@ -80,8 +80,9 @@ class Twin:
         self.rings = [Ring() for _ in range(self.num_envs)]
 
     def build(self) -> EpisodicReplayBuffer:
+        prioritized = "prioritized" in self.sampling
         return EpisodicReplayBuffer(
-            None, self.num_envs, self.length, self.ignored, "prioritized" in self.sampling, INITIAL,
+            None, self.num_envs, self.length, self.ignored, prioritized, INITIAL if prioritized else 1.0,
             recent_data_steps=1, recent_data_ratio=RECENT if "recent" in self.sampling else 0.0,
             record_episodic_return=True, default_return=DEFAULT, gamma=self.gamma, reward_clip=self.clip,
             enable_checkpoint=self.cuts, layout=TIME_STEPS if self.time_steps else TRANSITIONS,

@@ -78,6 +78,7 @@ def _weights_in(stored: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _built(make: Callable[[], nn.Module], own: bool, weights: Mapping[str, Any]) -> nn.Module:
     with torch.random.fork_rng(devices=[]), bounded_tensors(weights):
+        reason: Exception
         try:
             with torch.device("meta"):
                 return make()
@@ -86,9 +87,13 @@ def _built(make: Callable[[], nn.Module], own: bool, weights: Mapping[str, Any])
         except Exception as error:
             if isinstance(error.__cause__, TooManyTensorsError):
                 raise ValueError(f"the networks differ: {error.__cause__}") from error
-            if not own:
-                raise ValueError(f"its networks cannot be built: {' '.join(str(error).split())[:300]}") from error
-            return make()
+            reason = error
+        try:
+            if own:  # such as a network of the user's that reads values while it is built
+                return make()
+        except RuntimeError as error:
+            reason = error
+        raise ValueError(f"its networks cannot be built: {' '.join(str(reason).split())[:300]}") from reason
 
 
 class TooManyTensorsError(ValueError):
