@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -61,6 +62,14 @@ def same_threads() -> Iterator[None]:
     behind = torch.get_num_threads()
     torch.set_num_threads(before)
     assert behind == before, f"the test leaves {behind} threads, expected the {before} that it found"
+
+
+@pytest.fixture(autouse=True)
+def same_imports() -> Iterator[None]:
+    """Restores the import path: commands put the working directory last, which here is that of the tests."""
+    path, finders = sys.path[:], sys.meta_path[:]
+    yield
+    sys.path[:], sys.meta_path[:] = path, finders
 
 
 @pytest.fixture
