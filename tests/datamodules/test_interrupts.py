@@ -34,11 +34,13 @@ pytestmark = [
 
 
 @pytest.fixture(autouse=True)
-def ctrl_c_raises() -> Iterator[None]:
-    """Let Ctrl-C raise KeyboardInterrupt also where a shell started the tests in the background, which ignores it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+def usual_handlers() -> Iterator[None]:
+    """Let signals do what they do in a new process: background jobs ignore Ctrl-C, and Ray exits on SIGTERM."""
+    usual = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    before = {number: signal.signal(number, handler) for number, handler in usual.items()}
     yield
-    signal.signal(signal.SIGINT, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def ppo(folder: Path, **settings: Any) -> tuple[Any, Any]:
