@@ -6,7 +6,8 @@ import time
 import pytest
 from omegaconf import OmegaConf
 
-from torchrl_lightning.plain_yaml import DEPTH_LIMIT, SIZE_LIMIT, raw_value, read_config
+from torchrl_lightning.limits import YAML_BYTES, YAML_DEPTH
+from torchrl_lightning.plain_yaml import raw_value, read_config
 
 BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 60))
 MERGED = "a0: &a0 {x: 1}\n" + "".join(
@@ -21,7 +22,7 @@ MERGED = "a0: &a0 {x: 1}\n" + "".join(
         (MERGED, "values, with aliases counted"),
         ("a: &a [*a]\n", "stands for what contains it"),
         ("&a a: *b\n", "stands for what contains it"),
-        ("a: " + "[" * (DEPTH_LIMIT + 1) + "]" * (DEPTH_LIMIT + 1), "levels"),
+        ("a: " + "[" * (YAML_DEPTH + 1) + "]" * (YAML_DEPTH + 1), "levels"),
         ("a: " + "[" * 100_000, "levels"),
         ("a: " + "{x: " * 20_000, "levels"),
         ("- " * 20_000, "begins with"),
@@ -42,7 +43,7 @@ MERGED = "a0: &a0 {x: 1}\n" + "".join(
         ('a: "\x1b[31m', "YAML mapping"),
         (f"a: {'${b' * 1000}", "interpolation"),
         ("? [a, b]\n: 1\n", "YAML mapping"),
-        ("a: " + "x" * SIZE_LIMIT, "at most"),
+        ("a: " + "x" * YAML_BYTES, "at most"),
         ("a: [" + ", ".join(["x"] * 60_000) + "]", "values"),
     ],
 )

@@ -8,7 +8,6 @@ builds only plain values and tensors in the memory of the file's own records.
 from __future__ import annotations
 
 import math
-import stat
 import struct
 from collections import Counter, OrderedDict
 from collections.abc import Callable
@@ -27,6 +26,7 @@ from torchrl_lightning.limits import (
     PICKLE_OPERATIONS,
     TENSOR_DIMENSIONS,
 )
+from torchrl_lightning.untrusted import open_regular
 
 _LARGEST = 1 << 62
 _DAMAGED = (LookupError, TypeError, AttributeError, struct.error, UnicodeError, OverflowError, RuntimeError)
@@ -56,11 +56,8 @@ def load_checkpoint(source: str | Path | BinaryIO, *, mapped: bool = False) -> A
     """
     if not isinstance(source, str | Path):
         return _read(source, None)
-    path = Path(source)
-    if path.exists() and not stat.S_ISREG(path.stat().st_mode):
-        raise ValueError("it is not a regular file")
-    with path.open("rb") as file:
-        return _read(file, path if mapped else None)
+    with open_regular(source) as file:
+        return _read(file, Path(source) if mapped else None)
 
 
 def _read(file: BinaryIO, mapped: Path | None) -> Any:

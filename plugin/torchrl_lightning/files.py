@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from torchrl_lightning.fitting import Fault
+from torchrl_lightning.limits import MANIFEST_BYTES, MANIFEST_VALUES
 from torchrl_lightning.seal import pieces
 from torchrl_lightning.untrusted import printable, read_regular
 
@@ -39,8 +40,6 @@ DTYPES = {
         torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
     )
 }  # fmt: skip
-MANIFEST_LIMIT = 1 << 26  # bytes
-MANIFEST_VALUES_LIMIT = 1_000_000  # each takes up to 64 bytes in memory, and 3 in the file
 _ALIGNMENT = 64
 _STREAMED = 1 << 20  # bytes of a tensor that is not read as a whole where a reader streams
 _BINARY = re.compile(r"state-[0-9a-f]{16}\.bin")
@@ -228,10 +227,10 @@ def _write_into(folder: Path, state: Mapping[str, Any]) -> None:
         written = {"version": VERSION, "crc32": _checksum(content), "content": content}
         described = json.dumps(written).encode()
         values = _values_in(described)
-        if len(described) > MANIFEST_LIMIT or values > MANIFEST_VALUES_LIMIT:
+        if len(described) > MANIFEST_BYTES or values > MANIFEST_VALUES:
             raise ValueError(
                 f"the state of {folder} has {values:,} values in {len(described):,} bytes beside its tensors, more "
-                f"than {MANIFEST_VALUES_LIMIT:,} in {MANIFEST_LIMIT:,}, which could not be read again."
+                f"than {MANIFEST_VALUES:,} in {MANIFEST_BYTES:,}, which could not be read again."
             )
         manifest.write(described)
     for old in folder.iterdir():  # also what a killed process had completed
@@ -341,9 +340,9 @@ def _values_in(manifest: bytes) -> int:
 
 def _manifest_in(path: Path) -> Any:
     """Read a manifest, whose values are counted before they take memory."""
-    data = read_regular(path, MANIFEST_LIMIT)
-    if (values := _values_in(data)) > MANIFEST_VALUES_LIMIT:
-        raise ValueError(f"its manifest holds {values:,} values, more than {MANIFEST_VALUES_LIMIT:,}")
+    data = read_regular(path, MANIFEST_BYTES)
+    if (values := _values_in(data)) > MANIFEST_VALUES:
+        raise ValueError(f"its manifest holds {values:,} values, more than {MANIFEST_VALUES:,}")
     return json.loads(data.decode("ascii"))  # a text of other characters could take four times its bytes
 
 

@@ -26,6 +26,41 @@ ELEMENTS_PER_BYTE = 4
 ELEMENTS_LEAST = 1 << 20
 """Bytes of tensors that any checkpoint may have."""
 
+MANIFEST_BYTES = 1 << 26
+"""Bytes of the manifest of a state in a folder."""
+MANIFEST_VALUES = 1_000_000
+"""Values in a manifest; each takes up to 64 bytes in memory, and 3 in the file."""
+PRETRAINED_BYTES = 1 << 31
+"""Bytes of the weights of a published policy."""
+PRETRAINED_CONTENT = 1 << 22
+"""Bytes of the other content of a published policy."""
+
+# -- configs and logs of runs ----------------------------------------------------------------------------------------
+YAML_BYTES = 1 << 18
+"""Bytes of a YAML file; the config of a run has less than 20,000."""
+YAML_DEPTH = 32
+"""Levels of a YAML file."""
+YAML_VALUES = 50_000
+"""Values in a YAML file, with each alias counted as all that it stands for."""
+YAML_INTERPOLATION = 1000
+"""Characters of a text that holds an interpolation."""
+YAML_REFERENCES = 8
+"""Interpolations that lead to a value."""
+OVERRIDES = 500
+"""Overrides of the command in a checkpoint; each takes Hydra's grammar a millisecond."""
+LOG_BYTES = 1 << 28
+"""Bytes of a CSV log."""
+LOG_LINES = 1_000_000
+"""Lines of a CSV log."""
+LOG_LINE = 1 << 20
+"""Characters of one of these lines."""
+SIGNATURE_BYTES = 1024
+"""Bytes of the signature of a run, and of the key."""
+SHOWN_BUFFERS = 64
+"""Buffers of one source that an inspection shows."""
+SHOWN_ENTRIES = 500
+"""Entries of one buffer that an inspection shows."""
+
 # -- parts that a config in a file names -----------------------------------------------------------------------------
 BUILT_PER_BYTE = 8
 """Bytes of the tensors that networks make while they are built, for each byte of the stored weights."""

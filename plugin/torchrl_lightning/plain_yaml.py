@@ -12,13 +12,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from torchrl_lightning.fitting import Fault
+from torchrl_lightning.limits import YAML_BYTES, YAML_DEPTH, YAML_INTERPOLATION, YAML_REFERENCES, YAML_VALUES
 from torchrl_lightning.untrusted import printable, read_regular
 
-SIZE_LIMIT = 1 << 18  # bytes; a run's config has less than 20,000
-DEPTH_LIMIT = 32
-VALUE_LIMIT = 50_000  # with each alias counted as all that it stands for
-INTERPOLATION_LIMIT = 1000  # characters of a text that holds an interpolation
-REFERENCE_LIMIT = 8  # interpolations that lead to a value
 _PLAIN = "tag:yaml.org,2002:"
 _TAGS = {None, "!", *(f"{_PLAIN}{kind}" for kind in ("bool", "float", "int", "map", "null", "seq", "str"))}
 _Parser: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -31,7 +27,7 @@ def read_config(path: str | Path) -> DictConfig:
         OSError: There is no such file, or it is no regular one.
         ValueError: It is no YAML mapping of plain values, or exceeds a limit; the message is one line.
     """
-    data = read_regular(path, SIZE_LIMIT)
+    data = read_regular(path, YAML_BYTES)
     try:
         text = data.decode()
         _check(text)
@@ -50,7 +46,7 @@ def raw_value(config: Any, key: str) -> Any:
     An interpolation counts as the value that it refers to if it is nothing but a reference, such as ``${seed}``. Other
     interpolations may compute anything: they are returned as they are written.
     """
-    for _ in range(REFERENCE_LIMIT):
+    for _ in range(YAML_REFERENCES):
         value: Any = OmegaConf.to_container(config, resolve=False) if OmegaConf.is_config(config) else config
         for part in key.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
@@ -82,13 +78,13 @@ def _check(text: str) -> None:
             else:
                 if event.anchor is not None:
                     sizes[event.anchor] = 1
-                if "${" in event.value and len(event.value) > INTERPOLATION_LIMIT:
-                    raise ValueError(f"an interpolation has more than {INTERPOLATION_LIMIT:,} characters")
+                if "${" in event.value and len(event.value) > YAML_INTERPOLATION:
+                    raise ValueError(f"an interpolation has more than {YAML_INTERPOLATION:,} characters")
         elif isinstance(event, yaml.CollectionEndEvent):
             anchor, before = opened.pop()
             if anchor is not None:
                 sizes[anchor] = count - before
-        if len(opened) > DEPTH_LIMIT:
-            raise ValueError(f"it has more than {DEPTH_LIMIT} levels")
-        if count > VALUE_LIMIT:
-            raise ValueError(f"it has more than {VALUE_LIMIT:,} values, with aliases counted as what they stand for")
+        if len(opened) > YAML_DEPTH:
+            raise ValueError(f"it has more than {YAML_DEPTH} levels")
+        if count > YAML_VALUES:
+            raise ValueError(f"it has more than {YAML_VALUES:,} values, with aliases counted as what they stand for")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from torchrl_lightning.fitting import Fault
+from torchrl_lightning.limits import LOG_BYTES, LOG_LINE, LOG_LINES
 from torchrl_lightning.untrusted import open_regular, printable
 
 COMMAND = "command"  # where a checkpoint holds the groups chosen and the overrides given
@@ -16,9 +17,6 @@ COMMAND = "command"  # where a checkpoint holds the groups chosen and the overri
 SCORE = "final/return"
 ENDED_EARLY = "final/ended_early"  # of a run that was ended for doing badly: after how many frames
 METRICS = Path("csv") / "metrics.csv"
-CSV_LIMIT = 1 << 28  # bytes of a log
-ROW_LIMIT = 1_000_000
-LINE_LIMIT = 1 << 20  # characters
 
 
 def read_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
@@ -28,12 +26,12 @@ def read_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
         OSError: There is no such file, or it is no regular one.
         ValueError: It is no CSV file, or exceeds a limit; the message is one line.
     """
-    with open_regular(path, CSV_LIMIT) as file, io.TextIOWrapper(file, encoding="utf-8", newline="") as text:
+    with open_regular(path, LOG_BYTES) as file, io.TextIOWrapper(file, encoding="utf-8", newline="") as text:
         try:
             rows = csv.reader(_lines(text))
             for row in rows:
-                if rows.line_num > ROW_LIMIT:
-                    raise ValueError(f"it has more than {ROW_LIMIT:,} lines")
+                if rows.line_num > LOG_LINES:
+                    raise ValueError(f"it has more than {LOG_LINES:,} lines")
                 if row:
                     yield rows.line_num, row
         except (csv.Error, ValueError) as error:
@@ -41,9 +39,9 @@ def read_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
 
 
 def _lines(text: io.TextIOWrapper) -> Iterator[str]:
-    while line := text.readline(LINE_LIMIT):
-        if len(line) == LINE_LIMIT:
-            raise ValueError(f"a line has more than {LINE_LIMIT:,} characters")
+    while line := text.readline(LOG_LINE):
+        if len(line) == LOG_LINE:
+            raise ValueError(f"a line has more than {LOG_LINE:,} characters")
         yield line
 
 

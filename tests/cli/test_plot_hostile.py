@@ -11,7 +11,8 @@ import pytest
 from cli.written_runs import keep, write_run
 from torchrl_lightning.cli.ownership import is_signed
 from torchrl_lightning.cli.plot import main
-from torchrl_lightning.records import LINE_LIMIT, score_of
+from torchrl_lightning.limits import LOG_LINE
+from torchrl_lightning.records import score_of
 
 BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 60))
 DOUBLED = "seed: ${a40}\na0: xx\n" + "".join(f"a{n}: ${{a{n - 1}}}${{a{n - 1}}}\n" for n in range(1, 41))
@@ -39,7 +40,7 @@ METRICS, CONFIG, HYDRA = "csv/metrics.csv", ".hydra/config.yaml", ".hydra/hydra.
 WRONG = {
     "a FIFO as a log": replaced(METRICS, None),
     "zeros without an end": lambda run: ((run / METRICS).unlink(), (run / METRICS).symlink_to("/dev/zero")),
-    "a long line": replaced(METRICS, "step,eval/return\n" + "1" * (LINE_LIMIT + 1)),
+    "a long line": replaced(METRICS, "step,eval/return\n" + "1" * (LOG_LINE + 1)),
     "a long cell": replaced(METRICS, "step,eval/return\n1," + "1" * 200_000),
     "an open quote": replaced(METRICS, 'step,eval/return\n"' + "1,1\n" * 100_000),
     "a text as a number": replaced(METRICS, "step,eval/return\n1,\x1b[31mred\n"),

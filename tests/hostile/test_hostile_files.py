@@ -14,7 +14,7 @@ CHOSEN = {
         *("no byte", "a changed bit", "a FIFO", "pickle, os.system", "pickle, a name with escape codes"),
         *("pickle, a bytearray of 3 GB", "pickle, a stride of zero", "pickle, lists that unfold"),
         *("values, a network of huge layers", "values, names of weights with escape codes"),
-        *("values, moments of more numbers", "model, optimizer: a script"),
+        *("values, weights that are a list", "values, moments of more numbers", "model, optimizer: a script"),
     ],
     "state": [
         *("rewards of 1e30", "a length of zero", "names with escape codes", "a manifest of 60 MB", "a deep manifest"),

@@ -9,12 +9,11 @@ import secrets
 from contextlib import suppress
 from pathlib import Path
 
-from torchrl_lightning.plain_yaml import SIZE_LIMIT
+from torchrl_lightning.limits import SIGNATURE_BYTES, YAML_BYTES
 from torchrl_lightning.untrusted import read_regular
 
 _log = logging.getLogger(__name__)
 _CONFIG, _SIGNATURE = Path(".hydra") / "config.yaml", Path(".hydra") / "signature"
-_SIGNATURE_LIMIT = 1024  # bytes
 
 
 def own_run(checkpoint: Path) -> Path | None:
@@ -51,18 +50,18 @@ def is_signed(folder: Path) -> bool:
     ``~/.local/state``, and does not travel with a folder.
     """
     with suppress(OSError, RuntimeError, ValueError):
-        return hmac.compare_digest(read_regular(folder / _SIGNATURE, _SIGNATURE_LIMIT), _signature(folder))
+        return hmac.compare_digest(read_regular(folder / _SIGNATURE, SIGNATURE_BYTES), _signature(folder))
     return False
 
 
 def _signature(folder: Path) -> bytes:
-    return hmac.new(_key(), read_regular(folder / _CONFIG, SIZE_LIMIT), "sha256").hexdigest().encode()
+    return hmac.new(_key(), read_regular(folder / _CONFIG, YAML_BYTES), "sha256").hexdigest().encode()
 
 
 def _key() -> bytes:
     """Read the user's key."""
     path = _key_file()
-    key = read_regular(path, _SIGNATURE_LIMIT)
+    key = read_regular(path, SIGNATURE_BYTES)
     if len(key) != 32:
         raise OSError(f"{path} has {len(key)} bytes, expected 32; delete it.")
     return key

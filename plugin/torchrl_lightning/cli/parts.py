@@ -100,7 +100,7 @@ def describe(cfg: DictConfig, key: str, error: BaseException) -> str:
     """Name the setting that an error is about, as far as its message begins with it, before that message."""
     text = " ".join(str(error.args[0] if isinstance(error, KeyError) and error.args else error).split())
     text += next((remedy for part, remedy in _REMEDIES.items() if part in text), "")
-    if "[" not in text:
+    if isinstance(error, ImportError) and "torchrl-lightning[" not in text:
         text += extra_for(error)
     misspelt = re.search(r"that '(\w+)' is importable from module '(torchrl_lightning[\w.]*)'", text)
     if misspelt is not None:

@@ -21,6 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 from torchrl_lightning.cli.checks import UsageError, own_config
 from torchrl_lightning.cli.ownership import own_run
 from torchrl_lightning.cli.replacing import Replacements, targets_in, targets_of
+from torchrl_lightning.limits import OVERRIDES
 from torchrl_lightning.records import COMMAND
 
 # Of the present run, whatever the checkpoint says.
@@ -36,7 +37,6 @@ _KEY = r"[A-Za-z_][\w-]*(?:[./][\w-]+)*(?:@[\w.]+)?"
 # Without interpolations, functions of Hydra's grammar and escapes.
 _PLAIN = re.compile(rf"(?:~{_KEY}|\+{{0,2}}{_KEY}=[^$()\\\n]{{0,2000}})")
 _OPTION = re.compile(r"[\w/-]+")
-_OVERRIDES_LIMIT = 500  # each takes Hydra's grammar a millisecond
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def record_in(stored: Mapping[str, Any], path: str | Path) -> Record | None:
         and isinstance(command, dict)
         and isinstance(choices := command.get("choices"), dict)
         and isinstance(overrides := command.get("overrides"), list)
-        and len(overrides) <= _OVERRIDES_LIMIT
+        and len(overrides) <= OVERRIDES
         and all(isinstance(text, str) for text in (*choices, *overrides))
         and all(value is None or (isinstance(value, str) and _OPTION.fullmatch(value)) for value in choices.values())
     ):

@@ -127,8 +127,8 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
     freeze_statistics: Switch = False
     seed: int | None = None
 
-    serves: ClassVar[str | None] = None
     buffer_class: ClassVar[type] = object
+    serves: ClassVar[str | None] = None
     """What a learner names in ``learns_from``."""
     learner_for_it: ClassVar[str] = ""
     leaves_resets_out: ClassVar[bool] = False

@@ -16,12 +16,11 @@ from torchrl_lightning.entries import Path, leaves_of
 from torchrl_lightning.files import Rows, StoredRows
 from torchrl_lightning.fitting import Fault
 from torchrl_lightning.inspection.frames import frame_rows
+from torchrl_lightning.limits import SHOWN_BUFFERS, SHOWN_ENTRIES
 from torchrl_lightning.untrusted import MESSAGE_LIMIT, printable
 
 PIECE = 1 << 22  # bytes of an entry that are read at a time
 DEPTH = 16
-BUFFERS_LIMIT = 64  # that are shown of one source
-ENTRIES_LIMIT = 500  # of one buffer
 Ints = NDArray[np.int64]
 
 
@@ -168,12 +167,6 @@ class Piece:
         """Steps, and environments."""
         return self.end - self.begin, self.content.num_envs
 
-    @property
-    def cells(self) -> slice:
-        """The cells of all steps, whether they are there or not."""
-        first = self.begin % self.content.length * self.content.num_envs
-        return slice(first, first + math.prod(self.shape))
-
     def rows(self, leaf: Leaf) -> Tensor:
         """Read what is there of an entry, ``[n, ...]``, in the order of time."""
         first = self.begin % self.content.length * self.shape[1]
@@ -230,8 +223,8 @@ def contents_in(state: Any, name: str, last: int | None = None) -> Iterator[Cont
         Each buffer, or the reason why it cannot be shown.
     """
     for number, found in enumerate(_search(state, printable(name), last, 0)):
-        if number == BUFFERS_LIMIT:
-            yield Unreadable(f"{printable(name)} holds more than {BUFFERS_LIMIT} buffers; the others are left out")
+        if number == SHOWN_BUFFERS:
+            yield Unreadable(f"{printable(name)} holds more than {SHOWN_BUFFERS} buffers; the others are left out")
             return
         yield found
 
@@ -300,8 +293,8 @@ def _leaves(tree: Any, count: int | None) -> dict[Path, Any]:
     if not isinstance(tree, Mapping):
         raise Fault(f"data must be a dict, got a {type(tree).__name__}")
     found = dict(leaves_of(dict(tree)))
-    if len(found) > ENTRIES_LIMIT:
-        raise Fault(f"it must have at most {ENTRIES_LIMIT} entries, got {len(found):,}")
+    if len(found) > SHOWN_ENTRIES:
+        raise Fault(f"it must have at most {SHOWN_ENTRIES} entries, got {len(found):,}")
     for path, leaf in found.items():
         name = ".".join(printable(part, 80) for part in path)
         if not isinstance(leaf, Tensor | StoredRows | Rows) or not shape_of(leaf):

@@ -25,6 +25,7 @@ from torchrl_lightning.learn.loading import (
     policy_in,
     read_checkpoint,
 )
+from torchrl_lightning.limits import PRETRAINED_BYTES, PRETRAINED_CONTENT
 from torchrl_lightning.records import COMMAND, score_of
 from torchrl_lightning.seal import SEAL, check_seal, seal
 from torchrl_lightning.state import check_state, mapping
@@ -32,9 +33,7 @@ from torchrl_lightning.trust import without_folders
 from torchrl_lightning.untrusted import printable_errors
 
 VERSION = 1
-LIMIT = 1 << 31  # bytes of the weights
 _WEIGHTS, _CONTENT, _CARD = "model.safetensors", "config.json", "README.md"
-_CONTENT_LIMIT = 1 << 22
 _TENSOR = "__tensor__"
 _REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 # What a checkpoint holds for a run that goes on, and who only acts does without.
@@ -156,7 +155,7 @@ def from_pretrained(
     revision: str | None = None,
     deterministic: bool = True,
     trusted: bool = False,
-    limit: int = LIMIT,
+    limit: int = PRETRAINED_BYTES,
 ) -> LoadedPolicy:
     """Load a policy that :func:`save_pretrained` or :func:`push_to_hub` has written, to act with it on the CPU.
 
@@ -190,9 +189,11 @@ def is_pretrained(source: str | Path) -> bool:
 
 
 @printable_errors()
-def read_pretrained(source: str | Path, *, revision: str | None = None, limit: int = LIMIT) -> dict[str, Any]:
+def read_pretrained(
+    source: str | Path, *, revision: str | None = None, limit: int = PRETRAINED_BYTES
+) -> dict[str, Any]:
     """Read what a folder or a repository holds of a checkpoint; arguments and errors as of :func:`from_pretrained`."""
-    limits = {_CONTENT: _CONTENT_LIMIT, _WEIGHTS: limit}
+    limits = {_CONTENT: PRETRAINED_CONTENT, _WEIGHTS: limit}
     read = _local if Path(source).is_dir() else _downloaded
     paths = read(str(source), limits, revision)
     try:

@@ -109,9 +109,11 @@ class bounded_tensors(TorchDispatchMode):  # a context, like torch.no_grad
         weights: The stored weights.
     """
 
-    def __init__(self, weights: Mapping[str, Any]) -> None:
+    def __init__(self, weights: Any) -> None:
         super().__init__()
-        tensors = [each for each in weights.values() if isinstance(each, Tensor)]
+        # A file may hold anything in the place of its weights; that is refused where they are compared.
+        values = weights.values() if isinstance(weights, Mapping) else ()
+        tensors = [each for each in values if isinstance(each, Tensor)]
         self.stored = sum(each.nbytes for each in tensors)
         self.bytes_left = BUILT_PER_BYTE * self.stored + BUILT_LEAST
         self.others_left = 4 * self.bytes_left
