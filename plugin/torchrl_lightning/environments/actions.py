@@ -16,6 +16,9 @@ from torch import Tensor
 from torchrl.data import Bounded, Categorical, TensorSpec, Unbounded
 from torchrl.data.utils import numpy_to_torch_dtype_dict
 
+from torchrl_lightning.kernels.bounds import set_to_bounds
+from torchrl_lightning.kernels.compiled import jitted
+
 Array = NDArray[Any]
 
 ROUNDING = 1e-5
@@ -113,6 +116,13 @@ class ActionFormat:
             return {half: (low - size * room, high + size * room) for half, room in _ROOMS}
 
     @cached_property
+    def _flat_bounds(self) -> tuple[Array, ...] | None:
+        """Bounds and their edges for float32, as the kernel takes them; None without any."""
+        if self.dtype.kind != "f" or self._bounds is None:
+            return None
+        return tuple(np.ascontiguousarray(each).reshape(-1) for each in (*self._bounds, *self._edges[False]))
+
+    @cached_property
     def _fast_dtype(self) -> np.dtype[Any] | None:
         """The dtype of arrays that keep shape, dtype and numbering; None if there is none."""
         return self.dtype if self.is_natural and self.dtype.kind != "b" else None
@@ -141,9 +151,10 @@ class ActionFormat:
         if clip is None:
             clip = self.clip
         if action.dtype is self._fast_dtype and not clip:  # spares most calls at each step of an environment
-            if self.dtype.kind == "f" and self._bounds is not None:
-                return _within(np, action, *self._bounds, *self._edges[False])
-            return action.copy()
+            action = action.copy()
+            if self._flat_bounds is not None:
+                jitted(set_to_bounds)(action.reshape(-1, self._flat_bounds[0].size), *self._flat_bounds)
+            return action
         if self.shape != self.spec_shape:
             action = action.reshape(-1)
         kind = self.dtype.kind
