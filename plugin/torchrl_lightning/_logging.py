@@ -48,7 +48,7 @@ def publish(trainer: Any, metrics: Mapping[str, float]) -> None:
     All ranks call it together, and monitor the same numbers: the mean of each metric over the ranks that have it.
     """
     rows = gathered(dict(metrics))
-    names = {name: None for row in rows for name in row if name not in RESERVED}
-    values = {name: [float(row[name]) for row in rows if name in row] for name in names}
-    means = {name: torch.tensor(sum(column) / len(column), dtype=torch.float64) for name, column in values.items()}
-    trainer.callback_metrics.update(means)
+    names = [name for name in dict.fromkeys(name for row in rows for name in row) if name not in RESERVED]
+    columns = [[float(row[name]) for row in rows if name in row] for name in names]
+    means = torch.tensor([sum(column) / len(column) for column in columns], dtype=torch.float64)
+    trainer.callback_metrics.update(zip(names, means.unbind(), strict=True))

@@ -62,7 +62,9 @@ class MetricSums:
 def _mean(values: list[Tensor | float]) -> float:
     tensors = [value for value in values if isinstance(value, Tensor)]
     total = float(torch.stack(tensors).double().sum()) if tensors else 0.0
-    return (total + sum(value for value in values if not isinstance(value, Tensor))) / len(values)
+    if len(tensors) < len(values):
+        total += sum(value for value in values if not isinstance(value, Tensor))
+    return total / len(values)
 
 
 class ReportingModule(L.LightningModule):
