@@ -6,12 +6,14 @@ import copy
 import inspect
 import pickle
 import typing
+from dataclasses import InitVar
 from typing import Annotated
 
 import pytest
 from torch import Tensor, nn, tensor
 
-from torchrl_lightning.settings import Count, Positive, Settings, among, derived, otherwise, setting
+import torchrl_lightning
+from torchrl_lightning.settings import Count, Fraction, Positive, Settings, among, derived, otherwise, setting
 
 
 class Rated(Settings, nn.Module):
@@ -171,8 +173,8 @@ class Sized:
 
 
 class Held(Settings, Sized):
-    size: Count = setting(kw_only=False, kept=False)
-    measure: str = setting(alias="unit", default="step", kept=False)
+    size: InitVar[Count] = setting(kw_only=False)
+    unit: InitVar[str] = "step"
     rate: Positive = setting(default=1.0, kw_only=False)
 
 
@@ -181,7 +183,8 @@ class Ranked(Held):
     rate: Positive = setting(default=2.0, kw_only=False)
 
 
-def test_what_is_not_kept_goes_to_the_constructor_of_the_other_bases():
+def test_init_variables_go_to_the_constructor_of_the_other_bases():
+    assert str(inspect.signature(Held)) == "(size: 'Count', rate: 'Positive' = 1.0, *, unit: 'str' = 'step')"
     assert Held(3).text == "3 step"
     assert vars(Held(3, unit="cell")) == {"text": "3 cell", "rate": 1.0}
     with pytest.raises(ValueError, match="size must be a positive integer, got 0"):
@@ -191,3 +194,48 @@ def test_what_is_not_kept_goes_to_the_constructor_of_the_other_bases():
 def test_settings_by_place_come_after_those_of_the_bases_unless_declared_again():
     assert list(inspect.signature(Ranked).parameters) == ["size", "rank", "rate", "unit"]
     assert (Ranked(3, 4, 5.0).rank, Ranked(3, 4, 5.0).rate) == (4, 5.0)
+
+
+class Discounted(Settings):
+    note: str = ""
+    _cache: int = 0
+    _gamma: Fraction | None = setting(default=None, alias="gamma")
+
+    @property
+    def gamma(self) -> float:
+        return 0.99 if self._gamma is None else self._gamma
+
+    @gamma.setter
+    def gamma(self, gamma: float | None) -> None:
+        self._gamma = gamma
+
+
+def test_a_private_setting_stands_behind_a_property_with_the_argument_s_name():
+    assert list(inspect.signature(Discounted).parameters) == ["note", "gamma"]
+    discounted = Discounted(gamma=0.5)
+    assert (discounted.gamma, Discounted().gamma, discounted._cache) == (0.5, 0.99, 0)
+    with pytest.raises(ValueError, match=r"^gamma must be between 0 and 1, got 2\.$"):
+        discounted.gamma = 2
+    assert discounted.gamma == 0.5
+    with pytest.raises(TypeError, match="'_gamma'"):
+        Discounted(_gamma=0.5)
+
+
+OTHER_NAMES = {
+    "double": "double_q",  # a method of torch's modules
+    "compile": "compiled",  # likewise
+    "buffer": "make_buffer",  # ``buffer`` is the one that was built
+    "source": "make_source",  # likewise
+    "collector": "make_collector",  # likewise
+    "policy": "acting",  # ``policy`` is a property of each agent
+    "lam": "gae_lambda",  # another documented name of one setting
+}
+
+
+def test_an_argument_keeps_its_name_inside_the_class():
+    exported = [getattr(torchrl_lightning, name) for name in torchrl_lightning.__all__]
+    classes = [each for each in exported if isinstance(each, type) and issubclass(each, Settings)]
+    assert len(classes) > 30
+    for cls in classes:
+        for name, each in cls.settings_of_class.items():
+            assert each.attribute.removeprefix("_") in ("", name, OTHER_NAMES.get(name)), cls

@@ -62,9 +62,8 @@ class Setting:
         make: Makes the default instead.
         kw_only: Whether it is given by name alone.
         name: What a user calls it.
-        kept: Whether it becomes an attribute; else it is handed to the constructor of the other bases.
-        init: Whether it is one; else the object makes the attribute of others.
-        attribute: What keeps it.
+        init: False for a computed attribute that is not an argument.
+        attribute: The attribute that stores it; empty if the constructor of the other bases takes it.
         annotation: Its type, as it is written.
         kind: Its type, as it is meant; ``Any`` where its names are known to type checkers alone.
         check: What refuses a value, by the name of the setting.
@@ -74,7 +73,6 @@ class Setting:
     make: Callable[[], Any] | None = None
     kw_only: bool = True
     name: str = ""
-    kept: bool = True
     init: bool = True
     attribute: str = ""
     annotation: Any = None
@@ -99,7 +97,6 @@ def setting(
     factory: Callable[[], Any] | None = None,
     kw_only: bool = True,
     alias: str = "",
-    kept: bool = True,
 ) -> Any:
     """Declare a setting that is more than an annotation and a default.
 
@@ -107,10 +104,9 @@ def setting(
         default: What it is unless it is given; without one it must be.
         factory: Makes the default instead, if it can change.
         kw_only: Whether it is given by name alone.
-        alias: What a user calls it, where an attribute of this name is something else.
-        kept: Whether it becomes an attribute; else it is handed, by name, to the constructor of the other bases.
+        alias: The name of the argument, if a property of that name stands before a private attribute.
     """
-    return Setting(default, factory, kw_only, alias, kept)
+    return Setting(default, factory, kw_only, alias)
 
 
 def derived(*, init: Literal[False] = False) -> Any:
@@ -122,10 +118,11 @@ def derived(*, init: Literal[False] = False) -> Any:
 class Settings:
     """Base of classes that are made of their settings: attributes with a type and a default, own and inherited.
 
-    A setting is given by name, and kept as an attribute. The check in its annotation is made before anything else: no
-    object has settings that make no sense. Then the other bases begin, with the settings that are not kept alone, and
-    ``__post_init__`` of the class does what is left. Settings that may be given by place come after those of the bases,
-    where the class does not declare these again. A subclass that writes a constructor of its own is built as any other.
+    A setting is given by name and stored as an attribute. The check in its annotation runs before anything else, so no
+    object has invalid settings. Then the constructor of the other bases runs; it takes the settings annotated as
+    ``InitVar``, which are not stored. ``__post_init__`` of the class does the rest. Positional settings come after the
+    positional settings of the bases, unless the class declares these again. A subclass with its own ``__init__`` is
+    built like any other class.
 
     Raises:
         TypeError: A setting is unknown, or one that must be given is not.
@@ -196,16 +193,19 @@ def _own_settings(cls: type[Settings]) -> tuple[dict[str, Setting], set[str]]:
     found: dict[str, Setting] = {}
     made = set[str]()
     for name, annotation in inspect.get_annotations(cls).items():
-        if name not in vars(cls) or name.startswith("_") or str(annotation).startswith("ClassVar"):
+        value = vars(cls).get(name, _NOTHING)
+        is_private = name.startswith("_") and not isinstance(value, Setting)
+        if value is _NOTHING or is_private or str(annotation).startswith("ClassVar"):
             continue
-        value = vars(cls)[name]
         written = value if isinstance(value, Setting) else Setting(value)
         delattr(cls, name)
         if written.init:
-            called, kind = written.name or name, _meant(annotation, cls)
-            own = {"name": called, "attribute": name, "annotation": annotation, "kind": kind}
+            called, stored = written.name or name, not str(annotation).startswith("InitVar[")
+            annotation = annotation if stored else annotation[len("InitVar[") : -1]
+            kind = _meant(annotation, cls)
+            own = {"name": called, "attribute": name if stored else "", "annotation": annotation, "kind": kind}
             found[called] = replace(written, **own, check=(check := _check_of(kind)))
-            if written.kept and check is not None and _is_plain(kind) and _is_free(cls, name):
+            if stored and check is not None and _is_plain(kind) and _is_free(cls, name):
                 cls.check_later(name, check, called)
         else:
             made.add(name)
@@ -233,7 +233,7 @@ def _constructor(cls: type) -> Callable[..., None]:
         for name, each in settings.items():
             value = given[name] if name in given else each.usual  # noqa: SIM401  # it may have to be made
             value = value if each.check is None else each.check(value, name)
-            if each.kept:
+            if each.attribute:
                 values[each.attribute] = value
             else:
                 handed_on[name] = value

@@ -58,7 +58,6 @@ class DemonstrationSettings(Protocol):
     log_prob: LogProb
     save_value_demos: bool
     shared_demos: bool
-    given_frame_skip: int | None
 
 
 class DemonstrationHooks(Stated, RolloutHooks):
@@ -85,8 +84,8 @@ class DemonstrationHooks(Stated, RolloutHooks):
         self, settings: DemonstrationSettings, writer: DemonstrationWriter, sampler: DemonstrationSampler
     ) -> None:
         self.settings, self.storage, self.writer, self.sampler = settings, writer.storage, writer, sampler
-        self.frame_skip = settings.given_frame_skip
-        """Frames of one step; None before :meth:`attach`, where that is up to the environment."""
+        self.frame_skip: int | None = None
+        """Frames of one step; :meth:`attach` asks the environment for it if it is None."""
         self._replay_in(1, 1)  # refuses options that make no sense
         self._specs: EnvironmentSpecs | None = None
         self._recipe: EnvironmentRecipe | None = None

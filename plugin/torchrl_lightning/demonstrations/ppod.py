@@ -101,10 +101,10 @@ class PPODBuffer(GAEBuffer):
 
     STATE = {**RolloutBuffer.STATE, "demonstrations": Nested("hooks")}
 
-    initial_rho: Fraction = setting(alias="rho", default=0.1, kw_only=False)
-    initial_phi: Fraction = setting(alias="phi", default=0.3, kw_only=False)
+    _rho: Fraction = setting(alias="rho", default=0.1, kw_only=False)
+    _phi: Fraction = setting(alias="phi", default=0.3, kw_only=False)
     gae_lambda: Fraction = setting(default=0.95, kw_only=False)
-    initial_alpha: NotNegative = setting(alias="alpha", default=10, kw_only=False)
+    _alpha: NotNegative = setting(alias="alpha", default=10, kw_only=False)
     total_buffer_demo_capacity: Count = setting(default=51, kw_only=False)
     initial_human_demos_dir: str | None = setting(default=None, kw_only=False)
     initial_agent_demos_dir: str | None = setting(default=None, kw_only=False)
@@ -121,15 +121,15 @@ class PPODBuffer(GAEBuffer):
     save_value_demos: Switch = False
     human_share: Fraction = 0.0
     shared_demos: Switch = False
-    given_frame_skip: Count | None = setting(alias="frame_skip", default=None)
+    _frame_skip: Count | None = setting(alias="frame_skip", default=None)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self) -> None:  # type: ignore[override]  # init variables go to the base's constructor
         super().__post_init__()
         self.demonstrations = DemonstrationStorage(self.total_buffer_demo_capacity)
         self.demonstration_sampler = DemonstrationSampler(
-            self.initial_rho,
-            self.initial_phi,
-            self.initial_alpha,
+            self._rho,
+            self._phi,
+            self._alpha,
             self.generator,
             human_share=self.human_share,
         )
@@ -141,6 +141,7 @@ class PPODBuffer(GAEBuffer):
             sampler=self.demonstration_sampler,
         )
         self.hooks: DemonstrationHooks = DemonstrationHooks(self, self.demonstration_writer, self.demonstration_sampler)
+        self.hooks.frame_skip = self._frame_skip
 
     # ---- the demonstrations ------------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ __all__ = ["PPOBuffer"]
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from typing import Any, ClassVar, Self
 
 import torch
@@ -116,17 +116,17 @@ class PPOBuffer(Configurable, VanillaOnPolicyBuffer):
 
     obs_dim: Count | None = setting(default=None, kw_only=False)
     act_dim: Count | None = setting(default=None, kw_only=False)
-    size: Count = setting(default=1024, kw_only=False, kept=False)
-    samples: Count = setting(alias="batch_size", default=256, kw_only=False, kept=False)
-    discount: Fraction | None = setting(alias="gamma", default=None, kw_only=False)
+    size: InitVar[Count] = setting(default=1024, kw_only=False)
+    batch_size: InitVar[Count] = setting(default=256, kw_only=False)
+    _gamma: Fraction | None = setting(alias="gamma", default=None, kw_only=False)
     gae_lambda: Fraction = setting(alias="lam", default=0.95, kw_only=False)
     eps: NotNegative = setting(default=1e-3, kw_only=False)
-    place: torch.device | str = setting(alias="device", default="cpu", kept=False)
+    device: InitVar[torch.device | str] = "cpu"
     actor: Any = None
     algorithm: Any = None
-    envs: Any = setting(default=None, kept=False)
+    envs: InitVar[Any] = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self) -> None:  # type: ignore[override]  # init variables go to the base's constructor
         super().__post_init__()
         self.weights: Tensor | None = None
         self._stored = self._path_start = 0

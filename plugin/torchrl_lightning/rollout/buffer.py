@@ -5,6 +5,7 @@ from __future__ import annotations
 __all__ = ["RolloutBuffer"]
 
 from collections.abc import Iterator, Mapping
+from dataclasses import InitVar
 from typing import Annotated, Any, ClassVar, Literal, overload
 
 import torch
@@ -20,7 +21,7 @@ from torchrl_lightning.estimators import IntrinsicRewardNormalizer
 from torchrl_lightning.files import StateFiles
 from torchrl_lightning.keys import CURRENT_LOG_PROB, INTRINSIC_REWARD, NORMALIZED_REWARD, REPEATED
 from torchrl_lightning.parts import OwnSignature, fresh_generator
-from torchrl_lightning.ranges import Check, fraction, optional
+from torchrl_lightning.ranges import Check, fraction
 from torchrl_lightning.rollout.batches import pruned, sequences, split_epoch
 from torchrl_lightning.rollout.estimates import GAE, INTRINSIC, Estimator, Stream
 from torchrl_lightning.rollout.hooks import RolloutHooks
@@ -156,33 +157,33 @@ class RolloutBuffer(Settings, Stated, OfParts, DocumentedVerbs):
     )
     """The settings that :meth:`update_storage_parameter` may change."""
 
-    size: Count = setting(kw_only=False, kept=False)
-    given_estimator: Annotated[Estimator, otherwise(GAE)] = setting(alias="estimator", default=None, kw_only=False)
-    place: torch.device | str = setting(alias="device", default="cpu", kept=False)
+    size: InitVar[Count] = setting(kw_only=False)
+    _estimator: Annotated[Estimator, otherwise(GAE)] = setting(alias="estimator", default=None, kw_only=False)
+    device: InitVar[torch.device | str] = "cpu"
     actor: Any = None
     critic: TensorDictModuleBase | None = None
     intrinsic_critic: TensorDictModuleBase | None = None
     algorithm: Any = None
-    envs: Any = setting(default=None, kept=False)
-    discount: Fraction | None = setting(alias="gamma", default=None)
-    intrinsic_discount: Fraction | None = setting(alias="gamma_intrinsic", default=None)
+    envs: InitVar[Any] = None
+    _gamma: Fraction | None = setting(alias="gamma", default=None)
+    _gamma_intrinsic: Fraction | None = setting(alias="gamma_intrinsic", default=None)
     normalize_intrinsic: Switch = True
     intrinsic_direction: Literal["forward", "backward"] = "forward"
     recompute_values: Switch = False
     stream: Annotated[Stream, otherwise(Stream)] = setting(default=None)
     hooks: Annotated[RolloutHooks, otherwise(RolloutHooks)] = setting(default=None)
-    num_envs: Count | None = setting(default=None, kept=False)
-    time_dim: int | None = setting(default=None, kept=False)
+    num_envs: InitVar[Count | None] = None
+    time_dim: InitVar[int | None] = None
     recurrent: Switch | None = None
-    recurrent_keys: Keys = setting(default=RECURRENT_KEYS, kept=False)
+    recurrent_keys: InitVar[Keys] = RECURRENT_KEYS
     batch_keys: Keys | None = None
-    samples: Count | None = setting(alias="batch_size", default=None, kept=False)
-    rng: torch.Generator | None = setting(alias="generator", default=None, kept=False)
-    given_transform: Any = setting(alias="transform", default=None, kept=False)
+    batch_size: InitVar[Count | None] = None
+    generator: InitVar[torch.Generator | None] = None
+    transform: InitVar[Any] = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self) -> None:  # type: ignore[override]  # init variables go to the base's constructor
         super().__post_init__()
-        self._discount("gamma", self.discount)
+        self._discount("gamma", self._gamma)
         self._normalizer = IntrinsicRewardNormalizer(self.gamma_intrinsic, self.intrinsic_direction)
         self._consumed = False
 
@@ -210,25 +211,25 @@ class RolloutBuffer(Settings, Stated, OfParts, DocumentedVerbs):
     @property
     def estimator(self) -> Estimator:
         """How advantages are estimated by now."""
-        return self.given_estimator
+        return self._estimator
 
     @property
     def gamma(self) -> float:
         """Discount: the configured one, else the algorithm's current one, else 0.99."""
-        return self._discount("gamma", self.discount)
+        return self._discount("gamma", self._gamma)
 
     @gamma.setter
     def gamma(self, gamma: float | None) -> None:
-        self.discount = optional(fraction)(gamma, "gamma")
+        self._gamma = gamma
 
     @property
     def gamma_intrinsic(self) -> float:
         """Discount of the intrinsic stream; see :attr:`gamma`."""
-        return self._discount("gamma_intrinsic", self.intrinsic_discount)
+        return self._discount("gamma_intrinsic", self._gamma_intrinsic)
 
     @gamma_intrinsic.setter
     def gamma_intrinsic(self, gamma: float | None) -> None:
-        self.intrinsic_discount = optional(fraction)(gamma, "gamma_intrinsic")
+        self._gamma_intrinsic = gamma
 
     def _discount(self, name: str, given: float | None) -> float:
         discount = getattr(self.algorithm, name, None) if given is None else given

@@ -5,6 +5,7 @@ from __future__ import annotations
 __all__ = ["VanillaOnPolicyBuffer"]
 
 from collections.abc import Mapping
+from dataclasses import InitVar
 from typing import Annotated, Any, cast
 
 import torch
@@ -74,21 +75,21 @@ class VanillaOnPolicyBuffer(RolloutBuffer):
 
     changeable = (*RolloutBuffer.changeable, "standardize_advantages")
 
-    place: torch.device | str = setting(alias="device", default="cpu", kw_only=False, kept=False)
+    device: InitVar[torch.device | str] = setting(default="cpu", kw_only=False)
     actor: Any = setting(default=None, kw_only=False)
     algorithm: Any = setting(default=None, kw_only=False)
-    envs: Any = setting(default=None, kw_only=False, kept=False)
+    envs: InitVar[Any] = setting(default=None, kw_only=False)
     standardize_advantages: Switch = True
     bootstrap: Switch = True
     value_key: Key = VALUE
     advantage_key: Key = ADVANTAGE
     value_target_key: Key = TARGET
     frame_stack: Annotated[int, optional(integer)] = setting(default=None)
-    given_estimator: Estimator = derived()
+    _estimator: Estimator = derived()
     stream: Stream = derived()
     hooks: RolloutHooks = derived()
 
-    def __post_init__(self) -> None:
+    def __post_init__(self) -> None:  # type: ignore[override]  # init variables go to the base's constructor
         super().__post_init__()
         self.hooks = RolloutHooks()
         self.stream = Stream(
