@@ -27,7 +27,7 @@ class Rated(Settings, nn.Module):
 
 class Part(Rated):
     network: nn.Module | None = setting(default=None, kw_only=False)
-    names: list[str] = setting(factory=list)
+    names: Annotated[list[str], otherwise(list)] = setting(default=None)
     kind: Annotated[str, among("a", "b")] = "a"
     double_q: bool = setting(default=True, alias="double")
     learning_rate: Positive = 1e-3

@@ -1,4 +1,9 @@
-"""Settings as fields: each annotated once, with its check beside it, inherited, and shown by ``help`` and editors."""
+"""Settings as fields: each annotated once with its check, inherited, and shown by ``help`` and editors.
+
+attrs and dataclasses do not fit here. OmegaConf turns their instances into configs, so ``hydra.utils.instantiate``
+fails on an agent that is passed to it; LightningCLI's subclass mode refuses such base classes; a generated
+``__setattr__`` bypasses the registration of modules; and attrs has no init-only fields for the arguments of a base.
+"""
 
 from __future__ import annotations
 
@@ -55,22 +60,20 @@ def otherwise(make: Callable[[], Any]) -> Check:
 
 @dataclass(frozen=True)
 class Setting:
-    """A setting of a class: its type and default, what checks it, and the attribute that keeps it.
+    """A setting of a class: its type, default and check, and the attribute that stores it.
 
     Args:
-        default: What it is unless it is given; ``inspect.Parameter.empty`` if it must be.
-        make: Makes the default instead.
-        kw_only: Whether it is given by name alone.
-        name: What a user calls it.
+        default: The default value; ``inspect.Parameter.empty`` for a required argument.
+        kw_only: False for a positional argument.
+        name: The name of the argument.
         init: False for a computed attribute that is not an argument.
         attribute: The attribute that stores it; empty if the constructor of the other bases takes it.
-        annotation: Its type, as it is written.
-        kind: Its type, as it is meant; ``Any`` where its names are known to type checkers alone.
-        check: What refuses a value, by the name of the setting.
+        annotation: The type as written in the class.
+        kind: The evaluated type; ``Any`` if its names are imported only for type checkers.
+        check: Validates a value, by the name of the setting, and returns the value to store.
     """
 
     default: Any = _NOTHING
-    make: Callable[[], Any] | None = None
     kw_only: bool = True
     name: str = ""
     init: bool = True
@@ -81,36 +84,24 @@ class Setting:
 
     @property
     def parameter(self) -> inspect.Parameter:
-        """It as an argument of the constructor."""
+        """The constructor parameter."""
         form = inspect.Parameter.KEYWORD_ONLY if self.kw_only else inspect.Parameter.POSITIONAL_OR_KEYWORD
-        return inspect.Parameter(self.name, form, default=self.usual, annotation=self.annotation)
-
-    @property
-    def usual(self) -> Any:
-        """What it is unless it is given."""
-        return self.default if self.make is None else self.make()
+        return inspect.Parameter(self.name, form, default=self.default, annotation=self.annotation)
 
 
-def setting(
-    *,
-    default: Any = _NOTHING,
-    factory: Callable[[], Any] | None = None,
-    kw_only: bool = True,
-    alias: str = "",
-) -> Any:
-    """Declare a setting that is more than an annotation and a default.
+def setting(*, default: Any = _NOTHING, kw_only: bool = True, alias: str = "") -> Any:
+    """Declare a setting that needs more than an annotation and a default.
 
     Args:
-        default: What it is unless it is given; without one it must be.
-        factory: Makes the default instead, if it can change.
-        kw_only: Whether it is given by name alone.
+        default: The default value; without one the argument is required. :func:`otherwise` builds mutable defaults.
+        kw_only: False for a positional argument.
         alias: The name of the argument, if a property of that name stands before a private attribute.
     """
-    return Setting(default, factory, kw_only, alias)
+    return Setting(default, kw_only, alias)
 
 
 def derived(*, init: Literal[False] = False) -> Any:
-    """Declare an attribute that is no setting, also where a base has one: what the object makes of them."""
+    """Declare a computed attribute, which is not an argument even if a base class has a setting of this name."""
     return Setting(init=init)
 
 
@@ -181,7 +172,7 @@ class Settings:
         if has_effect or setting is None:
             return
         value = vars(self).get(setting.attribute)
-        check_defaults(f"without {needs}", f"give {needs}", **{name: (value, setting.usual)})
+        check_defaults(f"without {needs}", f"give {needs}", **{name: (value, setting.default)})
 
 
 def _own_settings(cls: type[Settings]) -> tuple[dict[str, Setting], set[str]]:
@@ -218,26 +209,26 @@ def _constructor(cls: type) -> Callable[..., None]:
     ordered = sorted(settings.values(), key=lambda each: each.kw_only)
     myself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
     signature = inspect.Signature([myself, *(each.parameter for each in ordered)])
-    usual = {name: each.default for name, each in settings.items() if each.make is None}
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         try:
-            given = usual | signature.bind(self, *args, **kwargs).arguments
+            bound = signature.bind(self, *args, **kwargs)
         except TypeError as error:
             unknown = [name for name in kwargs if name not in settings]
             if not unknown:
                 raise TypeError(f"{cls.__name__}: {error}; its settings are {', '.join(settings)}") from None
             meant = did_you_mean(unknown[0], settings)
             raise TypeError(f"{cls.__name__} has no setting {unknown[0]!r}{meant}") from None
-        values, handed_on = {}, {}
+        bound.apply_defaults()
+        values, base_arguments = {}, {}
         for name, each in settings.items():
-            value = given[name] if name in given else each.usual  # noqa: SIM401  # it may have to be made
+            value = bound.arguments[name]
             value = value if each.check is None else each.check(value, name)
             if each.attribute:
                 values[each.attribute] = value
             else:
-                handed_on[name] = value
-        super(Settings, self).__init__(**handed_on)
+                base_arguments[name] = value
+        super(Settings, self).__init__(**base_arguments)
         for name, value in values.items():
             setattr(self, name, value)
         self.__post_init__()

@@ -229,7 +229,7 @@ class EnvironmentRecipe(Settings, Nameable):
             {'id': 'CartPole-v1', 'wrappers': [{'_target_': 'gymnasium.wrappers.common.TimeLimit', \
 'max_episode_steps': 9}]}
         """
-        defaults = {name: each.usual for name, each in EnvironmentRecipe.settings_of_class.items()}
+        defaults = {name: each.default for name, each in EnvironmentRecipe.settings_of_class.items()}
         given = {name: plain(value) for name, value in vars(self).items() if value and value != defaults[name]}
         given.pop("module", None)  # the id names it
         # As classes and functions, however they are given.

@@ -154,7 +154,7 @@ class PPOModule(EntropyModule):
         data = self._data
         replays = getattr(getattr(data, "buffer", None), "replay", None) is not None  # whose ratio is not 1
         value, schedule = self._coefficients["clip_epsilon"]
-        usual = self.settings_of_class["clip_epsilon"].usual, as_schedule("constant")
+        usual = self.settings_of_class["clip_epsilon"].default, as_schedule("constant")
         if stage == "fit" and (value, schedule) != usual and _learns_once(data) and not replays:
             logger.warning(
                 "clip_epsilon=%s and clip_schedule=%s have no effect with one update of each rollout (num_epochs=1, "
