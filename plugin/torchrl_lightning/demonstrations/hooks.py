@@ -32,7 +32,7 @@ from torchrl_lightning.environments.origins import env_ids
 from torchrl_lightning.environments.recipe import EnvironmentRecipe
 from torchrl_lightning.files import check_writable
 from torchrl_lightning.keys import REPLAYED, VALUE
-from torchrl_lightning.ranges import integer
+from torchrl_lightning.ranges import check_defaults, integer
 from torchrl_lightning.ranks import gathered, of_first_rank, this_rank
 from torchrl_lightning.rollout.hooks import RolloutHooks
 from torchrl_lightning.state import check_state, flag, mapping, sequence, whole
@@ -57,6 +57,7 @@ class DemonstrationSettings(Protocol):
     ends: End
     log_prob: LogProb
     save_value_demos: bool
+    human_share: float
     shared_demos: bool
 
 
@@ -115,6 +116,9 @@ class DemonstrationHooks(Stated, RolloutHooks):
             told = (getattr(self.settings.envs, "env_kwargs", None) or {}).get("frame_skip")
             self.frame_skip = of_env if told is None else integer(told, "frame_skip")
         check_saved_dtypes(self.settings.demo_dtypes, specs)
+        if self.settings.target_agent_demos_dir is None:
+            needs = "target_agent_demos_dir"
+            check_defaults(f"without {needs}", f"give {needs}", demo_dtypes=(self.settings.demo_dtypes or None, None))
         self._specs = specs
         self._recipe = given_recipe(env)
         self.replay = self._replay_in(num_envs, 1 if self._recipe is None else self._recipe.frame_stack)
@@ -134,6 +138,12 @@ class DemonstrationHooks(Stated, RolloutHooks):
                 "and no demonstration has a positive reward; set initial_reward_threshold "
                 "(data.buffer.initial_reward_threshold) to the lowest return of a success.",
                 threshold,
+            )
+        if self.settings.human_share and not self.storage.num_human:
+            _logger.warning(
+                "human_share=%g has no effect until there are human demonstrations; set initial_human_demos_dir "
+                "(data.buffer.initial_human_demos_dir).",
+                self.settings.human_share,
             )
         if specs.action.dtype.is_floating_point and self.settings.log_prob == "deterministic":
             _logger.warning(

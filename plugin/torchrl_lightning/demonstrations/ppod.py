@@ -17,7 +17,7 @@ from torchrl_lightning.demonstrations.sampler import DemonstrationSampler
 from torchrl_lightning.demonstrations.saved_dtypes import FIELDS, Dtype, saved_dtypes
 from torchrl_lightning.demonstrations.storage import DemonstrationStorage
 from torchrl_lightning.demonstrations.trajectory import Demonstration
-from torchrl_lightning.demonstrations.writer import DemonstrationWriter
+from torchrl_lightning.demonstrations.writer import DemonstrationWriter, check_threshold
 from torchrl_lightning.ranges import integer
 from torchrl_lightning.rollout import GAEBuffer
 from torchrl_lightning.rollout.buffer import RolloutBuffer
@@ -68,14 +68,15 @@ class PPODBuffer(GAEBuffer):
             ``current``, as a warning says once.
         save_value_demos: save value demonstrations too, which there are with ``phi`` above 0.
         human_share: least share of the draws of reward demonstrations that goes to human ones, which the agent's own
-            would else drown; with 0 all are alike.
+            would else drown; with 0 all are alike. A warning says if there are no human ones.
         shared_demos: whether all ranks keep the same demonstrations, mined by any of them; else each keeps its own.
             Then the first one alone saves; else the others save to folders ``rank_1``, ... below the target.
         frame_skip: frames of one step, which demonstrations must have too; that of the environment's recipe if None.
         gamma: as in :class:`VanillaOnPolicyBuffer`, here and below.
 
     Raises:
-        ValueError: A probability is outside ``[0, 1]``, their sum too, or another argument is out of range.
+        ValueError: A probability is outside ``[0, 1]``, their sum too, another argument is out of range, or a setting
+            has no effect with the others, such as ``save_demos_every`` without ``target_agent_demos_dir``.
 
     Examples:
         >>> import torch
@@ -111,7 +112,7 @@ class PPODBuffer(GAEBuffer):
     supplementary_demos_dir: str | None = setting(default=None, kw_only=False)
     target_agent_demos_dir: str | None = setting(default=None, kw_only=False)
     num_agent_demos_to_save: Whole = setting(default=10, kw_only=False)
-    initial_reward_threshold: float | None = setting(default=None, kw_only=False)
+    initial_reward_threshold: Annotated[float | None, check_threshold] = setting(default=None, kw_only=False)
     save_demos_every: Count = setting(default=10, kw_only=False)
     demo_dtypes: Dtypes = setting(default=None, kw_only=False)
     annealing: Schedule = "linear"
@@ -125,6 +126,7 @@ class PPODBuffer(GAEBuffer):
 
     def __post_init__(self) -> None:  # type: ignore[override]  # init variables go to the base's constructor
         super().__post_init__()
+        self._check_effects()
         self.demonstrations = DemonstrationStorage(self.total_buffer_demo_capacity)
         self.demonstration_sampler = DemonstrationSampler(
             self._rho,
@@ -142,6 +144,20 @@ class PPODBuffer(GAEBuffer):
         )
         self.hooks: DemonstrationHooks = DemonstrationHooks(self, self.demonstration_writer, self.demonstration_sampler)
         self.hooks.frame_skip = self._frame_skip
+
+    def _check_effects(self) -> None:
+        """Validate that no setting of demonstrations is left without effect by another one."""
+        saves, capacity = self.target_agent_demos_dir is not None, self.total_buffer_demo_capacity
+        for name in ("num_agent_demos_to_save", "save_demos_every", "save_value_demos"):
+            self.require_effect(name, saves, "target_agent_demos_dir")
+        self.require_effect("target_agent_demos_dir", self.num_agent_demos_to_save, "num_agent_demos_to_save above 0")
+        for name in ("alpha", "annealing", "save_value_demos"):
+            self.require_effect(name, self.initial_phi, "phi above 0")
+        # One place is kept for a reward demonstration, and alpha decides between two value demonstrations.
+        for name, least in (("alpha", 3), ("annealing", 2), ("save_value_demos", 2), ("human_share", 2)):
+            self.require_effect(name, capacity >= least, f"total_buffer_demo_capacity of at least {least}")
+        for name in ("human_share", "ends", "log_prob"):
+            self.require_effect(name, self.initial_rho or self.initial_phi, "rho or phi above 0")
 
     # ---- the demonstrations ------------------------------------------------------------------------------------------
 
@@ -207,6 +223,7 @@ class PPODBuffer(GAEBuffer):
         Raises:
             DemonstrationFault: A directory of initial demonstrations is missing or holds none that can be used in this
                 environment, there are more than the capacity, or ``demo_dtypes`` cannot hold what is saved.
+            ValueError: ``demo_dtypes`` is given, but nothing is saved.
         """
         env, num_envs = self.envs if env is None else env, self.num_envs if num_envs is None else num_envs
         if env is None or num_envs is None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torchrl_lightning.demonstrations.storage import DemonstrationStorage
 from torchrl_lightning.demonstrations.trajectory import Demonstration
 from torchrl_lightning.parts import OwnGenerator
-from torchrl_lightning.ranges import Checked, fraction, not_negative
+from torchrl_lightning.ranges import Checked, check_defaults, fraction, not_negative
 from torchrl_lightning.state import number
 from torchrl_lightning.stated import Drawn, Kept, Stated
 
@@ -35,8 +35,8 @@ class DemonstrationSampler(Stated, OwnGenerator):
         generator: The random generator; ``None`` seeds one from torch's global one.
 
     Raises:
-        ValueError: ``rho``, ``phi``, their sum or ``human_share`` is outside ``[0, 1]``, or ``alpha`` is negative or
-            infinite.
+        ValueError: ``rho``, ``phi``, their sum or ``human_share`` is outside ``[0, 1]``, ``alpha`` is negative or
+            infinite, or one of these has no effect because nothing is drawn by it.
 
     Examples:
         >>> sampler = DemonstrationSampler(rho=0.1, phi=0.3, generator=torch.Generator().manual_seed(0))
@@ -65,6 +65,9 @@ class DemonstrationSampler(Stated, OwnGenerator):
     ) -> None:
         self._rho, self._phi, self._alpha = _checked(rho, phi, alpha)
         self.human_share = human_share
+        check_defaults("without phi above 0", "give phi", **({} if self._phi else {"alpha": (alpha, 10)}))
+        share = {} if self._rho or self._phi else {"human_share": (human_share, 0.0)}
+        check_defaults("without rho or phi above 0", "give one of them", **share)
         self._own_rng = generator
 
     @property

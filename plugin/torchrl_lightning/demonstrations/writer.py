@@ -6,16 +6,24 @@ __all__ = ["DemonstrationWriter"]
 
 import math
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from torchrl_lightning.demonstrations.annealing import DemonstrationAnnealing, Schedule
 from torchrl_lightning.demonstrations.sampler import DemonstrationSampler
 from torchrl_lightning.demonstrations.states import lowest_as_none, none_as_lowest
 from torchrl_lightning.demonstrations.storage import DemonstrationStorage
 from torchrl_lightning.demonstrations.trajectory import Demonstration
-from torchrl_lightning.ranges import Checked, boolean
+from torchrl_lightning.ranges import Checked, boolean, check_defaults, finite, optional
 from torchrl_lightning.stated import Fixed, Kept, Stated
 from torchrl_lightning.thresholds import reaches
+
+
+def check_threshold(value: Any, name: str) -> float | None:
+    """Return the lowest return of a success, None for no threshold."""
+    try:
+        return optional(finite)(value, name)
+    except ValueError:
+        raise ValueError(f"{name} must be a finite number or None, got {value!r}.") from None
 
 
 class DemonstrationWriter(Stated):
@@ -43,7 +51,8 @@ class DemonstrationWriter(Stated):
         threshold: The lowest return of a success by now; ``-inf`` if there is none.
 
     Raises:
-        ValueError: The threshold is not finite, the value capacity is negative, or there is no such annealing.
+        ValueError: The threshold is not finite, the value capacity is negative, there is no such annealing, or a
+            setting has no effect because no value demonstration is kept.
 
     Examples:
         >>> import torch
@@ -79,13 +88,17 @@ class DemonstrationWriter(Stated):
         value_capacity: int | None = None,
         sampler: DemonstrationSampler | None = None,
     ) -> None:
-        threshold = -math.inf if reward_threshold is None else float(reward_threshold)
-        if reward_threshold is not None and not math.isfinite(threshold):
-            raise ValueError(f"reward_threshold must be a finite number or None, got {reward_threshold!r}.")
-        self.storage, self.threshold, self._sampler = storage, threshold, sampler
+        threshold = check_threshold(reward_threshold, "reward_threshold")
+        self.storage, self.threshold, self._sampler = storage, -math.inf if threshold is None else threshold, sampler
         self.cut_after_reward = cut_after_reward
-        value_capacity = storage.capacity - 1 if value_capacity is None else value_capacity
-        self.annealing = DemonstrationAnnealing(value_capacity, annealing)
+        places = storage.capacity - 1 if value_capacity is None else value_capacity
+        self.annealing = DemonstrationAnnealing(places, annealing)
+        schedule = {"annealing": (annealing, "linear")}
+        if sampler is not None and not sampler.phi:
+            needs = "a sampler with phi above 0"
+            check_defaults(f"without {needs}", f"give {needs}", **schedule, value_capacity=(value_capacity, None))
+        if not places:  # "current" never moves the probability of value demonstrations, of which none is kept
+            check_defaults("with value_capacity=0", "give a larger value_capacity (storage capacity)", **schedule)
 
     def load(self, demonstrations: Sequence[Demonstration]) -> None:
         """Put demonstrations into ``D_R``, human ones or the agent's of earlier runs: as they are, and no success.
