@@ -20,7 +20,7 @@ from torchrl_lightning.dynamics.scaler import StandardScaler, check_finite
 from torchrl_lightning.entries import entry_of, nearest, nested_key, nested_keys, next_key, path_of
 from torchrl_lightning.keys import INPUTS, IS_INIT, NEXT, TARGETS
 from torchrl_lightning.moments import precision_of
-from torchrl_lightning.ranges import boolean
+from torchrl_lightning.ranges import boolean, check_defaults
 
 IS_RESET = (NEXT, IS_INIT)
 
@@ -53,7 +53,8 @@ class DynamicsTargets(Transform):
     Raises:
         TypeError: ``observation_spec`` is no Composite.
         KeyError: the spec lacks an observation; when transitions are read: they lack an entry.
-        ValueError: when transitions are read: a discrete action lies outside of the spec, or an entry has another size.
+        ValueError: ``observation_keys`` names nothing, or an observation twice, or ``reward_key`` is given beside
+            ``reward``; when transitions are read: a discrete action lies outside of the spec, or an entry has another size.
 
     Examples:
         >>> from tensordict import TensorDict
@@ -91,6 +92,12 @@ class DynamicsTargets(Transform):
         self.observation_keys = nested_keys(known if observation_keys is None else observation_keys)
         if lacking := [key for key in self.observation_keys if path_of(key) not in map(path_of, known)]:
             raise KeyError(f"The observation spec has no {lacking}; it has {known}.")
+        if len({path_of(key) for key in self.observation_keys}) < max(1, len(self.observation_keys)):
+            wanted = "name each observation once" if self.observation_keys else "name at least one observation"
+            raise ValueError(f"observation_keys must {wanted}, got {self.observation_keys}; the spec has {known}.")
+        if reward is not None:
+            remedy = "leave reward out"
+            check_defaults("beside reward=", remedy, reward_key=(nested_key(reward_key), ("next", "reward")))
         self.action_key, self.reward_key = nested_key(action_key), nested_key(reward_key)
         self.terminated_key = nested_key(terminated_key)
         self.action_spec = action_spec
@@ -239,8 +246,40 @@ class DynamicsTargets(Transform):
         entries = zip(self.split(columns).items(), self._specs, strict=True)
         return {key: nearest(value, spec.dtype) for (key, value), spec in entries}
 
+    def check_function(self, function: Callable[[Tensor, Tensor, Tensor], Any], name: str) -> None:
+        """Validate that a function of three rows of columns returns a number or flag for each.
+
+        Args:
+            function: Takes observations, actions and next observations.
+            name: What a user calls it.
+
+        Raises:
+            ValueError: It returns something else, or fails.
+        """
+        rows, actions = 3, len(self.input_columns) - len(self.observation_columns)
+        observation = torch.zeros(rows, len(self.observation_columns), dtype=self.column_dtype)
+        try:
+            found = function(observation, torch.zeros(rows, actions), observation.clone())
+        except Exception as error:
+            if "same device" in str(error):  # it holds tensors of the device on which the model will run
+                return
+            failure = " ".join(f"{type(error).__name__}: {error}".split())
+        else:
+            if isinstance(found, Tensor) and found.numel() == rows:
+                return
+            failure = f"one of the shape {list(found.shape)}" if isinstance(found, Tensor) else repr(found)
+        raise ValueError(
+            f"{name} must return a tensor of one value a row for observations [R, {observation.shape[1]}], actions "
+            f"[R, {actions}] and next observations, got {failure}."
+        )
+
     def misfit(self) -> str | None:
-        """Return that an observation is a choice, whose number is no magnitude; None if all are numbers."""
+        """Return that an observation is a choice, whose number is no magnitude, or that ``reward`` fails; else None."""
+        if self.reward is not None:
+            try:
+                self.check_function(self.reward, "reward")
+            except ValueError as error:
+                return str(error)
         for key, spec in zip(self.observation_keys, self._specs, strict=True):
             if isinstance(spec, Categorical) and not isinstance(spec, Binary):
                 return (

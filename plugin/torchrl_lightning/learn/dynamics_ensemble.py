@@ -143,6 +143,18 @@ class DynamicsEnsemble(WorldModelSettings, TermsModule):
                 f"{type(self._data).__name__}"
             )
 
+    def misfit(self, data: Any) -> str | None:
+        """Return that the DataModule or the trainer leave a setting without effect; None if none is."""
+        if self.terminated is not None and getattr(data, "terminated", False) is True:
+            return (
+                f"data.terminated must be left at its default False beside the function terminated= of "
+                f"{type(self).__name__}, got True, which has no effect. Leave it out, or leave the function out."
+            )
+        if self._trainer is not None and self.trainer.limit_val_batches == 0:
+            for name in ("patience", "min_improvement"):
+                self.require_effect(name, False, "validation (limit_val_batches above 0)")
+        return super().misfit(data)
+
     @property
     def policy(self) -> TensorDictModuleBase:
         """The planner over what is kept of the ensemble."""

@@ -26,7 +26,7 @@ from torchrl_lightning.learn.squashed import action_range
 from torchrl_lightning.learn.world_env import WorldModelEnvironment
 from torchrl_lightning.learn.world_models import WorldModel
 from torchrl_lightning.parts import OwnGenerator
-from torchrl_lightning.settings import Count, NotNegative, Positive, Settings, Switch, derived, setting
+from torchrl_lightning.settings import Count, FinitePositive, NotNegative, Settings, Switch, derived, setting
 from torchrl_lightning.state import check_state
 from torchrl_lightning.state import generator as generator_state
 
@@ -69,6 +69,8 @@ class ShootingPlanner(Settings, OwnGenerator, TensorDictModuleBase):
         self.model = env.world_model
         # Not registered: the state of the transform is its owner's.
         hold(self, targets=env.targets)
+        draws = self.model.sample or len(self.model.elites) > 1
+        self.require_effect("particles", draws, "a world model with several elites or sample=True")
         self.action_spec: TensorSpec = env.action_spec
         self.in_keys: list[NestedKey] = list(env.targets.observation_keys)
         self.out_keys: list[NestedKey] = ["action"]
@@ -138,12 +140,14 @@ class RandomShootingPlanner(ShootingPlanner):
         env: As in :class:`ShootingPlanner`, with the other arguments.
 
     Raises:
-        ValueError: A number is out of range.
+        ValueError: A number is out of range, or has no effect.
         TypeError: The actions have no finite bounds.
     """
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for name in ("horizon", "particles"):
+            self.require_effect(name, self.candidates > 1, "candidates above 1, among which the best is taken")
         spec = self.action_spec
         if spec.dtype.is_floating_point and not bool(torch.stack(bounds_of(spec)).isfinite().all()):
             raise TypeError(
@@ -177,7 +181,8 @@ class CrossEntropyPlanner(ShootingPlanner):
         env: As in :class:`ShootingPlanner`, like everything that is not named here.
 
     Raises:
-        ValueError: A number is out of range, or there are fewer than two elites or more than candidates.
+        ValueError: A number is out of range or has no effect, or there are fewer than two elites or more than
+            candidates.
         TypeError: The actions are not bounded floating-point vectors.
     """
 
@@ -186,7 +191,7 @@ class CrossEntropyPlanner(ShootingPlanner):
     candidates: Count = 150
     elites: int = 15
     iterations: Count = 4
-    initial_std: Positive = 1.0
+    initial_std: FinitePositive = 1.0
     warm_start: Switch = False
     noise: NotNegative = 0.0
     center: Tensor = derived()
@@ -196,6 +201,7 @@ class CrossEntropyPlanner(ShootingPlanner):
         super().__post_init__()
         if not 2 <= self.elites <= self.candidates:
             raise ValueError(f"elites={self.elites} must be at least 2 and at most candidates={self.candidates}.")
+        self.require_effect("warm_start", self.horizon > 1, "a horizon above 1")
         try:
             center, half_range = action_range(self.action_spec, allow_constants=True)
         except TypeError:

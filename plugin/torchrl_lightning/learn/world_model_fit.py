@@ -39,8 +39,8 @@ class WorldModelFit(WorldModelSettings, Nameable):
         activation: As in :class:`WorldModelSettings`, like everything that is not named here.
 
     Raises:
-        ValueError: A number is out of range, there are fewer members than elites, or terminations are both given and to
-            be learnt.
+        ValueError: A number is out of range, there are fewer members than elites, terminations are both given and to be
+            learnt, or a setting has no effect with the others; when it is built: ``terminated`` fails.
 
     Examples:
         >>> from torchrl_lightning import environment_specs, make_vector_env
@@ -63,6 +63,9 @@ class WorldModelFit(WorldModelSettings, Nameable):
             raise ValueError(f"num_elites={self.num_elites} is more than num_members={self.num_members}.")
         if self.learn_terminated and self.terminated is not None:
             raise ValueError("learn_terminated=True learns what the function terminated= tells; take one of the two.")
+        self.require_effect("propagation", self.num_elites > 1, "more than one elite (num_elites)")
+        for name in ("patience", "min_improvement"):
+            self.require_effect(name, self.max_epochs > 1, "max_epochs above 1")
         self._check_terminations = TerminationCheck()
 
     def build(self, specs: Any) -> WorldModel:

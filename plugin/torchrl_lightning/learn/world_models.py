@@ -14,7 +14,8 @@ from torch.nn import functional as F
 from torchrl_lightning._modules import hold
 from torchrl_lightning.dynamics import DynamicsTargets
 from torchrl_lightning.learn.ensembles import GaussianEnsemble, Widths, softly_bounded
-from torchrl_lightning.settings import Count, Fraction, NotNegative, Positive, Settings, among, setting
+from torchrl_lightning.ranges import check_defaults, integer
+from torchrl_lightning.settings import Count, FinitePositive, Fraction, NotNegative, Settings, among, setting
 from torchrl_lightning.trust import Nameable
 
 Terminated = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -33,7 +34,8 @@ class OutsideBox(Nameable):
         high: The largest values.
 
     Raises:
-        ValueError: The two are of different lengths.
+        ValueError: The two are of different lengths, hold no bound, or a lower bound is above the upper one; when it is
+            called: an observation has another number of columns.
 
     Examples:
         >>> fallen = OutsideBox([-2.4, None], [2.4, None])
@@ -46,9 +48,22 @@ class OutsideBox(Nameable):
             raise ValueError(f"low has {len(low)} numbers and high {len(high)}, but both bound the same observation.")
         self.low = torch.tensor([-torch.inf if bound is None else bound for bound in low], dtype=torch.float64)
         self.high = torch.tensor([torch.inf if bound is None else bound for bound in high], dtype=torch.float64)
+        for least, most in zip(self.low.tolist(), self.high.tolist(), strict=True):
+            if not least <= most:
+                raise ValueError(f"low must be at most high, got {least} and {most}.")
+        if not (self.low.isfinite() | self.high.isfinite()).any():
+            raise ValueError(
+                f"low and high must hold at least one bound, got {list(low)} and {list(high)}, which nothing leaves. "
+                "Give one, or leave terminated= out."
+            )
 
     def __call__(self, observation: Tensor, action: Tensor, next_observation: Tensor) -> Tensor:
         """Return whether each row ``[R]`` has left the box."""
+        if next_observation.shape[-1] != len(self.low):
+            raise ValueError(
+                f"an observation has {next_observation.shape[-1]} numbers, but OutsideBox has {len(self.low)} bounds: "
+                "one for each, None for no bound."
+            )
         low, high = self.low.to(next_observation), self.high.to(next_observation)
         return ((next_observation < low) | (next_observation > high)).any(-1)
 
@@ -77,10 +92,16 @@ class WorldModelSettings(Settings):
     propagation: Propagation = "step"
     sample: bool = False
     terminated: Terminated | None = None
-    learning_rate: Positive = 1e-3
+    learning_rate: FinitePositive = 1e-3
     weight_decay: NotNegative = 2.5e-5
     patience: Count = 5
     min_improvement: Fraction = 0.01
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        # The default of `sample` differs between subclasses; means beside sample=False agree.
+        self.require_effect("sample", self.probabilistic or not self.sample, "probabilistic=True")
+        self.require_effect("activation", self.hidden_sizes, "hidden_sizes")
 
     def new_ensemble(self, num_members: int, targets: DynamicsTargets) -> GaussianEnsemble:
         """Build an ensemble of so many members for what it predicts."""
@@ -91,7 +112,10 @@ class WorldModelSettings(Settings):
 
     def new_world_model(self, ensemble: GaussianEnsemble, targets: DynamicsTargets, num_elites: int) -> WorldModel:
         """Return an ensemble as a world model, at first of its first members."""
-        options: dict[str, Any] = {"propagation": self.propagation, "sample": self.sample}
+        if self.terminated is not None:
+            targets.check_function(self.terminated, "terminated")
+        sample = self.sample and self.probabilistic
+        options: dict[str, Any] = {"propagation": self.propagation, "sample": sample}
         return WorldModel(ensemble, targets, terminated=self.terminated, num_elites=num_elites, **options)
 
 
@@ -110,6 +134,9 @@ class WorldModel(nn.Module):
         propagation: ``"step"`` or ``"trajectory"``.
         sample: Whether next observations and rewards are drawn from the member's Gaussian; else its mean is taken.
         num_elites: How many members predict, the first ones before any fit; all if None.
+
+    Raises:
+        ValueError: A setting is out of range, or has no effect on this ensemble.
     """
 
     elites: Tensor
@@ -126,13 +153,20 @@ class WorldModel(nn.Module):
         num_elites: int | None = None,
     ) -> None:
         super().__init__()
+        self.propagation = propagations(propagation, "propagation")
+        elites = ensemble.num_members if num_elites is None else integer(num_elites, "num_elites")
+        if elites > ensemble.num_members:
+            raise ValueError(f"num_elites must be at most num_members={ensemble.num_members}, got {elites}.")
+        if not ensemble.probabilistic:
+            check_defaults("with probabilistic=False", "let the ensemble be probabilistic", sample=(sample, False))
+        if elites == 1:
+            check_defaults("with one elite", "take more elites", propagation=(propagation, "step"))
         self.ensemble, self.terminated, self.sample = ensemble, terminated, sample
         self.learns_terminated = ensemble.ends is not None and terminated is None
-        self.propagation = propagations(propagation, "propagation")
         self.observations = len(targets.observation_columns)
         # Not registered: the state of the transform is its owner's.
         hold(self, targets=targets)
-        self.register_buffer("elites", torch.arange(ensemble.num_members if num_elites is None else num_elites))
+        self.register_buffer("elites", torch.arange(elites))
         self._layers: list[tuple[Tensor, Tensor]] = []
         self._end_layers: list[tuple[Tensor, Tensor]] = []
         self._size = 0
