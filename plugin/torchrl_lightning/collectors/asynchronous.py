@@ -53,8 +53,8 @@ class AsynchronousCollector(WorkersCollector):
             :class:`~torchrl_lightning.DemonstrationReplay`, built for the ``num_envs`` environments of one worker.
         init_random_frames: Random actions are drawn in the first frames of each worker, in this many over all of them.
 
-    The other arguments are those of :class:`GymnasiumCollector`; each worker steps its environments itself, whatever
-    ``vectorization`` a recipe has.
+    The other arguments are those of :class:`GymnasiumCollector`. Each worker steps its environments itself: a recipe
+    with ``vectorization="async"`` is refused.
 
     Raises:
         ValueError: Sizes do not fit, or the id is unknown.

@@ -104,7 +104,13 @@ class WorkersCollector(CollectorBase):
                 f"Each worker builds its own environments, but env is a ready {type(env).__name__}; "
                 "pass its id or a factory of one environment."
             )
-        check_env_source(env, vectorization_of(env, "sync"), env_kwargs, wrappers)
+        stepped = vectorization_of(env, "sync")
+        if stepped != vectorization_of(env):
+            raise ValueError(
+                f"vectorization must be 'sync' in the recipe of a {type(self).__name__}, whose workers step their "
+                f"environments themselves, got {vectorization_of(env)!r}. Leave it out, or take collection in this process."
+            )
+        check_env_source(env, stepped, env_kwargs, wrappers)
         env_args = {"vectorization": "sync", "env_kwargs": env_kwargs, "wrappers": tuple(wrappers)}
         super().__init__(env, policy, num_envs, frames_per_batch, total_frames, seed, env_args)
         _pickled((env, env_args), "The environment (env, env_kwargs, wrappers)")

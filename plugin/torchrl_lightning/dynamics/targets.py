@@ -54,7 +54,8 @@ class DynamicsTargets(Transform):
         TypeError: ``observation_spec`` is no Composite.
         KeyError: the spec lacks an observation; when transitions are read: they lack an entry.
         ValueError: ``observation_keys`` names nothing, or an observation twice, or ``reward_key`` is given beside
-            ``reward``; when transitions are read: a discrete action lies outside of the spec, or an entry has another size.
+            ``reward``; when transitions are read: a discrete action lies outside of the spec, or an entry has another
+            size.
 
     Examples:
         >>> from tensordict import TensorDict

@@ -6,7 +6,7 @@ __all__ = ["EnvironmentRecipe", "SelectObservation"]
 
 import importlib
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import partial
 from itertools import zip_longest
 from typing import Annotated, Any, ClassVar
@@ -22,7 +22,8 @@ from torchrl_lightning.environments.extras import extra_for
 from torchrl_lightning.environments.frame_stack import FrameStack
 from torchrl_lightning.environments.rename import RenameObservation, check_rename
 from torchrl_lightning.environments.time_limits import TimedCalls, TimedEnv
-from torchrl_lightning.settings import Count, Positive, Settings, among, setting
+from torchrl_lightning.ranges import integer
+from torchrl_lightning.settings import Count, FinitePositive, Positive, Settings, Switch, among, setting
 from torchrl_lightning.trust import Nameable
 
 Environment = gym.Env[Any, Any]
@@ -51,15 +52,38 @@ def _name_or_named(value: Any, name: str) -> Any:
     return value if isinstance(value, str) else _named(value, name)
 
 
-def _all_named(value: Any, name: str) -> list[Any]:
-    return [_named(part, f"{name}[{number}]") for number, part in enumerate(value)]
-
-
-def _list(value: Any, name: str) -> list[Any]:
+def _list(value: Any, name: str, wanted: str) -> list[Any]:
+    # A text or mapping would become the list of its letters or keys.
+    if isinstance(value, str | Mapping) or not isinstance(value, Iterable):
+        raise TypeError(f"{name} must be a list of {wanted}, got {value!r}. Write [...] around it.")
     return list(value)
 
 
+def _all_named(value: Any, name: str) -> list[Any]:
+    parts = enumerate(_list(value, name, "callables or mappings"))
+    return [_named(part, f"{name}[{number}]") for number, part in parts]
+
+
+def _names(value: Any, name: str) -> list[str]:
+    return _list(value, name, "names")
+
+
+def _kept(value: Any, name: str) -> list[str]:
+    if names := _names(value, name):
+        return names
+    raise ValueError(f"{name} must name at least one entry, got []. Leave it out to show all.")
+
+
+def _observed(value: Any, name: str) -> list[int]:
+    numbers = _list(value, name, "at least one number")
+    if not numbers:
+        raise ValueError(f"{name} must be a list of at least one number, got []. Leave it out to show all.")
+    return [integer(each, f"{name}[{number}]", 0) for number, each in enumerate(numbers)]
+
+
 def _dict(value: Any, name: str) -> dict[str, Any]:
+    if value is not None and not isinstance(value, Mapping):
+        raise TypeError(f"{name} must be a mapping of names and values, got {value!r}.")
     return dict(value or {})
 
 
@@ -68,7 +92,7 @@ def _renamed(value: Any, name: str) -> dict[str, str]:
 
 
 Factory = str | Callable[..., Environment] | Mapping[str, Any]
-Names = Annotated[Sequence[str], _list]
+Names = Annotated[Sequence[str], _names]
 
 
 class EnvironmentRecipe(Settings, Nameable):
@@ -82,7 +106,8 @@ class EnvironmentRecipe(Settings, Nameable):
         id: an environment id, also ``module:id``, or a factory of one environment, Gymnasium's or TorchRL's.
         module: the module that registers the id, where the id does not name it.
         env_kwargs: passed on to :func:`gymnasium.make`, or to the factory.
-        time_limit: steps after which an episode is truncated; the environment's own limit if None.
+        time_limit: steps after which an episode is truncated; the environment's own limit if None. A factory's
+            environment keeps its limit, which may not be smaller.
         action_repeat: steps for which each action is taken; their rewards are added.
         wrappers: what takes the environment and returns it wrapped, e.g. partials of Gymnasium's wrappers; what makes
             a transform, for a TorchRL environment.
@@ -98,7 +123,8 @@ class EnvironmentRecipe(Settings, Nameable):
             rewards of the environment itself, as published scores do.
         vectorization: how collection steps its copies: ``"sync"``, in this process, or ``"async"``, each in a process
             of its own (by ``spawn``: a script needs ``if __name__ == "__main__":``), or ``"envpool"``, by EnvPool,
-            around whose environments nothing can be laid. Evaluation stays in this process, and plays Gymnasium's
+            around whose environments nothing can be laid. Collectors with workers take ``"sync"``, and step in
+            them. Evaluation stays in this process, and plays Gymnasium's
             environment of that id where there is one and no ``env_kwargs``.
         demonstrations_of: ids (or the names of factories) whose demonstrations are taken as of this environment, though
             they were recorded in another, or with another reward; its own id allows other arguments and wrappers.
@@ -132,13 +158,13 @@ class EnvironmentRecipe(Settings, Nameable):
     time_limit: Count | None = None
     action_repeat: Count = 1
     wrappers: Annotated[Sequence[Wrapper | Mapping[str, Any]], _all_named] = ()
-    keep: Names | None = None
+    keep: Annotated[Sequence[str], _kept] | None = None
     drop: Names = ()
     rename: Annotated[Mapping[str, str], _renamed] = setting(default=None)
-    observe: Annotated[Sequence[int], _list] | None = None
-    flatten: bool = False
+    observe: Annotated[Sequence[int], _observed] | None = None
+    flatten: Switch = False
     frame_stack: Count = 1
-    clip_reward: Positive | None = None
+    clip_reward: FinitePositive | None = None
     vectorization: Annotated[str, among("sync", "async", "envpool")] = "sync"
     demonstrations_of: Names = ()
     step_timeout: Positive | None = None
@@ -147,6 +173,11 @@ class EnvironmentRecipe(Settings, Nameable):
         super().__post_init__()
         if self.keep is not None and self.drop:
             raise ValueError(f"keep={self.keep} and drop={self.drop} say the same in two ways; give one of them.")
+        if self.time_limit is not None and isinstance(self.id, str) and "max_episode_steps" in self.env_kwargs:
+            raise ValueError(
+                f"time_limit must be left out beside env_kwargs={dict(self.env_kwargs)}, whose max_episode_steps is the "
+                f"same limit, got {self.time_limit}. Give one of them."
+            )
         # Said in one way, which Gymnasium imports by, in worker processes, too.
         if self.module and isinstance(self.id, str) and ":" not in self.id:
             self.id = f"{self.module}:{self.id}"
@@ -171,6 +202,7 @@ class EnvironmentRecipe(Settings, Nameable):
             if not isinstance(env, gym.Env):
                 return self._around_torchrl(env, calls)
             if self.time_limit is not None:
+                _check_limit(env, self.time_limit)
                 env = TimeLimit(env, self.time_limit)
         if self.action_repeat > 1:
             env = RepeatAction(env, self.action_repeat)
@@ -238,6 +270,16 @@ class EnvironmentRecipe(Settings, Nameable):
         if self.wrappers:
             given["wrappers"] = [_target(_resolved(wrapper, "wrappers")) for wrapper in self.wrappers]
         return given
+
+
+def _check_limit(env: Environment, limit: int) -> None:
+    """Validate that episodes of an environment can be as long as a limit; raise ValueError if they never are."""
+    own = None if env.spec is None else env.spec.max_episode_steps
+    if own is not None and own < limit:
+        raise ValueError(
+            f"time_limit must be at most {own}, the limit of the environment that the factory makes, got {limit}. "
+            "Let the factory make one with a larger limit."
+        )
 
 
 def recipe_of(env: str | Callable[..., Any]) -> EnvironmentRecipe:

@@ -105,6 +105,11 @@ def vectorization_of(env: object, asked: str | None = None) -> str:
     if asked is None:
         return own
     one_of(asked, "vectorization", ("sync", "async", "envpool"))
+    if isinstance(env, VectorEnv) and asked != "sync":
+        raise ValueError(
+            f"vectorization must be 'sync' or None for a ready {type(env).__name__}, which steps itself, got {asked!r}. "
+            "Leave it out, or pass an id or a factory."
+        )
     if asked == "sync" and own == "envpool" and isinstance(env, EnvironmentRecipe):
         return "envpool" if env.env_kwargs or env.id not in gymnasium.registry else "sync"
     return asked
