@@ -11,12 +11,14 @@ from gymnasium.vector import VectorEnv
 from tensordict import TensorDict
 from tensordict.utils import NestedKey
 from torch import Tensor
+from torchrl.envs.utils import ExplorationType
 
+from torchrl_lightning.environments.played import ReplaySource
 from torchrl_lightning.environments.policies import Policy, check_policy, dotted, load_weights
 from torchrl_lightning.environments.seeds import check_seed
 from torchrl_lightning.environments.specs import EnvironmentSpecs, environment_specs
 from torchrl_lightning.environments.vector_env import make_vector_env
-from torchrl_lightning.ranges import budget, integer
+from torchrl_lightning.ranges import boolean, budget, check_defaults, integer
 from torchrl_lightning.state import check_state, tensor, whole
 from torchrl_lightning.stated import Fixed, Kept, Stated
 from torchrl_lightning.torch_defaults import check_default_device
@@ -28,6 +30,35 @@ def _by_dotted_name(states: Mapping[NestedKey, Tensor]) -> dict[str, Tensor]:
 
 RECURRENT_STATES = Kept("_read_states", "_states", _by_dotted_name, only="_plays")
 """The entry of what goes on within a replay."""
+
+
+def check_random_frames(value: Any, policy: object) -> int:
+    """Return a number of frames with random actions, also given as a float such as 1e5; 0 without a policy."""
+    number = int(value) if isinstance(value, float) and value.is_integer() else value
+    frames = integer(number, "init_random_frames", 0)
+    if policy is None:
+        check_defaults("without a policy", "give a policy", init_random_frames=(frames, 0))
+    return frames
+
+
+def check_acting(policy: object, exploration_type: ExplorationType | None, **switches: bool) -> None:
+    """Validate how a policy explores, which has no effect without one, and switches by their names."""
+    if exploration_type is not None and not isinstance(exploration_type, ExplorationType):
+        raise TypeError(f"exploration_type must be an ExplorationType, got {exploration_type!r}.")
+    if policy is None:
+        usual = ExplorationType.RANDOM
+        check_defaults("without a policy", "give a policy", exploration_type=(exploration_type, usual))
+    for name, value in switches.items():
+        boolean(value, name)
+
+
+def check_replay(replay: ReplaySource | None, num_envs: int, owner: str) -> None:
+    """Validate that a replay is for the ``num_envs`` environments that ``owner`` steps together."""
+    if replay is not None and len(replay.playing) != num_envs:
+        raise ValueError(
+            f"replay= is for {len(replay.playing)} environments, but {owner} has num_envs={num_envs}; build it for "
+            "these."
+        )
 
 
 class CollectorBase(Stated):

@@ -17,7 +17,13 @@ from torch import Tensor, nn
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from torchrl_lightning._modules import EvaluationMode
-from torchrl_lightning.collectors._base import RECURRENT_STATES, CollectorBase
+from torchrl_lightning.collectors._base import (
+    RECURRENT_STATES,
+    CollectorBase,
+    check_acting,
+    check_random_frames,
+    check_replay,
+)
 from torchrl_lightning.collectors._loop import RolloutLoop, RolloutMemory
 from torchrl_lightning.collectors._stepper import VectorStepper
 from torchrl_lightning.environments.next_step import tells_resets
@@ -26,6 +32,7 @@ from torchrl_lightning.environments.policies import Policy, policy_device, recur
 from torchrl_lightning.environments.seeds import IsolatedRng, check_seed, numbered_seed, spawn_seed, spawn_seeds
 from torchrl_lightning.environments.specs import environment_specs
 from torchrl_lightning.environments.vector_env import check_env_source, make_vector_env, vectorization_of
+from torchrl_lightning.ranges import check_defaults
 from torchrl_lightning.state import array, flag, whole
 from torchrl_lightning.stated import Kept
 
@@ -65,7 +72,8 @@ class GymnasiumCollector(CollectorBase):
         device: Device of the policy's inputs and of the batches; with ``None``, inputs follow the policy's parameters
             and batches stay on the CPU.
         storing_device: Device of the batches; ``None`` means ``device``.
-        return_same_td: Yield the same memory each time instead of new memory; on another device it is new.
+        return_same_td: Yield the same memory each time instead of new memory; refused if batches are copied to a
+            device.
         clip_actions: Clip the actions that the environment gets (not those that are stored) to its Box. In a run, the
             evaluation and the policies loaded or exported from its checkpoints clip, too.
         replay: Replays recorded steps in some environments
@@ -78,9 +86,9 @@ class GymnasiumCollector(CollectorBase):
     ``vectorization``, ``env_kwargs`` and ``wrappers`` are those of :func:`make_vector_env`.
 
     Raises:
-        ValueError: Sizes do not fit, the id is unknown, actions are NaN, the environment resets in mode ``NEXT_STEP``
-            and does not tell which rows are resets (``("collector", "mask")`` is then false there), or it returns what
-            its spaces do not allow or is not finite.
+        ValueError: Sizes do not fit, a setting has no effect with the others, the id is unknown, actions are NaN, the
+            environment resets in mode ``NEXT_STEP`` and does not tell which rows are resets (``("collector", "mask")``
+            is then false there), or it returns what its spaces do not allow or is not finite.
         TypeError: The environment or policy is something else, or a space has no TorchRL spec.
         KeyError: The policy writes no ``action``.
         RuntimeError: The environment cannot reset in part, where that is needed.
@@ -128,10 +136,22 @@ class GymnasiumCollector(CollectorBase):
             num_envs = make_vector_env(env, num_envs, **env_args).num_envs  # only checks
         num_envs = 1 if num_envs is None else num_envs
         super().__init__(env, policy, num_envs, frames_per_batch, total_frames, seed, env_args)
-        self.reset_at_each_batch, self.init_random_frames = reset_at_each_batch, init_random_frames
+        check_acting(
+            policy,
+            exploration_type,
+            reset_at_each_batch=reset_at_each_batch,
+            return_same_td=return_same_td,
+            clip_actions=clip_actions,
+        )
+        check_replay(replay, num_envs, "the collector")
+        self.reset_at_each_batch = reset_at_each_batch
+        self.init_random_frames = check_random_frames(init_random_frames, policy)
         self.exploration_type = exploration_type
         self.device = None if device is None else torch.device(device)
         self.storing_device = self.device if storing_device is None else torch.device(storing_device)
+        if self.storing_device not in (None, torch.device("cpu")):
+            on, remedy = f"with batches on {self.storing_device}, which are new", "take storing_device='cpu'"
+            check_defaults(on, remedy, return_same_td=(return_same_td, False))
         self.return_same_td, self.clip_actions = return_same_td, clip_actions
         self._player, self._plays = replay, replay is not None
         self._spawned = (-1, 0)  # a seed, and that of the policy's stream

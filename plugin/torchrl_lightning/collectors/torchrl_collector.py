@@ -16,7 +16,7 @@ from torchrl.envs import EnvBase, TransformedEnv
 from torchrl.envs.utils import ExplorationType
 
 from torchrl_lightning._modules import EvaluationMode
-from torchrl_lightning.collectors._base import RECURRENT_STATES, CollectorBase
+from torchrl_lightning.collectors._base import RECURRENT_STATES, CollectorBase, check_random_frames
 from torchrl_lightning.entries import join, next_key
 from torchrl_lightning.environments.actions import half_bounded_drawer
 from torchrl_lightning.environments.faults import EnvironmentFault, blame, frames_of
@@ -42,6 +42,7 @@ from torchrl_lightning.environments.torchrl_env import (
     with_bookkeeping,
 )
 from torchrl_lightning.keys import ACTION_MASK
+from torchrl_lightning.ranges import boolean
 from torchrl_lightning.state import tensor, whole
 from torchrl_lightning.stated import Kept
 
@@ -108,7 +109,8 @@ class TorchRLCollector(CollectorBase):
         copy_calls(env)
         super().__init__(env, policy, env.batch_size.numel(), frames_per_batch, total_frames, seed, {})
         self.env = env
-        self.reset_at_each_batch, self.init_random_frames = reset_at_each_batch, init_random_frames
+        self.reset_at_each_batch = boolean(reset_at_each_batch, "reset_at_each_batch")
+        self.init_random_frames = check_random_frames(init_random_frames, policy)
         self._specs = environment_specs(env)
         self._mask = action_mask(self._specs.observation, self._specs.action)
         self._form, self._draw = self._specs.action_format, half_bounded_drawer(self._specs.action, env.batch_size)

@@ -16,7 +16,7 @@ from tensordict import TensorDict
 from torch import nn
 from torchrl.envs.utils import ExplorationType
 
-from torchrl_lightning.collectors._base import CollectorBase
+from torchrl_lightning.collectors._base import CollectorBase, check_acting, check_random_frames, check_replay
 from torchrl_lightning.collectors.gymnasium import GymnasiumCollector
 from torchrl_lightning.environments.played import Array, FollowedReplaySource
 from torchrl_lightning.environments.policies import KnowsWorker, Policy, load_weights, policy_device
@@ -108,17 +108,15 @@ class WorkersCollector(CollectorBase):
         if stepped != vectorization_of(env):
             raise ValueError(
                 f"vectorization must be 'sync' in the recipe of a {type(self).__name__}, whose workers step their "
-                f"environments themselves, got {vectorization_of(env)!r}. Leave it out, or take collection in this process."
+                f"environments themselves, got {vectorization_of(env)!r}. Leave it out, or collect in this "
+                "process."
             )
         check_env_source(env, stepped, env_kwargs, wrappers)
         env_args = {"vectorization": "sync", "env_kwargs": env_kwargs, "wrappers": tuple(wrappers)}
         super().__init__(env, policy, num_envs, frames_per_batch, total_frames, seed, env_args)
         _pickled((env, env_args), "The environment (env, env_kwargs, wrappers)")
-        if replay is not None and len(replay.playing) != num_envs:
-            raise ValueError(
-                f"replay= is for {len(replay.playing)} environments, but each worker has num_envs={num_envs}; build it "
-                "for these."
-            )
+        check_acting(policy, exploration_type, reset_at_each_batch=reset_at_each_batch, clip_actions=clip_actions)
+        check_replay(replay, num_envs, "each worker")
         self.env, self.num_workers, self.clip_actions = env, num_workers, clip_actions
         self._player = replay
         self._told: dict[int, Any] = {}  # what each worker knows of its contents
@@ -129,7 +127,7 @@ class WorkersCollector(CollectorBase):
             "clip_actions": clip_actions,
             "num_envs": num_envs,
             "frames_per_batch": frames_per_batch,
-            "init_random_frames": -(init_random_frames // -num_workers),
+            "init_random_frames": -(check_random_frames(init_random_frames, policy) // -num_workers),
         }
         self.policy_version = 0
         self._lag = 0  # of the last batch, in versions

@@ -69,10 +69,10 @@ class ServiceActor:
             self._fault = ServiceFault(f"The replay service cannot begin: {type(error).__name__}: {error}")
 
     def describe(self) -> dict[str, Any]:
-        """Return the versions and what the buffer is, for whoever would use it; raise what it could not begin for."""
+        """Return versions, buffer and limits, for whoever would use it; raise what it could not begin for."""
         if self._fault is not None:
             raise self._fault
-        return {"versions": installed(), "buffer": described(self._buffer)}
+        return {"versions": installed(), "buffer": described(self._buffer), "limits": self._limiter.settings}
 
     # -- writing -----------------------------------------------------------------------------------------------------
     async def insert(

@@ -62,6 +62,12 @@ class RateLimiter:
         """Rows so far."""
         self._largest_insert = self._largest_draw = 0
 
+    @property
+    def settings(self) -> dict[str, float | None]:
+        """The arguments of the constructor."""
+        names = ("samples_per_insert", "error_buffer", "min_size")
+        return {name: vars(self)[name] for name in names}
+
     def admits_insert(self, rows: int) -> bool:
         """Return whether so many rows may be written now."""
         self._largest_insert = max(self._largest_insert, rows)

@@ -22,7 +22,7 @@ from torchrl_lightning.distributed.service import ReplayService
 from torchrl_lightning.environments.faults import EnvironmentFault, WorkerFault
 from torchrl_lightning.environments.played import FollowedReplaySource
 from torchrl_lightning.environments.policies import Policy
-from torchrl_lightning.ranges import integer
+from torchrl_lightning.ranges import boolean, check_defaults, integer
 from torchrl_lightning.stated import Fixed
 
 logger = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class RayCollector(WorkersCollector):
         sync: Serve all in turn: each round of ``num_collectors`` batches is collected with the same weights, those of
             when its first one is asked for. It can be repeated bit for bit, but nothing is collected meanwhile, and a
             collector that dies is an error. Otherwise the first that is ready is served.
-        rollouts_in_flight: How many rollouts each may have begun but not yet yielded; without effect with ``sync``.
+        rollouts_in_flight: How many rollouts each may have begun but not yet yielded; 1 with ``sync``.
         max_weight_update_interval: Publish weights only where this many batches came since the last time, to
             spare the network; with -1 each time that the learner publishes.
         remote_configs: What each actor needs, as for ``ray.remote``: ``num_cpus`` (1 by default), ``num_gpus``,
@@ -76,7 +76,7 @@ class RayCollector(WorkersCollector):
         lost_envs: Whose unfinished episodes were lost with them; whoever keeps sums of episodes takes the numbers out.
 
     Raises:
-        ValueError: Sizes do not fit.
+        ValueError: Sizes do not fit, or a setting has no effect with the others.
         ClusterFault: Ray is not installed, there is no cluster at the address, or it has too little room, lacks modules
             or has other versions; also a ValueError.
         RuntimeError: A collector failed (its traceback is in the message) or died again and again.
@@ -138,7 +138,12 @@ class RayCollector(WorkersCollector):
             wrappers,
             init_random_frames,
         )
-        self.sync, self.rollouts_in_flight = sync, 1 if sync else rollouts_in_flight
+        if boolean(sync, "sync"):
+            check_defaults("with sync=True", "take sync=False", rollouts_in_flight=(rollouts_in_flight, 1))
+        if policy is None:
+            interval = (max_weight_update_interval, -1)
+            check_defaults("without a policy", "give a policy", max_weight_update_interval=interval)
+        self.sync, self.rollouts_in_flight = sync, rollouts_in_flight
         self.max_weight_update_interval = max_weight_update_interval
         self.remote_configs = {"num_cpus": 1, **(remote_configs or {})}
         self.ray_init_config = dict(ray_init_config or {})

@@ -24,7 +24,7 @@ from torchrl_lightning.distributed._wire import Learned, as_arrays, packed, unpa
 from torchrl_lightning.distributed.cluster import ServiceFault, installed, joined
 from torchrl_lightning.distributed.rate_limiter import RateLimiter
 from torchrl_lightning.keys import INDEX, MASK, SOURCE
-from torchrl_lightning.ranges import integer
+from torchrl_lightning.ranges import boolean, check_defaults, integer
 from torchrl_lightning.ranks import this_rank
 from torchrl_lightning.replay import ExperienceBuffer
 from torchrl_lightning.replay.layout import left_out_of, time_major
@@ -66,9 +66,11 @@ class ReplayService(Nameable):
         samples_per_insert: How often each row is drawn, for learners and writers that nothing else keeps in step; see
             :class:`RateLimiter`. A ``ReplayDataModule`` does so by its ``frames_per_update``.
         error_buffer: By how many draws the ratio may be missed on either side; :class:`RateLimiter` has the smallest.
-        min_size: Rows in each shard before the first draw.
+        min_size: Rows in each shard before the first draw. Of a service that runs already, the last three must be left out
+            or be the same.
         keep: Leave the service behind.
-        join: Draw from a service that another process has started, and leave it alone at the end.
+        join: Draw from a service that another process has started, and leave it alone at the end. ``keep`` and
+            ``remote_configs`` are refused then.
         remote_configs: What each shard needs, as for ``ray.remote``; no processor of its own by default.
         ray_init_config: Arguments of ``ray.init``, if this process has no cluster yet.
 
@@ -116,6 +118,9 @@ class ReplayService(Nameable):
         _check_buffer(buffer, self.shards)
         if (keep or join) and name is None:
             raise ValueError("A replay service with keep=True or join=True is found by its name; give it one.")
+        if boolean(join, "join"):
+            others = {"keep": (keep, False), "remote_configs": (remote_configs or None, None)}
+            check_defaults("beside join=True", "let this run start the service", **others)
         self.buffer, self.buffers, self.keep, self.join = buffer, [buffer], keep, join
         self.name = secrets.token_hex(4) if name is None else name
         self.folder = None if folder is None else Path(folder).absolute()
@@ -276,6 +281,11 @@ class ReplayService(Nameable):
         self._owns_ray |= joined_here
         names = [f"{self.name}/{shard}" for shard in range(self.shards)]
         there = [self._found(name) for name in names]
+        if any(there) and self._found(f"{self.name}/{self.shards}"):
+            raise ServiceFault(
+                f"The replay service name={self.name!r} has more shards than shards={self.shards}. Take as many as it "
+                "was started with."
+            )
         if self.join and not all(there):
             raise ServiceFault(f"No replay service name={self.name!r} runs in this cluster to join. Start it first.")
         if any(there) and not (self.keep or self.join):
@@ -329,6 +339,15 @@ class ReplayService(Nameable):
                         f"The replay service name={self.name!r} has {what} {there[kind].get(what)!r}, but here is "
                         f"{value!r}. Take the same, or give another name."
                     )
+        # Defaults leave the limits to whoever has started it.
+        usual = RateLimiter().settings
+        for name, value in self._limiter.settings.items():
+            known = there.get("limits", usual)[name]
+            if value not in (usual[name], known):
+                raise ServiceFault(
+                    f"The replay service name={self.name!r} has {name}={known}, but here is {value}. Leave it out, take "
+                    "the same, or give another name."
+                )
 
     def _settle(self) -> None:
         """Send what is under way, so that a snapshot holds it."""

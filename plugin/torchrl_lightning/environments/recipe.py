@@ -175,8 +175,8 @@ class EnvironmentRecipe(Settings, Nameable):
             raise ValueError(f"keep={self.keep} and drop={self.drop} say the same in two ways; give one of them.")
         if self.time_limit is not None and isinstance(self.id, str) and "max_episode_steps" in self.env_kwargs:
             raise ValueError(
-                f"time_limit must be left out beside env_kwargs={dict(self.env_kwargs)}, whose max_episode_steps is the "
-                f"same limit, got {self.time_limit}. Give one of them."
+                f"time_limit must be left out beside env_kwargs={dict(self.env_kwargs)}, whose max_episode_steps is "
+                f"the same limit, got {self.time_limit}. Give one of them."
             )
         # Said in one way, which Gymnasium imports by, in worker processes, too.
         if self.module and isinstance(self.id, str) and ":" not in self.id:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 __room__ = ["spawn_seed"]
 
+from operator import index
 from zlib import crc32
 
 import numpy as np
@@ -57,9 +58,13 @@ def spawn_seed(seed: int, *path: str | int) -> int:
 
 
 def check_seed(seed: int | None) -> int:
-    """Return the seed, drawn from torch's global generator if it is None; a ValueError if it is negative."""
+    """Return the seed, drawn from torch's global generator if it is None; a ValueError if it is no integer from 0 on."""
     if seed is None:
         return int(torch.randint(2**31, ()).item())
+    try:
+        index(seed)
+    except TypeError:
+        raise ValueError(f"seed must be an integer of at least 0 or None, got {seed!r}.") from None
     if seed < 0:
         raise ValueError(f"seed must not be negative, got {seed}.")
     return seed

@@ -5,7 +5,7 @@ from __future__ import annotations
 __all__ = ["make_vector_env"]
 
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import gymnasium
@@ -107,8 +107,8 @@ def vectorization_of(env: object, asked: str | None = None) -> str:
     one_of(asked, "vectorization", ("sync", "async", "envpool"))
     if isinstance(env, VectorEnv) and asked != "sync":
         raise ValueError(
-            f"vectorization must be 'sync' or None for a ready {type(env).__name__}, which steps itself, got {asked!r}. "
-            "Leave it out, or pass an id or a factory."
+            f"vectorization must be 'sync' or None for a ready {type(env).__name__}, which steps itself, got "
+            f"{asked!r}. Leave it out, or pass an id or a factory."
         )
     if asked == "sync" and own == "envpool" and isinstance(env, EnvironmentRecipe):
         return "envpool" if env.env_kwargs or env.id not in gymnasium.registry else "sync"
@@ -123,8 +123,16 @@ def check_env_source(
 ) -> None:
     """Check an environment as far as possible without building it: a ValueError for an unknown id.
 
-    A TypeError if it is neither an id, a factory nor a vector environment. What EnvPool is to step is checked whole.
+    A TypeError if it is neither an id, a factory nor a vector environment, or an argument is of another kind. What
+    EnvPool is to step is checked whole.
     """
+    if env_kwargs is not None and not isinstance(env_kwargs, Mapping):
+        raise TypeError(f"env_kwargs must be a mapping of names and values, got {env_kwargs!r}.")
+    if isinstance(wrappers, str | Mapping) or not isinstance(wrappers, Iterable):
+        raise TypeError(f"wrappers must be a list of callables, got {wrappers!r}. Write [...] around it.")
+    for number, wrapper in enumerate(wrappers if isinstance(wrappers, Sequence) else ()):
+        if not callable(wrapper):
+            raise TypeError(f"wrappers[{number}] must be a callable that wraps an environment, got {wrapper!r}.")
     if vectorization == "envpool" and not isinstance(env, VectorEnv):
         check_envpool(env, env_kwargs, wrappers)
         return
