@@ -11,8 +11,10 @@ import torch
 from tensordict import TensorDict
 
 from kit.replay import dqn, fit, replay_data
+from kit.runs import trainer
 from kit.seeds import generator
 from torchrl_lightning import BranchedReplay, MBPOModule
+from torchrl_lightning.learn import MLPNetwork, WorldModelFit
 from torchrl_lightning.replay import ExperienceBuffer, RingStorage
 
 
@@ -166,6 +168,34 @@ def test_normalised_observations_are_refused(tmp_path: Path) -> None:
     data = replay_data(env="Pendulum-v1", source=BranchedReplay, normalize_observation=True)
     with pytest.raises(ValueError, match=r"BranchedReplay shows .* normalize_observation"):
         fit(tmp_path, data, MBPOModule())
+
+
+@pytest.mark.parametrize("split", [{"validation_fraction": 1e-4}, {"validation_fraction": 0.9999}])
+def test_a_first_fit_without_rows_on_one_side_is_refused_before_anything_is_collected(split: dict[str, float]) -> None:
+    agent = MBPOModule(MLPNetwork([8]), dynamics=WorldModelFit([4], num_members=2, num_elites=2, max_epochs=1))
+    data = replay_data(env="Pendulum-v1", source=partial(BranchedReplay, branches_per_fit=8, **split))
+    side = "validation" if split["validation_fraction"] < 0.5 else "training"
+    with pytest.raises(ValueError, match=f"leave none of 40 rows for {side} when the first fit begins") as refusal:
+        trainer(max_epochs=1).fit(agent, datamodule=data)
+    assert (data.frames, "\n" in str(refusal.value)) == (0, False)
+
+
+def test_the_first_fit_is_foreseen_exactly() -> None:
+    def side_without_rows(call: Any, *args: Any) -> str:
+        try:
+            call(*args)
+        except ValueError as error:
+            return str(error).partition(" rows for ")[2].split()[0].rstrip(";")
+        return ""
+
+    sides = []
+    for seed in range(20):
+        buffer = ExperienceBuffer(storage=RingStorage(60), generator=generator(seed))
+        buffer.extend(real(torch.arange(4.0)))
+        source = BranchedReplay(buffer, branches_per_fit=5, validation_fraction=0.5)
+        sides.append(side_without_rows(source.check_first_fit, 4, seed))
+        assert sides[-1] == side_without_rows(source.prepare, Dreamer())
+    assert set(sides) == {"", "training", "validation"}
 
 
 @pytest.mark.parametrize(

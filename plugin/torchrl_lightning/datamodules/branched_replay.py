@@ -39,6 +39,12 @@ def _numbers(value: Any, name: str, here: Here) -> list[int]:
     return [whole()(each, name) for each in sequence(value, name)]
 
 
+def _first_seeds(generator: torch.Generator) -> list[int]:
+    """Return the seeds of the split and of the branches, drawn before the first fit."""
+    seeds: list[int] = torch.randint(2**60, (2,), generator=generator).tolist()
+    return seeds
+
+
 class BranchedReplay(Settings, Stated, Nameable):
     r"""Draw batches of real rows and of rows that the learning agent's world model imagines, as in MBPO.
 
@@ -62,8 +68,8 @@ class BranchedReplay(Settings, Stated, Nameable):
         max_validation: most rows that are held out.
 
     Raises:
-        ValueError: a number is out of range, or the buffer makes returns of several steps; when a fit is due: one side
-            of the split has no rows, or the buffer stores what nobody imagines.
+        ValueError: a number is out of range, or the buffer makes returns of several steps; when a fit is set
+            up or due: one side of the split has no rows, or the buffer stores what nobody imagines.
 
     Examples:
         >>> from functools import partial
@@ -176,13 +182,34 @@ class BranchedReplay(Settings, Stated, Nameable):
             "data=uniform."
         )
 
+    def check_first_fit(self, steps: int, seed: int) -> None:
+        """Validate that both sides of the split have rows at the first fit; raise ValueError if one has none.
+
+        Args:
+            steps: Steps that each environment has written by then.
+            seed: The seed of the buffer's generator.
+        """
+        num_envs = self.buffer.parts[2].num_envs
+        rows = steps * num_envs
+        if rows > self.buffer.storage.max_size:
+            return
+        seed, _ = _first_seeds(torch.Generator().manual_seed(seed))
+        split = HoldoutSplit(self.validation_fraction, self.max_validation, seed=seed)
+        training = split.count_training(num_envs, steps)
+        if training in (0, rows):
+            raise ValueError(
+                f"validation_fraction={self.validation_fraction} and max_validation={self.max_validation} leave none "
+                f"of {rows} rows for {'validation' if training else 'training'} when the first fit begins. Choose "
+                "another fraction, or raise warmup_frames."
+            )
+
     def prepare(self, module: Imagines) -> None:
         """Have the module fit its world model and imagine branches, where enough rows have been written."""
         written = self.buffer.writer.write_count
         if self.fits and written - self._fitted_at < self.frames_per_fit:
             return
         if not self.fits:
-            split, branches = torch.randint(2**60, (2,), generator=self.buffer.generator).tolist()
+            split, branches = _first_seeds(self.buffer.generator)
             self.split = HoldoutSplit(self.validation_fraction, self.max_validation, seed=split)
             self.imagined.generator.manual_seed(branches)
         self.split.extend(self.buffer.writer)

@@ -24,7 +24,7 @@ from torchrl_lightning.datamodules.discounts import check_discount, discount_of
 from torchrl_lightning.datamodules.environments import is_ready
 from torchrl_lightning.datamodules.sequences import check_windows, has_recurrent_network, serves_as_drawn
 from torchrl_lightning.datamodules.snapshots import BufferSnapshots, check_folder
-from torchrl_lightning.datamodules.source_buffers import buffers_of, check_transforms, set_goals
+from torchrl_lightning.datamodules.source_buffers import buffers_of, check_first_fit, check_transforms, set_goals
 from torchrl_lightning.datamodules.sources import BatchSource, RowStore, build_source, check_rows, check_source, no_keys
 from torchrl_lightning.datamodules.steps import LentSteps, Steps, check_resets, plain_batch, read_batch, steps_in
 from torchrl_lightning.datamodules.updates_per_step import UpdatesDataModule
@@ -239,6 +239,7 @@ class ReplayDataModule(UpdatesDataModule):
         yield "source"
         source = self._source_over(buffer, learner) if self._source is None else self._source
         require_fit(source, self.specs, learner)
+        check_first_fit(source, None if self.updates else self._warm_steps, self.seed, self._spawn_seed)
         check_transforms(buffers_of(source, buffer)[1:], self._environments.goals, self.specs, learner)
         check_rows(source, self._normalization.is_on and self._writes_there(source))
         yield "buffer.sampler"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from torchrl_lightning.datamodules.branched_replay import BranchedReplay
 from torchrl_lightning.environments.goals import EnvironmentGoals
 from torchrl_lightning.fitting import require_fit
 from torchrl_lightning.replay import ExperienceBuffer
@@ -29,3 +30,16 @@ def check_transforms(buffers: Sequence[ExperienceBuffer], goals: EnvironmentGoal
     for buffer in buffers:
         for transform in transforms_in(buffer.transform):
             require_fit(transform, specs, learner)
+
+
+def check_first_fit(source: Any, steps: int | None, seed: int | None, spawn: Callable[[str], int]) -> None:
+    """Validate what a source fits first; raise ValueError if it cannot.
+
+    Args:
+        source: The source; only a :class:`BranchedReplay` fits anything.
+        steps: Steps of each environment by then, None if they are unknown.
+        seed: The seed of the run, None if it is unknown.
+        spawn: Returns the seed of a part of the run by its name.
+    """
+    if isinstance(source, BranchedReplay) and steps is not None and seed is not None:
+        source.check_first_fit(steps, spawn("buffer"))

@@ -66,8 +66,8 @@ class ReplayService(Nameable):
         samples_per_insert: How often each row is drawn, for learners and writers that nothing else keeps in step; see
             :class:`RateLimiter`. A ``ReplayDataModule`` does so by its ``frames_per_update``.
         error_buffer: By how many draws the ratio may be missed on either side; :class:`RateLimiter` has the smallest.
-        min_size: Rows in each shard before the first draw. Of a service that runs already, the last three must be left out
-            or be the same.
+        min_size: Rows in each shard before the first draw. For a service that runs already, leave the last three out
+            or give the same values.
         keep: Leave the service behind.
         join: Draw from a service that another process has started, and leave it alone at the end. ``keep`` and
             ``remote_configs`` are refused then.
@@ -345,8 +345,8 @@ class ReplayService(Nameable):
             known = there.get("limits", usual)[name]
             if value not in (usual[name], known):
                 raise ServiceFault(
-                    f"The replay service name={self.name!r} has {name}={known}, but here is {value}. Leave it out, take "
-                    "the same, or give another name."
+                    f"The replay service name={self.name!r} has {name}={known}, but here is {value}. Leave it out, "
+                    "take the same, or give another name."
                 )
 
     def _settle(self) -> None:

@@ -58,7 +58,7 @@ def spawn_seed(seed: int, *path: str | int) -> int:
 
 
 def check_seed(seed: int | None) -> int:
-    """Return the seed, drawn from torch's global generator if it is None; a ValueError if it is no integer from 0 on."""
+    """Return the seed, drawn from torch's global generator if it is None; ValueError if it is no integer from 0 on."""
     if seed is None:
         return int(torch.randint(2**31, ()).item())
     try:
