@@ -12,8 +12,10 @@ import mmap
 import os
 import shutil
 import tempfile
+import weakref
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,6 +28,7 @@ _logger = logging.getLogger(__name__)
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 MEMINFO = Path("/proc/meminfo")
 CGROUP = Path("/sys/fs/cgroup")
+DESCRIPTORS = Path("/proc/self/fd")
 LINE = 64  # bytes of a cache line
 
 
@@ -107,32 +110,93 @@ def unpacked_tree(tree: Tree, cells: Tensor | int, count: int) -> Tree:
         return map_leaves(lambda rows: unpacked_rows(rows, cells, count), tree)
 
 
-def map_cells(folder: Path, tree: Tree, rows: int) -> Tree:
-    """Map leaves of ``rows`` rows each from one new file on the disk of ``folder``.
+class UnnamedFile:
+    """A file without a name, which the kernel removes when its last user has ended.
 
-    The file has no name, and the kernel removes it when its last user is gone. So processes may share a folder, and a
+    Its pickle refers to this process: another process of the same machine opens the same file while this one lives.
+
+    Args:
+        descriptor: an open descriptor, which is closed with the object.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        weakref.finalize(self, os.close, descriptor)
+
+    @classmethod
+    def new(cls, folder: Path, size: int) -> UnnamedFile:
+        """Create a file of ``size`` reserved bytes on the disk of ``folder``."""
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            _reserve_blocks(file.fileno(), size, folder)
+            return cls(os.dup(file.fileno()))
+
+    @property
+    def can_be_opened(self) -> bool:
+        """Whether the system lets other processes open the files of this one (Linux)."""
+        return DESCRIPTORS.exists()
+
+    def __reduce__(self) -> Any:
+        found = os.fstat(self.descriptor)
+        return _open_again, (os.getpid(), self.descriptor, found.st_dev, found.st_ino)
+
+
+def _open_again(process: int, descriptor: int, device: int, number: int) -> UnnamedFile:
+    """Open the unnamed file of another process, or of this one.
+
+    Raises:
+        RuntimeError: the process has ended, belongs to another user, or runs on another machine.
+    """
+    path = f"/proc/{process}/fd/{descriptor}"
+    try:
+        file = UnnamedFile(os.open(path, os.O_RDWR | getattr(os, "O_CLOEXEC", 0)))
+    except OSError as error:
+        file, reason = None, str(error)
+    else:
+        found = os.fstat(file.descriptor)
+        if (found.st_dev, found.st_ino) == (device, number):
+            return file
+        reason = f"{path} is another file now"
+    raise RuntimeError(
+        f"A pickle of memory-mapped cells must be opened on the same machine while process {process} lives, which "
+        f"pickled them, got {reason}. Save the buffer with dumps(path) and read it with loads(path), or pickle "
+        "copy.deepcopy(buffer), whose cells are in memory."
+    )
+
+
+def map_cells(folder: Path, tree: Tree, rows: int) -> tuple[Tree, UnnamedFile]:
+    """Map leaves of ``rows`` rows each from one new file on the disk of ``folder``; return the leaves and the file.
+
+    The file has no name, and the kernel removes it when its last user has ended. So processes may share a folder, and a
     killed process leaves nothing behind. The blocks are reserved at once, because a write to a mapped page for which
     the disk has no block left kills the process. The folder is made where it is missing.
 
     Raises:
         OSError: the folder cannot be written, or its disk has no room; the message gives both numbers.
     """
-    sizes = [rows * math.prod(leaf.shape[1:]) * leaf.dtype.itemsize for _, leaf in leaves_of(tree)]
-    *offsets, total = accumulate((-(-size // mmap.PAGESIZE) * mmap.PAGESIZE for size in sizes), initial=0)
-    total = max(total, mmap.PAGESIZE)
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryFile(dir=folder) as file:
-        _reserve_blocks(file.fileno(), total, folder)
-        memory = mmap.mmap(file.fileno(), total)
-    places = iter(offsets)
+    file = UnnamedFile.new(folder, _offsets(tree, rows)[-1])
+    return mapped_tree(file, tree, rows), file
+
+
+def mapped_tree(file: UnnamedFile, tree: Tree, rows: int) -> Tree:
+    """Map leaves of ``rows`` rows each, like those of ``tree``, from a file that :func:`map_cells` made."""
+    *offsets, total = _offsets(tree, rows)
+    memory, begins = mmap.mmap(file.descriptor, total), iter(offsets)
 
     def mapped(leaf: Tensor) -> Tensor:
-        shape, offset = torch.Size((rows, *leaf.shape[1:])), next(places)
+        shape, offset = torch.Size((rows, *leaf.shape[1:])), next(begins)
         if not shape.numel():
             return torch.empty(shape, dtype=leaf.dtype)
         return torch.frombuffer(memory, dtype=leaf.dtype, count=shape.numel(), offset=offset).view(shape)
 
     return map_leaves(mapped, tree)
+
+
+def _offsets(tree: Tree, rows: int) -> list[int]:
+    """Return where each leaf begins in a file, in whole pages, and the size of the file."""
+    sizes = [rows * math.prod(leaf.shape[1:]) * leaf.dtype.itemsize for _, leaf in leaves_of(tree)]
+    *offsets, total = accumulate((-(-size // mmap.PAGESIZE) * mmap.PAGESIZE for size in sizes), initial=0)
+    return [*offsets, max(total, mmap.PAGESIZE)]
 
 
 def _reserve_blocks(descriptor: int, size: int, folder: Path) -> None:

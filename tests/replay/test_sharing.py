@@ -167,8 +167,7 @@ def test_the_state_of_a_shared_buffer_is_taken_by_one_that_is_not() -> None:
     assert (fresh.share().sample() == ours.sample()).all()
 
 
-@pytest.mark.parametrize("way", ["pickle", "deepcopy"])
-@pytest.mark.parametrize("kind", ["shared", "on disk"])
+@pytest.mark.parametrize(("kind", "way"), [("shared", "pickle"), ("shared", "deepcopy"), ("on disk", "deepcopy")])
 def test_copies_lie_in_memory_of_their_own(kind: str, way: str, tmp_path: Path) -> None:
     ours = filled(scratch=tmp_path / "ring") if kind == "on disk" else filled(shared=True)
     other = pickle.loads(pickle.dumps(ours)) if way == "pickle" else copy.deepcopy(ours)

@@ -87,6 +87,7 @@ class SharedEpisodeIndex(_SharedArrays, EpisodeIndex):
 
     def __init__(self, index: EpisodeIndex, positions: Ints, floor: Ints) -> None:
         vars(self).update(vars(index))
+        self.has_cuts = True  # perhaps: other processes cut, too
         self.attach(positions, floor)
         self._share()
 
@@ -266,6 +267,10 @@ class ShareableBuffer(BufferBase):
         new data. Another process draws from a generator of its own, seeded by what this process's one would give at
         the start of the other and by the other's name: those of multiprocessing are numbered in order of their start,
         so that a run can be repeated. Write some data first, or let this process be the first to write.
+
+        Processes share the buffer if they are forked after this call, or get it as an argument of
+        ``multiprocessing.Process``. Any other pickle is a copy of the rows that are stored now, unshared and in memory of
+        its own: ``pickle.dumps``, a queue or pipe, Ray's object store, ``copy.deepcopy``.
 
         Args:
             shared: False does nothing to a buffer that is not shared.

@@ -14,7 +14,7 @@ from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-from torchrl_lightning._compat import StorageBase, new_tensordict
+from torchrl_lightning._compat import new_tensordict
 from torchrl_lightning.checks import check_tree
 from torchrl_lightning.entries import (
     Tree,
@@ -32,13 +32,13 @@ from torchrl_lightning.entries import (
 )
 from torchrl_lightning.files import Rows
 from torchrl_lightning.kernels.indices import integers
-from torchrl_lightning.memory import check_room, map_cells, packed_tree, reserve, unpacked_tree
-from torchrl_lightning.parts import is_spawning
+from torchrl_lightning.memory import check_room, map_cells, reserve
 from torchrl_lightning.ranges import integer, optional
 from torchrl_lightning.replay import processes
 from torchrl_lightning.replay.cells import Cells, Names, check_values
 from torchrl_lightning.replay.draws import integers_below
 from torchrl_lightning.replay.n_step import NStepReturns
+from torchrl_lightning.replay.pickling import PickledCells
 from torchrl_lightning.replay.rewrites import plan_entries
 from torchrl_lightning.replay.rings import (
     Dependent,
@@ -58,7 +58,7 @@ def _last_cell(storage: Any, _: Mapping[str, Any]) -> int:
     return int(storage.max_size) - 1
 
 
-class RingStorage(processes.Owned, Stated, StorageBase):
+class RingStorage(Stated, PickledCells):
     """One flat array of ``max_size`` cells, read leaf by leaf.
 
     A plain one-dimensional TorchRL storage: in memory, on a device, or memory-mapped from a disk that may be larger
@@ -68,8 +68,11 @@ class RingStorage(processes.Owned, Stated, StorageBase):
     Args:
         max_size: number of cells.
         device: device of the cells; ``"auto"`` takes that of the first data.
-        scratch_dir: folder on whose disk memory-mapped cells lie, in a file without a name that vanishes with the
-            process; to keep the cells, use ``dumps``. None keeps them in memory.
+        scratch_dir: folder of the disk that holds memory-mapped cells, in a file without a name. The system removes the
+            file when the last process that uses it ends or is killed; to keep the cells, use ``dumps``. A pickle shares
+            the cells with the process that opens it, on the same machine and while this process lives (Linux), but not
+            the counters: only one of them may write. ``deepcopy`` returns a copy in memory. None keeps the cells in
+            memory, of which a pickle is a copy.
 
     Raises:
         ValueError: ``max_size`` is not positive, or files are asked for on another device than the CPU.
@@ -183,7 +186,7 @@ class RingStorage(processes.Owned, Stated, StorageBase):
         self.device = device
         with torch.inference_mode(False):
             if self.scratch_dir is not None:
-                cells = map_cells(self.scratch_dir, tree, self.max_size)
+                cells, self._file = map_cells(self.scratch_dir, tree, self.max_size)
             else:
                 cells = map_leaves(
                     lambda leaf: reserve((self.max_size, *leaf.shape[1:]), leaf.dtype, leaf.device), tree
@@ -465,28 +468,7 @@ class RingStorage(processes.Owned, Stated, StorageBase):
         self.record_cursor(values["cursor"])
         self.set_length(count)
 
-    def __getstate__(self) -> dict[str, Any]:
-        self.check_travel()
-        if self.scratch_dir is not None:
-            # The copy lies in memory, because two storages cannot fill the same file.
-            check_room(row_bytes(self.tree) * self.max_size, "A copy in memory", "use dumps and loads")
-        state = {**super().__getstate__(), "_storage": None, "cells": None, "scratch_dir": None}
-        if is_spawning():  # the other process uses the same memory
-            return {**state, "_cells": self.tree}
-        cells = self._kept_cells()
-        return {**state, "_cells": packed_tree(self.tree, cells), "_packed": cells}
-
     def _kept_cells(self) -> Tensor | int:
         """Return the cells that a copy takes along, or the number of the first ones."""
         cells = self._uneven_cells
         return len(self) if cells is None else cells
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        tree, cells = state.pop("_cells"), state.pop("_packed", None)
-        super().__setstate__(state)
-        if cells is not None:
-            tree = unpacked_tree(tree, cells, self.max_size)
-        if not self._shared:
-            self.own()
-        if tree:
-            self.adopt(tree)

@@ -1,0 +1,77 @@
+"""Pickles and copies of the cells of a storage."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any, Self
+
+from torch import Tensor
+
+from torchrl_lightning._compat import StorageBase
+from torchrl_lightning.entries import Tree, map_leaves, row_bytes
+from torchrl_lightning.memory import UnnamedFile, check_room, mapped_tree, packed_tree, unpacked_tree
+from torchrl_lightning.parts import is_spawning
+from torchrl_lightning.replay import processes
+
+
+class PickledCells(processes.Owned, StorageBase):
+    """Pickle cells by their content, memory-mapped ones by their file, and shared ones by their memory.
+
+    Shared memory is passed on only to a process that is being started; any other pickle of it is a copy.
+    """
+
+    scratch_dir: Path | None
+    _file: UnnamedFile | None = None  # of memory-mapped cells
+
+    @property
+    def tree(self) -> Tree:
+        """The leaves, ``[max_size, ...]`` each; empty before the first write."""
+        raise NotImplementedError
+
+    def adopt(self, tree: Tree) -> None:
+        """Use these leaves as the cells."""
+        raise NotImplementedError
+
+    def _kept_cells(self) -> Tensor | int:
+        """Return the cells that a copy takes along, or the number of the first ones."""
+        raise NotImplementedError
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.check_travel()
+        if self.scratch_dir is None:
+            return self._copied_state()
+        if self._file is None:  # nothing is mapped yet
+            return {**super().__getstate__(), "_cells": {}}
+        if not self._file.can_be_opened:
+            return self._copied_state()
+        layout = map_leaves(lambda leaf: leaf[:0].clone(), self.tree)
+        return {**super().__getstate__(), "_storage": None, "cells": None, "_cells": layout}
+
+    def _copied_state(self) -> dict[str, Any]:
+        """Return the state of a copy in memory: two storages cannot fill the same file."""
+        if self.scratch_dir is not None:
+            check_room(row_bytes(self.tree) * self.max_size, "A copy in memory", "use dumps and loads")
+        state = {**super().__getstate__(), "_storage": None, "cells": None, "scratch_dir": None, "_file": None}
+        if is_spawning():  # the other process uses the same memory
+            return {**state, "_cells": self.tree}
+        cells = self._kept_cells()
+        return {**state, "_cells": packed_tree(self.tree, cells), "_packed": cells}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        twin.__setstate__(copy.deepcopy(self._copied_state(), memo))
+        return twin
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        tree, cells = state.pop("_cells"), state.pop("_packed", None)
+        super().__setstate__(state)
+        if cells is not None:
+            tree = unpacked_tree(tree, cells, self.max_size)
+        elif self._file is not None:
+            tree = mapped_tree(self._file, tree, self.max_size)
+        if not self._shared:
+            self.own()
+        if tree:
+            self.adopt(tree)
