@@ -23,6 +23,7 @@ from torchrl_lightning.datamodules.base import ExperienceDataModule
 from torchrl_lightning.datamodules.episodes import ends_of
 from torchrl_lightning.datamodules.loaders import Batches, batches_served, end_restarted_epoch, reopen_epoch
 from torchrl_lightning.datamodules.replay import ReplayBufferFactory
+from torchrl_lightning.datamodules.steps import Steps
 from torchrl_lightning.datamodules.trainer_checks import check_batches
 from torchrl_lightning.dynamics import DynamicsTargets, HoldoutSplit
 from torchrl_lightning.dynamics.scaler import check_finite
@@ -330,8 +331,14 @@ class DynamicsDataModule(ExperienceDataModule):
             ends = ends_of(rollout)
             self._clock.add(rollout.numel(), self.world_size, ends["replayed"])
             self._feed.accept()
-            self._episodes.add(**ends, env_ids=ids, cut=self.reset_at_each_batch)
-            buffer.extend(rollout.exclude(*REPEATED), env_ids=ids)
+            if self._feed.trajectories is not None:  # a user's collector
+                steps = Steps(rollout, self.num_envs, [*REPEATED], self._feed.trajectories)
+                steps.store_in_parts(buffer, False, self._feed, self._episodes)
+                if self.reset_at_each_batch:
+                    self._episodes.forget_unfinished()
+            else:
+                self._episodes.add(**ends, env_ids=ids, cut=self.reset_at_each_batch)
+                buffer.extend(rollout.exclude(*REPEATED), env_ids=ids)
             if self.frames + self._clock.count >= due:
                 return True
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from tensordict import TensorDictBase
@@ -22,6 +22,20 @@ class KeepsSums(Protocol):
     def forget_unfinished(self, env_ids: Tensor | slice = slice(None)) -> None:
         """Forget those of some environments."""
         ...
+
+
+class Part(NamedTuple):
+    """Steps of a rollout within which no trajectory is cut.
+
+    Attributes:
+        rollout: ``[N, t]``.
+        begun: The environments whose trajectories are cut before it; None if there are none.
+        is_last: Whether the rollout ends with it.
+    """
+
+    rollout: TensorDictBase
+    begun: Tensor | None
+    is_last: bool
 
 
 class Feed:
@@ -70,6 +84,8 @@ class Feed:
             self._until_closed.enter_context(inside)
         self.trajectories = Trajectories()
         self.collector, stream = build()
+        if isinstance(self.collector, CollectorBase):
+            self.trajectories = None
         self._stream = stream if policy is None else self._acting(stream, policy)
         self._origins = RowOrigins(self.collector)
         self._lost = getattr(self.collector, "lost_envs", [])
@@ -102,9 +118,28 @@ class Feed:
         if self._lost:
             lost = torch.tensor(self._lost)
             self._lost.clear()
-            for each in self._sums:
-                each.forget_unfinished(lost)
+            self.forget_unfinished(lost)
         return rollout
+
+    def forget_unfinished(self, env_ids: Tensor) -> None:
+        """Let the sums over episodes of some environments begin again."""
+        for each in self._sums:
+            each.forget_unfinished(env_ids)
+
+    def in_parts(self, rollout: TensorDictBase, env_ids: Tensor | None) -> list[Part]:
+        """Split a rollout ``[N, T]`` into parts within which no trajectory is cut.
+
+        Args:
+            rollout: What the collector delivered.
+            env_ids: Whose rows these are, ``[N]``, -1 where that is unknown; None for all environments in order.
+        """
+        if self.trajectories is None or (env_ids is not None and int(env_ids.min()) < 0):
+            return [Part(rollout, None, True)]
+        length = rollout.shape[1]
+        return [
+            Part(rollout[:, begin:end], torch.tensor(cut) if cut else None, end == length)
+            for begin, end, cut in self.trajectories.split(rollout, env_ids)
+        ]
 
     @contextmanager
     def giving_up(self) -> Iterator[None]:

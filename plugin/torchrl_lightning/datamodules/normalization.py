@@ -10,6 +10,7 @@ from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
+from torchrl_lightning.datamodules.feed import Part
 from torchrl_lightning.datamodules.reward_scale import RewardScale
 from torchrl_lightning.environments import EnvironmentSpecs
 from torchrl_lightning.environments.normalization import EPSILON, NormalizedPolicy, ObservationNormalizer, normalizes
@@ -98,8 +99,10 @@ class Normalization(Stated):
             return policy
         return NormalizedPolicy(policy, self._normalizer)
 
-    def rollout(self, rollout: TensorDictBase, env_ids: Tensor | None, *, cut: bool, gamma: float) -> TensorDictBase:
-        """Return a rollout ``[N, T]`` as the learner sees it, and take it into the statistics.
+    def rollout(
+        self, rollout: TensorDictBase, parts: Sequence[Part], env_ids: Tensor | None, *, cut: bool, gamma: float
+    ) -> TensorDictBase:
+        """Return a rollout ``[N, T]`` as the learner sees it, and take it, part by part, into the statistics.
 
         Its observations are those that the policy acted on, with the statistics before it; the rewards are scaled by
         those with it.
@@ -109,7 +112,10 @@ class Normalization(Stated):
         seen = rollout.copy()
         if self._normalizer is not None:
             self._normalizer.normalize_(seen)
-        self.note(rollout, env_ids, cut=cut, gamma=gamma)
+        for part in parts:
+            if part.begun is not None:
+                self.forget_unfinished(part.begun)
+            self.note(part.rollout, env_ids, cut=cut and part.is_last, gamma=gamma)
         self._last, self._observed, self._ends = None, [], []  # are not kept alive: the next one has other memory
         self.advance()
         if self.reward:

@@ -208,7 +208,8 @@ class OnPolicyDataModule(UpdatesDataModule):
         self._check(rollout, buffer)
         collected = time.perf_counter()
         cut, ids = self.reset_at_each_batch, env_ids(rollout)
-        seen = self._normalization.rollout(rollout, ids, cut=cut, gamma=buffer.gamma)
+        parts = self._feed.in_parts(rollout, ids)
+        seen = self._normalization.rollout(rollout, parts, ids, cut=cut, gamma=buffer.gamma)
         buffer.insert_data_slice(seen, copy=not getattr(self.collector, "gives_rollouts_away", False))
         buffer.note_collected(rollout)
         if annotate := getattr(module, "annotate", None):
@@ -217,7 +218,10 @@ class OnPolicyDataModule(UpdatesDataModule):
         seconds = {"time/collect": collected - began, "time/estimate": time.perf_counter() - collected}
         self._metrics = {**seconds, **buffer.metrics(getattr(self.collector, "policy_version", None))}
         if ids is None or int(ids.min()) >= 0:  # else, whose episodes these are is unknown
-            self._episodes.add(**ends_of(rollout), env_ids=ids, cut=cut)
+            for part in parts:
+                if part.begun is not None:
+                    self._episodes.forget_unfinished(part.begun)
+                self._episodes.add(**ends_of(part.rollout), env_ids=ids, cut=cut and part.is_last)
             self._metrics |= self._episodes.summary()
         # After all that may fail: a resumed run has either this rollout or another one in its place.
         self._clock.add(rollout.numel(), self.world_size, rollout.get(REPLAYED, None))

@@ -31,7 +31,6 @@ from torchrl_lightning.datamodules.updates_per_step import UpdatesDataModule
 from torchrl_lightning.datamodules.write_back import check_collected_keys, check_later_keys, check_stored_keys
 from torchrl_lightning.demonstrations.dataset import dataset_path
 from torchrl_lightning.entries import nested_keys
-from torchrl_lightning.environments.origins import cut_off
 from torchrl_lightning.fitting import require_fit
 from torchrl_lightning.interrupts import interrupts
 from torchrl_lightning.ranges import exact_ratio, integer, not_negative, optional, positive
@@ -352,13 +351,15 @@ class ReplayDataModule(UpdatesDataModule):
         cut = self.reset_at_each_batch and is_last
         self._clock.add(steps.rollout.numel(), self._ranks, steps.ends["replayed"])
         self._snapshot = None
+        if steps.trajectories is not None:  # a user's collector
+            note = self._note if self._normalization.is_on else None
+            steps.store_in_parts(self._kept_rows if self._writes else None, cut, self._feed, self._episodes, note)
+            return
         self._episodes.add(**steps.ends, env_ids=steps.ids, cut=cut)
         if self._normalization.is_on:
             self._note(steps.rollout, steps.ids, cut=cut)
-        if cut:
-            cut_off(steps.rollout)
         if self._writes:
-            steps.write(self._kept_rows)
+            steps.write(self._kept_rows, cut)
 
     def _note(self, rollout: TensorDictBase, ids: Tensor | None, *, cut: bool = False) -> None:
         self._normalization.note(rollout, ids, cut=cut, gamma=self._gamma)

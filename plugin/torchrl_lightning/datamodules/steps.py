@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import pairwise
 from typing import Any, Protocol, runtime_checkable
@@ -10,9 +11,10 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from torchrl_lightning.datamodules.episodes import ends_of
+from torchrl_lightning.datamodules.episodes import FinishedEpisodes, ends_of
+from torchrl_lightning.datamodules.feed import Feed, Part
 from torchrl_lightning.environments.next_step import tells_resets
-from torchrl_lightning.environments.origins import Trajectories, ring_ids
+from torchrl_lightning.environments.origins import Trajectories, cut_off, ring_ids
 from torchrl_lightning.keys import ENV_IDS, VALID
 from torchrl_lightning.replay import ExperienceBuffer
 from torchrl_lightning.replay.prepared import PreparedRows
@@ -84,21 +86,80 @@ class Steps:
         left_out: list[str],
         trajectories: Trajectories | None = None,
     ) -> None:
-        self.rollout, self._left_out, self._trajectories = rollout, left_out, trajectories
+        self.rollout, self._left_out, self.trajectories = rollout, left_out, trajectories
         self.ids: Tensor | None = ring_ids(rollout, num_envs)
         self.ends: dict[str, Any] = ends_of(rollout)
 
-    def write(self, buffer: Any) -> None:
-        """Write them into a buffer, or a source that keeps the rows."""
+    def write(self, buffer: Any, truncated: bool = False) -> None:
+        """Write them into a buffer, or a source that keeps the rows.
+
+        Args:
+            buffer: where they go.
+            truncated: the environments are reset afterwards, so that the last steps are truncated.
+        """
+        if truncated:
+            cut_off(self.rollout)
+        buffer.extend(self.rollout.exclude(*self._left_out), env_ids=self.ids)
+
+    def write_in_parts(self, buffer: Any, truncated: bool = False) -> Iterator[tuple[Part, dict[str, Any]]]:
+        """Write them in parts within which no trajectory is cut, and yield each with its :attr:`ends`.
+
+        A trajectory is cut by ids, by ``is_init``, by ``writer.cut()``, or because the buffer holds another successor.
+
+        Args:
+            buffer: a buffer, or a source that keeps the rows; None to write nothing.
+            truncated: as in :meth:`write`.
+        """
+        assert self.trajectories is not None
+        length, ends = self.rollout.shape[1], self.ends
+        if truncated:
+            ends = {**ends, "done": ends["done"].clone()}  # as it was
+            cut_off(self.rollout)
         rows = self.rollout.exclude(*self._left_out)
-        if self._trajectories is None:
-            buffer.extend(rows, env_ids=self.ids)
-            return
-        for begin, end, cut in self._trajectories.split(self.rollout, self.ids):
-            if cut:
-                _cut(buffer, torch.tensor(cut))
-            part = rows if end - begin == rows.shape[1] else rows[:, begin:end]
-            buffer.extend(part, env_ids=self.ids)
+        for begin, end, found in self.trajectories.split(self.rollout, self.ids):
+            steps = slice(begin, end)
+            cut = torch.tensor(found, dtype=torch.int64)
+            if buffer is not None:
+                if found:
+                    _cut(buffer, cut)
+                part = rows if end - begin == length else rows[:, steps]
+                cut = torch.cat([cut, _write(buffer, part, self.ids)]).unique()
+            those = {name: None if value is None else value[:, steps] for name, value in ends.items()}
+            yield Part(self.rollout[:, steps], cut if len(cut) else None, end == length), those
+
+    def store_in_parts(
+        self, buffer: Any, cut: bool, feed: Feed, episodes: FinishedEpisodes, note: Callable[..., None] | None = None
+    ) -> None:
+        """Write what a user's collector delivered, and count its episodes as the buffer stored them.
+
+        Args:
+            buffer: Where it goes; None if it is written elsewhere.
+            cut: The environments are reset afterwards, so that the last steps are truncated.
+            feed: Lets sums over episodes begin again.
+            episodes: Counts finished episodes.
+            note: Takes the rollout into the statistics, if anything is normalised.
+        """
+        for part, ends in self.write_in_parts(buffer, cut):
+            if part.begun is not None:
+                feed.forget_unfinished(part.begun)
+            is_reset = cut and part.is_last
+            episodes.add(**ends, env_ids=self.ids, cut=is_reset)
+            if note is not None:
+                note(part.rollout, self.ids, cut=is_reset)
+
+
+def _write(buffer: Any, rows: TensorDictBase, env_ids: Tensor | None) -> Tensor:
+    """Write rows, and return the environments in which the first row begins an episode, if the buffer knows."""
+    writer = buffer.writer if isinstance(buffer, ExperienceBuffer) else None
+    if writer is None or writer.index is None:
+        buffer.extend(rows, env_ids=env_ids)
+        return torch.empty(0, dtype=torch.int64)
+    env = torch.arange(writer.num_envs) if env_ids is None else env_ids
+    first = writer.positions[env]
+    buffer.extend(rows, env_ids=env_ids)
+    stored = first >= writer.oldest[env]
+    env, first = env[stored], first[stored]
+    return env[writer.index.begin(env, first, clip=False) == first]
 
 
 def _cut(buffer: Any, env_ids: Tensor) -> None:
@@ -117,7 +178,7 @@ class LentSteps:
         rows: ``[N]``, or ``[T, N]`` for several steps.
     """
 
-    ids = None
+    ids = trajectories = None
 
     def __init__(self, rows: TensorDictBase) -> None:
         self.rows = rows
@@ -126,8 +187,10 @@ class LentSteps:
         self._prepared: PreparedRows | None = None
         self._is_known = False  # whether the buffer has stored such rows
 
-    def write(self, buffer: ExperienceBuffer) -> None:
+    def write(self, buffer: ExperienceBuffer, truncated: bool = False) -> None:
         """Write what the rows hold now into a buffer, by one call as soon as the buffer knows them."""
+        if truncated:
+            cut_off(self.rollout)
         if self._prepared is not None and self._prepared.buffer is buffer:
             self._prepared.write()
             return

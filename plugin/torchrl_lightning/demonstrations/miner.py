@@ -21,7 +21,8 @@ from torchrl_lightning.demonstrations.trajectory import Demonstration, ends_at, 
 from torchrl_lightning.demonstrations.writer import DemonstrationWriter
 from torchrl_lightning.entries import nested_key, path_of, to_tensordict
 from torchrl_lightning.environments import EnvironmentSpecs
-from torchrl_lightning.keys import ACTION, DEMO_SERIAL, REWARD
+from torchrl_lightning.environments.origins import id_changes
+from torchrl_lightning.keys import ACTION, DEMO_SERIAL, REWARD, TRAJ_IDS
 from torchrl_lightning.ranges import integer, optional
 from torchrl_lightning.rollout.writer import time_major
 from torchrl_lightning.state import check_state, mapping, sequence, whole
@@ -88,7 +89,8 @@ class DemonstrationMiner(Stated):
 
     Each is offered with the largest value that the critic gave its states, in the order in which they end. Replayed
     steps are none of the agent's: a demonstration that was replayed to its end gets the largest value of now instead.
-    What was running before the first rollout, or is cut by a reset, is left out.
+    What was running before the first rollout, or is cut by a reset, is left out. A reset is known by ``is_init``, and
+    by ``("collector", "traj_ids")`` that change.
 
     Args:
         writer: What decides which are kept.
@@ -135,6 +137,7 @@ class DemonstrationMiner(Stated):
         self.metadata = dict(metadata or {})
         self._running: list[_Episode | None] = [None] * num_envs
         self._count = 0  # of the episodes that were offered
+        self._last_ids: Tensor | None = None  # of the trajectories that environments were in
 
     def mine(self, rollout: TensorDictBase) -> None:
         """Read a rollout, ``[N, T]`` or ``[T, N]`` with a dimension named ``"time"``; what is kept is copied.
@@ -172,7 +175,10 @@ class DemonstrationMiner(Stated):
         done, starts = rows["next", "done"].flatten(1), rows.get("is_init", None)
         if starts is None:  # an episode begins where none is running
             starts = torch.cat([torch.tensor([[episode is None for episode in self._running]]), done[:-1]])
-        starts = starts.flatten(1)
+        starts, last_ids = starts.flatten(1), self._last_ids
+        if (changes := id_changes(rows, 0, last_ids)) is not None:
+            starts = starts | changes.to(starts.device)
+            last_ids = rows[TRAJ_IDS][-1].reshape(self.num_envs, -1)[:, 0].clone()
         values, serials = self._values(rows, done.shape), rows.get(DEMO_SERIAL, None)
         serials = torch.full(done.shape, OWN) if serials is None else serials.flatten(1)
         steps, after = self._observed(rows).update(rows.select(ACTION, REWARD)), rows.get("next")
@@ -210,6 +216,7 @@ class DemonstrationMiner(Stated):
                 )
             if mined is not None or episode.value > -math.inf:
                 finished.append(Finished(episode.serial, episode.value, mined))
+        self._last_ids = last_ids
         self._running, self._count = [episode and episode.kept() for episode in running], count
         return finished
 
@@ -228,6 +235,9 @@ class DemonstrationMiner(Stated):
         if not highest.isfinite().all():
             raise ValueError(f"The rollout has a {self.value_key!r} that is not finite; look at the critic.")
         return highest
+
+    def _loaded(self) -> None:
+        self._last_ids = None  # a new collector may count trajectories from 0 again
 
     def _read_running(self, value: Any, name: str) -> list[_Episode | None]:
         if len(sequence(value, name)) != self.num_envs:

@@ -9,7 +9,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from torchrl_lightning.keys import DONE, ENV_IDS, TRAJ_IDS
+from torchrl_lightning.keys import DONE, ENV_IDS, IS_INIT, TRAJ_IDS
 
 logger = logging.getLogger(__name__)
 
@@ -77,11 +77,30 @@ class RowOrigins:
         return self._count - 1
 
 
+def id_changes(rollout: TensorDictBase, time_dim: int, last: Tensor | None = None) -> Tensor | None:
+    """Return which steps have another trajectory id than the step before them.
+
+    Args:
+        rollout: two-dimensional, of time and environments.
+        time_dim: which dimension is time.
+        last: ids of the steps before the rollout, one for each environment; unknown if None.
+
+    Returns:
+        Flags of the rollout's shape, or None if it has no ``("collector", "traj_ids")``.
+    """
+    stated: Tensor | None = rollout.get(TRAJ_IDS, None)
+    if stated is None:
+        return None
+    ids = stated.reshape(*rollout.shape, -1)[..., 0]
+    before = ids.select(time_dim, 0) if last is None else last.to(ids.device)
+    return torch.cat([before.unsqueeze(time_dim), ids], time_dim).diff(dim=time_dim) != 0
+
+
 class Trajectories:
-    """Find trajectories that a collector cuts without a flag, by ``("collector", "traj_ids")`` of its rollouts."""
+    """Find trajectories that a collector cuts without an end flag: by ids of trajectories, or by ``is_init``."""
 
     def __init__(self) -> None:
-        self._last: dict[int, int] = {}  # of each environment
+        self._last: dict[int, int] = {}  # id of each environment
 
     def split(self, rollout: TensorDictBase, rings: Tensor | None) -> list[tuple[int, int, list[int]]]:
         """Split a rollout before the steps that begin other trajectories without a flag.
@@ -93,19 +112,23 @@ class Trajectories:
         Returns:
             First step and end of each part, and the environments whose trajectories are cut before it.
         """
-        length, stated = rollout.shape[1], rollout.get(TRAJ_IDS, None)
-        if stated is None:
-            return [(0, length, [])]
-        ids = stated.reshape(*rollout.shape, -1)[..., 0].cpu()
-        env = list(range(len(ids))) if rings is None else rings.tolist()
-        known = torch.tensor([self._last.get(ring, int(first)) for ring, first in zip(env, ids[:, 0], strict=True)])
-        changed = torch.zeros(ids.shape, dtype=torch.bool)
-        changed[:, 0] = known != ids[:, 0]
+        (width, length), stated = rollout.shape, rollout.get(TRAJ_IDS, None)
+        env = list(range(width)) if rings is None else rings.tolist()
+        changed = torch.zeros(rollout.shape, dtype=torch.bool)
+        if stated is not None:
+            ids = stated.reshape(*rollout.shape, -1)[..., 0].cpu()
+            first = ids[:, 0].tolist()
+            known = torch.tensor([self._last.get(ring, number) for ring, number in zip(env, first, strict=True)])
+            changes = id_changes(rollout, 1, known)
+            assert changes is not None
+            changed = changes.cpu()
+            self._last.update(zip(env, ids[:, -1].tolist(), strict=True))
+        starts = rollout.get(IS_INIT, None)
+        if starts is not None:
+            changed = changed | starts.reshape(*rollout.shape, -1).bool().any(-1).cpu()
         done = rollout.get(DONE, None)
-        changed[:, 1:] = ids[:, 1:] != ids[:, :-1]
         if done is not None:
             changed[:, 1:] &= ~done.reshape(*rollout.shape, -1).any(-1)[:, :-1].cpu()
-        self._last.update(zip(env, ids[:, -1].tolist(), strict=True))
         begins = sorted({0, *changed.any(0).nonzero().flatten().tolist()})
         return [
             (begin, end, [ring for ring, cut in zip(env, changed[:, begin].tolist(), strict=True) if cut])

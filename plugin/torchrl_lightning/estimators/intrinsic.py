@@ -33,9 +33,10 @@ class IntrinsicRewardNormalizer(Stated):
         x_t = \gamma x_{t-1} + r_t, \qquad r_t \leftarrow r_t / \sqrt{\mathrm{Var}[x]}
 
     The mean is not subtracted. The variance runs over everything seen so far and includes the rollout at hand. Forward,
-    the filter ignores episode ends and continues in the next rollout (Burda et al., "Exploration by Random Network
-    Distillation", https://arxiv.org/abs/1810.12894, and its code; population variance). Backward, it is the reward to
-    go, :math:`x_t = \gamma x_{t+1} + r_t`, starts anew in each rollout and enters the variance unbiased.
+    the filter ignores episode ends, but not cut trajectories, and continues in the next rollout (Burda et al.,
+    "Exploration by Random Network Distillation", https://arxiv.org/abs/1810.12894, and its code; population variance).
+    Backward, it is the reward to go, :math:`x_t = \gamma x_{t+1} + r_t`, starts anew in each rollout and enters the
+    variance unbiased.
 
     Args:
         gamma: discount of the filter in [0, 1].
@@ -66,12 +67,14 @@ class IntrinsicRewardNormalizer(Stated):
         self.direction = one_of(direction, "IntrinsicRewardNormalizer: direction", ("forward", "backward"))
         self.gamma = gamma
         self._filter: Tensor | None = None  # the sum after the last step, one entry for each environment
+        self._last: dict[int, tuple[int, bool]] = {}  # id of its trajectory, and whether the step was done
         self._mean, self._variance, self._count = 0.0, 1.0, 1e-4
 
     def discounted_by(self, gamma: float) -> Self:
         """Return a normaliser with another discount that goes on from these statistics."""
         other = type(self)(gamma, self.direction)
         other.load_state_dict({**self.state_dict(), "gamma": other.gamma})
+        other._last = self._last
         return other
 
     @property
@@ -80,13 +83,23 @@ class IntrinsicRewardNormalizer(Stated):
         return self._variance
 
     @torch.no_grad()
-    def normalize(self, reward: Tensor, env_ids: Tensor | None = None) -> Tensor:
+    def normalize(
+        self,
+        reward: Tensor,
+        env_ids: Tensor | None = None,
+        *,
+        traj_ids: Tensor | None = None,
+        done: Tensor | None = None,
+    ) -> Tensor:
         """Take a rollout of intrinsic rewards into the statistics and return it normalised.
 
         Args:
             reward: ``[T, N, ...]``, time first, floating point.
             env_ids: Whose columns these are, ``[N]``: different numbers, or -1 where that is unknown and the filter
                 starts anew. If None, those of the same ``N`` environments in each rollout.
+            traj_ids: ids of the trajectories, ``[T, N]``. The filter begins again where they change although the step
+                before is not ``done``, also from one rollout to the next. None never begins it again.
+            done: whether a step ends an episode, ``[T, N, ...]``; never if None.
 
         Returns:
             A new tensor in the shape and dtype of ``reward``.
@@ -104,13 +117,15 @@ class IntrinsicRewardNormalizer(Stated):
         forward = self.direction == "forward"
         wide = reward.detach().double()
         before = self._before(wide, env_ids) if forward else None
-        sums = discounted_scan(wide, self.gamma, initial=before, reverse=not forward)
+        cuts, last = (None, self._last) if traj_ids is None else self._cuts(wide, env_ids, traj_ids, done)
+        sums = discounted_scan(wide, self._discount(wide, cuts), initial=before, reverse=not forward)
         batch_variance, batch_mean = torch.var_mean(sums, correction=0 if forward or sums.numel() == 1 else 1)
         mean, variance = float(batch_mean), float(batch_variance)
         if not math.isfinite(variance):
             bad = torch.nonzero(~torch.isfinite(wide))
             place = bad[0].tolist() if len(bad) else "nowhere: their sums overflow"
             raise ValueError(f"IntrinsicRewardNormalizer: {len(bad)} rewards are not finite, the first at {place}")
+        self._last = last
         if forward:
             self._keep(sums[-1], env_ids)
         self._update(mean, variance, sums.numel())
@@ -118,6 +133,39 @@ class IntrinsicRewardNormalizer(Stated):
         dtype = torch.float64 if forward else torch.float32
         deviation = float(torch.tensor(self._variance, dtype=dtype).sqrt())
         return (wide / deviation).to(reward.dtype)
+
+    def _cuts(
+        self, reward: Tensor, env_ids: Tensor | None, traj_ids: Tensor, done: Tensor | None
+    ) -> tuple[Tensor, dict[int, tuple[int, bool]]]:
+        """Return where trajectories are cut, ``[T, N]``, and the last id of each environment and whether it ended."""
+        steps, envs = shape = tuple(reward.shape[:2])
+        for name, value in (("traj_ids", traj_ids), ("done", done)):
+            if value is not None and tuple(value.shape[:2]) != shape:
+                raise ValueError(
+                    f"IntrinsicRewardNormalizer: {name} must have the shape {shape} of time and environments, got "
+                    f"{tuple(value.shape)}. Give one for each step."
+                )
+        ids = traj_ids.reshape(steps, envs, -1)[..., 0].cpu()
+        ended = torch.zeros(shape, dtype=torch.bool) if done is None else done.reshape(steps, envs, -1).any(-1).cpu()
+        env = list(range(envs)) if env_ids is None else env_ids.tolist()
+        begin, end = ids[0].tolist(), zip(ids[-1].tolist(), ended[-1].tolist(), strict=True)
+        before = [self._last.get(e, (begin[i], True)) for i, e in enumerate(env)]
+        cuts = torch.empty(shape, dtype=torch.bool)
+        cuts[0] = torch.tensor([not over and begin[i] != number for i, (number, over) in enumerate(before)])
+        cuts[1:] = (ids[1:] != ids[:-1]) & ~ended[:-1]
+        return cuts, {**self._last, **{e: last for e, last in zip(env, end, strict=True) if e >= 0}}
+
+    def _discount(self, reward: Tensor, cuts: Tensor | None) -> float | Tensor:
+        """Return the discount of the sum before each step (or behind it, backward), 0 over cuts."""
+        if cuts is None or not bool(cuts.any()):
+            return self.gamma
+        if self.direction == "backward":
+            cuts = torch.cat([cuts[1:], torch.zeros_like(cuts[:1])])
+        kept = ~cuts.to(reward.device).view(*cuts.shape, *[1] * (reward.ndim - 2))
+        return self.gamma * kept.to(reward.dtype).expand_as(reward)
+
+    def _loaded(self) -> None:
+        self._last = {}  # a new collector may count trajectories from 0 again
 
     def _before(self, reward: Tensor, env_ids: Tensor | None) -> Tensor | None:
         """Look up the sums that a rollout goes on from."""

@@ -332,6 +332,9 @@ class ExperienceBuffer(Stated, FoldsSteps, ShareableBuffer):
         names = (None, "time") if own and index.ndim == 2 else None
         entries = storage.gather(index, names, given, self._n_step)
         entries["index"], entries["write_position"] = index, stamps
+        episodes = writer.rings.index
+        if names is not None and episodes is not None and episodes.has_cuts and "is_init" in entries:
+            entries["is_init"] = episodes.with_begins(entries["is_init"], index)
         others = {}
         for key, value in info.items():
             if own and isinstance(key, str):  # a fifth of the time that setting it below takes

@@ -61,6 +61,8 @@ class TrajectoryCuts:
             init = init | change if init.size else change
         if compares and self.compared:
             init = self._compare(rings, rows, env, cells, done, init, flagged, is_stored)
+        if init is not flagged and rings.index is not None and not rings.index.has_cuts:
+            rings.index.has_cuts = bool((init & ~flagged).any() if flagged.size else init.any())
         if rings.reloaded is not None:
             rings.reloaded[env] = False
             if not rings.reloaded.any():

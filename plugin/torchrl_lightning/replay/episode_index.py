@@ -51,6 +51,8 @@ class EpisodeIndex:
     def __init__(self, length: int, positions: Ints, floor: Ints) -> None:
         self.length = length
         self.num_envs = len(positions)
+        self.has_cuts = False
+        """Whether episodes may begin where no stored flag tells so."""
         self.attach(positions, floor)
         cells = length * self.num_envs
         self._column: Ints = np.zeros(cells, np.int64)  # untouched pages cost nothing
@@ -96,6 +98,7 @@ class EpisodeIndex:
         """End the running episodes at their newest step, unfinished: what comes next does not continue them."""
         env = np.arange(self.num_envs) if env_ids is None else env_ids
         env = env[self._open[env]]
+        self.has_cuts = self.has_cuts or bool(env.size)
         begin, newest = self._begin[env], self._positions[env] - 1
         kept = begin >= self._oldest(env)
         self._column[self.cells_of(env[kept], begin[kept])] = newest[kept]
@@ -115,6 +118,7 @@ class EpisodeIndex:
             joined: returns of cells whether the steps in them begin episodes now, by a flag and by another trajectory
                 than that of the step before.
         """
+        self.has_cuts = True  # a cut stays where a flag is cleared
         env, position = self.steps_of(cells)
         for e in np.unique(env):
             chosen = env == e
@@ -249,6 +253,16 @@ class EpisodeIndex:
         end = self.end(env_ids, positions)
         return torch.from_numpy(self._done[self.cells_of(_array(env_ids), _array(end))])
 
+    def are_first(self, cells: Tensor) -> Tensor:
+        """Return whether the steps in filled cells are the first ones of their episodes, on the CPU."""
+        env, position = self.steps_of(cells.cpu().numpy())
+        return torch.from_numpy(self._bounds(env, position)[0] == position)
+
+    def with_begins(self, is_init: Tensor, cells: Tensor) -> Tensor:
+        """Return stored flags of beginnings, ``[*cells.shape, ...]``, set also where a cut began an episode."""
+        firsts = self.are_first(cells).to(is_init.device)
+        return is_init.masked_fill(firsts.view(*firsts.shape, *[1] * (is_init.ndim - firsts.ndim)), 1)
+
     def known_of(self, where: Ints | slice) -> dict[str, Any]:
         """Return what is known about cells, the filled ones, for a state."""
         return {
@@ -261,6 +275,7 @@ class EpisodeIndex:
 
     def learn(self, known: Mapping[str, Any], where: Ints) -> None:
         """Take over what :meth:`known_of` returned for the same cells."""
+        self.has_cuts = True  # perhaps: states do not tell
         self._column[where], self._done[where] = known["column"], known["done"]
         self._begin[:], self._open[:], self._headless_end[:] = known["begin"], known["open"], known["headless_end"]
 

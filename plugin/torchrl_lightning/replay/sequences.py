@@ -21,7 +21,7 @@ from torchrl_lightning.kernels import windows
 from torchrl_lightning.kernels.compiled import jitted
 from torchrl_lightning.ranges import Checked, integer, one_of
 from torchrl_lightning.replay.draws import Own, uniform
-from torchrl_lightning.replay.episode_index import NO_INDEX_HINT
+from torchrl_lightning.replay.episode_index import NO_INDEX_HINT, EpisodeIndex
 from torchrl_lightning.replay.rings import NO_INDEX
 from torchrl_lightning.replay.steps import StepsMissing
 from torchrl_lightning.replay.storage import RingStorage
@@ -47,8 +47,9 @@ class SequenceSampler(Stated, SamplerHooks, Sampler):
     Args:
         batch_length: steps of a window.
         episode_ends: ``"inside"``: a window lies in one episode. ``"across"``: it may go on in the next one;
-            ``is_init`` and the done flags in the data tell where. ``"pad"``: it begins at any step that leaves one to
-            count, and where the episode ends first, repeats the last step, which ``mask`` leaves out.
+            ``is_init``, if it is stored, and the done flags of the batch mark where; ``is_init`` of a batch is also set
+            where a trajectory was cut without a flag. ``"pad"``: it begins at any step that leaves one to count, and
+            where the episode ends first, repeats the last step, which ``mask`` leaves out.
         burn_in: the first so many steps of each window only warm up a recurrent state; ``mask`` leaves them out.
         recurrent_keys: recurrent states, of which only the first one of a window is read. It is expanded over the
             window, with zeros where an episode starts, as TorchRL's ``GRUModule`` and ``LSTMModule`` read it; so is the
@@ -156,7 +157,7 @@ class SequenceSampler(Stated, SamplerHooks, Sampler):
         index = torch.from_numpy(cells)
         info: dict[Any, Any] = {"mask": torch.from_numpy(mask)}
         stored, across = self.start_states == "stored", not self._by_episode
-        info.update(_first_states(storage, index, self.recurrent_keys, stored, across))
+        info.update(_first_states(storage, writer.index, index, self.recurrent_keys, stored, across))
         if batch_length is None:
             return index.squeeze(1), {key: value.squeeze(1) for key, value in info.items()}
         return index, info
@@ -222,20 +223,27 @@ class SequenceSampler(Stated, SamplerHooks, Sampler):
 
 
 def _first_states(
-    storage: Storage, index: Tensor, keys: Collection[Path], stored: bool, across: bool
-) -> dict[Path, Tensor]:
+    storage: Storage,
+    episodes: EpisodeIndex | None,
+    index: Tensor,
+    keys: Collection[Path],
+    stored: bool,
+    across: bool,
+) -> dict[Any, Tensor]:
     """Read recurrent states of windows, ``[B, T, ...]``, as TorchRL's ``GRUModule`` and ``LSTMModule`` read them.
 
     Only the first state of a window is read and expanded over ``T``, because these modules read the state at the first
     step of a row and wherever ``is_init`` splits it; there it is zero. Beside it, if stored, comes the state after the
     step, under ``"next"``, for unrolling over the next observations: that of the first step, and at a later ``is_init``
-    the stored one. What is not ``stored`` is zero.
+    the stored one. What is not ``stored`` is zero. Trajectories that were cut without a flag are split, too, and of
+    windows across them, ``is_init`` is returned with these splits.
     """
-    if not keys:
+    has_cuts = episodes is not None and episodes.has_cuts
+    if not keys and not has_cuts:
         return {}
-    cells = index if across else index[:, :1]
+    cells = steps = index if across else index[:, :1]
     if isinstance(storage, RingStorage):
-        if not any(key[0] in storage.tree for key in keys):
+        if not has_cuts and not any(key[0] in storage.tree for key in keys):
             return {}
         tree, cells = storage.tree, cells.to(storage.device)
     else:  # what was read, is read; number it
@@ -245,7 +253,16 @@ def _first_states(
     init, begins = leaves.get(("is_init",)), None
     if init is not None:
         begins = init.index_select(0, cells.reshape(-1).to(init.device)).reshape(*cells.shape, -1).any(-1)
-    states: dict[Path, Tensor] = {}
+    states: dict[Any, Tensor] = {}
+    if episodes is not None and (has_cuts or init is None):
+        firsts = episodes.are_first(steps).to(cells.device)
+        if init is None:
+            begins = firsts
+        else:
+            begins |= firsts
+            if across:
+                flags = init.index_select(0, cells.reshape(-1)).view(*cells.shape, *init.shape[1:])
+                states["is_init"] = episodes.with_begins(flags, steps)
     for path, leaf in leaves.items():
         after = path[0] == "next"
         if any(under(path[after:], key) for key in keys):

@@ -269,8 +269,8 @@ class ShareableBuffer(BufferBase):
         so that a run can be repeated. Write some data first, or let this process be the first to write.
 
         Processes share the buffer if they are forked after this call, or get it as an argument of
-        ``multiprocessing.Process``. Any other pickle is a copy of the rows that are stored now, unshared and in memory of
-        its own: ``pickle.dumps``, a queue or pipe, Ray's object store, ``copy.deepcopy``.
+        ``multiprocessing.Process``. Any other pickle is a copy of the rows that are stored now, unshared and in memory
+        of its own: ``pickle.dumps``, a queue or pipe, Ray's object store, ``copy.deepcopy``.
 
         Args:
             shared: False does nothing to a buffer that is not shared.

@@ -15,11 +15,13 @@ from torchrl_lightning.entries import Key, Keys
 from torchrl_lightning.environments.origins import env_ids
 from torchrl_lightning.estimators import IntrinsicRewardNormalizer
 from torchrl_lightning.keys import (
+    DONE,
     INTRINSIC_ADVANTAGE,
     INTRINSIC_REWARD,
     INTRINSIC_TARGET,
     INTRINSIC_VALUE,
     NORMALIZED_REWARD,
+    TRAJ_IDS,
 )
 from torchrl_lightning.rollout.advantages import GeneralizedAdvantages
 from torchrl_lightning.rollout.estimates import Estimator, Stream, VTrace
@@ -29,9 +31,10 @@ from torchrl_lightning.settings import Switch
 class IntrinsicReturns(GeneralizedAdvantages):
     """Advantages and targets of the intrinsic rewards (Burda et al. 2018, arXiv:1810.12894).
 
-    The rewards are divided by the running standard deviation of their discounted sum. The stream does not end with the
-    episode: it is GAE with ``terminated = done = 0``, its own γ and its own critic. The raw reward stays as it is; the
-    normalised one is ``("next", "normalized_intrinsic_reward")``.
+    The rewards are divided by the running standard deviation of their discounted sum, which begins again where
+    ``("collector", "traj_ids")`` change although no step is done. The stream does not end with the episode: it is GAE
+    with ``terminated = done = 0``, its own γ and its own critic. The raw reward stays as it is; the normalised one is
+    ``("next", "normalized_intrinsic_reward")``.
 
     Args:
         gamma: discount of the intrinsic stream.
@@ -107,7 +110,8 @@ def write_normalized(
     if reward is None:
         raise KeyError(f"{reward_key!r} is missing: the intrinsic stream needs intrinsic rewards.")
     if normalizer is not None:
-        reward = normalizer.normalize(reward, env_ids(rollout, time_dim=0))
+        ids, done = rollout.get(TRAJ_IDS, None), rollout.get(DONE, None)
+        reward = normalizer.normalize(reward, env_ids(rollout, time_dim=0), traj_ids=ids, done=done)
     rollout.set(NORMALIZED_REWARD, reward)
 
 

@@ -14,7 +14,7 @@ from torchrl.modules import set_recurrent_mode
 
 from torchrl_lightning._modules import EvaluationMode, device_of
 from torchrl_lightning.entries import join, keys_below, next_key, under
-from torchrl_lightning.keys import DONE, RECURRENT_STATE, TERMINATED
+from torchrl_lightning.keys import DONE, IS_INIT, RECURRENT_STATE, TERMINATED, TRAJ_IDS
 from torchrl_lightning.rollout.batches import device_in, sequences
 
 RECURRENT_KEYS: tuple[NestedKey, ...] = (RECURRENT_STATE,)
@@ -29,11 +29,16 @@ def value_keys(data: TensorDictBase, critic: TensorDictModuleBase | None, root: 
 def boundaries(rollout: TensorDictBase) -> Tensor:
     """Return where the trace ends: at ``done``, or where the next stored step starts another episode."""
     done = rollout.get(DONE)
-    start = rollout.get("is_init", None)
-    if start is None or start.shape != done.shape:
+    start, ids = rollout.get(IS_INIT, None), rollout.get(TRAJ_IDS, None)
+    has_starts = start is not None and start.shape == done.shape
+    if not has_starts and ids is None:
         return done
-    cut = done.clone()
-    cut[:-1] |= start[1:]
+    cut: Tensor = done.clone()
+    if has_starts:
+        cut[:-1] |= start[1:]
+    if ids is not None:
+        ids = ids.reshape(*rollout.shape, *[1] * (done.ndim - rollout.ndim))
+        cut[:-1] |= ids[1:] != ids[:-1]
     return cut
 
 

@@ -23,7 +23,8 @@ from torchrl_lightning.entries import (
     schema_difference,
     under,
 )
-from torchrl_lightning.keys import DONE, TERMINATED, VALID
+from torchrl_lightning.environments.origins import id_changes
+from torchrl_lightning.keys import DONE, IS_INIT, TERMINATED, TRAJ_IDS, VALID
 from torchrl_lightning.rollout.batches import viewed
 from torchrl_lightning.rollout.layout import RolloutLayout
 from torchrl_lightning.rollout.storage import RolloutStorage
@@ -135,6 +136,7 @@ class RolloutWriter(Stated, WriterBase):
         """
         storage = self._target
         start, steps = storage.num_steps, rollout.shape[0]
+        rollout = self._with_cuts(rollout)
         if copy or not storage.adopt(rollout):
             storage.set(slice(start, start + steps), rollout)
         storage.keep_tail(rollout, -1, self.recurrent_keys)
@@ -142,6 +144,26 @@ class RolloutWriter(Stated, WriterBase):
         cells = self._cells(storage, start, steps)
         self.notify(cells)
         return cells
+
+    def _with_cuts(self, rollout: TensorDictBase) -> TensorDictBase:
+        """Return a rollout ``[T, N]`` whose ``is_init`` is also set where the ids of trajectories change."""
+        is_init, stored = rollout.get(IS_INIT, None), self._target.data
+        if is_init is None or rollout.get(TRAJ_IDS, None) is None:
+            return rollout
+        start = self._target.num_steps
+        last = (
+            stored.get(TRAJ_IDS)[start - 1].reshape(rollout.shape[1], -1)[:, 0]
+            if start and stored is not None
+            else None
+        )
+        changes = id_changes(rollout, 0, last)
+        assert changes is not None
+        changes = changes.view(*changes.shape, *[1] * (is_init.ndim - changes.ndim))
+        if not bool((changes & ~is_init.bool()).any()):
+            return rollout
+        marked = rollout.copy()
+        marked.set(IS_INIT, is_init.masked_fill(changes, 1))
+        return marked
 
     def add(self, data: TensorDictBase) -> int:
         """Append one step of all environments, ``[N]``, and return its row."""

@@ -1,0 +1,151 @@
+"""Estimates of rollouts follow trajectories that a collector cuts without an end flag."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from kit.rollouts import brute_gae, intrinsic, make_critic, make_rollout
+from torchrl_lightning import DiscountedReturns, GAEBuffer, GeneralizedAdvantages, IntrinsicReturns, VTraceReturns
+from torchrl_lightning.estimators import IntrinsicRewardNormalizer
+
+STEPS, ENVS = 12, 3
+
+
+def with_cuts(data: TensorDict, starts: str) -> tuple[TensorDict, torch.Tensor]:
+    """Add ids that change at ends and at cuts; return also the cuts, ``[T, N]``."""
+    done = data["next", "done"].transpose(0, 1)[..., 0]
+    cut = torch.zeros(done.shape, dtype=torch.bool)
+    cut[4, 0] = cut[9, 0] = cut[1, 1] = cut[6, 2] = True
+    cut[1:] &= ~done[:-1]
+    change = cut.clone()
+    change[1:] |= done[:-1]
+    data["collector", "traj_ids"] = (change.long().cumsum(0) * ENVS + torch.arange(ENVS)).T.contiguous()
+    if starts == "none":
+        del data["is_init"]
+    return data, cut
+
+
+@pytest.mark.parametrize("starts", ["none", "flags"])
+@pytest.mark.parametrize("form", [(), (1,)])
+@pytest.mark.parametrize("name", ["gae", "returns", "vtrace"])
+def test_estimates_are_those_of_each_trajectory_alone(name: str, starts: str, form: tuple[int, ...]) -> None:
+    estimators: dict[str, Callable[[], Any]] = {
+        "gae": lambda: GeneralizedAdvantages(0.9, lmbda=0.8),
+        "returns": lambda: DiscountedReturns(0.9),
+        "vtrace": lambda: VTraceReturns(0.9),
+    }
+    data, cut = with_cuts(make_rollout(STEPS, ENVS), starts)
+    data["collector", "traj_ids"] = data["collector", "traj_ids"].view(ENVS, STEPS, *form)
+    generator = torch.Generator().manual_seed(1)
+    data["state_value"] = torch.randn(ENVS, STEPS, 1, generator=generator)
+    data["next", "state_value"] = torch.randn(ENVS, STEPS, 1, generator=generator)
+    data["current_action_log_prob"] = data["action_log_prob"] + 0.3
+    explicit = data.clone()
+    done = explicit["next", "done"].clone()
+    done[:, :-1] |= cut.T[:, 1:].unsqueeze(-1)
+    explicit["next", "done"] = done
+    del explicit["collector"]
+    found, expected = (estimators[name]()(each) for each in (data, explicit))
+    assert found["value_target"].equal(expected["value_target"])
+    assert found["next", "done"].equal(data["next", "done"])
+    if name == "gae":
+        reward, value, after = (
+            data[key].transpose(0, 1) for key in (("next", "reward"), "state_value", ("next", "state_value"))
+        )
+        ends = (data["next", "terminated"].transpose(0, 1), done.transpose(0, 1))
+        torch.testing.assert_close(found["advantage"].transpose(0, 1), brute_gae(reward, value, after, *ends, 0.9, 0.8))
+
+
+def buffer_of(data: TensorDict, by: str) -> GAEBuffer:
+    buffer = GAEBuffer(STEPS, gamma=0.9, gae_lambda=0.8, critic=make_critic())
+    if by == "slice":
+        buffer.extend(data)
+    elif by == "slices":
+        for begin, end in ((0, 5), (5, 9), (9, STEPS)):
+            buffer.extend(data[:, begin:end])
+    else:
+        for step in range(STEPS):
+            buffer.add(data[:, step])
+    return buffer
+
+
+@pytest.mark.parametrize("by", ["slice", "slices", "steps"])
+def test_a_buffer_bootstraps_at_cuts_and_marks_them(by: str) -> None:
+    data, cut = with_cuts(make_rollout(STEPS, ENVS), "flags")
+    buffer = buffer_of(data.clone(), by)
+    buffer.before_gradients(None, None)
+    rollout = buffer.rollout
+    assert rollout["is_init"][..., 0].equal(data["is_init"].transpose(0, 1)[..., 0] | cut)
+    done = rollout["next", "done"].clone()
+    done[:-1] |= cut[1:].unsqueeze(-1)
+    value, after = (
+        make_critic()(rollout.get(key).clone() if key else rollout.clone())["state_value"] for key in ("", "next")
+    )
+    expected = brute_gae(rollout["next", "reward"], value, after, rollout["next", "terminated"], done, 0.9, 0.8)
+    torch.testing.assert_close(rollout["advantage"], expected)
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("env_ids", [None, [2, 0, 1]])
+def test_the_filter_begins_again_at_cuts(direction: Any, env_ids: list[int] | None) -> None:
+    generator = torch.Generator().manual_seed(0)
+    normalizer = IntrinsicRewardNormalizer(0.9, direction)
+    sums, before = [], torch.zeros(ENVS, dtype=torch.float64)
+    state, last = IntrinsicRewardNormalizer(0.9, direction), None
+    for part in range(4):
+        reward = torch.rand(4, ENVS, 1, generator=generator)
+        ids, done = torch.full((4, ENVS), part // 2), torch.zeros(4, ENVS, 1, dtype=torch.bool)
+        done[-1, 0] = part == 1  # ends: the id of the first environment changes without a cut
+        ids[2:, 2] += 10 * part
+        ids[:2, 2] += 10 * max(part - 1, 0)
+        cut = torch.zeros(4, ENVS, dtype=torch.bool)
+        cut[2, 2] = part > 0
+        if last is not None:
+            cut[0] = (ids[0] != last[0]) & ~last[1]
+        last = ids[-1], done[-1, :, 0]
+        expected, wide = torch.zeros(4, ENVS, dtype=torch.float64), reward[..., 0].double()
+        if direction == "forward":
+            for step in range(4):
+                before = torch.where(cut[step], 0.0, before) * 0.9 + wide[step]
+                expected[step] = before
+        else:
+            after = torch.zeros(ENVS, dtype=torch.float64)
+            for step in reversed(range(4)):
+                ends = cut[step + 1] if step < 3 else torch.zeros(ENVS, dtype=torch.bool)
+                after = torch.where(ends, 0.0, after) * 0.9 + wide[step]
+                expected[step] = after
+        sums.append(expected)
+        env = None if env_ids is None else torch.tensor(env_ids)
+        normalizer.normalize(reward, env, traj_ids=ids, done=done)
+        state._update(expected.mean().item(), expected.var(correction=int(direction == "backward")).item(), 4 * ENVS)
+        assert normalizer.variance == pytest.approx(state.variance)
+
+
+def test_ids_that_do_not_fit_change_nothing() -> None:
+    normalizer = IntrinsicRewardNormalizer(0.9)
+    normalizer.normalize(torch.rand(4, 2), traj_ids=torch.zeros(4, 2))
+    before = normalizer.state_dict()
+    with pytest.raises(ValueError, match=r"traj_ids must have the shape \(4, 2\)"):
+        normalizer.normalize(torch.rand(4, 2), traj_ids=torch.zeros(3, 2))
+    assert normalizer.state_dict()["variance"] == before["variance"]
+    assert normalizer.state_dict()["filter"].equal(before["filter"])
+
+
+def test_intrinsic_returns_follow_the_ids_of_rollouts() -> None:
+    part, parts = IntrinsicReturns(gamma=0.9, critic=make_critic("intrinsic_state_value")), []
+    for number in range(2):
+        data = intrinsic(steps=6, envs=2, seed=number)
+        data["collector", "traj_ids"] = torch.full((2, 6), number)
+        data["next", "done"].zero_()
+        parts.append(data["next", "intrinsic_reward"].transpose(0, 1))
+        part(data)
+    expected = IntrinsicRewardNormalizer(0.9)
+    for reward in parts:
+        expected._filter = None  # a cut in all environments
+        expected.normalize(reward)
+    assert part.normalizer.variance == pytest.approx(expected.variance)
