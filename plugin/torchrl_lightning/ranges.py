@@ -75,6 +75,11 @@ def integer(value: Any, name: str, least: int = 1) -> int:
     return number
 
 
+def frames(value: Any, name: str) -> int:
+    """Return a number of frames of at least 0, also given as a float such as 1e5."""
+    return integer(int(value) if isinstance(value, float) and value.is_integer() else value, name, 0)
+
+
 def budget(value: Any, name: str) -> int:
     """Return a positive integer, also given as a float such as 1e5; or -1, for no end."""
     number = int(value) if isinstance(value, float) and value.is_integer() else value

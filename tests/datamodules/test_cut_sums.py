@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 
 from kit.actor_critic import fit as fit_rollouts
 from kit.actor_critic import rollouts
 from kit.replay import fit as fit_replay
 from kit.replay import replay_data
-from torchrl_lightning import ExperienceBuffer, GymnasiumCollector, MBReplayBuffer, RingStorage
+from torchrl_lightning import ExperienceBuffer, GymnasiumCollector, RingStorage
 from torchrl_lightning.datamodules.episodes import FinishedEpisodes
 
 ENVS, STEPS = 2, 6
@@ -41,9 +41,8 @@ class Cutting:
             rows = rollout.clone()
             step, env = torch.arange(number, number + STEPS).expand(ENVS, STEPS), torch.arange(ENVS).unsqueeze(1)
             done = (step + 3 * env) % 11 == 10
-            if self.how in ("ids", "is_init"):  # anywhere
-                cut = (step + env) % 7 == 4
-            else:  # at the first step
+            cut = (step + env) % 7 == 4
+            if self.how not in ("ids", "is_init"):  # which are seen at the first row of a write only
                 cut = (step % (2 * STEPS) == 0) & (step > 0)
             for name in ("done", "truncated"):
                 rows["next", name] = done.unsqueeze(-1)

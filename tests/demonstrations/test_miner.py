@@ -159,3 +159,34 @@ def test_without_values_nothing_is_refreshed() -> None:
     miner.mine(episodes(60, 0).exclude("state_value"))
     assert {each[1] for each in writer.seen} == {-math.inf}
     assert all(len(each) > 2 for each in writer.seen)
+
+
+@pytest.mark.parametrize("starts", [True, False])
+@pytest.mark.parametrize("lengths", [(30,), (7, 1, 12, 10)])
+def test_trajectories_that_are_cut_are_left_out(starts: bool, lengths: tuple[int, ...]) -> None:
+    data = episodes(30, 3)
+    data["demo", "serial"].fill_(-1)
+    steps = torch.arange(30).unsqueeze(1) + torch.arange(ENVS)
+    cut, done = steps % 6 == 5, steps % 4 == 3
+    data["next", "done"] = done.unsqueeze(-1)
+    begins = torch.cat([torch.ones(1, ENVS, dtype=torch.bool), done[:-1]])
+    data["collector", "traj_ids"] = (begins | cut).long().cumsum(0)
+    if starts:
+        data["is_init"] = begins.unsqueeze(-1)
+    else:
+        del data["is_init"]
+    found = Recorded()
+    miner, begin = DemonstrationMiner(found, ENVS, specs=SPECS), 0
+    for length in lengths:
+        miner.mine(data[begin : begin + length].clone())
+        begin += length
+    expected = []
+    for end in range(30):
+        for env in range(ENVS):
+            if done[end, env]:
+                first = end
+                while not (begins | cut)[first, env]:
+                    first -= 1
+                expected.append(data["action"][first : end + 1, env].tolist())
+    assert len(expected) > 12
+    assert [each[4] for each in found.seen] == expected

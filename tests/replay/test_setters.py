@@ -11,16 +11,23 @@ from tensordict import TensorDict
 
 from kit.rings import ring
 from kit.rows import numbered
+from kit.specs import TWO_CHOICES as SPECS
 from kit.states import differences
 from torchrl_lightning import (
+    BufferPage,
     DiscountedReturns,
     DQNModule,
     EnvironmentRecipe,
+    EpisodeVideo,
     EpisodicReplayBuffer,
     EpisodicReturn,
     ExperienceBuffer,
+    ExperienceLog,
+    FramesProgressBar,
+    FrameStackTransform,
     GAEBuffer,
     GeneralizedAdvantages,
+    GymnasiumCollector,
     HindsightRelabel,
     HoldoutSplit,
     MBReplayBuffer,
@@ -34,10 +41,14 @@ from torchrl_lightning import (
     RingWriter,
     SACModule,
     SequenceSampler,
+    StopAtScore,
     TD3Module,
     UniformSampler,
 )
+from torchrl_lightning.datamodules.reward_scale import RewardScale
 from torchrl_lightning.demonstrations import DemonstrationSampler, DemonstrationStorage, DemonstrationWriter
+from torchrl_lightning.distributed.rate_limiter import RateLimiter
+from torchrl_lightning.environments.normalization import ObservationNormalizer
 from torchrl_lightning.estimators import IntrinsicRewardNormalizer
 
 NAN, INF = float("nan"), float("inf")
@@ -66,6 +77,14 @@ def episodic() -> EpisodicReplayBuffer:
 
 def data() -> ReplayDataModule:
     return ReplayDataModule(EnvironmentRecipe("CartPole-v1"), buffer=lambda num_envs: ring(8, num_envs))
+
+
+def limiter() -> RateLimiter:
+    return RateLimiter(2.0, error_buffer=8, min_size=4)
+
+
+def collector() -> GymnasiumCollector:
+    return GymnasiumCollector("CartPole-v1", frames_per_batch=4)
 
 
 SETTERS: list[tuple[Callable[[], Any], str, list[Any]]] = [
@@ -144,6 +163,29 @@ SETTERS: list[tuple[Callable[[], Any], str, list[Any]]] = [
     (data, "batch_size", [0, 1.5]),
     (returns, "reward_clip", [(1, -1), (1,), (NAN, 1)]),
     (returns, "default_return", [NAN, "low"]),
+    (limiter, "samples_per_insert", [0, -1, NAN, INF, "2", None]),
+    (limiter, "error_buffer", [0, -1, NAN, "2", None]),
+    (limiter, "min_size", [0, -1, 1.5, "2"]),
+    (RateLimiter, "samples_per_insert", [2.0]),  # without an error_buffer
+    (RateLimiter, "error_buffer", [8.0]),
+    (lambda: RewardScale(10.0), "clip", [0, -1, NAN, "1"]),
+    (lambda: RewardScale(10.0), "epsilon", [-1, NAN, INF, "1"]),
+    (lambda: ObservationNormalizer(SPECS, True, 10.0), "clip", [0, -1, NAN, "1"]),
+    (lambda: ObservationNormalizer(SPECS, True, 10.0), "epsilon", [-1, NAN, INF, "1"]),
+    (lambda: FrameStackTransform(2), "frame_stack", [0, -1, 1.5, "2"]),
+    (lambda: FrameStackTransform(2), "keys", [[3], 3]),
+    (lambda: DemonstrationWriter(DemonstrationStorage()), "threshold", [NAN, INF, "1", None]),
+    (lambda: IntrinsicRewardNormalizer(0.9), "direction", ["sideways", None]),
+    (lambda: BufferPage("page.html"), "last", [0, 1.5]),
+    (lambda: EpisodeVideo("films"), "every_n_evaluations", [0, 1.5, None]),
+    (ExperienceLog, "every_n_epochs", [0, 1.5, None]),
+    (FramesProgressBar, "refresh_every", [-1, NAN, INF, "1"]),
+    (lambda: StopAtScore(1.0), "stopping_threshold", [NAN, "1", True, None]),
+    (collector, "total_frames", [0, -2, 1.5, "1"]),
+    (collector, "reset_at_each_batch", [1, None]),
+    (collector, "init_random_frames", [-1, 1.5, None]),
+    (collector, "exploration_type", ["sometimes", 3]),
+    (collector, "return_same_td", [1, None]),
 ]
 
 
@@ -161,7 +203,7 @@ def test_a_refused_value_changes_nothing(make: Callable[[], Any], name: str, val
     has_state = hasattr(part, "load_state_dict") and not isinstance(part, torch.nn.Module | ReplayDataModule)
     state = part.state_dict() if has_state else {}
     with pytest.raises(
-        (ValueError, TypeError, AttributeError), match="key" if name.endswith(("_key", "_keys")) else name
+        (ValueError, TypeError, AttributeError), match="key" if name.endswith(("key", "keys")) else name
     ):
         setattr(part, name, value)
     assert getattr(part, name) == before
@@ -195,6 +237,18 @@ def test_an_alpha_that_overflows_changes_nothing(batch_length: int | None, alpha
     make().load_state_dict(buffer.state_dict())
     buffer.update_priority(cells[:1], torch.tensor([4.0]))
     assert sampler.table.leaves[0] in (2.0, 0.0)
+
+
+def test_a_new_ratio_is_counted_with() -> None:
+    part = limiter()
+    part.inserted, part.drawn = 8, 0
+    assert not part.admits_insert(8)
+    part.samples_per_insert = 0.5
+    assert part.admits_insert(8)
+    with pytest.raises(ValueError, match="samples_per_insert"):
+        part.samples_per_insert = INF
+    assert part.samples_per_insert == 0.5
+    assert part.admits_insert(8)
 
 
 def test_new_values_take_effect() -> None:

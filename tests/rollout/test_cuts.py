@@ -10,10 +10,11 @@ import torch
 from tensordict import TensorDict
 
 from kit.rollouts import brute_gae, intrinsic, make_critic, make_rollout
-from torchrl_lightning import DiscountedReturns, GAEBuffer, GeneralizedAdvantages, IntrinsicReturns, VTraceReturns
+from torchrl_lightning import DiscountedReturns, GAEBuffer, GeneralizedAdvantages, IntrinsicReturns, VTraceAdvantages
 from torchrl_lightning.estimators import IntrinsicRewardNormalizer
 
 STEPS, ENVS = 12, 3
+CRITIC = make_critic()
 
 
 def with_cuts(data: TensorDict, starts: str) -> tuple[TensorDict, torch.Tensor]:
@@ -37,7 +38,7 @@ def test_estimates_are_those_of_each_trajectory_alone(name: str, starts: str, fo
     estimators: dict[str, Callable[[], Any]] = {
         "gae": lambda: GeneralizedAdvantages(0.9, lmbda=0.8),
         "returns": lambda: DiscountedReturns(0.9),
-        "vtrace": lambda: VTraceReturns(0.9),
+        "vtrace": lambda: VTraceAdvantages(0.9),
     }
     data, cut = with_cuts(make_rollout(STEPS, ENVS), starts)
     data["collector", "traj_ids"] = data["collector", "traj_ids"].view(ENVS, STEPS, *form)
@@ -62,7 +63,7 @@ def test_estimates_are_those_of_each_trajectory_alone(name: str, starts: str, fo
 
 
 def buffer_of(data: TensorDict, by: str) -> GAEBuffer:
-    buffer = GAEBuffer(STEPS, gamma=0.9, gae_lambda=0.8, critic=make_critic())
+    buffer = GAEBuffer(STEPS, gamma=0.9, gae_lambda=0.8, critic=CRITIC)
     if by == "slice":
         buffer.extend(data)
     elif by == "slices":
@@ -83,11 +84,11 @@ def test_a_buffer_bootstraps_at_cuts_and_marks_them(by: str) -> None:
     assert rollout["is_init"][..., 0].equal(data["is_init"].transpose(0, 1)[..., 0] | cut)
     done = rollout["next", "done"].clone()
     done[:-1] |= cut[1:].unsqueeze(-1)
-    value, after = (
-        make_critic()(rollout.get(key).clone() if key else rollout.clone())["state_value"] for key in ("", "next")
-    )
+    value, after = (CRITIC(rollout.get(key).clone() if key else rollout.clone())["state_value"] for key in ("", "next"))
+    following = torch.cat([value[1:], after[-1:]])  # of the same trajectory, its observation is stored as a step
+    after = torch.where(done, after, following)
     expected = brute_gae(rollout["next", "reward"], value, after, rollout["next", "terminated"], done, 0.9, 0.8)
-    torch.testing.assert_close(rollout["advantage"], expected)
+    torch.testing.assert_close(rollout["value_target"], expected + value)
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])

@@ -16,7 +16,7 @@ from tensordict import TensorDictBase
 from torchrl_lightning.callbacks.sparse import SparseCallback
 from torchrl_lightning.inspection.draws import EVERY, Draws
 from torchrl_lightning.inspection.report import inspect_buffer
-from torchrl_lightning.ranges import integer
+from torchrl_lightning.ranges import Checked, integer
 from torchrl_lightning.updates import UpdateBatches
 
 logger = logging.getLogger(__name__)
@@ -40,9 +40,11 @@ class BufferPage(SparseCallback):
         ValueError: last must be a positive integer, got 0.
     """
 
+    last = Checked(integer)
+
     def __init__(self, path: str, last: int = 1_000_000) -> None:
         super().__init__()
-        self.path, self.last = path, integer(last, "last")
+        self.path, self.last = path, last
         self._draws: Draws | None = None
         self._batches = 0
 

@@ -14,7 +14,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torchrl_lightning.callbacks.sparse import SparseCallback
 from torchrl_lightning.collectors.films import check_film
 from torchrl_lightning.fitting import Fault
-from torchrl_lightning.ranges import integer
+from torchrl_lightning.ranges import Checked, integer
 
 logger = logging.getLogger(__name__)
 
@@ -50,10 +50,12 @@ class EpisodeVideo(SparseCallback):
         ValueError: every_n_evaluations must be a positive integer, got 0.
     """
 
+    every_n_evaluations = Checked(integer)
+
     def __init__(self, dirpath: str | Path, every_n_evaluations: int = 1) -> None:
         super().__init__()
         self.dirpath = Path(dirpath)
-        self.every_n_evaluations = integer(every_n_evaluations, "every_n_evaluations")
+        self.every_n_evaluations = every_n_evaluations
         self._evaluations = 0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

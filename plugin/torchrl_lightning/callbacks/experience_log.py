@@ -12,7 +12,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torchrl_lightning._logging import count_rows_by_clock, count_rows_by_lightning, publish
 from torchrl_lightning._modules import clock_of
 from torchrl_lightning.callbacks.sparse import SparseCallback
-from torchrl_lightning.ranges import integer
+from torchrl_lightning.ranges import Checked, integer
 
 
 class ExperienceLog(SparseCallback):
@@ -36,9 +36,11 @@ class ExperienceLog(SparseCallback):
         ValueError: every_n_epochs must be a positive integer, got 0.
     """
 
+    every_n_epochs = Checked(integer)
+
     def __init__(self, every_n_epochs: int = 1) -> None:
         super().__init__()
-        self.every_n_epochs = integer(every_n_epochs, "every_n_epochs")
+        self.every_n_epochs = every_n_epochs
         self._began = 0.0
         self._counted = 0
 

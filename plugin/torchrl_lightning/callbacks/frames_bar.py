@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from torchrl_lightning._modules import clock_of
 from torchrl_lightning.callbacks.sparse import SparseCallback
 from torchrl_lightning.kernels.compiled import COMPILING, when_compiling
+from torchrl_lightning.ranges import Checked, not_negative
 
 BAR_FORMAT = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
 # In a file, every refresh is a new line.
@@ -42,6 +43,8 @@ class FramesProgressBar(SparseCallback, ProgressBar):
     """
 
     CONFIG_NAME: ClassVar[str | None] = "frames_bar"
+
+    refresh_every = Checked(not_negative)
 
     def __init__(self, refresh_every: float = 0.2) -> None:
         super().__init__()

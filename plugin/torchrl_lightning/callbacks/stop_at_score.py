@@ -6,6 +6,7 @@ __all__ = ["StopAtScore"]
 
 import logging
 import math
+from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
@@ -13,9 +14,17 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torchrl_lightning.callbacks.monitors import EVALUATION, check_monitor, unknown_metric
 from torchrl_lightning.callbacks.sparse import SparseCallback
 from torchrl_lightning.fitting import Fault
+from torchrl_lightning.ranges import Checked
 from torchrl_lightning.thresholds import reaches
 
 logger = logging.getLogger(__name__)
+
+
+def _threshold(value: Any, name: str) -> float:
+    """Return a number, infinity included."""
+    if not isinstance(value, int | float) or isinstance(value, bool) or math.isnan(value):
+        raise Fault(f"{name} must be a number, got {value!r}.")
+    return float(value)
 
 
 class StopAtScore(SparseCallback):
@@ -36,12 +45,11 @@ class StopAtScore(SparseCallback):
         'eval/return'
     """
 
+    stopping_threshold = Checked(_threshold)
+
     def __init__(self, stopping_threshold: float, monitor: str = "eval/return") -> None:
         super().__init__()
-        is_number = isinstance(stopping_threshold, int | float) and not math.isnan(stopping_threshold)
-        if not is_number or isinstance(stopping_threshold, bool):
-            raise Fault(f"stopping_threshold must be a number, got {stopping_threshold!r}.")
-        self.stopping_threshold, self.monitor = float(stopping_threshold), monitor
+        self.stopping_threshold, self.monitor = stopping_threshold, monitor
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Validate the name of the metric; raise ValueError if no such metric will be logged."""

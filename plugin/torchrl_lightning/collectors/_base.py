@@ -18,7 +18,7 @@ from torchrl_lightning.environments.policies import Policy, check_policy, dotted
 from torchrl_lightning.environments.seeds import check_seed
 from torchrl_lightning.environments.specs import EnvironmentSpecs, environment_specs
 from torchrl_lightning.environments.vector_env import make_vector_env
-from torchrl_lightning.ranges import boolean, budget, check_defaults, integer
+from torchrl_lightning.ranges import Checked, boolean, budget, check_defaults, integer
 from torchrl_lightning.state import check_state, tensor, whole
 from torchrl_lightning.stated import Fixed, Kept, Stated
 from torchrl_lightning.torch_defaults import check_default_device
@@ -80,6 +80,7 @@ class CollectorBase(Stated):
         """Whether recorded steps are replayed in some environments."""
         return self._plays
 
+    total_frames = Checked(budget)
     clip_actions = False
     """Whether the environment gets actions clipped to their Box."""
 
@@ -104,7 +105,7 @@ class CollectorBase(Stated):
             )
         self._env_source, self._env_args = source, env_args
         self.policy, self.num_envs = policy, num_envs
-        self.frames_per_batch, self.total_frames = frames_per_batch, budget(total_frames, "total_frames")
+        self.frames_per_batch, self.total_frames = frames_per_batch, total_frames
         self.seed = check_seed(seed)
         self.closed = False
         self.frames = 0

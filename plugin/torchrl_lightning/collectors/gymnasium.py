@@ -32,7 +32,7 @@ from torchrl_lightning.environments.policies import Policy, policy_device, recur
 from torchrl_lightning.environments.seeds import IsolatedRng, check_seed, numbered_seed, spawn_seed, spawn_seeds
 from torchrl_lightning.environments.specs import environment_specs
 from torchrl_lightning.environments.vector_env import check_env_source, make_vector_env, vectorization_of
-from torchrl_lightning.ranges import check_defaults
+from torchrl_lightning.ranges import Checked, boolean, check_defaults, frames, one_of
 from torchrl_lightning.state import array, flag, whole
 from torchrl_lightning.stated import Kept
 
@@ -107,6 +107,11 @@ class GymnasiumCollector(CollectorBase):
         "trajectory_ids": Kept(array(torch.int64, "num_envs", low=0), "_ids", only="_plays"),
         "recurrent_states": RECURRENT_STATES,
     }
+
+    reset_at_each_batch = Checked(boolean)
+    init_random_frames = Checked(frames)
+    exploration_type = Checked(lambda value, name: one_of(value, name, (*ExplorationType, None)))
+    return_same_td = Checked(boolean)
 
     def __init__(
         self,

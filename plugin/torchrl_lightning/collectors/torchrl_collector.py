@@ -42,7 +42,7 @@ from torchrl_lightning.environments.torchrl_env import (
     with_bookkeeping,
 )
 from torchrl_lightning.keys import ACTION_MASK
-from torchrl_lightning.ranges import boolean
+from torchrl_lightning.ranges import Checked, boolean, frames
 from torchrl_lightning.state import tensor, whole
 from torchrl_lightning.stated import Kept
 
@@ -93,6 +93,9 @@ class TorchRLCollector(CollectorBase):
         "ended": Kept(tensor(torch.bool, "num_envs"), "_ended", only="_plays"),
         "recurrent_states": RECURRENT_STATES,
     }
+
+    reset_at_each_batch = Checked(boolean)
+    init_random_frames = Checked(frames)
 
     def __init__(
         self,

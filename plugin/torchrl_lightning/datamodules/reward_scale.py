@@ -14,7 +14,7 @@ from torchrl_lightning.entries import level_of
 from torchrl_lightning.environments.normalization import EPSILON, scaled
 from torchrl_lightning.kernels.scan import discounted_scan
 from torchrl_lightning.moments import Moments
-from torchrl_lightning.ranges import optional
+from torchrl_lightning.ranges import Checked, not_negative, optional, positive
 from torchrl_lightning.state import Here, number, sequence, tensor, wrong
 from torchrl_lightning.stated import Kept, Stated
 
@@ -57,6 +57,9 @@ class RewardScale(Stated):
         "gamma": Kept(number(0.0, 1.0), "_gamma"),
         "env_ids": Kept(optional(tensor(torch.int64, _envs_of)), "_env_ids"),
     }
+
+    clip = Checked(positive)
+    epsilon = Checked(not_negative)
 
     def __init__(self, clip: float, epsilon: float = EPSILON) -> None:
         self.clip, self.epsilon = clip, epsilon

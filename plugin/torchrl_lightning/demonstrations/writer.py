@@ -77,6 +77,7 @@ class DemonstrationWriter(Stated):
     }
 
     cut_after_reward = Checked(boolean)
+    threshold = Checked("_check_threshold")
 
     def __init__(
         self,
@@ -99,6 +100,11 @@ class DemonstrationWriter(Stated):
             check_defaults(f"without {needs}", f"give {needs}", **schedule, value_capacity=(value_capacity, None))
         if not places:  # "current" never moves the probability of value demonstrations, of which none is kept
             check_defaults("with value_capacity=0", "give a larger value_capacity (storage capacity)", **schedule)
+
+    def _check_threshold(self, value: float, name: str) -> float:
+        if not isinstance(value, int | float) or isinstance(value, bool) or not -math.inf <= value < math.inf:
+            raise ValueError(f"{name} must be a number below infinity, got {value!r}. -inf counts every return.")
+        return float(value)
 
     def load(self, demonstrations: Sequence[Demonstration]) -> None:
         """Put demonstrations into ``D_R``, human ones or the agent's of earlier runs: as they are, and no success.

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from fractions import Fraction
 
 from torchrl_lightning.fitting import Fault
-from torchrl_lightning.ranges import exact_ratio, integer, optional, positive
+from torchrl_lightning.ranges import Checked, exact_ratio, finite_positive, integer, optional, positive
 
 _ROUNDING = 1 - 1e-12  # a bound that was computed in floating-point numbers may be that much too small
 
@@ -44,20 +45,26 @@ class RateLimiter:
         (False, True)
     """
 
+    samples_per_insert = Checked("_check_ratio")
+    error_buffer = Checked("_check_error")
+    min_size = Checked(integer)
+
     def __init__(
         self, samples_per_insert: float | None = None, error_buffer: float | None = None, min_size: int = 1
     ) -> None:
-        self.samples_per_insert = optional(positive)(samples_per_insert, "samples_per_insert")
-        self.error_buffer = optional(positive)(error_buffer, "error_buffer")
-        if self.samples_per_insert == math.inf:
+        samples_per_insert = optional(positive)(samples_per_insert, "samples_per_insert")
+        if samples_per_insert == math.inf:
             raise ValueError("samples_per_insert must be finite and above 0, got inf; leave it out to draw freely.")
-        self.min_size = integer(min_size, "min_size")
+        error_buffer = optional(positive)(error_buffer, "error_buffer")
+        self.min_size = min_size
         if (samples_per_insert is None) != (error_buffer is None):
             raise ValueError(
                 f"samples_per_insert={samples_per_insert} and error_buffer={error_buffer} go together; give both or "
                 "neither."
             )
-        self._ratio = None if self.samples_per_insert is None else exact_ratio(self.samples_per_insert)
+        self._is_bound = samples_per_insert is not None
+        self._ratio: Fraction | None = None
+        self.samples_per_insert, self.error_buffer = samples_per_insert, error_buffer
         self.inserted = self.drawn = 0
         """Rows so far."""
         self._largest_insert = self._largest_draw = 0
@@ -65,8 +72,30 @@ class RateLimiter:
     @property
     def settings(self) -> dict[str, float | None]:
         """The arguments of the constructor."""
-        names = ("samples_per_insert", "error_buffer", "min_size")
-        return {name: vars(self)[name] for name in names}
+        return {
+            "samples_per_insert": self.samples_per_insert,
+            "error_buffer": self.error_buffer,
+            "min_size": self.min_size,
+        }
+
+    def _check_ratio(self, value: float | None, name: str) -> float | None:
+        """Return a new ratio, which is counted with from now on."""
+        ratio = self._bound_setting(value, name, finite_positive)
+        self._ratio = None if ratio is None else exact_ratio(ratio)
+        return ratio
+
+    def _check_error(self, value: float | None, name: str) -> float | None:
+        return self._bound_setting(value, name, positive)
+
+    def _bound_setting(self, value: float | None, name: str, check: Callable[..., float]) -> float | None:
+        """Validate a number that is there if the other one is."""
+        if (value is None) == self._is_bound:
+            expected = "a number" if self._is_bound else "None"
+            raise ValueError(
+                f"{name} must be {expected} in this RateLimiter, because samples_per_insert and error_buffer go "
+                f"together, got {value!r}. Build another RateLimiter with both or neither."
+            )
+        return optional(check)(value, name)
 
     def admits_insert(self, rows: int) -> bool:
         """Return whether so many rows may be written now."""

@@ -23,6 +23,7 @@ from torchrl_lightning.kernels.scan import LIKE
 from torchrl_lightning.kernels.scan_rows import floats_at
 from torchrl_lightning.keys import ACTION_MASK
 from torchrl_lightning.moments import Moments, precision_of
+from torchrl_lightning.ranges import Checked, not_negative, positive
 from torchrl_lightning.state import check_state, number, same, sequence
 
 EPSILON = 1e-8
@@ -52,11 +53,14 @@ class ObservationNormalizer(nn.Module):
         tensor([ 1.,  1.,  0., -3.])
     """
 
+    clip = Checked(positive)
+    epsilon = Checked(not_negative)
+
     def __init__(
         self, specs: EnvironmentSpecs, keys: bool | Sequence[NestedKey], clip: float, epsilon: float = EPSILON
     ) -> None:
         super().__init__()
-        self.clip, self.epsilon = float(clip), float(epsilon)
+        self.clip, self.epsilon = clip, epsilon
         given = [key for key in specs.keys if key != ACTION_MASK] if keys is True else keys or ()
         self.keys: list[NestedKey] = [nested_key(key) for key in given]
         observation = specs.observation.clone()

@@ -16,7 +16,7 @@ from torch import Tensor
 from torchrl_lightning.entries import entry_of, nested_keys, next_key
 from torchrl_lightning.environments.frame_stack import is_image
 from torchrl_lightning.images import stack_axis
-from torchrl_lightning.ranges import integer
+from torchrl_lightning.ranges import Checked, integer
 from torchrl_lightning.replay.episode_transform import EpisodeTransform
 
 
@@ -50,10 +50,13 @@ class FrameStackTransform(EpisodeTransform):
         ([[0.0, 0.0, 0.0], [0.0, 1.0, 2.0]], [[0.0, 0.0, 1.0], [1.0, 2.0, 3.0]])
     """
 
+    frame_stack = Checked(integer)
+    keys = Checked(lambda value, name: nested_keys(value))
+
     def __init__(self, frame_stack: int, *, keys: Sequence[NestedKey] = ("observation",)) -> None:
         super().__init__()
-        self.frame_stack = integer(frame_stack, "frame_stack")
-        self.keys = nested_keys(keys)
+        self.frame_stack = frame_stack
+        self.keys = keys
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Stack the frames of a batch, which has an entry ``index`` of its shape."""

@@ -16,6 +16,8 @@ from torchrl_lightning.ranges import Checked, fraction, one_of
 from torchrl_lightning.state import Here, number, tensor
 from torchrl_lightning.stated import Fixed, Kept, Stated
 
+DIRECTIONS = ("forward", "backward")
+
 
 def _sums(value: Any, name: str, here: Here) -> Tensor | None:
     """Expect the sums of a filter, of any shape."""
@@ -54,6 +56,7 @@ class IntrinsicRewardNormalizer(Stated):
 
     OWNER, VERSION = "normaliser", 1
     gamma = Checked(fraction, "IntrinsicRewardNormalizer: gamma")
+    direction = Checked(lambda value, name: one_of(value, name, DIRECTIONS), "IntrinsicRewardNormalizer: direction")
     STATE = {
         "gamma": Fixed(),
         "direction": Fixed(),
@@ -64,7 +67,7 @@ class IntrinsicRewardNormalizer(Stated):
     }
 
     def __init__(self, gamma: float = 0.99, direction: Literal["forward", "backward"] = "forward") -> None:
-        self.direction = one_of(direction, "IntrinsicRewardNormalizer: direction", ("forward", "backward"))
+        self.direction = direction
         self.gamma = gamma
         self._filter: Tensor | None = None  # the sum after the last step, one entry for each environment
         self._last: dict[int, tuple[int, bool]] = {}  # id of its trajectory, and whether the step was done

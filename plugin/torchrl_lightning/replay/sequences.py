@@ -252,7 +252,8 @@ def _first_states(
     leaves = dict(leaves_of(tree))
     init, begins = leaves.get(("is_init",)), None
     if init is not None:
-        begins = init.index_select(0, cells.reshape(-1).to(init.device)).reshape(*cells.shape, -1).any(-1)
+        # Of uint8 flags, any() returns uint8.
+        begins = init.index_select(0, cells.reshape(-1).to(init.device)).reshape(*cells.shape, -1).any(-1) != 0
     states: dict[Any, Tensor] = {}
     if episodes is not None and (has_cuts or init is None):
         firsts = episodes.are_first(steps).to(cells.device)
