@@ -149,14 +149,13 @@ def _open_again(process: int, descriptor: int, device: int, number: int) -> Unna
     """
     path = f"/proc/{process}/fd/{descriptor}"
     try:
-        file = UnnamedFile(os.open(path, os.O_RDWR | getattr(os, "O_CLOEXEC", 0)))
-    except OSError as error:
-        file, reason = None, str(error)
-    else:
+        file = UnnamedFile(os.open(path, os.O_RDWR | os.O_CLOEXEC))
         found = os.fstat(file.descriptor)
         if (found.st_dev, found.st_ino) == (device, number):
             return file
         reason = f"{path} is another file now"
+    except OSError as error:
+        reason = str(error)
     raise RuntimeError(
         f"A pickle of memory-mapped cells must be opened on the same machine while process {process} lives, which "
         f"pickled them, got {reason}. Save the buffer with dumps(path) and read it with loads(path), or pickle "

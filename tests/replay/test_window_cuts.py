@@ -53,8 +53,9 @@ def check(batch: TensorDict, starts: bool = True, stored: bool = True) -> None:
         expected = [] if stored else None
         for place, number in enumerate(step[row].tolist()):
             if expected is not None:
-                first = 0.0 if step[row, 0].item() in BEGINS else step[row, 0].item() + 1.0
-                expected.append(0.0 if number in BEGINS else first)
+                first = 0.0 if step[row, 0].item() in BEGINS and starts else step[row, 0].item() + 1.0
+                begin = 0.0 if starts else number + 1.0
+                expected.append(begin if number in BEGINS else first)
             if starts:
                 assert bool(batch["is_init"][row, place]) == (number in BEGINS)
         if expected is not None:
@@ -91,7 +92,7 @@ def test_windows_inside_an_episode_begin_with_zeros_at_a_cut(how: str, episode_e
     batch = buffer.sample()
     first = batch["step"][:, 0]
     assert {9, 15} <= set(first.tolist())
-    expected = torch.where(torch.isin(first, torch.tensor([*BEGINS])), 0.0, first + 1.0)
+    expected = torch.where(torch.isin(first, torch.tensor([*BEGINS])) & starts, 0.0, first + 1.0)
     assert batch["recurrent_state", "h"][:, 0].flatten().equal(expected)
 
 

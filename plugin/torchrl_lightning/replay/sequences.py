@@ -157,7 +157,7 @@ class SequenceSampler(Stated, SamplerHooks, Sampler):
         index = torch.from_numpy(cells)
         info: dict[Any, Any] = {"mask": torch.from_numpy(mask)}
         stored, across = self.start_states == "stored", not self._by_episode
-        info.update(_first_states(storage, writer.index, index, self.recurrent_keys, stored, across))
+        info.update(_first_states(storage, writer.rings.index, index, self.recurrent_keys, stored, across))
         if batch_length is None:
             return index.squeeze(1), {key: value.squeeze(1) for key, value in info.items()}
         return index, info
@@ -236,7 +236,8 @@ def _first_states(
     step of a row and wherever ``is_init`` splits it; there it is zero. Beside it, if stored, comes the state after the
     step, under ``"next"``, for unrolling over the next observations: that of the first step, and at a later ``is_init``
     the stored one. What is not ``stored`` is zero. Trajectories that were cut without a flag are split, too, and of
-    windows across them, ``is_init`` is returned with these splits.
+    windows across them, ``is_init`` is returned with these splits. Without a stored ``is_init`` nothing is set to zero:
+    a trajectory begins with its stored state.
     """
     has_cuts = episodes is not None and episodes.has_cuts
     if not keys and not has_cuts:
@@ -257,18 +258,15 @@ def _first_states(
     states: dict[Any, Tensor] = {}
     if episodes is not None and (has_cuts or init is None):
         firsts = episodes.are_first(steps).to(cells.device)
-        if init is None:
-            begins = firsts
-        else:
-            begins |= firsts
-            if across:
-                flags = init.index_select(0, cells.reshape(-1)).view(*cells.shape, *init.shape[1:])
-                states["is_init"] = episodes.with_begins(flags, steps)
+        begins = firsts if begins is None else begins | firsts
+        if init is not None and across:
+            flags = init.index_select(0, cells.reshape(-1)).view(*cells.shape, *init.shape[1:])
+            states["is_init"] = episodes.with_begins(flags, steps)
     for path, leaf in leaves.items():
         after = path[0] == "next"
         if any(under(path[after:], key) for key in keys):
             if stored:
-                states[path] = _expanded(leaf, cells, index.shape, begins, zero=not after)
+                states[path] = _expanded(leaf, cells, index.shape, begins, zero=not after and init is not None)
             else:
                 states[path] = leaf.new_zeros(1).expand(*index.shape, *leaf.shape[1:])
     return states

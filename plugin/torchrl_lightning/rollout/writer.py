@@ -13,7 +13,7 @@ from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-from torchrl_lightning._compat import WriterBase
+from torchrl_lightning._compat import WriterBase, entries_of
 from torchrl_lightning.entries import (
     check_tensordict,
     describe,
@@ -23,8 +23,7 @@ from torchrl_lightning.entries import (
     schema_difference,
     under,
 )
-from torchrl_lightning.environments.origins import id_changes
-from torchrl_lightning.keys import DONE, IS_INIT, TERMINATED, TRAJ_IDS, VALID
+from torchrl_lightning.keys import COLLECTOR, DONE, IS_INIT, TERMINATED, TRAJ_IDS, VALID
 from torchrl_lightning.rollout.batches import viewed
 from torchrl_lightning.rollout.layout import RolloutLayout
 from torchrl_lightning.rollout.storage import RolloutStorage
@@ -136,7 +135,7 @@ class RolloutWriter(Stated, WriterBase):
         """
         storage = self._target
         start, steps = storage.num_steps, rollout.shape[0]
-        rollout = self._with_cuts(rollout)
+        rollout = self._with_cuts(rollout, storage, start)
         if copy or not storage.adopt(rollout):
             storage.set(slice(start, start + steps), rollout)
         storage.keep_tail(rollout, -1, self.recurrent_keys)
@@ -145,24 +144,29 @@ class RolloutWriter(Stated, WriterBase):
         self.notify(cells)
         return cells
 
-    def _with_cuts(self, rollout: TensorDictBase) -> TensorDictBase:
+    def _with_cuts(self, rollout: TensorDictBase, storage: RolloutStorage, start: int) -> TensorDictBase:
         """Return a rollout ``[T, N]`` whose ``is_init`` is also set where the ids of trajectories change."""
-        is_init, stored = rollout.get(IS_INIT, None), self._target.data
-        if is_init is None or rollout.get(TRAJ_IDS, None) is None:
+        entries = entries_of(rollout)
+        is_init, collector = entries.get(IS_INIT), entries.get(COLLECTOR)
+        ids = None if is_init is None or collector is None else entries_of(collector).get(TRAJ_IDS[-1])
+        if ids is None:
             return rollout
-        start = self._target.num_steps
-        last = (
-            stored.get(TRAJ_IDS)[start - 1].reshape(rollout.shape[1], -1)[:, 0]
-            if start and stored is not None
-            else None
-        )
-        changes = id_changes(rollout, 0, last)
-        assert changes is not None
-        changes = changes.view(*changes.shape, *[1] * (is_init.ndim - changes.ndim))
-        if not bool((changes & ~is_init.bool()).any()):
+        flags = is_init
+        while ids.ndim > 2:
+            ids = ids[..., 0]
+        while flags.ndim > 2:
+            flags = flags[..., 0]
+        begins = ids[1:] != ids[:-1]  # all but the first steps, which are compared with what is stored
+        if start and storage.data is not None:
+            last = storage.data.get(TRAJ_IDS)[start - 1].reshape(rollout.shape[1], -1)[:, 0]
+            first = (ids[:1] != last.to(ids.device)) & (flags[:1] == 0)
+        else:
+            first = None
+        if not (begins & (flags[1:] == 0)).any() and (first is None or not first.any()):
             return rollout
+        begins = torch.cat([torch.zeros_like(ids[:1], dtype=torch.bool) if first is None else first, begins])
         marked = rollout.copy()
-        marked.set(IS_INIT, is_init.masked_fill(changes, 1))
+        marked.set(IS_INIT, is_init.masked_fill(begins.view(*begins.shape, *[1] * (is_init.ndim - 2)), 1))
         return marked
 
     def add(self, data: TensorDictBase) -> int:
