@@ -148,7 +148,9 @@ class RolloutWriter(Stated, WriterBase):
         """Return a rollout ``[T, N]`` whose ``is_init`` is also set where the ids of trajectories change."""
         entries = entries_of(rollout)
         is_init, collector = entries.get(IS_INIT), entries.get(COLLECTOR)
-        ids = None if is_init is None or collector is None else entries_of(collector).get(TRAJ_IDS[-1])
+        if is_init is None or collector is None:
+            return rollout
+        ids = entries_of(collector).get(TRAJ_IDS[-1])
         if ids is None:
             return rollout
         flags = is_init
