@@ -13,7 +13,7 @@ import operator
 import sys
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal, dataclass_transform
 
@@ -265,12 +265,15 @@ def _taken(each: Setting) -> Any:
     return kind | None if each.default is None else kind
 
 
+_PLAIN_ORIGINS = (Literal, tuple, list, dict, Sequence, Mapping)
+
+
 def _is_plain(kind: Any) -> bool:
-    """Return whether a setting is a number, switch, name, key or None, which ``nn.Module`` stores like any object."""
+    """Return whether a setting is a number, switch, name, key, list, dict or None: ``nn.Module`` stores it as it is."""
     plain = _plain(kind)
     members = typing.get_args(plain) if _is_union(plain) else (plain,)
     simple = int, float, bool, str, NestedKey, type(None)
-    return all(member in simple or typing.get_origin(member) in (Literal, tuple) for member in members)
+    return all(member in simple or typing.get_origin(member) in _PLAIN_ORIGINS for member in members)
 
 
 def _is_free(cls: type, name: str) -> bool:
