@@ -152,12 +152,12 @@ class PPODBuffer(GAEBuffer):
             self.require_effect(name, saves, "target_agent_demos_dir")
         self.require_effect("target_agent_demos_dir", self.num_agent_demos_to_save, "num_agent_demos_to_save above 0")
         for name in ("alpha", "annealing", "save_value_demos"):
-            self.require_effect(name, self.initial_phi, "phi above 0")
+            self.require_effect(name, self._phi, "phi above 0")
         # One place is kept for a reward demonstration, and alpha decides between two value demonstrations.
         for name, least in (("alpha", 3), ("annealing", 2), ("save_value_demos", 2), ("human_share", 2)):
             self.require_effect(name, capacity >= least, f"total_buffer_demo_capacity of at least {least}")
         for name in ("human_share", "ends", "log_prob"):
-            self.require_effect(name, self.initial_rho or self.initial_phi, "rho or phi above 0")
+            self.require_effect(name, self._rho or self._phi, "rho or phi above 0")
 
     # ---- the demonstrations ------------------------------------------------------------------------------------------
 
