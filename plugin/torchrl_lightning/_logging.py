@@ -11,6 +11,8 @@ from torchrl_lightning._compat import logger_connector
 from torchrl_lightning._modules import clock_of
 from torchrl_lightning.ranks import gathered
 
+EVALUATION, TRAINING = "eval/", "train/"
+"""Beginnings of the names of metrics."""
 RESERVED = frozenset({"step", "epoch"})
 """Names that Lightning itself gives to checkpoints and rows."""
 

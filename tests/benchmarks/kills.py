@@ -3,9 +3,11 @@
     python tests/benchmarks/kills.py [--kills 60] [--seed 0] [--seconds S]
 
 Runs of PPO, DQN (with the buffer inside and beside the checkpoint, and in mapped files), PPO+D, and SAC on sequences
-get SIGINT, SIGTERM or SIGKILL in turn, at a random moment of their training. Each is resumed from its last checkpoint,
-if it has written one, to its end, and compared bit for bit with an uninterrupted run: weights, optimizers, random
-states, counters and buffer. Each rollout begins with a reset and has several steps. No kill begins after ``--seconds``.
+get SIGINT, SIGTERM or SIGKILL at a random moment of their training. In the first 18 kills, each of the six runs gets
+each signal once after its first checkpoint and before its end; the others get their signals in turn, at any moment.
+Each run is resumed from its last checkpoint, if it has written one, to its end, and compared bit for bit with an
+uninterrupted run: weights, optimizers, random states, counters and buffer. Each rollout begins with a reset and has
+several steps. No kill begins after ``--seconds``.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
 
 from benchmarks.harness import say  # noqa: E402
 from benchmarks.resume import warm  # noqa: E402
-from cli.stopped_runs import differences, killed, trains_for, uninterrupted  # noqa: E402
+from cli.stopped_runs import differences, durations, killed, uninterrupted  # noqa: E402
 
 STREAMS: dict[str, tuple[str, list[str]]] = {
     "PPO": ("ppo_cartpole", []),
@@ -36,6 +38,8 @@ STREAMS: dict[str, tuple[str, list[str]]] = {
     "SAC on sequences": ("sac_recurrent_pendulum", []),
 }
 SIGNALS = (signal.SIGKILL, signal.SIGINT, signal.SIGTERM)
+PAIRS = len(STREAMS) * len(SIGNALS)
+"""The first kills, which come after the first checkpoint."""
 OFTEN = "trainer.check_val_every_n_epoch=1"  # a checkpoint after each epoch, so that SIGKILL leaves one
 
 
@@ -52,26 +56,32 @@ def main() -> None:
     results: dict[str, Counter[str]] = {name: Counter() for name in STREAMS}
     with tempfile.TemporaryDirectory() as home:
         folder = Path(home)
-        whole: dict[str, tuple[Path, float]] = {}
+        whole: dict[str, tuple[Path, float, float]] = {}
         for name, (experiment, settings) in STREAMS.items():
             more = [*settings, OFTEN]
             last = uninterrupted(experiment, folder / name, *more)
-            whole[name] = last, trains_for(experiment, folder / f"{name} again", *more)
+            whole[name] = last, *durations(experiment, folder / f"{name} again", *more)
         for number in range(arguments.kills):
             if time.monotonic() - began > arguments.seconds:
                 break
             name = list(STREAMS)[number % len(STREAMS)]
             kind = SIGNALS[number // len(STREAMS) % len(SIGNALS)]
-            (experiment, settings), (expected, seconds) = STREAMS[name], whole[name]
-            more = [*settings, OFTEN]
-            moment = drawn.uniform(0.0, 1.1) * seconds
-            status, last_of_resumed = killed(experiment, folder / str(number), kind, moment, *more)
+            (experiment, settings), (expected, first, end) = STREAMS[name], whole[name]
+            covers, more = number < PAIRS, [*settings, OFTEN]
+            moment = drawn.uniform(0.0, end - first if covers else 1.1 * end)
+            for attempt in range(5):
+                status, last_of_resumed = killed(
+                    experiment, folder / f"{number}_{attempt}", kind, moment, *more, after_checkpoint=covers
+                )
+                if not covers or status:
+                    break
+                moment /= 2.0  # the run had ended before
             result = "no checkpoint yet"
             if last_of_resumed is not None:
                 differ = differences(expected, last_of_resumed)
-                result = f"differs in {differ[:3]}" if differ else "same"
-            results[name][f"{kind.name}: {result}"] += 1
-            if result not in ("same", "no checkpoint yet"):
+                result = f"differs in {differ[:3]}" if differ else "same" if status else "same, had ended before"
+            results[name][f"{kind.name}{' after a checkpoint' if covers else ''}: {result}"] += 1
+            if not result.startswith(("same", "no checkpoint yet")):
                 say(f"{name}, {kind.name} after {moment:.2f} s, status {status}: {result}")
     say("| runs | signal: result | kills |")
     say("| --- | --- | --- |")

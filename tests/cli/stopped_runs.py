@@ -165,23 +165,40 @@ def uninterrupted(experiment: str, folder: Path, *more: str, run: Runner = task)
     return _to_its_end(folder, [*arguments, *more], folder / "whole", {"data.total_frames": total}, run)
 
 
-def trains_for(experiment: str, folder: Path, *more: str) -> float:
-    """Return how many seconds a run trains, in a process of its own."""
+def durations(experiment: str, folder: Path, *more: str) -> tuple[float, float]:
+    """Return after how many seconds of training a run has written its first checkpoint, and its last one."""
     process, into = _noting(experiment, folder, *more)
+    last = into / "checkpoints" / "last.ckpt"
+    process.waits_for(last.exists)
+    first = last.stat().st_mtime
     assert process.ends() == 0, process.said
-    return (into / "checkpoints" / "last.ckpt").stat().st_mtime - (folder / "began").stat().st_mtime
+    began = (folder / "began").stat().st_mtime
+    return first - began, last.stat().st_mtime - began
 
 
-def killed(experiment: str, folder: Path, number: int, seconds: float, *more: str) -> tuple[int, Path | None]:
-    """Send a run a signal when it has trained for some seconds, and resume it; return its status and last checkpoint.
+def killed(
+    experiment: str, folder: Path, number: int, seconds: float, *more: str, after_checkpoint: bool = False
+) -> tuple[int, Path | None]:
+    """Send a run a signal, and resume it; return its status and last checkpoint.
 
-    None is returned for the checkpoint of a run that had not written one.
+    Args:
+        experiment: The experiment.
+        folder: A new folder.
+        number: The signal.
+        seconds: How long the run has trained when it gets the signal.
+        more: Further arguments of the command.
+        after_checkpoint: Count the seconds from the first checkpoint on, not from the beginning of training.
+
+    Returns:
+        The exit status and the last checkpoint: None if the run had not written one. The status is 0 if the run had
+        ended before.
     """
     process, into = _noting(experiment, folder, *more)
-    process.waits_for((folder / "began").exists)
+    last = into / "checkpoints" / "last.ckpt"
+    process.waits_for(last.exists if after_checkpoint else (folder / "began").exists)
     time.sleep(seconds)
     process.send(number)
-    status, last = process.ends(), into / "checkpoints" / "last.ckpt"
+    status = process.ends()
     if not last.exists():
         return status, None
     arguments, total, _ = settings(experiment)

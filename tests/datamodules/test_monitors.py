@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
+import lightning as L
 import numpy as np
 import pytest
 import torch
@@ -20,7 +22,15 @@ from kit.actor_critic import TinyActorCritic, rollouts
 from kit.dynamics import model_data
 from kit.replay import replay_data
 from kit.runs import trainer
-from torchrl_lightning import BestCheckpoint, DynamicsEnsemble, ExperienceLog, MLPNetwork, OnPolicyDataModule, PPOModule
+from torchrl_lightning import (
+    BestCheckpoint,
+    DynamicsEnsemble,
+    ExperienceLog,
+    GAEBuffer,
+    MLPNetwork,
+    OnPolicyDataModule,
+    PPOModule,
+)
 from torchrl_lightning.fitting import Fault
 from torchrl_lightning.learn import DQNModule
 
@@ -191,3 +201,90 @@ def test_a_checkpoint_within_an_epoch_waits_for_a_metric_of_its_end(tmp_path: Pa
     run.fit(ppo(), datamodule=rollouts(updates_per_step=1))
     assert sorted(path.name for path in tmp_path.glob("step=*")) == ["step=6.ckpt", "step=8.ckpt"]
     torch.load(tmp_path / "step=8.ckpt", weights_only=True)
+
+
+def monitored(tmp_path: Path, monitor: str, module: Any, data: Any, *callbacks: Any) -> None:
+    """Fit nothing, with a checkpoint that monitors a metric."""
+    best = BestCheckpoint(tmp_path, monitor=monitor)
+    run = trainer(tmp_path, max_epochs=1, callbacks=[best, *callbacks], limit_train_batches=0, limit_val_batches=0)
+    run.fit(module, datamodule=data)
+
+
+@pytest.mark.parametrize("monitor", ["train/foo", "train/loss_qvalue", "train/", "train/eval"])
+@pytest.mark.parametrize("case", ["rollouts", "several updates a step"])
+def test_an_unknown_metric_of_training_is_refused_before_training(case: str, monitor: str, tmp_path: Path) -> None:
+    make, data = CASES[case]
+    with pytest.raises(Fault, match=f"^monitor={monitor}: no such metric is logged") as error:
+        monitored(tmp_path, monitor, make(), data(), ExperienceLog())
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("monitor", "meant"),
+    [
+        ("train/entrpy", "did you mean train/entropy?"),
+        ("train/kl_aprox", "did you mean train/kl_approx?"),
+        ("train/foo", "known are train/clip_fraction, train/critic_grad_norm, train/entropy, train/episodes, "),
+    ],
+)
+def test_the_refusal_names_the_metric_that_was_meant_or_all(monitor: str, meant: str, tmp_path: Path) -> None:
+    with pytest.raises(Fault, match=re.escape(meant)):
+        monitored(tmp_path, monitor, ppo(), rollouts())
+
+
+class OwnPPO(PPOModule):
+    """Logs a metric of its own."""
+
+    def report(self) -> dict[str, float]:
+        return {**super().report(), "mine": 1.0}
+
+
+class OwnBuffer(GAEBuffer):
+    """Logs a metric of its own."""
+
+    def metrics(self, policy_version: int | None = None) -> dict[str, float]:
+        return {**super().metrics(policy_version), "train/mine": 1.0}
+
+
+class OwnCallback(L.Callback):
+    """Logs a metric of its own."""
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        trainer.callback_metrics["train/mine"] = torch.tensor(1.0)
+
+
+OWN: dict[str, Any] = {
+    "module": (partial(OwnPPO, MLPNetwork([8])), rollouts, ()),
+    "module from scratch": (TinyActorCritic, rollouts, ()),
+    "buffer": (ppo, partial(rollouts, buffer=OwnBuffer), ()),
+    "collector": (ppo, partial(rollouts, collector=lambda *_, **__: None), ()),
+    "callback": (ppo, rollouts, (OwnCallback(),)),
+}
+
+
+@pytest.mark.parametrize("case", OWN)
+def test_a_metric_that_own_code_may_log_is_told_by_a_warning(
+    case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make, data, callbacks = OWN[case]
+    with caplog.at_level(logging.WARNING, "torchrl_lightning"):
+        monitored(tmp_path, "train/mine", make(), data(), *callbacks)
+    (said,) = [record.message for record in caplog.records if "monitor=" in record.message]
+    assert said.startswith("monitor=train/mine is not a metric of torchrl-lightning; known are ")
+
+
+@pytest.mark.parametrize("case", [case for case in OWN if case not in ("collector", "module from scratch")])
+def test_a_metric_that_own_code_logs_is_monitored(case: str, tmp_path: Path) -> None:
+    make, data, callbacks = OWN[case]
+    best = BestCheckpoint(tmp_path, monitor="train/mine", save_on_train_epoch_end=True)
+    trainer(tmp_path, max_epochs=1, callbacks=[*callbacks, best], limit_val_batches=1).fit(make(), datamodule=data())
+    assert best.best_model_score == 1.0
+
+
+def test_a_known_metric_of_training_is_accepted_without_a_word(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "torchrl_lightning"):
+        for name in (*PPOModule.training_metrics, "train/return", "train/episodes"):
+            monitored(tmp_path, name, ppo(), rollouts())
+    assert not [record.message for record in caplog.records if "monitor=" in record.message]

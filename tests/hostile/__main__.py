@@ -8,6 +8,7 @@ import tempfile
 import time
 from pathlib import Path
 
+SHOWN = 5  # readings of each list
 TESTS = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(TESTS), str(TESTS.parent / "plugin")]
 
@@ -19,24 +20,30 @@ def main(words: list[str]) -> int:
         from hostile.base import make_base, warm_up
         from hostile.corpus import all_cases
         from hostile.readers import READERS
-        from hostile.running import problems_of
+        from hostile.running import Reading, measured
 
         base = make_base(Path(folder))
         wrong = warm_up(base, Path(folder) / "whole")
         print(*wrong, sep="\n", flush=True)
-        files = reads = 0
+        files, readings = 0, dict[str, Reading]()
         for number, case in enumerate(all_cases()):
             if words and not any(word in f"{case.kind}: {case.name}" for word in words):
                 continue
             files += 1
             for name, read in READERS[case.kind].items():
-                reads += 1
                 began = time.monotonic()
-                found = problems_of(case, name, read, base, Path(folder) / f"{number}_{reads}")
-                wrong += found
-                for problem in found:
+                reading = measured(case, name, read, base, Path(folder) / f"{number}_{len(readings)}")
+                readings[f"{case.kind}: {case.name}, {name}"] = reading
+                wrong += reading.problems
+                for problem in reading.problems:
                     print(f"{problem} ({time.monotonic() - began:.1f} s)", flush=True)
-        print(f"{files} files, {reads} readings, {len(wrong)} problems")
+        print(f"{files} files, {len(readings)} readings, {len(wrong)} problems")
+        print("The most memory beyond three times the file (200 MB are allowed):")
+        for name, reading in sorted(readings.items(), key=lambda entry: -entry[1].beyond_size)[:SHOWN]:
+            print(f"  {reading.beyond_size >> 20} MB ({reading.memory >> 20} MB, file {reading.size >> 20} MB): {name}")
+        print("The most processor time (10 s are allowed):")
+        for name, reading in sorted(readings.items(), key=lambda entry: -entry[1].seconds)[:SHOWN]:
+            print(f"  {reading.seconds:.2f} s: {name}")
     return int(bool(wrong))
 
 

@@ -57,10 +57,39 @@ class Case:
     write: Callable[[Path, Base, str], Path]
 
 
+@dataclass(frozen=True)
+class Reading:
+    """The result of one reading.
+
+    Attributes:
+        problems: A line for each fault.
+        seconds: The processor time.
+        memory: The highest memory during the reading beyond the memory before it, in bytes.
+        size: The size of the file, in bytes.
+    """
+
+    problems: list[str]
+    seconds: float
+    memory: int
+    size: int
+
+    @property
+    def beyond_size(self) -> int:
+        """Return the memory beyond three times the size of the file."""
+        return self.memory - 3 * self.size
+
+
 def problems_of(
     case: Case, name: str, read: Callable[[Path, Base], object], base: Base, folder: Path, *, may_pass: bool = True
 ) -> list[str]:
-    """Write a file, read it in a forked process, and return what is wrong with it.
+    """Write a file, read it in a forked process, and return a line for each fault; see :func:`measured`."""
+    return measured(case, name, read, base, folder, may_pass=may_pass).problems
+
+
+def measured(
+    case: Case, name: str, read: Callable[[Path, Base], object], base: Base, folder: Path, *, may_pass: bool = True
+) -> Reading:
+    """Write a file, read it in a forked process, and return the measured reading.
 
     Args:
         case: The file.
@@ -87,7 +116,8 @@ def problems_of(
     if not may_pass and found["refused"] is None and not problems:
         problems.append("it was not refused")
     shutil.rmtree(folder)
-    return [f"{case.kind}: {case.name}, {name}: {problem}" for problem in problems]
+    problems = [f"{case.kind}: {case.name}, {name}: {problem}" for problem in problems]
+    return Reading(problems, found.get("seconds", 0.0), found.get("memory", 0), size)
 
 
 def _files(folder: Path) -> Iterator[tuple[str, tuple[int, int]]]:
@@ -188,7 +218,7 @@ def _read(read: Callable[[], object], out: Path, size: int) -> dict[str, Any]:
     if strange := [name for name in sys.modules.keys() - modules if _is_strange(name, out)]:
         problems.append(f"modules were imported: {', '.join(sorted(strange)[:5])}")
     problems += sorted(set(events))[:5]
-    return {"refused": refused, "problems": problems}
+    return {"refused": refused, "problems": problems, "seconds": seconds, "memory": used}
 
 
 def _is_strange(name: str, out: Path) -> bool:

@@ -13,6 +13,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
 from torchrl_lightning._modules import clock_of
+from torchrl_lightning.callbacks.monitors import check_monitor
 from torchrl_lightning.callbacks.sparse import SparseCallback
 from torchrl_lightning.fitting import Fault
 from torchrl_lightning.records import ENDED_EARLY
@@ -62,7 +63,8 @@ class TrialReport(SparseCallback):
         self._trial: Any = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Find the trial, before anything is trained."""
+        """Validate the name of the metric and find the trial, before anything is trained."""
+        check_monitor(self.monitor, trainer, pl_module)
         if stage == "fit" and trainer.is_global_zero:
             self._trial = self._find()
 

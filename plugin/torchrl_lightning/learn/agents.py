@@ -28,7 +28,7 @@ from torchrl_lightning.learn.optimizer_states import (
     configured_optimizers,
     copied_optimizer,
 )
-from torchrl_lightning.learn.reports import ReportingModule
+from torchrl_lightning.learn.reports import ReportingModule, train_names
 from torchrl_lightning.learn.schedules import ConstantSchedule, Schedule, as_schedule, progress_of
 from torchrl_lightning.parts import PickledByValue
 from torchrl_lightning.ranges import Check
@@ -357,6 +357,8 @@ class TermsModule(AgentModule):
     Args:
         compile: Compute the loss by ``torch.compile``.
     """
+
+    training_metrics = train_names("learning_rate", "grad_norm", "critic_grad_norm")
 
     compiled: bool = setting(default=False, alias="compile")
 

@@ -24,6 +24,7 @@ from torchrl_lightning.learn.dry_run import ROWS
 from torchrl_lightning.learn.losses import Distance, critic_loss, standardized
 from torchrl_lightning.learn.network_protocol import Network, described_network
 from torchrl_lightning.learn.networks import MLPNetwork
+from torchrl_lightning.learn.reports import train_names
 from torchrl_lightning.learn.rnd import RandomNetworkDistillation
 from torchrl_lightning.learn.schedules import Schedule, as_schedule
 from torchrl_lightning.learn.transitions import missing
@@ -70,6 +71,10 @@ class ActorCriticModule(TermsModule):
     batch_shapes = ((ROWS,), (1, ROWS))  # mini-batches, and the rollouts whose values are estimated
     honours_masks = True
     learns_from = "rollouts"
+    training_metrics = (
+        *TermsModule.training_metrics,
+        *train_names("explained_variance", "loss_critic", "loss_intrinsic_critic", "loss_intrinsic_predictor"),
+    )
     loops_over_updates = True
     stream_for_it = "data=gae (OnPolicyDataModule)"
 

@@ -20,6 +20,7 @@ from torchrl_lightning.environments import spawn_seed
 from torchrl_lightning.learn.agents import TermsModule
 from torchrl_lightning.learn.ensembles import GaussianEnsemble
 from torchrl_lightning.learn.planners import CrossEntropyPlanner, ShootingPlanner
+from torchrl_lightning.learn.reports import train_names
 from torchrl_lightning.learn.terminations import TerminationCheck
 from torchrl_lightning.learn.world_env import WorldModelEnvironment
 from torchrl_lightning.learn.world_models import WorldModel, WorldModelSettings
@@ -84,6 +85,10 @@ class DynamicsEnsemble(WorldModelSettings, TermsModule):
     CONFIG_NAME: ClassVar[str | None] = "pets"
     learns_from = "fits"
     stream_for_it = "data=model_based (DynamicsDataModule)"
+    training_metrics = (
+        *TermsModule.training_metrics,
+        *train_names("loss_error", "loss_variance", "loss_bounds", "loss_decay", "loss_terminated", "error"),
+    )
 
     num_elites: Count | None = None
     planner: Annotated[Planner, plans] = setting(default=None)

@@ -15,6 +15,7 @@ from torchrl_lightning.dynamics import DynamicsTargets
 from torchrl_lightning.environments.autocast import to_single
 from torchrl_lightning.fitting import learning_dtype
 from torchrl_lightning.learn.q_learning import SACModule
+from torchrl_lightning.learn.reports import train_names
 from torchrl_lightning.learn.world_model_fit import WorldModelFit
 from torchrl_lightning.learn.world_models import WorldModel
 from torchrl_lightning.settings import derived, otherwise, setting
@@ -45,6 +46,8 @@ class MBPOModule(SACModule):
         >>> module.imagine(start, 3)["next", "reward"].shape
         torch.Size([12, 1])
     """
+
+    training_metrics = (*SACModule.training_metrics, *train_names("dynamics_error", "dynamics_epochs"))
 
     dynamics: Annotated[WorldModelFit, otherwise(WorldModelFit)] = setting(default=None)
     errors: Tensor = derived()

@@ -26,6 +26,7 @@ from torchrl_lightning.learn.memory import refreshed_states, remember
 from torchrl_lightning.learn.network_protocol import Network, described_network
 from torchrl_lightning.learn.networks import MLPNetwork
 from torchrl_lightning.learn.q_learning_by_hand import rows_of
+from torchrl_lightning.learn.reports import train_names
 from torchrl_lightning.learn.target_networks import TargetNetworks
 from torchrl_lightning.learn.transitions import Entries, Transitions, read_transitions
 from torchrl_lightning.learn.trunks import RecurrentTrunk
@@ -66,6 +67,7 @@ class OffPolicyModule(TermsModule):
     CONFIG_NAME: ClassVar[str | None] = None
     dry_run_of = "build_networks"
     learns_from = "replay"
+    training_metrics = (*TermsModule.training_metrics, *train_names("exploration", "updates"))
     loops_over_updates = True
     stream_for_it = "data=uniform (ReplayDataModule)"
     followed: ClassVar[Sequence[str]]

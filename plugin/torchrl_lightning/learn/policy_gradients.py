@@ -16,6 +16,7 @@ from torchrl_lightning.learn.base import ActorCriticModule, require, standardize
 from torchrl_lightning.learn.by_hand import HandGradients
 from torchrl_lightning.learn.losses import clipped_surrogate_loss, kl_estimate, policy_gradient_loss
 from torchrl_lightning.learn.ppo_by_hand import gradients_of, rows_of
+from torchrl_lightning.learn.reports import train_names
 from torchrl_lightning.learn.schedules import Schedule, as_schedule
 from torchrl_lightning.settings import Finite, NotNegative, Positive, Switch
 
@@ -31,6 +32,11 @@ class ReinforceModule(ActorCriticModule):
         >>> ReinforceModule().build(specs).policy.log_prob_keys
         ['action_log_prob']
     """
+
+    training_metrics = (
+        *ActorCriticModule.training_metrics,
+        *train_names("loss_actor", "loss_value", "entropy"),
+    )
 
     critic_coeff: NotNegative = 1.0
 
@@ -54,6 +60,11 @@ class EntropyModule(ActorCriticModule):
         entropy_schedule: Schedule of ``entropy_coeff`` over frames.
         critic_coeff: As in :class:`ActorCriticModule`, like everything that is not named here.
     """
+
+    training_metrics = (
+        *ActorCriticModule.training_metrics,
+        *train_names("loss_objective", "loss_entropy", "entropy"),
+    )
 
     entropy_coeff: Finite = 0.0
     entropy_schedule: str | Schedule = "constant"
@@ -82,6 +93,8 @@ class A2CModule(EntropyModule):
         >>> A2CModule().build(specs).critic.out_keys
         ['state_value']
     """
+
+    training_metrics = (*EntropyModule.training_metrics, *train_names("ratio_deviation"))
 
     def terms(self, batch: TensorDictBase) -> dict[str, Tensor]:
         """Return the policy gradient's objective, the entropy bonus and the critics' losses."""
@@ -138,6 +151,11 @@ class PPOModule(EntropyModule):
         >>> module.policy(specs.observation.zero([3]))["action"].shape
         torch.Size([3])
     """
+
+    training_metrics = (
+        *EntropyModule.training_metrics,
+        *train_names("kl_approx", "kl_approx_k1", "clip_fraction"),
+    )
 
     clip_epsilon: Positive = 0.2
     clip_schedule: str | Schedule = "constant"

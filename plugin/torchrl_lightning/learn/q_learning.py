@@ -30,6 +30,7 @@ from torchrl_lightning.learn.networks import MLPNetwork
 from torchrl_lightning.learn.off_policy import OffPolicyModule, Terms
 from torchrl_lightning.learn.q_learning_by_hand import ChoiceGradients, NoisyGradients, SquashedGradients
 from torchrl_lightning.learn.q_networks import ActionValue, CriticEnsemble, build_q_network
+from torchrl_lightning.learn.reports import train_names
 from torchrl_lightning.learn.squashed import build_deterministic_actor, build_squashed_actor
 from torchrl_lightning.learn.transitions import Transitions
 from torchrl_lightning.settings import (
@@ -77,6 +78,7 @@ class DQNModule(OffPolicyModule):
 
     honours_masks = True
     followed = ("q_network",)
+    training_metrics = (*OffPolicyModule.training_metrics, *train_names("loss_value", "value", "loss_margin"))
 
     network: Annotated[Network, described_network(lambda: MLPNetwork([64, 64], "relu"))] = setting(
         default=None, kw_only=False
@@ -187,6 +189,10 @@ class SACModule(OffPolicyModule):
     """
 
     followed = ("critics",)
+    training_metrics = (
+        *OffPolicyModule.training_metrics,
+        *train_names("loss_qvalue", "loss_actor", "loss_alpha", "value", "entropy", "alpha", "alpha_grad_norm"),
+    )
 
     num_critics: Count = 2
     alpha: FinitePositive = 1.0
@@ -299,6 +305,7 @@ class TD3Module(OffPolicyModule):
     """
 
     followed = ("actor_network", "critics")
+    training_metrics = (*OffPolicyModule.training_metrics, *train_names("loss_qvalue", "loss_actor", "value"))
 
     num_critics: Count = 2
     noise: NotNegative = 0.1

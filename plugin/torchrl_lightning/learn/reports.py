@@ -12,10 +12,20 @@ from lightning.pytorch.trainer.states import TrainerFn
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from torchrl_lightning._logging import count_rows_by_clock, count_rows_by_lightning, publish
+from torchrl_lightning._logging import TRAINING, count_rows_by_clock, count_rows_by_lightning, publish
 from torchrl_lightning._modules import clock_of
 from torchrl_lightning.learn.schedules import progress_of
 from torchrl_lightning.ranges import Check
+
+
+def train_names(*names: str) -> tuple[str, ...]:
+    """Return the names of metrics of training as loggers get them.
+
+    Examples:
+        >>> train_names("entropy")
+        ('train/entropy',)
+    """
+    return tuple(f"{TRAINING}{name}" for name in names)
 
 
 class MetricSums:
@@ -72,6 +82,9 @@ class ReportingModule(L.LightningModule):
 
     evaluation_metrics: ClassVar[tuple[str, ...]] = ("eval/return", "eval/return_std", "eval/length", "eval/success")
     """What :meth:`validation_step` logs, the last one where an environment says it."""
+
+    training_metrics: ClassVar[tuple[str, ...]] = ()
+    """All metrics ``train/...`` that a run of this class may log; empty if not all are known."""
 
     checks_of_attributes: ClassVar[Mapping[str, tuple[Check, str] | None]] = {}
     """What checks an attribute that is a setting, and the name of the setting."""
@@ -153,7 +166,7 @@ class ReportingModule(L.LightningModule):
 
     @staticmethod
     def _named(metrics: Mapping[str, float]) -> dict[str, float]:
-        return {f"train/{name}": value for name, value in metrics.items()}
+        return {f"{TRAINING}{name}": value for name, value in metrics.items()}
 
     def validation_step(self, batch: TensorDictBase, batch_idx: int) -> None:
         """Log the returns and lengths ``[E]`` of finished evaluation episodes, and how many succeeded, if they say."""
