@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrl_lightning.untrusted import check_regular, open_regular, printable, read_regular
+from torchrl_lightning.untrusted import check_regular, open_regular, printable, read_json, read_regular
 
 
 @pytest.fixture
@@ -72,3 +72,34 @@ def test_any_text_becomes_printable_and_encodable(text):
     shown = printable(text)
     assert shown.isprintable()
     shown.encode()
+
+
+def test_json_is_read_within_its_limits(tmp_path):
+    path = tmp_path / "a.json"
+    path.write_text('{"a": [1, 2, "\u00fc"]}', encoding="utf-8")
+    assert read_json(path, 100, 10) == {"a": [1, 2, "\u00fc"]}
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"[" + b"1," * 100 + b"1]", "must hold at most 50 values, got 101"),
+        (b" " * 100_001, "must have at most 100,000 bytes"),
+        (b"\xff", "codec"),
+        (b"{", "Expecting"),
+        (None, "must be a regular file, but is a FIFO"),
+    ],
+)
+def test_json_beyond_its_limits_is_refused_at_once_in_one_line(tmp_path, content, told):
+    path = tmp_path / "a.json"
+    os.mkfifo(path) if content is None else path.write_bytes(content)
+    with pytest.raises(ValueError, match=told) as raised:
+        read_json(path, 100_000, 50)
+    assert str(raised.value).isprintable()
+
+
+def test_json_of_many_levels_is_refused_in_one_line(tmp_path):
+    path = tmp_path / "a.json"
+    path.write_bytes(b"[" * 100_000 + b"]" * 100_000)
+    with pytest.raises(ValueError, match="must be JSON of few levels"):
+        read_json(path, 1_000_000, 1_000_000)

@@ -24,7 +24,7 @@ from torch import Tensor
 from torchrl_lightning.fitting import Fault
 from torchrl_lightning.limits import MANIFEST_BYTES, MANIFEST_VALUES
 from torchrl_lightning.seal import pieces
-from torchrl_lightning.untrusted import printable, read_regular
+from torchrl_lightning.untrusted import json_values, printable, read_json
 
 try:
     import fcntl
@@ -226,7 +226,7 @@ def _write_into(folder: Path, state: Mapping[str, Any]) -> None:
         content = {"file": name, "state": _encode(state, file, "state"), "size": file.tell()}
         written = {"version": VERSION, "crc32": _checksum(content), "content": content}
         described = json.dumps(written).encode()
-        values = _values_in(described)
+        values = json_values(described)
         if len(described) > MANIFEST_BYTES or values > MANIFEST_VALUES:
             raise ValueError(
                 f"the state of {folder} has {values:,} values in {len(described):,} bytes beside its tensors, more "
@@ -311,7 +311,8 @@ def read_state(folder: Path, *, streamed: bool = False) -> dict[str, Any]:
     try:
         if manifest.is_symlink():
             raise ValueError(f"{MANIFEST} is a link, which we never write")
-        written = _manifest_in(manifest)
+        # A text of other characters than ASCII could take four times its bytes.
+        written = read_json(manifest, MANIFEST_BYTES, MANIFEST_VALUES, "ascii")
         if written["version"] != VERSION:
             raise ValueError(f"it has version {written['version']!r}, this release reads {VERSION}")
         content = written["content"]
@@ -332,18 +333,6 @@ def read_state(folder: Path, *, streamed: bool = False) -> dict[str, Any]:
         reason = printable(" ".join(str(error).split()))
         raise ValueError(f"The saved state in {printable(folder)} is damaged or foreign: {reason}.") from error
     return state
-
-
-def _values_in(manifest: bytes) -> int:
-    return sum(manifest.count(mark) for mark in (b",", b"[", b"{", b":"))
-
-
-def _manifest_in(path: Path) -> Any:
-    """Read a manifest, whose values are counted before they take memory."""
-    data = read_regular(path, MANIFEST_BYTES)
-    if (values := _values_in(data)) > MANIFEST_VALUES:
-        raise ValueError(f"its manifest holds {values:,} values, more than {MANIFEST_VALUES:,}")
-    return json.loads(data.decode("ascii"))  # a text of other characters could take four times its bytes
 
 
 class _Reader:

@@ -88,5 +88,9 @@ FILE_BYTES = 1 << 30
 """Bytes of a file of demonstrations or of D4RL, and of the arrays that it unpacks to."""
 COLLECTION_BYTES = 1 << 32
 """Bytes of all files of a directory of demonstrations, or of a Minari data set, unpacked."""
+MINARI_BYTES = 1 << 24
+"""Bytes of the metadata of a Minari data set; the bounds of an image of 640 x 480 pixels take 10 MB."""
+MINARI_VALUES = 1 << 20
+"""Values in these metadata; the spaces, which are texts in them, count by their bytes."""
 UNPACKED_AT_ONCE = 1 << 24
 """Bytes of a compressed array that are unpacked at a time."""

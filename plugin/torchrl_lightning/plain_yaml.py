@@ -40,6 +40,22 @@ def read_config(path: str | Path) -> DictConfig:
     return found
 
 
+def check_file(path: str | Path) -> None:
+    """Validate the limits of a YAML file that another library reads; it reports what is no YAML itself.
+
+    Raises:
+        OSError: There is no such file, or it is no regular one.
+        ValueError: It exceeds a limit, or holds a tag; the message is one line.
+    """
+    data = read_regular(path, YAML_BYTES)
+    try:
+        _check(data.decode())
+    except (yaml.YAMLError, UnicodeDecodeError):
+        return
+    except ValueError as error:
+        raise Fault(f"{printable(path)} must be a YAML mapping of plain values: {printable(error)}") from error
+
+
 def raw_value(config: Any, key: str) -> Any:
     """Return the plain value at ``a.b.c`` of a config, or None.
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from torchrl_lightning.fitting import Fault
 
@@ -71,6 +72,33 @@ def read_regular(path: str | Path, limit: int) -> bytes:
     if len(found) > limit:
         raise Fault(f"{printable(path)} must have at most {limit:,} bytes, got more. Name another file.")
     return found
+
+
+def read_json(path: str | Path, limit: int, values: int, encoding: str = "utf-8") -> Any:
+    """Read a JSON file, whose values are counted before they take memory.
+
+    Args:
+        path: The file.
+        limit: How many bytes it may have.
+        values: How many values it may hold.
+        encoding: Of the file; in ASCII a text takes no more memory than its bytes.
+
+    Raises:
+        OSError: It cannot be opened, or is a FIFO, a socket, a folder or a device.
+        ValueError: It exceeds a limit, or is no JSON.
+    """
+    data = read_regular(path, limit)
+    if (count := json_values(data)) > values:
+        raise Fault(f"{printable(path)} must hold at most {values:,} values, got {count:,}. Name another file.")
+    try:
+        return json.loads(data.decode(encoding))
+    except RecursionError as error:
+        raise Fault(f"{printable(path)} must be JSON of few levels, got too many. Name another file.") from error
+
+
+def json_values(data: bytes) -> int:
+    """Return how many values a JSON text may hold at most, without reading it."""
+    return sum(data.count(mark) for mark in (b",", b"[", b"{", b":"))
 
 
 def _check_kind(path: str | Path, mode: int) -> None:

@@ -9,8 +9,8 @@ import io
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import redirect_stdout
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -125,12 +125,19 @@ def forked(folder: Path, run: Callable[[], object], stop: Stop | None) -> int:
     def stopped() -> None:
         if stop is not None:
             LastCheckpoint.on_train_batch_end = _stopping(*stop)
-        try:
+        with _status_of_sigterm():
             run()
-        except SIGTERMException:
-            raise SystemExit(143) from None  # as the command does
 
     return Forked(stopped, folder).ends()
+
+
+@contextmanager
+def _status_of_sigterm() -> Iterator[None]:
+    """End with the status that the command has after SIGTERM."""
+    try:
+        yield
+    except SIGTERMException:
+        raise SystemExit(143) from None
 
 
 def _stopping(step: int, number: int) -> Any:
@@ -222,7 +229,8 @@ def _noting(experiment: str, folder: Path, *more: str) -> tuple[Forked, Path]:
             (folder / "began").touch()
 
         LastCheckpoint.on_train_start = noting  # type: ignore[method-assign]
-        train(config)
+        with _status_of_sigterm():
+            train(config)
 
     return Forked(run, folder), into
 

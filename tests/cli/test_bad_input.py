@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import time
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -9,6 +13,7 @@ from cli.commands import TINY, unchanged_process
 from kit.store import composed_run
 from torchrl_lightning.cli.checks import UsageError
 from torchrl_lightning.cli.train import train
+from torchrl_lightning.limits import YAML_BYTES
 
 
 @pytest.mark.parametrize(
@@ -122,3 +127,49 @@ def test_a_checkpoint_of_another_stream_is_refused(run, trained, tmp_path):
     groups = ["~experiment", "data=uniform", "model=dqn", "data.total_frames=512"]
     done = run("train", *groups, "ckpt_path=own.ckpt", expect=1)
     assert "it holds OnPolicyDataModule, but this run has data=ReplayDataModule" in done.stderr
+
+
+BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 60))
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (BOMB, "values, with aliases counted"),
+        ("a: &a [*a]\n", "stands for what contains it"),
+        ("a: " + "[" * 100_000, "levels"),
+        ("seed: 1\n#" + "x" * YAML_BYTES, "must have at most"),
+        ("a: !!python/object/apply:os.system [touch CANARY]", "none of plain values"),
+        ("a: " + "${b" * 1000, "an interpolation has more than"),
+    ],
+)
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["--config-dir", "sent", "experiment=mine"],
+        ["--config-dir=sent", "+experiment/more=mine"],
+        ["hydra.searchpath=[file://sent]", "experiment=mine"],
+        ["--config-dir", "sent", "--config-name", "mine"],
+        ["--config-dir", "sent", "--multirun", "experiment=mine", "seed=0,1"],
+    ],
+)
+def test_a_config_file_of_others_is_read_within_limits(given, text, told, run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for folder in ("sent", "sent/experiment", "sent/experiment/more"):
+        Path(folder).mkdir()
+        (Path(folder) / "mine.yaml").write_text(f"# @package _global_\n{text}")
+    began = time.process_time()
+    said = run("train", *given, expect=1).stderr
+    assert time.process_time() - began < 10
+    assert said.startswith("error: ")
+    assert "mine.yaml must " in said
+    assert told in said
+    assert len(said.splitlines()) == 1
+    assert not Path("CANARY").exists()
+
+
+def test_a_fifo_among_config_files_is_no_config(run, tmp_path):
+    (tmp_path / "experiment").mkdir()
+    os.mkfifo(tmp_path / "experiment" / "mine.yaml")
+    said = run("train", "--config-dir", str(tmp_path), "experiment=mine", expect=1).stderr
+    assert said.startswith("error: experiment=mine: there is no such option")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
+from omegaconf import OmegaConf
 
 from kit.actor_critic import TinyActorCritic, rollouts
 from kit.dynamics import model_data
@@ -234,6 +236,35 @@ def test_arguments_that_are_given_replace_those_of_the_checkpoint(saved: Callabl
     rebuilt = ReplayDataModule.load_from_checkpoint(saved("replay"), **REPLAY, batch_size=4, eval_episodes=7)
     assert (rebuilt.batch_size, rebuilt.eval_episodes, rebuilt.updates_per_epoch) == (4, 7, 10)
     assert (rebuilt.hparams.batch_size, rebuilt.hparams.eval_episodes) == (4, 7)
+
+
+def test_a_file_of_settings_replaces_those_of_the_checkpoint(saved: Callable[..., Path], tmp_path: Path) -> None:
+    path = saved("replay")
+    stored = torch.load(path, weights_only=True)[ReplayDataModule.CHECKPOINT_HYPER_PARAMS_KEY]
+    (tmp_path / "hparams.yaml").write_text(OmegaConf.to_yaml({**stored, "batch_size": 4, "eval_episodes": 7}))
+    rebuilt = ReplayDataModule.load_from_checkpoint(path, hparams_file=tmp_path / "hparams.yaml", **REPLAY)
+    assert (rebuilt.batch_size, rebuilt.eval_episodes) == (4, 7)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (None, "must be a regular file, but is a FIFO"),
+        ("a: &a [*a]\n", "stands for what contains it"),
+        ("a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 60)), "values"),
+        ("batch_size: !!python/object/apply:os.getpid []\n", "tag"),
+        ("batch_size: " + "[" * 100_000, "levels"),
+        ("- 1\n", "begins with"),
+    ],
+)
+def test_a_file_of_settings_is_read_within_limits(
+    content: str | None, says: str, saved: Callable[..., Path], tmp_path: Path
+) -> None:
+    path, file = saved("rollouts"), tmp_path / "hparams.yaml"
+    os.mkfifo(file) if content is None else file.write_text(content)
+    with pytest.raises(ValueError, match=says) as raised:
+        OnPolicyDataModule.load_from_checkpoint(path, hparams_file=file, **CARTPOLE)
+    assert str(raised.value).isprintable()
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import json
+import os
+
 import numpy as np
 import pytest
 import torch
@@ -110,3 +113,51 @@ def test_actions_are_counted_from_0():
     dataset = write("shifted/small-v0", [seen], [np.array([1, 3])], observation_space=shown, action_space=action)
     (found,) = minari_demonstrations(dataset)
     assert found.steps["action"].tolist() == [0, 2]
+
+
+BUILT = {"id": "Evil-v0", "entry_point": "subprocess:Popen", "kwargs": {"args": ["touch", "CANARY"]}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"observation_space": None, "env_spec": json.dumps(BUILT)}, "must hold observation_space as a text"),
+        ({"action_space": None, "env_spec": json.dumps(BUILT)}, "must hold action_space as a text"),
+        ({"total_episodes": 10**12}, "must have total_episodes between 0 and 2"),
+        ({"total_episodes": -1}, "must have total_episodes between 0 and 2"),
+        ({"total_episodes": "2"}, "must have total_episodes between 0 and 2"),
+        ({"data_format": "arrow"}, "must have data_format 'hdf5'"),
+        ({"observation_space": '{"type": "Other"}'}, "holds no whole Minari data set"),
+        ({"observation_space": '{"type": "Tuple", "subspaces": [' * 10_000}, "holds no whole Minari data set"),
+        ({"minari_version": "0.0.1"}, "holds no whole Minari data set"),
+    ],
+)
+def test_metadata_are_checked_before_minari_builds_what_they_name(changes, told, tmp_path, monkeypatch):
+    write_cart_poles()
+    path = tmp_path / "cartpole" / "small-v0" / "data" / "metadata.json"
+    metadata = {**json.loads(path.read_text()), **changes}
+    path.write_text(json.dumps({name: value for name, value in metadata.items() if value is not None}))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=told):
+        list(minari_demonstrations("cartpole/small-v0", CARTPOLE))
+    assert not (tmp_path / "CANARY").exists()
+
+
+@pytest.mark.parametrize("content", [None, b"[" * 100_000, b"[" + b"1," * (1 << 21) + b"1]", b" " * (1 << 25), b"[]"])
+def test_metadata_are_read_within_limits(content, tmp_path):
+    write_cart_poles()
+    path = tmp_path / "cartpole" / "small-v0" / "data" / "metadata.json"
+    path.unlink()
+    os.mkfifo(path) if content is None else path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"metadata\.json must "):
+        minari_demonstrations("cartpole/small-v0", CARTPOLE)
+
+
+def test_a_data_set_of_another_name_is_told_without_reading_the_known_ones(tmp_path):
+    write_cart_poles()
+    (tmp_path / "other-v0" / "data").mkdir(parents=True)
+    os.mkfifo(tmp_path / "other-v0" / "data" / "metadata.json")
+    with pytest.raises(FileNotFoundError, match="did you mean other-v0"):
+        minari_demonstrations("othr-v0", CARTPOLE)
+    with pytest.raises(FileNotFoundError, match="did you mean cartpole/small-v0"):
+        minari_demonstrations("cartpole/smal-v0", CARTPOLE)

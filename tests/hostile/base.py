@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import torch
@@ -19,6 +20,9 @@ TINY = ["data.num_envs=2", "data.frames_per_batch=64", "data.mini_batch_size=32"
 def make_base(folder: Path) -> Base:
     """Train for few frames, and read the checkpoint once by each function, so that forked processes import nothing."""
     torch.set_num_threads(1)  # a forked process has no others
+    with contextlib.suppress(ImportError):
+        import h5py  # noqa: F401  # whose imports run a command
+        import minari  # noqa: F401
     run = folder / "run"
     settings = [*TINY, "data.total_frames=128", "data.eval_episodes=1", "eval_episodes=1"]
     done = call("train", *settings, f"hydra.run.dir={run}", cwd=folder)

@@ -175,6 +175,7 @@ DEMONSTRATIONS = {
     "npz with ten thousand members": _members(lambda archive: [archive.writestr(f"m{n}", b"") for n in range(10_000)]),
     "npz of no byte": _bytes("a.npz", b""),
     "npz of a text": _bytes("a.npz", b"PK\x03\x04\x1b[31m"),
+    "a FIFO as the list of saved files": _bytes(".saved.json", None),
     "npz that is a FIFO": _bytes("a.npz", None),
     "npz that is a device": _linked("a.npz", "/dev/zero"),
     "npz elsewhere": _linked("a.npz", "/etc/passwd"),
@@ -288,6 +289,36 @@ def _minari(name: str, content: bytes | None) -> Callable[[Path, Base, str], Pat
     return write
 
 
+def _metadata(**changes: Any) -> Callable[[Path, Base, str], Path]:
+    """Return what writes metadata that fit CartPole, with a change; None leaves an entry out."""
+    box = {"type": "Box", "dtype": "float32", "shape": [4], "low": [-1] * 4, "high": [1] * 4}
+    metadata: dict[str, Any] = {
+        "dataset_id": "evil/set-v0",
+        "total_episodes": 0,
+        "total_steps": 0,
+        "data_format": "hdf5",
+        "observation_space": json.dumps(box),
+        "action_space": '{"type": "Discrete", "dtype": "int64", "start": 0, "n": 2}',
+    }
+
+    def write(sent: Path, base: Base, canary: str) -> Path:
+        import h5py
+        import minari
+
+        whole = {**metadata, "minari_version": minari.__version__, **changes}
+        content = json.dumps({name: value for name, value in whole.items() if value is not None}).encode()
+        path = _minari("metadata.json", content.replace(b"CANARY", canary.encode()))(sent, base, canary)
+        with h5py.File(sent / "evil" / "set-v0" / "data" / "main_data.hdf5", "w"):
+            pass
+        return path
+
+    return write
+
+
+def _spec(entry_point: str, **kwargs: Any) -> str:
+    return json.dumps({"id": "Evil-v0", "entry_point": entry_point, "kwargs": kwargs, "additional_wrappers": []})
+
+
 MINARI = {
     "metadata of no JSON": _minari("metadata.json", b"\x1b[31m"),
     "metadata that are deep": _minari("metadata.json", b"[" * 100_000),
@@ -295,6 +326,24 @@ MINARI = {
     "an environment that imports": _minari(
         "metadata.json", json.dumps({"dataset_id": "evil/set-v0", "env_spec": '{"id": "hostile_module:X-v0"}'}).encode()
     ),
+    "an environment that is built": _metadata(
+        observation_space=None, env_spec=_spec("subprocess:Popen", args=["touch", "CANARY"])
+    ),
+    "a module of an environment": _metadata(action_space=None, env_spec=_spec("hostile_module:function")),
+    "an environment beside the spaces": _metadata(env_spec=_spec("hostile_module:function")),
+    "10^10 episodes": _metadata(total_episodes=10**10),
+    "episodes of text": _metadata(total_episodes="\x1b[31m"),
+    "a deep space": _metadata(observation_space='{"type": "Tuple", "subspaces": [' * 50_000),
+    "a space of another type": _metadata(observation_space='{"type": "\x1b[31m"}'),
+    "a space of 10^12 bits": _metadata(observation_space='{"type": "MultiBinary", "n": 1000000000000}'),
+    "a space of a huge shape": _metadata(
+        observation_space='{"type": "Box", "dtype": "float32", "shape": [1000000000000], "low": [0], "high": [1]}'
+    ),
+    "another format": _metadata(data_format="arrow"),
+    "metadata of many values": _minari("metadata.json", b"[" + b"1," * 5_000_000 + b"1]"),
+    "metadata of 100 MB": _minari("metadata.json", b" " * 100_000_000),
+    "metadata that are a list": _minari("metadata.json", b"[]"),
+    "metadata that lack all": _minari("metadata.json", b"{}"),
     "data of no byte": _minari("main_data.hdf5", b""),
     "data of a FIFO": _minari("main_data.hdf5", None),
 }

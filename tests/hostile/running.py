@@ -248,6 +248,7 @@ def _watched(out: Path) -> list[str]:
             if writes and isinstance(path, str | bytes | os.PathLike) and _is_outside(path, out):
                 events.append(f"it wrote {os.fsdecode(path)}")
         changes = event in _CHANGES and isinstance(arguments[0], str | bytes | os.PathLike)
+        changes = changes and not (event == "os.mkdir" and os.path.isdir(arguments[0]))
         if event in _OUTSIDE or (changes and _is_outside(arguments[0], out)):
             events.append(f"it used {event}: {str(arguments)[:200]}")
 

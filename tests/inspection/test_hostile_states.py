@@ -293,7 +293,7 @@ def test_frames_that_never_change_are_judged():
 def test_a_manifest_of_many_values_is_refused_before_it_is_parsed(tmp_path):
     write_state(tmp_path / "state", state_of())
     (tmp_path / "state" / MANIFEST).write_text("[" + "[]," * 1_000_000 + "[]]")
-    with pytest.raises(ValueError, match="values, more than"):
+    with pytest.raises(ValueError, match=r"at most .* values, got"):
         read_state(tmp_path / "state")
     with pytest.raises(ValueError, match="could not be read again"):
         write_state(tmp_path / "other", {"x": [0] * 1_000_001})

@@ -15,10 +15,12 @@ from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import ConfigCompositionException, HydraException
+from hydra.plugins.config_source import ConfigResult, ConfigSource
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, flag_override
 from omegaconf.errors import OmegaConfBaseException
 
+from torchrl_lightning._conf import CONF_DIR, EXPORT_DIR
 from torchrl_lightning._schemas import GROUP
 from torchrl_lightning.cli.auto import AUTO, furthest_checkpoint
 from torchrl_lightning.cli.checks import SWEPT, UsageError, one_line, read_stored
@@ -33,6 +35,7 @@ from torchrl_lightning.cli.resuming import (
     record_in,
 )
 from torchrl_lightning.cli.slurm import is_requeued
+from torchrl_lightning.plain_yaml import check_file
 
 # A number such as 1e5, which Hydra reads as a float, where a setting is an integer.
 _POWER_OF_TEN = re.compile(r"(?<=[=,])\d+(?:\.\d+)?[eE]\+?\d{1,2}(?=,|$)")
@@ -45,6 +48,7 @@ class OwnLoader(ConfigLoaderImpl):
 
     def __init__(self, config_search_path: Any) -> None:
         super().__init__(config_search_path)
+        _limit_files(self.repository)
         self._given: list[Override] = []  # by the command line that is composed
         self._replacements = Replacements()
         self._composed: list[tuple[DictConfig, Replacements]] = []  # for one command line
@@ -123,6 +127,14 @@ class OwnLoader(ConfigLoaderImpl):
         with _noted(line for line in sweep_overrides if line not in known):
             return super().load_sweep_config(master_config, sweep_overrides)
 
+    def _parse_overrides_and_create_caching_repo(
+        self, config_name: str | None, overrides: list[str]
+    ) -> tuple[list[Override], Any]:
+        """Limit the files of the folders that an override of ``hydra.searchpath`` has added, too."""
+        parsed, repository = super()._parse_overrides_and_create_caching_repo(config_name, overrides)
+        _limit_files(repository)
+        return parsed, repository
+
     def _load_run(
         self,
         config_name: str | None,
@@ -173,6 +185,28 @@ class OwnLoader(ConfigLoaderImpl):
     ) -> DictConfig:
         """Compose a config for Hydra 1.4, which calls this with what it has ``read`` already."""
         return self.load_configuration(config_name, overrides, run_mode, from_shell, validate_sweep_overrides)
+
+
+class _LimitedFiles:
+    """Load the config files of a folder that is not ours, after a check of their size, depth, aliases and tags."""
+
+    def __init__(self, source: ConfigSource) -> None:
+        self._load, self._folder = source.load_config, Path(source.path)
+
+    def __call__(self, config_path: str) -> ConfigResult:
+        file = self._folder / (config_path if config_path.endswith(".yaml") else f"{config_path}.yaml")
+        if file.exists():
+            with one_line():
+                check_file(file)
+        return self._load(config_path)
+
+
+def _limit_files(repository: Any) -> None:
+    """Limit the files in the folders of ``--config-dir`` and ``hydra.searchpath``, which somebody may have sent."""
+    ours = {str(CONF_DIR), str(EXPORT_DIR)}
+    for source in repository.get_sources():
+        if source.scheme() == "file" and source.path not in ours and not isinstance(source.load_config, _LimitedFiles):
+            source.load_config = _LimitedFiles(source)
 
 
 @contextmanager

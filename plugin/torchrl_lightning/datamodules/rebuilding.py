@@ -12,11 +12,12 @@ from typing import Any, ClassVar, Self, cast
 
 import lightning as L
 import numpy as np
-from lightning.pytorch.core.saving import load_hparams_from_yaml
+from omegaconf import OmegaConf
 
 from torchrl_lightning.callbacks.checkpoint_io import read_within_limits
 from torchrl_lightning.datamodules.arguments import check_fingerprint
 from torchrl_lightning.parts import PickledByValue
+from torchrl_lightning.plain_yaml import read_config
 from torchrl_lightning.ranks import state_of_rank
 from torchrl_lightning.seal import check_seal
 from torchrl_lightning.suggestions import did_you_mean
@@ -85,7 +86,9 @@ class RebuildableDataModule(PickledByValue):
 
         Raises:
             TypeError: an argument is missing or unknown.
-            ValueError: the checkpoint is another DataModule's or environment's, or its settings are not plain.
+            ValueError: the checkpoint is another DataModule's or environment's, its settings are not plain, or
+                ``hparams_file`` is no YAML mapping of plain values or exceeds a limit.
+            OSError: there is no such file, or it is no regular one.
         """
         parameters = inspect.signature(cls.__init__).parameters
         takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
@@ -102,9 +105,8 @@ class RebuildableDataModule(PickledByValue):
                 f"{checkpoint_path} holds no state of a {cls.__qualname__}; name the checkpoint of a run with one."
             )
         stored = checkpoint.get(cls.CHECKPOINT_HYPER_PARAMS_KEY, {})  # type: ignore[attr-defined]
-        stored = (
-            stored if hparams_file is None else load_hparams_from_yaml(os.fspath(hparams_file), use_omegaconf=False)
-        )
+        if hparams_file is not None:
+            stored = OmegaConf.to_container(read_config(os.fspath(hparams_file)))
         known = {
             name: value
             for name, value in stored.items()

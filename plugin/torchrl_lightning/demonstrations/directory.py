@@ -20,8 +20,9 @@ from torchrl_lightning.entries import keyed_leaves
 from torchrl_lightning.environments.recipe import EnvironmentRecipe
 from torchrl_lightning.environments.specs import EnvironmentSpecs
 from torchrl_lightning.files import replaced_files
-from torchrl_lightning.limits import COLLECTION_BYTES, FILE_BYTES
+from torchrl_lightning.limits import COLLECTION_BYTES, FILE_BYTES, MANIFEST_BYTES, MANIFEST_VALUES
 from torchrl_lightning.ranges import integer, optional
+from torchrl_lightning.untrusted import read_json
 
 _SAVED = ".saved.json"  # the names of the files that were saved here
 _logger = logging.getLogger(__name__)
@@ -178,7 +179,7 @@ class DemonstrationDirectory:
     def _saved(self) -> set[str]:
         """Return the names of the files of earlier saves that are still there."""
         try:
-            names = json.loads((self.path / _SAVED).read_text())
+            names = read_json(self.path / _SAVED, MANIFEST_BYTES, MANIFEST_VALUES)
         except (OSError, ValueError):
             return set()
         # Files are removed by these names, and somebody else may have written them.

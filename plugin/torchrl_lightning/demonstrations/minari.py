@@ -32,9 +32,11 @@ from torchrl_lightning.environments.specs import (
     spec_to_space,
 )
 from torchrl_lightning.files import aside
-from torchrl_lightning.limits import COLLECTION_BYTES
+from torchrl_lightning.limits import COLLECTION_BYTES, MINARI_BYTES, MINARI_VALUES
 from torchrl_lightning.suggestions import did_you_mean
+from torchrl_lightning.untrusted import printable, read_json
 
+_METADATA, _DATA = "metadata.json", "main_data.hdf5"
 _TOLD = ("environment", "recipe")  # what our own data sets say of it beside Minari's
 _BARE = {"id", "env_kwargs", "time_limit", "vectorization", "step_timeout", "demonstrations_of"}
 
@@ -75,13 +77,56 @@ def minari_demonstrations(
 
 def _on_this_machine(minari: Any, name: str) -> Any:
     """Return the data set of an id; raise FileNotFoundError with the known ones if there is none."""
+    from minari.storage.datasets_root_dir import get_dataset_path
+
+    folder = get_dataset_path(name) / "data"
+    if not folder.exists():
+        known = did_you_mean(name, _names_below(get_dataset_path()))
+        raise FileNotFoundError(
+            f"there is no Minari data set {name!r} on this machine{known} Download it with: minari download {name}"
+        )
+    _check_metadata(folder)
     try:
         return minari.load_dataset(name)
-    except FileNotFoundError as error:
-        raise FileNotFoundError(
-            f"there is no Minari data set {name!r} on this machine{did_you_mean(name, minari.list_local_datasets())} "
-            f"Download it with: minari download {name}"
-        ) from error
+    except Exception as error:  # Minari and Gymnasium raise anything about metadata that do not fit
+        kind = type(error).__name__
+        raise ValueError(f"{folder} holds no whole Minari data set: {kind}: {printable(error)}.") from error
+
+
+def _names_below(root: Path) -> list[str]:
+    """Return the ids of the data sets on this machine, without reading their files."""
+    folders = (*root.glob("*/data"), *root.glob("*/*/data"))
+    return [folder.parent.relative_to(root).as_posix() for folder in folders]
+
+
+def _check_metadata(folder: Path) -> None:
+    """Validate the metadata of a data set before Minari reads them; raise OSError or ValueError.
+
+    Minari builds the environment that they name if they lack a space, and an index of as many episodes as they claim.
+    """
+    path = folder / _METADATA
+    metadata = read_json(path, MINARI_BYTES, MINARI_VALUES)
+    if not isinstance(metadata, dict):
+        raise ValueError(f"{path} must hold a JSON object, got a {type(metadata).__name__}.")
+    for name in ("observation_space", "action_space"):
+        if not isinstance(metadata.get(name), str):
+            raise ValueError(
+                f"{path} must hold {name} as a text, got {printable(metadata.get(name))}. If you trust whoever made "
+                "the data set, load it by minari.load_dataset and give the object."
+            )
+    if metadata.get("data_format") != "hdf5":
+        raise ValueError(
+            f"{path} must have data_format 'hdf5', got {printable(metadata.get('data_format'))}. Load the data set by "
+            "minari.load_dataset and give the object."
+        )
+    count = metadata.get("total_episodes")
+    with opened(folder / _DATA) as file:
+        stored = len(file)
+    if type(count) is not int or not 0 <= count <= stored:
+        raise ValueError(
+            f"{path} must have total_episodes between 0 and {stored}, which {_DATA} holds, got {printable(count)}. "
+            "Download the data set again."
+        )
 
 
 def _imported() -> Any:
