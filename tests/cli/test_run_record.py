@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ from omegaconf import OmegaConf
 
 from cli.commands import TINY, last_line
 from kit.forks import held_by_another
+from torchrl_lightning.cli.locks import SWEEP
+from torchrl_lightning.cli.searches import SweepFolder
 
 FEW = [*TINY, "data.total_frames=128", "eval_episodes=1", "logger=none"]
 NAMES = ["config.yaml", "hydra.yaml", "overrides.yaml"]
@@ -16,7 +19,7 @@ NAMES = ["config.yaml", "hydra.yaml", "overrides.yaml"]
 
 def contents(folder: Path) -> dict[str, bytes]:
     """Return all files below a folder but the lock, which names its holder."""
-    files = (path for path in folder.rglob("*") if path.is_file() and path.name != "lock")
+    files = (path for path in folder.rglob("*") if path.is_file() and path.suffix != ".lock" and path.name != "lock")
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
@@ -86,3 +89,49 @@ def test_a_file_in_the_place_of_the_record_is_one_line(run, tmp_path):
     done = run("train", *FEW, "hydra.run.dir=shared", expect=1)
     assert "hydra.run.dir=FOLDER" in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("command", ["train", "evaluate", "record"])
+def test_a_second_sweep_in_the_folder_of_a_sweep_changes_nothing(command, run, tmp_path):
+    run("train", *FEW, "--multirun", "seed=1", "hydra.sweep.dir=shared", "hydra.sweep.subdir=${hydra:job.num}")
+    folder = tmp_path / "shared"
+    arguments = {
+        "train": ["seed=2,3", *FEW],
+        "evaluate": ["ckpt_path=shared/0", "seed=2,3", "histogram=null"],
+        "record": ["ckpt_path=shared/0", "seed=2,3"],
+    }[command]
+    before = contents(folder)
+    assert "multirun.yaml" in before
+    with held_by_another(folder, tmp_path / "holder", SWEEP) as holder:
+        done = run(command, "--multirun", *arguments, "hydra.sweep.dir=shared", expect=1)
+    assert re.fullmatch(f"error: .*shared is being written by process {holder} on .*; wait.*\n", done.stderr)
+    assert contents(folder) == before
+
+
+def test_a_sweep_may_be_run_again_in_its_folder_when_it_has_ended(run, tmp_path):
+    sweep = [*FEW, "--multirun", "hydra.sweep.dir=shared", "hydra.sweep.subdir=${hydra:job.num}"]
+    run("train", "seed=1", *sweep)
+    with held_by_another(tmp_path / "shared", tmp_path / "holder", SWEEP):
+        pass
+    run("train", "seed=2", *sweep)
+    assert "seed=2" in OmegaConf.load(tmp_path / "shared" / "multirun.yaml").hydra.overrides.task
+
+
+def test_processes_share_the_folder_of_a_search(tmp_path):
+    sweeper = {"study_name": "mine", "storage": "sqlite:///study.db"}
+    config = OmegaConf.create({"hydra": {"sweep": {"dir": str(tmp_path)}, "sweeper": sweeper}})
+    with held_by_another(tmp_path, tmp_path / "holder", SWEEP):
+        SweepFolder().on_multirun_start(config)
+    SweepFolder().on_multirun_end(config)
+
+
+@pytest.mark.parametrize("target", ["missing", "kept"])
+def test_a_link_in_the_place_of_the_lock_is_not_followed(target, run, tmp_path):
+    (tmp_path / "kept").write_text("kept")
+    (tmp_path / "sent" / ".hydra").mkdir(parents=True)
+    (tmp_path / "sent" / ".hydra" / "lock").symlink_to(tmp_path / target)
+    done = run("train", *FEW, "hydra.run.dir=sent", expect=1)
+    assert done.stderr.startswith("error: the folder of the run cannot be written to")
+    assert len(done.stderr.splitlines()) == 1
+    assert (tmp_path / "kept").read_text() == "kept"
+    assert not (tmp_path / "missing").exists()

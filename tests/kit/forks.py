@@ -122,11 +122,14 @@ def _run_script(path: str, arguments: tuple[str, ...]) -> None:
 
 
 @contextmanager
-def held_by_another(folder: Path, home: Path) -> Iterator[int]:
-    """Let another process, which works in ``home``, hold the lock of a run's folder; yield its number."""
+def held_by_another(folder: Path, home: Path, *name: Path) -> Iterator[int]:
+    """Let another process, which works in ``home``, hold the lock of a run's folder; yield its number.
+
+    Another lock than a run's is held by its ``name``.
+    """
 
     def hold() -> None:
-        with locked(folder):
+        with locked(folder, *name):
             sys.stdout.write("held\n")
             time.sleep(600)
 

@@ -17,10 +17,12 @@ except ImportError:  # pragma: no cover  # Windows has no such locks
     fcntl = None  # type: ignore[assignment]
 
 _NAME = Path(".hydra") / "lock"
+SWEEP = Path(".hydra") / "sweep.lock"
+"""Of the folder of a sweep, in which runs have folders of their own."""
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def locked(folder: Path, name: Path = _NAME) -> Iterator[None]:
     """Keep other processes from writing into a run's folder.
 
     The lock is POSIX's: the system takes it back when the process ends, also after ``kill -9``, on network
@@ -29,10 +31,10 @@ def locked(folder: Path) -> Iterator[None]:
     Raises:
         UsageError: Another process holds it, or the folder cannot be written to.
     """
-    path = folder / _NAME
+    path = folder / name
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        opened = path.open("a+")
+        opened = open(path, "r+", opener=_open_own)  # noqa: SIM115
     except OSError as error:
         raise UsageError(
             f"the folder of the run cannot be written to: {error.filename}: {error.strerror}; name another one, as "
@@ -47,6 +49,11 @@ def locked(folder: Path) -> Iterator[None]:
         file.write(f"process {os.getpid()} on {socket.gethostname()}")
         file.flush()
         yield
+
+
+def _open_own(path: str, flags: int) -> int:
+    """Open the file of a lock, which is emptied, without following a link in a folder that somebody sent."""
+    return os.open(path, flags | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666)
 
 
 def check_unlocked(folder: Path) -> None:

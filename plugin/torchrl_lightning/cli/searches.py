@@ -1,17 +1,37 @@
-"""What Hydra calls around a search."""
+"""What Hydra calls around a sweep and a search."""
 
 from __future__ import annotations
 
 import logging
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
-from torchrl_lightning.cli.locks import is_abandoned
+from torchrl_lightning.cli.checks import one_line
+from torchrl_lightning.cli.locks import SWEEP, is_abandoned, is_follower, locked
 
 _log = logging.getLogger(__name__)
+_held = ExitStack()  # not in the callback, which launchers send to other processes
+
+
+class SweepFolder(Callback):
+    """Lock the folder of a sweep until it ends, because Hydra writes ``multirun.yaml`` before the first run begins.
+
+    Searches by Optuna are not locked: several processes share the folder of one study.
+    """
+
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        """Lock it; end the program with one line if another process holds it, which Hydra does not catch."""
+        if "study_name" not in config.hydra.sweeper and not is_follower():
+            with one_line():
+                _held.enter_context(locked(Path(config.hydra.sweep.dir), SWEEP))
+
+    def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
+        """Unlock it."""
+        _held.close()
 
 
 class SearchFolder(Callback):
