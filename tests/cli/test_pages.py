@@ -15,6 +15,7 @@ import shutil
 import tomllib
 from collections.abc import Iterator
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,16 @@ SHELL = r"python3 -m venv |pip install |pytest "
 NEIGHBOURS = r"Neighbours: .*\[the guide\]\(../../README.md#the-guide\)\."
 COMMANDS = list(dict.fromkeys(line for _, line in LINES if not re.match(SHELL, line)))  # each once
 FIRST, *OTHERS = COMMANDS
+# Commands with arguments inside sentences.
+SENTENCES = "\n".join(re.sub(r"^```.*?^```$", "", page, flags=re.M | re.S) for page in PAGES.values())
+INLINE = list(dict.fromkeys(re.findall(r"`((?:torchrl-lightning-|python )[^`\n]* [^`\n]*|python [^`\n]+)`", SENTENCES)))
+NOT_RUN = {
+    "python tests/benchmarks/": "measurements, which take minutes to hours",
+    "python -m tests.": "checks of the whole project, which .ci/run starts or a developer",
+    "python tests/wiring.py": "writes into the package",
+    "python examples/guide/": "draws a picture of the guide",
+}
+"""Commands inside sentences that are not run, by their beginnings, and why."""
 HEAD = r"(?:# @.*\n)?# ([\w/]+\.(?:yaml|py))\n"
 FILES = [
     (named[1], text)
@@ -71,7 +82,7 @@ def run_line(line: str, folder: Path, frames: int, run: Path | None = None) -> D
     script, *arguments = shlex.split(line if run is None else line.replace("RUN", str(run)), comments=True)
     module, _, function = SCRIPTS[script].partition(":")
     assert function == "main"
-    trains = module.endswith(".train") and "--help" not in arguments
+    trains = module.endswith(".train") and not {"--help", "--info"} & set(arguments)
     few = [f"data.total_frames={frames}", "eval_episodes=2"] if trains and "data=offline" not in arguments else []
     if trains and line != FIRST:  # whose folder has no other name than the README says
         few.append("data.eval_episodes=2")
@@ -102,6 +113,34 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Done]:
     done = run_line(FIRST, folder, 1024)
     (run,) = runs_below(folder)
     return folder, run.relative_to(folder), done
+
+
+def test_every_command_inside_a_sentence_is_run_or_has_a_reason():
+    run = [line for line in INLINE if not line.startswith(tuple(NOT_RUN))]
+    assert all(line.startswith("torchrl-lightning-") for line in run), run
+    assert len(run) >= 4
+    assert all(any(line.startswith(begin) for line in INLINE) for begin in NOT_RUN)
+
+
+@pytest.mark.parametrize("line", [line for line in INLINE if line.startswith("torchrl-lightning-")])
+def test_a_command_inside_a_sentence_runs(line, first, monkeypatch, tmp_path):
+    folder, run, _ = first
+    monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path))
+    if "convert=demonstrations" in line:
+        record = ["record", f"ckpt_path={run}/checkpoints/last.ckpt", "episodes=1", "min_return=0"]
+        assert call(*record, "directory=demonstrations", cwd=folder).returncode == 0
+        if find_spec("minari") is None:
+            done = call("record", *shlex.split(line)[1:], cwd=folder)
+            assert done.returncode == 1
+            assert "pip install 'torchrl-lightning[minari]'" in done.stderr
+            return
+    before = runs_below(folder)
+    done = run_line(line.replace("SOURCE", str(run)), folder, 1024)
+    assert len(runs_below(folder) - before) == ("-train" in line and "--info" not in line)
+    if "--info" in line:
+        assert str(CONF_DIR) in done.stdout
+    if "convert=demonstrations" in line:
+        assert len(list(tmp_path.glob("cartpole/own-v0/data/main_data.hdf5"))) == 1
 
 
 def test_nothing_that_is_fenced_is_left_out():
