@@ -1,4 +1,4 @@
-"""The order of ``defaults`` decides between a user's values and an option of TorchRL's groups, theirs and ours alike."""
+"""``defaults`` decide by their order between values of an app and options of TorchRL's groups, theirs and ours."""
 
 from __future__ import annotations
 

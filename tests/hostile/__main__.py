@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 SHOWN = 5  # readings of each list
@@ -20,7 +19,7 @@ def main(words: list[str]) -> int:
         from hostile.base import make_base, warm_up
         from hostile.corpus import all_cases
         from hostile.readers import READERS
-        from hostile.running import Reading, measured
+        from hostile.running import Reading, readings_of
 
         base = make_base(Path(folder))
         wrong = warm_up(base, Path(folder) / "whole")
@@ -30,13 +29,10 @@ def main(words: list[str]) -> int:
             if words and not any(word in f"{case.kind}: {case.name}" for word in words):
                 continue
             files += 1
-            for name, read in READERS[case.kind].items():
-                began = time.monotonic()
-                reading = measured(case, name, read, base, Path(folder) / f"{number}_{len(readings)}")
+            for name, reading in readings_of(case, READERS[case.kind], base, Path(folder) / str(number)):
                 readings[f"{case.kind}: {case.name}, {name}"] = reading
                 wrong += reading.problems
-                for problem in reading.problems:
-                    print(f"{problem} ({time.monotonic() - began:.1f} s)", flush=True)
+                print(*reading.problems, sep="\n", end="\n" * bool(reading.problems), flush=True)
         print(f"{files} files, {len(readings)} readings, {len(wrong)} problems")
         print("The most memory beyond three times the file (200 MB are allowed):")
         for name, reading in sorted(readings.items(), key=lambda entry: -entry[1].beyond_size)[:SHOWN]:

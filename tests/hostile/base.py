@@ -42,7 +42,7 @@ def make_base(folder: Path) -> Base:
 
 def warm_up(base: Base, folder: Path) -> list[str]:
     """Read the run, its checkpoint and its policy by each of their functions; return what failed."""
-    from hostile.running import Case, problems_of
+    from hostile.running import Case, readings_of
 
     whole = {
         "checkpoint": base.run / "checkpoints" / "last.ckpt",
@@ -52,6 +52,6 @@ def warm_up(base: Base, folder: Path) -> list[str]:
     found = []
     for kind, path in whole.items():
         case = Case(kind, "a whole one", lambda sent, base, canary, path=path: path)
-        for name, read in READERS[kind].items():
-            found += problems_of(case, name, read, base, folder / f"{kind}_{name.replace(' ', '_')}")
+        for _, reading in readings_of(case, READERS[kind], base, folder / kind):
+            found += reading.problems
     return found

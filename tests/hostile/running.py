@@ -13,8 +13,9 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
@@ -79,45 +80,38 @@ class Reading:
         return self.memory - 3 * self.size
 
 
-def problems_of(
-    case: Case, name: str, read: Callable[[Path, Base], object], base: Base, folder: Path, *, may_pass: bool = True
-) -> list[str]:
-    """Write a file, read it in a forked process, and return a line for each fault; see :func:`measured`."""
-    return measured(case, name, read, base, folder, may_pass=may_pass).problems
-
-
-def measured(
-    case: Case, name: str, read: Callable[[Path, Base], object], base: Base, folder: Path, *, may_pass: bool = True
-) -> Reading:
-    """Write a file, read it in a forked process, and return the measured reading.
+def readings_of(
+    case: Case, readers: Mapping[str, Callable[[Path, Base], object]], base: Base, folder: Path
+) -> Iterator[tuple[str, Reading]]:
+    """Write a file once, and yield how each of its readers reads it in a forked process of its own.
 
     Args:
         case: The file.
-        name: Of the reader.
-        read: The reader, which gets the path. It works in a folder of its own.
+        readers: The readers, by name, which get the path. Each works in a folder of its own.
         base: What the file is made of.
         folder: A new folder.
-        may_pass: Whether it is right that nothing is refused.
     """
-    sent, out = folder / "sent", folder / "out"
-    for each in (sent, out):
-        each.mkdir(parents=True)
-    canary = folder / "CANARY"
-    (out / f"{MODULE}.py").write_text(f"open({str(canary)!r}, 'w')\ndef function(*_, **__): ...\n")
+    sent, canary = folder / "sent", folder / "CANARY"
+    sent.mkdir(parents=True)
     path = case.write(sent, base, str(canary))
     before = dict(_files(sent)), dict(_files(base.run))
     size = sum(entry[0] for entry in before[0].values())
-    found = _in_child(lambda: read(path, base), out, size)
-    problems: list[str] = found["problems"]
-    if canary.exists():
-        problems.append("code in the file ran")
-    if (dict(_files(sent)), dict(_files(base.run))) != before:
-        problems.append("files beside it were changed")
-    if not may_pass and found["refused"] is None and not problems:
-        problems.append("it was not refused")
+    for name, read in readers.items():
+        out = folder / "out"
+        out.mkdir()
+        (out / f"{MODULE}.py").write_text(f"open({str(canary)!r}, 'w')\ndef function(*_, **__): ...\n")
+        found = _in_child(partial(read, path, base), out, size)
+        problems: list[str] = found["problems"]
+        if canary.exists():
+            problems.append("code in the file ran")
+            canary.unlink()
+        if (now := (dict(_files(sent)), dict(_files(base.run)))) != before:
+            problems.append("files beside it were changed")
+            before = now
+        shutil.rmtree(out)
+        told = [f"{case.kind}: {case.name}, {name}: {problem}" for problem in problems]
+        yield name, Reading(told, found.get("seconds", 0.0), found.get("memory", 0), size)
     shutil.rmtree(folder)
-    problems = [f"{case.kind}: {case.name}, {name}: {problem}" for problem in problems]
-    return Reading(problems, found.get("seconds", 0.0), found.get("memory", 0), size)
 
 
 def _files(folder: Path) -> Iterator[tuple[str, tuple[int, int]]]:
@@ -127,7 +121,7 @@ def _files(folder: Path) -> Iterator[tuple[str, tuple[int, int]]]:
 
 
 def _in_child(read: Callable[[], object], out: Path, size: int) -> dict[str, Any]:
-    """Run a reader in a forked process; return the text by which it refused, and what was wrong."""
+    """Run a reader in a forked process; return what was wrong, and what it took."""
     reading, writing = os.pipe()
     pid = os.fork()
     if not pid:
@@ -135,7 +129,7 @@ def _in_child(read: Callable[[], object], out: Path, size: int) -> dict[str, Any
         try:
             result = _read(read, out, size)
         except BaseException:
-            result = {"refused": None, "problems": [f"the test failed: {traceback.format_exc()[-800:]}"]}
+            result = {"problems": [f"the test failed: {traceback.format_exc()[-800:]}"]}
         with contextlib.suppress(BaseException):
             os.write(writing, json.dumps(result).encode()[:60_000])
         os._exit(0)
@@ -147,10 +141,10 @@ def _in_child(read: Callable[[], object], out: Path, size: int) -> dict[str, Any
         found: dict[str, Any] = json.loads(data)
         return found
     if status is None:
-        return {"refused": None, "problems": [f"it has not returned after {WAIT} s"]}
+        return {"problems": [f"it has not returned after {WAIT} s"]}
     number = -os.waitstatus_to_exitcode(status)
     reason = f"more than {2 * SECONDS} s of processor time" if number == signal.SIGXCPU else f"signal {number}"
-    return {"refused": None, "problems": [f"the process was ended: {reason}"]}
+    return {"problems": [f"the process was ended: {reason}"]}
 
 
 def _wait(pid: int) -> int | None:
@@ -218,7 +212,7 @@ def _read(read: Callable[[], object], out: Path, size: int) -> dict[str, Any]:
     if strange := [name for name in sys.modules.keys() - modules if _is_strange(name, out)]:
         problems.append(f"modules were imported: {', '.join(sorted(strange)[:5])}")
     problems += sorted(set(events))[:5]
-    return {"refused": refused, "problems": problems, "seconds": seconds, "memory": used}
+    return {"problems": problems, "seconds": seconds, "memory": used}
 
 
 def _is_strange(name: str, out: Path) -> bool:

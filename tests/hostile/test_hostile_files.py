@@ -7,7 +7,7 @@ import pytest
 from hostile.base import make_base, warm_up
 from hostile.corpus import all_cases
 from hostile.readers import READERS
-from hostile.running import Base, problems_of
+from hostile.running import Base, readings_of
 
 CHOSEN = {
     "checkpoint": [
@@ -41,11 +41,8 @@ def test_whole_files_are_read(base, tmp_path):
 
 @pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, names in CHOSEN.items() for name in names])
 def test_a_hostile_file_runs_writes_and_costs_nothing(base, tmp_path, kind, name):
-    problems = [
-        problem
-        for number, (reader, read) in enumerate(READERS[kind].items())
-        for problem in problems_of(CASES[kind, name], reader, read, base, tmp_path / f"{number}")
-    ]
+    readings = readings_of(CASES[kind, name], READERS[kind], base, tmp_path / "file")
+    problems = [problem for _, reading in readings for problem in reading.problems]
     assert problems == []
 
 
