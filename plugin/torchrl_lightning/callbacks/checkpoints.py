@@ -14,9 +14,10 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
+from torchrl_lightning._logging import EVALUATION
 from torchrl_lightning._modules import clock_of
 from torchrl_lightning.callbacks.checkpoint_io import write_atomically
-from torchrl_lightning.callbacks.monitors import EVALUATION, check_monitor, episode_metrics, unknown_metric
+from torchrl_lightning.callbacks.monitors import check_monitor, episode_metrics, unknown_metric
 from torchrl_lightning.callbacks.sparse import SparseCallback
 from torchrl_lightning.environments.faults import EnvironmentFault
 from torchrl_lightning.fitting import Fault

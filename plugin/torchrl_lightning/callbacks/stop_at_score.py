@@ -11,7 +11,8 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
-from torchrl_lightning.callbacks.monitors import EVALUATION, check_monitor, unknown_metric
+from torchrl_lightning._logging import EVALUATION
+from torchrl_lightning.callbacks.monitors import check_monitor, unknown_metric
 from torchrl_lightning.callbacks.sparse import SparseCallback
 from torchrl_lightning.fitting import Fault
 from torchrl_lightning.ranges import Checked
