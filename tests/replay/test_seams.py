@@ -453,14 +453,12 @@ def test_copies_know_what_takes_part(through: Callable[[Any], Any]) -> None:
     assert begins(other) == [0] * 3 + [3] * 2
 
 
-# ---------------------------------------------------------------------- our collectors
+def must_not_compare(*_: Any) -> None:
+    raise AssertionError("rows were compared")
 
 
 def test_rows_of_our_collectors_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any) -> None:
-        raise AssertionError("rows were compared")
-
-    monkeypatch.setattr("torchrl_lightning.replay.successors.equal_rows", fail)
+    monkeypatch.setattr("torchrl_lightning.replay.successors.equal_rows", must_not_compare)
     buffer = replay(2, length=200)
     for data in GymnasiumCollector("CartPole-v1", None, num_envs=2, frames_per_batch=20, total_frames=200):
         buffer.extend(data)
@@ -476,10 +474,7 @@ def test_rows_of_our_collectors_are_not_compared(monkeypatch: pytest.MonkeyPatch
 def test_a_data_module_compares_nothing_while_our_collector_fills_it(
     frames: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: Any) -> None:
-        raise AssertionError("rows were compared")
-
-    monkeypatch.setattr("torchrl_lightning.replay.successors.equal_rows", fail)
+    monkeypatch.setattr("torchrl_lightning.replay.successors.equal_rows", must_not_compare)
     module = ReplayDataModule(
         "CartPole-v1", buffer=replay, num_envs=2, warmup_frames=8, updates_per_epoch=8, frames_per_batch=frames,
         batch_size=4,

@@ -62,8 +62,7 @@ class ReplayDataModule(UpdatesDataModule):
     priorities that the loss wrote into the batch are taken back.
 
     Args:
-        buffer: a callable that takes ``num_envs`` and gives the replay buffer; if it takes ``gamma``, it is handed that
-            of a learner that has one. Under several ranks each has its own.
+        buffer: a callable that takes ``num_envs``, and ``gamma`` if it likes, and returns the replay buffer of a rank.
         source: a callable that takes the buffer and gives what batches are drawn from, e.g. a partial of
             :class:`~torchrl_lightning.MixedReplay`; the buffer itself if None. Its method ``prepare`` is called with
             the LightningModule before each batch. A ``ReplayService`` keeps the rows itself.
@@ -80,8 +79,8 @@ class ReplayDataModule(UpdatesDataModule):
             and 0 with a data set.
         warmup_frames: frames collected with random actions before the first update (by our own collector; one that is
             given as ``collector=`` does so by its ``init_random_frames``). If None, 1000, and 0 with a data set.
-        write_back: keys that the module may rewrite in a batch, e.g. recurrent states, and that then replace what is
-            stored. If None, those that its method ``rewritten_keys(batch)`` names, if it has one.
+        write_back: keys that the module may rewrite in a batch, and that then replace the stored entries. If None,
+            those that its method ``rewritten_keys(batch)`` names, if it has one.
         checkpoint_buffer: ``"inside"`` the checkpoint; ``"beside"`` it, in ``buffer_dir``, written once for each state
             and without a copy where the cells are memory-mapped files; or ``"none"``: a resumed run then collects
             ``warmup_frames`` anew, with a warning. Under several ranks ``"inside"`` means ``"beside"``: buffers are not
