@@ -141,6 +141,19 @@ def test_a_restored_buffer_knows_the_cuts(how: str) -> None:
     assert batch["is_init"].equal(again["is_init"])
 
 
+def test_a_restored_buffer_keeps_flags_that_were_never_set() -> None:
+    def build() -> ExperienceBuffer:
+        return ExperienceBuffer(storage=RingStorage(8), sampler=RecentSampler(batch_length=2), batch_size=4)
+
+    buffer, restored = build(), build()
+    for part in rows("no cut")[:2]:
+        buffer.extend(part.clone().set("is_init", torch.zeros(len(part), 1, dtype=torch.bool)))
+    restored.load_state_dict(buffer.state_dict())
+    expected = buffer.sample()
+    assert not expected["is_init"].any()
+    assert (restored.sample() == expected).all()
+
+
 def test_a_recurrent_module_sees_each_trajectory_alone() -> None:
     module = GRUModule(
         input_size=1, hidden_size=1, in_keys=["observation", "h", "is_init"], out_keys=["out", ("next", "h")]

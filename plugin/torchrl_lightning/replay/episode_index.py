@@ -271,11 +271,12 @@ class EpisodeIndex:
             "begin": self._begin,
             "open": self._open,
             "headless_end": self._headless_end,
+            "has_cuts": self.has_cuts,
         }
 
     def learn(self, known: Mapping[str, Any], where: Ints) -> None:
         """Take over what :meth:`known_of` returned for the same cells."""
-        self.has_cuts = True  # perhaps: states do not tell
+        self.has_cuts = known["has_cuts"]
         self._column[where], self._done[where] = known["column"], known["done"]
         self._begin[:], self._open[:], self._headless_end[:] = known["begin"], known["open"], known["headless_end"]
 

@@ -18,7 +18,7 @@ from torchrl_lightning.replay import processes
 from torchrl_lightning.replay.episode_index import EpisodeIndex
 from torchrl_lightning.replay.steps import Flags, Ints, StepsMissing, steps_between
 from torchrl_lightning.replay.successors import SuccessorCheck
-from torchrl_lightning.state import LARGEST, Here, check_state, mapping, tensor, whole
+from torchrl_lightning.state import LARGEST, Here, check_state, flag, mapping, tensor, whole
 from torchrl_lightning.stated import Filled, Fixed, Handed, Nested, Stated
 
 EVERYTHING = np.iinfo(np.int64).max
@@ -42,6 +42,7 @@ def _read_episodes(value: Any, name: str, here: Here) -> dict[str, Any] | None:
         "begin": tensor(torch.int64, envs, low=0, high=newest.clamp(min=0)),
         "open": tensor(torch.bool, envs),
         "headless_end": tensor(torch.int64, envs, low=-1, high=newest.clamp(min=-1)),
+        "has_cuts": flag,
     }
     known = check_state(mapping(value, name), schema, "episode index")
     column, position = known["column"], rings.position_of(cells)
@@ -68,7 +69,7 @@ class Rings(processes.Owned, Stated):
         [2, 3]
     """
 
-    OWNER, VERSION = "writer", 4
+    OWNER, VERSION = "writer", 5
     STATE = {
         "num_envs": Fixed(),
         "length": Fixed(),
