@@ -47,6 +47,7 @@ class Part:
         empty: words of the error when an empty one is asked; no words for none.
         canonical: ways behind which the states of both stay the same, too.
         ours: whether its state is ours and is taken; that of another library's buffer is restored, and that is all.
+        shares: whether a pickle of it shares its cells.
     """
 
     make: Callable[[int], Any]
@@ -61,6 +62,7 @@ class Part:
     empty: tuple[type[Exception], str] | None = None
     canonical: tuple[str, ...] = WAYS
     ours: bool = True
+    shares: bool = False
 
     def but(self, **fields: Any) -> Part:
         """Another that differs in some fields."""

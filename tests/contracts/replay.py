@@ -241,7 +241,7 @@ BUFFERS = {
         refuses=(SIZES, Refusal("With n_steps=3 the entry .* of a later step", write_back())),
     ),
     "three steps, prioritized": buffer(prioritized, n_steps=3, gamma=0.5).but(ask=prefer),
-    "in files": buffer().but(make=in_files, ask=prefer),
+    "in files": buffer().but(make=in_files, ask=prefer, shares=True),
     "shared by processes": buffer().but(  # it takes no state, and its copies are private
         make=lambda seed: build(seed).share(),
         ways=("pickle", "deepcopy"),
