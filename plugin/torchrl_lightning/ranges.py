@@ -75,14 +75,19 @@ def integer(value: Any, name: str, least: int = 1) -> int:
     return number
 
 
+def _from_float(value: Any) -> Any:
+    """Return a float such as 1e5 as an integer, and anything else as it is."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
 def frames(value: Any, name: str) -> int:
     """Return a number of frames of at least 0, also given as a float such as 1e5."""
-    return integer(int(value) if isinstance(value, float) and value.is_integer() else value, name, 0)
+    return integer(_from_float(value), name, 0)
 
 
 def budget(value: Any, name: str) -> int:
     """Return a positive integer, also given as a float such as 1e5; or -1, for no end."""
-    number = int(value) if isinstance(value, float) and value.is_integer() else value
+    number = _from_float(value)
     try:
         return -1 if number == -1 else integer(number, name)
     except ValueError as error:

@@ -18,7 +18,7 @@ from torchrl_lightning.environments.policies import Policy, check_policy, dotted
 from torchrl_lightning.environments.seeds import check_seed
 from torchrl_lightning.environments.specs import EnvironmentSpecs, environment_specs
 from torchrl_lightning.environments.vector_env import make_vector_env
-from torchrl_lightning.ranges import Checked, boolean, budget, check_defaults, integer
+from torchrl_lightning.ranges import Checked, boolean, budget, check_defaults, frames, integer
 from torchrl_lightning.state import check_state, tensor, whole
 from torchrl_lightning.stated import Fixed, Kept, Stated
 from torchrl_lightning.torch_defaults import check_default_device
@@ -34,11 +34,10 @@ RECURRENT_STATES = Kept("_read_states", "_states", _by_dotted_name, only="_plays
 
 def check_random_frames(value: Any, policy: object) -> int:
     """Return a number of frames with random actions, also given as a float such as 1e5; 0 without a policy."""
-    number = int(value) if isinstance(value, float) and value.is_integer() else value
-    frames = integer(number, "init_random_frames", 0)
+    number = frames(value, "init_random_frames")
     if policy is None:
-        check_defaults("without a policy", "give a policy", init_random_frames=(frames, 0))
-    return frames
+        check_defaults("without a policy", "give a policy", init_random_frames=(number, 0))
+    return number
 
 
 def check_acting(policy: object, exploration_type: ExplorationType | None, **switches: bool) -> None:

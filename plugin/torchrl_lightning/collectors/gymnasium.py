@@ -141,13 +141,7 @@ class GymnasiumCollector(CollectorBase):
             num_envs = make_vector_env(env, num_envs, **env_args).num_envs  # only checks
         num_envs = 1 if num_envs is None else num_envs
         super().__init__(env, policy, num_envs, frames_per_batch, total_frames, seed, env_args)
-        check_acting(
-            policy,
-            exploration_type,
-            reset_at_each_batch=reset_at_each_batch,
-            return_same_td=return_same_td,
-            clip_actions=clip_actions,
-        )
+        check_acting(policy, exploration_type, clip_actions=clip_actions)
         check_replay(replay, num_envs, "the collector")
         self.reset_at_each_batch = reset_at_each_batch
         self.init_random_frames = check_random_frames(init_random_frames, policy)

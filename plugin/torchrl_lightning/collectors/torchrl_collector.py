@@ -112,7 +112,7 @@ class TorchRLCollector(CollectorBase):
         copy_calls(env)
         super().__init__(env, policy, env.batch_size.numel(), frames_per_batch, total_frames, seed, {})
         self.env = env
-        self.reset_at_each_batch = boolean(reset_at_each_batch, "reset_at_each_batch")
+        self.reset_at_each_batch = reset_at_each_batch
         self.init_random_frames = check_random_frames(init_random_frames, policy)
         self._specs = environment_specs(env)
         self._mask = action_mask(self._specs.observation, self._specs.action)

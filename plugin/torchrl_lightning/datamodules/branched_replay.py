@@ -68,8 +68,8 @@ class BranchedReplay(Settings, Stated, Nameable):
         max_validation: most rows that are held out.
 
     Raises:
-        ValueError: a number is out of range, or the buffer makes returns of several steps; when a fit is set
-            up or due: one side of the split has no rows, or the buffer stores what nobody imagines.
+        ValueError: a number is out of range, or the buffer makes returns of several steps; when a fit is set up or due:
+            one side of the split has no rows, or the buffer stores an entry that the world model does not imagine.
 
     Examples:
         >>> from functools import partial

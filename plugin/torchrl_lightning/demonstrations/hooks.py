@@ -68,6 +68,7 @@ class DemonstrationHooks(Stated, RolloutHooks):
         settings: directories, how many are saved, and how they are replayed.
         writer: what decides which are kept, with their storage.
         sampler: what draws those that are replayed.
+        frame_skip: frames of one step; :meth:`attach` asks the environment if it is None.
     """
 
     OWNER, VERSION = "demonstrations", 1
@@ -82,10 +83,14 @@ class DemonstrationHooks(Stated, RolloutHooks):
     }
 
     def __init__(
-        self, settings: DemonstrationSettings, writer: DemonstrationWriter, sampler: DemonstrationSampler
+        self,
+        settings: DemonstrationSettings,
+        writer: DemonstrationWriter,
+        sampler: DemonstrationSampler,
+        frame_skip: int | None = None,
     ) -> None:
         self.settings, self.storage, self.writer, self.sampler = settings, writer.storage, writer, sampler
-        self.frame_skip: int | None = None
+        self.frame_skip = frame_skip
         """Frames of one step; :meth:`attach` asks the environment for it if it is None."""
         self._replay_in(1, 1)  # refuses options that make no sense
         self._specs: EnvironmentSpecs | None = None

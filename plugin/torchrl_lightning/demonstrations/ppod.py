@@ -142,8 +142,9 @@ class PPODBuffer(GAEBuffer):
             annealing=self.annealing,
             sampler=self.demonstration_sampler,
         )
-        self.hooks: DemonstrationHooks = DemonstrationHooks(self, self.demonstration_writer, self.demonstration_sampler)
-        self.hooks.frame_skip = self._frame_skip
+        self.hooks: DemonstrationHooks = DemonstrationHooks(
+            self, self.demonstration_writer, self.demonstration_sampler, self._frame_skip
+        )
 
     def _check_effects(self) -> None:
         """Validate that no setting of demonstrations is left without effect by another one."""

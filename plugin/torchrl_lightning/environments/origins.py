@@ -88,10 +88,12 @@ def id_changes(rollout: TensorDictBase, time_dim: int, last: Tensor | None = Non
     Returns:
         Flags of the rollout's shape, or None if it has no ``("collector", "traj_ids")``.
     """
-    stated: Tensor | None = rollout.get(TRAJ_IDS, None)
-    if stated is None:
-        return None
-    ids = stated.reshape(*rollout.shape, -1)[..., 0]
+    ids: Tensor | None = rollout.get(TRAJ_IDS, None)
+    return None if ids is None else changed_ids(ids.reshape(*rollout.shape, -1)[..., 0], time_dim, last)
+
+
+def changed_ids(ids: Tensor, time_dim: int, last: Tensor | None = None) -> Tensor:
+    """Return which ids differ from the one before them; arguments as of :func:`id_changes`."""
     before = ids.select(time_dim, 0) if last is None else last.to(ids.device)
     return torch.cat([before.unsqueeze(time_dim), ids], time_dim).diff(dim=time_dim) != 0
 

@@ -123,9 +123,9 @@ class EnvironmentRecipe(Settings, Nameable):
             rewards of the environment itself, as published scores do.
         vectorization: how collection steps its copies: ``"sync"``, in this process, or ``"async"``, each in a process
             of its own (by ``spawn``: a script needs ``if __name__ == "__main__":``), or ``"envpool"``, by EnvPool,
-            around whose environments nothing can be laid. Collectors with workers take ``"sync"``, and step in
-            them. Evaluation stays in this process, and plays Gymnasium's
-            environment of that id where there is one and no ``env_kwargs``.
+            around whose environments nothing can be laid. Collectors with workers take ``"sync"``: their workers step
+            the environments. Evaluation stays in this process, and plays Gymnasium's environment of that id where there
+            is one and no ``env_kwargs``.
         demonstrations_of: ids (or the names of factories) whose demonstrations are taken as of this environment, though
             they were recorded in another, or with another reward; its own id allows other arguments and wrappers.
         step_timeout: seconds that making, ``reset``, ``step`` or ``close`` may take; any number if None. What takes

@@ -14,7 +14,8 @@ from torchrl.modules import set_recurrent_mode
 
 from torchrl_lightning._modules import EvaluationMode, device_of
 from torchrl_lightning.entries import join, keys_below, next_key, under
-from torchrl_lightning.keys import DONE, IS_INIT, RECURRENT_STATE, TERMINATED, TRAJ_IDS
+from torchrl_lightning.environments.origins import id_changes
+from torchrl_lightning.keys import DONE, IS_INIT, RECURRENT_STATE, TERMINATED
 from torchrl_lightning.rollout.batches import device_in, sequences
 
 RECURRENT_KEYS: tuple[NestedKey, ...] = (RECURRENT_STATE,)
@@ -29,16 +30,15 @@ def value_keys(data: TensorDictBase, critic: TensorDictModuleBase | None, root: 
 def boundaries(rollout: TensorDictBase) -> Tensor:
     """Return where the trace ends: at ``done``, or where the next stored step starts another episode."""
     done = rollout.get(DONE)
-    start, ids = rollout.get(IS_INIT, None), rollout.get(TRAJ_IDS, None)
+    start, changes = rollout.get(IS_INIT, None), id_changes(rollout, 0)
     has_starts = start is not None and start.shape == done.shape
-    if not has_starts and ids is None:
+    if not has_starts and changes is None:
         return done
     cut: Tensor = done.clone()
     if has_starts:
         cut[:-1] |= start[1:]
-    if ids is not None:
-        ids = ids.reshape(*rollout.shape, *[1] * (done.ndim - rollout.ndim))
-        cut[:-1] |= ids[1:] != ids[:-1]
+    if changes is not None:
+        cut[:-1] |= changes[1:].view(*changes[1:].shape, *[1] * (done.ndim - rollout.ndim))
     return cut
 
 

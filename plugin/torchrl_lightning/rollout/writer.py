@@ -23,6 +23,7 @@ from torchrl_lightning.entries import (
     schema_difference,
     under,
 )
+from torchrl_lightning.environments.origins import changed_ids
 from torchrl_lightning.keys import COLLECTOR, DONE, IS_INIT, TERMINATED, TRAJ_IDS, VALID
 from torchrl_lightning.rollout.batches import viewed
 from torchrl_lightning.rollout.layout import RolloutLayout
@@ -147,28 +148,18 @@ class RolloutWriter(Stated, WriterBase):
     def _with_cuts(self, rollout: TensorDictBase, storage: RolloutStorage, start: int) -> TensorDictBase:
         """Return a rollout ``[T, N]`` whose ``is_init`` is also set where the ids of trajectories change."""
         entries = entries_of(rollout)
-        is_init, collector = entries.get(IS_INIT), entries.get(COLLECTOR)
-        if is_init is None or collector is None:
+        is_init, collector, last = entries.get(IS_INIT), entries.get(COLLECTOR), None
+        ids = None if collector is None else entries_of(collector).get(TRAJ_IDS[-1])
+        if is_init is None or ids is None:
             return rollout
-        ids = entries_of(collector).get(TRAJ_IDS[-1])
-        if ids is None:
-            return rollout
-        flags = is_init
-        while ids.ndim > 2:
-            ids = ids[..., 0]
-        while flags.ndim > 2:
-            flags = flags[..., 0]
-        begins = ids[1:] != ids[:-1]  # all but the first steps, which are compared with what is stored
         if start and storage.data is not None:
             last = storage.data.get(TRAJ_IDS)[start - 1].reshape(rollout.shape[1], -1)[:, 0]
-            first = (ids[:1] != last.to(ids.device)) & (flags[:1] == 0)
-        else:
-            first = None
-        if not (begins & (flags[1:] == 0)).any() and (first is None or not first.any()):
+        changes = changed_ids(ids.reshape(*rollout.shape, -1)[..., 0], 0, last)
+        marks = changes.view(*changes.shape, *[1] * (is_init.ndim - 2))
+        if not (marks & (is_init == 0)).any():
             return rollout
-        begins = torch.cat([torch.zeros_like(ids[:1], dtype=torch.bool) if first is None else first, begins])
         marked = rollout.copy()
-        marked.set(IS_INIT, is_init.masked_fill(begins.view(*begins.shape, *[1] * (is_init.ndim - 2)), 1))
+        marked.set(IS_INIT, is_init.masked_fill(marks, 1))
         return marked
 
     def add(self, data: TensorDictBase) -> int:
