@@ -46,14 +46,6 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
     return True if inside and not collection_path.name.startswith("test_") else None
 
 
-@pytest.fixture(autouse=True, scope="session")
-def own_key(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Keeps the key with which runs are signed out of the home folder of whoever runs the tests."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
-        yield
-
-
 @pytest.fixture(autouse=True)
 def same_threads() -> Iterator[None]:
     """Fails a test that leaves another number of torch's threads: sums of others would differ in their last bits."""

@@ -54,8 +54,6 @@ LOG_LINES = 1_000_000
 """Lines of a CSV log."""
 LOG_LINE = 1 << 20
 """Characters of one of these lines."""
-SIGNATURE_BYTES = 1024
-"""Bytes of the signature of a run, and of the key."""
 SHOWN_BUFFERS = 64
 """Buffers of one source that an inspection shows."""
 SHOWN_ENTRIES = 500
@@ -72,10 +70,10 @@ OPERATIONS_LEAST = 20_000
 """Operations that building any networks may take."""
 COUNT = 1 << 28
 """Cells of a buffer."""
-WIDTH = 1 << 16
-"""Units of a layer, environments, and other whole numbers in the settings of an environment."""
+WIDTH = 1 << 17
+"""Units of a layer, environments, and all other whole numbers but cells, times and seeds."""
 LENGTH = 4096
-"""Layers, members of an ensemble, stacked frames, pixels of a side, and repetitions."""
+"""Whole numbers in the settings of an environment and its wrappers, such as stacked frames and pixels of a side."""
 
 # -- optimizers ------------------------------------------------------------------------------------------------------
 OPTIMIZER_STEPS = 1 << 40

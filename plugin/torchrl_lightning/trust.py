@@ -10,7 +10,7 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -90,11 +90,8 @@ _BUILDERS = """
     build_action_critic build_actor build_critic build_deterministic_actor build_distributional_q_network
     build_q_network build_squashed_actor
 """
-# Arguments that name what is called or imported, and the only values of them that may be.
-_CALLED = {
-    ("torchrl.envs.EndOfLifeTransform", "eol_attribute"): ("unwrapped.ale.lives",),
-    (_RECIPE, "module"): MODULES,
-}
+# Arguments of environments and wrappers that are called or imported, and the only values that a file may give them.
+_CALLED = {"eol_attribute": ("unwrapped.ale.lives",), "module": MODULES, "backend": ("gym", "gymnasium")}
 _DIRECTIVES: dict[str, Any] = {
     "_target_": lambda value: isinstance(value, str),
     "_partial_": lambda value: isinstance(value, bool),
@@ -105,46 +102,29 @@ _DIRECTIVES: dict[str, Any] = {
 _WITH_COLON = re.compile(
     rf"(?:{'|'.join(MODULES)}):[\w/.-]+|(?:cpu|cuda|mps|xpu):\d+|minari:\w[\w/-]*|[\d:.]+", re.ASCII
 )
-# Names of whole numbers that decide how much is built or computed, each group with its largest value.
-_COUNTS = {
-    limits.LENGTH: re.compile(
-        "stack_size|frame_stack|n_stack|num_stack|N|num_layers|n_layers|depth|num_members|num_elites|num_critics"
-        "|num_qvalue_nets|action_repeat|frame_skip|skip|noop_max|noops|screen_size|delay|num_repeats|padding"
-        "|scale_factor|kernel_sizes?|strides?|dilation|nhead|num_heads"
-    ),
-    limits.WIDTH: re.compile(
-        "hidden_sizes?|num_cells|num_units|features|channels|out_features|in_channels|out_channels|num_embeddings"
-        "|embedding_dim|embed_dim|num_atoms|num_quantiles|num_envs|num_workers|eval_num_envs|num_samples|population"
-        "|horizon|proj_size"
-    ),
-    limits.COUNT: re.compile("max_size|max_capacity|capacity|size|frames_per_batch|batch_size|mini_batch_size"),
-}
-_SIDES = re.compile("shape|size|width|height|bins")  # of images and grids, among the settings of an environment
+# Whole numbers decide how much is built and computed, but for seeds and times; these may be larger than others.
+_TIMES = re.compile(r"(?!frames_per_batch).*(seed|steps|time|limit|frames).*")
+_CELLS = re.compile(r"(.*_)?(size|capacity)|frames_per_batch")
 _AROUND = ("gymnasium.wrappers.", "minigrid.wrappers.", "torchrl.envs.")
-_TIMES = re.compile(r".*(seed|steps|time|limit|frames).*")
 _WORD = re.compile(r"[\w+-][\w ,.+()-]*|", re.ASCII)  # no path, no module
 _FOLDER = re.compile(r"(?:.*_)?(?:dir|dirpath|file|filename|folder|path|root|dataset)")
-_READ_ALONE = re.compile(r"initial_\w+_demos_dir|dataset")  # of these, those that are never written to
 
 
 class Nameable:
     """A part that a file may name, as it is built from plain values; a folder among them must be an argument's."""
 
 
-def check_config(
-    node: Any, *, where: str, trusted: bool = False, own: Collection[str] = (), folders: bool = True
-) -> None:
-    """Refuse a config from a file that is more than data, or names what a file may not; nothing is built or imported.
+def check_config(node: Any, *, where: str, trusted: bool = False, folders: bool = True) -> None:
+    """Validate a config from a file before anything that it names is built or imported.
 
-    Data are dicts, lists, texts, numbers, flags and null, without an interpolation. The classes that it may name are
-    those of :func:`target_named`; it may name no folder but ours, and no module but those that register the
+    It must be data: dicts, lists, texts, numbers, flags and null, without an interpolation. Unless it is trusted, it
+    may name only the classes of :func:`target_named`, only our own folders, and only the modules that register the
     environments of our presets.
 
     Args:
         node: The config, or a part of it.
-        where: What it is, for the message, such as ``"the config in a.ckpt"``.
-        trusted: Whether it may name any class, folder and module; data it must be all the same.
-        own: Names that it may have, too: those in a config that the user wrote, by :func:`texts_in`.
+        where: Its place, for the message, such as ``"the config in a.ckpt"``.
+        trusted: Whether it may name any class, folder and module.
         folders: Whether its folders count; if not, :func:`without_folders` leaves them out of what is built.
 
     Raises:
@@ -157,7 +137,7 @@ def check_config(
         ValueError: the config in a.ckpt says what a file may not: _target_='os.system' is none of the classes that a \
 file may name
     """
-    found = _Reading(trusted, frozenset(own), folders).refusals(node)
+    found = _Reading(trusted, folders).refusals(node)
     first = [refusal for refusal, _ in zip(found, range(5), strict=False)]
     if first:
         more = "; and more" if next(found, None) is not None else ""
@@ -182,14 +162,6 @@ def target_named(name: str) -> Any:
     return None
 
 
-def texts_in(node: Any) -> frozenset[str]:
-    """Return all texts among the values of a plain config."""
-    if isinstance(node, str):
-        return frozenset([node])
-    inside = node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
-    return frozenset().union(*map(texts_in, inside))
-
-
 def without_folders(node: Any) -> Any:
     """Return a config without the folders and data sets that its classes of ours read and write.
 
@@ -211,8 +183,8 @@ def without_folders(node: Any) -> Any:
 class _Reading:
     """One walk over a config, which counts what it sees."""
 
-    def __init__(self, trusted: bool, own: frozenset[str], folders: bool) -> None:
-        self.trusted, self.own, self.folders, self.left = trusted, own, folders, NODES
+    def __init__(self, trusted: bool, folders: bool) -> None:
+        self.trusted, self.folders, self.left = trusted, folders, NODES
 
     def refusals(self, node: Any, path: str = "", depth: int = 0, words: bool = False) -> Iterator[str]:
         """Yield what is wrong, each with its place; ``words``: below are settings of an environment."""
@@ -238,15 +210,12 @@ class _Reading:
             yield f"{_shown(path, text)} is an interpolation"
         elif len(text) > LENGTH:
             yield f"{path or 'it'} is a text of more than {LENGTH} characters"
-        elif self._is_known(text):
+        elif self.trusted:
             return
         elif ":" in text and not _WITH_COLON.fullmatch(text):
             yield f"{_shown(path, text)} may import a module other than {', '.join(MODULES)}"
         elif words and not _WORD.fullmatch(text):
             yield f"{_shown(path, text)} may be a path or a module; an environment's settings are plain words"
-
-    def _is_known(self, text: str) -> bool:
-        return self.trusted or text in self.own
 
     def _mapping(self, node: dict[Any, Any], path: str, depth: int, words: bool) -> Iterator[str]:
         target = node.get("_target_")
@@ -267,13 +236,12 @@ class _Reading:
                     yield f"{_shown(place, value)} is no directive of Hydra's"
                     continue
             if key == "_target_":
-                if (named is None and not self._is_known(value)) or "${" in value:
+                if (named is None and not self.trusted) or "${" in value:
                     yield f"{_shown(place, value)} is {_why_not(value)}"
                 continue
             below = words or key == "env_kwargs" or canonical in _ENVIRONMENTS
-            yield from self._argument(canonical, key, value, place, below)
-            if not self.trusted and (named is not None or below):
-                yield from _counts(key, value, place, below, canonical.startswith(_AROUND))
+            if not self.trusted and value is not None:
+                yield from self._argument(canonical, key, value, place, below)
             is_id = below and key in ("env_name", "_args_")
             if key not in folders or self.folders:
                 yield from self.refusals(value, place, depth + 1, below and not is_id)
@@ -284,16 +252,18 @@ class _Reading:
         elif _is_kind(named, _COLLECTOR) and node.get("_partial_") is not True:
             yield f"{path or 'it'} builds a collector, which starts processes"
 
-    def _argument(self, canonical: str, key: Any, value: Any, place: str, of_environment: bool) -> Iterator[str]:
-        """Yield what an argument may not be, whatever it is of itself."""
-        if self.trusted or value is None or (type(value) is str and value in self.own):
-            return
-        only = ("gym", "gymnasium") if of_environment and key == "backend" else _CALLED.get((canonical, key))
-        if only and not (type(value) is str and value in only):
+    def _argument(self, canonical: str, key: Any, value: Any, place: str, below: bool) -> Iterator[str]:
+        """Yield the reasons to refuse an argument of a class, or a setting ``below`` an environment's."""
+        around = below or canonical == _RECIPE or canonical.startswith(_AROUND)
+        only = _CALLED.get(key) if around else None
+        if only and value not in only:
             yield f"{_shown(place, value)} is not {' or '.join(map(repr, only))}"
+        is_read = key == "dataset" or str(key).startswith("initial_")
         is_place = self.folders and key in _folders_of(canonical)
-        if is_place and not (_READ_ALONE.fullmatch(key) and type(value) is str and _is_shipped(value)):
+        if is_place and not (is_read and type(value) is str and _is_shipped(value)):
             yield f"{_shown(place, value)} is a place on the disk"
+        if canonical or below:
+            yield from _sizes(str(key), value, place, around)
 
     def _recipe(self, node: dict[Any, Any], path: str) -> Iterator[str]:
         """Yield what makes an environment and is none, and what is laid around it and is no wrapper."""
@@ -311,28 +281,17 @@ class _Reading:
                 yield f"{_shown(f'{path}.{place}' if path else place, name)} makes no {what}"
 
 
-def _counts(key: Any, value: Any, place: str, of_environment: bool, around: bool) -> Iterator[str]:
-    """Yield the counts of an argument that are larger than a file may ask for."""
-    if type(key) is not str:
+def _sizes(key: str, value: Any, place: str, around: bool) -> Iterator[str]:
+    """Yield the first number of an argument that is larger than a file may ask for."""
+    if _TIMES.fullmatch(key):
         return
-    most = next((most for most, names in _COUNTS.items() if names.fullmatch(key)), None)
-    kinds: tuple[type, ...] = (int, float)
-    if (of_environment or around) and _SIDES.fullmatch(key):
-        most = limits.LENGTH
-    elif of_environment and most is None and not _TIMES.fullmatch(key):
-        most, kinds = limits.WIDTH, (int,)
-    if most is None:
-        return
-    left, seen = [value], 0
-    while left:
-        number = left.pop()
-        seen += 1
-        if seen > limits.LENGTH:
-            yield f"{place} has more than {limits.LENGTH} numbers"
-            return
-        if type(number) is list:
+    cells = not around and _CELLS.fullmatch(key)
+    most = limits.LENGTH if around else limits.COUNT if cells else limits.WIDTH
+    left = [value]
+    for number in left:
+        if type(number) is list and len(left) <= NODES:
             left += number
-        elif type(number) in kinds and abs(number) > most:
+        elif abs(number if type(number) is int or (type(number) is float and cells) else 0) > most:
             yield f"{place}={number} is more than {most}"
             return
 

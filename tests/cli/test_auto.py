@@ -7,7 +7,6 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -126,10 +125,6 @@ def without_checkpoints(folder: Path) -> None:
     shutil.rmtree(folder / "checkpoints")
 
 
-def without_config(folder: Path) -> None:
-    (folder / ".hydra" / "config.yaml").unlink()
-
-
 def own_files(folder: Path) -> None:
     for name in ("last", "best"):
         (folder / "checkpoints" / f"{name}.ckpt").write_bytes(b"PK\x03\x04 no checkpoint")
@@ -139,7 +134,6 @@ DAMAGE: dict[Callable[[Path], None], str] = {
     **dict.fromkeys((empty, torn, binary, foreign, a_list, tagged), "hydra.yaml is damaged"),
     without_record: "no record of its run",
     without_checkpoints: "holds no checkpoint",
-    without_config: "config.yaml is missing or a link",
     own_files: "is no whole checkpoint",
 }
 
@@ -167,20 +161,6 @@ def test_a_folder_that_is_not_used_is_named_with_the_reason(
     check_unused(home, damage, reason)
 
 
-@pytest.mark.parametrize("part", [".", ".hydra/config.yaml"])
-def test_a_folder_of_another_user_is_named_with_both_ids(
-    part: str, home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    user, path, stat = os.getuid(), run_folder(home) / part, Path.stat
-
-    def owned_by_another(self: Path, **options: Any) -> os.stat_result:
-        found = stat(self, **options)
-        return os.stat_result([*found[:4], user + 1, *found[5:10]]) if self.absolute() == path else found
-
-    monkeypatch.setattr(Path, "stat", owned_by_another)
-    check_unused(home, lambda folder: None, f"user with id {user + 1}, and this process to {user}")
-
-
 def test_a_folder_that_cannot_be_read_is_named(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, is_dir = run_folder(home), Path.is_dir
 
@@ -204,3 +184,25 @@ def test_a_run_that_is_not_resumed_says_so_and_begins(home: Path) -> None:
     assert done.returncode == 0
     assert last_line(done.stdout)[4] == "256"
     assert "hydra.yaml is damaged" in done.stderr
+
+
+OWN = "import gymnasium\ndef make(**options):\n    return gymnasium.make('CartPole-v1', **options)\n"
+
+
+def test_auto_resumes_a_run_with_classes_of_ones_own_only_if_it_is_told_to_trust_it(tmp_path: Path) -> None:
+    (tmp_path / "own_cart.py").write_text(OWN)
+    given = [*GIVEN, "data.env={_target_:hydra.utils.get_method,path:own_cart.make}", "ckpt_path=auto"]
+    first = call("train", *given, cwd=tmp_path)
+    assert first.returncode == 0, first.stderr
+    assert first.stdout.count("to resume or evaluate it, say trusted=true") == 1
+    refused = call("train", *given, cwd=tmp_path)
+    assert refused.returncode == 1
+    assert re.fullmatch("error: .*hydra.utils.get_method.*say trusted=true.\n", refused.stderr)
+    done = call("train", *given, "trusted=true", "--cfg", "job", cwd=tmp_path)
+    assert str(OmegaConf.create(done.stdout).ckpt_path).endswith("last.ckpt"), done.stderr
+
+
+def test_a_fresh_run_may_be_told_to_trust_what_it_will_find(tmp_path: Path) -> None:
+    done = call("train", *GIVEN, "ckpt_path=auto", "trusted=true", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "say trusted=true" not in done.stdout

@@ -27,7 +27,7 @@ RUN = [
 def test_clip_actions_of_a_collector_holds_in_all_commands(run, tmp_path):
     (tmp_path / "own_far.py").write_text(OWN)
     assert last_line(run("train", *RUN).stdout)[1] == "3.000"
-    played = ["evaluate", "ckpt_path=first", "episodes=2", "histogram=null", "hydra.run.dir=second"]
+    played = ["evaluate", "ckpt_path=first", "episodes=2", "histogram=null", "hydra.run.dir=second", "trusted=true"]
     assert last_line(run(*played).stdout)[1] == "3.000"
     run("export", "first", "--output", "policy.pt2", "--trusted")
     program = torch.export.load(tmp_path / "policy.pt2").module()

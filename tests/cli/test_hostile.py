@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +17,6 @@ from kit.store import composed, composed_run
 from torchrl_lightning import EnvironmentRecipe, LoadedPolicy, OnPolicyDataModule, load_policy
 from torchrl_lightning._conf import CONF_DIR
 from torchrl_lightning.cli.evaluate import evaluate
-from torchrl_lightning.cli.ownership import own_run, sign
 from torchrl_lightning.cli.record import record
 from torchrl_lightning.cli.train import train
 from torchrl_lightning.learn import MLPNetwork, PPOModule
@@ -174,71 +171,10 @@ def test_trusting_the_file_is_the_only_way_past(settings, own_class):
     assert record(OmegaConf.merge(settings["record"], {"trusted": True})) > 0
 
 
-def test_what_the_users_own_run_names_is_taken(stored, settings, own_class):
-    (own_class.parent / ".hydra").mkdir()
-    (own_class.parent / ".hydra" / "config.yaml").write_text(OmegaConf.to_yaml({"model": OWN_MODEL}))
-    sign(own_class.parent)
-    assert record(settings["record"]) > 0
-    # The folder vouches for its own names alone, not for whatever lies in it.
-    save(stored, model={**OWN_MODEL, "optimizer": {"_target_": "os.system", "command": "true"}})
-    check_refused(own_class, record, settings["record"])
-
-
-def test_what_the_folder_of_somebody_else_names_is_refused(settings, own_class, tmp_path, monkeypatch):
-    """Whoever unpacks a folder owns its files, but they are signed with another key, or not at all."""
+def test_the_folder_of_a_run_vouches_for_nothing(settings, own_class):
     (own_class.parent / ".hydra").mkdir()
     (own_class.parent / ".hydra" / "config.yaml").write_text(OmegaConf.to_yaml({"model": OWN_MODEL}))
     check_commands_refuse(own_class, settings)
-    with monkeypatch.context() as elsewhere:
-        elsewhere.setenv("XDG_STATE_HOME", str(tmp_path / "another's"))
-        sign(own_class.parent)
-        assert record(settings["record"]) > 0
-    check_commands_refuse(own_class, settings)
-
-
-def left_by_a_run(folder: Path, checkpoint: str = "checkpoints/a.ckpt") -> Path:
-    (folder / ".hydra").mkdir(parents=True)
-    (folder / ".hydra" / "config.yaml").write_text("model: {}")
-    (folder / checkpoint).parent.mkdir(parents=True, exist_ok=True)
-    (folder / checkpoint).write_bytes(b"x")
-    return folder / checkpoint
-
-
-@pytest.mark.parametrize(
-    ("checkpoint", "is_own"),
-    [
-        ("checkpoints/a.ckpt", True),
-        ("last.ckpt", True),
-        ("some/checkpoints/a.ckpt", False),
-        ("elsewhere/a.ckpt", False),
-        ("a.pt", False),
-    ],
-)
-def test_another_folder_is_not_asked(checkpoint, is_own, tmp_path):
-    assert own_run(left_by_a_run(tmp_path, checkpoint)) == (tmp_path if is_own else None)
-
-
-def test_a_link_is_followed_to_where_the_file_lies(tmp_path):
-    checkpoint = left_by_a_run(tmp_path / "a")
-    (tmp_path / "link.ckpt").symlink_to(checkpoint)
-    assert own_run(tmp_path / "link.ckpt") == tmp_path / "a"
-    (tmp_path / "b" / "checkpoints").mkdir(parents=True)
-    moved = shutil.move(checkpoint, tmp_path / "b" / "checkpoints" / "a.ckpt")
-    (tmp_path / "b" / ".hydra").symlink_to(tmp_path / "a" / ".hydra")
-    assert own_run(moved) is None
-
-
-@pytest.mark.parametrize("part", [".", ".hydra", ".hydra/config.yaml", "checkpoints", "checkpoints/a.ckpt"])
-def test_the_folder_of_somebody_else_is_not_asked(part, tmp_path, monkeypatch):
-    checkpoint, stat = left_by_a_run(tmp_path), Path.stat
-    assert own_run(checkpoint) == tmp_path
-
-    def of_another(path: Path, **options: Any) -> Any:
-        found = stat(path, **options)
-        return SimpleNamespace(st_uid=found.st_uid + (path == tmp_path / part), st_mode=found.st_mode)
-
-    monkeypatch.setattr(Path, "stat", of_another)
-    assert own_run(checkpoint) is None
 
 
 def test_of_ours_a_file_names_what_is_built_from_plain_values():

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from cli.written_runs import keep, write_run
-from torchrl_lightning.cli.ownership import is_signed
 from torchrl_lightning.cli.plot import main
 from torchrl_lightning.limits import LOG_LINE
 from torchrl_lightning.records import score_of
@@ -116,12 +115,6 @@ def test_the_table_of_a_sweep_prints_no_escape_codes(tmp_path, capsys):
     out = capsys.readouterr().out
     assert r"\x1b[31m$a$\u202e" in out
     assert all(line.isprintable() for line in out.splitlines())
-
-
-def test_a_fifo_as_a_signature_counts_as_none(tmp_path):
-    run = run_of(tmp_path)
-    os.mkfifo(run / ".hydra" / "signature")
-    assert not is_signed(run)
 
 
 def test_a_score_that_is_no_number_is_refused_in_one_line(tmp_path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 from pathlib import Path
 
 import pytest
@@ -140,13 +139,16 @@ def test_a_value_of_yaml_that_has_changed_since_stays(run, tmp_path):
     file.write_text(text.format(2, 0.1, 0.01, "3"))
     run("train", *given, "+own.seed=${seed}", "callbacks.progress_bar.refresh_every=0.3")
     file.write_text(text.format(7, '"${model.critic_coeff}"', 0.02, "${seed}"))
-    here = composed(run, "--config-dir", ".", "ckpt_path=first/checkpoints/last.ckpt", "model.entropy_coeff=0.03")
+    resumed = ["--config-dir", ".", "ckpt_path=first/checkpoints/last.ckpt", "model.entropy_coeff=0.03"]
+    here = composed(run, *resumed, "trusted=true")
     assert here.data.num_epochs == 2
     assert here.model.clip_epsilon == 0.1
     assert here.model.entropy_coeff == 0.03
     assert here.now == 3
     assert here.own.seed == 0
     assert here.callbacks.progress_bar.refresh_every == 0.3
+    here = composed(run, *resumed)
+    assert (here.data.num_epochs, here.callbacks.progress_bar.refresh_every) == (2, 0.2)
 
 
 def test_a_checkpoint_may_come_from_yaml_and_from_a_sweep(half, run, tmp_path):
@@ -219,22 +221,27 @@ def test_the_config_of_a_file_is_data(group, key, value, message, half, run, tmp
     assert not (tmp_path / "canary").exists()
 
 
-def test_a_class_of_ones_own_is_resumed_from_its_folder_and_elsewhere_by_trust(run, tmp_path):
+def test_a_class_of_ones_own_is_resumed_only_by_trust(run, tmp_path):
     (tmp_path / "own_cart.py").write_text(OWN)
     env = "data.env={_target_:hydra.utils.get_method,path:own_cart.%s}"
     run("train", *TINY, "data.total_frames=128", "eval_episodes=1", env % "make", "hydra.run.dir=first")
     checkpoint = tmp_path / "first" / "checkpoints" / "last.ckpt"
-    assert composed(run, f"ckpt_path={checkpoint}").data.env.path == "own_cart.make"
-    shutil.copy(checkpoint, tmp_path / "moved.ckpt")
-    for more, message in (
-        ([], "data.env._target_='hydra.utils.get_method' is none of the classes"),
-        ([env % "other"], "builds hydra.utils.get_method from other values than this command"),
-    ):
-        said = composed(run, "ckpt_path=moved.ckpt", *more, expect=1)
-        assert message in said
+    for more in ([], [env % "make"], [env % "other"], ["trusted=false"]):
+        said = composed(run, f"ckpt_path={checkpoint}", *more, expect=1)
+        assert "data.env._target_='hydra.utils.get_method' is none of the classes" in said
         assert "say trusted=true" in said
-    for more in ("trusted=true", env % "make"):
-        assert composed(run, "ckpt_path=moved.ckpt", more).data.env.path == "own_cart.make"
+        assert len(said.splitlines()) == 1
+    assert composed(run, f"ckpt_path={checkpoint}", "trusted=true").data.env.path == "own_cart.make"
+
+
+@pytest.mark.parametrize("where", ["trusted: true\n", "hydra: {sweeper: {params: {trusted: 'true'}}}\n"])
+@pytest.mark.parametrize("command", ["train", "evaluate"])
+def test_no_file_says_that_a_checkpoint_is_trusted(command, where, half, run, tmp_path):
+    (tmp_path / "mine.yaml").write_text(f"defaults: [{command}, _self_]\n{where}")
+    sweep = ["--multirun"] if "sweeper" in where else []
+    given = ["--config-dir", ".", "--config-name", "mine", f"ckpt_path={checkpoint_of(half)}", *sweep]
+    said = run(command, *given, expect=1).stderr
+    assert said == "error: trusted must be set on the command line, got trusted=true from a file. Remove it there.\n"
 
 
 OWN = """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import tempfile
 from pathlib import Path
@@ -15,7 +14,6 @@ sys.path[:0] = [str(TESTS), str(TESTS.parent / "plugin")]
 def main(words: list[str]) -> int:
     """Return 1 if anything is wrong."""
     with tempfile.TemporaryDirectory() as folder:
-        os.environ["HOME"] = os.environ["XDG_STATE_HOME"] = folder  # where keys of signatures are kept
         from hostile.base import make_base, warm_up
         from hostile.corpus import all_cases
         from hostile.readers import READERS

@@ -164,7 +164,7 @@ def _file(name: str, content: str | bytes | None) -> Callable[[Path], None]:
     return change
 
 
-CSV, CONFIG, HYDRA, SIGNATURE = "csv/metrics.csv", ".hydra/config.yaml", ".hydra/hydra.yaml", ".hydra/signature"
+CSV, CONFIG, HYDRA = "csv/metrics.csv", ".hydra/config.yaml", ".hydra/hydra.yaml"
 BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 60))
 DOUBLED = "seed: ${a40}\na0: xx\n" + "".join(f"a{n}: ${{a{n - 1}}}${{a{n - 1}}}\n" for n in range(1, 41))
 RUNS = {
@@ -180,8 +180,6 @@ RUNS = {
     "huge numbers in a log": _file(CSV, "step,eval/return\n1,1e308\n2,-1e308\n1e308,inf\n"),
     "a FIFO as a config": _file(CONFIG, None),
     "a FIFO as a record": _file(HYDRA, None),
-    "a FIFO as a signature": _file(SIGNATURE, None),
-    "a signature of a gigabyte": lambda run: os.truncate(os.open(run / SIGNATURE, os.O_CREAT | os.O_WRONLY), 1 << 30),
     "aliases of a config": _file(CONFIG, BOMB),
     "aliases of a record": _file(HYDRA, BOMB),
     "an alias in itself": _file(CONFIG, "a: &a [*a]"),

@@ -20,7 +20,7 @@ CHOSEN = {
         *("rewards of 1e30", "a length of zero", "names with escape codes", "a manifest of 60 MB", "a deep manifest"),
         "a FIFO as a manifest",
     ],
-    "run": ["a FIFO as a log", "a FIFO as a signature", "aliases of a config", "a tag that calls", "an open quote"],
+    "run": ["a FIFO as a log", "a FIFO as a record", "aliases of a config", "a tag that calls", "an open quote"],
     "policy": ["weights of 10 TB", "a module", "a deep config"],
     "demonstration": [
         *("npz of objects", "npz that declares 4 TB", "safetensors that is a FIFO", "metadata with escape codes"),

@@ -6,7 +6,6 @@ Imports nothing heavy.
 from __future__ import annotations
 
 import glob
-import os
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -19,7 +18,6 @@ from yaml import YAMLError
 from torchrl_lightning.cli.checks import UsageError, read_stored
 from torchrl_lightning.cli.locks import check_unlocked, is_follower
 from torchrl_lightning.cli.names import folder_name, job_name, recorded_command, told
-from torchrl_lightning.cli.ownership import own_run
 from torchrl_lightning.plain_yaml import read_config
 
 AUTO = "auto"  # value of ckpt_path
@@ -119,26 +117,14 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def _checkpoints(folder: Path) -> list[Path]:
-    """Return the checkpoints of the user's own run in a folder."""
+    """Return the checkpoints of the run in a folder."""
     try:
         paths = list(_files(folder))
-        if not paths:
-            raise _UnusedError("it holds no checkpoint")
-        own = [path for path in paths if own_run(path) is not None]
-        if own:
-            return own
-        user = os.getuid() if hasattr(os, "getuid") else 0
-        parts = (folder, folder / ".hydra", folder / ".hydra" / "config.yaml", paths[0].parent, *paths)
-        owners = (part.stat().st_uid for part in parts if part.exists())
-        owner = next((each for each in owners if each != user), None)
     except OSError as error:
         raise _UnusedError(f"it cannot be read ({error.strerror or error})") from error
-    if owner is None:
-        raise _UnusedError("its config.yaml is missing or a link; name a checkpoint of it by ckpt_path=FILE")
-    raise _UnusedError(
-        f"it belongs to the user with id {owner}, and this process to {user}; name a checkpoint of it by "
-        "ckpt_path=FILE, or change the owner of the whole folder"
-    )
+    if not paths:
+        raise _UnusedError("it holds no checkpoint")
+    return paths
 
 
 def _progress(path: Path) -> tuple[int, int, bool, int]:

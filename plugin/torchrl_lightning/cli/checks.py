@@ -17,15 +17,14 @@ from omegaconf.errors import OmegaConfBaseException
 
 from torchrl_lightning._conf import CONF_DIR
 from torchrl_lightning.cli.names import recorded_command
-from torchrl_lightning.cli.ownership import is_signed, own_run
 from torchrl_lightning.cli.run_errors import storage_error
 from torchrl_lightning.fitting import Fault
-from torchrl_lightning.plain_yaml import read_config
 from torchrl_lightning.processes import lack_of
 from torchrl_lightning.suggestions import did_you_mean
 from torchrl_lightning.untrusted import MESSAGE_LIMIT, printable
 
 _GROUPS = ("callbacks", "data", "env", "logger", "model", "paths", "trainer")
+TRUST = "if you trust whoever made it, say trusted=true"
 SWEPT = "in the run "  # begins the note of an error that occurred in one run of a sweep
 _FLUSHED = "logger.csv.flush_logs_every_n_steps"  # Lightning divides by it
 
@@ -149,20 +148,19 @@ def check_command(cfg: DictConfig) -> None:
         print(f"note: experiment={experiment} is composed in as well; '~experiment' leaves it out.", file=sys.stderr)
 
 
-def own_config(checkpoint: Path) -> DictConfig:
-    """Return the config that the user's own run was composed to and has signed; an empty one for another's."""
-    folder = own_run(checkpoint)
-    if folder is None or not is_signed(folder):
-        return OmegaConf.create({})
-    return read_config(folder / ".hydra" / "config.yaml")
+def is_trusted(cfg: DictConfig) -> bool:
+    """Return whether this command says ``trusted=true``; raise UsageError if a file says it."""
+    from hydra.core.hydra_config import HydraConfig
 
-
-def own_names(*configs: DictConfig) -> frozenset[str]:
-    """Return the names that configs of the user's give to their data and models: a checkpoint may have them, too."""
-    from torchrl_lightning.trust import texts_in
-
-    nodes = [config[group] for config in configs for group in ("data", "model") if group in config]
-    return frozenset().union(*(texts_in(OmegaConf.to_container(node)) for node in nodes))
+    trusted = cfg.get("trusted", False)
+    if not isinstance(trusted, bool):
+        raise UsageError(f"trusted must be true or false, got {trusted}.")
+    if trusted and HydraConfig.initialized():
+        hydra = HydraConfig.get()
+        swept = OmegaConf.select(hydra, "sweeper.params") or {}
+        if "trusted" in swept or not any(line.lstrip("+").startswith("trusted=") for line in hydra.overrides.task):
+            raise UsageError("trusted must be set on the command line, got trusted=true from a file. Remove it there.")
+    return trusted
 
 
 def read_stored(path: str | Path, **options: bool) -> dict[str, Any]:
@@ -178,16 +176,16 @@ def read_stored(path: str | Path, **options: bool) -> dict[str, Any]:
 
 
 def stored_run(cfg: DictConfig) -> dict[str, Any]:
-    """Read the checkpoint to resume; refuse one whose config says what no file may, nor a config of the user's."""
+    """Read the checkpoint to resume; raise UsageError if its config needs ``trusted=true``."""
     from torchrl_lightning.learn.loading import CONFIG, config_in
 
-    path = Path(cfg.ckpt_path)
+    path, trusted = Path(cfg.ckpt_path), is_trusted(cfg)
     stored = read_stored(path)
     if CONFIG not in stored:  # a run with a Trainer of one's own
         return stored
     try:
         # Without folders: what is composed now says where this run reads and writes.
-        config_in(stored, path, "data", "model", trusted=cfg.trusted, own=own_names(cfg, own_config(path)))
+        config_in(stored, path, "data", "model", trusted=trusted)
     except ValueError as error:
-        raise UsageError(f"{error}; if you trust whoever made it, say trusted=true.") from error
+        raise UsageError(f"{error}; {TRUST}.") from error
     return stored

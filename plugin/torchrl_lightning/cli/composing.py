@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from torchrl_lightning.cli.checks import SWEPT, UsageError, one_line, read_store
 from torchrl_lightning.cli.replacing import Replacements, plain_layer, targets_in, targets_of
 from torchrl_lightning.cli.resuming import (
     Record,
-    check_taken,
+    check_record,
     continued,
     keep_process,
     keep_settings,
@@ -290,21 +291,22 @@ class ResumingLoader(OwnLoader):
             overrides = [*others, f"ckpt_path={value}"]
             given = _parsed(overrides)
         with one_line():
-            record = self._record(path)
+            record = self._record(path, is_told_to_trust(given))
             if record is None:
                 return composed(overrides)
             assert isinstance(path, str)
             _, repository = self._parse_overrides_and_create_caching_repo(config_name, overrides)
             return _resumed(record, path, given, composed, repository.group_exists)
 
-    def _record(self, path: Any) -> Record | None:
+    def _record(self, path: Any, trusted: bool) -> Record | None:
         """Read the record of a checkpoint once; None where there is none, which is told where the run begins."""
         if not isinstance(path, str) or not Path(path).is_file():
             return None
         file = Path(path).resolve()
         if file not in self._records:
             self._records[file] = record_in(read_stored(path), path)
-        return self._records[file]
+        record = self._records[file]
+        return record and replace(record, trusted=trusted)
 
 
 @contextmanager
@@ -326,6 +328,7 @@ def _resumed(
     is_group: Callable[[str], bool],
 ) -> DictConfig:
     """Compose what the run of a checkpoint was composed of, with the overrides given behind it."""
+    check_record(record, path)
     ours = [override for override in given if override.is_hydra_override()]
     mine = [override for override in given if not override.is_hydra_override()]
     lines, theirs = (continued(record, path, some, is_group) for some in (given, ours))
@@ -337,17 +340,16 @@ def _resumed(
         before = composed([*chosen, *_lines(theirs)])
     config = composed([*chosen, *_lines(lines)])
     alone = [override for override in lines if override in mine or is_group(override.key_or_group)]
-    check_taken(
-        record,
-        path,
-        lambda: OmegaConf.to_container(composed([*chosen, *_lines(alone)])),
-        trusted=config.get("trusted") is True,
-    )
     keep_settings(config, before, record, mine)
     lines_alone = [*chosen, *_lines(alone)]
     here = [line for line in lines_alone if not line.startswith("debug=") or line in _lines(mine)]
     keep_process(config, lambda: composed(here), given)
     return config
+
+
+def is_told_to_trust(given: Iterable[Override]) -> bool:
+    """Return whether the overrides of a command contain ``trusted=true``."""
+    return any(override.key_or_group == "trusted" and override.value() is True for override in given)
 
 
 def _as_integer(match: re.Match[str]) -> str:

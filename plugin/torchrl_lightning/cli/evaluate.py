@@ -71,32 +71,26 @@ def evaluate(cfg: DictConfig) -> float:
 def run_of(cfg: DictConfig, trusting: str = "trusted=true") -> tuple[Path, dict[str, Any], Any]:
     """Return the path of the checkpoint that was asked for, what it holds, and its run's config, to play on the CPU.
 
-    It may name what the config in the folder of the user's own run names, and else what any file may, if not trusted;
-    ``trusting`` is how the user of this command says that it is.
+    ``trusting`` is how the user of this command says that the checkpoint is trusted.
     """
     from omegaconf import OmegaConf
 
-    from torchrl_lightning.cli.checks import UsageError, own_config, own_names, read_stored
-    from torchrl_lightning.learn.loading import CONFIG, checkpoint_of, config_in, without_training
+    from torchrl_lightning.cli.checks import UsageError, is_trusted, read_stored
+    from torchrl_lightning.learn.loading import CONFIG, checkpoint_of, config_in
 
     try:
         checkpoint = checkpoint_of(cfg.ckpt_path)
     except ValueError as error:
         raise UsageError(f"ckpt_path={error}.") from error
-    stored, composed = read_stored(checkpoint), own_config(checkpoint)
-    if composed and CONFIG not in stored:
-        run = composed
-        for group in ("data", "model"):
-            node: Any = OmegaConf.to_container(composed[group], resolve=True)
-            run[group] = without_training(node)
-    else:
-        own = own_names(composed)
-        try:
-            run = OmegaConf.create(config_in(stored, checkpoint, "data", "model", trusted=cfg.trusted, own=own))
-        except ValueError as error:
-            hint = f"; if you trust whoever made it, say {trusting}" if CONFIG in stored else ""
-            raise UsageError(f"{error}{hint}.") from error
-        run.torch_threads = composed.get("torch_threads", 1)
+    trusted = is_trusted(cfg)
+    stored = read_stored(checkpoint)
+    try:
+        run = OmegaConf.create(config_in(stored, checkpoint, "data", "model", trusted=trusted))
+    except ValueError as error:
+        hint = f"; if you trust whoever made it, say {trusting}" if CONFIG in stored else ""
+        raise UsageError(f"{error}{hint}.") from error
+    threads = stored[CONFIG].get("torch_threads")
+    run.torch_threads = threads if isinstance(threads, int) and threads >= 1 else 1
     if OmegaConf.select(run, "data.buffer.device") is not None:
         OmegaConf.update(run, "data.buffer.device", "cpu")
     if OmegaConf.select(run, "data.frames_per_update") == 0:

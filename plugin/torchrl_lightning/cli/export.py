@@ -29,9 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--output", "-o", help="the file to write (default: policy.pt2 or policy.onnx in the folder of RUN)"
     )
-    parser.add_argument(
-        "--trusted", action="store_true", help="let a checkpoint that is not of your own run name any class"
-    )
+    parser.add_argument("--trusted", action="store_true", help="let the checkpoint name your own classes and modules")
     options = parser.parse_args(argv)
     append_working_directory()
     with one_line():

@@ -18,8 +18,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from torchrl_lightning.cli.checks import UsageError, own_config
-from torchrl_lightning.cli.ownership import own_run
+from torchrl_lightning.cli.checks import TRUST, UsageError
 from torchrl_lightning.cli.replacing import Replacements, targets_in, targets_of
 from torchrl_lightning.limits import OVERRIDES
 from torchrl_lightning.records import COMMAND
@@ -29,8 +28,9 @@ _PRESENT = {"ckpt_path", "trusted", "paths", "hparams_search", "hydra"}
 # Of the process, which nobody else's file sets.
 _PROCESS = {"trainer.profiler", "trainer.detect_anomaly"}
 _PLACES = {"dirpath", "save_dir", "default_root_dir"}
-# What says where files are written is taken from a run of one's own alone.
+# They decide where files are written, so they are restored only from a checkpoint that is trusted.
 _PRIVATE = {"callbacks", "logger", "task_name"}
+_TRAINER = {"_target_": "lightning.Trainer", "plugins": [{"_target_": "torchrl_lightning.AtomicCheckpointIO"}]}
 # A resumed run may choose these groups anew: what is trained does not depend on them.
 _FREE_GROUPS = {"hparams_search", "hydra", "logger", "paths"}
 _KEY = r"[A-Za-z_][\w-]*(?:[./][\w-]+)*(?:@[\w.]+)?"
@@ -43,20 +43,20 @@ _OPTION = re.compile(r"[\w/-]+")
 class Record:
     """What the run of a checkpoint was composed of: its whole config, the groups chosen, the overrides given.
 
-    ``is_own`` says whether the checkpoint lies in the folder of a run of the user's.
+    ``trusted`` says whether this command says ``trusted=true``.
     """
 
     config: dict[str, Any]
     choices: dict[str, str | None]
     overrides: list[str]
-    is_own: bool = False
+    trusted: bool = False
 
     def holds(self, key: str) -> bool:
         """Return whether a setting of the run is one of a resumed run, too."""
         first, last = re.split("[./@]", key)[0], key.rpartition(".")[2]
         if first in _PRESENT or last in _PLACES or key in _PROCESS:
             return False
-        return self.is_own or (first not in _PRIVATE and last != "target_agent_demos_dir")
+        return self.trusted or (first not in _PRIVATE and last != "target_agent_demos_dir")
 
 
 def plain(node: Any) -> Any:
@@ -70,7 +70,7 @@ def plain(node: Any) -> Any:
     return node if node is None or isinstance(node, bool | int | float | str) else str(node)
 
 
-def record_in(stored: Mapping[str, Any], path: str | Path) -> Record | None:
+def record_in(stored: Mapping[str, Any], path: str | Path, *, trusted: bool = False) -> Record | None:
     """Return the record of a checkpoint that was read already; None where its run was not one of our commands'."""
     from torchrl_lightning.learn.loading import CONFIG
 
@@ -88,7 +88,7 @@ def record_in(stored: Mapping[str, Any], path: str | Path) -> Record | None:
     ):
         raise UsageError(f"{path}: what it says of its run is no plain data.")
     _check(config, path, trusted=True)
-    return Record(config, choices, overrides, is_own=own_run(Path(path)) is not None)
+    return Record(config, choices, overrides, trusted)
 
 
 def kept_overrides(record: Record, path: str | Path) -> list[Override]:
@@ -138,7 +138,7 @@ def continued(
     """
     mine: list[Override] = []
     for override in given:
-        group = override.key_or_group
+        group, is_held = override.key_or_group, False
         if is_group(group) and group.partition("/")[0] not in _FREE_GROUPS and not override.is_sweep_override():
             chosen = record.choices.get(_key(override))
             asked = None if override.is_delete() else override.value()
@@ -147,33 +147,31 @@ def continued(
                     f"{override.input_line} differs from the run of {path}, which has {group}={chosen or 'null'}. "
                     "A resumed run keeps its groups: leave it out, or start anew without ckpt_path."
                 )
-        else:
+            is_held = record.holds(group)
+        if not is_held:
             mine.append(override)
     keys, replaced = {_key(override) for override in mine}, _replaced(record, mine)
     kept = (override for override in kept_overrides(record, path) if _key(override) not in keys)
     return [*(each for each in kept if not any(_within(_key(each), part) for part in replaced)), *mine]
 
 
-def check_taken(record: Record, path: str | Path, known: Callable[[], Any], *, trusted: bool) -> None:
-    """Refuse a checkpoint whose run was told what neither a file may say nor the user says.
-
-    Args:
-        record: What the checkpoint says.
-        path: The checkpoint.
-        known: Composes what this command says by itself, which may name any class.
-        trusted: Whether the checkpoint may name any class, too.
-
-    Raises:
-        UsageError: It is refused.
-    """
-    from torchrl_lightning.trust import texts_in
-
+def check_record(record: Record, path: str | Path) -> None:
+    """Raise UsageError if a run can only be resumed with ``trusted=true``."""
     taken = {key: value for key, value in record.config.items() if record.holds(key)}
-    own = texts_in(_config_of_folder(record, path))
+    trainer = taken.get("trainer")
+    if isinstance(trainer, dict):
+        taken["trainer"] = {key: value for key, value in trainer.items() if value != _TRAINER.get(key)}
+    _check(taken, path, trusted=record.trusted)
+
+
+def needs_trust(config: dict[str, Any]) -> bool:
+    """Return whether a run with this config has classes or folders for which its checkpoints need ``trusted=true``."""
     try:
-        _check(taken, path, trusted=trusted, own=own)
+        check_record(Record(config, {}, []), "")
     except UsageError:
-        _check(taken, path, trusted=trusted, own=own | texts_in(known()))
+        return True
+    targets = (target for key in ("callbacks", "logger") for _, target in targets_in({key: config.get(key)}))
+    return any(target.partition(".")[0] not in ("lightning", "torchrl_lightning") for target in targets)
 
 
 def missing_choices(record: Record, choices: Mapping[str, str | None], chosen: Collection[str]) -> list[str]:
@@ -181,7 +179,10 @@ def missing_choices(record: Record, choices: Mapping[str, str | None], chosen: C
     differing = [
         f"{group}={option or 'null'}"
         for group, option in record.choices.items()
-        if group.partition("/")[0] not in _FREE_GROUPS and group in choices and choices[group] != option
+        if group.partition("/")[0] not in _FREE_GROUPS
+        and record.holds(group)
+        and group in choices
+        and choices[group] != option
     ]
     # The experiment first, which chooses others in its turn.
     return sorted(
@@ -280,38 +281,13 @@ def changes_rates(differing: Iterable[str]) -> bool:
     return any(re.match(r"model\..*?(lr|rate|schedule|optimizer)", key) for key in differing)
 
 
-def _check(config: Mapping[str, Any], path: str | Path, *, trusted: bool, own: Collection[str] = ()) -> None:
-    from torchrl_lightning.trust import check_config, target_named, texts_in
+def _check(config: Mapping[str, Any], path: str | Path, *, trusted: bool) -> None:
+    from torchrl_lightning.trust import check_config
 
-    where = f"the config in {path}"
     try:
-        check_config(config, where=where, trusted=trusted, own=own)
-        # Of a class that only the user names, it is hers, too, what it is built from.
-        strange = {} if trusted else {key: config.get(key) for key in ("data", "model")}
-        for node in _nodes(strange):
-            target = node.get("_target_")
-            if isinstance(target, str) and target_named(target) is None and not texts_in(node) <= frozenset(own):
-                raise ValueError(f"{where} builds {target} from other values than this command")
+        check_config(config, where=f"the config in {path}", trusted=trusted)
     except ValueError as error:
-        raise UsageError(f"{error}; if you trust whoever made it, say trusted=true.") from error
-
-
-def _nodes(node: Any) -> Iterator[Mapping[str, Any]]:
-    if isinstance(node, Mapping):
-        yield node
-    for child in node.values() if isinstance(node, Mapping) else node if isinstance(node, list) else ():
-        yield from _nodes(child)
-
-
-def _config_of_folder(record: Record, path: str | Path) -> Any:
-    """Return what the folder of the user's own run says, where the checkpoint lies in one: as written, and resolved."""
-    config = own_config(Path(path))
-    written = OmegaConf.to_container(config)
-    try:
-        OmegaConf.update(config, "paths", record.config.get("paths", {}))
-        return [written, plain(config)]
-    except OmegaConfBaseException:
-        return written
+        raise UsageError(f"{error}; {TRUST}.") from error
 
 
 def _replaced(record: Record, given: Iterable[Override]) -> set[str]:

@@ -29,13 +29,14 @@ def train(cfg: DictConfig) -> float:
     """Check what was composed, train, evaluate and report, in this order."""
     from hydra.core.hydra_config import HydraConfig
 
-    from torchrl_lightning.cli.checks import check_command, check_config, stored_run
+    from torchrl_lightning.cli.checks import check_command, check_config, is_trusted, stored_run
     from torchrl_lightning.cli.locks import is_follower, locked
     from torchrl_lightning.cli.run_errors import run_errors
     from torchrl_lightning.cli.run_record import RunRecord
 
     check_command(cfg)
     check_config(cfg)
+    is_trusted(cfg)
     record = RunRecord(cfg)
     if HydraConfig.initialized() and not is_follower():
         behind.enter_context(locked(folder := Path(cfg.paths.output_dir)))
@@ -48,9 +49,8 @@ def train(cfg: DictConfig) -> float:
 
     from torchrl_lightning.cli.beginning import beginning_of
     from torchrl_lightning.cli.checkpoints import check_checkpoint
-    from torchrl_lightning.cli.ownership import sign
     from torchrl_lightning.cli.parts import GivenSettings, KeptConfig, build_part, check_parts
-    from torchrl_lightning.cli.resuming import told_differences
+    from torchrl_lightning.cli.resuming import needs_trust, told_differences
     from torchrl_lightning.cli.slurm import requeued_on_signal
     from torchrl_lightning.learn.weights import bounded_tensors
 
@@ -84,8 +84,9 @@ def train(cfg: DictConfig) -> float:
         print(f"torch_threads: {cfg.torch_threads}, as in the run of the checkpoint")
     compare = stored = None
     if trainer.is_global_zero:
-        record.write(folder := Path(cfg.paths.output_dir))
-        sign(folder)
+        record.write(Path(cfg.paths.output_dir))
+        if cfg.ckpt_path is None and not cfg.trusted and needs_trust(kept.config):
+            print("note: this run has classes or folders of your own; to resume or evaluate it, say trusted=true")
         for name, (there, here) in differ.items():
             print(f"{printable(name)}: {printable(there)} in the checkpoint, {printable(here)} now")
         if beginning is not None:

@@ -6,7 +6,7 @@ __all__ = ["LoadedPolicy", "load_policy"]
 
 import inspect
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -320,20 +320,17 @@ def _module_in(stored: Mapping[str, Any], path: str | Path, trainer: Any, *, tru
     return instantiate(config)
 
 
-def config_in(
-    stored: Mapping[str, Any], path: str | Path, *groups: str, trusted: bool = False, own: Collection[str] = ()
-) -> dict[str, Any]:
+def config_in(stored: Mapping[str, Any], path: str | Path, *groups: str, trusted: bool = False) -> dict[str, Any]:
     """Return these groups of a checkpoint's config, without folders and the parts that only training uses.
 
     Raises:
-        ValueError: There is none, or it says what a file may not; ``trusted`` and ``own`` as of
-            :func:`~torchrl_lightning.trust.check_config`.
+        ValueError: The checkpoint has no config, or :func:`~torchrl_lightning.trust.check_config` refuses it.
     """
     config, where = stored.get(CONFIG), f"the config in {path}"
     if not isinstance(config, Mapping) or any(not isinstance(config.get(group), dict) for group in groups):
         raise ValueError(f"{path} holds no config, as a run of torchrl-lightning-train writes it")
     chosen = {group: config[group] for group in groups}
-    check_config(chosen, where=where, trusted=trusted, own=own, folders=False)
+    check_config(chosen, where=where, trusted=trusted, folders=False)
     for group, node in chosen.items():
         target = target_named(node.get("_target_", ""))
         if target is not None and not (isinstance(target, type) and issubclass(target, _KINDS[group])):
