@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pkgutil import resolve_name
 from typing import Any
+
+config_dir: ContextVar[str | None] = ContextVar("config_dir", default=None)
+"""The folder of ``--config-dir``, while Hydra is initialized for one of our commands."""
 
 # Hydra refuses what deletes, moves or ends, by a list of names that a whitelist of ours would overrule.
 _REFUSED = {"os", "posix", "nt", "shutil", "_sitebuiltins"}
@@ -17,6 +23,28 @@ def hydra_main(config_path: str, config_name: str) -> Callable[[Callable[[Any], 
 
     newer: dict[str, Any] = {} if _has_whitelist() else {"version_base": "1.3"}
     return hydra.main(config_path=config_path, config_name=config_name, **newer)
+
+
+@contextmanager
+def initialized(config_path: str, name: str, beside: str | None = None) -> Iterator[Any]:
+    """Initialize Hydra for a command, and yield it.
+
+    Args:
+        config_path: The folder of the configs.
+        name: The name of the job.
+        beside: A further folder of configs, behind that one on the search path.
+    """
+    from hydra import initialize_config_dir
+    from hydra.core.global_hydra import GlobalHydra
+
+    newer: dict[str, Any] = {} if _has_whitelist() else {"version_base": "1.3"}
+    before = config_dir.set(None if beside is None else os.path.abspath(beside))
+    try:
+        hydra = initialize_config_dir(os.path.abspath(config_path), name, **newer)
+    finally:
+        config_dir.reset(before)
+    with hydra:
+        yield GlobalHydra.instance().hydra
 
 
 def register_resolver(name: str, resolver: Callable[..., Any]) -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import operator
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import field, make_dataclass
 from functools import cache, reduce
 from typing import Any
@@ -67,6 +68,7 @@ class _Schema(ConfigNode):
     """An entry of Hydra's store whose config is made when it is read: of all schemas an application reads a few."""
 
     made: DictConfig | None = None
+    is_open = False
 
     def __init__(self, name: str, target: str, group: str) -> None:
         self.name, self.target, self.group = name, target, group
@@ -77,11 +79,22 @@ class _Schema(ConfigNode):
         """The config, which whoever loads it may change."""
         if self.made is None:
             self.made = OmegaConf.structured(schema(self.target))
+        OmegaConf.set_struct(self.made, False if _Schema.is_open else None)
         return self.made
 
     @node.setter
     def node(self, node: DictConfig) -> None:
         self.made = node
+
+
+@contextmanager
+def open_schemas() -> Iterator[None]:
+    """Let files and command lines add settings that a schema lacks, for parts that get another class."""
+    _Schema.is_open = True
+    try:
+        yield
+    finally:
+        _Schema.is_open = False
 
 
 def register_schemas() -> None:

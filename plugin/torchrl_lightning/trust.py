@@ -289,9 +289,14 @@ def _sizes(key: str, value: Any, place: str, around: bool) -> Iterator[str]:
     most = limits.LENGTH if around else limits.COUNT if cells else limits.WIDTH
     left = [value]
     for number in left:
-        if type(number) is list and len(left) <= NODES:
+        if type(number) is list:
             left += number
-        elif abs(number if type(number) is int or (type(number) is float and cells) else 0) > most:
+        if len(left) > limits.LENGTH:
+            yield f"{place} has more than {limits.LENGTH} numbers"
+            return
+        if type(number) is list:
+            continue
+        if abs(number if type(number) is int or (type(number) is float and cells) else 0) > most:
             yield f"{place}={number} is more than {most}"
             return
 

@@ -63,9 +63,9 @@ def row(experiment: str, ways: list[str], more: list[str], folder: Path, run: Ru
 def warm() -> None:
     """Import here what each process would import anew."""
     import torchrl_lightning
-    import torchrl_lightning.cli.checkpoints
     import torchrl_lightning.cli.parts
     import torchrl_lightning.cli.plot
+    import torchrl_lightning.cli.resuming
     import torchrl_lightning.cli.train
 
     for name in torchrl_lightning.__all__:

@@ -201,7 +201,7 @@ def test_a_resumed_run_has_the_parts_of_its_checkpoint(run, tmp_path, size):
     said = run("train", *RUN, f"data.buffer.sampler={{_target_: own.Newest, newest: '{size}'}}").stderr
     assert said.count(NOTE) == 1
     stored = yaml.safe_load((tmp_path / "first/.hydra/config.yaml").read_text())
-    resumed = ["ckpt_path=first/checkpoints/last.ckpt", "data.total_frames=192"]
+    resumed = ["ckpt_path=first/checkpoints/last.ckpt", "data.total_frames=192", "trusted=true"]
     (config,), said = composed(tmp_path, *resumed)
     assert {**stored["data"]["buffer"]["sampler"], "newest": config["data"]["buffer"]["sampler"]["newest"]} == (
         config["data"]["buffer"]["sampler"]

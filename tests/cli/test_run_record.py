@@ -27,7 +27,7 @@ def test_a_run_records_what_hydra_would(run, tmp_path):
     run("train", *FEW, "seed=4", "hydra.run.dir=ours")
     run("train", *FEW, "seed=4", "hydra.run.dir=ours", "hydra.output_subdir=theirs")
     ours, theirs = tmp_path / "ours" / ".hydra", tmp_path / "ours" / "theirs"
-    assert sorted(path.name for path in ours.iterdir()) == sorted([*NAMES, "lock", "signature"])
+    assert sorted(path.name for path in ours.iterdir()) == sorted([*NAMES, "lock"])
     for name in NAMES:
         assert (ours / name).read_text() == (theirs / name).read_text()
     assert "seed=4" in OmegaConf.load(ours / "overrides.yaml")

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from cli.commands import TINY
 from kit.forks import held_by_another
-from torchrl_lightning.cli.locks import locked
+from torchrl_lightning.cli.run_folder import locked
 from torchrl_lightning.cli.searches import SearchFolder
 from torchrl_lightning.cli.sweeps import read_trials, table
 

@@ -27,7 +27,7 @@ from unittest import mock
 import torch
 
 from kit.processes import environment
-from torchrl_lightning.cli.locks import locked
+from torchrl_lightning.cli.run_folder import locked
 from torchrl_lightning.environments.threads import kept_threads
 
 _FORK, _BARE = multiprocessing.get_context("fork"), multiprocessing.get_context("forkserver")

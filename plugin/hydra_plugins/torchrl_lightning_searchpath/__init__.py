@@ -9,6 +9,7 @@ from hydra.core.config_search_path import ConfigSearchPath
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 
 from torchrl_lightning._conf import EXPORT_DIR
+from torchrl_lightning._hydra import config_dir
 from torchrl_lightning._schemas import register_schemas
 
 PROVIDER = "torchrl-lightning"
@@ -21,3 +22,5 @@ class TorchrlLightningSearchPath(SearchPathPlugin):
         """Add the exported configs and store the schemas that they are checked against."""
         register_schemas()
         search_path.append(provider=PROVIDER, path=f"file://{EXPORT_DIR}")
+        if (folder := config_dir.get()) is not None:
+            search_path.append(provider="command-line", path=f"file://{folder}")

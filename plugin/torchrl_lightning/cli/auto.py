@@ -16,8 +16,8 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from torchrl_lightning.cli.checks import UsageError, read_stored
-from torchrl_lightning.cli.locks import check_unlocked, is_follower
 from torchrl_lightning.cli.names import folder_name, job_name, recorded_command, told
+from torchrl_lightning.cli.run_folder import check_unlocked, is_follower
 from torchrl_lightning.plain_yaml import read_config
 
 AUTO = "auto"  # value of ckpt_path

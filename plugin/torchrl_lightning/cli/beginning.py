@@ -12,8 +12,8 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from omegaconf import DictConfig
 
-from torchrl_lightning.cli.checkpoints import copies
 from torchrl_lightning.cli.checks import UsageError
+from torchrl_lightning.cli.resuming import copies
 from torchrl_lightning.learn.loading import CONFIG, checkpoint_of, read_checkpoint, statistics_in
 from torchrl_lightning.learn.weights import beginning_weights
 from torchrl_lightning.trust import target_named

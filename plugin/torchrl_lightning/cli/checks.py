@@ -156,7 +156,7 @@ def is_trusted(cfg: DictConfig) -> bool:
     if not isinstance(trusted, bool):
         raise UsageError(f"trusted must be true or false, got {trusted}.")
     if trusted and HydraConfig.initialized():
-        hydra = HydraConfig.get()
+        hydra: Any = HydraConfig.get()
         swept = OmegaConf.select(hydra, "sweeper.params") or {}
         if "trusted" in swept or not any(line.lstrip("+").startswith("trusted=") for line in hydra.overrides.task):
             raise UsageError("trusted must be set on the command line, got trusted=true from a file. Remove it there.")

@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ContextDecorator, ExitStack, contextmanager
 from typing import Any
 
-from torchrl_lightning._conf import CONF_DIR
-from torchrl_lightning._hydra import hydra_main
 from torchrl_lightning.cli.working_directory import append_working_directory, leave_out_working_directory
 
 
@@ -37,17 +35,16 @@ def run_command(name: str, task: Callable[[Any], float], *, resumes: bool = Fals
         return
     append_working_directory()
     from torchrl_lightning.cli.checks import one_line, plain_errors
-    from torchrl_lightning.cli.composing import OwnLoader, ResumingLoader, composing
-    from torchrl_lightning.cli.mistakes import check_dashes, options_first, plain_reports
+    from torchrl_lightning.cli.composing import run_command_line
+    from torchrl_lightning.cli.mistakes import check_dashes, options_first
     from torchrl_lightning.cli.names import register_run_name
-    from torchrl_lightning.cli.run_record import recorded
+    from torchrl_lightning.cli.run_folder import recorded
 
     register_run_name()
     with one_line():
         check_dashes(sys.argv[1:])
         sys.argv[1:] = options_first(sys.argv[1:])
-    with plain_reports(), composing(ResumingLoader if resumes else OwnLoader):
-        hydra_main(str(CONF_DIR), name)(plain_errors(task if resumes else recorded(task)))()
+        run_command_line(name, plain_errors(task if resumes else recorded(task)), sys.argv[1:], resumes=resumes)
 
 
 @contextmanager

@@ -2,30 +2,43 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from decimal import Decimal
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from hydra._internal import hydra as _core
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import ConfigCompositionException, HydraException
 from hydra.plugins.config_source import ConfigResult, ConfigSource
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf, flag_override
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from torchrl_lightning._conf import CONF_DIR, EXPORT_DIR
-from torchrl_lightning._schemas import GROUP
+from torchrl_lightning._hydra import hydra_main, initialized
+from torchrl_lightning._schemas import open_schemas
 from torchrl_lightning.cli.auto import AUTO, furthest_checkpoint
 from torchrl_lightning.cli.checks import SWEPT, UsageError, one_line, read_stored
-from torchrl_lightning.cli.replacing import Replacements, plain_layer, targets_in, targets_of
+from torchrl_lightning.cli.mistakes import reported
+from torchrl_lightning.cli.replacing import (
+    close_schemas,
+    command_layer,
+    file_layers,
+    renamed_parts,
+    replace_parts,
+    targets_in,
+    targets_of,
+    within,
+)
 from torchrl_lightning.cli.resuming import (
     Record,
     check_record,
@@ -41,151 +54,27 @@ from torchrl_lightning.plain_yaml import check_file
 # A number such as 1e5, which Hydra reads as a float, where a setting is an integer.
 _POWER_OF_TEN = re.compile(r"(?<=[=,])\d+(?:\.\d+)?[eE]\+?\d{1,2}(?=,|$)")
 
-_RUN = "hydra.mode=RUN"  # what Hydra adds when it has seen that the config asks for no sweep
+_PROVIDERS = {"hydra", "main", "torchrl-lightning", "schema"}  # of the sources of configs, but those of the user
 
 
-class OwnLoader(ConfigLoaderImpl):
-    """Hydra's loader of configs, which reads 1e5 as an integer, and replaces a part that gets another class."""
+class _Request(NamedTuple):
+    """A request for a config, without its overrides."""
 
-    def __init__(self, config_search_path: Any) -> None:
-        super().__init__(config_search_path)
-        _limit_files(self.repository)
-        self._given: list[Override] = []  # by the command line that is composed
-        self._replacements = Replacements()
-        self._composed: list[tuple[DictConfig, Replacements]] = []  # for one command line
-        self._told = {""}
+    loader: ConfigLoader
+    config_name: str | None
+    run_mode: RunMode
+    from_shell: bool = True
+    validate_sweep_overrides: bool = True
 
-    def load_configuration(
-        self,
-        config_name: str | None,
-        overrides: list[str],
-        run_mode: RunMode,
-        from_shell: bool = True,
-        validate_sweep_overrides: bool = True,
-    ) -> DictConfig:
-        """Compose a config."""
-        overrides = [_POWER_OF_TEN.sub(_as_integer, override) for override in overrides]
-        self._composed = []
-        config = self._load(config_name, overrides, run_mode, from_shell, validate_sweep_overrides)
-        told = next((replaced.told(config) for each, replaced in self._composed if each is config), "")
-        if told not in self._told:
-            self._told.add(told)
-            print(told, file=sys.stderr)
-        trials = OmegaConf.select(config, "hydra.sweeper.n_trials")
-        if isinstance(trials, int) and trials < 1:
-            raise UsageError(f"hydra.sweeper.n_trials={trials}: expected a positive whole number.")
-        return config
+    def load(self, lines: list[str]) -> DictConfig:
+        """Compose a config as Hydra does."""
+        return self.loader.load_configuration(
+            self.config_name, lines, self.run_mode, self.from_shell, self.validate_sweep_overrides
+        )
 
-    def _load(
-        self,
-        config_name: str | None,
-        overrides: list[str],
-        run_mode: RunMode,
-        from_shell: bool,
-        validate_sweep_overrides: bool = True,
-    ) -> DictConfig:
-        if run_mode == RunMode.MULTIRUN:
-            asked = config_name, run_mode, from_shell, validate_sweep_overrides
-            return self._load_sweep(overrides, *asked)
-        return self._load_run(config_name, overrides, run_mode, from_shell, validate_sweep_overrides)
-
-    def _load_sweep(
-        self, overrides: list[str], config_name: str | None, run_mode: RunMode, from_shell: bool, validate: bool
-    ) -> DictConfig:
-        """Compose the config of a sweep.
-
-        Hydra leaves swept groups at their defaults, which may lack a setting that all swept options have, as may a
-        part whose class is swept. Then the first swept option of each takes its place. Each run is composed with its
-        own groups later.
-        """
-        try:
-            return self._load_run(config_name, overrides, run_mode, from_shell, validate)
-        except HydraException:
-            first = self._first_options(config_name, overrides)
-            if not first:
-                raise
-        lines = [first.get(line, line) for line in overrides]
-        with _noted(first.values()):
-            config = self._load_run(config_name, lines, run_mode, from_shell, validate)
-        swept = {option: line for line, option in first.items()}
-        config.hydra.overrides.task = [swept.get(line, line) for line in config.hydra.overrides.task]
-        return config
-
-    def _first_options(self, config_name: str | None, overrides: list[str]) -> dict[str, str]:
-        """Map each override that sweeps over options of a group, or a part's classes, to one that chooses the first."""
-        _, repository = self._parse_overrides_and_create_caching_repo(config_name, overrides)
-        parsed = OverridesParser.create(config_loader=self).parse_overrides(overrides)
-        return {
-            str(override.input_line): f"{override.get_key_element()}={next(iter(override.sweep_string_iterator()))}"
-            for override in parsed
-            if override.is_discrete_sweep()
-            and (repository.group_exists(override.key_or_group) or "_target_" in str(override.input_line))
-        }
-
-    def load_sweep_config(self, master_config: DictConfig, sweep_overrides: list[str]) -> DictConfig:
-        """Compose the config of one run of a sweep; an error names its swept settings."""
-        known = set(master_config.hydra.overrides.task)
-        with _noted(line for line in sweep_overrides if line not in known):
-            return super().load_sweep_config(master_config, sweep_overrides)
-
-    def _parse_overrides_and_create_caching_repo(
-        self, config_name: str | None, overrides: list[str]
-    ) -> tuple[list[Override], Any]:
-        """Limit the files of the folders that an override of ``hydra.searchpath`` has added, too."""
-        parsed, repository = super()._parse_overrides_and_create_caching_repo(config_name, overrides)
-        _limit_files(repository)
-        return parsed, repository
-
-    def _load_run(
-        self,
-        config_name: str | None,
-        overrides: list[str],
-        run_mode: RunMode,
-        from_shell: bool,
-        validate_sweep_overrides: bool = True,
-    ) -> DictConfig:
-        asked = config_name, overrides, run_mode, from_shell, validate_sweep_overrides
-        self._given = _parsed(overrides)
-        newer = getattr(super(), "_load_configuration", None)  # Hydra 1.4's, which keeps what it has read
-        if newer is None:
-            config = super().load_configuration(*asked)
-        else:
-            config = newer(*asked, skip_missing_defaults=False, activate_config_repository=True)
-        self._composed.append((config, self._replacements))
-        return config
-
-    def _compose_config_from_defaults_list(self, defaults: list[Any], repo: Any) -> DictConfig:
-        """Merge the files of a config as Hydra does, and replace parts that a file or the command line renames."""
-        self._replacements = replaced = Replacements()
-        config = OmegaConf.create()
-        with flag_override(config, "no_deepcopy_set_nodes", True):
-            for default in defaults:
-                # One file alone, without its defaults list.
-                layer = super()._compose_config_from_defaults_list([default], repo)
-                said = plain_layer(layer)
-                replaced.replace(config, targets_in(said))
-                if not str(default.config_path).startswith(GROUP):
-                    replaced.note(said)
-                try:
-                    config.merge_with(layer)
-                except OmegaConfBaseException as error:
-                    raise ConfigCompositionException(
-                        f"In '{default.config_path}': {type(error).__name__} raised while composing config:\n{error}"
-                    ) from error
-        replaced.replace(config, targets_of(self._given))
-        return config
-
-    def _load_configuration(
-        self,
-        config_name: str | None,
-        overrides: list[str],
-        run_mode: RunMode,
-        from_shell: bool,
-        validate_sweep_overrides: bool,
-        **read: Any,
-    ) -> DictConfig:
-        """Compose a config for Hydra 1.4, which calls this with what it has ``read`` already."""
-        return self.load_configuration(config_name, overrides, run_mode, from_shell, validate_sweep_overrides)
+    def is_group(self, key: str, lines: list[str]) -> bool:
+        """Return whether a key is a group of configs."""
+        return bool(self.loader.get_group_options(key, config_name=self.config_name, overrides=lines))
 
 
 class _LimitedFiles:
@@ -202,74 +91,184 @@ class _LimitedFiles:
         return self._load(config_path)
 
 
-def _limit_files(repository: Any) -> None:
-    """Limit the files in the folders of ``--config-dir`` and ``hydra.searchpath``, which somebody may have sent."""
+def _limit_files(sources: list[ConfigSource]) -> None:
+    """Limit the files in the folder of ``--config-dir``, which somebody may have sent."""
     ours = {str(CONF_DIR), str(EXPORT_DIR)}
-    for source in repository.get_sources():
-        if source.scheme() == "file" and source.path not in ours and not isinstance(source.load_config, _LimitedFiles):
-            source.load_config = _LimitedFiles(source)
+    for source in sources:
+        if source.scheme() == "file" and source.path not in ours:
+            source.load_config = _LimitedFiles(source)  # type: ignore[method-assign]
 
 
-@contextmanager
-def _noted(settings: Iterable[str]) -> Iterator[None]:
-    """Note on an error of Hydra in which run of a sweep it occurred."""
-    try:
-        yield
-    except HydraException as error:
-        if not getattr(error, "__notes__", ()):
-            error.add_note(f"{SWEPT}{' '.join(settings)}")
-        raise
+def _check_search_path(given: list[Override]) -> None:
+    """Check the files of the folders that a command adds by ``hydra.searchpath``; Hydra reads them as it adds them."""
+    for override in given:
+        if override.key_or_group == "hydra.searchpath" and isinstance(folders := override.value(), list):
+            for folder in folders:
+                for file in sorted(Path(str(folder).removeprefix("file://")).rglob("*.yaml")):
+                    with one_line():
+                        check_file(file)
 
 
-class ResumingLoader(OwnLoader):
-    """A loader for runs; where ``ckpt_path`` names one of our checkpoints, its run's settings come first.
+class CommandLoader(ConfigLoader):
+    """Compose the configs of a command by Hydra's loader: read 1e5 as an integer, replace parts, resume runs.
 
-    So its folder, its record in ``.hydra`` and its name are those of what is trained.
+    If ``ckpt_path`` names a checkpoint of ours, the settings of its run come first, so that folder, record and name are
+    those of the trained run.
+
+    Args:
+        hydra: Hydra's loader.
+        resumes: Whether the command resumes runs.
     """
 
-    def __init__(self, config_search_path: Any) -> None:
-        super().__init__(config_search_path)
+    def __init__(self, hydra: ConfigLoader, *, resumes: bool) -> None:
+        self._hydra, self._resumes = hydra, resumes
+        _limit_files(hydra.get_sources())
         self._records: dict[Path, Record | None] = {}
-        self._asked: tuple[list[str], DictConfig] | None = None
+        self._ready: DictConfig | None = None
+        self._composed: list[tuple[DictConfig, list[str]]] = []  # with the settings that were left out
+        self._told: set[str] = set()
 
-    def _load(
+    def get_search_path(self) -> ConfigSearchPath:
+        """Return Hydra's search path."""
+        return self._hydra.get_search_path()
+
+    def get_sources(self) -> list[ConfigSource]:
+        """Return Hydra's sources of configs."""
+        return self._hydra.get_sources()
+
+    def list_groups(self, parent_name: str) -> list[str]:
+        """Return the groups below another one."""
+        return self._hydra.list_groups(parent_name)
+
+    def get_group_options(self, group_name: str, *args: Any, **kwargs: Any) -> list[str]:
+        """Return the options of a group."""
+        return self._hydra.get_group_options(group_name, *args, **kwargs)
+
+    def compute_defaults_list(self, config_name: str | None, overrides: list[str], run_mode: RunMode) -> Any:
+        """Return the files that a config is composed of."""
+        return self._hydra.compute_defaults_list(config_name, overrides, run_mode)
+
+    def mode(self, config_name: str, overrides: list[str]) -> RunMode:
+        """Return the mode that the config of a command asks for; the config of a single run is composed only once."""
+        try:
+            if not any(override.is_sweep_override() for override in _parsed(overrides)):
+                config = self.load_configuration(config_name, overrides, RunMode.RUN)
+                if config.hydra.mode is None:  # as Hydra notes it
+                    config.hydra.mode = RunMode.RUN
+                    config.hydra.overrides.hydra.append("hydra.mode=RUN")
+                if config.hydra.mode == RunMode.RUN:
+                    self._ready = config
+                return config.hydra.mode
+        except HydraException as error:
+            if not str(error).startswith("You must specify"):  # a sweep may leave a group open
+                raise
+        with suppress(HydraException):
+            config = self._hydra.load_configuration(config_name, overrides, RunMode.MULTIRUN, True, False)
+            return config.hydra.mode or RunMode.RUN
+        return RunMode.RUN
+
+    def load_configuration(
         self,
         config_name: str | None,
         overrides: list[str],
         run_mode: RunMode,
-        from_shell: bool,
+        from_shell: bool = True,
         validate_sweep_overrides: bool = True,
     ) -> DictConfig:
-        asked, self._asked = self._asked, None
-        if asked is not None and [*asked[0], _RUN] == overrides:
-            config = asked[1]
-            config.hydra.mode = RunMode.RUN
-            config.hydra.overrides.hydra.append(_RUN)
+        """Compose a config."""
+        if self._ready is not None:
+            config, self._ready = self._ready, None
             return config
-        given = _parsed(overrides)
-        # Hydra first asks whether the config says that it is a sweep; where it does not, it composes the same again.
-        asks = run_mode == RunMode.MULTIRUN and not validate_sweep_overrides
-        if asks and not any(override.is_sweep_override() for override in given):
+        overrides = [_POWER_OF_TEN.sub(_as_integer, override) for override in overrides]
+        self._composed = []
+        _check_search_path(_parsed(overrides))
+        request = _Request(self._hydra, config_name, run_mode, from_shell, validate_sweep_overrides)
+        config = self._resume(overrides, request) if self._resumes else self._compose(overrides, request)
+        lost = next((dropped for each, dropped in self._composed if each is config), [])
+        told = f"note: left out, as written for parts that are replaced: {', '.join(lost)}."
+        if lost and told not in self._told:
+            self._told.add(told)
+            print(told, file=sys.stderr)
+        trials = OmegaConf.select(config, "hydra.sweeper.n_trials")
+        if isinstance(trials, int) and trials < 1:
+            raise UsageError(f"hydra.sweeper.n_trials={trials}: expected a positive whole number.")
+        return config
+
+    def load_sweep_config(self, master_config: DictConfig, sweep_overrides: list[str]) -> DictConfig:
+        """Compose the config of one run of a sweep; an error names its swept settings."""
+        given: Any = OmegaConf.to_container(master_config.hydra.overrides, resolve=False)
+        with _noted(line for line in sweep_overrides if line not in given["task"]):
+            config = self.load_configuration(
+                master_config.hydra.job.config_name, [*given["hydra"], *sweep_overrides], RunMode.RUN
+            )
+        OmegaConf.copy_cache(from_config=master_config, to_config=config)
+        return config
+
+    def _compose(self, lines: list[str], request: _Request) -> DictConfig:
+        """Compose a config; a sweep takes the first option of swept groups and classes if Hydra's choice has an error.
+
+        Hydra leaves swept groups at their defaults, which may lack a setting that all swept options have, as may a
+        part whose class is swept. Each run is composed with its own groups later.
+        """
+        try:
+            return self._with_parts(lines, request)
+        except HydraException:
+            first = self._first_options(lines, request) if request.run_mode == RunMode.MULTIRUN else {}
+            if not first:
+                raise
+        with _noted(first.values()):
+            config = self._with_parts([first.get(line, line) for line in lines], request)
+        swept = {option: line for line, option in first.items()}
+        config.hydra.overrides.task = [swept.get(line, line) for line in config.hydra.overrides.task]
+        return config
+
+    def _first_options(self, lines: list[str], request: _Request) -> dict[str, str]:
+        """Map each override that sweeps over options of a group, or a part's classes, to one that chooses the first."""
+        return {
+            str(override.input_line): f"{override.get_key_element()}={next(iter(override.sweep_string_iterator()))}"
+            for override in OverridesParser.create(config_loader=self._hydra).parse_overrides(lines)
+            if override.is_discrete_sweep()
+            and ("_target_" in str(override.input_line) or request.is_group(override.key_or_group, lines))
+        }
+
+    def _with_parts(self, lines: list[str], request: _Request) -> DictConfig:
+        """Compose a config, and replace the parts that a file or the command line gives another class."""
+        try:
+            config = request.load(lines)
+            dropped = self._replace_parts(config, request.config_name, lines)
+        except ConfigCompositionException as error:
+            # A part with another class may have settings that the schema of the old one lacks.
+            cause = error.__cause__ or error.__context__
+            key = str(cause.full_key) if isinstance(cause, OmegaConfBaseException) else ""
             try:
-                self._asked = overrides, self._resume(config_name, overrides, given, RunMode.RUN, from_shell)
-                return self._asked[1]
-            except HydraException as error:
-                if not str(error).startswith("You must specify"):  # what a group is to be, a sweep may leave open
-                    raise
-        return self._resume(config_name, overrides, given, run_mode, from_shell, validate_sweep_overrides)
+                with open_schemas():
+                    config = request.load(lines)
+            except HydraException:
+                raise error from cause
+            dropped = self._replace_parts(config, request.config_name, lines)
+            if not any(within(key, path) for path in dropped) or not close_schemas(config):
+                raise error from cause
+        self._composed.append((config, [f"{path}.{key}" for path, keys in dropped.items() for key in keys]))
+        return config
 
-    def _resume(
-        self,
-        config_name: str | None,
-        overrides: list[str],
-        given: list[Override],
-        run_mode: RunMode,
-        from_shell: bool,
-        validate_sweep_overrides: bool = True,
-    ) -> DictConfig:
+    def _replace_parts(self, config: DictConfig, config_name: str | None, lines: list[str]) -> dict[str, list[str]]:
+        given = _parsed(lines)
+        paths = [*renamed_parts(config), *(path for path, _ in targets_of(given))]
+        has_files = any(source.provider not in _PROVIDERS for source in self.get_sources())
+        if not paths and not has_files:
+            return {}
+        layers = [*file_layers(self._hydra, config_name, lines), command_layer(given)]
+        if has_files:
+            paths += [path for layer in layers for path, _ in targets_in(OmegaConf.to_container(layer))]
+        return replace_parts(config, sorted(paths), layers)
+
+    def _resume(self, overrides: list[str], request: _Request) -> DictConfig:
+        """Compose the config of a run, which may resume another one."""
+
         def composed(lines: list[str]) -> DictConfig:
-            return super(ResumingLoader, self)._load(config_name, lines, run_mode, from_shell, validate_sweep_overrides)
+            return self._compose(lines, request)
 
+        given = _parsed(overrides)
         paths = [override for override in given if override.key_or_group == "ckpt_path"]
         path = None
         if paths:
@@ -281,7 +280,7 @@ class ResumingLoader(OwnLoader):
             if path is None and not is_requeued():
                 return config
         if path == AUTO or (not paths and path is None):
-            if run_mode == RunMode.MULTIRUN:
+            if request.run_mode == RunMode.MULTIRUN:
                 return composed(overrides)  # each of its runs looks for its own
             others = [str(override.input_line) for override in given if override not in paths]
             with one_line():
@@ -295,8 +294,7 @@ class ResumingLoader(OwnLoader):
             if record is None:
                 return composed(overrides)
             assert isinstance(path, str)
-            _, repository = self._parse_overrides_and_create_caching_repo(config_name, overrides)
-            return _resumed(record, path, given, composed, repository.group_exists)
+            return _resumed(record, path, given, composed, lambda key: request.is_group(key, overrides))
 
     def _record(self, path: Any, trusted: bool) -> Record | None:
         """Read the record of a checkpoint once; None where there is none, which is told where the run begins."""
@@ -310,14 +308,61 @@ class ResumingLoader(OwnLoader):
 
 
 @contextmanager
-def composing(loader: type[OwnLoader]) -> Iterator[None]:
-    """Have Hydra compose by a loader of ours; it has no other way to be given one."""
-    before = vars(_core)["ConfigLoaderImpl"]
-    vars(_core)["ConfigLoaderImpl"] = loader
+def _noted(settings: Iterable[str]) -> Iterator[None]:
+    """Note on an error of Hydra in which run of a sweep it occurred."""
     try:
         yield
-    finally:
-        vars(_core)["ConfigLoaderImpl"] = before
+    except HydraException as error:
+        if not getattr(error, "__notes__", ()):
+            error.add_note(f"{SWEPT}{' '.join(settings)}")
+        raise
+
+
+def run_command_line(name: str, task: Callable[[Any], Any], arguments: list[str], *, resumes: bool) -> None:
+    """Compose what a command line asks for, and run it once or in a sweep, or print it; by Hydra's public functions."""
+    options = _options(arguments)
+    if options is None:
+        hydra_main(str(CONF_DIR), name)(task)()
+        return
+    modes = (options.run, options.multirun, options.cfg, options.info, options.shell_completion)
+    if sum(map(bool, modes)) > 1:
+        raise UsageError("only one of --run, --multirun, --cfg, --info and --shell-completion can be given.")
+    if options.resolve and not options.cfg:
+        raise UsageError("--resolve has no effect without --cfg; leave it out.")
+    if options.config_dir and not Path(options.config_dir).is_dir():
+        raise UsageError(f"--config-dir={options.config_dir} must be a folder. Create it, or leave the option out.")
+    with initialized(options.config_path or str(CONF_DIR), name, options.config_dir) as hydra:
+        hydra.config_loader = CommandLoader(hydra.config_loader, resumes=resumes)
+        reported(partial(_run, hydra, options.config_name or name, options, task))
+
+
+def _run(hydra: Any, config_name: str, options: argparse.Namespace, task: Callable[[Any], Any]) -> None:
+    overrides = options.overrides
+    if options.cfg:
+        hydra.show_cfg(config_name, overrides, options.cfg, options.package, options.resolve)
+    elif options.info:
+        hydra.show_info(options.info, config_name, overrides)
+    elif options.shell_completion:
+        hydra.shell_completion(config_name, overrides)
+    elif options.multirun or hydra.config_loader.mode(config_name, overrides) == RunMode.MULTIRUN:
+        hydra.multirun(config_name, task, [*overrides, "hydra.mode=MULTIRUN"])
+    else:
+        hydra.run(config_name, task, overrides)
+
+
+def _options(arguments: list[str]) -> argparse.Namespace | None:
+    """Parse the options of a command line as Hydra does; None if it has one that only Hydra's own function knows."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("--cfg", "-c", choices=("job", "hydra", "all"))
+    parser.add_argument("--package", "-p")
+    parser.add_argument("--info", "-i", const="all", nargs="?")
+    for word, letters in (("path", "cp"), ("name", "cn"), ("dir", "cd")):
+        parser.add_argument(f"--config-{word}", f"-{letters}")
+    for option in ("--resolve", ("--run", "-r"), ("--multirun", "-m"), ("--shell-completion", "-sc")):
+        parser.add_argument(*([option] if isinstance(option, str) else option), action="store_true")
+    options, others = parser.parse_known_args(arguments)
+    return None if others else options
 
 
 def _resumed(

@@ -26,9 +26,9 @@ def evaluate(cfg: DictConfig) -> float:
     import_libraries()
     from omegaconf import OmegaConf
 
-    from torchrl_lightning.cli.checkpoints import check_checkpoint
     from torchrl_lightning.cli.checks import UsageError
     from torchrl_lightning.cli.parts import named
+    from torchrl_lightning.cli.resuming import check_checkpoint
     from torchrl_lightning.cli.train import summary
     from torchrl_lightning.collectors.films import check_film, film_episode
 

@@ -7,7 +7,6 @@ import sys
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,18 +26,8 @@ from torchrl_lightning.suggestions import did_you_mean, nearest
 _KINDS = {"Float": "a number", "Integer": "a whole number", "Boolean": "true or false"}
 
 
-@contextmanager
-def plain_reports() -> Iterator[None]:
-    """Have Hydra say in one line what of a user's it cannot compose or begin; it has no other way to be told."""
-    before = vars(_utils)["run_and_report"]
-    vars(_utils)["run_and_report"] = lambda step: before(lambda: _reported(step))
-    try:
-        yield
-    finally:
-        vars(_utils)["run_and_report"] = before
-
-
-def _reported(step: Callable[[], Any]) -> Any:
+def reported(step: Callable[[], Any]) -> Any:
+    """Take a step, and end the program with one line if Hydra cannot compose or begin a user's config."""
     with one_line():
         try:
             return step()

@@ -14,9 +14,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from omegaconf import DictConfig, OmegaConf
 
 from torchrl_lightning._hydra import instantiate
-from torchrl_lightning.cli.checkpoints import copies
 from torchrl_lightning.cli.checks import UsageError
-from torchrl_lightning.cli.resuming import changes_rates, plain
+from torchrl_lightning.cli.resuming import changes_rates, copies, plain
 from torchrl_lightning.environments.extras import extra_for
 from torchrl_lightning.fitting import MisfitError, require_fit
 from torchrl_lightning.learn.agents import AgentModule

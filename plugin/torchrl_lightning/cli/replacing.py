@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any
 
+from hydra.core.config_loader import ConfigLoader
 from hydra.core.override_parser.types import Override
+from hydra.errors import ConfigCompositionException
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, flag_override
+from omegaconf.errors import OmegaConfBaseException
 
 from torchrl_lightning._lazy import wiring
-from torchrl_lightning._schemas import schema
+from torchrl_lightning._schemas import GROUP, schema
 
 _TARGET = "_target_"
 _DIRECTIVES = ("_partial_", "_convert_")  # how the program builds a part, of whatever class it is
@@ -34,70 +39,139 @@ def targets_in(node: Any, path: str = "") -> Iterator[tuple[str, str]]:
             yield from targets_in(value, f"{path}.{key}" if path else str(key))
 
 
-def targets_of(overrides: Iterable[Override]) -> Iterator[tuple[str, str]]:
-    """Yield the path of each part whose class a command line names, and the class."""
+def targets_of(overrides: Iterable[Override]) -> list[tuple[str, str]]:
+    """Return the path of each part whose class a command line names, and the class."""
+    return [*targets_in(_plain(command_layer(overrides)))]
+
+
+def command_layer(overrides: Iterable[Override]) -> DictConfig:
+    """Return the settings of a command line as one config."""
+    layer = OmegaConf.create()
     for override in overrides:
-        if not override.is_delete() and not override.is_sweep_override():
-            node: Any = override.value()
-            for name in reversed(override.key_or_group.split(".")):
-                node = {name: node}
-            yield from targets_in(node)
+        if not override.is_delete() and not override.is_sweep_override() and override.package is None:
+            OmegaConf.update(layer, override.key_or_group, override.value(), merge=True)
+    return layer
 
 
-def plain_layer(config: Any) -> Any:
-    """Return what a file says as plain data, without Hydra's own settings."""
-    if not isinstance(config, DictConfig) or config._is_none() or config._is_missing():
-        return {}
-    return {
-        str(key): OmegaConf.to_container(value, resolve=False) if OmegaConf.is_config(value) else value
-        for key, value in config.items_ex(resolve=False)
-        if key != "hydra"
-    }
+def file_layers(loader: ConfigLoader, config_name: str | None, lines: list[str]) -> Iterator[Any]:
+    """Yield the settings of each file that a config is composed of, in Hydra's order, below their packages."""
+    for default in loader.compute_defaults_list(config_name, lines, RunMode.RUN).defaults:
+        path = str(default.config_path)
+        source = next((source for source in loader.get_sources() if source.is_config(path)), None)
+        if source is not None and not path.startswith((GROUP, "hydra/")):
+            content: Any = source.load_config(path).config
+            for key in reversed(default.package.split(".") if default.package else ()):
+                content = {key: content}
+            yield OmegaConf.create(content)
 
 
-class Replacements:
-    """The parts of one config that were replaced while it was composed."""
+def renamed_parts(config: DictConfig) -> list[str]:
+    """Return the paths of the parts that have another class than the schema that they were composed by."""
+    found = []
+    for path, target in targets_in(_plain(config)):
+        if _schema_target(config, path) not in (None, target):
+            found.append(path)
+    return found
 
-    def __init__(self) -> None:
-        self._written: set[str] = set()
-        self._dropped: dict[str, tuple[str, ...]] = {}  # settings of each replaced part that files have written
 
-    def note(self, layer: Any, path: str = "") -> None:
-        """Remember which settings a file writes."""
-        for key, value in layer.items() if isinstance(layer, Mapping) else ():
-            here = f"{path}.{key}" if path else str(key)
-            self._written.add(here)
-            self.note(value, here)
+def close_schemas(config: DictConfig) -> bool:
+    """Forbid further settings in the parts of a config again; return False if one has a setting that its schema lacks.
 
-    def replace(self, config: DictConfig, targets: Iterable[tuple[str, str]]) -> None:
-        """Put new parts in the places of those that have another class, with directives but without settings."""
-        for path, target in targets:
-            outer, _, name = path.rpartition(".")
-            holder = OmegaConf.select(config, outer)
-            old = plain_layer(holder._get_node(name)) if isinstance(holder, DictConfig) and name in holder else {}
-            if old.get(_TARGET, target) == target:
+    Args:
+        config: A config that was composed within :func:`~torchrl_lightning._schemas.open_schemas`.
+    """
+    is_whole = True
+    for key in config:
+        if key == "hydra" or OmegaConf.is_missing(config, key) or OmegaConf.is_interpolation(config, str(key)):
+            continue
+        node = config[key]
+        if isinstance(node, DictConfig):
+            is_whole = close_schemas(node) and is_whole
+    kind: Any = OmegaConf.get_type(config)
+    if is_dataclass(kind):
+        OmegaConf.set_struct(config, None)
+        is_whole = is_whole and set(config) <= {field.name for field in fields(kind)}
+    return is_whole
+
+
+def replace_part(config: DictConfig, path: str, target: str) -> None:
+    """Put a new part of a class into a config, with the directives of the old one but without its settings."""
+    outer, _, name = path.rpartition(".")
+    holder = OmegaConf.select(config, outer)
+    old = _plain(holder)[name]
+    directives = {key: old[key] for key in _DIRECTIVES if isinstance(old, Mapping) and key in old}
+    part = OmegaConf.create({_TARGET: target, **directives}, flags={"struct": False})
+    if target in wiring()["parts"]:  # whose settings are checked
+        part = OmegaConf.structured(schema(target))
+    with flag_override(holder, ["struct", "readonly"], False):
+        holder[name] = part
+
+
+def replace_parts(config: DictConfig, paths: Iterable[str], layers: Sequence[Any]) -> dict[str, list[str]]:
+    """Give parts whose class a later layer names anew only the settings from that layer on.
+
+    Args:
+        config: The composed config.
+        paths: The parts, outer ones first.
+        layers: The settings of each file, and of the command line, in order.
+
+    Returns:
+        The replaced parts, each with the settings that were written for the old ones and are left out.
+
+    Raises:
+        ConfigCompositionException: A class of ours has no such setting.
+    """
+    dropped: dict[str, list[str]] = {}
+    for path in dict.fromkeys(paths):
+        if any(within(path, outer) for outer in dropped):
+            continue
+        target, settings, is_replaced = _schema_target(config, path), OmegaConf.create(), False
+        old: list[str] = []
+        for layer in layers:
+            content = _part(layer, path)
+            if content is None:
                 continue
-            written = (key for key in old if not key.startswith("_") and f"{path}.{key}" in self._written)
-            self._dropped[path] = (*self._dropped.get(path, ()), *written)
-            self._written = {key for key in self._written if not key.startswith(f"{path}.")}
-            with flag_override(holder, ["struct", "readonly"], False):
-                holder[name] = _new_part(target, {key: old[key] for key in _DIRECTIVES if key in old})
+            named = _plain(content).get(_TARGET, target)
+            if target not in (None, named):
+                old += [str(key) for key in settings if not str(key).startswith("_")]
+                kept = {key: value for key, value in _plain(settings).items() if key in _DIRECTIVES}
+                settings, is_replaced = OmegaConf.create(kept), True
+            target = named
+            settings.merge_with(content)
+        if not is_replaced:
+            continue
+        assert target is not None
+        replace_part(config, path, target)
+        try:
+            OmegaConf.update(config, path, settings, merge=True)
+        except OmegaConfBaseException as error:
+            raise ConfigCompositionException(f"Could not override '{error.full_key}'.") from error
+        dropped[path] = [key for key in dict.fromkeys(old) if key not in settings]
+    return dropped
 
-    def told(self, config: DictConfig) -> str:
-        """Name the settings that were dropped and not written anew, in one line; "" if there are none."""
-        lost = [
-            f"{path}.{key}"
-            for path, keys in self._dropped.items()
-            for key in dict.fromkeys(keys)
-            if key not in (OmegaConf.select(config, path) or {})
-        ]
-        if not lost:
-            return ""
-        return f"note: left out, as written for parts that are replaced: {', '.join(lost)}."
+
+def within(key: str, outer: str) -> bool:
+    """Return whether a setting is another one or below it."""
+    return key == outer or key.startswith((f"{outer}.", f"{outer}/"))
 
 
-def _new_part(target: str, directives: dict[str, Any]) -> DictConfig:
-    """Return the config of a part: our own is checked against its schema, another one takes any settings."""
-    if target in wiring()["parts"]:
-        return OmegaConf.structured(schema(target))
-    return OmegaConf.create({_TARGET: target, **directives}, flags={"struct": False})
+def _part(layer: DictConfig, path: str) -> DictConfig | None:
+    node: Any = layer
+    for key in path.split("."):
+        if not isinstance(node, DictConfig) or OmegaConf.is_missing(node, key) or OmegaConf.is_interpolation(node, key):
+            return None
+        node = node.get(key)
+    return node if isinstance(node, DictConfig) else None
+
+
+def _schema_target(config: DictConfig, path: str) -> str | None:
+    """Return the class whose schema a part was composed by, or None."""
+    kind: Any = OmegaConf.get_type(OmegaConf.select(config, path))
+    for field in fields(kind) if is_dataclass(kind) else ():
+        if field.name == _TARGET:
+            return str(field.default)
+    return None
+
+
+def _plain(config: DictConfig) -> Any:
+    return OmegaConf.to_container(config, resolve=False)

@@ -1,7 +1,11 @@
-"""What a checkpoint says of the run that wrote it, and how a resumed run is composed of it. Imports nothing heavy."""
+"""What a checkpoint says of the run that wrote it, how a resumed run is composed of it, and whether it fits that run.
+
+Imports nothing heavy.
+"""
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -19,7 +23,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from torchrl_lightning.cli.checks import TRUST, UsageError
-from torchrl_lightning.cli.replacing import Replacements, targets_in, targets_of
+from torchrl_lightning.cli.replacing import replace_part, targets_in, targets_of, within
 from torchrl_lightning.limits import OVERRIDES
 from torchrl_lightning.records import COMMAND
 
@@ -152,7 +156,7 @@ def continued(
             mine.append(override)
     keys, replaced = {_key(override) for override in mine}, _replaced(record, mine)
     kept = (override for override in kept_overrides(record, path) if _key(override) not in keys)
-    return [*(each for each in kept if not any(_within(_key(each), part) for part in replaced)), *mine]
+    return [*(each for each in kept if not any(within(_key(each), part) for part in replaced)), *mine]
 
 
 def check_record(record: Record, path: str | Path) -> None:
@@ -206,14 +210,16 @@ def keep_settings(config: DictConfig, before: DictConfig, record: Record, given:
     named = {part for part, _ in targets_of(given)}
     theirs = {_key(override) for override in given} | _replaced(record, given)
     for part, target in targets_in(record.config):
-        if record.holds(part) and part not in named and not any(_within(part, key) for key in theirs):
+        if record.holds(part) and part not in named and not any(within(part, key) for key in theirs):
             for each in (before, config):
-                Replacements().replace(each, [(part, target)])
+                present = dict(targets_in(OmegaConf.to_container(each)))
+                if present.get(part, target) != target:
+                    replace_part(each, part, target)
     # What is interpolated follows what it names, as far as that explains how it differs.
     for interpolated in (False, True):
         for keys, value in [*_changed(before, record.config, interpolated=interpolated)]:
             name = ".".join(keys)
-            if not record.holds(name) or any(_within(name, key) or _within(key, name) for key in theirs):
+            if not record.holds(name) or any(within(name, key) or within(key, name) for key in theirs):
                 continue
             _assign(before, keys, value)
             _assign(config, keys, value)
@@ -281,6 +287,71 @@ def changes_rates(differing: Iterable[str]) -> bool:
     return any(re.match(r"model\..*?(lr|rate|schedule|optimizer)", key) for key in differing)
 
 
+def check_checkpoint(
+    path: Path,
+    stored: dict[str, Any],
+    data: Any,
+    model: Any,
+    world_size: int | None = None,
+    config: DictConfig | None = None,
+    *,
+    resumes: bool = False,
+    plays: bool = False,
+) -> None:
+    """Refuse a checkpoint of another environment, capacity, network or number of ranks.
+
+    With ``plays``, only the environment and the networks are compared, which are all that an evaluation builds.
+
+    A copy of the model is built without memory. With ``resumes``, the states of the optimizers are compared as well, on
+    a second copy in memory. No ``world_size`` accepts any; ``config`` names the settings that differ.
+    """
+    from torchrl_lightning.datamodules.arguments import check_environment
+    from torchrl_lightning.learn.agents import AgentModule
+    from torchrl_lightning.learn.weights import check_weights
+    from torchrl_lightning.ranks import state_of_rank
+
+    state = stored.get(type(data).__qualname__)
+    try:
+        if state is None:
+            streams = " and ".join(key for key in stored if key.endswith("DataModule")) or "no experience"
+            raise ValueError(f"it holds {streams}, but this run has data={type(data).__qualname__}.")
+        if plays:
+            check_environment(data, state)
+        else:
+            data.check_state(state, model)
+        if world_size is not None and "ranks" in state:
+            state_of_rank(state["ranks"], 0, world_size)
+        if (make := copies(model, data)) is not None:
+            check_weights(make, stored, own=True)
+            if resumes and isinstance(model, AgentModule) and "optimizer_states" in stored:
+                make().check_optimizer_states(stored["optimizer_states"])
+    except (ValueError, RuntimeError) as error:
+        raise UsageError(f"{path} does not fit this run: {error}{_changed_settings(path, stored, config)}") from error
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        raise UsageError(f"{path} holds no state of ours: {type(error).__name__}: {error}.") from error
+    finally:
+        data.close()
+
+
+def copies(model: Any, data: Any) -> Callable[[], Any] | None:
+    """Return what makes copies of a model, with the networks that it would build for a DataModule."""
+    if not hasattr(model, "build"):
+        return None
+    specs, options = data.specs, data.build_options
+    return lambda: copy.deepcopy(model).build(specs, **copy.deepcopy(options))
+
+
+def _changed_settings(checkpoint: Path, stored: Mapping[str, Any], config: DictConfig | None) -> str:
+    """Say which settings of the model had other values in the run of a checkpoint, and what that run was given."""
+    record = record_in(stored, checkpoint)
+    if record is None:
+        return ""
+    here = record.config if config is None else plain(config)
+    models = ({"model": settings.get("model", {})} for settings in (record.config, here))
+    changed = "".join(f" {key} was {then} and is {now} now." for key, (then, now) in differences(*models).items())
+    return f"{changed}\nThe run of that checkpoint was given: {' '.join(record.overrides) or 'no overrides'}"
+
+
 def _check(config: Mapping[str, Any], path: str | Path, *, trusted: bool) -> None:
     from torchrl_lightning.trust import check_config
 
@@ -315,10 +386,6 @@ def _agrees(value: Any, config: Any, key: str) -> bool:
 
 def _key(override: Override) -> str:
     return override.get_key_element().lstrip("+~")
-
-
-def _within(key: str, outer: str) -> bool:
-    return key == outer or key.startswith((f"{outer}.", f"{outer}/"))
 
 
 def _settings(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

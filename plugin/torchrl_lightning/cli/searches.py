@@ -11,7 +11,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
 from torchrl_lightning.cli.checks import one_line
-from torchrl_lightning.cli.locks import SWEEP, is_abandoned, is_follower, locked
+from torchrl_lightning.cli.run_folder import SWEEP, is_abandoned, is_follower, locked
 
 _log = logging.getLogger(__name__)
 _held = ExitStack()  # not in the callback, which launchers send to other processes

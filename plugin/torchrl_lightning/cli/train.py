@@ -30,9 +30,8 @@ def train(cfg: DictConfig) -> float:
     from hydra.core.hydra_config import HydraConfig
 
     from torchrl_lightning.cli.checks import check_command, check_config, is_trusted, stored_run
-    from torchrl_lightning.cli.locks import is_follower, locked
     from torchrl_lightning.cli.run_errors import run_errors
-    from torchrl_lightning.cli.run_record import RunRecord
+    from torchrl_lightning.cli.run_folder import RunRecord, is_follower, locked
 
     check_command(cfg)
     check_config(cfg)
@@ -48,9 +47,8 @@ def train(cfg: DictConfig) -> float:
     from lightning.pytorch.utilities.exceptions import SIGTERMException
 
     from torchrl_lightning.cli.beginning import beginning_of
-    from torchrl_lightning.cli.checkpoints import check_checkpoint
     from torchrl_lightning.cli.parts import GivenSettings, KeptConfig, build_part, check_parts
-    from torchrl_lightning.cli.resuming import needs_trust, told_differences
+    from torchrl_lightning.cli.resuming import check_checkpoint, needs_trust, told_differences
     from torchrl_lightning.cli.slurm import requeued_on_signal
     from torchrl_lightning.learn.weights import bounded_tensors
 

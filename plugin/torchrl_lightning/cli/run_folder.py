@@ -1,13 +1,20 @@
-"""Who writes into a run's folder: a lock that ends with its process, however that ends. Imports nothing heavy."""
+"""The folder of a run: the lock that says who writes into it, and the record of its config. Imports nothing heavy.
+
+A lock ends with its process, however that ends. The record has the files that Hydra writes by itself: Hydra would write
+them before it calls the task, also into the folder of another run that is going on.
+"""
 
 from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
+
+from omegaconf import DictConfig, OmegaConf
 
 from torchrl_lightning.cli.checks import UsageError
 
@@ -16,8 +23,9 @@ try:
 except ImportError:  # pragma: no cover  # Windows has no such locks
     fcntl = None  # type: ignore[assignment]
 
-_NAME = Path(".hydra") / "lock"
-SWEEP = Path(".hydra") / "sweep.lock"
+FOLDER = ".hydra"
+_NAME = Path(FOLDER) / "lock"
+SWEEP = Path(FOLDER) / "sweep.lock"
 """Of the folder of a sweep, in which runs have folders of their own."""
 
 
@@ -92,3 +100,52 @@ def _take(file: TextIO, folder: Path) -> None:
     except OSError as error:
         holder = Path(file.name).read_text() or "another process"
         raise UsageError(f"{folder} is being written by {holder}; wait until that has ended.") from error
+
+
+class RunRecord:
+    """The three files of a run, as its config was composed.
+
+    Args:
+        cfg: The config of the task.
+    """
+
+    def __init__(self, cfg: DictConfig) -> None:
+        from hydra.core.hydra_config import HydraConfig
+
+        self._contents: dict[str, str] = {}
+        if HydraConfig.initialized():
+            hydra: Any = HydraConfig.instance().cfg
+            nodes = {"config": cfg, "hydra": hydra, "overrides": hydra.hydra.overrides.task}
+            self._contents = {f"{name}.yaml": OmegaConf.to_yaml(node) for name, node in nodes.items()}
+
+    def write(self, folder: Path, *, replace: bool = True) -> None:
+        """Write the files below a folder, each of them whole; a process without Hydra has nothing to write.
+
+        Args:
+            folder: The folder of the run.
+            replace: Whether the record of another run is replaced.
+        """
+        if not replace and (folder / FOLDER / "config.yaml").exists():
+            return
+        for name, content in self._contents.items():
+            path = folder / FOLDER / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary = path.with_name(f".{name}.{os.getpid()}.tmp")
+            temporary.write_text(content, encoding="utf-8")
+            temporary.replace(path)
+
+
+def recorded(task: Callable[[Any], float]) -> Callable[[Any], float]:
+    """Return a task that first writes its record, unless its folder belongs to a training run."""
+
+    @wraps(task)
+    def recorded_task(cfg: Any) -> float:
+        from hydra.core.hydra_config import HydraConfig
+
+        if HydraConfig.initialized():
+            folder = Path(HydraConfig.get().runtime.output_dir)
+            if not has_lock(folder):
+                RunRecord(cfg).write(folder)
+        return task(cfg)
+
+    return recorded_task
