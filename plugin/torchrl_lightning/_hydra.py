@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from argparse import ArgumentParser
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -23,6 +24,23 @@ def hydra_main(config_path: str, config_name: str) -> Callable[[Callable[[Any], 
 
     newer: dict[str, Any] = {} if _has_whitelist() else {"version_base": "1.3"}
     return hydra.main(config_path=config_path, config_name=config_name, **newer)
+
+
+def options_parser() -> ArgumentParser:
+    """Return a parser of the options of Hydra's command line."""
+    parser = ArgumentParser(add_help=False)
+    parser.add_argument("overrides", nargs="*")
+    for option in ("help,h", "hydra-help", "version", "resolve", "run,r", "multirun,m", "shell-completion,sc"):
+        parser.add_argument(*_flags(option), action="store_true")
+    for option in ("package,p", "config-path,cp", "config-name,cn", "config-dir,cd", "experimental-rerun"):
+        parser.add_argument(*_flags(option))
+    parser.add_argument("--cfg", "-c", choices=("job", "hydra", "all"))
+    parser.add_argument("--info", "-i", const="all", nargs="?")
+    return parser
+
+
+def _flags(option: str) -> list[str]:
+    return [f"{dashes}{name}" for dashes, name in zip(("--", "-"), option.split(","), strict=False)]
 
 
 @contextmanager

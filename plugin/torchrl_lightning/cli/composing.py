@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -24,7 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from torchrl_lightning._conf import CONF_DIR, EXPORT_DIR
-from torchrl_lightning._hydra import hydra_main, initialized
+from torchrl_lightning._hydra import hydra_main, initialized, options_parser
 from torchrl_lightning._schemas import open_schemas
 from torchrl_lightning.cli.auto import AUTO, furthest_checkpoint
 from torchrl_lightning.cli.checks import SWEPT, UsageError, one_line, read_stored
@@ -320,8 +320,8 @@ def _noted(settings: Iterable[str]) -> Iterator[None]:
 
 def run_command_line(name: str, task: Callable[[Any], Any], arguments: list[str], *, resumes: bool) -> None:
     """Compose what a command line asks for, and run it once or in a sweep, or print it; by Hydra's public functions."""
-    options = _options(arguments)
-    if options is None:
+    options = options_parser().parse_args(arguments)
+    if options.hydra_help or options.version or options.experimental_rerun:
         hydra_main(str(CONF_DIR), name)(task)()
         return
     modes = (options.run, options.multirun, options.cfg, options.info, options.shell_completion)
@@ -336,7 +336,7 @@ def run_command_line(name: str, task: Callable[[Any], Any], arguments: list[str]
         reported(partial(_run, hydra, options.config_name or name, options, task))
 
 
-def _run(hydra: Any, config_name: str, options: argparse.Namespace, task: Callable[[Any], Any]) -> None:
+def _run(hydra: Any, config_name: str, options: Namespace, task: Callable[[Any], Any]) -> None:
     overrides = options.overrides
     if options.cfg:
         hydra.show_cfg(config_name, overrides, options.cfg, options.package, options.resolve)
@@ -348,21 +348,6 @@ def _run(hydra: Any, config_name: str, options: argparse.Namespace, task: Callab
         hydra.multirun(config_name, task, [*overrides, "hydra.mode=MULTIRUN"])
     else:
         hydra.run(config_name, task, overrides)
-
-
-def _options(arguments: list[str]) -> argparse.Namespace | None:
-    """Parse the options of a command line as Hydra does; None if it has one that only Hydra's own function knows."""
-    parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("overrides", nargs="*")
-    parser.add_argument("--cfg", "-c", choices=("job", "hydra", "all"))
-    parser.add_argument("--package", "-p")
-    parser.add_argument("--info", "-i", const="all", nargs="?")
-    for word, letters in (("path", "cp"), ("name", "cn"), ("dir", "cd")):
-        parser.add_argument(f"--config-{word}", f"-{letters}")
-    for option in ("--resolve", ("--run", "-r"), ("--multirun", "-m"), ("--shell-completion", "-sc")):
-        parser.add_argument(*([option] if isinstance(option, str) else option), action="store_true")
-    options, others = parser.parse_known_args(arguments)
-    return None if others else options
 
 
 def _resumed(

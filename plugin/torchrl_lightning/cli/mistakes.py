@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from hydra import compose
-from hydra._internal import utils as _utils
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, InstantiationException, MissingConfigException, OverrideParseException
@@ -20,6 +19,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 from yaml import YAMLError
 
 from torchrl_lightning._conf import CONF_DIR, EXPORT_DIR
+from torchrl_lightning._hydra import options_parser
 from torchrl_lightning.cli.checks import SWEPT, UsageError, chosen_groups, one_line, plain_errors
 from torchrl_lightning.suggestions import did_you_mean, nearest
 
@@ -65,7 +65,7 @@ def options_first(arguments: Sequence[str]) -> list[str]:
         >>> options_first(["seed=0,1", "--multirun", "data.num_envs=2", "--config-name", "train"])
         ['--multirun', '--config-name', 'train', 'seed=0,1', 'data.num_envs=2']
     """
-    known, behind = _utils.get_args_parser().parse_known_args(list(arguments))
+    known, behind = options_parser().parse_known_args(list(arguments))
     settings = [*known.overrides, *behind]
     left, options = Counter(settings), []
     for argument in arguments:
@@ -78,7 +78,7 @@ def options_first(arguments: Sequence[str]) -> list[str]:
 
 def check_dashes(arguments: Sequence[str]) -> None:
     """Refuse options that Hydra does not have, such as settings that are written as ``--seed 3``."""
-    parser = _utils.get_args_parser()
+    parser = options_parser()
     parser.error = _refuse  # type: ignore[method-assign, assignment]
     unknown = [each for each in parser.parse_known_args(list(arguments))[1] if each.startswith("-")]
     if not unknown:
@@ -129,7 +129,7 @@ def explained(error: HydraException, arguments: Sequence[str]) -> str:
 
 def _mistake_of_one_run(arguments: Sequence[str]) -> str:
     """Say what is wrong with the first run of a sweep; "" where it can be composed."""
-    known = _utils.get_args_parser().parse_known_args(list(arguments))[0]
+    known = options_parser().parse_known_args(list(arguments))[0]
     overrides = OverridesParser.create().parse_overrides(known.overrides)
     first = [f"{each.get_key_element()}={_first_value(each)}" for each in overrides if each.is_sweep_override()]
     first += [str(each.input_line) for each in overrides if not each.is_sweep_override()]
