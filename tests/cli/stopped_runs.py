@@ -162,7 +162,7 @@ def resumed(experiment: str, folder: Path, way: str, *more: str, run: Runner = t
     status = run(folder, [*arguments, *more], half, first, stop)
     if status not in _STATUS.get(way, (0,)):
         raise RuntimeError(f"the run was to be stopped by {way}, but ended with status {status}:\n{_tail(folder)}")
-    rest = {**changed, "ckpt_path": str(half / "checkpoints" / "last.ckpt")}
+    rest = {**changed, "ckpt_path": str(half / "checkpoints" / "last.ckpt"), "trusted": True}
     return _to_its_end(folder, [*arguments, *more], folder / f"{way}-rest", rest, run)
 
 
@@ -209,7 +209,7 @@ def killed(
     if not last.exists():
         return status, None
     arguments, total, _ = settings(experiment)
-    rest = {"data.total_frames": total, "trainer.max_steps": -1, "ckpt_path": str(last)}
+    rest = {"data.total_frames": total, "trainer.max_steps": -1, "ckpt_path": str(last), "trusted": True}
     resumed_last = _to_its_end(folder, [*arguments, *more], folder / "rest", rest, task)
     # A run that had come to its end writes nothing new.
     return status, resumed_last if resumed_last.exists() else last

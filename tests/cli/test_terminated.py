@@ -77,7 +77,7 @@ def test_ctrl_c_leaves_a_checkpoint_that_resumes_and_no_process(run, tmp_path):
     assert frames > 0
     # Resumed at its end, it is taken up whole, and starts no worker for another batch.
     try:
-        done = run("train", f"data.total_frames={frames}", f"ckpt_path={match[1]}")
+        done = run("train", f"data.total_frames={frames}", f"ckpt_path={match[1]}", "trusted=true")
     finally:
         gymnasium.registry.pop("Own-v0", None)
     assert last_line(done.stdout)[4] == str(frames)
