@@ -20,7 +20,8 @@ from kit.careless import Careless
 from torchrl_lightning import EnvironmentRecipe
 from torchrl_lightning.datamodules.evaluation import view_of
 from torchrl_lightning.environments import make_vector_env
-from torchrl_lightning.environments.copies import CopiedEnds, copied, copy_beneath_wrappers, copy_ends
+from torchrl_lightning.environments.copies import copied, copy_beneath_wrappers
+from torchrl_lightning.environments.faults import GuardedCall, guard_calls
 
 Point = namedtuple("Point", "x y")
 
@@ -75,13 +76,13 @@ def test_a_tensor_that_needs_gradients_is_copied() -> None:
 
 def test_a_step_is_wrapped_once_and_survives_copies() -> None:
     env = Careless()
-    copy_ends(env)
+    guard_calls(env, 0, checks=False)
     step = env.step
-    copy_ends(env)
+    guard_calls(env, 0, checks=False)
     assert env.step is step
     for other in (copy.deepcopy(env), pickle.loads(pickle.dumps(env))):
         other.reset(seed=0)
-        assert isinstance(other.step, CopiedEnds)
+        assert isinstance(other.step, GuardedCall)
         other.step(0)
         assert (other.t, env.t) == (1, 0)
 
@@ -129,7 +130,7 @@ def test_the_last_step_of_an_episode_is_a_copy_however_it_ends(terminated: bool)
             return self.memory, 0.0, terminated and self.t == 2, not terminated and self.t == 2, {}
 
     env = Reusing()
-    copy_ends(env)
+    guard_calls(env, 0, checks=False)
     assert env.step(0)[0] is env.memory
     last = env.step(0)[0]
     env.memory[:] = 9

@@ -31,13 +31,16 @@ def collecting(does: Callable[[], None], seconds: float | None, make: Callable[.
     make(recipe, num_envs=2, frames_per_batch=16, seed=0).rollout()
 
 
-def test_what_cannot_be_interrupted_ends_the_process_with_one_line(tmp_path: Path) -> None:
+def test_what_cannot_be_interrupted_ends_the_process_with_one_line_and_the_stack(tmp_path: Path) -> None:
     process = Forked(partial(collecting, insists, 0.2), tmp_path)
     assert process.ends(20) == 1
-    assert process.said == (
+    line, stack = process.said.split("recipe.\n")
+    assert line == (
         "hangs\n\nerror: At step 3 of the rollout, environment 0 did not return in step_timeout=0.2 seconds. Mend the "
-        "environment, or give it more seconds by step_timeout of its recipe.\n"
+        "environment, or give it more seconds by step_timeout of its "
     )
+    assert 'misbehaving.py", line' in stack
+    assert "in insists\n" in stack
 
 
 @pytest.mark.parametrize("does", [sleeps, insists])

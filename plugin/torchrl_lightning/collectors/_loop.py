@@ -20,7 +20,7 @@ from torchrl_lightning.collectors._stepper import VectorStepper
 from torchrl_lightning.entries import Path, join, level_of, next_key, path_of, tensordict_of
 from torchrl_lightning.environments.actions import check_clipping, half_bounded_drawer
 from torchrl_lightning.environments.copies import copied
-from torchrl_lightning.environments.faults import EnvironmentFault
+from torchrl_lightning.environments.faults import EnvironmentFault, position
 from torchrl_lightning.environments.magnitudes import expected_magnitude, magnitude_limits
 from torchrl_lightning.environments.masks import action_mask
 from torchrl_lightning.environments.played import Array, Playing, ReplayedRows, ReplaySource
@@ -104,7 +104,8 @@ class RolloutLoop:
         except EnvironmentFault as fault:
             if fault.__cause__ is not None:  # an environment may have raised because of what it had computed before
                 memory.check_part(completed, before)
-            raise fault.within(f"At step {before + completed} of the rollout, ") from fault.__cause__
+            fault.within(f"At step {before + completed} of the rollout, ")
+            raise
         except Exception:
             # A policy may have failed because of what it read.
             memory.check_part(completed, before)
@@ -112,6 +113,8 @@ class RolloutLoop:
             named = [(f"observation {key!r}", values[None], self.limits.get(key, math.inf)) for key, values in read]
             _refuse_not_finite(named, before + completed)
             raise
+        finally:
+            position.environment = position.step = None
         if self._is_new:
             memory.check_part(memory.steps, before)
             self._is_new = False
@@ -122,6 +125,7 @@ class RolloutLoop:
         if self._playing is not None:
             memory.clear_marks()
         for t in range(memory.steps):
+            position.step = t
             played = None if self._playing is None else self._playing.next_rows(self._starts)
             if played is not None:
                 self._put(self._observations, played.observation)

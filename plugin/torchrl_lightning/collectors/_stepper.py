@@ -13,9 +13,16 @@ import numpy as np
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 
 from torchrl_lightning.environments.actions import ActionFormat
-from torchrl_lightning.environments.copies import copy_beneath_wrappers, copy_ends
+from torchrl_lightning.environments.copies import copy_beneath_wrappers
 from torchrl_lightning.environments.envpool_env import EnvPoolVectorEnv
-from torchrl_lightning.environments.faults import EnvironmentFault, blame, blaming, check_observation, frames_of
+from torchrl_lightning.environments.faults import (
+    EnvironmentFault,
+    blame,
+    blaming,
+    check_observation,
+    guard_calls,
+    position,
+)
 from torchrl_lightning.environments.played import Array, ResumableVectorEnv
 from torchrl_lightning.environments.specs import observation_leaves
 from torchrl_lightning.environments.torchrl_batch import BatchVectorEnv
@@ -57,7 +64,7 @@ class VectorStepper:
         self._copies_ends = isinstance(env.unwrapped, _COPY_ENDS)
         self._suspect_ends = 0
         if not self._copies_ends:
-            self._copy_ends()
+            self._guard_calls()
 
     @property
     def resets(self) -> Array | None:
@@ -69,6 +76,7 @@ class VectorStepper:
 
         One that steps its copies in its own code may take one seed for all of them alone.
         """
+        position.environment = None
         try:
             observation = self._reset(seeds)
         except (Exception, SystemExit) as error:
@@ -83,6 +91,7 @@ class VectorStepper:
         Actions are as ``actions.to_environment`` returns them. Where environments cannot rest, some valid action is
         taken, and what comes of it is of no use.
         """
+        position.environment = None
         try:
             if resting is not None and self.can_rest:
                 observation, reward, terminated, truncated, info = self.env.step_some(action, resting)  # type: ignore[attr-defined]
@@ -143,13 +152,13 @@ class VectorStepper:
             self._check_finals(reported, finals, leaves, before)
         return leaves, finals
 
-    def _copy_ends(self) -> None:
-        """Let a ready environment copy the last step of each episode, if its single environments are reachable."""
+    def _guard_calls(self) -> None:
+        """Guard the calls of the single environments of a ready vector environment, if they are reachable."""
         envs = getattr(self.env.unwrapped, "envs", None)
-        for env in envs if isinstance(envs, list | tuple) else ():
+        for index, env in enumerate(envs if isinstance(envs, list | tuple) else ()):
             if isinstance(env, gymnasium.Env):
                 copy_beneath_wrappers(env)
-                copy_ends(env)
+                guard_calls(env, index, checks=False)
 
     def _check_finals(
         self, reported: list[list[Array]], finals: list[Final], leaves: list[Array], before: Sequence[Array]
@@ -212,13 +221,14 @@ class VectorStepper:
         """
         # Looked at once: later ends cost what they reset alone.
         others = [] if self._resets_parts else [leaf[~ended] for leaf in leaves]
+        position.environment = None
         try:
             observation, _ = self.env.reset(options={"reset_mask": ended.copy()})
         except EnvironmentFault:
             raise
         except Exception as error:
             if isinstance(self.env.unwrapped, SyncVectorEnv | AsyncVectorEnv):
-                blame(error, "reset")
+                self._blame(error, "reset")
             raise RuntimeError(_NO_PARTIAL_RESET.format(env=self.env)) from error
         fresh = self.leaves(observation)
         for before, after in zip(others, fresh, strict=False):
@@ -264,11 +274,12 @@ class VectorStepper:
 
     def _blame(self, error: BaseException, call: str, when: str = "") -> None:
         """Find what one of several environments did, or returned that could not be put together."""
-        env = self.env.unwrapped
-        if isinstance(env, SyncVectorEnv) and any("concatenate" in frame.f_code.co_name for frame in frames_of(error)):
-            for index, observation in enumerate(env._env_obs):
-                check_observation(env.single_observation_space, observation, f"{when}environment {index}")
-        blame(error, call, f"{self.env}")
+        env, index = self.env.unwrapped, None
+        if isinstance(env, SyncVectorEnv) and not isinstance(error, EnvironmentFault):
+            index = position.environment  # the one that was called last
+            for number, observation in enumerate(env._env_obs[: 0 if index is None else index + 1]):
+                check_observation(env.single_observation_space, observation, f"{when}environment {number}")
+        blame(error, call, f"{self.env}", index)
 
 
 def entry_of(info: Any, name: str) -> Any:

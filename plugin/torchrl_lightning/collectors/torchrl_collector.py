@@ -19,7 +19,7 @@ from torchrl_lightning._modules import EvaluationMode
 from torchrl_lightning.collectors._base import RECURRENT_STATES, CollectorBase, check_random_frames
 from torchrl_lightning.entries import join, next_key
 from torchrl_lightning.environments.actions import half_bounded_drawer
-from torchrl_lightning.environments.faults import EnvironmentFault, blame, frames_of
+from torchrl_lightning.environments.faults import EnvironmentFault, blame_last
 from torchrl_lightning.environments.magnitudes import check_magnitudes, magnitude_limits
 from torchrl_lightning.environments.masks import action_mask
 from torchrl_lightning.environments.policies import (
@@ -124,7 +124,7 @@ class TorchRLCollector(CollectorBase):
         self._resumed = False
         self._collector: Collector | None = None
         self._acts_randomly = False
-        self._acted = 0  # in this rollout
+        self._acted, self._policy_failed = 0, False  # in this rollout
         self._unsaid: dict[NestedKey, Tensor] | None = None
         self._trajectories = self._shift = 0
         self._initial = recurrent_states(policy, self.num_envs)
@@ -181,19 +181,13 @@ class TorchRLCollector(CollectorBase):
 
     def _blaming(self, call: Callable[[], T]) -> T:
         """Make a call in which environment and policy take turns."""
-        self._acted = 0
+        self._acted, self._policy_failed = 0, False
         try:
             return call()
-        except EnvironmentFault as fault:  # found by who acts
-            raise fault.within(self._place) from fault.__cause__
         except (Exception, SystemExit) as error:
-            if not any(frame.f_code is TorchRLCollector._act.__code__ for frame in frames_of(error)):
-                blame(error, "step", place=self._place)
+            if not self._policy_failed or isinstance(error, EnvironmentFault):
+                blame_last(error, f"At step {max(0, self._acted - 1)} of the rollout, ")
             raise
-
-    @property
-    def _place(self) -> str:
-        return f"At step {max(0, self._acted - 1)} of the rollout, "
 
     def _number_trajectories(self, ids: Tensor, begin_anew: bool) -> None:
         """Count the trajectories from the beginning of the run, also where it was resumed."""
@@ -227,6 +221,13 @@ class TorchRLCollector(CollectorBase):
         return self._collector
 
     def _act(self, step: TensorDictBase) -> TensorDictBase:
+        try:
+            return self._choose(step)
+        except BaseException:
+            self._policy_failed = True
+            raise
+
+    def _choose(self, step: TensorDictBase) -> TensorDictBase:
         self._acted += 1
         mask = self._mask
         if mask is not None:

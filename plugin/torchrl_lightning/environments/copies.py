@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import gymnasium as gym
@@ -50,29 +50,6 @@ def copied(value: Any) -> Any:
     if isinstance(value, np.generic) or not hasattr(value, "__array__"):
         return value
     return value.clone() if hasattr(value, "clone") else copy.deepcopy(value)  # a tensor; an array of another library
-
-
-class CopiedEnds:
-    """A ``step`` whose last result of each episode is a copy, because the reset that follows may change it.
-
-    Args:
-        step: The bound method of an environment.
-    """
-
-    def __init__(self, step: Callable[[Any], Any]) -> None:
-        self._step = step
-
-    def __call__(self, action: Any) -> Any:
-        """Step the environment."""
-        returned = self._step(action)
-        _, _, terminated, truncated, _ = returned
-        return copied(returned) if terminated or truncated else returned
-
-
-def copy_ends(env: gym.Env[Any, Any]) -> None:
-    """Let an environment that somebody else steps and resets return the last step of each episode as a copy."""
-    if not isinstance(env.step, CopiedEnds):
-        env.step = CopiedEnds(env.step)  # type: ignore[method-assign]
 
 
 class FreshActions(gym.Wrapper[Any, Any, Any, Any], RecordConstructorArgs):

@@ -1,4 +1,9 @@
-"""What an environment does wrong, told in one line: what it raises, what it returns, and where."""
+"""Report in one line what an environment raises or returns against its spaces, with its number and the place.
+
+Each call of an environment is in a ``try`` block, and :func:`blame` turns the error into an
+:class:`EnvironmentFault`. The loop around the call knows the number of the environment, and the loop over the steps
+adds the step (:meth:`EnvironmentFault.within`).
+"""
 
 from __future__ import annotations
 
@@ -13,38 +18,40 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
-from torchrl_lightning.environments.copies import CopiedEnds, copied
+from torchrl_lightning.environments.copies import copied
 from torchrl_lightning.fitting import Fault
 
 _RETURNS = {"reset": "(observation, info)", "step": "(observation, reward, terminated, truncated, info)"}
-_CALLS = {"reset": "reset", "step": "step", "_reset": "reset", "_step": "step", "close": "close"}
-# The loops over environments, by what they count with, and the loop over the steps of a rollout.
-_LOOPS = ("SyncVectorEnv.reset", "SyncVectorEnv.step", "ResumableVectorEnv.step", "ResumableVectorEnv.step_some")
-_COUNTED = {**dict.fromkeys((*_LOOPS, "SerialEnv._reset", "SerialEnv._step"), "i"), "_async_worker": "index"}
-_STEPS = "RolloutLoop._steps", "t"
-# Whose code calls environments; of Gymnasium's, what surrounds one.
+# Modules that call environments, and modules of Gymnasium that wrap them.
 _OURS = __name__.partition(".")[0]
 _LIBRARIES = ("contextlib", "functools", "multiprocessing", "numpy", "tensordict", "torch", "torchrl")
 _CALLERS = (*_LIBRARIES, "gymnasium.vector", _OURS)
 _AROUND = ("gymnasium.core", "gymnasium.utils", "gymnasium.wrappers", "gymnasium.envs.registration")
 
 
-class EnvironmentFault(Fault):
-    """An environment did what it may not; the message is one line that names it and how to mend it.
+class Position:
+    """The environment and the step of the rollout that this process is at, for messages about a call that hangs."""
 
-    Where it raised an exception, that is the cause, with the frames of its own code alone.
+    environment: int | None = None
+    step: int | None = None
+
+
+position = Position()
+
+
+class EnvironmentFault(Fault):
+    """An environment broke the rules of its interface; the message is one line with its number and a remedy.
+
+    If it raised an exception, that is the cause, with the frames of its own code only.
     """
 
     def within(self, place: str) -> Self:
-        """Return the fault with words in front that say where it happened."""
-        fault = type(self)(f"{place}{self}")
-        fault.__cause__ = self.__cause__
-        for note in getattr(self, "__notes__", ()):
-            fault.add_note(note)
-        return fault
+        """Return the fault with words in front that name the place."""
+        self.args = (f"{place}{self}",)
+        return self
 
     def sent(self) -> WorkerFault:
-        """Return the fault as another process raises it: what was its cause is a note."""
+        """Return the fault as another process raises it, with the cause as a note."""
         fault = WorkerFault(str(self))
         if self.__cause__ is not None:
             fault.add_note("".join(format_exception(self.__cause__)))
@@ -56,82 +63,73 @@ class WorkerFault(EnvironmentFault, RuntimeError):
 
 
 @contextmanager
-def blaming(call: str, whose: str = "the environment") -> Iterator[None]:
-    """Let :func:`blame` see what a block raises that calls an environment."""
+def blaming(call: str, whose: str = "the environment", index: int | None = None) -> Iterator[None]:
+    """Apply :func:`blame` to the errors of a block that calls an environment."""
     try:
         yield
     except (Exception, SystemExit) as error:
-        blame(error, call, whose)
+        blame(error, call, whose, index)
         raise
 
 
-def blame(error: BaseException, call: str, whose: str = "the environment", place: str = "") -> None:
-    """Raise an EnvironmentFault in the place of an error of an environment; do nothing if the error is no such one.
+def blame(error: BaseException, call: str, whose: str = "the environment", index: int | None = None) -> None:
+    """Raise an EnvironmentFault instead of an error of an environment; return if the error is not one.
 
     Args:
-        error: what a call of an environment, or of several, has raised.
-        call: the call; where the error shows that another one was at fault, that is named.
-        whose: the environment; where the error shows its number, that is named.
-        place: words in front that say where it happened.
+        error: the error that a call of one environment, or of several, has raised.
+        call: ``make``, ``reset``, ``step`` or ``close``.
+        whose: the name of the environment.
+        index: the number of the environment, which is its name then. An error of the caller's code, which could not use
+            the returned values, is its fault then, too.
 
     Examples:
-        >>> import random
-        >>> with blaming("step", "environment 3"):
-        ...     random.choice([])  # doctest: +ELLIPSIS
+        >>> with blaming("step", index=3):
+        ...     np.random.default_rng().choice([])  # doctest: +ELLIPSIS
         Traceback (most recent call last):
             ...
-        torchrl_lightning.environments.faults.EnvironmentFault: environment 3 raised IndexError in step (random.py, \
-line ...): Cannot choose from an empty sequence. Mend the environment there.
+        torchrl_lightning.environments.faults.EnvironmentFault: environment 3 returned from step what does not fit: ...
     """
     if isinstance(error, Fault) or (isinstance(error, SystemExit) and type(error) is not SystemExit):
-        return  # known already; a signal's
-    frames, trace = list(frames_of(error)), error.__traceback__
-    number = numbered(frames)[0]
+        return  # has its message already; ends the process after SIGTERM
+    trace, innermost = error.__traceback__, [frame for frame, _ in walk_tb(error.__traceback__)][-1]
     if (call == "make" and not isinstance(error, TimeoutError)) and (
-        isinstance(error, ImportError | gymnasium.error.Error) or _is_of(frames[-1], ("gymnasium", "torchrl", _OURS))
+        isinstance(error, ImportError | gymnasium.error.Error) or _is_of(innermost, ("gymnasium", "torchrl", _OURS))
     ):
-        return  # told where it is made
+        return  # the caller reports it
     while trace is not None and _is_of(trace.tb_frame, _CALLERS):
         trace = trace.tb_next
-    behind = list(walk_tb(trace))
-    own = [(frame, line) for frame, line in behind if not _is_of(frame, (*_CALLERS, *_AROUND))]
-    call = next((_CALLS[name] for frame, _ in behind if (name := frame.f_code.co_name) in _CALLS), call)
-    if number is not None:
-        whose = f"environment {number}"
-    whose = f"{place}{whose}"
-    said = " ".join(str(error).split())
-    if own:
-        places = [(frame.f_code.co_filename, line) for frame, line in own]
+    places = [
+        (frame.f_code.co_filename, line) for frame, line in walk_tb(trace) if not _is_of(frame, (*_CALLERS, *_AROUND))
+    ]
+    whose = whose if index is None else f"environment {index}"
+    said = " ".join(str(error).split()).rstrip(".")
+    if places:
         file, line = ([place for place in places if not _is_installed(place[0])] or places)[-1]
         where = f"{call} ({file.replace(chr(92), '/').rpartition('/')[2]}, line {line})"
-        what = f"{type(error).__name__} in {where}" + (f": {said.rstrip('.')}" if said else "")
+        what = f"{type(error).__name__} in {where}" + (f": {said}" if said else "")
         raise EnvironmentFault(f"{whose} raised {what}. Mend the environment there.") from error.with_traceback(trace)
-    if call in _RETURNS and (behind or number is not None):
+    if call in _RETURNS and (trace is not None or index is not None):
         raise EnvironmentFault(
-            f"{whose} returned from {call} what does not fit: {said.rstrip('.')}; expected {_RETURNS[call]}. Mend what "
-            f"its {call} returns."
+            f"{whose} returned from {call} what does not fit: {said}; expected {_RETURNS[call]}. Mend what its {call} "
+            "returns."
         ) from error.with_traceback(trace)
+
+
+def blame_last(error: BaseException, place: str) -> None:
+    """Apply :func:`blame` to an error of a step that TorchRL makes, and add words for the place.
+
+    TorchRL combines the results of several environments: an error there is the fault of the one that was called last.
+    """
+    try:
+        blame(error, "step", index=position.environment)
+    except EnvironmentFault as fault:
+        error = fault
+    if isinstance(error, EnvironmentFault):
+        raise error.within(place)
 
 
 def _is_installed(file: str) -> bool:
     return "site-packages" in file or file.startswith(("<frozen", os.path.dirname(os.__file__)))
-
-
-def frames_of(error: BaseException) -> Iterator[FrameType]:
-    """Yield the frames that an error has passed, the innermost one last."""
-    return (frame for frame, _ in walk_tb(error.__traceback__))
-
-
-def numbered(frames: Iterable[FrameType]) -> tuple[int | None, int | None]:
-    """Return which environment of several frames of a call are at, and which step of a rollout; None for unknown."""
-    environment = step = None
-    for frame in frames:
-        name = frame.f_code.co_qualname
-        if name in _COUNTED:
-            environment = frame.f_locals.get(_COUNTED[name])
-        elif name == _STEPS[0]:
-            step = frame.f_locals.get(_STEPS[1])
-    return environment, step
 
 
 def _is_of(frame: FrameType, modules: Iterable[str]) -> bool:
@@ -172,8 +170,9 @@ step, expected True or False: mend its step.
 def _named(value: Any) -> str:
     if value is None:
         return "None"
-    shape = getattr(value, "shape", None)
-    return f"{type(value).__name__} {value!r:.40}" if not shape else f"an array of shape {tuple(shape)}"
+    if isinstance(value, np.ndarray) and value.shape:
+        return f"an array of shape {value.shape}"
+    return f"{type(value).__name__} {value!r:.40}"
 
 
 def check_observation(space: spaces.Space[Any], observation: Any, whose: str) -> None:
@@ -221,26 +220,42 @@ def _misfit(space: spaces.Space[Any], value: Any, name: str) -> str | None:
     )
 
 
-class CheckedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Check the first reset and the first step of an environment in another process, and copy the end of each episode.
+class GuardedCall:
+    """The ``reset`` or ``step`` of one environment that other code steps, with its number in the message of a fault.
 
-    There Gymnasium would cast and broadcast observations into shared memory, and reset before it sends the last one.
+    The last step of an episode is a copy, because the reset that follows may change it.
     """
 
-    def __init__(self, env: gymnasium.Env[Any, Any], index: int) -> None:
-        super().__init__(env)
-        self._whose = f"environment {index}"
+    def __init__(self, env: gymnasium.Env[Any, Any], name: str, index: int, checks: bool) -> None:
+        self._call = env.reset if name == "reset" else env.step
+        self._env, self._name, self._index = env, name, index
+        self._is_checked = not checks
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """Begin the first episode."""
-        returned = self.env.reset(seed=seed, options=options)
-        check_returned(self.observation_space, returned, "reset", self._whose)
-        self.reset = self.env.reset  # type: ignore[method-assign]
-        return returned
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Make the call."""
+        position.environment = self._index
+        try:
+            returned = self._call(*args, **kwargs)
+            if not (self._is_checked and isinstance(returned[-1], dict | Mapping)):  # the usual type is faster
+                check_returned(self._env.observation_space, returned, self._name, f"environment {self._index}")
+                self._is_checked = True
+            if self._name == "step":
+                _, _, terminated, truncated, _ = returned
+                return copied(returned) if terminated or truncated else returned
+            return returned
+        except (Exception, SystemExit) as error:
+            blame(error, self._name, index=self._index)
+            raise
 
-    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
-        """Make the first step."""
-        returned = self.env.step(action)
-        check_returned(self.observation_space, returned, "step", self._whose)
-        self.step = CopiedEnds(self.env.step)  # type: ignore[method-assign]
-        return copied(returned)
+
+def guard_calls(env: gymnasium.Env[Any, Any], index: int, checks: bool = True) -> None:
+    """Replace ``reset`` and ``step`` of an environment by :class:`GuardedCall`, once.
+
+    Args:
+        env: the environment.
+        index: its number.
+        checks: check the first results, because Gymnasium casts and broadcasts them into shared memory.
+    """
+    if not isinstance(env.step, GuardedCall):
+        env.reset = GuardedCall(env, "reset", index, checks)  # type: ignore[method-assign]
+        env.step = GuardedCall(env, "step", index, checks)  # type: ignore[method-assign]

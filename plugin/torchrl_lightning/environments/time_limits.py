@@ -1,7 +1,12 @@
-"""A limit for the seconds that a call of an environment may take: one thread watches those of a process."""
+"""Limit the seconds that a call of an environment may take.
+
+A call in the main thread is interrupted by SIGALRM, which raises an exception there. One thread of the process ends it
+if a call does not return even then, and when SIGTERM has come and a call is still running.
+"""
 
 from __future__ import annotations
 
+import faulthandler
 import math
 import os
 import select
@@ -12,177 +17,162 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from threading import get_ident
+from time import monotonic
 from types import FrameType
 from typing import Any
-from weakref import WeakSet
+from weakref import ref
 
 import gymnasium
 
-from torchrl_lightning.environments.faults import numbered
+from torchrl_lightning.environments.faults import position
 from torchrl_lightning.processes import after_fork, is_main_thread
 
 _MEND = "Mend the environment, or give it more seconds by step_timeout of its recipe."
-_LONGEST_PAUSE = 1.0  # seconds until calls are seen that were added meanwhile
 _GRACE = 1.0  # seconds in which an interrupted call has to return
-_INTERRUPT = getattr(signal, "SIGURG", None)  # ignored where nobody handles it
+_PERIOD = 0.1  # seconds between two looks at the running calls
+_ROUNDING = 0.001  # seconds by which the alarm may come early
+_HAS_ALARM = sys.platform != "win32"
 
 
 class OverdueError(TimeoutError):
-    """A call of an environment was interrupted, because it took longer than it may."""
+    """A call of an environment was interrupted because it took longer than its limit."""
 
 
 class Terminated(SystemExit):
-    """A call of an environment was interrupted, because the process shall end."""
+    """A call of an environment was interrupted because the process must end."""
 
 
 class TimedCalls:
-    """The calls of one environment, of which at most one is running.
+    """Limit the seconds of the calls of one environment, of which at most one is running.
 
     Args:
-        seconds: how long each may take.
-        after_sigterm: how long it has at most when the process shall end.
+        seconds: the limit of each call.
+        after_sigterm: the limit from SIGTERM on, if the environment was made before.
     """
 
     def __init__(self, seconds: float, after_sigterm: float = 5.0) -> None:
-        self.seconds, self.after_sigterm = seconds, min(seconds, after_sigterm)
-        self.moves = 0  # odd while a call is running
-        self.thread = threading.get_ident()
-        self.begun = time.monotonic()
-        _watch.add(self)
+        self.seconds, self.limit = seconds, seconds
+        self.after_sigterm = min(seconds, after_sigterm)
+        self.sigterm = -math.inf  # when SIGTERM came
+        self.begun = math.inf  # when the running call began
+        self.thread = 0
+        self.main = threading.main_thread().ident if _HAS_ALARM else None
+        position.environment = None
+        _watchdog.add(self)
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Count what a block does as a call."""
-        self.moves += 1
+        """Limit the seconds of a block; a block within one of the same environment has no limit of its own."""
+        if self.begun < math.inf:
+            yield
+            return
+        self.begun, self.thread = monotonic(), get_ident()
+        before = signal.setitimer(signal.ITIMER_REAL, self.limit) if self.thread == self.main else None
         try:
             yield
         finally:
-            self.moves += 1
+            self.begun = math.inf
+            if before is not None:
+                signal.setitimer(signal.ITIMER_REAL, *before)
 
+    def is_overdue(self, grace: float = 0.0) -> bool:
+        """Return whether the running call has exceeded its limit."""
+        return monotonic() - max(self.begun, self.sigterm) >= self.limit + grace
 
-class _Watch:
-    """The thread that looks at the running calls, a few times in the seconds that the shortest of them has."""
+    @property
+    def is_ending(self) -> bool:
+        """Return whether SIGTERM has come since the environment was made."""
+        return self.sigterm > -math.inf
 
-    def __init__(self) -> None:
-        self._calls: WeakSet[TimedCalls] = WeakSet()
-        self._thread: threading.Thread | None = None
-        self._signals = -1  # from which the numbers of signals are read that have come
-        self._interrupted: tuple[TimedCalls, int] | None = None
-        self._terminated = -math.inf  # when the process was told to end
-        self.tell: Callable[[str], object] = _write
-
-    def add(self, calls: TimedCalls) -> None:
-        self._calls.add(calls)
-        if self._thread is not None:
-            return
-        if _INTERRUPT is not None and is_main_thread():
-            signal.signal(_INTERRUPT, self._interrupt)
-            self._signals, written = os.pipe()
-            for file in (self._signals, written):
-                os.set_blocking(file, False)
-            signal.set_wakeup_fd(written, warn_on_full_buffer=False)
-        self._thread = threading.Thread(target=self._run, name="environment-watch", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        seen: dict[TimedCalls, tuple[int, float]] = {}
-        while True:
-            self._pause(min([_LONGEST_PAUSE, *(self._limit(calls) / 4 for calls in list(self._calls))]))
-            now, before, seen = time.monotonic(), seen, {}
-            for calls in list(self._calls):
-                moves = calls.moves
-                if moves % 2:
-                    known, since = before.get(calls, (moves, now))
-                    seen[calls] = (moves, since if known == moves else now)
-                    if now - seen[calls][1] >= self._limit(calls):
-                        self._end(calls, moves)
-
-    def _limit(self, calls: TimedCalls) -> float:
-        return calls.after_sigterm if self._is_ending(calls) else calls.seconds
-
-    def _is_ending(self, calls: TimedCalls) -> bool:
-        """Return whether the process shall end: one that builds another environment after SIGTERM goes on."""
-        return calls.begun < self._terminated
-
-    def _pause(self, seconds: float) -> None:
-        if self._signals < 0:
-            time.sleep(seconds)
-        elif select.select([self._signals], [], [], seconds)[0] and signal.SIGTERM in os.read(self._signals, 4096):
-            self._terminated = time.monotonic()
-
-    def _end(self, calls: TimedCalls, moves: int) -> None:
-        """Interrupt a call, and end the process if it does not return then."""
-        main = threading.main_thread().ident
-        if self._signals >= 0 and calls.thread == main and _INTERRUPT is not None:
-            self._interrupted = calls, moves
-            signal.pthread_kill(calls.thread, _INTERRUPT)
-            deadline = time.monotonic() + _GRACE
-            while time.monotonic() < deadline:
-                if calls.moves != moves:
-                    return
-                time.sleep(0.01)
-        self._pause(0.0)
-        self.tell(self._overdue(calls, sys._current_frames().get(calls.thread)))
-        os._exit(128 + signal.SIGTERM if self._is_ending(calls) else 1)
-
-    def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        interrupted, self._interrupted = self._interrupted, None
-        if interrupted is None or interrupted[0].moves != interrupted[1]:
-            return  # it has returned meanwhile
-        if self._is_ending(interrupted[0]):
-            _write(self._overdue(interrupted[0], frame))
-            raise Terminated(128 + signal.SIGTERM)
-        raise OverdueError(f"it took more than step_timeout={interrupted[0].seconds:g} seconds")
-
-    def _overdue(self, calls: TimedCalls, frame: FrameType | None) -> str:
-        frames = []
-        while frame is not None:
-            frames.append(frame)
-            frame = frame.f_back
-        environment, step = numbered(frames)
-        whose = "the environment" if environment is None else f"environment {environment}"
-        where = "" if step is None else f"At step {step} of the rollout, "
-        why = "when the process was to end" if self._is_ending(calls) else f"in step_timeout={calls.seconds:g} seconds"
+    def line(self) -> str:
+        """Return the message about a call that has exceeded its limit."""
+        whose = "the environment" if position.environment is None else f"environment {position.environment}"
+        where = "" if position.step is None else f"At step {position.step} of the rollout, "
+        why = "when the process was to end" if self.is_ending else f"in step_timeout={self.seconds:g} seconds"
         return f"{where}{whose} did not return {why}. {_MEND}"
 
 
+class _Watchdog:
+    """A thread that ends the process if a call does not return."""
+
+    def __init__(self) -> None:
+        self.tell: Callable[[str], object] = _write
+        self._calls: list[ref[TimedCalls]] = []
+        self._signals = -1  # the read end of the pipe to which Python writes the numbers of signals
+
+    def add(self, calls: TimedCalls) -> None:
+        self._calls = [*(known for known in self._calls if known() is not None), ref(calls)]
+        if self._signals >= 0:
+            return
+        self._signals, written = os.pipe()
+        if _HAS_ALARM and is_main_thread():
+            signal.signal(signal.SIGALRM, self._interrupt)
+            # Unlike a handler, this needs no main thread that returns to Python, and Lightning may set its handler.
+            os.set_blocking(written, False)
+            signal.set_wakeup_fd(written, warn_on_full_buffer=False)
+        threading.Thread(target=self._run, name="environment-watchdog", daemon=True).start()
+
+    def _alive(self) -> list[TimedCalls]:
+        return [calls for known in self._calls if (calls := known()) is not None]
+
+    def _run(self) -> None:
+        while True:
+            if self._next_signals():
+                for calls in self._alive():
+                    calls.limit, calls.sigterm = calls.after_sigterm, monotonic()
+                    if calls.begun < math.inf and calls.thread == calls.main:
+                        signal.setitimer(signal.ITIMER_REAL, calls.limit)
+            for calls in self._alive():
+                if calls.is_overdue(_GRACE):
+                    self.tell(calls.line())
+                    if not calls.is_ending:
+                        faulthandler.dump_traceback(2)
+                    os._exit(128 + signal.SIGTERM if calls.is_ending else 1)
+
+    def _next_signals(self) -> bool:
+        """Wait for the next look at the calls; return whether SIGTERM has come."""
+        if sys.platform == "win32":  # has no select of pipes
+            time.sleep(_PERIOD)
+            return False
+        ready = select.select([self._signals], [], [], _PERIOD)[0]
+        return bool(ready) and signal.SIGTERM in os.read(self._signals, 4096)
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        for calls in self._alive():
+            if calls.thread == calls.main and calls.is_overdue(-_ROUNDING):
+                if calls.is_ending:
+                    _write(calls.line())
+                    raise Terminated(128 + signal.SIGTERM)
+                raise OverdueError(f"it took more than step_timeout={calls.seconds:g} seconds")
+
+
 def _write(line: str) -> None:
-    os.write(2, f"\nerror: {line}\n".encode())  # a progress bar may be in the midst of its line
+    os.write(2, f"\nerror: {line}\n".encode())  # a progress bar may have written a part of its line
 
 
-_watch = _Watch()
+_watchdog = _Watchdog()
 
 
-def _watch_anew() -> None:
-    global _watch
-    _watch = _Watch()
+def _renew() -> None:
+    global _watchdog
+    _watchdog = _Watchdog()
+
+
+after_fork(_renew)
 
 
 def tell_by(tell: Callable[[str], object]) -> None:
-    """Let the last line of this process, of a call that cannot be interrupted, go elsewhere than to stderr."""
-    _watch.tell = tell
-
-
-after_fork(_watch_anew)
-
-
-def time_calls(env: Any, calls: TimedCalls) -> None:
-    """Let a TorchRL environment count its calls, which may take only so many seconds."""
-    for name in ("_step", "_reset", "close"):
-        setattr(env, name, partial(_timed, calls, getattr(env, name)))
-
-
-def _timed(calls: TimedCalls, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with calls.running():
-        return call(*args, **kwargs)
+    """Send the last line of this process to ``tell`` instead of stderr, if a call cannot be interrupted."""
+    _watchdog.tell = tell
 
 
 class TimedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """An environment whose calls may take only so many seconds.
+    """An environment with a limit for the seconds of each call.
 
     Args:
         env: the environment.
-        calls: what counts them.
+        calls: the limit.
     """
 
     def __init__(self, env: gymnasium.Env[Any, Any], calls: TimedCalls) -> None:
@@ -195,15 +185,30 @@ class TimedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
             return self.env.reset(seed=seed, options=options)
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
-        """Step the environment."""
+        """Step the environment, with the limit of ``running`` written out: a block would call four functions."""
         calls = self._calls
-        calls.moves += 1
+        calls.begun, calls.thread = monotonic(), get_ident()
+        before = signal.setitimer(signal.ITIMER_REAL, calls.limit) if calls.thread == calls.main else None
         try:
             return self.env.step(action)
         finally:
-            calls.moves += 1
+            calls.begun = math.inf
+            if before is not None:
+                signal.setitimer(signal.ITIMER_REAL, *before)
 
     def close(self) -> None:
         """Close the environment."""
         with self._calls.running():
             self.env.close()
+
+
+def time_calls(env: Any, calls: TimedCalls) -> None:
+    """Limit the seconds of each call of a TorchRL environment."""
+    env._step = partial(_timed, calls, env._step)
+    env._reset = partial(_timed, calls, env._reset)
+    env.close = partial(_timed, calls, env.close)
+
+
+def _timed(calls: TimedCalls, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with calls.running():
+        return call(*args, **kwargs)

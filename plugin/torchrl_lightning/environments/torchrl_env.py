@@ -34,6 +34,7 @@ from torchrl.envs.batched_envs import BatchedEnvBase
 from torchrl_lightning.entries import path_of
 from torchrl_lightning.environments.actions import ActionFormat, first_action, network_spec
 from torchrl_lightning.environments.copies import FreshActions
+from torchrl_lightning.environments.faults import blame, position
 from torchrl_lightning.environments.policies import is_double, recurrent_primers, rows_as
 from torchrl_lightning.environments.rename import WITHIN
 from torchrl_lightning.environments.specs import flat, layers
@@ -125,8 +126,10 @@ def with_bookkeeping(env: EnvBase, policy: object, clip_actions: bool = False) -
     return env
 
 
-def copy_calls(env: EnvBase) -> None:
+def copy_calls(env: EnvBase, index: int | None = None) -> None:
     """Let an environment and what it wraps copy all that they are given and return: they may reuse, change and keep it.
+
+    An error of a call is raised as an EnvironmentFault, with the number of the environment, ``index``, among several.
 
     TorchRL's collectors keep the tensors of every step until the rollout is complete, its transforms keep some until
     the next step. Environments in processes that run already are out of reach.
@@ -136,40 +139,51 @@ def copy_calls(env: EnvBase) -> None:
         base = base.base_env
     if isinstance(base, BatchedEnvBase):  # which copies itself what its environments return
         base.create_env_fn = [
-            make if isinstance(make, _CopyingFactory) else _CopyingFactory(make) for make in base.create_env_fn
+            make if isinstance(make, _CopyingFactory) else _CopyingFactory(make, number)
+            for number, make in enumerate(base.create_env_fn)
         ]
-        for inner in base._envs if isinstance(base, SerialEnv) and not base.is_closed else ():
-            copy_calls(inner)
+        for number, inner in enumerate(base._envs if isinstance(base, SerialEnv) and not base.is_closed else ()):
+            copy_calls(inner, number)
     else:
-        _copy_calls_of(base)
+        _copy_calls_of(base, index)
         if isinstance(base, GymWrapper) and base.wrapper_frame_skip > 1 and not isinstance(base._env, FreshActions):
             base._env = FreshActions(base._env)  # which gets the same action at each of these steps
     if env is not base:
-        _copy_calls_of(env)
+        _copy_calls_of(env, index)
 
 
-def _copy_calls_of(env: EnvBase) -> None:
-    for name in ("_step", "_reset"):
-        call = getattr(env, name)
-        if not (isinstance(call, partial) and call.func is _copied_call):
-            setattr(env, name, partial(_copied_call, call))
+def _copy_calls_of(env: Any, index: int | None) -> None:
+    if not (isinstance(env._step, partial) and env._step.func is _copied_call):
+        env._step = partial(_copied_call, env._step, "step", index)
+        env._reset = partial(_copied_call, env._reset, "reset", index)
 
 
-def _copied_call(call: Callable[..., Any], tensordict: TensorDictBase | None = None, **kwargs: Any) -> Any:
+def _copied_call(
+    call: Callable[..., Any],
+    name: str,
+    index: int | None,
+    tensordict: TensorDictBase | None = None,
+    **kwargs: Any,
+) -> Any:
     given = None if tensordict is None else tensordict.clone()
-    returned = call(given, **kwargs)
+    position.environment = index
+    try:
+        returned = call(given, **kwargs)
+    except (Exception, SystemExit) as error:
+        blame(error, name, index=index)
+        raise
     return returned.clone() if isinstance(returned, TensorDictBase) else returned
 
 
 class _CopyingFactory:
     """Make an environment that copies all that it is given and returns; a class, so that it can be pickled."""
 
-    def __init__(self, make: Any) -> None:
-        self._make = make
+    def __init__(self, make: Any, index: int) -> None:
+        self._make, self._index = make, index
 
     def __call__(self, **kwargs: Any) -> EnvBase:
         env: EnvBase = self._make if isinstance(self._make, EnvBase) else self._make(**kwargs)
-        copy_calls(env)
+        copy_calls(env, self._index)
         return env
 
 

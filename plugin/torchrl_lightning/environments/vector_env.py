@@ -6,6 +6,7 @@ __all__ = ["make_vector_env"]
 
 import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from traceback import extract_tb
 from typing import Any
 
 import gymnasium
@@ -14,7 +15,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from torchrl_lightning.environments.copies import copy_beneath_wrappers
 from torchrl_lightning.environments.envpool_env import EnvPoolVectorEnv, check_envpool, envpool_task
 from torchrl_lightning.environments.extras import extra_for, registered_by
-from torchrl_lightning.environments.faults import blaming, frames_of
+from torchrl_lightning.environments.faults import blaming
 from torchrl_lightning.environments.next_step import tells_resets
 from torchrl_lightning.environments.played import ResumableVectorEnv
 from torchrl_lightning.environments.recipe import EnvironmentRecipe, recipe_of
@@ -230,7 +231,7 @@ class SingleEnv:
                 f"TorchRL keeps an entry of its own under the name of an observation: {error} {WITHIN}"
             ) from error
         except (AttributeError, TypeError) as error:
-            if [*frames_of(error)][-1].f_globals["__name__"] != "torchrl.data.tensor_specs":
+            if not extract_tb(error.__traceback__)[-1].filename.endswith("tensor_specs.py"):
                 raise
             raise ValueError(
                 f"TorchRL's specs have no entry of the name of an observation: {error}. {WITHIN}"

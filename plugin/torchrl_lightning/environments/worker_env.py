@@ -15,7 +15,7 @@ import gymnasium
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode
 from gymnasium.vector.async_vector_env import AsyncState, _async_worker
 
-from torchrl_lightning.environments.faults import CheckedEnv, EnvironmentFault, WorkerFault, blame, blaming
+from torchrl_lightning.environments.faults import EnvironmentFault, WorkerFault, blame, blaming, guard_calls
 from torchrl_lightning.environments.step_pipe import StepPipe
 from torchrl_lightning.environments.time_limits import OverdueError, TimedCalls, tell_by
 from torchrl_lightning.processes import check_descriptors, end_processes, end_with_parent, how_it_died, is_main_thread
@@ -39,7 +39,7 @@ class WorkerVectorEnv(AsyncVectorEnv):
             # copy=False: the caller copies each observation into its own memory immediately.
             with blaming("close"):  # one is made and closed here
                 super().__init__(
-                    [partial(_checked, factory, index) for index, factory in enumerate(factories)],
+                    [partial(_guarded, factory, index) for index, factory in enumerate(factories)],
                     copy=False,
                     context="spawn",
                     worker=partial(_run_environment, os.getpid(), is_main_thread()),
@@ -135,8 +135,10 @@ class WorkerVectorEnv(AsyncVectorEnv):
             raise self._told(1)
 
 
-def _checked(factory: Factory, index: int) -> CheckedEnv:
-    return CheckedEnv(factory(), index)
+def _guarded(factory: Factory, index: int) -> gymnasium.Env[Any, Any]:
+    env = factory()
+    guard_calls(env, index)
+    return env
 
 
 def _run_environment(
@@ -173,7 +175,7 @@ def _run_environment(
         return
     steps: Any = StepPipe(pipe, env.action_space)
     try:
-        with blaming("close", f"environment {index}"):
+        with blaming("close", index=index):
             _async_worker(index, lambda: env, steps, parent_pipe, shared, faults, mode, semaphore)
     except EnvironmentFault as fault:
         faults.put((index, type(fault), fault, ""))
@@ -188,7 +190,7 @@ class _Faults:
     def put(self, caught: tuple[int, type[Exception], Exception, str]) -> None:
         index, kind, error, _ = caught
         try:
-            blame(error, "step", f"environment {index}")
+            blame(error, "step", index=index)
             if not isinstance(error, EnvironmentFault):
                 error = WorkerFault(f"the process of environment {index} failed: {kind.__name__}: {error}")
         except EnvironmentFault as fault:
