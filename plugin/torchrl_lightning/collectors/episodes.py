@@ -19,7 +19,7 @@ from torchrl_lightning._modules import EvaluationMode
 from torchrl_lightning.collectors._loop import RolloutLoop, RolloutMemory
 from torchrl_lightning.collectors._stepper import VectorStepper
 from torchrl_lightning.environments.actions import check_clipping
-from torchrl_lightning.environments.faults import blame_last, blaming
+from torchrl_lightning.environments.faults import blame_last, blaming, position
 from torchrl_lightning.environments.magnitudes import check_magnitudes, magnitude_limits
 from torchrl_lightning.environments.played import Array
 from torchrl_lightning.environments.policies import (
@@ -150,6 +150,7 @@ def _play_torchrl(env: EnvBase, policy: Policy, num_episodes: int, seed: int | N
         if limits:
             check_magnitudes({key: step.get(key) for key in limits}, limits)
         step = acted(policy, step, device, form)
+        position.environment = None
         try:
             stepped, step = env.step_and_maybe_reset(step)
         except (Exception, SystemExit) as error:

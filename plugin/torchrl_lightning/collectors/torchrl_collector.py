@@ -19,7 +19,7 @@ from torchrl_lightning._modules import EvaluationMode
 from torchrl_lightning.collectors._base import RECURRENT_STATES, CollectorBase, check_random_frames
 from torchrl_lightning.entries import join, next_key
 from torchrl_lightning.environments.actions import half_bounded_drawer
-from torchrl_lightning.environments.faults import EnvironmentFault, blame_last
+from torchrl_lightning.environments.faults import EnvironmentFault, blame_last, position
 from torchrl_lightning.environments.magnitudes import check_magnitudes, magnitude_limits
 from torchrl_lightning.environments.masks import action_mask
 from torchrl_lightning.environments.policies import (
@@ -182,6 +182,7 @@ class TorchRLCollector(CollectorBase):
     def _blaming(self, call: Callable[[], T]) -> T:
         """Make a call in which environment and policy take turns."""
         self._acted, self._policy_failed = 0, False
+        position.environment = None
         try:
             return call()
         except (Exception, SystemExit) as error:
@@ -221,6 +222,7 @@ class TorchRLCollector(CollectorBase):
         return self._collector
 
     def _act(self, step: TensorDictBase) -> TensorDictBase:
+        position.environment = None
         try:
             return self._choose(step)
         except BaseException:
