@@ -1,7 +1,8 @@
 """Limit the seconds that a call of an environment may take.
 
-A call in the main thread is interrupted by SIGALRM, which raises an exception there. One thread of the process ends it
-if a call does not return even then, and when SIGTERM has come and a call is still running.
+A call only notes when it began. One thread looks at the running calls: it interrupts a call in the main thread by a
+signal, which raises an exception there, and ends the process if the call does not return even then. An alarm for each
+call (``setitimer``) would need no look, but makes steps of CartPole 20 % slower.
 """
 
 from __future__ import annotations
@@ -31,8 +32,6 @@ from torchrl_lightning.processes import after_fork, is_main_thread
 _MEND = "Mend the environment, or give it more seconds by step_timeout of its recipe."
 _GRACE = 1.0  # seconds in which an interrupted call has to return
 _PERIOD = 0.1  # seconds between two looks at the running calls
-_ROUNDING = 0.001  # seconds by which the alarm may come early
-_HAS_ALARM = sys.platform != "win32"
 
 
 class OverdueError(TimeoutError):
@@ -56,8 +55,8 @@ class TimedCalls:
         self.after_sigterm = min(seconds, after_sigterm)
         self.sigterm = -math.inf  # when SIGTERM came
         self.begun = math.inf  # when the running call began
-        self.thread = 0
-        self.main = threading.main_thread().ident if _HAS_ALARM else None
+        self.interrupted = math.inf  # when the call began that was interrupted last
+        self.thread = get_ident()  # of the running call
         position.environment = None
         _watchdog.add(self)
 
@@ -68,13 +67,10 @@ class TimedCalls:
             yield
             return
         self.begun, self.thread = monotonic(), get_ident()
-        before = signal.setitimer(signal.ITIMER_REAL, self.limit) if self.thread == self.main else None
         try:
             yield
         finally:
             self.begun = math.inf
-            if before is not None:
-                signal.setitimer(signal.ITIMER_REAL, *before)
 
     def is_overdue(self, grace: float = 0.0) -> bool:
         """Return whether the running call has exceeded its limit."""
@@ -99,6 +95,7 @@ class _Watchdog:
     def __init__(self) -> None:
         self.tell: Callable[[str], object] = _write
         self._calls: list[ref[TimedCalls]] = []
+        self._main = 0  # the main thread, if it may be interrupted
         self._signals = -1  # the read end of the pipe to which Python writes the numbers of signals
 
     def add(self, calls: TimedCalls) -> None:
@@ -106,8 +103,9 @@ class _Watchdog:
         if self._signals >= 0:
             return
         self._signals, written = os.pipe()
-        if _HAS_ALARM and is_main_thread():
-            signal.signal(signal.SIGALRM, self._interrupt)
+        if sys.platform != "win32" and is_main_thread():
+            signal.signal(signal.SIGURG, self._interrupt)  # ignored by default
+            self._main = get_ident()
             # Unlike a handler, this needs no main thread that returns to Python, and Lightning may set its handler.
             os.set_blocking(written, False)
             signal.set_wakeup_fd(written, warn_on_full_buffer=False)
@@ -118,19 +116,20 @@ class _Watchdog:
 
     def _run(self) -> None:
         while True:
-            if self._next_signals():
+            if self._sees_sigterm():
                 for calls in self._alive():
                     calls.limit, calls.sigterm = calls.after_sigterm, monotonic()
-                    if calls.begun < math.inf and calls.thread == calls.main:
-                        signal.setitimer(signal.ITIMER_REAL, calls.limit)
             for calls in self._alive():
                 if calls.is_overdue(_GRACE):
                     self.tell(calls.line())
                     if not calls.is_ending:
                         faulthandler.dump_traceback(2)
                     os._exit(128 + signal.SIGTERM if calls.is_ending else 1)
+                if calls.is_overdue() and calls.thread == self._main and calls.interrupted != calls.begun:
+                    calls.interrupted = calls.begun
+                    signal.pthread_kill(calls.thread, signal.SIGURG)
 
-    def _next_signals(self) -> bool:
+    def _sees_sigterm(self) -> bool:
         """Wait for the next look at the calls; return whether SIGTERM has come."""
         if sys.platform == "win32":  # has no select of pipes
             time.sleep(_PERIOD)
@@ -140,7 +139,7 @@ class _Watchdog:
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         for calls in self._alive():
-            if calls.thread == calls.main and calls.is_overdue(-_ROUNDING):
+            if calls.thread == self._main and calls.is_overdue():  # else it has returned meanwhile
                 if calls.is_ending:
                     _write(calls.line())
                     raise Terminated(128 + signal.SIGTERM)
@@ -185,16 +184,13 @@ class TimedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
             return self.env.reset(seed=seed, options=options)
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
-        """Step the environment, with the limit of ``running`` written out: a block would call four functions."""
+        """Step the environment; :meth:`TimedCalls.running` is written out, because a block calls four functions."""
         calls = self._calls
         calls.begun, calls.thread = monotonic(), get_ident()
-        before = signal.setitimer(signal.ITIMER_REAL, calls.limit) if calls.thread == calls.main else None
         try:
             return self.env.step(action)
         finally:
             calls.begun = math.inf
-            if before is not None:
-                signal.setitimer(signal.ITIMER_REAL, *before)
 
     def close(self) -> None:
         """Close the environment."""
