@@ -8,7 +8,7 @@ adds the step (:meth:`EnvironmentFault.within`).
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from traceback import format_exception, walk_tb
 from types import FrameType
@@ -227,7 +227,7 @@ class GuardedCall:
     """
 
     def __init__(self, env: gymnasium.Env[Any, Any], name: str, index: int, checks: bool) -> None:
-        self._call = env.reset if name == "reset" else env.step
+        self._call: Callable[..., Any] = env.reset if name == "reset" else env.step
         self._env, self._name, self._index = env, name, index
         self._is_checked = not checks
 
@@ -236,7 +236,8 @@ class GuardedCall:
         position.environment = self._index
         try:
             returned = self._call(*args, **kwargs)
-            if not (self._is_checked and isinstance(returned[-1], dict | Mapping)):  # the usual type is faster
+            # The usual type comes first, because it is faster to recognise.
+            if not (self._is_checked and returned and isinstance(returned[-1], dict | Mapping)):
                 check_returned(self._env.observation_space, returned, self._name, f"environment {self._index}")
                 self._is_checked = True
             if self._name == "step":

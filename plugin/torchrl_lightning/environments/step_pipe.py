@@ -45,7 +45,8 @@ class StepPipe:
     def send(self, message: Any) -> None:
         """Send a command, or what became of one."""
         kind, content = message
-        if kind == "step" and self._dtype is not None and getattr(content, "dtype", None) == self._dtype:
+        is_array = self._dtype is not None and isinstance(content, np.ndarray | np.generic)
+        if kind == "step" and is_array and content.dtype == self._dtype:
             return self._connection.send_bytes(_STEP + content.tobytes())
         if self._steps and content:
             observation, reward, terminated, truncated, info = kind
@@ -71,5 +72,15 @@ class StepPipe:
             return (None, *_RESULT.unpack(data[1:end]), info), True
         return pickle.loads(data)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._connection, name)
+    @property
+    def closed(self) -> bool:
+        """Return whether the connection is closed."""
+        return bool(self._connection.closed)
+
+    def poll(self, timeout: float | None = 0.0) -> bool:
+        """Return whether a message has come."""
+        return bool(self._connection.poll(timeout))
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._connection.close()

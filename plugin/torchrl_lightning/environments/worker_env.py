@@ -31,6 +31,8 @@ class WorkerVectorEnv(AsyncVectorEnv):
     nobody waits for ever for one that has stopped.
     """
 
+    processes: Sequence[Any] = ()  # until they start
+
     def __init__(self, factories: Sequence[Factory], step_timeout: float | None = None) -> None:
         # A process ends a call that takes too long, if it can; else this one does not wait for it.
         self._waiting = None if step_timeout is None else TimedCalls(2 * step_timeout + _PATIENCE)
@@ -47,7 +49,7 @@ class WorkerVectorEnv(AsyncVectorEnv):
                 )
         except BaseException:
             self.closed = True
-            end_processes(getattr(self, "processes", ()), 0.0)
+            end_processes(self.processes, 0.0)
             raise
         pipes: Any = [StepPipe(pipe, self.single_action_space) for pipe in self.parent_pipes]
         self.parent_pipes = pipes

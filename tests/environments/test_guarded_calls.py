@@ -1,0 +1,141 @@
+"""A fault of one of several environments is reported with its number, whoever built the environments."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gymnasium.vector import SyncVectorEnv
+from tensordict.nn import TensorDictModule
+from torchrl.envs import GymWrapper
+
+from kit.forks import Forked
+from kit.misbehaving import Fault, Misbehaving, raises, sleeps
+from torchrl_lightning.collectors import GymnasiumCollector, TorchRLCollector
+from torchrl_lightning.environments import EnvironmentRecipe, make_environment, make_vector_env
+from torchrl_lightning.environments.faults import EnvironmentFault
+from torchrl_lightning.environments.time_limits import TimedCalls
+
+GOOD = Fault("none", "")
+
+
+def put(index: int, value: Any) -> Callable[[Any], Any]:
+    return lambda returned: (*returned[:index], value, *returned[index + 1 :])
+
+
+FAULTS = {
+    "step raises": (Fault("step", "", raises, at=3), r"ArithmeticError in step \(misbehaving.py, line \d+\): too much"),
+    "step returns nothing": (Fault("step", "", becomes=lambda _: None, at=3), "None"),
+    "step returns a short tuple": (Fault("step", "", becomes=lambda returned: returned[:-1], at=3), "tuple|values"),
+    "step returns an empty tuple": (Fault("step", "", becomes=lambda _: (), at=3), "tuple|values"),
+    "step returns a reward as text": (Fault("step", "", becomes=put(1, "x"), at=3), "reward|float"),
+    "step returns two flags": (Fault("step", "", becomes=put(2, np.array([True, False])), at=3), "truth|sequence"),
+    "step returns a longer observation": (Fault("step", "", becomes=put(0, np.zeros(4)), at=3), r"shape \(4,\)"),
+    "reset raises": (Fault("reset", "", raises), r"ArithmeticError in reset \(misbehaving.py, line \d+\): too much"),
+    "reset returns no info": (Fault("reset", "", becomes=put(1, None)), "info as None"),
+    "reset returns a longer observation": (Fault("reset", "", becomes=put(0, np.zeros(4))), r"shape \(4,\)"),
+}
+
+
+def of_second(fault: Fault) -> list[Callable[[], Misbehaving]]:
+    return [partial(Misbehaving, each) for each in (GOOD, fault, GOOD)]
+
+
+@pytest.mark.filterwarnings("ignore")  # Gymnasium's, about what is refused then
+@pytest.mark.parametrize("mode", ["SameStep", "Disabled", None])
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_later_fault_of_one_of_several_names_its_number(mode: str | None, name: str) -> None:
+    fault, says = FAULTS[name]
+    makers = iter(of_second(fault))
+    env: Any = (lambda: next(makers)()) if mode is None else SyncVectorEnv(of_second(fault), autoreset_mode=mode)
+    collector = GymnasiumCollector(env, num_envs=3, frames_per_batch=48, seed=0)
+    where = "At step 2 of the rollout, " if fault.call == "step" else "(after a reset )?"
+    with pytest.raises(EnvironmentFault, match=f"^{where}environment 1 .*({says})"):
+        collector.rollout()
+    collector.shutdown()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_fault_in_a_reset_of_some_names_its_number() -> None:
+    resets = iter([lambda: None, raises])
+    makers = iter(of_second(Fault("reset", "", lambda: next(resets)())))
+    env = make_vector_env(lambda: next(makers)(), 3)
+    env.reset(seed=3)
+    env.reset(options={"reset_mask": np.array([True, False, True])})
+    with pytest.raises(EnvironmentFault, match=r"^environment 1 raised ArithmeticError in reset"):
+        env.reset(options={"reset_mask": np.array([False, True, False])})
+    env.close()
+
+
+def test_an_error_of_the_policy_is_not_a_fault_of_the_environment() -> None:
+    def act(observation: Any) -> Any:
+        raise KeyError("mine")
+
+    policy = TensorDictModule(act, in_keys=["observation"], out_keys=["action"])
+    env = make_environment(lambda: GymWrapper(Misbehaving(GOOD)), 2)
+    for collector in (
+        TorchRLCollector(env, policy, frames_per_batch=8, seed=0),
+        GymnasiumCollector(partial(Misbehaving, GOOD), policy, num_envs=2, frames_per_batch=8, seed=0),
+    ):
+        with pytest.raises(KeyError, match="mine"):
+            collector.rollout()
+        collector.shutdown()
+
+
+def in_a_thread() -> None:
+    recipe = EnvironmentRecipe(partial(Misbehaving, Fault("step", "", sleeps, at=2)), step_timeout=0.2)
+    collector = GymnasiumCollector(recipe, num_envs=2, frames_per_batch=8, seed=0)
+    thread = threading.Thread(target=collector.rollout)
+    thread.start()
+    try:
+        thread.join()
+    except BaseException as error:  # meant for the thread
+        sys.stdout.write(f"interrupted {error!r}\n")
+
+
+def test_a_call_in_another_thread_ends_the_process_and_leaves_the_main_thread_alone(tmp_path: Path) -> None:
+    process = Forked(in_a_thread, tmp_path)
+    assert process.ends(20) == 1
+    assert "At step 1 of the rollout, environment 0 did not return in step_timeout=0.2 seconds" in process.said
+    assert "interrupted" not in process.said
+
+
+def uses_its_own_alarm() -> None:
+    came: list[int] = []
+
+    def waits() -> None:
+        signal.signal(signal.SIGALRM, lambda number, frame: came.append(number))
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        while not came:
+            time.sleep(0.01)
+
+    recipe = EnvironmentRecipe(partial(Misbehaving, Fault("step", "", waits)), step_timeout=5.0)
+    GymnasiumCollector(recipe, frames_per_batch=2, seed=0).rollout()
+    sys.stdout.write("rang\n")
+
+
+def test_an_environment_may_use_an_alarm_of_its_own(tmp_path: Path) -> None:
+    process = Forked(uses_its_own_alarm, tmp_path)
+    assert process.ends(20) == 0, process.said
+    assert process.said == "rang\n"
+
+
+def test_a_limit_holds_through_a_call_within_a_call() -> None:
+    calls = TimedCalls(0.2)
+
+    def nested() -> None:
+        with calls.running():
+            with calls.running():
+                pass
+            time.sleep(3)
+
+    with pytest.raises(TimeoutError, match=r"step_timeout=0\.2"):
+        nested()
