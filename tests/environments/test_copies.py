@@ -76,9 +76,9 @@ def test_a_tensor_that_needs_gradients_is_copied() -> None:
 
 def test_a_step_is_wrapped_once_and_survives_copies() -> None:
     env = Careless()
-    guard_calls(env, 0, checks=False)
+    guard_calls(env, 0)
     step = env.step
-    guard_calls(env, 0, checks=False)
+    guard_calls(env, 0)
     assert env.step is step
     for other in (copy.deepcopy(env), pickle.loads(pickle.dumps(env))):
         other.reset(seed=0)
@@ -130,7 +130,7 @@ def test_the_last_step_of_an_episode_is_a_copy_however_it_ends(terminated: bool)
             return self.memory, 0.0, terminated and self.t == 2, not terminated and self.t == 2, {}
 
     env = Reusing()
-    guard_calls(env, 0, checks=False)
+    guard_calls(env, 0)
     assert env.step(0)[0] is env.memory
     last = env.step(0)[0]
     env.memory[:] = 9

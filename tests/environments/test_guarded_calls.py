@@ -20,6 +20,7 @@ from torchrl.envs import GymWrapper
 from kit.forks import Forked
 from kit.misbehaving import Fault, Misbehaving, raises, sleeps
 from torchrl_lightning.collectors import GymnasiumCollector, TorchRLCollector
+from torchrl_lightning.collectors._stepper import VectorStepper
 from torchrl_lightning.environments import EnvironmentRecipe, make_environment, make_vector_env
 from torchrl_lightning.environments.faults import EnvironmentFault
 from torchrl_lightning.environments.time_limits import TimedCalls
@@ -40,7 +41,7 @@ FAULTS = {
     "step returns two flags": (Fault("step", "", becomes=put(2, np.array([True, False])), at=3), "truth|sequence"),
     "step returns a longer observation": (Fault("step", "", becomes=put(0, np.zeros(4)), at=3), r"shape \(4,\)"),
     "reset raises": (Fault("reset", "", raises), r"ArithmeticError in reset \(misbehaving.py, line \d+\): too much"),
-    "reset returns no info": (Fault("reset", "", becomes=put(1, None)), "info as None"),
+    "reset returns no info": (Fault("reset", "", becomes=put(1, None)), "None"),
     "reset returns a longer observation": (Fault("reset", "", becomes=put(0, np.zeros(4))), r"shape \(4,\)"),
 }
 
@@ -67,12 +68,12 @@ def test_a_later_fault_of_one_of_several_names_its_number(mode: str | None, name
 def test_a_fault_in_a_reset_of_some_names_its_number() -> None:
     resets = iter([lambda: None, raises])
     makers = iter(of_second(Fault("reset", "", lambda: next(resets)())))
-    env = make_vector_env(lambda: next(makers)(), 3)
-    env.reset(seed=3)
-    env.reset(options={"reset_mask": np.array([True, False, True])})
+    stepper = VectorStepper(make_vector_env(lambda: next(makers)(), 3))
+    leaves = stepper.reset([1, 2, 3])
+    leaves = stepper.restart(np.array([True, False, True]), leaves)
     with pytest.raises(EnvironmentFault, match=r"^environment 1 raised ArithmeticError in reset"):
-        env.reset(options={"reset_mask": np.array([False, True, False])})
-    env.close()
+        stepper.restart(np.array([False, True, False]), leaves)
+    stepper.close()
 
 
 def test_an_error_of_the_policy_is_not_a_fault_of_the_environment() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from functools import reduce
+from traceback import extract_tb
 from typing import Any
 from weakref import WeakSet
 
@@ -158,7 +159,7 @@ class VectorStepper:
         for index, env in enumerate(envs if isinstance(envs, list | tuple) else ()):
             if isinstance(env, gymnasium.Env):
                 copy_beneath_wrappers(env)
-                guard_calls(env, index, checks=False)
+                guard_calls(env, index)
 
     def _check_finals(
         self, reported: list[list[Array]], finals: list[Final], leaves: list[Array], before: Sequence[Array]
@@ -274,12 +275,12 @@ class VectorStepper:
 
     def _blame(self, error: BaseException, call: str, when: str = "") -> None:
         """Find what one of several environments did, or returned that could not be put together."""
-        env, index = self.env.unwrapped, None
-        if isinstance(env, SyncVectorEnv) and not isinstance(error, EnvironmentFault):
-            index = position.environment  # the one that was called last
-            for number, observation in enumerate(env._env_obs[: 0 if index is None else index + 1]):
-                check_observation(env.single_observation_space, observation, f"{when}environment {number}")
-        blame(error, call, f"{self.env}", index)
+        env = self.env.unwrapped
+        places = extract_tb(error.__traceback__)
+        if isinstance(env, SyncVectorEnv) and any("concatenate" in place.name for place in places):
+            for index, observation in enumerate(env._env_obs):
+                check_observation(env.single_observation_space, observation, f"{when}environment {index}")
+        blame(error, call, f"{self.env}")
 
 
 def entry_of(info: Any, name: str) -> Any:

@@ -19,7 +19,7 @@ from torchrl_lightning._modules import EvaluationMode
 from torchrl_lightning.collectors._loop import RolloutLoop, RolloutMemory
 from torchrl_lightning.collectors._stepper import VectorStepper
 from torchrl_lightning.environments.actions import check_clipping
-from torchrl_lightning.environments.faults import blame_last, blaming, position
+from torchrl_lightning.environments.faults import blame_step, blaming, position
 from torchrl_lightning.environments.magnitudes import check_magnitudes, magnitude_limits
 from torchrl_lightning.environments.played import Array
 from torchrl_lightning.environments.policies import (
@@ -154,7 +154,7 @@ def _play_torchrl(env: EnvBase, policy: Policy, num_episodes: int, seed: int | N
         try:
             stepped, step = env.step_and_maybe_reset(step)
         except (Exception, SystemExit) as error:
-            blame_last(error, f"At step {number} of the rollout, ")
+            blame_step(error, f"At step {number} of the rollout, ")
             raise
         number += 1
         ends = stepped["next"]

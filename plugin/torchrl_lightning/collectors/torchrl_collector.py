@@ -19,7 +19,7 @@ from torchrl_lightning._modules import EvaluationMode
 from torchrl_lightning.collectors._base import RECURRENT_STATES, CollectorBase, check_random_frames
 from torchrl_lightning.entries import join, next_key
 from torchrl_lightning.environments.actions import half_bounded_drawer
-from torchrl_lightning.environments.faults import EnvironmentFault, blame_last, position
+from torchrl_lightning.environments.faults import EnvironmentFault, blame_step, position
 from torchrl_lightning.environments.magnitudes import check_magnitudes, magnitude_limits
 from torchrl_lightning.environments.masks import action_mask
 from torchrl_lightning.environments.policies import (
@@ -187,7 +187,7 @@ class TorchRLCollector(CollectorBase):
             return call()
         except (Exception, SystemExit) as error:
             if not self._policy_failed or isinstance(error, EnvironmentFault):
-                blame_last(error, f"At step {max(0, self._acted - 1)} of the rollout, ")
+                blame_step(error, f"At step {max(0, self._acted - 1)} of the rollout, ")
             raise
 
     def _number_trajectories(self, ids: Tensor, begin_anew: bool) -> None:

@@ -1,13 +1,13 @@
 """Report in one line what an environment raises or returns against its spaces, with its number and the place.
 
-Each call of an environment is in a ``try`` block, and :func:`blame` turns the error into an
-:class:`EnvironmentFault`. The loop around the call knows the number of the environment, and the loop over the steps
-adds the step (:meth:`EnvironmentFault.within`).
+Whoever calls one of several environments notes its number in :data:`position`. :func:`blame` turns an error of a call
+into an :class:`EnvironmentFault`, and the loop over the steps adds the step (:meth:`EnvironmentFault.within`).
 """
 
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from traceback import format_exception, walk_tb
@@ -21,6 +21,7 @@ from gymnasium import spaces
 from torchrl_lightning.environments.copies import copied
 from torchrl_lightning.fitting import Fault
 
+_CALLS = {"reset": "reset", "step": "step", "_reset": "reset", "_step": "step", "close": "close"}
 _RETURNS = {"reset": "(observation, info)", "step": "(observation, reward, terminated, truncated, info)"}
 # Modules that call environments, and modules of Gymnasium that wrap them.
 _OURS = __name__.partition(".")[0]
@@ -29,8 +30,8 @@ _CALLERS = (*_LIBRARIES, "gymnasium.vector", _OURS)
 _AROUND = ("gymnasium.core", "gymnasium.utils", "gymnasium.wrappers", "gymnasium.envs.registration")
 
 
-class Position:
-    """The environment and the step of the rollout that this process is at, for messages about a call that hangs."""
+class Position(threading.local):
+    """The environment that a thread has called last, and its step of the rollout, if they are known."""
 
     environment: int | None = None
     step: int | None = None
@@ -64,30 +65,34 @@ class WorkerFault(EnvironmentFault, RuntimeError):
 
 @contextmanager
 def blaming(call: str, whose: str = "the environment", index: int | None = None) -> Iterator[None]:
-    """Apply :func:`blame` to the errors of a block that calls an environment."""
+    """Apply :func:`blame` to the errors of a block that calls an environment, with its number if there are several."""
+    position.environment = index
     try:
         yield
     except (Exception, SystemExit) as error:
-        blame(error, call, whose, index)
+        blame(error, call, whose)
         raise
 
 
-def blame(error: BaseException, call: str, whose: str = "the environment", index: int | None = None) -> None:
+def blame(error: BaseException, call: str, whose: str = "the environment") -> None:
     """Raise an EnvironmentFault instead of an error of an environment; return if the error is not one.
+
+    The environment at the :data:`position` is named by its number. It is also at fault if the error is in the code that
+    called it: that code could not use the returned values.
 
     Args:
         error: the error that a call of one environment, or of several, has raised.
-        call: ``make``, ``reset``, ``step`` or ``close``.
-        whose: the name of the environment.
-        index: the number of the environment, which is its name then. An error of the caller's code, which could not use
-            the returned values, is its fault then, too.
+        call: ``make``, ``reset``, ``step`` or ``close``, unless the error shows that it is in another one.
+        whose: the name of the environment if its number is not known.
 
     Examples:
         >>> with blaming("step", index=3):
-        ...     np.random.default_rng().choice([])  # doctest: +ELLIPSIS
+        ...     _, _, _, _, _ = (0, 1.0, False)
         Traceback (most recent call last):
             ...
-        torchrl_lightning.environments.faults.EnvironmentFault: environment 3 returned from step what does not fit: ...
+        torchrl_lightning.environments.faults.EnvironmentFault: environment 3 returned from step what does not fit: \
+not enough values to unpack (expected 5, got 3); expected (observation, reward, terminated, truncated, info). Mend \
+what its step returns.
     """
     if isinstance(error, Fault) or (isinstance(error, SystemExit) and type(error) is not SystemExit):
         return  # has its message already; ends the process after SIGTERM
@@ -98,6 +103,9 @@ def blame(error: BaseException, call: str, whose: str = "the environment", index
         return  # the caller reports it
     while trace is not None and _is_of(trace.tb_frame, _CALLERS):
         trace = trace.tb_next
+    index = position.environment
+    names = (frame.f_code.co_name for frame, _ in walk_tb(trace))
+    call = next((_CALLS[name] for name in names if name in _CALLS), call)
     places = [
         (frame.f_code.co_filename, line) for frame, line in walk_tb(trace) if not _is_of(frame, (*_CALLERS, *_AROUND))
     ]
@@ -115,13 +123,10 @@ def blame(error: BaseException, call: str, whose: str = "the environment", index
         ) from error.with_traceback(trace)
 
 
-def blame_last(error: BaseException, place: str) -> None:
-    """Apply :func:`blame` to an error of a step that TorchRL makes, and add words for the place.
-
-    TorchRL combines the results of several environments: an error there is the fault of the one that was called last.
-    """
+def blame_step(error: BaseException, place: str) -> None:
+    """Apply :func:`blame` to an error of a step that TorchRL makes; put words for the place before the message."""
     try:
-        blame(error, "step", index=position.environment)
+        blame(error, "step")
     except EnvironmentFault as fault:
         error = fault
     if isinstance(error, EnvironmentFault):
@@ -221,42 +226,36 @@ def _misfit(space: spaces.Space[Any], value: Any, name: str) -> str | None:
 
 
 class GuardedCall:
-    """The ``reset`` or ``step`` of one environment that other code steps, with its number in the message of a fault.
+    """The ``reset`` or ``step`` of one of several environments, which notes its number in :data:`position`.
 
     The last step of an episode is a copy, because the reset that follows may change it.
+
+    Args:
+        env: the environment.
+        name: ``reset`` or ``step``.
+        index: the number of the environment.
+        checks: check the first result, because Gymnasium casts and broadcasts it into shared memory.
     """
 
-    def __init__(self, env: gymnasium.Env[Any, Any], name: str, index: int, checks: bool) -> None:
+    def __init__(self, env: gymnasium.Env[Any, Any], name: str, index: int, checks: bool = False) -> None:
         self._call: Callable[..., Any] = env.reset if name == "reset" else env.step
-        self._env, self._name, self._index = env, name, index
-        self._is_checked = not checks
+        self._env, self._name, self._index, self._checks = env, name, index, checks
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Make the call."""
         position.environment = self._index
-        try:
-            returned = self._call(*args, **kwargs)
-            # The usual type comes first, because it is faster to recognise.
-            if not (self._is_checked and returned and isinstance(returned[-1], dict | Mapping)):
-                check_returned(self._env.observation_space, returned, self._name, f"environment {self._index}")
-                self._is_checked = True
-            if self._name == "step":
-                _, _, terminated, truncated, _ = returned
-                return copied(returned) if terminated or truncated else returned
+        returned = self._call(*args, **kwargs)
+        if self._checks:
+            check_returned(self._env.observation_space, returned, self._name, f"environment {self._index}")
+            self._checks = False
+        if self._name == "reset":
             return returned
-        except (Exception, SystemExit) as error:
-            blame(error, self._name, index=self._index)
-            raise
+        _, _, terminated, truncated, _ = returned
+        return copied(returned) if terminated or truncated else returned
 
 
-def guard_calls(env: gymnasium.Env[Any, Any], index: int, checks: bool = True) -> None:
-    """Replace ``reset`` and ``step`` of an environment by :class:`GuardedCall`, once.
-
-    Args:
-        env: the environment.
-        index: its number.
-        checks: check the first results, because Gymnasium casts and broadcasts them into shared memory.
-    """
+def guard_calls(env: gymnasium.Env[Any, Any], index: int, checks: bool = False) -> None:
+    """Replace ``reset`` and ``step`` of an environment by :class:`GuardedCall`, once."""
     if not isinstance(env.step, GuardedCall):
         env.reset = GuardedCall(env, "reset", index, checks)  # type: ignore[method-assign]
         env.step = GuardedCall(env, "step", index, checks)  # type: ignore[method-assign]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 __room__ = ["FollowedReplaySource", "ReplaySource", "ReplayedRows"]
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -15,7 +15,7 @@ from gymnasium.vector.utils import concatenate, iterate
 from numpy.typing import NDArray
 
 from torchrl_lightning.environments.copies import copied
-from torchrl_lightning.environments.faults import blame, blaming, check_returned, position
+from torchrl_lightning.environments.faults import GuardedCall, blaming, check_returned, position
 
 if TYPE_CHECKING:
     from tensordict.utils import NestedKey  # a process that only steps an environment needs no torch
@@ -103,27 +103,15 @@ class ResumableVectorEnv(SyncVectorEnv):
 
     _checks = True
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for i, env in enumerate(self.envs):
+            env.reset = GuardedCall(env, "reset", i)  # type: ignore[method-assign]
+
     @cached_property
     def _takes_scalar_array(self) -> bool:
         space = self.single_action_space
         return isinstance(space, Box) and not space.shape
-
-    def reset(
-        self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[Any, dict[str, Any]]:
-        """Begin an episode in every environment, or in those of ``options["reset_mask"]``."""
-        if seed is None or isinstance(seed, int):
-            seed = [None if seed is None else seed + i for i in range(self.num_envs)]
-        if len(seed) != self.num_envs:
-            raise ValueError(f"seed must have {self.num_envs} entries, one for each environment, got {len(seed)}.")
-        options = None if options is None else dict(options)
-        mask = None if options is None else options.pop("reset_mask", None)
-        infos: dict[str, Any] = {}
-        for i in range(self.num_envs) if mask is None else np.flatnonzero(mask).tolist():
-            self._env_obs[i], info = self._reset_one(i, seed=seed[i], options=options)
-            infos = self._add_info(infos, info, i)
-        self._observations = concatenate(self.single_observation_space, self._env_obs, self._observations)
-        return self._observations, infos
 
     def step(self, actions: Any) -> tuple[Any, Array, Array, Array, dict[str, Any]]:
         """Step every environment, and reset those whose episodes end."""
@@ -133,23 +121,19 @@ class ResumableVectorEnv(SyncVectorEnv):
         each = _zero_dimensional(actions) if self._takes_scalar_array else iterate(self.action_space, actions)
         for i, (env, action) in enumerate(zip(self.envs, each, strict=True)):
             position.environment = i
-            try:
-                returned = env.step(action)
-                if checks:
+            returned = env.step(action)
+            if checks:
+                self._check(returned, "step", i)
+            shown[i], rewards[i], ends, is_cut, info = returned
+            terminated[i], truncated[i] = ends, is_cut
+            if ends or is_cut:
+                if not checks:
                     self._check(returned, "step", i)
-                shown[i], rewards[i], ends, is_cut, info = returned
-                terminated[i], truncated[i] = ends, is_cut
-                if ends or is_cut:
-                    if not checks:
-                        self._check(returned, "step", i)
-                    # The reset may change the memory of both.
-                    infos = self._add_info(infos, {"final_obs": copied(shown[i]), "final_info": copied(info)}, i)
-                    shown[i], info = self._reset_one(i)
-                if info:
-                    infos = self._add_info(infos, info, i)
-            except (Exception, SystemExit) as error:
-                blame(error, "step", index=i)
-                raise
+                # The reset may change the memory of both.
+                infos = self._add_info(infos, {"final_obs": copied(shown[i]), "final_info": copied(info)}, i)
+                shown[i], info = env.reset()
+            if info:
+                infos = self._add_info(infos, info, i)
         self._checks = False
         self._observations = concatenate(self.single_observation_space, shown, self._observations)
         return self._observations, rewards.copy(), terminated.copy(), truncated.copy(), infos
@@ -163,30 +147,15 @@ class ResumableVectorEnv(SyncVectorEnv):
         rewards = np.zeros(self.num_envs)
         terminated, truncated = np.zeros((2, self.num_envs), dtype=bool)
         for i in np.flatnonzero(~resting).tolist():
-            position.environment = i
-            try:
-                returned = self.envs[i].step(actions[i, ...] if self._takes_scalar_array else actions[i])
-                shown[i], rewards[i], terminated[i], truncated[i], _ = returned
-                if terminated[i] or truncated[i]:
-                    self._check(returned, "step", i)
-                    final[i] = copied(shown[i])
-                    shown[i], _ = self._reset_one(i)
-            except (Exception, SystemExit) as error:
-                blame(error, "step", index=i)
-                raise
+            env, position.environment = self.envs[i], i
+            returned = env.step(actions[i, ...] if self._takes_scalar_array else actions[i])
+            shown[i], rewards[i], terminated[i], truncated[i], _ = returned
+            if terminated[i] or truncated[i]:
+                self._check(returned, "step", i)
+                final[i] = copied(shown[i])
+                shown[i], _ = env.reset()
         self._observations = concatenate(self.single_observation_space, shown, self._observations)
         return self._observations, rewards, terminated, truncated, {"final_obs": final}
-
-    def _reset_one(self, index: int, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
-        position.environment = index
-        try:
-            observation, info = self.envs[index].reset(**kwargs)
-            if not isinstance(info, dict):
-                self._check((observation, info), "reset", index)
-            return observation, info
-        except (Exception, SystemExit) as error:
-            blame(error, "reset", index=index)
-            raise
 
     def _check(self, returned: Any, call: str, index: int) -> None:
         check_returned(self.single_observation_space, returned, call, f"environment {index}")

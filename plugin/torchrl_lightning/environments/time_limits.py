@@ -57,7 +57,8 @@ class TimedCalls:
         self.begun = math.inf  # when the running call began
         self.interrupted = math.inf  # when the call began that was interrupted last
         self.thread = get_ident()  # of the running call
-        position.environment = None
+        self.environment: int | None = None  # its number, and the step of the rollout
+        self.step: int | None = None
         _watchdog.add(self)
 
     @contextmanager
@@ -66,7 +67,8 @@ class TimedCalls:
         if self.begun < math.inf:
             yield
             return
-        self.begun, self.thread = monotonic(), get_ident()
+        self.environment, self.step = position.environment, position.step
+        self.thread, self.begun = get_ident(), monotonic()
         try:
             yield
         finally:
@@ -83,8 +85,8 @@ class TimedCalls:
 
     def line(self) -> str:
         """Return the message about a call that has exceeded its limit."""
-        whose = "the environment" if position.environment is None else f"environment {position.environment}"
-        where = "" if position.step is None else f"At step {position.step} of the rollout, "
+        whose = "the environment" if self.environment is None else f"environment {self.environment}"
+        where = "" if self.step is None else f"At step {self.step} of the rollout, "
         why = "when the process was to end" if self.is_ending else f"in step_timeout={self.seconds:g} seconds"
         return f"{where}{whose} did not return {why}. {_MEND}"
 
@@ -186,7 +188,8 @@ class TimedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         """Step the environment; :meth:`TimedCalls.running` is written out, because a block calls four functions."""
         calls = self._calls
-        calls.begun, calls.thread = monotonic(), get_ident()
+        calls.environment, calls.step = position.environment, position.step
+        calls.thread, calls.begun = get_ident(), monotonic()
         try:
             return self.env.step(action)
         finally:

@@ -34,7 +34,7 @@ from torchrl.envs.batched_envs import BatchedEnvBase
 from torchrl_lightning.entries import path_of
 from torchrl_lightning.environments.actions import ActionFormat, first_action, network_spec
 from torchrl_lightning.environments.copies import FreshActions
-from torchrl_lightning.environments.faults import blame, position
+from torchrl_lightning.environments.faults import position
 from torchrl_lightning.environments.policies import is_double, recurrent_primers, rows_as
 from torchrl_lightning.environments.rename import WITHIN
 from torchrl_lightning.environments.specs import flat, layers
@@ -129,7 +129,7 @@ def with_bookkeeping(env: EnvBase, policy: object, clip_actions: bool = False) -
 def copy_calls(env: EnvBase, index: int | None = None) -> None:
     """Let an environment and what it wraps copy all that they are given and return: they may reuse, change and keep it.
 
-    An error of a call is raised as an EnvironmentFault, with the number of the environment, ``index``, among several.
+    Each call notes the number of the environment among several, ``index``, for the message of an error.
 
     TorchRL's collectors keep the tensors of every step until the rollout is complete, its transforms keep some until
     the next step. Environments in processes that run already are out of reach.
@@ -154,24 +154,16 @@ def copy_calls(env: EnvBase, index: int | None = None) -> None:
 
 def _copy_calls_of(env: Any, index: int | None) -> None:
     if not (isinstance(env._step, partial) and env._step.func is _copied_call):
-        env._step = partial(_copied_call, env._step, "step", index)
-        env._reset = partial(_copied_call, env._reset, "reset", index)
+        env._step = partial(_copied_call, env._step, index)
+        env._reset = partial(_copied_call, env._reset, index)
 
 
 def _copied_call(
-    call: Callable[..., Any],
-    name: str,
-    index: int | None,
-    tensordict: TensorDictBase | None = None,
-    **kwargs: Any,
+    call: Callable[..., Any], index: int | None, tensordict: TensorDictBase | None = None, **kwargs: Any
 ) -> Any:
-    given = None if tensordict is None else tensordict.clone()
     position.environment = index
-    try:
-        returned = call(given, **kwargs)
-    except (Exception, SystemExit) as error:
-        blame(error, name, index=index)
-        raise
+    given = None if tensordict is None else tensordict.clone()
+    returned = call(given, **kwargs)
     return returned.clone() if isinstance(returned, TensorDictBase) else returned
 
 

@@ -31,7 +31,7 @@ class WorkerVectorEnv(AsyncVectorEnv):
     nobody waits for ever for one that has stopped.
     """
 
-    processes: Sequence[Any] = ()  # until they start
+    processes: list[Any] = []  # until they start
 
     def __init__(self, factories: Sequence[Factory], step_timeout: float | None = None) -> None:
         # A process ends a call that takes too long, if it can; else this one does not wait for it.
@@ -139,7 +139,7 @@ class WorkerVectorEnv(AsyncVectorEnv):
 
 def _guarded(factory: Factory, index: int) -> gymnasium.Env[Any, Any]:
     env = factory()
-    guard_calls(env, index)
+    guard_calls(env, index, checks=True)
     return env
 
 
@@ -192,7 +192,7 @@ class _Faults:
     def put(self, caught: tuple[int, type[Exception], Exception, str]) -> None:
         index, kind, error, _ = caught
         try:
-            blame(error, "step", index=index)
+            blame(error, "step", f"environment {index}")
             if not isinstance(error, EnvironmentFault):
                 error = WorkerFault(f"the process of environment {index} failed: {kind.__name__}: {error}")
         except EnvironmentFault as fault:
