@@ -104,7 +104,7 @@ _WITH_COLON = re.compile(
 )
 # Whole numbers decide how much is built and computed, but for seeds and times; these may be larger than others.
 _TIMES = re.compile(r"(?!frames_per_batch).*(seed|steps|time|limit|frames).*")
-_CELLS = re.compile(r"(.*_)?(size|capacity)|frames_per_batch")
+_CELLS = re.compile(r"((max|min|mini)_)?(batch_)?(size|capacity)|frames_per_batch")
 _AROUND = ("gymnasium.wrappers.", "minigrid.wrappers.", "torchrl.envs.")
 _WORD = re.compile(r"[\w+-][\w ,.+()-]*|", re.ASCII)  # no path, no module
 _FOLDER = re.compile(r"(?:.*_)?(?:dir|dirpath|file|filename|folder|path|root|dataset)")

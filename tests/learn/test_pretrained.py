@@ -164,6 +164,15 @@ def test_what_was_saved_is_not_saved_again_as_a_run(saved, hub, tmp_path):
     assert not (tmp_path / "again").exists()
 
 
+def test_classes_of_other_packages_are_published_only_if_trusted(run, tmp_path):
+    stored = torch.load(run / "checkpoints" / "best.ckpt", weights_only=True)
+    own = {"_target_": "kit.networks.Own"}
+    torch.save({**stored, "checksums": {}, "config": {"model": {**MODEL, "network": own}}}, tmp_path / "own.ckpt")
+    with pytest.raises(ValueError, match=r"'kit\.networks\.Own' is none of the classes .*trusted=True$"):
+        save_pretrained(tmp_path / "own.ckpt", tmp_path / "published")
+    assert not (tmp_path / "published").exists()
+
+
 def test_an_extra_that_is_missing_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(ImportError, match=r"^me/cartpole is no folder; .* pip install 'torchrl-lightning\[hub\]'$"):

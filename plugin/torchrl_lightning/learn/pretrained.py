@@ -46,7 +46,7 @@ _OF_DATA = ("fingerprint", "specs", "normalization")
 
 
 @printable_errors()
-def save_pretrained(run: str | Path, folder: str | Path, *, name: str | None = None) -> None:
+def save_pretrained(run: str | Path, folder: str | Path, *, name: str | None = None, trusted: bool = False) -> None:
     """Write a run's policy into a folder, for :func:`from_pretrained`: weights, config and card, and no pickle.
 
     The files are ``model.safetensors``, ``config.json`` and ``README.md``, which has score, settings and how to run it.
@@ -55,10 +55,12 @@ def save_pretrained(run: str | Path, folder: str | Path, *, name: str | None = N
         run: The folder of a run, whose best checkpoint is taken, else its last; or a checkpoint.
         folder: Where the files go; those of these names are replaced, all or none.
         name: What the card calls it; the folder by default.
+        trusted: Whether the checkpoint may name classes of other packages, such as your own. Whoever loads the
+            policy then needs ``trusted=True``, too.
 
     Raises:
-        ValueError: There is no checkpoint, or it has no config or no specs, as one without the command has none; or
-            the folder is one that this has written.
+        ValueError: There is no checkpoint; or it has no config or no specs, as one without the command has none; or it
+            names classes of other packages and is not trusted; or the folder is one that this has written.
         TypeError: The checkpoint holds something else than plain data for its module.
 
     Examples:
@@ -74,12 +76,13 @@ def save_pretrained(run: str | Path, folder: str | Path, *, name: str | None = N
     data = next((key for key, state in stored.items() if isinstance(state, Mapping) and "specs" in state), None)
     if data is None:
         raise ValueError(f"{path} holds no environment specs: it was not written through one of our DataModules")
-    model = without_folders(_model_in(stored, path, trusted=True))
     try:
-        _model_in(stored, path, trusted=False)
-        trusted = False
-    except ValueError:  # it names classes of the user's own
-        trusted = True
+        model = without_folders(_model_in(stored, path, trusted=False))
+        trusted = False  # is not needed
+    except ValueError as error:  # it names classes of the user's own
+        if not trusted:
+            raise ValueError(f"{error}. If you trust whoever made it, say trusted=True") from error
+        model = without_folders(_model_in(stored, path, trusted=True))
     state = stored[data]
     kept = {
         **{key: value for key, value in stored.items() if key not in _OF_RUNS and key != data},
@@ -117,7 +120,7 @@ def _model_in(stored: Mapping[str, Any], path: Path, *, trusted: bool) -> dict[s
     return found
 
 
-def push_to_hub(run: str | Path, repo: str, *, private: bool | None = None) -> str:
+def push_to_hub(run: str | Path, repo: str, *, private: bool | None = None, trusted: bool = False) -> str:
     """Publish a run's policy as a repository of Hugging Face's hub, which is made if it is not there.
 
     Who publishes is whom ``huggingface_hub`` is logged in as, with the extra ``hub``.
@@ -126,6 +129,7 @@ def push_to_hub(run: str | Path, repo: str, *, private: bool | None = None) -> s
         run: As of :func:`save_pretrained`.
         repo: ``owner/name``.
         private: Whether a new repository is private; None for what the owner has as default.
+        trusted: As of :func:`save_pretrained`.
 
     Returns:
         Where it is.
@@ -141,7 +145,7 @@ def push_to_hub(run: str | Path, repo: str, *, private: bool | None = None) -> s
         raise ValueError(f"repo={repo!r} is no repository; expected 'owner/name'")
     hub = _hub()
     with tempfile.TemporaryDirectory() as folder:
-        save_pretrained(run, folder, name=repo)
+        save_pretrained(run, folder, name=repo, trusted=trusted)
         api = hub.HfApi()
         api.create_repo(repo, private=private, exist_ok=True)
         return str(api.upload_folder(repo_id=repo, folder_path=folder, commit_message="Publish a policy"))
