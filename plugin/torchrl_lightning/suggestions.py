@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 
-def nearest(word: str, names: Iterable[str]) -> str | None:
-    """Return the name that a word is likely a misspelling of, if any.
+def nearest(word: str, names: Iterable[str], least: float = 0.65) -> str | None:
+    """Return the name that a word is likely a misspelling of, if one is at least that similar.
 
     Examples:
         >>> nearest("gama", ["size", "gamma", "gae_lambda"])
@@ -16,20 +16,20 @@ def nearest(word: str, names: Iterable[str]) -> str | None:
     from difflib import get_close_matches
 
     known = {name.casefold(): name for name in names}
-    return next((known[found] for found in get_close_matches(word.casefold(), known, 1, 0.65)), None)
+    return next((known[found] for found in get_close_matches(word.casefold(), known, 1, least)), None)
 
 
-def did_you_mean(word: str, names: Iterable[str], before: str = "") -> str:
-    """End a message by the nearest of some names, behind what stands before it, or by all names if these are few.
+def did_you_mean(word: str, names: Iterable[str]) -> str:
+    """End a message by the nearest of some names, or by all names if these are few.
 
     Examples:
-        >>> did_you_mean("gama", ["size", "gamma"], "data.buffer.")
-        '; did you mean data.buffer.gamma?'
+        >>> did_you_mean("gama", ["size", "gamma"])
+        '; did you mean gamma?'
         >>> did_you_mean("colour", ["size", "gamma"])
         '; known are gamma, size.'
     """
     names = sorted(names)
     found = nearest(word, names)
     if found is not None:
-        return f"; did you mean {before}{found}?"
+        return f"; did you mean {found}?"
     return f"; known are {', '.join(names)}." if 0 < len(names) <= 40 else "."

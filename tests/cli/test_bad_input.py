@@ -45,10 +45,8 @@ def test_an_id_over_a_recipe_in_an_experiment_is_explained(run, tmp_path):
     text = "# @package _global_\ndefaults: [override /env: recipe]\ndata: {env: Acrobot-v1, total_frames: 9}\n"
     (tmp_path / "experiment" / "mine.yaml").write_text(text)
     said = run("train", "--config-dir", str(tmp_path), "experiment=mine", expect=1).stderr
-    assert (
-        "error: in experiment/mine: data.env is a recipe here, as env=recipe has it, not Acrobot-v1. Say `data: {env: "
-        "{id: Acrobot" in said
-    )
+    assert said.startswith("error: in experiment/mine: ")
+    assert said.endswith("value: Acrobot-v1; say data.env: {id: NAME}, or choose another group, as env=cartpole.\n")
 
 
 NANS = """
@@ -68,22 +66,17 @@ def test_an_environment_that_fails_in_training_is_told_in_one_line(run, tmp_path
     assert "Traceback" not in said
 
 
-@pytest.mark.parametrize(
-    ("model", "fitting"),
-    [
-        ("dqn", "; or take one that fits: experiment=dqn_cartpole, experiment=dqn_mountaincar, experiment=dqn_pong"),
-        ("a2c", ""),
-    ],
-)
-def test_the_experiment_that_nobody_asked_for_is_named_where_it_does_not_fit(model, fitting, run):
+@pytest.mark.parametrize("model", ["dqn", "a2c"])
+def test_the_experiment_that_nobody_asked_for_is_named_where_it_does_not_fit(model, run):
     chosen = ["data=uniform", f"model={model}"]
     said = run("train", *chosen, expect=1).stderr
     assert said == (
-        f"error: the default experiment=ppo_cartpole is still composed in, and sets what {' '.join(chosen)} does not "
-        f"have. Leave it out: '~experiment' data.total_frames=N{fitting}.\n"
+        "error: in experiment/ppo_cartpole: data.num_epochs: there is no such setting; experiment=ppo_cartpole is "
+        "the default: leave it out by '~experiment' data.total_frames=N, or choose one that fits.\n"
     )
     said = run("train", *chosen, "experiment=ppo_cartpole", expect=1).stderr
-    assert said.startswith("error: in experiment/ppo_cartpole: data.num_epochs: ReplayDataModule has no such setting")
+    assert said.startswith("error: in experiment/ppo_cartpole: data.num_epochs: there is no such setting")
+    assert "is the default" not in said
 
 
 def test_groups_that_run_with_the_experiment_are_told_of_it(run):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import subprocess
 import sys
@@ -25,7 +26,7 @@ def cases(kind: str) -> list[Any]:
 
 
 def matches(said: str, expected: str) -> bool:
-    return said.startswith(expected.removesuffix("...")) if expected.endswith("...") else said == expected
+    return re.fullmatch(".*".join(map(re.escape, expected.split("..."))), said, re.DOTALL) is not None
 
 
 @pytest.fixture
@@ -67,17 +68,17 @@ YAML = "# @package _global_\ndefaults: [{defaults}]\n{settings}\n"
     ("defaults", "settings", "now"),
     [
         ("override /data: gea", "", "data=gea: there is no such option; did you mean gae?"),
-        ("override /dat: gae", "", "in experiment/mine: dat: there is no such group or setting; did you mean data?"),
+        ("override /dat: gae", "", "in experiment/mine: ...'dat'...; did you mean data?"),
         (
             "",
             "data: {buffer: {gama: 1}}",
-            "in experiment/mine: data.buffer.gama: GAEBuffer has no such setting; did you mean data.buffer.gamma?",
+            "in experiment/mine: data.buffer.gama: there is no such setting; did you mean data.buffer.gamma?",
         ),
         ("", "seed: [", "while parsing a flow..."),
         (
             "",
             "model: {learning_rate: fast}",
-            "in experiment/mine: model.learning_rate=fast: expected a number, got 'fast'.",
+            "in experiment/mine: model.learning_rate: ...'fast'...; give a number.",
         ),
     ],
 )

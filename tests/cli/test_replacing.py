@@ -107,7 +107,8 @@ def test_a_part_of_ours_is_checked_against_its_own_settings(tmp_path):
     }
     assert "sampler.alpha" in said
     runs, said = composed(tmp_path, "~experiment", "data=prioritized", ours % "alpha: 0.3")
-    assert (runs, "UniformSampler has no such setting; known are stratified" in said) == ([], True)
+    told = "data.buffer.sampler.alpha: there is no such setting; known are stratified"
+    assert (runs, told in said) == ([], True), said
 
 
 def test_what_followed_a_replaced_storage_follows_it_no_more(tmp_path):
@@ -214,7 +215,7 @@ def test_a_resumed_run_has_the_parts_of_its_checkpoint(run, tmp_path, size):
 
 def test_a_part_that_cannot_be_removed_gets_its_default(tmp_path):
     runs, said = composed(tmp_path, "~experiment", "data=uniform", "~data.buffer.sampler")
-    assert (runs, "take data.buffer.sampler=null for the default" in said) == ([], True), said
+    assert (runs, "say data.buffer.sampler=null for the default" in said) == ([], True), said
     (config,), _ = composed(tmp_path, "~experiment", "data=uniform", "data.buffer.sampler=null")
     assert config["data"]["buffer"]["sampler"] is None
 

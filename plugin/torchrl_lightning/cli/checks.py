@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import wraps
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,59 +12,14 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from torchrl_lightning._conf import CONF_DIR
+from torchrl_lightning.cli.mistakes import UsageError as UsageError
+from torchrl_lightning.cli.mistakes import one_line as one_line
 from torchrl_lightning.cli.names import recorded_command
-from torchrl_lightning.cli.run_errors import storage_error
-from torchrl_lightning.fitting import Fault
-from torchrl_lightning.processes import lack_of
 from torchrl_lightning.suggestions import did_you_mean
-from torchrl_lightning.untrusted import MESSAGE_LIMIT, printable
 
 _GROUPS = ("callbacks", "data", "env", "logger", "model", "paths", "trainer")
 TRUST = "if you trust whoever made it, say trusted=true"
-SWEPT = "in the run "  # begins the note of an error that occurred in one run of a sweep
 _FLUSHED = "logger.csv.flush_logs_every_n_steps"  # Lightning divides by it
-
-
-class UsageError(Fault):
-    """A mistake in the command, its config or its checkpoint."""
-
-
-def plain_errors(task: Callable[[Any], float]) -> Callable[[Any], float]:
-    """Make a task end the program with one line; the decorator of a context holds a generator, which no sweep sends."""
-
-    @wraps(task)
-    def plain_task(cfg: Any) -> float:
-        with one_line():
-            return task(cfg)
-
-    return plain_task
-
-
-@contextmanager
-def one_line() -> Iterator[None]:
-    """End the program with one line on stderr, not a traceback, on a mistake of its user or on Ctrl-C."""
-    try:
-        yield
-    except (Fault, OSError, RuntimeError) as error:
-        said = str(error) if isinstance(error, Fault) else lack_of(error) or storage_error(error)
-        if said is None or os.environ.get("HYDRA_FULL_ERROR") == "1":
-            raise
-        sys.exit(f"error: {plain_message(said)}")
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        sys.exit(130)  # as the shell counts it
-    except SystemExit as end:
-        if type(end).__name__ != "SIGTERMException":  # Lightning's, which is not imported for it
-            raise
-        print("terminated", file=sys.stderr)
-        sys.exit(128 + signal.SIGTERM)
-
-
-def plain_message(text: str) -> str:
-    """Return an error message of at most two lines, without control characters that a file may have brought."""
-    first, _, others = text.partition("\n")
-    lines = [printable(first, MESSAGE_LIMIT), printable(" ".join(others.split()), MESSAGE_LIMIT)]
-    return "\n".join(line for line in lines if line)
 
 
 def chosen_groups(overrides: Sequence[str]) -> dict[str, str]:

@@ -27,8 +27,8 @@ from torchrl_lightning._conf import CONF_DIR, EXPORT_DIR
 from torchrl_lightning._hydra import hydra_main, initialized, options_parser
 from torchrl_lightning._schemas import open_schemas
 from torchrl_lightning.cli.auto import AUTO, furthest_checkpoint
-from torchrl_lightning.cli.checks import SWEPT, UsageError, one_line, read_stored
-from torchrl_lightning.cli.mistakes import reported
+from torchrl_lightning.cli.checks import read_stored
+from torchrl_lightning.cli.mistakes import SWEPT, UsageError, one_line, reported
 from torchrl_lightning.cli.replacing import (
     close_schemas,
     command_layer,

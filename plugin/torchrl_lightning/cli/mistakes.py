@@ -1,61 +1,111 @@
-"""Say in one line what is wrong with a command that Hydra cannot compose or begin, and what was meant."""
+"""Turn a mistake into one line: the line of Hydra's or OmegaConf's error that names it, the nearest name, and a hint.
+
+:func:`reported` surrounds what Hydra composes and begins, :func:`one_line` each task and all other commands.
+"""
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
-from hydra import compose
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException, InstantiationException, MissingConfigException, OverrideParseException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
-from yaml import YAMLError
 
 from torchrl_lightning._conf import CONF_DIR, EXPORT_DIR
 from torchrl_lightning._hydra import options_parser
-from torchrl_lightning.cli.checks import SWEPT, UsageError, chosen_groups, one_line, plain_errors
+from torchrl_lightning.cli.run_errors import storage_error
+from torchrl_lightning.fitting import Fault
+from torchrl_lightning.processes import lack_of
 from torchrl_lightning.suggestions import did_you_mean, nearest
+from torchrl_lightning.untrusted import MESSAGE_LIMIT, printable
 
-_KINDS = {"Float": "a number", "Integer": "a whole number", "Boolean": "true or false"}
+SWEPT = "in the run "  # begins the note of an error that occurred in one run of a sweep
+# Hints on messages of Hydra and OmegaConf, each behind a part of its message; KEY is the setting.
+_HINTS = {
+    "value for argument|Sweep parameters": "several values are a sweep: say --multirun, or put a list in [...], a text "
+    "in quotes",
+    "group override must be": "name an option of the group, or say KEY=[] if a run may lack it",
+    "subclass of EnvironmentRecipeSchema": "say data.env: {id: NAME}, or choose another group, as env=cartpole",
+    "is not a ListConfig": "say KEY=[VALUE]",
+    "Cannot merge DictConfig": "expected settings with names; choose them by their group, as GROUP=NAME",
+    "does not support deletion": "say KEY=null for the default, or KEY={_target_: CLASS}",
+    "converted to Integer": "give a whole number",
+    "converted to Float": "give a number",
+    "not a valid bool": "say true or false",
+    "is not Optional": "KEY needs a value",
+    "The value of": "say ~KEY to remove it, whatever its value is",
+}
+_HINT_ON_SYNTAX = "a setting is one word, as ckpt_path=FILE, and in quotes with other characters, as 'NAME=\"VALUE\"'"
+_HINT_ON_DEFAULT = "is the default: leave it out by '~experiment' data.total_frames=N, or choose one that fits"
+
+
+class UsageError(Fault):
+    """A mistake in the command, its config or its checkpoint."""
+
+
+def plain_errors(task: Callable[[Any], float]) -> Callable[[Any], float]:
+    """Make a task end the program with one line; the decorator of a context holds a generator, which no sweep sends."""
+
+    @wraps(task)
+    def plain_task(cfg: Any) -> float:
+        with one_line():
+            return task(cfg)
+
+    return plain_task
 
 
 def reported(step: Callable[[], Any]) -> Any:
     """Take a step, and end the program with one line if Hydra cannot compose or begin a user's config."""
+    from hydra.errors import HydraException, InstantiationException
+    from yaml import YAMLError
+
     with one_line():
         try:
             return step()
-        except InstantiationException:  # a fault of the task, which names the mistakes in its own config
+        except (Fault, InstantiationException):  # the task names the mistakes in its own config
             raise
         except HydraException as error:
-            raise UsageError(f"{_run_of(error)}{explained(error, sys.argv[1:])}") from error
-        except YAMLError as error:
-            raise UsageError(" ".join(str(error).split())) from error
-        except (OSError, ValueError) as error:
-            task = plain_errors.__name__.replace("errors", "task")
+            raise UsageError(explained(error, sys.argv[1:])) from error
+        except (OmegaConfBaseException, YAMLError, OSError, ValueError) as error:
             frames = {frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)}
-            if task in frames or error.__cause__ is not None:  # in this process, or in another one of a sweep
+            if "plain_task" in frames or error.__cause__ is not None:  # in this process, or in another one of a sweep
                 raise
-            if isinstance(error, OSError) and error.filename is not None:
-                raise UsageError(
-                    f"the folder of the run cannot be made: {error.filename}: {error.strerror}; name another one, as "
-                    "paths.log_dir=FOLDER or hydra.run.dir=FOLDER."
-                ) from error
-            is_null = "Config group override must be a string or a list" in str(error)
-            said = _null_choice(sys.argv[1:]) if is_null else ""
-            raise UsageError(said or " ".join(str(error).split())) from error
+            raise UsageError(explained(error, sys.argv[1:])) from error
 
 
-def _run_of(error: HydraException) -> str:
-    """Return the words that name the run of a sweep in which an error occurred; "" outside of a sweep."""
-    notes = (note for note in getattr(error, "__notes__", ()) if note.startswith(SWEPT) and note != SWEPT)
-    return next((f"{note}: " for note in notes), "")
+@contextmanager
+def one_line() -> Iterator[None]:
+    """End the program with one line on stderr, not a traceback, on a mistake of its user or on Ctrl-C."""
+    try:
+        yield
+    except (Fault, OSError, RuntimeError) as error:
+        said = str(error) if isinstance(error, Fault) else lack_of(error) or storage_error(error)
+        if said is None or os.environ.get("HYDRA_FULL_ERROR") == "1":
+            raise
+        sys.exit(f"error: {plain_message(said)}")
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)  # as the shell counts it
+    except SystemExit as end:
+        if type(end).__name__ != "SIGTERMException":  # Lightning's, which is not imported for it
+            raise
+        print("terminated", file=sys.stderr)
+        sys.exit(128 + signal.SIGTERM)
+
+
+def plain_message(text: str) -> str:
+    """Return an error message of at most two lines, without control characters that a file may have brought."""
+    first, _, others = text.partition("\n")
+    lines = [printable(first, MESSAGE_LIMIT), printable(" ".join(others.split()), MESSAGE_LIMIT)]
+    return "\n".join(line for line in lines if line)
 
 
 def options_first(arguments: Sequence[str]) -> list[str]:
@@ -65,8 +115,19 @@ def options_first(arguments: Sequence[str]) -> list[str]:
         >>> options_first(["seed=0,1", "--multirun", "data.num_envs=2", "--config-name", "train"])
         ['--multirun', '--config-name', 'train', 'seed=0,1', 'data.num_envs=2']
     """
-    known, behind = options_parser().parse_known_args(list(arguments))
-    settings = [*known.overrides, *behind]
+
+    def refuse(message: str) -> None:
+        raise UsageError(f"{message}.")
+
+    parser = options_parser()
+    parser.error = refuse  # type: ignore[method-assign, assignment]
+    known, others = parser.parse_known_args(list(arguments))
+    for unknown in (each for each in others if each.startswith("-")):
+        flag, _, value = unknown.partition("=")
+        meant = nearest(flag, re.findall(r"--[\w-]+", parser.format_usage()))
+        hint = f"did you mean {meant}?" if meant else f"settings have no dashes: {flag.lstrip('-')}={value or 'VALUE'}."
+        raise UsageError(f"{unknown}: there is no such option; {hint}")
+    settings = [*known.overrides, *others]
     left, options = Counter(settings), []
     for argument in arguments:
         if left[argument]:
@@ -76,168 +137,78 @@ def options_first(arguments: Sequence[str]) -> list[str]:
     return [*options, *settings]
 
 
-def check_dashes(arguments: Sequence[str]) -> None:
-    """Refuse options that Hydra does not have, such as settings that are written as ``--seed 3``."""
-    parser = options_parser()
-    parser.error = _refuse  # type: ignore[method-assign, assignment]
-    unknown = [each for each in parser.parse_known_args(list(arguments))[1] if each.startswith("-")]
-    if not unknown:
-        return
-    first = unknown[0]
-    flag, has_value, value = first.partition("=")
-    known = re.findall(r"--[\w-]+", parser.format_usage())
-    if (meant := nearest(flag, [*known, "--help"])) is not None:
-        raise UsageError(f"{first}: there is no such option; did you mean {meant}?")
-    place = list(arguments).index(first) + 1
-    if not has_value and place < len(arguments) and "=" not in arguments[place]:
-        value, first = arguments[place], f"{first} {arguments[place]}"
-    raise UsageError(f"{first}: settings have no dashes; say {flag.lstrip('-')}={value or 'VALUE'}.")
+def explained(error: Exception, arguments: Sequence[str]) -> str:
+    """Return the line of an error that names the mistake, with a hint.
 
+    Args:
+        error: The error of Hydra, OmegaConf or the system.
+        arguments: The arguments of the command.
+    """
+    from hydra.errors import MissingConfigException
 
-def _refuse(message: str) -> None:
-    raise UsageError(f"{message}.")
-
-
-def explained(error: HydraException, arguments: Sequence[str]) -> str:
-    """Say in one line what is wrong with a config, for a user who gave these arguments."""
-    said, cause = str(error), error.__cause__ or error.__context__
-    if not isinstance(cause, OmegaConfBaseException):
-        cause = None
-    where = re.match(r"In '([\w/]+)': ", said)
-    place = "" if where is None or where[1] in ("train", "evaluate", "record") else f"in {where[1]}: "
-    if cause is not None and (other := _misplaced_experiment(where, arguments)):
-        return other
-    if isinstance(error, OverrideParseException):
-        return _unparsed(error, arguments)
+    where = re.match(r"In '([\w/]+)':\s*", str(error))
+    file = where[1] if where is not None and "/" in where[1] else ""
     if isinstance(error, MissingConfigException) and error.missing_cfg_file is not None:
         group, _, option = error.missing_cfg_file.rpartition("/")
-        place = "" if any(each.startswith((f"{group}=", f"{group}@")) for each in arguments) else place
-        return f"{place}{group}={option}: there is no such option{did_you_mean(option, error.options or ())}"
-    if isinstance(cause, ConfigKeyError | ConfigAttributeError):
-        return place + _unknown(cause, re.search(r"override '([^']+)'", said))
-    if (group_there := re.search(r"Could not (override|delete)[^']*'([^']+)'", said)) is not None:
-        key = group_there[2]
-        sign = "~" if group_there[1] == "delete" else ""
-        return f"{place}{sign}{key}: there is no such group or setting{did_you_mean(key, _groups(), sign)}"
-    if (several := re.search(r"(?:Ambiguous value for argument|Sweep parameters) '(.+?)'", said)) is not None:
-        usual = f"{several[1]}: several values are a sweep; say --multirun, or put a list in [...], a text in quotes."
-        return _mistake_of_one_run(arguments) or usual
-    if cause is not None:
-        return place + _wrong_value(cause)
-    return " ".join(said.split())
+        said = f"{group or '--config-name'}={option}: there is no such option"
+        hint = did_you_mean(option, error.options or ())
+        file = "" if any(re.match(rf"{group}[=@]", argument) for argument in arguments) else file
+    elif isinstance(error, OSError) and error.filename is not None:
+        said = f"the folder of the run cannot be made: {error.filename}: {error.strerror}"
+        hint = "; name another one, as paths.log_dir=FOLDER or hydra.run.dir=FOLDER."
+    else:
+        said, hint = _line_and_hint(error, str(error)[where.end() if where is not None else 0 :], arguments)
+        if file.startswith("experiment/") and not any("experiment" in argument for argument in arguments):
+            hint = f"; {file.replace('/', '=')} {_HINT_ON_DEFAULT}."
+    run = [f"{note}: " for note in vars(error).get("__notes__", ()) if note.startswith(SWEPT) and note != SWEPT]
+    return f"{''.join(run)}{f'in {file}: ' if file else ''}{said.rstrip('.')}{hint}"
 
 
-def _mistake_of_one_run(arguments: Sequence[str]) -> str:
-    """Say what is wrong with the first run of a sweep; "" where it can be composed."""
-    known = options_parser().parse_known_args(list(arguments))[0]
-    overrides = OverridesParser.create().parse_overrides(known.overrides)
-    first = [f"{each.get_key_element()}={_first_value(each)}" for each in overrides if each.is_sweep_override()]
-    first += [str(each.input_line) for each in overrides if not each.is_sweep_override()]
-    try:
-        compose(known.config_name or "train", first)
-    except HydraException as error:
-        return explained(error, first)
-    return ""
+def _line_and_hint(error: Exception, text: str, arguments: Sequence[str]) -> tuple[str, str]:
+    """Return the line of an error that names the setting, and the hint on it."""
+    from hydra.errors import OverrideParseException
+    from yaml import YAMLError
 
-
-def _first_value(sweep: Override) -> Any:
-    value: Any = sweep.value()
-    return value.start if sweep.is_interval_sweep() else next(sweep.sweep_string_iterator())
-
-
-def _null_choice(arguments: Sequence[str]) -> str:
-    """Say how the group that arguments set to null, also in a sweep, is left without an option; "" if there is none."""
+    if isinstance(error, OverrideParseException | YAMLError):
+        said = " ".join(text.split()).partition(" See https://")[0]
+        if isinstance(error, YAMLError):
+            return said, "."
+        return said if error.override in said else f"{error.override}: {said}", f"; {_HINT_ON_SYNTAX}."
+    causes = (error, error.__cause__, error.__context__)
+    cause = next((each for each in causes if isinstance(each, OmegaConfBaseException)), None)
+    said = str(text if cause is None else cause).strip().partition("\n")[0]
     groups = _groups()
-    values = (argument.lstrip("+").partition("=") for argument in arguments)
-    found = (key for key, _, value in values if key in groups and "null" in re.split(r"[,()\s]+", value))
-    group = next(found, "")
-    return group and f"{group}=null: {_without_option(group)}"
+    if (quoted := re.search(r"(?:Could not (?:override|delete)|argument|parameters)[^']*'([^']+)'", text)) is not None:
+        key = quoted[1]
+    elif cause is not None:
+        key = str(cause.full_key or "")
+    else:
+        words = (argument.lstrip("+").partition("=") for argument in arguments)
+        key = next((name for name, _, value in words if name in groups and "null" in value), "")
+    if (missing := re.match(r"Key '([^']+)' (?:is )?not in", said)) is not None:
+        key = key if missing[1] in key.split(".") else f"{key}.{missing[1]}"  # in the value of a part
+        said = f"{key}: there is no such {'group' if '/' in key else 'setting'}"
+    said = said if key in said else f"{key}: {said}"
+    found = (hint.replace("KEY", key or "NAME") for part, hint in _HINTS.items() if re.search(part, said))
+    if (hint := next(found, None)) is not None:
+        return said, f"; {hint}."
+    if quoted is not None or isinstance(cause, ConfigKeyError | ConfigAttributeError):
+        return said, _did_you_mean(key, cause, groups)
+    return said, "."
 
 
-def _without_option(group: str) -> str:
-    """Say how a group is left without an option, if it can be."""
-    optional = re.findall(r"^  - (\S+): null", (CONF_DIR / "train.yaml").read_text(), re.MULTILINE)
-    if group not in optional:
-        return "this group needs an option."
-    option = next(path.stem for path in sorted((CONF_DIR / group).glob("*.yaml")))
-    return f"a group without an option is {group}=[], also in a sweep: '{group}={option},[]'."
-
-
-def _misplaced_experiment(where: re.Match[str] | None, arguments: Sequence[str]) -> str:
-    """Say how to mend it where the default experiment does not fit the chosen groups."""
-    failed = None if where is None else re.fullmatch(r"experiment/(\w+)", where[1])
-    chosen = chosen_groups(arguments)
-    if failed is None or not chosen or "experiment" in chosen:
-        return ""
-    asked = " ".join(f"{group}={option}" for group, option in chosen.items())
-    return (
-        f"the default experiment={failed[1]} is still composed in, and sets what {asked} does not have. "
-        f"Leave it out: '~experiment' data.total_frames=N{_fitting_experiments(chosen)}."
-    )
-
-
-def _fitting_experiments(chosen: Mapping[str, str]) -> str:
-    wanted = {f"  - override /{group}: {option}" for group, option in chosen.items()}
-    paths = sorted(CONF_DIR.glob("experiment/*.yaml"))
-    fitting = [f"experiment={path.stem}" for path in paths if wanted <= set(path.read_text().splitlines())]
-    return f"; or take one that fits: {', '.join(fitting)}" if fitting else ""
-
-
-def _unparsed(error: OverrideParseException, arguments: Sequence[str]) -> str:
-    word = error.override
-    if "=" in arguments or word.endswith("="):
-        return f"{' '.join(arguments)}: a setting is one word, without spaces, as {arguments[0].rstrip('=')}=VALUE."
-    if "=" not in word:
-        setting = f"ckpt_path={word}" if word.endswith(".ckpt") or Path(word).is_file() else f"{word}=VALUE"
-        return f"{word}: a setting has a name and a value; say {setting}."
-    return f"{word}: {error.message.splitlines()[0]}; put the value in quotes, as '{word.partition('=')[0]}=\"VALUE\"'."
-
-
-def _unknown(cause: OmegaConfBaseException, asked: re.Match[str] | None) -> str:
-    """Say of a setting that is not there which one was meant: one beside it, or one of its name elsewhere."""
-    path: str = cause.full_key if asked is None else asked[1]  # type: ignore[assignment]
-    if "/" in path:
-        return f"{path}: there is no such group{did_you_mean(path, _groups())}"
-    node: Any = cause.parent_node
-    key = str(cause.key)
-    before, _, behind = path.partition(key)
-    fields: Any = OmegaConf.to_container(node) if isinstance(node, DictConfig) else {}
-    names = [str(name) for name in fields if not str(name).startswith("_")] + ([] if before else _groups())
-    owner = str(fields.get("_target_") or before.rstrip(".")).rpartition(".")[2]
-    lacks = f"{owner} has no such setting" if owner else "there is no such setting"
-    if node is not None and (key in names or nearest(key, names) is None):
-        every = list(_paths(node._get_root()))
-        last = path.rpartition(".")[2]
-        elsewhere = [found for found in every if found.endswith(f".{path}")]
-        if elsewhere := elsewhere or [found for found in every if found.rpartition(".")[2] == last]:
-            return f"{path}: {lacks}; did you mean {' or '.join(elsewhere[:3])}?"
-    meant = did_you_mean(key, names, before)
-    return f"{path}: {lacks}{meant.replace('?', f'{behind}?') if behind else meant}"
-
-
-def _wrong_value(cause: OmegaConfBaseException) -> str:
-    text = str(cause).splitlines()[0]
-    key = str(cause.full_key)
-    value = re.search(r"Value '(.*)' of type '\w+' could not be converted to (\w+)", text)
-    if value is not None:
-        return f"{key}={value[1]}: expected {_KINDS.get(value[2], value[2])}, got {value[1]!r}."
-    over_recipe = re.search(r"not a subclass of EnvironmentRecipeSchema\. value: (\S+)", text)
-    if over_recipe is not None:
-        return (
-            f"data.env is a recipe here, as env=recipe has it, not {over_recipe[1]}. Say "
-            f"`data: {{env: {{id: {over_recipe[1]}}}}}`, or choose a group without a recipe, such as env=cartpole."
-        )
-    if (value := re.match(r"Value '(.*)' is not a valid bool", text)) is not None:
-        return f"{key}={value[1]}: expected true or false, got {value[1]!r}."
-    if "does not support deletion" in text:
-        return f"~{key}: a part cannot be removed; take {key}=null for the default, or {key}={{_target_: CLASS}}."
-    if "is not a ListConfig" in text:
-        return f"{key}: expected a list, as {key}=[VALUE]."
-    if "Cannot merge DictConfig" in text:
-        return f"{key}: expected settings with names, not a list; choose them as {key.replace('.', '/')}=NAME."
-    if "is not Optional" in text:
-        return f"{key}=null: it needs a value."
-    return f"{key}: {text}"
+def _did_you_mean(key: str, cause: OmegaConfBaseException | None, groups: list[str]) -> str:
+    """Return the hint on a setting or group that is not there: the nearest one, one of its name, or those beside it."""
+    beside: Any = None if cause is None or "/" in key else cause.parent_node
+    settings = [] if beside is None else list(_settings(OmegaConf.to_container(beside._get_root())))
+    names = [*settings, *groups]
+    if key in names:  # it is there, but not as the command says
+        return "."
+    if nearest(key, names, 0.8) is None and settings:
+        if same := [name for name in settings if name.rpartition(".")[2] == key.rpartition(".")[2]]:
+            return f"; did you mean {' or '.join(same[:3])}?"
+        names = [str(name) for name in beside if not str(name).startswith("_")]
+    return did_you_mean(key, names)
 
 
 def _groups() -> list[str]:
@@ -246,11 +217,10 @@ def _groups() -> list[str]:
     return sorted(str(each.relative_to(CONF_DIR)) for each in folders - {CONF_DIR} if EXPORT_DIR not in each.parents)
 
 
-def _paths(node: Any, before: str = "") -> Iterator[str]:
-    """Yield the settings of a config but Hydra's own, each with its path."""
-    items: Any = node.items_ex(resolve=False) if isinstance(node, DictConfig) else ()
-    for name, child in items:
-        if isinstance(child, DictConfig) and name != "hydra":
-            yield from _paths(child, f"{before}{name}.")
-        elif name != "hydra":
-            yield f"{before}{name}"
+def _settings(node: object, before: str = "") -> Iterator[str]:
+    """Yield the settings of a config, each with its path."""
+    if not isinstance(node, dict):
+        yield before
+        return
+    for name, child in node.items():
+        yield from _settings(child, f"{before}.{name}" if before else str(name))
