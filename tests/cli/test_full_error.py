@@ -10,6 +10,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from joblib.externals.loky import get_reusable_executor
 
 from cli.commands import unchanged_process
 from kit.store import only_our_schemas
@@ -34,6 +35,7 @@ def run(folder: Path, task: Any, value: str | None, *arguments: str) -> None:
         try:
             run_command("train", task, resumes=True)
         finally:
+            get_reusable_executor().shutdown(wait=True)  # joblib's workers keep the environment of their start
             assert os.environ.get("HYDRA_FULL_ERROR") == value
 
 
