@@ -116,11 +116,11 @@ class ActionFormat:
             return {half: (low - size * room, high + size * room) for half, room in _ROOMS}
 
     @cached_property
-    def _flat_bounds(self) -> tuple[Array, ...] | None:
-        """Bounds and their edges for float32, as the kernel takes them; None without any."""
+    def _bounds_and_edges(self) -> Array | None:
+        """Bounds and their edges for float32, as the kernel takes them, ``[4, F]``; None without any."""
         if self.dtype.kind != "f" or self._bounds is None:
             return None
-        return tuple(np.ascontiguousarray(each).reshape(-1) for each in (*self._bounds, *self._edges[False]))
+        return np.stack([*self._bounds, *self._edges[False]]).reshape(4, -1)
 
     @cached_property
     def _fast_dtype(self) -> np.dtype[Any] | None:
@@ -152,8 +152,9 @@ class ActionFormat:
             clip = self.clip
         if action.dtype is self._fast_dtype and not clip:  # spares most calls at each step of an environment
             action = action.copy()
-            if self._flat_bounds is not None:
-                jitted(set_to_bounds)(action.reshape(-1, self._flat_bounds[0].size), *self._flat_bounds)
+            bounds = self._bounds_and_edges
+            if bounds is not None:
+                jitted(set_to_bounds)(action.reshape(-1, bounds.shape[1]), bounds)
             return action
         if self.shape != self.spec_shape:
             action = action.reshape(-1)

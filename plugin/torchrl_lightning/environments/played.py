@@ -4,12 +4,12 @@ from __future__ import annotations
 
 __room__ = ["FollowedReplaySource", "ReplaySource", "ReplayedRows"]
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
-from gymnasium.spaces import Box
+from gymnasium.spaces import Box, MultiBinary, MultiDiscrete
 from gymnasium.vector import SyncVectorEnv
 from gymnasium.vector.utils import concatenate, iterate
 from numpy.typing import NDArray
@@ -135,7 +135,7 @@ class ResumableVectorEnv(SyncVectorEnv):
             if info:
                 infos = self._add_info(infos, info, i)
         self._checks = False
-        self._observations = concatenate(self.single_observation_space, shown, self._observations)
+        self._concatenate(shown)
         return self._observations, rewards.copy(), terminated.copy(), truncated.copy(), infos
 
     def step_some(self, actions: Array, resting: Array) -> tuple[Any, Array, Array, Array, dict[str, Any]]:
@@ -154,8 +154,22 @@ class ResumableVectorEnv(SyncVectorEnv):
                 self._check(returned, "step", i)
                 final[i] = copied(shown[i])
                 shown[i], _ = env.reset()
-        self._observations = concatenate(self.single_observation_space, shown, self._observations)
+        self._concatenate(shown)
         return self._observations, rewards, terminated, truncated, {"final_obs": final}
+
+    def _concatenate(self, shown: Sequence[Any]) -> None:
+        if self._flat is None:
+            self._observations = concatenate(self.single_observation_space, shown, self._observations)
+        else:  # Gymnasium's function takes four times as long for small observations
+            np.concatenate(shown, out=self._flat)
+
+    @cached_property
+    def _flat(self) -> Array | None:
+        """The memory of the observations, ``[N * F, ...]``; None unless one observation is an array ``[F, ...]``."""
+        space, memory = self.single_observation_space, self._observations
+        if not isinstance(space, Box | MultiBinary | MultiDiscrete) or not space.shape or not memory.flags.c_contiguous:
+            return None
+        return memory.reshape(-1, *space.shape[1:])
 
     def _check(self, returned: Any, call: str, index: int) -> None:
         check_returned(self.single_observation_space, returned, call, f"environment {index}")
