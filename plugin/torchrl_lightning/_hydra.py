@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ config_dir: ContextVar[str | None] = ContextVar("config_dir", default=None)
 
 # Hydra refuses what deletes, moves or ends, by a list of names that a whitelist of ours would overrule.
 _REFUSED = {"os", "posix", "nt", "shutil", "_sitebuiltins"}
+_OUR_CALLBACKS = r"hydra\.utils\.instantiate\(\) resolved _target_='torchrl_lightning\.cli\."
 _LOOKED_UP = {f"hydra.utils.get_{kind}" for kind in ("class", "method", "object", "static_method")}
 
 
@@ -56,6 +58,8 @@ def initialized(config_path: str, name: str, beside: str | None = None) -> Itera
     from hydra.core.global_hydra import GlobalHydra
 
     newer: dict[str, Any] = {} if _has_whitelist() else {"version_base": "1.3"}
+    if _has_whitelist():  # Hydra 1.4 builds hydra.callbacks without a whitelist; one of ours would refuse users' own
+        warnings.filterwarnings("ignore", _OUR_CALLBACKS)
     before = config_dir.set(None if beside is None else os.path.abspath(beside))
     try:
         hydra = initialize_config_dir(os.path.abspath(config_path), name, **newer)
