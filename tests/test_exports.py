@@ -1,13 +1,16 @@
-"""What editors, type checkers and ``help()`` see of the public names."""
+"""Editors, type checkers and ``help()`` see the public names, which are imported on first use."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from mypy import api
 
 import torchrl_lightning
+from kit.processes import environment
 
 PLUGIN = Path(torchrl_lightning.__file__).resolve().parents[1]
 
@@ -55,3 +58,19 @@ def said(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @pytest.mark.parametrize("snippet", SNIPPETS)
 def test_a_name_has_its_type_and_a_misspelt_one_is_an_error(said, snippet):
     assert SNIPPETS[snippet] in said[snippet]
+
+
+LISTED = """
+import importlib, sys
+for name in sys.argv[1:]:
+    package = importlib.import_module(name)
+    assert {*package.__all__} <= {*dir(package)}, name
+print(sorted({"torch", "lightning", "tensordict", "gymnasium", "numba", "numpy", "hydra"} & {*sys.modules}))
+"""
+
+
+def test_names_are_listed_without_importing_a_library():
+    folders = [f"torchrl_lightning.{stub.parent.name}" for stub in PLUGIN.glob("torchrl_lightning/*/__init__.pyi")]
+    command = [sys.executable, "-c", LISTED, "torchrl_lightning", *folders]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("[]\n", "")

@@ -1,13 +1,11 @@
-"""Derive from the modules what is said of their parts elsewhere: ``python tests/wiring.py``.
+"""Derive the schemas of configs and the guide's reference from the exported classes: ``python tests/wiring.py``.
 
-A module's ``__all__`` names what the package and the module's room export, ``__room__`` what the room exports besides.
-Of the exported classes those of a kind below are parts that a config describes, by their constructors' arguments. A
-class says what its kind and name do not: ``CONFIG_NAME``, another name in configs, or None for none, and
-``HANDED_OVER``, the arguments that a program hands over, so that no config gives them.
+Configs describe the exported classes of the kinds below by their constructors' arguments. A class attribute
+``CONFIG_NAME`` is another name in configs, or None for none; ``HANDED_OVER`` lists the arguments that a program passes,
+which configs do not have.
 
-It writes ``wiring.json``, which the package reads, the stubs, which type checkers read, and of the guide the table of
-names and the reference, a page for each room.
-Run it after any change of a part's arguments; a test fails where they differ.
+It writes ``schemas.json``, which the package reads, and in the guide the table of names and the reference, a page for
+each folder of the package. Run it after any change of a constructor's arguments; a test fails if they differ.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ import dataclasses
 import inspect
 import json
 import re
-import subprocess
+import textwrap
 import types
 import typing
 from collections.abc import Iterator, Sequence
@@ -25,11 +23,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from omegaconf import MISSING
+from torchrl_lightning._schemas import TORCHRL_GROUPS
 
 NAME = "torchrl_lightning"
 PACKAGE = Path(__file__).resolve().parents[1] / "plugin" / NAME
-DATA = PACKAGE / "wiring.json"
+DATA = PACKAGE / "schemas.json"
 GUIDE = PACKAGE.parents[1] / "examples" / "guide" / "extending.md"
 REFERENCE = GUIDE.parent / "reference"
 HEAD = "| group | name | what it is |\n| --- | --- | --- |\n"
@@ -45,26 +43,23 @@ class Kind:
         base: The class.
         ending: What their names leave out.
         directives: Those for Hydra.
-        torchrl: TorchRL's groups, which have them, too.
     """
 
     group: str
     base: str
     ending: str = ""
     directives: dict[str, bool] = dataclasses.field(default_factory=dict)
-    torchrl: tuple[str, ...] = ()
 
 
 FINISHED = {"partial": True}  # by a program, which hands the rest over
 KINDS = (
-    Kind("storage", "torchrl.data.replay_buffers.Storage", "Storage", torchrl=("storage",)),
-    Kind("writer", "torchrl.data.replay_buffers.Writer", "Writer", torchrl=("writer",)),
-    Kind("sampler", "torchrl.data.replay_buffers.Sampler", "Sampler", torchrl=("sampler",)),
-    # Also the module of TorchRL's ModuleTransform, which its group ``value`` is for.
-    Kind("value", f"{NAME}.rollout.advantages.AdvantageTransform", torchrl=("transform", "value")),
+    Kind("storage", "torchrl.data.replay_buffers.Storage", "Storage"),
+    Kind("writer", "torchrl.data.replay_buffers.Writer", "Writer"),
+    Kind("sampler", "torchrl.data.replay_buffers.Sampler", "Sampler"),
+    Kind("value", f"{NAME}.rollout.advantages.AdvantageTransform"),
     Kind("estimator", f"{NAME}.rollout.estimates.Estimator"),
-    Kind("transform", "torchrl.envs.Transform", "Transform", torchrl=("transform",)),
-    Kind("buffer", "torchrl.data.ReplayBuffer", "(OnPolicy|Replay)?Buffer", FINISHED, ("replay_buffer",)),
+    Kind("transform", "torchrl.envs.Transform", "Transform"),
+    Kind("buffer", "torchrl.data.ReplayBuffer", "(OnPolicy|Replay)?Buffer", FINISHED),
     Kind("source", f"{NAME}.BranchedReplay", "Replay", FINISHED),
     Kind("data", f"{NAME}.ExperienceDataModule", "DataModule"),
     Kind("env", f"{NAME}.EnvironmentRecipe", directives={"recursive": False}),  # which builds what it is made of
@@ -75,33 +70,22 @@ KINDS = (
     Kind("planner", f"{NAME}.learn.planners.ShootingPlanner", "Planner", FINISHED),
     Kind("callback", "lightning.pytorch.Callback"),
 )
-TORCHRL = {kind.group: kind.torchrl for kind in KINDS if kind.torchrl}
 # Lightning's own, whose callbacks and loggers have groups of their own.
 TRAINER = ("lightning.Trainer", "trainer", "trainer", ("callbacks", "logger"))
 
 
-def exports() -> dict[str, dict[str, str]]:
-    """Map the package and its rooms to their names, and these to the modules that define them; nothing is imported."""
-    found: dict[str, dict[str, str]] = {NAME: {}}
-    for path in sorted(PACKAGE.rglob("*.py")):
-        module = ".".join([NAME, *path.relative_to(PACKAGE).with_suffix("").parts])
-        room = module.rpartition(".")[0]
-        for statement in ast.parse(path.read_text()).body:
-            target = statement.targets[0] if isinstance(statement, ast.Assign) else None
-            if path.stem == "__init__" or not isinstance(target, ast.Name) or target.id not in ("__all__", "__room__"):
-                continue
-            for name in ast.literal_eval(statement.value):
-                found.setdefault(room, {})[name] = module
-                if target.id == "__all__":
-                    found[NAME][name] = module
-    return {room: dict(sorted(names.items())) for room, names in sorted(found.items())}
+def exports(package: str = NAME) -> dict[str, str]:
+    """Map the names that the stub of a package exports to the modules that it imports them from."""
+    stub = PACKAGE.joinpath(*package.split(".")[1:], "__init__.pyi")
+    imports = [node for node in ast.parse(stub.read_text()).body if isinstance(node, ast.ImportFrom)]
+    return {each.name: f"{package}.{node.module}" for node in imports for each in node.names}
 
 
-def parts(names: dict[str, str]) -> Iterator[tuple[str, dict[str, Any]]]:
+def parts() -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the target of each part, and what its configs are made of."""
     bases = [(kind, imported(kind.base)) for kind in KINDS]
-    for name, module in names.items():
-        component = getattr(import_module(module), name)
+    for name in sorted(exports()):
+        component = imported(f"{NAME}.{name}")
         kind = next((kind for kind, base in bases if base in getattr(component, "__mro__", ())), None)
         if kind is None:
             continue
@@ -120,13 +104,12 @@ def described(
     arguments = config_fields(component)
     if unknown := sorted(set(handed_over) - set(arguments)):
         raise ValueError(f"{component.__name__} takes no {', '.join(unknown)}.")
-    written = {argument: f"{text(kind)} = {json.dumps(default)}" for argument, (kind, default) in arguments.items()}
     return {
         "group": group,
         "name": name,
         "directives": directives,
         "handed_over": list(handed_over),
-        "arguments": written,
+        "arguments": {argument: [text(kind), *default] for argument, (kind, default) in arguments.items()},
     }
 
 
@@ -145,8 +128,8 @@ def config_name(name: str, ending: str) -> str:
     return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", re.sub(f"({ending})$", "", name)).lower()
 
 
-def config_fields(component: type) -> dict[str, tuple[Any, Any]]:
-    """Return the types and defaults of a constructor's arguments, as a config can hold them."""
+def config_fields(component: type) -> dict[str, tuple[Any, list[Any]]]:
+    """Return the type of each argument of a constructor and its default, if it has one, as a config can hold them."""
     parameters = inspect.signature(component).parameters
     return {
         name: (checked_type(_annotation(component, each)), _default(component, each))
@@ -202,37 +185,21 @@ def _annotation(component: type, parameter: inspect.Parameter) -> Any:
         return Any
 
 
-def _default(component: type, parameter: inspect.Parameter) -> Any:
+def _default(component: type, parameter: inspect.Parameter) -> list[Any]:
     default = parameter.default
     if dataclasses.is_dataclass(component):
         field = next(field for field in dataclasses.fields(component) if field.name == parameter.name)
         if field.default_factory is not dataclasses.MISSING:
             default = field.default_factory()
     if default is parameter.empty or isinstance(default, type):
-        return MISSING  # a config has no classes
-    return str(default).removeprefix("torch.") if type(default).__module__ == "torch" else default
-
-
-def stubs(names: dict[str, dict[str, str]]) -> dict[Path, str]:
-    """Write the stubs of the package and its rooms."""
-    title = '"""The exported names and the modules that define them. Written by ``tests/wiring.py``."""\n\n'
-    return {
-        PACKAGE.joinpath(*room.split(".")[1:], "__init__.pyi"): title
-        + formatted("".join(f"from {module} import {name} as {name}\n" for name, module in found.items()))
-        + ("\n__version__: str\n" if room == NAME else "")
-        for room, found in names.items()
-    }
-
-
-def formatted(source: str) -> str:
-    command = ["ruff", "check", "--no-cache", "--select=I", "--fix", "--quiet", "--stdin-filename=x.pyi", "-"]
-    return subprocess.run(command, input=source, capture_output=True, text=True, check=True).stdout
+        return []  # a config has no classes
+    return [str(default).removeprefix("torch.") if type(default).__module__ == "torch" else default]
 
 
 def guide(described: dict[str, Any]) -> str:
     """Put the table of names into the guide's page: each part by the first line of its docstring."""
     rows = []
-    for kind, groups in TORCHRL.items():
+    for kind, groups in TORCHRL_GROUPS.items():
         named = ", ".join(f"`{group}`" for group in groups)
         for target, part in described.items():
             if part["group"] == kind:
@@ -242,12 +209,13 @@ def guide(described: dict[str, Any]) -> str:
     return before + HEAD + "".join(rows) + "\n" + rest.partition("\n\n")[2]
 
 
-def reference(names: dict[str, dict[str, str]]) -> dict[Path, str]:
-    """Write the pages of the reference: what a room exports, whose text the builder of the site puts in."""
-    rooms: dict[str, list[str]] = {}
-    for name, module in names[NAME].items():
-        rooms.setdefault(module.split(".")[1], []).append(f"::: {module}.{name}\n")
-    return {REFERENCE / f"{room}.md": "\n".join([f"# {room}\n", *found]) for room, found in rooms.items()}
+def reference() -> dict[Path, str]:
+    """Write the pages of the reference: the names of a folder, whose text the builder of the site puts in."""
+    pages: dict[str, list[str]] = {}
+    for name, module in sorted(exports().items()):
+        place = exports(module)[name] if (PACKAGE / module.rpartition(".")[2]).is_dir() else module
+        pages.setdefault(module.rpartition(".")[2], []).append(f"::: {place}.{name}\n")
+    return {REFERENCE / f"{folder}.md": "\n".join([f"# {folder}\n", *found]) for folder, found in pages.items()}
 
 
 def _summary(component: type) -> str:
@@ -255,19 +223,29 @@ def _summary(component: type) -> str:
     return re.sub(r"``|\\[()]", "`", re.sub(r":class:`(\w+)`", r"`\1`", line)).replace("|", r"\|")
 
 
-def data(names: dict[str, dict[str, str]], described: dict[str, Any]) -> str:
-    return json.dumps({"exports": names, "torchrl": TORCHRL, "parts": described}, indent=1) + "\n"
+def data(described: dict[str, dict[str, Any]]) -> str:
+    """Write the schemas as JSON, each in a few lines."""
+    parts = []
+    for target, part in described.items():
+        head = {key: value for key, value in part.items() if key != "arguments"}
+        arguments = wrapped(part["arguments"], '  "arguments": {', "   ")
+        parts.append(f' "{target}": {{\n{wrapped(head, "  ", "  ")},\n{arguments}}}}}')
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+def wrapped(entries: dict[str, Any], begin: str, indent: str) -> str:
+    """Write the entries of a JSON object in full lines that break between entries."""
+    texts = (f"{json.dumps(key)}: {json.dumps(value)}".replace(" ", "\0") for key, value in entries.items())
+    whole = {"break_long_words": False, "break_on_hyphens": False}
+    lines = textwrap.wrap(", ".join(texts), 117, initial_indent=begin, subsequent_indent=indent, **whole)
+    return "\n".join(lines).replace("\0", " ")
 
 
 def main() -> None:
-    names = exports()
-    for path, text in {**stubs(names), **reference(names)}.items():
-        path.parent.mkdir(exist_ok=True)
+    described = dict(parts())
+    texts = {**reference(), DATA: data(described), GUIDE: guide(described)}
+    for path, text in texts.items():
         path.write_text(text)
-    DATA.write_text(data(names, {}))  # what the import of the modules below reads
-    described = dict(parts(names[NAME]))
-    DATA.write_text(data(names, described))
-    GUIDE.write_text(guide(described))
 
 
 if __name__ == "__main__":

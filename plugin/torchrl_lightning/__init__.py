@@ -10,5 +10,5 @@ from torchrl_lightning._lazy import lazy_exports
 
 __version__ = "0.1.0"
 
-__getattr__, __dir__, __all__ = lazy_exports(__name__)
+__getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)
 __all__.append("__version__")

@@ -1,8 +1,8 @@
 """Typed configs of our parts; Hydra checks names and types of every field against them.
 
-They are made of the data that ``tests/wiring.py`` derives from the constructors. Only our own commands merge them: a
-schema has a value for each setting, which would replace the value of an app that merges it later. No torch is imported,
-because the search-path plugin stores them in every Hydra application of the environment.
+They are made of ``schemas.json``, which ``tests/wiring.py`` derives from the constructors. Only our own commands merge
+them: a schema has a value for each setting, which would replace the value of an app that merges it later. No torch is
+imported, because the search-path plugin stores them in every Hydra application of the environment.
 """
 
 from __future__ import annotations
@@ -13,14 +13,23 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import field, make_dataclass
 from functools import cache, reduce
+from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigNode, ConfigStore
-from omegaconf import DictConfig, OmegaConf
-
-from torchrl_lightning._lazy import wiring
+from omegaconf import MISSING, DictConfig, OmegaConf
 
 GROUP = "torchrl_lightning/schema"
+TORCHRL_GROUPS = {
+    "storage": ("storage",),
+    "writer": ("writer",),
+    "sampler": ("sampler",),
+    # ``value`` is TorchRL's group for the modules of its ModuleTransform.
+    "value": ("transform", "value"),
+    "transform": ("transform",),
+    "buffer": ("replay_buffer",),
+}
+"""The groups of TorchRL that have the classes of a group of ours, too."""
 _PLAIN = (bool, int, float, str)
 _TYPES: dict[str, Any] = {
     "Any": Any,
@@ -28,6 +37,16 @@ _TYPES: dict[str, Any] = {
     **{kind.__name__: kind for kind in _PLAIN},
     **{f"list[{kind.__name__}]": list[kind] for kind in _PLAIN},  # type: ignore[valid-type]
 }
+
+
+@cache
+def schema_data() -> dict[str, dict[str, Any]]:
+    """Read the group and name of each class in configs, and the type and default of its constructor's arguments.
+
+    An argument without a default has a type only. A program passes the arguments in ``handed_over``.
+    """
+    described: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("schemas.json").read_text())
+    return described
 
 
 def config_class(
@@ -41,11 +60,10 @@ def config_class(
     """Make the dataclass of a part's arguments but those left out, with directives for Hydra."""
     fields: list[tuple[str, Any, Any]] = [("_target_", str, target), ("_convert_", str, "all")]
     fields += [(f"_{directive}_", type(value), value) for directive, value in directives.items()]
-    for argument, written in wiring()["parts"][target]["arguments"].items():
+    for argument, (kind, *default) in schema_data()[target]["arguments"].items():
         if argument not in left_out:
-            kind, _, default = written.partition(" = ")
             union = reduce(operator.or_, (_TYPES[member] for member in kind.split(" | ")))
-            value = json.loads(default)
+            value = default[0] if default else MISSING
             fields.append((argument, union, field(default_factory=value.copy) if isinstance(value, list) else value))
     namespace = {"__doc__": f"Arguments of :class:`{target}`.", "__module__": __name__}
     return make_dataclass(name, fields, bases=bases, namespace=namespace)
@@ -60,7 +78,7 @@ def schema(target: str) -> type[Any]:
         UniformSamplerSchema(_target_='torchrl_lightning.UniformSampler', _convert_='all', with_replacement=True, \
 stratified=False)
     """
-    part = wiring()["parts"][target]
+    part = schema_data()[target]
     return config_class(target, _name(target), left_out=part["handed_over"], **part["directives"])
 
 
@@ -99,7 +117,7 @@ def open_schemas() -> Iterator[None]:
 
 def register_schemas() -> None:
     """Store every schema in Hydra's ConfigStore; storing twice changes nothing."""
-    for target, part in wiring()["parts"].items():
+    for target, part in schema_data().items():
         group, nodes = f"{GROUP}/{part['group']}", ConfigStore.instance().repo
         for level in group.split("/"):
             nodes = nodes.setdefault(level, {})
@@ -109,7 +127,7 @@ def register_schemas() -> None:
 
 def __getattr__(name: str) -> Any:
     """Find a schema again by its name, as pickle does."""
-    target = next((each for each in wiring()["parts"] if _name(each) == name), None)
+    target = next((each for each in schema_data() if _name(each) == name), None)
     if target is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return schema(target)

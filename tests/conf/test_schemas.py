@@ -9,11 +9,10 @@ from hydra.core.config_store import ConfigStore
 
 from torchrl_lightning import OnPolicyDataModule
 from torchrl_lightning._conf import CONF_DIR
-from torchrl_lightning._lazy import wiring
-from torchrl_lightning._schemas import register_schemas
+from torchrl_lightning._schemas import register_schemas, schema_data
 
 MODELS = ("model", "network", "intrinsic", "dynamics", "planner")
-SCHEMAS = {(part["group"], part["name"]): target for target, part in wiring()["parts"].items()}
+SCHEMAS = {(part["group"], part["name"]): target for target, part in schema_data().items()}
 
 
 @pytest.mark.parametrize("key", [key for key in SCHEMAS if key[0] in MODELS])

@@ -6,7 +6,7 @@ from typing import Any
 
 from hydra.core.config_store import ConfigStore
 
-from torchrl_lightning._lazy import wiring
+from torchrl_lightning._schemas import TORCHRL_GROUPS, schema_data
 
 SPEC = "{_target_: torchrl.data.Unbounded, shape: [%d]}"
 OBSERVED = "{_target_: torchrl.data.Composite, observation: %s}"
@@ -46,9 +46,7 @@ SETTINGS: dict[tuple[str, str], tuple[str, ...]] = {
     ("replay_buffer", "vanilla"): ("size=3", "gamma=0.5"),
     ("replay_buffer", "vtrace"): ("size=3", "gamma=0.5"),
 }
-NAMES = [
-    (group, part["name"]) for part in wiring()["parts"].values() for group in wiring()["torchrl"].get(part["group"], ())
-]
+NAMES = [(group, part["name"]) for part in schema_data().values() for group in TORCHRL_GROUPS.get(part["group"], ())]
 GROUPS = {group: {name for each, name in NAMES if each == group} for group, _ in NAMES}
 
 

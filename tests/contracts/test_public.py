@@ -6,14 +6,18 @@ import importlib
 import inspect
 import pydoc
 import re
+import subprocess
+import sys
 import warnings
 from operator import attrgetter
+from pathlib import Path
 
 import pytest
 from jsonargparse import ArgumentParser
 from lightning.pytorch.cli import LightningCLI
 
 import torchrl_lightning
+from kit.processes import environment
 from torchrl_lightning import (
     BufferBase,
     DQNModule,
@@ -35,12 +39,29 @@ def arguments(function: object) -> dict[str, inspect.Parameter]:
     return {name: each for name, each in inspect.signature(function).parameters.items() if name != "self"}
 
 
-@pytest.mark.parametrize("package", ["torchrl_lightning", "torchrl_lightning.collectors"])
+ROOT = Path(torchrl_lightning.__file__).parent
+FOLDERS = [f"torchrl_lightning.{stub.parent.name}" for stub in sorted(ROOT.glob("*/__init__.pyi"))]
+
+
+@pytest.mark.parametrize("package", ["torchrl_lightning", *FOLDERS])
 def test_completion_knows_every_name(package: str) -> None:
     module = importlib.import_module(package)
     assert set(module.__all__) <= set(dir(module))
     for name in module.__all__:
         assert getattr(module, name) is not None
+
+
+def test_every_public_name_is_exported_by_its_folder() -> None:
+    for name in PUBLIC:
+        part = getattr(torchrl_lightning, name)
+        if part.__module__.count(".") > 1:
+            assert getattr(importlib.import_module(part.__module__.rpartition(".")[0]), name) is part
+
+
+def test_functions_named_like_their_modules_are_exported_whatever_is_imported_first() -> None:
+    code = "import torchrl_lightning.estimators.gae as module, torchrl_lightning as package; print(module, package.gae)"
+    done = subprocess.run([sys.executable, "-c", code], env=environment(), check=True, capture_output=True, text=True)
+    assert done.stdout.count("<function gae") == 2
 
 
 @pytest.mark.parametrize("name", PUBLIC)

@@ -27,9 +27,10 @@ def test_the_wheel_carries_the_modules_the_hydra_tree_the_plugin_and_the_type_ma
     names = set(zipfile.ZipFile(wheel).namelist())
     tree = {f"torchrl_lightning/conf/{path.relative_to(PROJECT / 'conf')}" for path in PROJECT.glob("conf/**/*.*")}
     assert {Path(name).suffix for name in tree} == {".yaml", ".safetensors"}
-    modules = {str(path.relative_to(PROJECT / "plugin")) for path in PROJECT.glob("plugin/**/*.py")}
+    sources = [*PROJECT.glob("plugin/**/*.py"), *PROJECT.glob("plugin/**/*.pyi")]
+    modules = {str(path.relative_to(PROJECT / "plugin")) for path in sources}
     assert "hydra_plugins/torchrl_lightning_searchpath/__init__.py" in modules
-    assert tree | modules | {"torchrl_lightning/py.typed", "torchrl_lightning/wiring.json"} <= names
+    assert tree | modules | {"torchrl_lightning/py.typed", "torchrl_lightning/schemas.json"} <= names
     # An __init__.py there would hide the Hydra plugins of all other distributions.
     assert "hydra_plugins/__init__.py" not in names
     roots = {name.split("/")[0] for name in names}

@@ -13,8 +13,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, flag_override
 from omegaconf.errors import OmegaConfBaseException
 
-from torchrl_lightning._lazy import wiring
-from torchrl_lightning._schemas import GROUP, schema
+from torchrl_lightning._schemas import GROUP, schema, schema_data
 
 _TARGET = "_target_"
 _DIRECTIVES = ("_partial_", "_convert_")  # how the program builds a part, of whatever class it is
@@ -101,7 +100,7 @@ def replace_part(config: DictConfig, path: str, target: str) -> None:
     old = _plain(holder)[name]
     directives = {key: old[key] for key in _DIRECTIVES if isinstance(old, Mapping) and key in old}
     part = OmegaConf.create({_TARGET: target, **directives}, flags={"struct": False})
-    if target in wiring()["parts"]:  # whose settings are checked
+    if target in schema_data():  # whose settings are checked
         part = OmegaConf.structured(schema(target))
     with flag_override(holder, ["struct", "readonly"], False):
         holder[name] = part

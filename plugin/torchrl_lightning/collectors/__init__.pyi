@@ -1,6 +1,6 @@
-"""The exported names and the modules that define them. Written by ``tests/wiring.py``."""
+"""The exported names. This list is the only one: ``_lazy`` and type checkers read it."""
 
-from torchrl_lightning.collectors.asynchronous import AsynchronousCollector as AsynchronousCollector
-from torchrl_lightning.collectors.episodes import play_episodes as play_episodes
-from torchrl_lightning.collectors.gymnasium import GymnasiumCollector as GymnasiumCollector
-from torchrl_lightning.collectors.torchrl_collector import TorchRLCollector as TorchRLCollector
+from .asynchronous import AsynchronousCollector as AsynchronousCollector
+from .episodes import play_episodes as play_episodes
+from .gymnasium import GymnasiumCollector as GymnasiumCollector
+from .torchrl_collector import TorchRLCollector as TorchRLCollector

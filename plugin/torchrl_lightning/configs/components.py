@@ -13,8 +13,7 @@ from hydra.core.config_store import ConfigStore
 from torchrl.trainers.algorithms.configs.data import ReplayBufferBaseConfig, SamplerConfig, StorageConfig, WriterConfig
 from torchrl.trainers.algorithms.configs.transforms import TransformConfig
 
-from torchrl_lightning._lazy import wiring
-from torchrl_lightning._schemas import config_class
+from torchrl_lightning._schemas import TORCHRL_GROUPS, config_class, schema_data
 
 PREFIX = "torchrl_lightning_"
 PROVIDER = "torchrl-lightning"
@@ -30,8 +29,8 @@ _KINDS: dict[str, type[Any]] = {
 
 def _components() -> dict[str, dict[str, type[Any]]]:
     found: dict[str, dict[str, type[Any]]] = {}
-    for target, part in wiring()["parts"].items():
-        if groups := wiring()["torchrl"].get(part["group"]):
+    for target, part in schema_data().items():
+        if groups := TORCHRL_GROUPS.get(part["group"]):
             bases = (_KINDS[groups[0]],)
             config = config_class(target, f"{target.rpartition('.')[2]}Config", bases=bases, partial=False)
             for group in groups:

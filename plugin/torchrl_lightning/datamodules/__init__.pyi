@@ -1,9 +1,9 @@
-"""The exported names and the modules that define them. Written by ``tests/wiring.py``."""
+"""The exported names. This list is the only one: ``_lazy`` and type checkers read it."""
 
-from torchrl_lightning.datamodules.base import ExperienceDataModule as ExperienceDataModule
-from torchrl_lightning.datamodules.branched_replay import BranchedReplay as BranchedReplay
-from torchrl_lightning.datamodules.dynamics import DynamicsDataModule as DynamicsDataModule
-from torchrl_lightning.datamodules.mixed_replay import MixedReplay as MixedReplay
-from torchrl_lightning.datamodules.on_policy import OnPolicyDataModule as OnPolicyDataModule
-from torchrl_lightning.datamodules.replay import ReplayDataModule as ReplayDataModule
-from torchrl_lightning.datamodules.updates_per_step import UpdatesDataModule as UpdatesDataModule
+from .base import ExperienceDataModule as ExperienceDataModule
+from .branched_replay import BranchedReplay as BranchedReplay
+from .dynamics import DynamicsDataModule as DynamicsDataModule
+from .mixed_replay import MixedReplay as MixedReplay
+from .on_policy import OnPolicyDataModule as OnPolicyDataModule
+from .replay import ReplayDataModule as ReplayDataModule
+from .updates_per_step import UpdatesDataModule as UpdatesDataModule

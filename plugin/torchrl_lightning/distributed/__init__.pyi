@@ -1,6 +1,6 @@
-"""The exported names and the modules that define them. Written by ``tests/wiring.py``."""
+"""The exported names. This list is the only one: ``_lazy`` and type checkers read it."""
 
-from torchrl_lightning.distributed.cluster import ClusterFault as ClusterFault
-from torchrl_lightning.distributed.cluster import ServiceFault as ServiceFault
-from torchrl_lightning.distributed.ray_collector import RayCollector as RayCollector
-from torchrl_lightning.distributed.service import ReplayService as ReplayService
+from .cluster import ClusterFault as ClusterFault
+from .cluster import ServiceFault as ServiceFault
+from .ray_collector import RayCollector as RayCollector
+from .service import ReplayService as ReplayService

@@ -1,6 +1,6 @@
-"""The exported names and the modules that define them. Written by ``tests/wiring.py``."""
+"""The exported names. This list is the only one: ``_lazy`` and type checkers read it."""
 
-from torchrl_lightning.dynamics.buffer import MBReplayBuffer as MBReplayBuffer
-from torchrl_lightning.dynamics.scaler import StandardScaler as StandardScaler
-from torchrl_lightning.dynamics.split import HoldoutSplit as HoldoutSplit
-from torchrl_lightning.dynamics.targets import DynamicsTargets as DynamicsTargets
+from .buffer import MBReplayBuffer as MBReplayBuffer
+from .scaler import StandardScaler as StandardScaler
+from .split import HoldoutSplit as HoldoutSplit
+from .targets import DynamicsTargets as DynamicsTargets

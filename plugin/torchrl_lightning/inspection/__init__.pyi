@@ -1,4 +1,4 @@
-"""The exported names and the modules that define them. Written by ``tests/wiring.py``."""
+"""The exported names. This list is the only one: ``_lazy`` and type checkers read it."""
 
-from torchrl_lightning.inspection.report import Inspection as Inspection
-from torchrl_lightning.inspection.report import inspect_buffer as inspect_buffer
+from .report import Inspection as Inspection
+from .report import inspect_buffer as inspect_buffer

@@ -1,4 +1,4 @@
-"""The exported names and the modules that define them. Written by ``tests/wiring.py``."""
+"""The exported names. This list is the only one: ``_lazy`` and type checkers read it."""
 
-from torchrl_lightning.l2r.ppo import PPOBuffer as PPOBuffer
-from torchrl_lightning.l2r.simple import SimpleReplayBuffer as SimpleReplayBuffer
+from .ppo import PPOBuffer as PPOBuffer
+from .simple import SimpleReplayBuffer as SimpleReplayBuffer

@@ -1,9 +1,9 @@
-"""The exported names and the modules that define them. Written by ``tests/wiring.py``."""
+"""The exported names. This list is the only one: ``_lazy`` and type checkers read it."""
 
-from torchrl_lightning.replay.buffer import ExperienceBuffer as ExperienceBuffer
-from torchrl_lightning.replay.episode_index import EpisodeIndex as EpisodeIndex
-from torchrl_lightning.replay.prioritized import PrioritizedSampler as PrioritizedSampler
-from torchrl_lightning.replay.sequences import SequenceSampler as SequenceSampler
-from torchrl_lightning.replay.storage import RingStorage as RingStorage
-from torchrl_lightning.replay.uniform import UniformSampler as UniformSampler
-from torchrl_lightning.replay.writer import RingWriter as RingWriter
+from .buffer import ExperienceBuffer as ExperienceBuffer
+from .episode_index import EpisodeIndex as EpisodeIndex
+from .prioritized import PrioritizedSampler as PrioritizedSampler
+from .sequences import SequenceSampler as SequenceSampler
+from .storage import RingStorage as RingStorage
+from .uniform import UniformSampler as UniformSampler
+from .writer import RingWriter as RingWriter

@@ -1,5 +1,5 @@
-"""The exported names and the modules that define them. Written by ``tests/wiring.py``."""
+"""The exported names. This list is the only one: ``_lazy`` and type checkers read it."""
 
-from torchrl_lightning.velora.base import BufferBase as BufferBase
-from torchrl_lightning.velora.experience import BatchExperience as BatchExperience
-from torchrl_lightning.velora.recurrent import RecurrentReplayBuffer as RecurrentReplayBuffer
+from .base import BufferBase as BufferBase
+from .experience import BatchExperience as BatchExperience
+from .recurrent import RecurrentReplayBuffer as RecurrentReplayBuffer
