@@ -9,6 +9,8 @@ import json
 import sys
 import warnings
 from contextlib import redirect_stderr, redirect_stdout
+from importlib import import_module
+from importlib.util import find_spec
 from io import StringIO
 from typing import Any
 
@@ -28,8 +30,7 @@ NEVER = (
 
 
 def imported_by_all_names() -> list[str]:
-    from torchrl_lightning.libraries import SPARED as DEFERRED
-    from torchrl_lightning.libraries import import_libraries
+    from torchrl_lightning.import_stubs import DEFERRED, import_libraries
 
     import_libraries()
     import torchrl_lightning
@@ -77,11 +78,27 @@ def app_beside_torchrls_groups(folder: str) -> Any:
             return OmegaConf.to_container(compose("config"), resolve=False)
 
 
+def stubs_that_are_left() -> list[str]:
+    """Import the modules that stubs replaced, and use torch's compiler; return the stubs, of which none may be left."""
+    import torch
+    from lightning.fabric.wrappers import OptimizedModule
+
+    from torchrl_lightning.import_stubs import DEFERRED
+
+    for name in (name for name in DEFERRED if find_spec(name) is not None):
+        import_module(name)
+    compiled = torch.compile(torch.nn.Linear(2, 1), backend="eager")
+    assert compiled(torch.ones(2)).shape == (1,)
+    assert isinstance(compiled, OptimizedModule)
+    return [name for name, module in sys.modules.items() if type(module).__name__ == "StubModule"]
+
+
 if __name__ == "__main__":
     app = sys.argv[1]
     imported = imported_by_all_names()
     with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
         imported += imported_by_a_run()
     status = status_of_a_mistake()
-    json.dump({"imported": imported, "app": app_beside_torchrls_groups(app)}, sys.stdout)
+    stubs = stubs_that_are_left()
+    json.dump({"imported": imported, "stubs": stubs, "app": app_beside_torchrls_groups(app)}, sys.stdout)
     sys.exit(status)

@@ -66,6 +66,10 @@ def test_what_our_runs_do_not_need_is_never_imported(fresh):
     assert json.loads(fresh.stdout)["imported"] == []
 
 
+def test_later_imports_get_the_real_modules(fresh):
+    assert json.loads(fresh.stdout)["stubs"] == []
+
+
 def test_data_composes_beside_torchrls_groups(fresh):
     app = json.loads(fresh.stdout)["app"]
     assert {name: app[name]["_target_"] for name in ("data", "buffer_storage", "buffer_sampler", "logger")} == {

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchrl_lightning.cli.command import behind, quiet, run_command, use_threads
-from torchrl_lightning.libraries import import_libraries
+from torchrl_lightning.import_stubs import import_libraries
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

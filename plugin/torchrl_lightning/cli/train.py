@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchrl_lightning.cli.command import behind, quiet, run_command, use_threads
 from torchrl_lightning.cli.names import recorded_command
-from torchrl_lightning.libraries import import_libraries
+from torchrl_lightning.import_stubs import import_libraries
 from torchrl_lightning.records import SCORE
 from torchrl_lightning.untrusted import printable
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torchrl_lightning.collectors.workers import Worker
 from torchrl_lightning.environments.faults import EnvironmentFault, WorkerFault
 from torchrl_lightning.environments.time_limits import TimedCalls, tell_by
-from torchrl_lightning.libraries import Libraries, call
+from torchrl_lightning.import_stubs import CollectingTarget
 from torchrl_lightning.processes import (
     check_descriptors,
     end_processes,
@@ -173,8 +173,9 @@ class WorkerPool:
                 self._connections.append(ours)
                 self._slots.append([])
                 task = WorkerTask(payload, before, worker, len(payloads), slots, os.getpid(), is_main_thread())
-                arguments = Libraries(), f"{__name__}:{run_worker.__name__}", task, weights, theirs
-                process = context.Process(target=call, args=arguments, name=f"collector-{worker}", daemon=True)
+                target = CollectingTarget(f"{__name__}:{run_worker.__name__}")
+                arguments = task, weights, theirs
+                process = context.Process(target=target, args=arguments, name=f"collector-{worker}", daemon=True)
                 with _without_interrupts():
                     process.start()
                 theirs.close()  # so that the pipe ends when the worker does

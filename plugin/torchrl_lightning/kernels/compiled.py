@@ -12,8 +12,6 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
-from torchrl_lightning.stand_ins import standing_in
-
 logger = logging.getLogger(__name__)
 PACKAGE = __name__.partition(".")[0]
 COMPILING = "Compiling (first run only)"
@@ -56,10 +54,8 @@ def jitted(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @functools.cache
 def _numba() -> Any:
-    # It looks whether SciPy's products are there, for kernels that make some: ours do not.
-    with standing_in({"scipy.linalg": {}}):
-        import numba
-        import numba.np.arraymath
+    import numba
+
     _watch_compilation()
     return numba
 

@@ -1,4 +1,4 @@
-"""Modules whose places stand-ins take while others are imported are found as they are afterwards."""
+"""A module that a stub replaced while others were imported is the real module afterwards, wherever it was named."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from pathlib import Path
 from types import ModuleType, new_class
 
 import pytest
+import torch
+import torch._dynamo
 
-from torchrl_lightning.stand_ins import StandIn, standing_in
+from torchrl_lightning.import_stubs import DeferredCompilerCalls, StubModule, stub_modules
 
 HEAVY = """
 class Thing:
@@ -51,7 +53,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def light(folder: Path) -> ModuleType:
-    with standing_in({"heavy_one": {"tell": lambda function: function}}):
+    with stub_modules({"heavy_one": {"tell": lambda function: function}}):
         return import_module("light_one")
 
 
@@ -66,10 +68,15 @@ def test_nothing_is_imported_until_it_is_used_nor_left_behind(light: ModuleType)
     assert heavy() == []
 
 
-def test_what_was_bound_is_the_modules_once_it_is_used(light: ModuleType) -> None:
+def test_a_later_import_gets_the_real_module(light: ModuleType) -> None:
+    module = import_module("heavy_one.below")
+    assert (module.value, type(module), type(sys.modules["heavy_one"])) == (3, ModuleType, ModuleType)
+
+
+def test_bound_names_resolve_to_the_real_module_when_they_are_used(light: ModuleType) -> None:
     thing = light.made()
     module = import_module("heavy_one")
-    assert not isinstance(module, StandIn)
+    assert not isinstance(module, StubModule)
     assert type(thing) is module.Thing
     assert light.fits(thing)
     assert not light.fits(1)
@@ -79,15 +86,45 @@ def test_what_was_bound_is_the_modules_once_it_is_used(light: ModuleType) -> Non
 
 
 def test_a_module_that_is_needed_meanwhile_is_imported(folder: Path) -> None:
-    with standing_in({"heavy_one": {"tell": lambda function: function}}):
+    with stub_modules({"heavy_one": {"tell": lambda function: function}}):
         light = import_module("light_one")
         assert light.made().size == 2
-        assert not isinstance(import_module("heavy_one"), StandIn)
+        assert not isinstance(import_module("heavy_one"), StubModule)
 
 
-def test_modules_that_are_not_there_or_imported_already_have_no_stand_in(folder: Path) -> None:
+def test_missing_and_imported_modules_have_no_stub(folder: Path) -> None:
     module = import_module("heavy_one")
-    with standing_in({"heavy_one": {}, "not_there_at_all": {}}):
+    with stub_modules({"heavy_one": {}, "not_there_at_all": {}}):
         assert import_module("heavy_one") is module
         with pytest.raises(ModuleNotFoundError):
             import_module("not_there_at_all")
+
+
+def test_calls_of_the_compiler_are_repeated_when_it_is_imported() -> None:
+    calls, compiling = DeferredCompilerCalls(), []
+
+    @calls.disable
+    def told(x: torch.Tensor) -> torch.Tensor:
+        compiling.append(torch.compiler.is_compiling())
+        return x + 1
+
+    @calls.disable()
+    def idle() -> None: ...
+
+    @calls.assume_constant_result
+    def constant() -> int:
+        return 2
+
+    assert told(torch.ones(())) == 2
+    assert not hasattr(told, "_torchdynamo_disable")
+    calls.repeat_on_import()
+    assert told._torchdynamo_disable
+    assert idle._torchdynamo_disable
+    assert constant._dynamo_marked_constant
+
+    @torch.compile(backend="eager")
+    def compiled(x: torch.Tensor) -> torch.Tensor:
+        return told(x * constant())
+
+    assert compiled(torch.ones(())) == 3
+    assert compiling == [False, False]

@@ -1,0 +1,252 @@
+"""Start our own processes faster: import libraries without modules that they name and hardly ever use.
+
+Lightning names torch's compiler and TorchMetrics, which brings SciPy and matplotlib; TorchRL brings Ray and MuJoCo.
+Stubs replace these modules while the libraries are imported. A later import gets the module itself, and names that are
+bound to a stub resolve when they are used. Only the commands, and the processes that collectors start, call this.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import wraps
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from pkgutil import resolve_name
+from types import FunctionType, ModuleType
+from typing import Any
+
+COMPILER = "torch._dynamo"
+DEFERRED = (COMPILER, "scipy", "torchmetrics.utilities.plot", "ray", "mujoco")
+"""The modules that are not imported with the libraries."""
+COLLECTING = ("tensordict.nn", "torchrl.envs", "gymnasium")
+"""The libraries of a process that only collects."""
+_ALL = ("lightning", *COLLECTING, "torchrl.modules")
+
+
+def import_libraries(names: Sequence[str] = _ALL) -> None:
+    """Import libraries without the deferred modules; modules that are imported already stay as they are."""
+    if all(name in sys.modules for name in names):
+        return
+    calls = DeferredCompilerCalls()
+    with _garbage_collection_paused(), stub_modules({**{name: {} for name in DEFERRED}, COMPILER: calls.decorators()}):
+        for name in names:
+            import_module(name)
+    calls.repeat_on_import()
+
+
+class CollectingTarget:
+    """The target of a process that collects, a function as ``module:name``: its libraries are imported before it."""
+
+    def __init__(self, function: str) -> None:
+        self.function = function
+
+    def __setstate__(self, state: dict[str, str]) -> None:
+        import_libraries(COLLECTING)  # in the process, before the arguments of the function are unpickled
+        self.function = state["function"]
+
+    def __call__(self, *arguments: Any) -> None:
+        """Call the function."""
+        resolve_name(self.function)(*arguments)
+
+
+@contextmanager
+def _garbage_collection_paused() -> Iterator[None]:
+    # Each collection would visit hundreds of thousands of objects, which all stay, now and later.
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        if enabled:
+            gc.enable()
+
+
+@contextmanager
+def stub_modules(contents: Mapping[str, Mapping[str, Any]]) -> Iterator[None]:
+    """Replace modules, and all modules below them, by stubs while this context imports others.
+
+    Args:
+        contents: The names of the modules, each with the attributes of its stub. Imported modules are not replaced.
+
+    Examples:
+        >>> with stub_modules({"mailbox": {}}):
+        ...     import mailbox
+        >>> type(mailbox).__name__, "mailbox" in sys.modules
+        ('StubModule', False)
+    """
+    finder = _StubFinder({name: content for name, content in contents.items() if name not in sys.modules})
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+        for name in list(finder.contents):
+            finder.remove_stub(name)
+
+
+class StubModule(ModuleType):
+    """Replaces a module until one of its names is used."""
+
+    def __init__(self, name: str, finder: _StubFinder) -> None:
+        super().__init__(name)
+        vars(self).update(finder.contents.get(name, {}), _finder=finder)
+
+    def real(self) -> ModuleType:
+        """Import the module."""
+        self._finder.remove_stub(self.__name__)
+        return import_module(self.__name__)
+
+    def __getattr__(self, name: str) -> Any:
+        if not self._finder.root_of(self.__name__):
+            return getattr(self.real(), name)
+        if name.startswith("__"):
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        return LazyAttribute(self, name)
+
+
+class LazyAttribute:
+    """An attribute of a stub; the module is imported when the attribute is used."""
+
+    def __init__(self, stub: StubModule, name: str) -> None:
+        self._stub, self._name = stub, name
+
+    def _real(self) -> Any:
+        return getattr(self._stub.real(), self._name)
+
+    def _is_imported(self) -> bool:
+        return not isinstance(sys.modules.get(self._stub.__name__, self._stub), StubModule)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call it."""
+        return self._real()(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # a protocol of Python, which others ask for
+            raise AttributeError(name)
+        return getattr(self._real(), name)
+
+    def __instancecheck__(self, instance: object) -> bool:
+        # A class that was never imported has no instances.
+        return self._is_imported() and isinstance(instance, self._real())
+
+    def __subclasscheck__(self, subclass: type) -> bool:
+        return self._is_imported() and issubclass(subclass, self._real())
+
+    def __mro_entries__(self, bases: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (self._real(),)
+
+
+class _StubFinder(MetaPathFinder, Loader):
+    """Finds and loads stubs."""
+
+    def __init__(self, contents: dict[str, Mapping[str, Any]]) -> None:
+        self.contents = contents
+
+    def root_of(self, name: str) -> str | None:
+        """Return the replaced module that a module is, or is below, or None."""
+        return next((root for root in self.contents if f"{name}.".startswith(f"{root}.")), None)
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        """Find a stub for an installed module."""
+        found = PathFinder.find_spec(name, path, target) if self.root_of(name) else None
+        if found is None:
+            return None
+        spec = ModuleSpec(name, self, origin=found.origin)
+        spec.submodule_search_locations = found.submodule_search_locations
+        return spec
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """Make a stub."""
+        return StubModule(spec.name, self)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Run nothing."""
+
+    def remove_stub(self, name: str) -> None:
+        """Remove the stub of a replaced module and of all modules below it, so that they can be imported."""
+        root = self.root_of(name)
+        if root is None:
+            return
+        del self.contents[root]
+        for stubbed, module in list(sys.modules.items()):
+            if f"{stubbed}.".startswith(f"{root}.") and isinstance(module, StubModule):
+                del sys.modules[stubbed]
+                parent, _, child = stubbed.rpartition(".")
+                holder = sys.modules.get(parent)
+                if holder is not None and vars(holder).get(child) is module:
+                    delattr(holder, child)
+
+
+class DeferredCompilerCalls(MetaPathFinder):
+    """Calls of torch's compiler at import time, such as ``disable``; its import repeats them."""
+
+    def __init__(self) -> None:
+        self._calls: list[Callable[[ModuleType], object]] = []
+
+    def decorators(self) -> dict[str, Callable[..., Any]]:
+        """Return the functions that replace those of the compiler."""
+        return {each.__name__: each for each in (self.disable, self.allow_in_graph, self.assume_constant_result)}
+
+    def disable(self, fn: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Return a function that calls ``fn`` as it is, and once the compiler is imported, its uncompiled ``fn``."""
+        if fn is None:
+            return lambda fn: self.disable(fn, *args, **kwargs)
+        if not isinstance(fn, FunctionType):  # a class, which the compiler changes in place
+            self._calls.append(lambda compiler: compiler.disable(fn, *args, **kwargs))
+            return fn
+        called: Callable[..., Any] = fn
+
+        @wraps(fn)
+        def uncompiled(*own: Any, **named: Any) -> Any:
+            return called(*own, **named)
+
+        def repeat(compiler: ModuleType) -> None:
+            nonlocal called
+            called = compiler.disable(fn, *args, **kwargs)
+            marks = {name: value for name, value in vars(called).items() if name.startswith("_torchdynamo_")}
+            vars(uncompiled).update(marks, _torchdynamo_wrapper_id=id(uncompiled))
+
+        self._calls.append(repeat)
+        return uncompiled
+
+    def allow_in_graph(self, fn: Any) -> Any:
+        """Return ``fn``, which the compiler takes as it is."""
+        self._calls.append(lambda compiler: compiler.allow_in_graph(fn))
+        return fn
+
+    def assume_constant_result(self, fn: Any) -> Any:
+        """Return ``fn``, which the compiler calls once."""
+        self._calls.append(lambda compiler: compiler.assume_constant_result(fn))
+        return fn
+
+    def repeat_on_import(self) -> None:
+        """Repeat the calls when the compiler is imported, or now."""
+        if COMPILER in sys.modules:
+            self._repeat(sys.modules[COMPILER])
+        else:
+            sys.meta_path.insert(0, self)
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        """Find the compiler, once."""
+        if name != COMPILER:
+            return None
+        sys.meta_path.remove(self)
+        spec = PathFinder.find_spec(name, path, target)
+        if spec is not None and spec.loader is not None:
+            run = spec.loader.exec_module
+
+            def run_and_repeat(module: ModuleType) -> None:
+                run(module)
+                self._repeat(module)
+
+            spec.loader.exec_module = run_and_repeat  # type: ignore[method-assign]
+        return spec
+
+    def _repeat(self, compiler: ModuleType) -> None:
+        for call in self._calls:
+            call(compiler)
