@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["UpdateBatches", "updates_of"]
-
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 

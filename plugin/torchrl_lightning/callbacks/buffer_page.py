@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["BufferPage"]
-
 import logging
 from dataclasses import replace
 from pathlib import Path

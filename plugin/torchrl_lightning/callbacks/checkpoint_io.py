@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["AtomicCheckpointIO"]
-
 from pathlib import Path
 from typing import Any
 

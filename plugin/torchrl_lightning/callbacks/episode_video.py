@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["EpisodeVideo"]
-
 import logging
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["ExperienceLog"]
-
 import time
 from typing import Any
 

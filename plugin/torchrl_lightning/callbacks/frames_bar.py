@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["FramesProgressBar"]
-
 import sys
 import time
 from collections.abc import Callable

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["TrialReport"]
-
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path

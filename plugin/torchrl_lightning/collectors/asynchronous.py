@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["AsynchronousCollector"]
-
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

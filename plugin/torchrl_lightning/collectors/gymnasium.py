@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["GymnasiumCollector"]
-
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__room__ = ["TorchRLCollector"]
-
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["ExperienceDataModule"]
-
 import copy
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

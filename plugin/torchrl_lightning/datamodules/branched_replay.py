@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["BranchedReplay"]
-
 from collections.abc import Sequence
 from typing import Any, ClassVar
 

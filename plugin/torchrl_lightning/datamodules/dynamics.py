@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["DynamicsDataModule"]
-
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property

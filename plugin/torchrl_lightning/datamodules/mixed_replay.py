@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["MixedReplay"]
-
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack

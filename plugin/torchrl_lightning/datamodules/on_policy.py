@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["OnPolicyDataModule"]
-
 import inspect
 import time
 from collections.abc import Iterator

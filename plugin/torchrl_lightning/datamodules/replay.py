@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["ReplayDataModule"]
-
 import logging
 import secrets
 import time

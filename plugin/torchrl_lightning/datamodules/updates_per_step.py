@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["UpdatesDataModule"]
-
 import logging
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any, ClassVar

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["DemonstrationActor"]
-
 from typing import Any, get_args
 
 from tensordict import TensorDictBase

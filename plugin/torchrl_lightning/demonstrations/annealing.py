@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["DemonstrationAnnealing"]
-
 from dataclasses import dataclass
 from typing import Literal, get_args
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["fill", "read_dataset", "transitions", "write_dataset"]
-
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["DemonstrationDirectory"]
-
 import json
 import logging
 from collections.abc import Collection, Sequence

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["read_demonstration", "write_demonstration"]
-
 import json
 import math
 from collections.abc import Mapping

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["play_demonstrations"]
-
 import copy
 from collections.abc import Iterator, Mapping
 from contextlib import suppress

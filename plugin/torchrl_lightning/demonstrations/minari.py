@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["minari_demonstrations"]
-
 import copy
 import io
 from collections.abc import Iterable, Iterator

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["PPODBuffer"]
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["record_demonstrations"]
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any

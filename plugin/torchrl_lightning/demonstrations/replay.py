@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["DemonstrationReplay"]
-
 import copy
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple, get_args

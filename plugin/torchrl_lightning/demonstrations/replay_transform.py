@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["DemonstrationReplayTransform"]
-
 from typing import Any, ClassVar
 
 import numpy as np

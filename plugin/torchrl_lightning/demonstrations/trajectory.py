@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["Demonstration"]
-
 import copy
 import math
 from collections.abc import Mapping

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["DemonstrationWriter"]
-
 import math
 from collections.abc import Sequence
 from typing import Any, Literal

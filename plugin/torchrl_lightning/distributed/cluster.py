@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__room__ = ["ClusterFault", "ServiceFault"]
-
 import os
 import platform
 import socket

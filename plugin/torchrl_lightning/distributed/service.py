@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["ReplayService"]
-
 import logging
 import secrets
 import sys

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["MBReplayBuffer"]
-
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from typing import Any, ClassVar

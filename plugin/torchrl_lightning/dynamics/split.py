@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["HoldoutSplit"]
-
 import numpy as np
 import torch
 from numpy.typing import NDArray

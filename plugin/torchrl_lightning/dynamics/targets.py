@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["DynamicsTargets"]
-
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Self

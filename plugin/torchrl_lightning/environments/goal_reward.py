@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["GoalReward"]
-
 from typing import Any, SupportsFloat
 
 import gymnasium as gym

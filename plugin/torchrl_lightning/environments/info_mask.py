@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["ActionMaskFromInfo"]
-
 from typing import Any
 
 import gymnasium as gym

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__room__ = ["FollowedReplaySource", "ReplaySource", "ReplayedRows"]
-
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol

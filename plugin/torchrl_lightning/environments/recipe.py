@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["EnvironmentRecipe", "SelectObservation"]
-
 import importlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set

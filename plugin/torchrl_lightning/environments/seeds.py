@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__room__ = ["spawn_seed"]
-
 from operator import index
 from zlib import crc32
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["EnvironmentSpecs", "environment_specs"]
-
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__room__ = ["close_environment"]
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

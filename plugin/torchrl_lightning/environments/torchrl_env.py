@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__room__ = ["make_environment"]
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["make_vector_env"]
-
 import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from traceback import extract_tb

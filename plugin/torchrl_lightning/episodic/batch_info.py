@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["BatchInfo"]
-
 from typing import Any, NoReturn
 
 import torch

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["FrameStackTransform"]
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["HindsightRelabel"]
-
 import logging
 from collections.abc import Callable
 from typing import Any

@@ -17,8 +17,6 @@ episode that ends without being terminated (a LAST step whose discount is not ze
 
 from __future__ import annotations
 
-__all__ = ["StepLayout"]
-
 from dataclasses import dataclass
 
 from tensordict.utils import NestedKey

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["gae"]
-
 import math
 from typing import Any
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["IntrinsicRewardNormalizer"]
-
 import math
 import sys
 from typing import Any, Literal, Self

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["discount_cumsum", "discounted_returns"]
-
 import math
 from typing import Any, overload
 

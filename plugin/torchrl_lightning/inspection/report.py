@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["Inspection", "inspect_buffer"]
-
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass

@@ -16,8 +16,6 @@ a small rollout.
 
 from __future__ import annotations
 
-__all__ = ["discounted_scan"]
-
 from collections.abc import Callable
 from typing import Any, Literal, TypeAlias
 

@@ -9,8 +9,6 @@ are a function of the leaves alone, and rounding cannot pile up. Numba's walks k
 
 from __future__ import annotations
 
-__all__ = ["MaxSegmentTree", "MinSegmentTree", "SegmentTree", "SumSegmentTree"]
-
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, TypeAlias
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["PPOBuffer"]
-
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import InitVar, dataclass

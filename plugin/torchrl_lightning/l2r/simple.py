@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["SimpleReplayBuffer"]
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__room__ = ["ActorWithValues"]
-
 from typing import Any
 
 from tensordict import TensorDictBase

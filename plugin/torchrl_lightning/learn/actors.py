@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["build_actor", "build_critic"]
-__room__ = ["Actor", "Critic"]
-
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any

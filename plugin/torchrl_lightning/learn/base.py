@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["ActorCriticModule"]
-
 import logging
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence

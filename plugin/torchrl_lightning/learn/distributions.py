@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__room__ = ["ClippedNormal", "MultiCategorical"]
-
 import math
 from collections.abc import Sequence
 from typing import Any, ClassVar

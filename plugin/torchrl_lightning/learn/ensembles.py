@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["GaussianEnsemble"]
-
 import math
 from collections.abc import Sequence
 from typing import Annotated, Any

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["EpsilonGreedyPolicy"]
-__room__ = ["ExploringPolicy", "NoisyPolicy", "StochasticPolicy"]
-
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass

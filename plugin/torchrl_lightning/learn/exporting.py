@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["export_policy"]
-
 import io
 import json
 import logging

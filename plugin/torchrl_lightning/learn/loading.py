@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["LoadedPolicy", "load_policy"]
-
 import inspect
 import re
 from collections.abc import Mapping

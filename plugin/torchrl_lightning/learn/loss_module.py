@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["LossModuleAgent"]
-
 import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence

@@ -6,8 +6,6 @@ Off-policy ones, from ``value_of_action`` on, give ``[*B]`` for values of one cr
 
 from __future__ import annotations
 
-__room__ = ["clipped_surrogate_loss", "critic_loss", "policy_gradient_loss"]
-
 from typing import Annotated
 
 import torch

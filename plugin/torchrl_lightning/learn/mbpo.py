@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["MBPOModule"]
-
 from collections.abc import Callable
 from typing import Annotated, Any, Self
 

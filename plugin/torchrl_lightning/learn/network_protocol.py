@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-__all__: list[str] = []
-__room__ = ["Network"]
-
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Protocol
 

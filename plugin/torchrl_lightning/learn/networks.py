@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["BatchRenormNetwork", "CNNNetwork", "MLPNetwork", "RecurrentNetwork"]
-
 import itertools
 import logging
 import math

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["OffPolicyModule"]
-
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["CrossEntropyPlanner", "RandomShootingPlanner"]
-
 from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any, ClassVar, Self

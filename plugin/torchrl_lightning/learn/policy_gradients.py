@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["A2CModule", "PPOModule", "ReinforceModule", "VTraceModule"]
-
 import logging
 from collections.abc import Mapping
 from typing import Any

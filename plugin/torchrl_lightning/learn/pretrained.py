@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["from_pretrained", "push_to_hub", "save_pretrained"]
-
 import json
 import re
 import tempfile

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["DQNModule", "SACModule", "TD3Module"]
-
 import math
 from collections.abc import Mapping
 from typing import Annotated, Any

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["build_action_critic", "build_distributional_q_network", "build_q_network"]
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["RandomNetworkDistillation"]
-
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar
 

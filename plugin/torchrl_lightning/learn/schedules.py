@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__room__ = ["ConstantSchedule", "CosineSchedule", "LinearSchedule"]
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["build_deterministic_actor", "build_squashed_actor"]
-
 import math
 from collections.abc import Callable
 from typing import Any

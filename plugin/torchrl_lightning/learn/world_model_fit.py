@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["WorldModelFit"]
-
 import copy
 from typing import Any
 

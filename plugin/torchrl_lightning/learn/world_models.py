@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["OutsideBox", "WorldModel"]
-
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Self
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["ExperienceBuffer"]
-
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self, overload

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["PrioritizedSampler"]
-
 import math
 from collections.abc import Mapping
 from functools import cached_property, partial

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["SequenceSampler"]
-
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar
 

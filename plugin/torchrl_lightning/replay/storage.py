@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["RingStorage"]
-
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any

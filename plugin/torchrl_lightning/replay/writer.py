@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["RingWriter"]
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

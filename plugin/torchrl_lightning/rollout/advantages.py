@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["DiscountedReturns", "GeneralizedAdvantages", "VTraceAdvantages"]
-
 import dataclasses
 from typing import Any
 

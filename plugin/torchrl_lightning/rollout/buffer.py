@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["RolloutBuffer"]
-
 from collections.abc import Iterator, Mapping
 from dataclasses import InitVar
 from typing import Annotated, Any, ClassVar, Literal, overload

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["GAE", "MonteCarlo", "VTrace"]
-
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple

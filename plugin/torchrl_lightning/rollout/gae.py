@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["GAEBuffer"]
-
 from torchrl_lightning.rollout.estimates import GAE, Estimator
 from torchrl_lightning.rollout.vanilla import VanillaOnPolicyBuffer
 from torchrl_lightning.settings import Fraction, setting

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["RolloutStorage"]
-
 import math
 from collections.abc import Collection, Mapping
 from typing import Any

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["VanillaOnPolicyBuffer"]
-
 from collections.abc import Mapping
 from dataclasses import InitVar
 from typing import Annotated, Any, cast

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["VTraceBuffer"]
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["RolloutWriter"]
-
 from collections.abc import Collection
 from operator import methodcaller
 from typing import Any

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["BatchExperience"]
-
 from collections.abc import Mapping
 
 import torch

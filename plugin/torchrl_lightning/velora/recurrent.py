@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["RecurrentReplayBuffer"]
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
