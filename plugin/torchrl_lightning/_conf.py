@@ -8,3 +8,4 @@ _here = Path(__file__).resolve().parent
 # A wheel carries conf/ inside the package; a checkout has it two floors up, beside plugin/.
 CONF_DIR = next(path for path in (_here / "conf", _here.parents[1] / "conf") if path.is_dir())
 EXPORT_DIR = CONF_DIR / "export"
+BASE_DIR = CONF_DIR / "torchrl_lightning"  # files that options include; nobody chooses them

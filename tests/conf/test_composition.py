@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Iterator
+from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 
 import lightning as L
@@ -11,7 +13,7 @@ import pytest
 import torch
 import yaml
 from hydra.errors import ConfigCompositionException, MissingConfigException
-from hydra.utils import get_class, instantiate
+from hydra.utils import get_class, get_object, instantiate
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -23,7 +25,7 @@ from kit.goals import Reach
 from kit.images import CountedImages
 from kit.store import composed
 from torchrl_lightning import ExperienceDataModule, FrameStack, ReplayDataModule, write_demonstration
-from torchrl_lightning._conf import CONF_DIR, EXPORT_DIR
+from torchrl_lightning._conf import BASE_DIR, CONF_DIR, EXPORT_DIR
 from torchrl_lightning.environments.vector_env import check_env_source
 from torchrl_lightning.trust import check_config
 
@@ -37,7 +39,7 @@ def options(group: str) -> list[str]:
 
 def groups() -> list[str]:
     inside = {str(path.parent.relative_to(CONF_DIR)) for path in CONF_DIR.glob("*/**/*.yaml")}
-    return sorted(inside - {"export/data"})
+    return sorted(inside - {"export/data", "torchrl_lightning/base"})
 
 
 # Groups inside another one, as model/network, are options of options: `model/network=NAME`.
@@ -47,6 +49,7 @@ OPTIONS = [(group, option) for group in groups() for option in options(group) if
 def test_the_tree_has_no_file_outside_of_what_is_tested():
     tested = {CONF_DIR / f"{name}.yaml" for name in PRIMARY}
     tested |= {CONF_DIR / group / f"{option}.yaml" for group, option in OPTIONS}
+    tested |= set(BASE_DIR.glob("base/*.yaml"))  # by each option that includes them
     tested |= {EXPORT_DIR / "data" / f"{option}.yaml" for option in options("data")}
     tested |= {CONF_DIR / "hydra" / f"{option}.yaml" for option in ("default", "evaluate", "record")}
     assert set(CONF_DIR.glob("**/*.yaml")) == tested
@@ -245,17 +248,94 @@ def test_a_model_is_built_with_its_network(compose_option, group, option):
         assert type(instantiate(cfg.network)).__name__ == cfg.network._target_.split(".")[-1]
 
 
-# What models are built of.
-PARTS = {"dynamics", "network", "planner"}
+# Our values that are not the defaults of the constructors. All others are written in one place of conf/ at most.
+ROLLOUTS = {"mini_batch_size"}
+ONE_PASS = {"frames_per_batch", "num_epochs", "num_mini_batch"}
+REPLAY = {"num_envs", "frames_per_update", "warmup_frames"}
+RECENT = REPLAY | {"buffer.sampler.recent_data_ratio", "buffer.sampler.recent_data_steps"}
+GAMMA = {"gamma"}
+SMALL = {"channels", "hidden_sizes", "kernels", "strides"}
+ON_PURPOSE = {
+    "data": {
+        **dict.fromkeys(("gae", "ppo", "ppod"), ROLLOUTS),
+        "rollout": ROLLOUTS | {"buffer.estimator.standardize"},
+        **dict.fromkeys(("vanilla", "vtrace"), ONE_PASS),
+        **dict.fromkeys(("branched", "prioritized", "recurrent", "uniform"), REPLAY),
+        **dict.fromkeys(("episodic", "episodic_prioritized"), RECENT),
+        "frames": REPLAY | {"batch_size"},
+        "hindsight": REPLAY | {"buffer.storage.max_size"},
+        "offline": {"dataset", "frames_per_update"},
+        "sequence": REPLAY | {"batch_size", "buffer.sampler.episode_ends"},
+        "simple": REPLAY | {"buffer.sampler.with_replacement"},
+        "model_based": {"num_envs", "num_members"},
+    },
+    "model": {
+        "a2c": {"entropy_coeff"},
+        "vtrace": {"entropy_coeff"},
+        "ppo_rnd": {"extrinsic_coeff", "intrinsic.update_fraction"},
+        "ddpg": {"num_critics", "policy_noise", "target_interval"},
+        **dict.fromkeys(("discrete_cql", "discrete_sac", "iql", "redq", "td3_bc"), GAMMA),
+        "c51": {"gamma", "networks.value_network.high", "networks.value_network.low", "policy.epsilon"},
+        "discrete_iql": {"gamma", "networks.qvalue_network.out_key"},
+        "cql": {"gamma", "learning_rate", "minimised"},
+        "crossq": {"gamma", "learning_rate"},
+        "tqc": {"gamma", "networks.qvalue_network.quantiles"},
+    },
+    "model/network": {"cnn_small": SMALL, "lstm": {"cell"}, "mlp_256": {"hidden_sizes"}},
+}
+
+
+@pytest.mark.parametrize(("group", "option"), [each for each in OPTIONS if each[0] in ON_PURPOSE])
+def test_values_are_the_defaults_of_constructors_but_for_those_that_differ_on_purpose(compose_train, group, option):
+    cfg = compose_train(f"{group}={option}", "~experiment", *(["~env"] if group == "data" else []))
+    node = OmegaConf.to_container(OmegaConf.select(cfg, group.replace("/", ".")), resolve=False)
+    if group == "model":  # its network is an option of its own
+        node.pop("network", None)
+    path = CONF_DIR / group / f"{option}.yaml"
+    files = {key: file for file in (*included(path), path) for key in leaves(yaml.safe_load(file.read_text()), "")}
+    different = differing(node) & files.keys()
+    wrong = {key: str(files.get(key)) for key in different ^ ON_PURPOSE[group].get(option, set())}
+    assert wrong == {}, "these files must have the constructor's default, or ON_PURPOSE must name the setting"
+
+
+def differing(node: dict[str, object], before: str = "") -> set[str]:
+    """Return the values that a part of ours, and those inside it, have in the place of their constructors' defaults."""
+    target = str(node.get("_target_"))
+    part = get_object(target) if target.startswith("torchrl_lightning.") else object
+    parameters = inspect.signature(part).parameters.values()
+    defaults = {each.name: each.default for each in parameters if each.default is not each.empty}
+    if is_dataclass(part):
+        made = (each for each in fields(part) if each.default_factory is not MISSING)
+        defaults |= {each.name: each.default_factory() for each in made}
+    found: set[str] = set()
+    for key, value in node.items():
+        if isinstance(value, dict):
+            found |= differing(value, f"{before}{key}.")
+        elif key in defaults and "${" not in str(value) and value != listed(defaults[key]):
+            found.add(f"{before}{key}")
+    return found
+
+
+@pytest.mark.parametrize(("group", "option"), [each for each in OPTIONS if each[0] in ON_PURPOSE])
+def test_an_option_does_not_repeat_a_value_of_a_file_that_it_includes(group, option):
+    path = CONF_DIR / group / f"{option}.yaml"
+    *others, own = [leaves(yaml.safe_load(file.read_text()), "") for file in (*included(path), path)]
+    known = {key: value for file in others for key, value in file.items()}
+    assert {key for key, value in own.items() if key in known and known[key] == value} == set()
+
+
+def included(path: Path) -> Iterator[Path]:
+    """Yield the files that one includes, in the order in which they are merged."""
+    for entry in yaml.safe_load(path.read_text()).get("defaults", []):
+        name = str(entry).removesuffix("@_here_")
+        file = (CONF_DIR if name.startswith("/") else path.parent) / f"{name.removeprefix('/')}.yaml"
+        if file.is_file():
+            yield from (*included(file), file)
 
 
 @pytest.mark.parametrize("option", ["dqn", "mbpo", "pets", "pets_shooting", "ppo", "reinforce", "sac", "td3"])
-def test_a_model_is_the_same_from_yaml_as_from_its_class(compose_option, option):
+def test_a_model_has_the_same_parts_from_yaml_as_from_its_class(compose_option, option):
     cfg = compose_option("model", option).model
-    for node in filter(None, (cfg, cfg.get("planner"))):
-        parameters = inspect.signature(get_class(node._target_)).parameters
-        said = {str(key): value for key, value in node.items() if not key.startswith("_") and key not in PARTS}
-        assert said == {name: listed(parameters[name].default) for name in said}
     for part in {"dynamics", "network"} & set(cfg):
         built, default = (getattr(each, part) for each in (instantiate(cfg), get_class(cfg._target_)()))
         assert listed(vars(built)) == listed(vars(default))

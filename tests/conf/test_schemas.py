@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import is_dataclass
 
 import pytest
 from hydra.core.config_store import ConfigStore
+from omegaconf import OmegaConf
 
 from torchrl_lightning import OnPolicyDataModule
 from torchrl_lightning._conf import CONF_DIR
@@ -22,11 +24,10 @@ def test_every_option_of_a_model_is_checked_against_a_schema(key):
     assert all(f"/torchrl_lightning/schema/{key[0]}/{key[1]}@" in path.read_text() for path in files)
 
 
-def test_every_option_of_data_is_checked_against_a_schema():
-    for path in CONF_DIR.glob("data/*.yaml"):
-        text = path.read_text()
-        assert "/torchrl_lightning/schema/data/" in text, path.name
-        assert "/torchrl_lightning/schema/buffer/" in text, path.name
+@pytest.mark.parametrize("option", [path.stem for path in CONF_DIR.glob("data/*.yaml")])
+def test_every_option_of_data_is_checked_against_a_schema(compose_train, option):
+    data = compose_train("~experiment", f"data={option}").data
+    assert all(is_dataclass(OmegaConf.get_type(node)) for node in (data, data.buffer))
 
 
 def test_the_default_buffer_is_the_one_of_data_gae():

@@ -12,6 +12,7 @@ import yaml
 
 import torchrl_lightning
 from kit.processes import PROJECT
+from kit.store import composed
 from torchrl_lightning._conf import CONF_DIR
 
 GUIDE = PROJECT / "examples" / "guide"
@@ -69,6 +70,20 @@ def test_a_page_leads_from_every_documented_name_to_one_that_is_there(page):
             wanted = names_in(theirs if ours == "the same" else ours)
             assert wanted or ours == "none", theirs
             assert [name for name in wanted if not is_there(name, owner)] == [], (page, theirs)
+
+
+def test_the_defaults_beside_stable_baselines3s_are_those_of_the_command():
+    cfg = composed("train", "~experiment", "data=uniform", "model=dqn")
+    parts = (cfg.data, cfg.data.buffer, cfg.data.buffer.storage, cfg.model)
+    values = {(node._target_.rpartition(".")[2], str(name)): value for node in parts for name, value in node.items()}
+    page = (GUIDE / "from_stable_baselines3.md").read_text()
+    compared = 0
+    for ours, defaults in re.findall(r"^\| [^|]* \| ([^|]*) \|[^|]*\| [^|;]*; ([^|]*) \|$", page, flags=re.MULTILINE):
+        told = [float(number.replace(",", "")) for number in re.findall(r"[\d.,]*\d", defaults)]
+        has = [values[name] for name in re.findall(r"`(\w+)\((\w+)\)`", ours)]
+        compared += len(pairs := [*zip(told, has, strict=False)])
+        assert all(number == value for number, value in pairs), ours
+    assert compared >= 12
 
 
 def test_every_page_has_its_list():

@@ -80,15 +80,15 @@ def _settings(path: Path, chosen: dict[str, str]) -> dict[str, tuple[str, str]]:
 
 
 def _fields(path: Path, package: str) -> Iterator[tuple[str, str, str]]:
-    """Read key, value and comment of each scalar; after the files that this one includes from its own group."""
+    """Read key, value and comment of each scalar; after the files that this one includes."""
     header = re.match(r"# @package (\S+)\n", path.read_text())
     if header is not None:
         package = header[1].replace("_global_", "")
     stack: list[tuple[int, str]] = [(-1, package)]
     for line in _lines(path):
-        base = re.match(r"  - (\w+)$", line)
-        if base is not None and base[1] != "_self_":
-            yield from _fields(path.with_name(f"{base[1]}.yaml"), package)
+        base = re.match(r"  - (/?)([\w/]+?)(?:@_here_)?$", line)
+        if base is not None and (file := (CONF_DIR if base[1] else path.parent) / f"{base[2]}.yaml").is_file():
+            yield from _fields(file, package)
         match = _SETTING.match(line)
         if match is None or match["key"] == "defaults":
             continue
