@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from cli.commands import unchanged_process
 from kit.store import only_our_schemas
 from torchrl_lightning.cli.command import run_command
-from torchrl_lightning.cli.mistakes import options_first
+from torchrl_lightning.cli.mistakes import read_options
 
 
 def sweep(folder: Path, *arguments: str) -> tuple[list[dict[str, Any]], str]:
@@ -163,10 +163,10 @@ def test_options_may_stand_among_settings(arguments: list[str], tmp_path: Path) 
     [
         ([], []),
         (["a=1"], ["a=1"]),
-        (["a=1", "-m", "a=1", "b=2"], ["-m", "a=1", "a=1", "b=2"]),
-        (["a=1", "-cd", "folder", "b=2"], ["-cd", "folder", "a=1", "b=2"]),
-        (["a=1", "--info", "defaults", "b=2"], ["--info", "defaults", "a=1", "b=2"]),
+        (["a=1", "-m", "a=1", "b=2"], ["a=1", "a=1", "b=2"]),
+        (["a=1", "-cd", "folder", "b=2"], ["a=1", "b=2"]),
+        (["a=1", "--info", "defaults", "b=2"], ["a=1", "b=2"]),
     ],
 )
-def test_settings_keep_their_order_behind_options(arguments: list[str], expected: list[str]) -> None:
-    assert options_first(arguments) == expected
+def test_settings_keep_their_order(arguments: list[str], expected: list[str]) -> None:
+    assert read_options(arguments).overrides == expected

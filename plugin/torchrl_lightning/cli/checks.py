@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +19,6 @@ from torchrl_lightning.suggestions import did_you_mean
 _GROUPS = ("callbacks", "data", "env", "logger", "model", "paths", "trainer")
 TRUST = "if you trust whoever made it, say trusted=true"
 _FLUSHED = "logger.csv.flush_logs_every_n_steps"  # Lightning divides by it
-
-
-def chosen_groups(overrides: Sequence[str]) -> dict[str, str]:
-    """Find which options of ``data``, ``model`` and ``experiment`` a command line names; "" where it leaves one out."""
-    found = (re.fullmatch(r"[+~]*(data|model|experiment)(?:=(.*))?", override) for override in overrides)
-    return {match[1]: match[2] or "" for match in found if match is not None}
 
 
 def check_config(cfg: DictConfig) -> None:
@@ -79,7 +72,8 @@ def check_command(cfg: DictConfig) -> None:
         return
     hydra = HydraConfig.get()
     choices, overrides = recorded_command(hydra)
-    chosen, experiment = chosen_groups(overrides), choices.get("experiment")
+    keys = {override.lstrip("+~").partition("=")[0] for override in overrides}
+    experiment = choices.get("experiment")
     for override in overrides:
         added = re.match(rf"\+({'|'.join(_GROUPS)})=(.*)", override)
         if added is not None:
@@ -95,7 +89,7 @@ def check_command(cfg: DictConfig) -> None:
             f"--multirun with trainer.strategy={strategy} would start the whole sweep again in each process; "
             "take trainer.strategy=ddp_spawn, or one run at a time."
         )
-    if experiment and chosen and "experiment" not in chosen:
+    if experiment and keys & {"data", "model"} and "experiment" not in keys:
         print(f"note: experiment={experiment} is composed in as well; '~experiment' leaves it out.", file=sys.stderr)
 
 

@@ -35,13 +35,12 @@ def run_command(name: str, task: Callable[[Any], float], *, resumes: bool = Fals
         return
     append_working_directory()
     from torchrl_lightning.cli.composing import run_command_line
-    from torchrl_lightning.cli.mistakes import one_line, options_first, plain_errors
+    from torchrl_lightning.cli.mistakes import one_line, plain_errors
     from torchrl_lightning.cli.names import register_run_name
     from torchrl_lightning.cli.run_folder import recorded
 
     register_run_name()
     with one_line():
-        sys.argv[1:] = options_first(sys.argv[1:])
         run_command_line(name, plain_errors(task if resumes else recorded(task)), sys.argv[1:], resumes=resumes)
 
 

@@ -24,11 +24,11 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from torchrl_lightning._conf import CONF_DIR, EXPORT_DIR
-from torchrl_lightning._hydra import hydra_main, initialized, options_parser
+from torchrl_lightning._hydra import hydra_main, initialized
 from torchrl_lightning._schemas import open_schemas
 from torchrl_lightning.cli.auto import AUTO, furthest_checkpoint
 from torchrl_lightning.cli.checks import read_stored
-from torchrl_lightning.cli.mistakes import SWEPT, UsageError, one_line, reported
+from torchrl_lightning.cli.mistakes import SWEPT, UsageError, one_line, read_options, reported
 from torchrl_lightning.cli.replacing import (
     close_schemas,
     command_layer,
@@ -77,18 +77,13 @@ class _Request(NamedTuple):
         return bool(self.loader.get_group_options(key, config_name=self.config_name, overrides=lines))
 
 
-class _LimitedFiles:
-    """Load the config files of a folder that is not ours, after a check of their size, depth, aliases and tags."""
-
-    def __init__(self, source: ConfigSource) -> None:
-        self._load, self._folder = source.load_config, Path(source.path)
-
-    def __call__(self, config_path: str) -> ConfigResult:
-        file = self._folder / (config_path if config_path.endswith(".yaml") else f"{config_path}.yaml")
-        if file.exists():
-            with one_line():
-                check_file(file)
-        return self._load(config_path)
+def _load_limited(load: Callable[[str], ConfigResult], folder: Path, config_path: str) -> ConfigResult:
+    """Load a config file of a folder that is not ours, after a check of its size, depth, aliases and tags."""
+    file = folder / f"{config_path.removesuffix('.yaml')}.yaml"
+    if file.exists():
+        with one_line():
+            check_file(file)
+    return load(config_path)
 
 
 def _limit_files(sources: list[ConfigSource]) -> None:
@@ -96,7 +91,9 @@ def _limit_files(sources: list[ConfigSource]) -> None:
     ours = {str(CONF_DIR), str(EXPORT_DIR)}
     for source in sources:
         if source.scheme() == "file" and source.path not in ours:
-            source.load_config = _LimitedFiles(source)  # type: ignore[method-assign]
+            source.load_config = partial(  # type: ignore[method-assign]
+                _load_limited, source.load_config, Path(source.path)
+            )
 
 
 def _check_search_path(given: list[Override]) -> None:
@@ -320,8 +317,9 @@ def _noted(settings: Iterable[str]) -> Iterator[None]:
 
 def run_command_line(name: str, task: Callable[[Any], Any], arguments: list[str], *, resumes: bool) -> None:
     """Compose what a command line asks for, and run it once or in a sweep, or print it; by Hydra's public functions."""
-    options = options_parser().parse_args(arguments)
+    options = read_options(arguments)
     if options.hydra_help or options.version or options.experimental_rerun:
+        sys.argv[1:] = [each for each in arguments if each not in options.overrides] + options.overrides
         hydra_main(str(CONF_DIR), name)(task)()
         return
     modes = (options.run, options.multirun, options.cfg, options.info, options.shell_completion)

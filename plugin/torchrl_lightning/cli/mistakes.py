@@ -10,7 +10,7 @@ import re
 import signal
 import sys
 import traceback
-from collections import Counter
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
@@ -19,7 +19,7 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from torchrl_lightning._conf import CONF_DIR, EXPORT_DIR
+from torchrl_lightning._conf import BASE_DIR, CONF_DIR, EXPORT_DIR
 from torchrl_lightning._hydra import options_parser
 from torchrl_lightning.cli.run_errors import storage_error
 from torchrl_lightning.fitting import Fault
@@ -108,12 +108,12 @@ def plain_message(text: str) -> str:
     return "\n".join(line for line in lines if line)
 
 
-def options_first(arguments: Sequence[str]) -> list[str]:
-    """Return arguments with Hydra's options before all settings: its parser takes no settings behind a second group.
+def read_options(arguments: Sequence[str]) -> Namespace:
+    """Return Hydra's options and, as ``overrides``, the settings of a command line; both may stand in any order.
 
     Examples:
-        >>> options_first(["seed=0,1", "--multirun", "data.num_envs=2", "--config-name", "train"])
-        ['--multirun', '--config-name', 'train', 'seed=0,1', 'data.num_envs=2']
+        >>> read_options(["seed=0,1", "--multirun", "data.num_envs=2", "--config-name", "train"]).overrides
+        ['seed=0,1', 'data.num_envs=2']
     """
 
     def refuse(message: str) -> None:
@@ -121,20 +121,13 @@ def options_first(arguments: Sequence[str]) -> list[str]:
 
     parser = options_parser()
     parser.error = refuse  # type: ignore[method-assign, assignment]
-    known, others = parser.parse_known_args(list(arguments))
+    options, others = parser.parse_known_intermixed_args(arguments)
     for unknown in (each for each in others if each.startswith("-")):
         flag, _, value = unknown.partition("=")
         meant = nearest(flag, re.findall(r"--[\w-]+", parser.format_usage()))
         hint = f"did you mean {meant}?" if meant else f"settings have no dashes: {flag.lstrip('-')}={value or 'VALUE'}."
         raise UsageError(f"{unknown}: there is no such option; {hint}")
-    settings = [*known.overrides, *others]
-    left, options = Counter(settings), []
-    for argument in arguments:
-        if left[argument]:
-            left[argument] -= 1
-        else:
-            options.append(argument)
-    return [*options, *settings]
+    return options
 
 
 def explained(error: Exception, arguments: Sequence[str]) -> str:
@@ -214,7 +207,8 @@ def _did_you_mean(key: str, cause: OmegaConfBaseException | None, groups: list[s
 def _groups() -> list[str]:
     """Return the groups of configs that a command line may choose from."""
     folders = {path.parent for path in CONF_DIR.glob("**/*.yaml")}
-    return sorted(str(each.relative_to(CONF_DIR)) for each in folders - {CONF_DIR} if EXPORT_DIR not in each.parents)
+    hidden = {CONF_DIR, *EXPORT_DIR.glob("**"), *BASE_DIR.glob("**")}
+    return sorted(str(folder.relative_to(CONF_DIR)) for folder in folders - hidden)
 
 
 def _settings(node: object, before: str = "") -> Iterator[str]:

@@ -66,11 +66,7 @@ def file_layers(loader: ConfigLoader, config_name: str | None, lines: list[str])
 
 def renamed_parts(config: DictConfig) -> list[str]:
     """Return the paths of the parts that have another class than the schema that they were composed by."""
-    found = []
-    for path, target in targets_in(_plain(config)):
-        if _schema_target(config, path) not in (None, target):
-            found.append(path)
-    return found
+    return [path for path, target in targets_in(_plain(config)) if _schema_target(config, path) not in (None, target)]
 
 
 def close_schemas(config: DictConfig) -> bool:
@@ -166,10 +162,8 @@ def _part(layer: DictConfig, path: str) -> DictConfig | None:
 def _schema_target(config: DictConfig, path: str) -> str | None:
     """Return the class whose schema a part was composed by, or None."""
     kind: Any = OmegaConf.get_type(OmegaConf.select(config, path))
-    for field in fields(kind) if is_dataclass(kind) else ():
-        if field.name == _TARGET:
-            return str(field.default)
-    return None
+    found = (str(field.default) for field in fields(kind) if field.name == _TARGET) if is_dataclass(kind) else ()
+    return next(iter(found), None)
 
 
 def _plain(config: DictConfig) -> Any:

@@ -56,7 +56,13 @@ class Record:
     trusted: bool = False
 
     def holds(self, key: str) -> bool:
-        """Return whether a setting of the run is one of a resumed run, too."""
+        """Return whether a setting of the run is one of a resumed run, too.
+
+        Equal threads make a resumed run equal bit for bit, but this machine may have fewer cores.
+        """
+        if key == "torch_threads":
+            threads = self.config.get(key)
+            return isinstance(threads, int) and 1 <= threads <= (os.cpu_count() or 1)
         first, last = re.split("[./@]", key)[0], key.rpartition(".")[2]
         if first in _PRESENT or last in _PLACES or key in _PROCESS:
             return False
@@ -226,25 +232,18 @@ def keep_settings(config: DictConfig, before: DictConfig, record: Record, given:
 
 
 def keep_process(config: DictConfig, alone: Callable[[], DictConfig], given: Iterable[Override]) -> None:
-    """Take the settings of the process from this command, but for a number of threads that the machine has.
-
-    Equal threads make a resumed run equal bit for bit.
+    """Take the settings of the process from this command.
 
     Args:
         config: The config to run.
         alone: Composes what this command says by itself.
         given: The overrides of this command.
     """
-    keys, cores = {_key(override) for override in given}, os.cpu_count() or 1
-    stored = None if "torch_threads" in keys else OmegaConf.select(config, "torch_threads")
-    is_kept = stored is None or (isinstance(stored, int) and 1 <= stored <= cores)
-    differing = [name for name in _PROCESS if name not in keys and OmegaConf.select(config, name)]
-    if differing or not is_kept:
+    keys = {_key(override) for override in given}
+    if differing := [name for name in _PROCESS if name not in keys and OmegaConf.select(config, name)]:
         own = alone()
         for name in differing:
             OmegaConf.update(config, name, OmegaConf.select(own, name))
-        if not is_kept:
-            config.torch_threads = own.torch_threads
 
 
 def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
