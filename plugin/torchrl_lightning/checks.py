@@ -1,17 +1,16 @@
-"""Checks of saved states that several families make, before anything is changed: of nested data and of transforms."""
+"""Checks of saved states that several families make, before anything is changed: of nested data and TorchRL's parts."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchrl_lightning.entries import Path, name_of
-from torchrl_lightning.state import Check, described, mapping
-from torchrl_lightning.stated import Entry, saved
+from torchrl_lightning.state import described, mapping, saved
 
 
 def check_tree(data: Any, batch: torch.Size, owner: str, path: Path = ()) -> None:
@@ -27,36 +26,36 @@ def check_tree(data: Any, batch: torch.Size, owner: str, path: Path = ()) -> Non
         raise ValueError(f"The {owner} state is foreign: {what} is {described(data)}, expected {expected}.")
 
 
-def check_transform(transform: nn.Module, state: Mapping[str, Any], storage: Any = None) -> None:
-    """Refuse the state of other transforms than these, which may read ``storage``; the error says what differs."""
-    here, there = (
-        {key: list(value.shape) if isinstance(value, Tensor) else None for key, value in entries.items()}
-        for entries in (transform.state_dict(), state)
-    )
-    if here != there:
-        raise ValueError(f"The state has other transforms: it holds {there}, this buffer's transform has {here}.")
-    try:
-        copy.deepcopy(transform, {id(storage): storage}).load_state_dict(dict(state))
-    except Exception as error:  # a transform may keep and refuse what it likes
-        raise ValueError(f"The state does not fit this buffer's transform: {error}") from error
+class TorchRLState:
+    """The state of a part of TorchRL's, as a child of ours: a copy of the part tries a state before the part loads it.
 
+    Args:
+        name: What messages call it.
+        part: The part.
+        storage: The storage that it may read, which is not copied.
+        check: Refuses a state that the part would take, but not bear; it gets the part's own, too.
+    """
 
-class Transforms(Entry):
-    """Keep the state of TorchRL's transforms, which may read the ``storage`` of the part that has them."""
+    def __init__(
+        self, name: str, part: Any, storage: Any, check: Callable[[Any, Any], None] = lambda state, own: None
+    ) -> None:
+        self._name, self._part, self._storage, self._check = name, part, storage, check
 
-    def save(self, part: Any, attribute: str, copy: bool) -> Any:
-        """Return the state of the transforms."""
-        return saved(dict(getattr(part, attribute).state_dict()), copy)
+    def state_dict(self, *, copy: bool) -> dict[str, Any]:
+        """Return the state of the part."""
+        return dict(saved(self._part.state_dict(), copy))
 
-    def check(self, part: Any, attribute: str) -> Check:
-        """Expect what the transforms take."""
+    def read_state(self, value: Any) -> Mapping[str, Any]:
+        """Return a state that the part takes."""
+        state = mapping(value, f"the state of the {self._name}")
+        self._check(state, self._part.state_dict())
+        try:
+            copy.deepcopy(self._part, {id(self._storage): self._storage}).load_state_dict(copy.deepcopy(dict(state)))
+        except Exception as error:  # a part may keep and refuse what it likes
+            reason = " ".join(str(error).split())
+            raise ValueError(f"The state does not fit the {self._name}: {reason}") from error
+        return state
 
-        def check(value: Any, name: str, here: Any) -> Any:
-            check_transform(getattr(part, attribute), mapping(value, name), part.storage)
-            return value
-
-        return check
-
-    def put(self, part: Any, attribute: str, value: Any) -> None:
-        """Let the transforms load their state."""
-        getattr(part, attribute).load_state_dict(value)
+    def put_state(self, value: Any) -> None:
+        """Let the part load its state."""
+        self._part.load_state_dict(value)

@@ -122,5 +122,14 @@ class OwnGenerator:
     def generator(self, value: torch.Generator) -> None:
         self._own_rng = check_generator(value)
 
+    @property
+    def generator_state(self) -> torch.Tensor:
+        """The state of the generator, which stays the same object."""
+        return self.generator.get_state()
+
+    @generator_state.setter
+    def generator_state(self, state: torch.Tensor) -> None:
+        self.generator.set_state(state)
+
     def __getstate__(self) -> dict[str, Any]:
         return dict(self.__dict__)  # TorchRL's samplers refuse to travel, and leave their generator out

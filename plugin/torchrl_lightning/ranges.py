@@ -13,6 +13,7 @@ from operator import index
 from typing import TYPE_CHECKING, Any
 
 Check = Callable[[Any, str], Any]
+"""Return what is taken over for a value, or refuse it; called with the value and its name."""
 
 
 class Checked:
@@ -164,11 +165,11 @@ def one_of(value: Any, name: str, options: Collection[Any]) -> Any:
     return value
 
 
-def optional(check: Callable[..., Any]) -> Callable[..., Any]:
+def optional(check: Check) -> Check:
     """Return a check that lets ``None`` pass; also of an entry of a saved state."""
 
-    def checked(value: Any, name: str, *here: Any) -> Any:
-        return None if value is None else check(value, name, *here)
+    def checked(value: Any, name: str) -> Any:
+        return None if value is None else check(value, name)
 
     return checked
 

@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 
 import torchrl_lightning
-from torchrl_lightning.datamodules.run_state import RunState
+from torchrl_lightning.datamodules.rebuilding import RunState
 from torchrl_lightning.episodic.frame_storage import FrameStorage
 from torchrl_lightning.replay import RingStorage
 from torchrl_lightning.rollout import RolloutStorage
-from torchrl_lightning.state import Here
-from torchrl_lightning.stated import Entry, Fixed, Stated
+from torchrl_lightning.state import Attribute, Stated
 
 Name = str  # "Class.entry"
 
@@ -32,12 +31,12 @@ def import_all() -> None:
             importlib.import_module(".".join(file.relative_to(package.parent).with_suffix("").parts))
 
 
-def entries_of(kind: type) -> Mapping[str, Entry]:
+def entries_of(kind: type) -> Mapping[str, Attribute]:
     """Return the entries that the body of a class lists."""
     return next((vars(kind)[name] for name in ("STATE", "RUN_STATE", "SHARED_STATE") if name in vars(kind)), {})
 
 
-def owner_of(kind: type, name: str, entry: Entry) -> type:
+def owner_of(kind: type, name: str, entry: Attribute) -> type:
     """Return the class that declares an entry of a class."""
     owner = kind
     for base in kind.__mro__:
@@ -46,10 +45,10 @@ def owner_of(kind: type, name: str, entry: Entry) -> type:
     return owner
 
 
-def declared(root: type = Stated) -> dict[Name, Entry]:
+def declared(root: type = Stated) -> dict[Name, Attribute]:
     """Return the entries that classes below one declare, each once."""
     import_all()
-    found: dict[Name, Entry] = {}
+    found: dict[Name, Attribute] = {}
     kinds = [root]
     for kind in kinds:
         kinds += [each for each in kind.__subclasses__() if each not in kinds]
@@ -59,15 +58,15 @@ def declared(root: type = Stated) -> dict[Name, Entry]:
     return found
 
 
-def name_of(part: Stated, name: str, entry: Entry) -> Name:
+def name_of(part: Stated, name: str, entry: Attribute) -> Name:
     """Return the name of an entry by the class that declares it."""
     kind = type(part.data) if isinstance(part, RunState) else type(part)
     return f"{owner_of(kind, name, entry).__name__}.{name}"
 
 
-def own_value(part: Stated, name: str, entry: Entry, at: str) -> Any:
+def own_value(part: Stated, name: str, entry: Attribute, at: str) -> Any:
     """Return what a part would take over from its own state."""
-    return entry.check(part, at)(entry.save(part, at, True), repr(name), Here(part, part.state_dict()))
+    return entry.check_of(part, at)(entry.save(part, at, True), repr(name))
 
 
 @contextmanager
@@ -77,7 +76,7 @@ def without(dropped: Name | None, restored: set[Name] | None = None) -> Iterator
 
     def put_state(part: Stated, values: Any) -> None:
         for name, entry, at in part._entries():
-            if restored is not None and not isinstance(entry, Fixed):
+            if restored is not None and not entry.is_built:
                 restored.add(name_of(part, name, entry))
             if name_of(part, name, entry) != dropped:
                 entry.put(part, at, values[name])
@@ -86,7 +85,7 @@ def without(dropped: Name | None, restored: set[Name] | None = None) -> Iterator
     def put_at_once(kind: type) -> Callable[[Any, Any], None]:
         def put(part: Any, values: Any) -> None:
             for name, entry, at in part._entries():
-                if restored is not None and not isinstance(entry, Fixed):
+                if restored is not None and not entry.is_built:
                     restored.add(name_of(part, name, entry))
                 if name_of(part, name, entry) == dropped:
                     values = {**values, name: own_value(part, name, entry, at)}

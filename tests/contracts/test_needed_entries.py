@@ -13,10 +13,10 @@ from contracts.need import Need, of_part
 from contracts.needs import NEEDS
 from contracts.table import PARTS
 from kit.states import differences, plain
-from torchrl_lightning.stated import Fixed, Stated
+from torchrl_lightning.state import Stated
 
 DECLARED = declared()
-KEPT = [name for name, entry in DECLARED.items() if not isinstance(entry, Fixed)]
+KEPT = [name for name, entry in DECLARED.items() if not entry.is_built]
 OURS = {name: of_part(part) for name, part in PARTS.items() if part.ours and "memory" in part.ways}
 
 
@@ -86,7 +86,7 @@ def test_a_state_of_a_part_that_was_built_otherwise_is_refused() -> None:
     def read_state(part: Stated, state: Any) -> Any:
         read = whole(part, state)
         for name, entry, _ in part._entries():
-            if isinstance(entry, Fixed) and name_of(part, name, entry) not in refused:
+            if entry.is_built and name_of(part, name, entry) not in refused:
                 with pytest.raises(ValueError, match=f"The state has {name}=.*, this .* has .*; build it with"):
                     whole(part, {**state, name: other(state[name])})
                 refused.add(name_of(part, name, entry))
@@ -96,4 +96,4 @@ def test_a_state_of_a_part_that_was_built_otherwise_is_refused() -> None:
         patch.setattr(Stated, "read_state", read_state)
         for need in OURS.values():
             need.make().load_state_dict(saved(need))
-    assert refused | ON_A_CLUSTER == {name for name, entry in DECLARED.items() if isinstance(entry, Fixed)}
+    assert refused | ON_A_CLUSTER == {name for name, entry in DECLARED.items() if entry.is_built}

@@ -39,7 +39,6 @@ from kit.torchrl_losses import iql
 from torchrl_lightning import CrossEntropyPlanner, ExperienceDataModule, GAEBuffer
 from torchrl_lightning.callbacks import ExperienceLog
 from torchrl_lightning.learn import DQNModule, DynamicsEnsemble, MLPNetwork, PPOModule, load_policy
-from torchrl_lightning.stated import Fixed
 
 
 def lasting(metrics: Any) -> dict[str, float]:
@@ -318,7 +317,7 @@ OF_RUNS = [
 
 
 def test_each_entry_of_a_run_has_one_that_shows_it() -> None:
-    names = {name for name, entry in declared(ExperienceDataModule).items() if not isinstance(entry, Fixed)}
+    names = {name for name, entry in declared(ExperienceDataModule).items() if not entry.is_built}
     assert names <= set(SHOWN)
 
 

@@ -19,8 +19,7 @@ from torchrl_lightning.environments.seeds import check_seed
 from torchrl_lightning.environments.specs import EnvironmentSpecs, environment_specs
 from torchrl_lightning.environments.vector_env import make_vector_env
 from torchrl_lightning.ranges import Checked, boolean, budget, check_defaults, frames, integer
-from torchrl_lightning.state import check_state, tensor, whole
-from torchrl_lightning.stated import Fixed, Kept, Stated
+from torchrl_lightning.state import Attribute, Stated, check_state, tensor, whole
 from torchrl_lightning.torch_defaults import check_default_device
 
 
@@ -28,7 +27,9 @@ def _by_dotted_name(states: Mapping[NestedKey, Tensor]) -> dict[str, Tensor]:
     return {dotted(key): value for key, value in states.items()}
 
 
-RECURRENT_STATES = Kept("_read_states", "_states", _by_dotted_name, only="_plays")
+RECURRENT_STATES = Attribute(
+    of=lambda collector: collector._read_states, at="_states", form=_by_dotted_name, only="_plays"
+)
 """The entry of what goes on within a replay."""
 
 
@@ -65,11 +66,11 @@ class CollectorBase(Stated):
 
     OWNER, VERSION = "collector", 1
     STATE = {
-        "num_envs": Fixed(),
-        "frames_per_batch": Fixed(),
-        "frames": Kept(whole()),
-        "batches": Kept(whole(), "_batches"),
-        "seed": Kept(whole()),
+        "num_envs": Attribute(),
+        "frames_per_batch": Attribute(),
+        "frames": Attribute(whole()),
+        "batches": Attribute(whole(), "_batches"),
+        "seed": Attribute(whole()),
     }
     _plays = False  # whether there is a replay, which goes on where a restored collector does
     _states: Mapping[NestedKey, Tensor]  # recurrent states of what goes on

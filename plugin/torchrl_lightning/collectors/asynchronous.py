@@ -16,7 +16,7 @@ from torchrl_lightning.environments.faults import EnvironmentFault
 from torchrl_lightning.environments.played import FollowedReplaySource
 from torchrl_lightning.environments.policies import Policy
 from torchrl_lightning.ranges import integer
-from torchrl_lightning.stated import Fixed
+from torchrl_lightning.state import Attribute
 
 
 class AsynchronousCollector(WorkersCollector):
@@ -70,7 +70,7 @@ class AsynchronousCollector(WorkersCollector):
         >>> collector.shutdown()
     """
 
-    STATE = {"num_workers": Fixed(), **WorkersCollector.SHARED_STATE}
+    STATE = {"num_workers": Attribute(), **WorkersCollector.SHARED_STATE}
 
     def __init__(
         self,

@@ -31,8 +31,7 @@ from torchrl_lightning.environments.seeds import IsolatedRng, check_seed, number
 from torchrl_lightning.environments.specs import environment_specs
 from torchrl_lightning.environments.vector_env import check_env_source, make_vector_env, vectorization_of
 from torchrl_lightning.ranges import Checked, boolean, check_defaults, frames, one_of
-from torchrl_lightning.state import array, flag, whole
-from torchrl_lightning.stated import Kept
+from torchrl_lightning.state import Attribute, InPlace, flag, whole
 
 
 class GymnasiumCollector(CollectorBase):
@@ -100,9 +99,9 @@ class GymnasiumCollector(CollectorBase):
 
     STATE = {
         **CollectorBase.STATE,
-        "trajectories": Kept(whole(), "_trajectories"),
-        "static_seed": Kept(flag, "_static_seed"),
-        "trajectory_ids": Kept(array(torch.int64, "num_envs", low=0), "_ids", only="_plays"),
+        "trajectories": Attribute(whole(), "_trajectories"),
+        "static_seed": Attribute(flag, "_static_seed"),
+        "trajectory_ids": InPlace(at="_ids", low=0, only="_plays"),
         "recurrent_states": RECURRENT_STATES,
     }
 

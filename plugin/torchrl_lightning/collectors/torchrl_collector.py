@@ -41,8 +41,7 @@ from torchrl_lightning.environments.torchrl_env import (
 )
 from torchrl_lightning.keys import ACTION_MASK
 from torchrl_lightning.ranges import Checked, boolean, frames
-from torchrl_lightning.state import tensor, whole
-from torchrl_lightning.stated import Kept
+from torchrl_lightning.state import Attribute, tensor, whole
 
 if TYPE_CHECKING:
     from torchrl.collectors import Collector
@@ -87,8 +86,8 @@ class TorchRLCollector(CollectorBase):
 
     STATE = {
         **CollectorBase.STATE,
-        "trajectories": Kept(whole(), "_trajectories"),
-        "ended": Kept(tensor(torch.bool, "num_envs"), "_ended", only="_plays"),
+        "trajectories": Attribute(whole(), "_trajectories"),
+        "ended": Attribute(of=lambda own: tensor(torch.bool, own.num_envs), at="_ended", only="_plays"),
         "recurrent_states": RECURRENT_STATES,
     }
 

@@ -23,8 +23,7 @@ from torchrl_lightning.environments.policies import KnowsWorker, Policy, load_we
 from torchrl_lightning.environments.seeds import check_seed, spawn_seed, spawn_seeds
 from torchrl_lightning.environments.vector_env import check_env_source, vectorization_of
 from torchrl_lightning.keys import ENV_IDS, TRAJ_IDS
-from torchrl_lightning.state import array, whole
-from torchrl_lightning.stated import Kept
+from torchrl_lightning.state import Attribute, InPlace, whole
 
 
 class Worker:
@@ -77,9 +76,9 @@ class WorkersCollector(CollectorBase):
 
     SHARED_STATE = {
         **CollectorBase.STATE,
-        "policy_version": Kept(whole()),
+        "policy_version": Attribute(whole()),
         # Of each worker, the number behind that of its last rollout that was yielded.
-        "rollouts": Kept(array(torch.int64, "num_workers", low=0), "_yielded"),
+        "rollouts": InPlace(at="_yielded", low=0),
     }
 
     def __init__(

@@ -37,8 +37,7 @@ from torchrl_lightning.datamodules.frames import FrameClock
 from torchrl_lightning.datamodules.learner import acting, build_learner
 from torchrl_lightning.datamodules.loaders import LoadersDataModule
 from torchrl_lightning.datamodules.normalization import Normalization
-from torchrl_lightning.datamodules.rebuilding import TO_GIVE, RebuildableDataModule
-from torchrl_lightning.datamodules.run_state import RunState
+from torchrl_lightning.datamodules.rebuilding import TO_GIVE, RebuildableDataModule, RunState
 from torchrl_lightning.datamodules.shares import envs_of_rank, share_of
 from torchrl_lightning.datamodules.trainer_checks import check_surroundings
 from torchrl_lightning.environments import EnvironmentSpecs, spawn_seed
@@ -51,8 +50,7 @@ from torchrl_lightning.fitting import check_precision, learning_dtype, require_s
 from torchrl_lightning.ranges import budget, optional
 from torchrl_lightning.ranks import gathered, state_of_rank
 from torchrl_lightning.settings import Count, Positive, Settings, Switch, among, setting
-from torchrl_lightning.state import check_state, flag, generator, mapping, sequence, whole
-from torchrl_lightning.stated import Entry, Kept, Nested
+from torchrl_lightning.state import Attribute, Child, check_state, flag, generator, mapping, sequence, whole
 from torchrl_lightning.torch_defaults import check_default_device
 
 logger = logging.getLogger(__name__)
@@ -131,15 +129,15 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
     learner_for_it: ClassVar[str] = ""
     leaves_resets_out: ClassVar[bool] = False
     """Whether rows that are resets need not be kept, so that vector environments in mode ``NEXT_STEP`` will do."""
-    RUN_STATE: ClassVar[Mapping[str, Entry]] = {
-        "frames": Kept(whole(), "_clock.frames"),
-        "replayed": Nested("_clock"),
-        "num_evaluations": Kept(whole(), "_due.count"),
-        "rng": Kept(generator("cpu"), "_feed.rng"),
-        "episodes": Nested("_episodes"),
-        "normalization": Nested("_normalization"),
-        "collector": Kept(optional(mapping), "_feed.kept"),
-        "evaluation_due": Kept(flag, "_due.is_due"),
+    RUN_STATE: ClassVar[Mapping[str, Attribute]] = {
+        "frames": Attribute(whole(), "_clock.frames"),
+        "replayed": Child(at="_clock"),
+        "num_evaluations": Attribute(whole(), "_due.count"),
+        "rng": Attribute(generator("cpu"), "_feed.rng"),
+        "episodes": Child(at="_episodes"),
+        "normalization": Child(at="_normalization"),
+        "collector": Attribute(optional(mapping), "_feed.kept"),
+        "evaluation_due": Attribute(flag, "_due.is_due"),
     }
     """What a rank of a run needs to go on, and which attribute holds it."""
 

@@ -16,25 +16,8 @@ from torchrl_lightning.entries import describe, nearest
 from torchrl_lightning.ranges import integer
 from torchrl_lightning.replay import ExperienceBuffer, RingStorage
 from torchrl_lightning.settings import Count, Settings, setting
-from torchrl_lightning.state import Here, check_state, mapping, sequence, whole
-from torchrl_lightning.stated import Handed, Kept, Nested, Stated
+from torchrl_lightning.state import Attribute, Child, Stated, check_state, list_of, mapping, sequence, whole
 from torchrl_lightning.trust import Nameable
-
-
-def _restored(value: Any, name: str, here: Here) -> MixedReplay:
-    """Take the branches, in a buffer of the size that theirs had: it grows with their length."""
-    part: BranchedReplay = here.part
-    largest = part.rows_of(max(part.first_length, part.last_length))
-    others = check_state(value, {"others": sequence}, MixedReplay.OWNER)["others"]
-    state = check_state(others[0] if others else None, {"storage": mapping}, ExperienceBuffer.OWNER)["storage"]
-    size = check_state(state, {"max_size": whole(1, largest)}, RingStorage.OWNER)["max_size"]
-    mixed = part.mixture(size)
-    mixed.load_state_dict(value)
-    return mixed
-
-
-def _numbers(value: Any, name: str, here: Here) -> list[int]:
-    return [whole()(each, name) for each in sequence(value, name)]
 
 
 def _first_seeds(generator: torch.Generator) -> list[int]:
@@ -92,11 +75,11 @@ class BranchedReplay(Settings, Stated, Nameable):
 
     OWNER = "branched replay"
     STATE = {
-        "mixed": Handed(_restored, "_mixed", lambda mixed: mixed.state_dict(copy=False)),
-        "split": Nested(),
-        "fits": Kept(whole()),
-        "fitted_at": Kept(whole(), "_fitted_at"),
-        "rows": Kept(_numbers, "_rows"),
+        "mixed": Attribute(of=lambda own: own._restored, at="_mixed", form=lambda own: own.state_dict(copy=False)),
+        "split": Child(),
+        "fits": Attribute(whole()),
+        "fitted_at": Attribute(whole(), "_fitted_at"),
+        "rows": Attribute(list_of(whole()), "_rows"),
     }
 
     def __post_init__(self) -> None:
@@ -122,6 +105,16 @@ class BranchedReplay(Settings, Stated, Nameable):
         self._fitted_at = 0  # rows written
         self._rows: list[int] = []  # that each of the last fits imagined
         self._mixed = self.mixture(self.rows_of(self.length(0)))
+
+    def _restored(self, value: Any, name: str) -> MixedReplay:
+        """Return the branches of a state, in a buffer of the size that theirs had: it grows with their length."""
+        largest = self.rows_of(max(self.first_length, self.last_length))
+        others = check_state(value, {"others": sequence}, MixedReplay.OWNER)["others"]
+        state = check_state(others[0] if others else None, {"storage": mapping}, ExperienceBuffer.OWNER)["storage"]
+        size = check_state(state, {"max_size": whole(1, largest)}, RingStorage.OWNER)["max_size"]
+        mixed = self.mixture(size)
+        mixed.load_state_dict(value)
+        return mixed
 
     @property
     def imagined(self) -> ExperienceBuffer:

@@ -34,8 +34,7 @@ from torchrl_lightning.keys import REPEATED
 from torchrl_lightning.ranges import integer, optional
 from torchrl_lightning.replay import ExperienceBuffer
 from torchrl_lightning.settings import Count, Positive, Switch, derived, setting
-from torchrl_lightning.state import mapping, whole
-from torchrl_lightning.stated import Kept, Nested
+from torchrl_lightning.state import Attribute, Child, mapping, whole
 
 ROWS_AT_ONCE = 8192  # read for several small batches together
 
@@ -113,12 +112,12 @@ class DynamicsDataModule(ExperienceDataModule):
     learner_for_it = "model=pets (DynamicsEnsemble)"
     RUN_STATE = {
         **ExperienceDataModule.RUN_STATE,
-        "metrics": Kept(mapping, "_metrics"),
-        "split": Nested("split"),
-        "fits": Kept(whole()),
-        "epochs_of_fit": Kept(whole()),
-        "pass_of": Kept(optional(whole()), "_pass_of"),
-        "order_seed": Kept(whole(), "_order_seed"),
+        "metrics": Attribute(mapping, "_metrics"),
+        "split": Child(at="split"),
+        "fits": Attribute(whole()),
+        "epochs_of_fit": Attribute(whole()),
+        "pass_of": Attribute(optional(whole()), "_pass_of"),
+        "order_seed": Attribute(whole(), "_order_seed"),
     }
 
     normalize_observation: bool | Sequence[NestedKey] = derived()

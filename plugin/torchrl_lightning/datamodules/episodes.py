@@ -9,8 +9,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from torchrl_lightning.keys import REPLAYED
-from torchrl_lightning.state import LARGEST, Here, sequence, tensor, wrong
-from torchrl_lightning.stated import Kept, Stated
+from torchrl_lightning.state import LARGEST, Attribute, Stated, sequence, tensor, wrong
 
 
 def ends_of(rollout: TensorDictBase) -> dict[str, Any]:
@@ -24,7 +23,7 @@ def _joined(finished: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
     return [torch.cat(each) for each in zip(*finished, strict=True)]
 
 
-def _read_finished(value: Any, name: str, here: Here) -> list[tuple[Tensor, Tensor]]:
+def _read_finished(value: Any, name: str) -> list[tuple[Tensor, Tensor]]:
     """Take what :func:`_joined` returned."""
     if not sequence(value, name):
         return []
@@ -49,7 +48,7 @@ class FinishedEpisodes(Stated):
     """
 
     OWNER = "episodes"
-    STATE = {"finished": Kept(_read_finished, "_finished", _joined)}
+    STATE = {"finished": Attribute(_read_finished, "_finished", _joined)}
 
     def __init__(self, num_envs: int) -> None:
         self._returns = torch.zeros(num_envs, dtype=torch.float64)  # of the episodes that go on

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from torchrl_lightning.datamodules.trainer_checks import is_endless
 from torchrl_lightning.ranks import gathered
-from torchrl_lightning.state import whole
-from torchrl_lightning.stated import Kept, Stated
+from torchrl_lightning.state import Attribute, Stated, whole
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +35,7 @@ class FrameClock(Stated):
     """
 
     OWNER = "replayed steps"
-    STATE = {"count": Kept(whole()), "alone": Kept(whole())}
+    STATE = {"count": Attribute(whole()), "alone": Attribute(whole())}
 
     def __init__(self, total: int, frames: int = 0) -> None:
         self.total, self.frames = total, frames

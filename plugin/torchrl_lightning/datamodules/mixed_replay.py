@@ -18,11 +18,14 @@ from torchrl_lightning.entries import is_tensordict, level_of
 from torchrl_lightning.keys import SOURCE
 from torchrl_lightning.ranges import exact_ratio
 from torchrl_lightning.replay import ExperienceBuffer
-from torchrl_lightning.state import sequence, whole, wrong
-from torchrl_lightning.stated import Handed, Kept, Stated
+from torchrl_lightning.state import Attribute, Stated, sequence, whole, wrong
 from torchrl_lightning.trust import Nameable
 
 WIDEST = 1 << 2000  # the denominator of a ratio with many digits exceeds 64 bits
+
+
+def _pairs(owed: list[Fraction]) -> list[list[int]]:
+    return [[each.numerator, each.denominator] for each in owed]
 
 
 class MixedReplay(Stated, Nameable):
@@ -52,8 +55,8 @@ class MixedReplay(Stated, Nameable):
 
     OWNER = "mixed replay"
     STATE = {
-        "others": Handed("_read_others", "_others"),
-        "owed": Kept("_read_owed", "_owed", lambda owed: [[each.numerator, each.denominator] for each in owed]),
+        "others": Attribute(of=lambda mixed: mixed._read_others, at="_others"),
+        "owed": Attribute(of=lambda mixed: mixed._read_owed, at="_owed", form=_pairs),
     }
 
     def __init__(self, buffer: ExperienceBuffer, others: Sequence[ExperienceBuffer], ratios: Sequence[float]) -> None:

@@ -17,17 +17,20 @@ from torchrl_lightning.environments.normalization import EPSILON, NormalizedPoli
 from torchrl_lightning.keys import REWARD
 from torchrl_lightning.moments import Moments
 from torchrl_lightning.ranks import gathered
-from torchrl_lightning.state import Here, check_state, mapping, sequence, whole, wrong
-from torchrl_lightning.stated import Handed, Kept, Nested, Stated
+from torchrl_lightning.state import (
+    Attribute,
+    Child,
+    Stated,
+    check_state,
+    expect,
+    list_of,
+    mapping,
+    sequence,
+    whole,
+    wrong,
+)
 
 _CHUNK = 256  # rows that are reduced to moments at a time, where they come one by one
-
-
-def _tensors(value: Any, name: str, here: Here) -> Sequence[Tensor]:
-    if not all(isinstance(each, Tensor) for each in sequence(value, name)):
-        raise wrong(value, name, "tensors")
-    rows: Sequence[Tensor] = value
-    return rows
 
 
 class Normalization(Stated):
@@ -46,11 +49,11 @@ class Normalization(Stated):
 
     OWNER = "normalization"
     STATE = {
-        "count": Kept(whole(), "_count"),
-        "total": Kept(whole(), "_total"),
-        "rows": Handed(_tensors, "_kept_rows"),
-        "noted": Handed("_read_moments", "_kept_moments"),
-        "scale": Nested("_scale"),
+        "count": Attribute(whole(), "_count"),
+        "total": Attribute(whole(), "_total"),
+        "rows": Attribute(list_of(expect(torch.is_tensor, "a tensor")), "_kept_rows"),
+        "noted": Attribute(of=lambda own: own._read_moments, at="_kept_moments"),
+        "scale": Child(at="_scale"),
     }
     """What this rank has noted and not yet taken into the statistics."""
 

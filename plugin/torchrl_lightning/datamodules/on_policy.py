@@ -27,8 +27,7 @@ from torchrl_lightning.keys import REPLAYED
 from torchrl_lightning.ranges import integer, optional
 from torchrl_lightning.rollout import GAEBuffer, RolloutBuffer
 from torchrl_lightning.settings import Count, setting
-from torchrl_lightning.state import check_state, generator, mapping, whole
-from torchrl_lightning.stated import Kept
+from torchrl_lightning.state import Attribute, fields, generator, mapping, whole
 from torchrl_lightning.updates import UpdateBatches
 
 
@@ -40,11 +39,7 @@ class RolloutBufferFactory(Protocol):
         ...
 
 
-def _place(value: Any, name: str, here: Any) -> dict[str, Any] | None:
-    """Take which epoch a rollout is for, and how far its passes have come."""
-    if value is None:
-        return None
-    return check_state(value, {"epoch": whole(), "pass": whole(-1), "generator": generator("cpu")}, "place", None, here)
+_PLACE = fields("place", {"epoch": whole(), "pass": whole(-1), "generator": generator("cpu")})
 
 
 class OnPolicyDataModule(UpdatesDataModule):
@@ -88,8 +83,8 @@ class OnPolicyDataModule(UpdatesDataModule):
     learner_for_it = "model=ppo (PPOModule)"
     RUN_STATE = {
         **UpdatesDataModule.RUN_STATE,
-        "metrics": Kept(mapping, "_metrics"),
-        "place": Kept(_place, "_place"),
+        "metrics": Attribute(mapping, "_metrics"),
+        "place": Attribute(optional(_PLACE), "_place"),
     }
 
     def __post_init__(self) -> None:

@@ -20,12 +20,25 @@ from torchrl_lightning.parts import PickledByValue
 from torchrl_lightning.plain_yaml import read_config
 from torchrl_lightning.ranks import state_of_rank
 from torchrl_lightning.seal import check_seal
+from torchrl_lightning.state import Attribute, Stated
 from torchrl_lightning.suggestions import did_you_mean
 from torchrl_lightning.trust import LARGEST, check_config
 
 TO_GIVE = "to_give"
 """Where a state keeps the names of the arguments that its settings lack."""
 _NOT_PLAIN: Any = object()
+
+
+class RunState(Stated):
+    """The attributes of a DataModule that its class lists in ``RUN_STATE``: what a rank of a run needs to go on."""
+
+    OWNER = "run"
+
+    def __init__(self, data: Any) -> None:
+        self.data = data
+
+    def _entries(self) -> list[tuple[str, Attribute, str]]:
+        return [(name, entry, f"data.{entry.at or name}") for name, entry in self.data.RUN_STATE.items()]
 
 
 class RebuildableDataModule(PickledByValue):

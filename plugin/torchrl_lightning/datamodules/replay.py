@@ -36,8 +36,7 @@ from torchrl_lightning.ranks import of_first_rank
 from torchrl_lightning.replay import ExperienceBuffer
 from torchrl_lightning.replay.layout import check_lengths, left_out_of
 from torchrl_lightning.settings import Count, among, setting
-from torchrl_lightning.state import whole
-from torchrl_lightning.stated import Kept
+from torchrl_lightning.state import Attribute, whole
 from torchrl_lightning.updates import UpdateBatches
 
 logger = logging.getLogger(__name__)
@@ -120,9 +119,9 @@ class ReplayDataModule(UpdatesDataModule):
     learner_for_it = "model=dqn (DQNModule)"
     RUN_STATE = {
         **UpdatesDataModule.RUN_STATE,
-        "updates": Kept(whole(), "_learned"),
-        "refilled": Kept(whole(), "_refilled"),
-        "batch": Kept(read_batch, "_pending", plain_batch),
+        "updates": Attribute(whole(), "_learned"),
+        "refilled": Attribute(whole(), "_refilled"),
+        "batch": Attribute(read_batch, "_pending", plain_batch),
     }
 
     def __post_init__(self) -> None:

@@ -15,8 +15,7 @@ from torchrl_lightning.environments.normalization import EPSILON, scaled
 from torchrl_lightning.kernels.scan import discounted_scan
 from torchrl_lightning.moments import Moments
 from torchrl_lightning.ranges import Checked, not_negative, optional, positive
-from torchrl_lightning.state import Here, number, sequence, tensor, wrong
-from torchrl_lightning.stated import Kept, Stated
+from torchrl_lightning.state import Attribute, Stated, number, sequence, tensor, wrong
 
 _CHUNK = 256  # steps that are filtered at a time, where they come one by one
 
@@ -25,7 +24,7 @@ def _side_by_side(noted: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
     return [torch.cat(each, 1) for each in zip(*noted, strict=True)]
 
 
-def _rewards_and_ends(value: Any, name: str, here: Here) -> list[tuple[Tensor, Tensor]]:
+def _rewards_and_ends(value: Any, name: str) -> list[tuple[Tensor, Tensor]]:
     if not sequence(value, name):
         return []
     are_two = len(value) == 2 and all(isinstance(each, Tensor) and each.ndim > 2 for each in value)
@@ -34,10 +33,6 @@ def _rewards_and_ends(value: Any, name: str, here: Here) -> list[tuple[Tensor, T
     if value[1].dtype != torch.bool:
         raise wrong(value[1], f"the second of {name}", "ends, of bool")
     return [(value[0], value[1])]
-
-
-def _envs_of(scale: Any, state: Mapping[str, Any]) -> int | None:
-    return len(state["noted"][0]) if state["noted"] else None
 
 
 class RewardScale(Stated):
@@ -52,10 +47,10 @@ class RewardScale(Stated):
 
     OWNER = "reward scale"
     STATE = {
-        "sums": Kept(tensor(torch.float64, None), "_sums"),
-        "noted": Kept(_rewards_and_ends, "_noted", _side_by_side),
-        "gamma": Kept(number(0.0, 1.0), "_gamma"),
-        "env_ids": Kept(optional(tensor(torch.int64, _envs_of)), "_env_ids"),
+        "sums": Attribute(tensor(torch.float64, None), "_sums"),
+        "noted": Attribute(_rewards_and_ends, "_noted", _side_by_side),
+        "gamma": Attribute(number(0.0, 1.0), "_gamma"),
+        "env_ids": Attribute(optional(tensor(torch.int64, None)), "_env_ids"),
     }
 
     clip = Checked(positive)
@@ -140,6 +135,11 @@ class RewardScale(Stated):
         if moments.count:
             factor = (moments.variance + self.epsilon).rsqrt().reshape(1)
             self._constants = torch.zeros_like(factor), factor
+
+    def _check_together(self, values: Mapping[str, Any]) -> None:
+        ids, noted = values["env_ids"], values["noted"]
+        if ids is not None and noted and len(ids) != len(noted[0][0]):
+            raise wrong(ids, "'env_ids'", f"one of each of {len(noted[0][0])} environments")
 
     def _loaded(self) -> None:
         self._steps = sum(done.shape[1] for _, done in self._noted)

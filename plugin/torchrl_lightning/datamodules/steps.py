@@ -18,7 +18,7 @@ from torchrl_lightning.environments.origins import Trajectories, cut_off, ring_i
 from torchrl_lightning.keys import ENV_IDS, VALID
 from torchrl_lightning.replay import ExperienceBuffer
 from torchrl_lightning.replay.prepared import PreparedRows
-from torchrl_lightning.state import Here, wrong
+from torchrl_lightning.state import wrong
 
 
 def steps_in(rollout: TensorDictBase) -> list[TensorDictBase]:
@@ -208,7 +208,7 @@ def plain_batch(batch: TensorDictBase | None) -> dict[str, Any] | None:
     return {"shape": list(batch.batch_size), "names": list(batch.names), "entries": batch.cpu().to_dict()}
 
 
-def read_batch(value: Any, name: str, here: Here) -> TensorDictBase | None:
+def read_batch(value: Any, name: str) -> TensorDictBase | None:
     """Take what :func:`plain_batch` returned."""
     if value is None:
         return None

@@ -15,8 +15,7 @@ from torchrl_lightning.datamodules.base import ExperienceDataModule
 from torchrl_lightning.datamodules.loaders import Batches, batches_served
 from torchrl_lightning.interrupts import interrupts
 from torchrl_lightning.ranges import integer, optional
-from torchrl_lightning.state import whole
-from torchrl_lightning.stated import Kept
+from torchrl_lightning.state import Attribute, whole
 from torchrl_lightning.updates import UpdateBatches
 
 logger = logging.getLogger(__name__)
@@ -161,8 +160,8 @@ class UpdatesDataModule(ExperienceDataModule):
 
     RUN_STATE = {
         **ExperienceDataModule.RUN_STATE,
-        "in_step": Kept(whole(), "_in_step"),
-        "updates_per_step": Kept(optional(whole(1)), "_step.kept"),
+        "in_step": Attribute(whole(), "_in_step"),
+        "updates_per_step": Attribute(optional(whole(1)), "_step.kept"),
     }
     HOOKS: ClassVar[type[StepHooks]] = StepHooks
 

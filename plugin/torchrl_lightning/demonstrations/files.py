@@ -23,9 +23,9 @@ from torchrl_lightning.environments.specs import EnvironmentSpecs
 from torchrl_lightning.files import DTYPES, replaced_files
 from torchrl_lightning.keys import ACTION, REWARD
 from torchrl_lightning.limits import FILE_BYTES
-from torchrl_lightning.ranges import integer, optional
+from torchrl_lightning.ranges import Check, integer, optional
 from torchrl_lightning.seal import checksum
-from torchrl_lightning.state import Check, anything, check_state, flag, mapping, whole, wrong
+from torchrl_lightning.state import anything, check_state, flag, mapping, whole, wrong
 from torchrl_lightning.untrusted import printable, printable_errors
 
 SUFFIXES = (".npz", ".safetensors")

@@ -35,8 +35,7 @@ from torchrl_lightning.keys import REPLAYED, VALUE
 from torchrl_lightning.ranges import check_defaults, integer
 from torchrl_lightning.ranks import gathered, of_first_rank, this_rank
 from torchrl_lightning.rollout.hooks import RolloutHooks
-from torchrl_lightning.state import check_state, flag, mapping, sequence, whole
-from torchrl_lightning.stated import Kept, Nested, Stated
+from torchrl_lightning.state import Attribute, Child, Stated, check_state, flag, mapping, sequence, whole
 from torchrl_lightning.thresholds import reaches
 
 _logger = logging.getLogger(__name__)
@@ -61,6 +60,10 @@ class DemonstrationSettings(Protocol):
     shared_demos: bool
 
 
+def _states(miners: dict[int, DemonstrationMiner]) -> dict[str, Any]:
+    return {str(first): miner.state_dict() for first, miner in miners.items()}
+
+
 class DemonstrationHooks(Stated, RolloutHooks):
     """Replay demonstrations beside a buffer's rollouts, mine these for more, and save and read demonstrations.
 
@@ -73,13 +76,13 @@ class DemonstrationHooks(Stated, RolloutHooks):
 
     OWNER, VERSION = "demonstrations", 1
     STATE = {
-        "storage": Nested(),
-        "writer": Nested(),
-        "replay": Kept("_read_replay", "_replay_state"),
-        "miners": Kept("_read_miners", "_miners", lambda miners: {str(k): m.state_dict() for k, m in miners.items()}),
-        "rollouts": Kept(whole(), "_num_rollouts"),
-        "is_tracked": Kept(flag, "_is_tracked"),
-        "taken": Kept(sequence, "_taken"),
+        "storage": Child(),
+        "writer": Child(),
+        "replay": Attribute(of=lambda hooks: hooks._read_replay, at="_replay_state"),
+        "miners": Attribute(of=lambda hooks: hooks._read_miners, at="_miners", form=_states),
+        "rollouts": Attribute(whole(), "_num_rollouts"),
+        "is_tracked": Attribute(flag, "_is_tracked"),
+        "taken": Attribute(sequence, "_taken"),
     }
 
     def __init__(

@@ -23,8 +23,7 @@ from torchrl_lightning.environments.origins import id_changes
 from torchrl_lightning.keys import ACTION, DEMO_SERIAL, REWARD, TRAJ_IDS
 from torchrl_lightning.ranges import integer, optional
 from torchrl_lightning.rollout.writer import time_major
-from torchrl_lightning.state import check_state, mapping, sequence, whole
-from torchrl_lightning.stated import Fixed, Kept, Stated
+from torchrl_lightning.state import Attribute, Stated, check_state, mapping, sequence, whole
 
 OWN = -1  # in the place of a serial number, where the environment plays
 
@@ -114,9 +113,9 @@ class DemonstrationMiner(Stated):
 
     OWNER, VERSION = "demonstration miner", 1
     STATE = {
-        "num_envs": Fixed(),
-        "count": Kept(whole(), "_count"),
-        "running": Kept("_read_running", "_running", _states),
+        "num_envs": Attribute(),
+        "count": Attribute(whole(), "_count"),
+        "running": Attribute(of=lambda miner: miner._read_running, at="_running", form=_states),
     }
 
     def __init__(

@@ -22,7 +22,7 @@ from torchrl_lightning.rollout.buffer import RolloutBuffer
 from torchrl_lightning.rollout.names import DOCUMENTED
 from torchrl_lightning.rollout.writer import time_major
 from torchrl_lightning.settings import Count, Fraction, NotNegative, Switch, setting
-from torchrl_lightning.stated import Nested
+from torchrl_lightning.state import Child
 
 Whole = Annotated[int, lambda value, name: integer(value, name, 0)]
 Dtypes = Annotated[Mapping[str, Dtype] | None, lambda value, name: saved_dtypes(value)]
@@ -98,7 +98,7 @@ class PPODBuffer(GAEBuffer):
     """The documented names of what demonstrations hold."""
     changeable = (*GAEBuffer.changeable, "rho", "phi", "alpha", "num_agent_demos_to_save", "save_demos_every")
 
-    STATE = {**RolloutBuffer.STATE, "demonstrations": Nested("hooks")}
+    STATE = {**RolloutBuffer.STATE, "demonstrations": Child(at="hooks")}
 
     _rho: Fraction = setting(alias="rho", default=0.1, kw_only=False)
     _phi: Fraction = setting(alias="phi", default=0.3, kw_only=False)

@@ -16,8 +16,7 @@ from torchrl_lightning.demonstrations.storage import DemonstrationStorage
 from torchrl_lightning.demonstrations.trajectory import Demonstration
 from torchrl_lightning.environments import ReplayedRows
 from torchrl_lightning.ranges import integer, one_of, optional
-from torchrl_lightning.state import check_state, mapping, sequence, whole
-from torchrl_lightning.stated import Fixed, Handed, Kept, Nested, Stated
+from torchrl_lightning.state import Attribute, Child, Stated, check_state, mapping, sequence, whole
 
 End = Literal["recorded", "terminated", "truncated"]
 LogProb = Literal["deterministic", "current"]
@@ -65,10 +64,12 @@ class DemonstrationReplay(Stated):
 
     OWNER, VERSION = "demonstration replay", 1
     STATE = {
-        "num_envs": Fixed(),
-        "playing": Handed("_read_positions", "_positions"),
-        "chosen": Kept("_read_chosen", "_chosen", lambda chosen: [*map(_choice, chosen.items())]),
-        "sampler": Nested(),
+        "num_envs": Attribute(),
+        "playing": Attribute(of=lambda replay: replay._read_positions, at="_positions"),
+        "chosen": Attribute(
+            of=lambda replay: replay._read_chosen, at="_chosen", form=lambda chosen: [*map(_choice, chosen.items())]
+        ),
+        "sampler": Child(),
     }
 
     def __init__(

@@ -12,8 +12,7 @@ from torchrl_lightning.demonstrations.storage import DemonstrationStorage
 from torchrl_lightning.demonstrations.trajectory import Demonstration
 from torchrl_lightning.parts import OwnGenerator
 from torchrl_lightning.ranges import Checked, check_defaults, fraction, not_negative
-from torchrl_lightning.state import number
-from torchrl_lightning.stated import Drawn, Kept, Stated
+from torchrl_lightning.state import GENERATOR, Attribute, Stated, number
 
 
 class DemonstrationSampler(Stated, OwnGenerator):
@@ -45,10 +44,10 @@ class DemonstrationSampler(Stated, OwnGenerator):
 
     OWNER, VERSION = "demonstration sampler", 1
     STATE = {
-        "rho": Kept(number(0), "_rho"),
-        "phi": Kept(number(0), "_phi"),
-        "alpha": Kept(number(0), "_alpha"),
-        "generator": Drawn(),
+        "rho": Attribute(number(0), "_rho"),
+        "phi": Attribute(number(0), "_phi"),
+        "alpha": Attribute(number(0), "_alpha"),
+        "generator": GENERATOR,
     }
     human_share = Checked(fraction)
 

@@ -14,7 +14,7 @@ from torchrl_lightning.checks import check_tree
 from torchrl_lightning.demonstrations.trajectory import Demonstration
 from torchrl_lightning.entries import to_tensordict
 from torchrl_lightning.ranges import optional
-from torchrl_lightning.state import NOWHERE, Here, check_state, flag, mapping, number, sequence, whole, wrong
+from torchrl_lightning.state import check_state, expect, flag, mapping, number, sequence, text, whole
 
 _OWNER = "demonstration"
 
@@ -37,7 +37,7 @@ def from_state(state: Any) -> Demonstration:
     return Demonstration(**check_state({**ends, **mapping(state, _OWNER)}, _SCHEMA, _OWNER))
 
 
-def from_states(value: Any, name: str, here: Here = NOWHERE) -> tuple[Demonstration, ...]:
+def from_states(value: Any, name: str) -> tuple[Demonstration, ...]:
     """Expect what :func:`states_of` returned, and return the demonstrations, copied."""
     return tuple(map(from_state, sequence(value, name)))
 
@@ -47,42 +47,30 @@ def lowest_as_none(value: float) -> float | None:
     return None if value == -math.inf else value
 
 
-def none_as_lowest(value: Any, name: str, here: Here = NOWHERE) -> float:
+def none_as_lowest(value: Any, name: str) -> float:
     """Expect what :func:`lowest_as_none` returned, and return the number."""
     found: float = -math.inf if value is None else number()(value, name)
     return found
 
 
-def _tree(value: Any, name: str, here: Here = NOWHERE) -> TensorDictBase:
+def _tree(value: Any, name: str) -> TensorDictBase:
     check_tree(mapping(value, name), torch.Size([]), _OWNER)
     return to_tensordict(value, torch.Size([])).clone()
 
 
-def _metadata(value: Any, name: str, here: Here = NOWHERE) -> dict[str, Any]:
+def _metadata(value: Any, name: str) -> dict[str, Any]:
     return copy.deepcopy(dict(mapping(value, name)))
-
-
-def _real(value: Any, name: str, here: Here = NOWHERE) -> float:
-    if type(value) is not float or not value < math.inf:
-        raise wrong(value, name, "a number below infinity")
-    return value
-
-
-def _text(value: Any, name: str, here: Here = NOWHERE) -> str:
-    if type(value) is not str:
-        raise wrong(value, name, "a string")
-    return value
 
 
 _SCHEMA = {
     "steps": _tree,
     "last_observation": optional(_tree),
     "is_human": flag,
-    "value": _real,
+    "value": expect(lambda value: type(value) is float and value < math.inf, "a number below infinity"),
     "frame_skip": whole(1),
     "terminated": optional(flag),
     "truncated": optional(flag),
-    "name": _text,
+    "name": text,
     "metadata": _metadata,
     "serial": whole(),
 }

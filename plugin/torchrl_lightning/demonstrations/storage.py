@@ -8,8 +8,7 @@ from typing import Any
 from torchrl_lightning.demonstrations.states import from_states, states_of
 from torchrl_lightning.demonstrations.trajectory import Demonstration
 from torchrl_lightning.ranges import integer
-from torchrl_lightning.state import number, whole
-from torchrl_lightning.stated import Fixed, Kept, Stated
+from torchrl_lightning.state import Attribute, Stated, number, whole
 
 
 class DemonstrationStorage(Stated):
@@ -40,12 +39,12 @@ class DemonstrationStorage(Stated):
 
     OWNER, VERSION = "demonstration storage", 1
     STATE = {
-        "capacity": Fixed(),
-        "successes": Kept(whole()),
-        "annealed": Kept(number(0, 1)),
-        "next_serial": Kept(whole(), "_next_serial"),
-        "reward": Kept(from_states, "reward_demonstrations", states_of),
-        "value": Kept(from_states, "value_demonstrations", states_of),
+        "capacity": Attribute(),
+        "successes": Attribute(whole()),
+        "annealed": Attribute(number(0, 1)),
+        "next_serial": Attribute(whole(), "_next_serial"),
+        "reward": Attribute(from_states, "reward_demonstrations", states_of),
+        "value": Attribute(from_states, "value_demonstrations", states_of),
     }
 
     def __init__(self, capacity: int = 51) -> None:

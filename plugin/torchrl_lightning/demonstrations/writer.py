@@ -12,7 +12,7 @@ from torchrl_lightning.demonstrations.states import lowest_as_none, none_as_lowe
 from torchrl_lightning.demonstrations.storage import DemonstrationStorage
 from torchrl_lightning.demonstrations.trajectory import Demonstration
 from torchrl_lightning.ranges import Checked, boolean, check_defaults, finite, optional
-from torchrl_lightning.stated import Fixed, Kept, Stated
+from torchrl_lightning.state import Attribute, Stated
 from torchrl_lightning.thresholds import reaches
 
 
@@ -69,9 +69,9 @@ class DemonstrationWriter(Stated):
 
     OWNER, VERSION = "demonstration writer", 1
     STATE = {
-        "threshold": Kept(none_as_lowest, form=lowest_as_none),
-        "annealing": Fixed("annealing.schedule"),
-        "value_capacity": Fixed("annealing.value_capacity"),
+        "threshold": Attribute(none_as_lowest, form=lowest_as_none),
+        "annealing": Attribute(at="annealing.schedule"),
+        "value_capacity": Attribute(at="annealing.value_capacity"),
     }
 
     cut_after_reward = Checked(boolean)

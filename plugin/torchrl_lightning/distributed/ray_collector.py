@@ -21,7 +21,7 @@ from torchrl_lightning.environments.faults import EnvironmentFault, WorkerFault
 from torchrl_lightning.environments.played import FollowedReplaySource
 from torchrl_lightning.environments.policies import Policy
 from torchrl_lightning.ranges import boolean, check_defaults, integer
-from torchrl_lightning.stated import Fixed
+from torchrl_lightning.state import Attribute
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ class RayCollector(WorkersCollector):
     """
 
     gives_rollouts_away = True
-    STATE = {"num_collectors": Fixed("num_workers"), **WorkersCollector.SHARED_STATE}
+    STATE = {"num_collectors": Attribute(at="num_workers"), **WorkersCollector.SHARED_STATE}
 
     def __init__(
         self,

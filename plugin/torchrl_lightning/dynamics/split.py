@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,7 @@ from torchrl_lightning.ranges import Checked, fraction, integer
 from torchrl_lightning.replay import RingWriter
 from torchrl_lightning.replay.rings import Rings
 from torchrl_lightning.replay.steps import steps_between
-from torchrl_lightning.state import array, tensor, whole
-from torchrl_lightning.stated import Fixed, Handed, Kept, Stated
+from torchrl_lightning.state import Attribute, Stated, tensor, whole
 from torchrl_lightning.trust import Nameable
 
 _STEP, _ONCE, _TWICE = (np.uint64(number) for number in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
@@ -49,13 +49,13 @@ class HoldoutSplit(Stated, Nameable):
 
     OWNER, VERSION = "split", 1
     STATE = {
-        "seed": Kept(whole()),
-        "validation_fraction": Fixed(),
-        "max_validation": Fixed(),
-        "cells": Handed(whole(), "_num_cells"),
-        "held": Handed(tensor(torch.int64, None, low=0, high=lambda _, state: state["cells"] - 1), "_held_cells"),
-        "seen": Kept(array(torch.int64, None, low=0), "_seen"),
-        "era": Kept(whole(), "_era"),
+        "seed": Attribute(whole()),
+        "validation_fraction": Attribute(),
+        "max_validation": Attribute(),
+        "cells": Attribute(whole(), "_num_cells"),
+        "held": Attribute(tensor(torch.int64, None, low=0), "_held_cells"),
+        "seen": Attribute(tensor(torch.int64, None, low=0), "_seen"),
+        "era": Attribute(whole(), "_era"),
     }
 
     validation_fraction = Checked("_check_fraction")
@@ -65,7 +65,7 @@ class HoldoutSplit(Stated, Nameable):
     def __init__(self, validation_fraction: float = 0.2, max_validation: int = 5000, *, seed: int = 0) -> None:
         self.validation_fraction, self.max_validation, self.seed = validation_fraction, max_validation, seed
         self._held = torch.zeros(0, dtype=torch.bool)  # beside the cells
-        self._seen: NDArray[np.int64] = np.zeros(0, np.int64)  # how far each ring was looked at, over all restarts
+        self._seen = torch.zeros(0, dtype=torch.int64)  # how far each ring was looked at, over all restarts
         self._era = 0
 
     @staticmethod
@@ -86,17 +86,19 @@ class HoldoutSplit(Stated, Nameable):
 
     def extend(self, writer: RingWriter) -> None:
         """Decide the sides of all rows that were written since the last time."""
-        stamps, era = writer.rings.snapshot().numpy(), writer.rings.era
+        snapshot, era = writer.rings.snapshot(), writer.rings.era
+        stamps = snapshot.numpy()
         oldest = stamps - writer.filled.numpy()
         cells = writer.length * writer.num_envs
         if len(self._seen) != writer.num_envs:
-            self._held, self._seen = torch.zeros(cells, dtype=torch.bool), np.zeros(writer.num_envs, np.int64)
+            self._held = torch.zeros(cells, dtype=torch.bool)
+            self._seen = torch.zeros(writer.num_envs, dtype=torch.int64)
         elif era != self._era or len(self._held) != cells:  # the rings were emptied, or laid anew
             self._move(writer, torch.from_numpy(oldest), era)
         else:  # steps that were removed do not count
             held = self._held.nonzero().squeeze(1)
             self._held[held[~writer.rings.is_filled(held)]] = False
-        env, stamp, _ = steps_between(np.maximum(self._seen, oldest), stamps - 1)
+        env, stamp, _ = steps_between(np.maximum(self._seen.numpy(), oldest), stamps - 1)
         order = np.lexsort((env, stamp))
         env, stamp = env[order], stamp[order]
         written = writer.cell(torch.from_numpy(env), torch.from_numpy(stamp - era))
@@ -104,7 +106,7 @@ class HoldoutSplit(Stated, Nameable):
         room = self.max_validation - int(self._held.sum())
         drawn = _shares(self.seed, env, stamp) < self.validation_fraction
         self._held[written] = torch.from_numpy(drawn & (drawn.cumsum() <= room))
-        self._seen, self._era = stamps.copy(), era
+        self._seen, self._era = snapshot.clone(), era
 
     def count_training(self, num_envs: int, steps: int) -> int:
         """Return how many of the first ``steps`` of each environment train; they need not be written."""
@@ -114,7 +116,7 @@ class HoldoutSplit(Stated, Nameable):
 
     def _move(self, writer: RingWriter, oldest: Tensor, era: int) -> None:
         """Find the held out rows that are still stored, whose stamps stay, in the cells where they are now."""
-        before = Rings.at(len(self._held) // len(self._seen), torch.from_numpy(self._seen - self._era))
+        before = Rings.at(len(self._held) // len(self._seen), self._seen - self._era)
         cells = self._held.nonzero().squeeze(1)
         env, stamp = before.env_of(cells), before.position_of(cells) + self._era
         there = stamp >= oldest[env]
@@ -138,6 +140,9 @@ class HoldoutSplit(Stated, Nameable):
         return training, validation
 
     # ------------------------------------------------------------------ state
+
+    def _check_together(self, values: Mapping[str, Any]) -> None:
+        tensor(torch.int64, None, high=values["cells"] - 1)(values["held"], "'held'")
 
     @property
     def _num_cells(self) -> int:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torchrl_lightning.images import stack_axis
 from torchrl_lightning.kernels.compiled import copy_bytes, jitted
 from torchrl_lightning.memory import allocate, check_room, packed_rows, unpacked_rows
-from torchrl_lightning.state import check_state, tensor, wrong
+from torchrl_lightning.state import check_state, expect, tensor
 
 
 class FrameRing:
@@ -199,10 +199,10 @@ def check_frames(
             )
 
 
-def tensor_of_images(value: Any, name: str) -> None:
-    """Expect one row of stacked images in a state."""
-    if not isinstance(value, Tensor) or value.ndim != 4 or len(value) != 1 or not value.is_cpu:
-        raise wrong(value, name, "one stack of images")
+tensor_of_images = expect(
+    lambda value: isinstance(value, Tensor) and value.ndim == 4 and len(value) == 1 and value.is_cpu,
+    "one stack of images",
+)
 
 
 def write_frames(

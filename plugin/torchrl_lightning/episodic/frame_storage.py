@@ -28,8 +28,7 @@ from torchrl_lightning.replay import RingStorage
 from torchrl_lightning.replay.cells import Cells, Names
 from torchrl_lightning.replay.rings import rings_in
 from torchrl_lightning.replay.steps import Ints
-from torchrl_lightning.state import check_state, mapping
-from torchrl_lightning.stated import Fixed, Kept
+from torchrl_lightning.state import Attribute, check_state, mapping
 
 
 class FrameStorage(RingStorage):
@@ -64,7 +63,7 @@ class FrameStorage(RingStorage):
         [[2, 2, 2], [2, 2, 3], [2, 3, 4]]
     """
 
-    STATE = {**RingStorage.STATE, "frame_stack": Fixed(), "frames": Kept(mapping, "_shown")}
+    STATE = {**RingStorage.STATE, "frame_stack": Attribute(), "frames": Attribute(mapping, "_shown")}
 
     def __init__(
         self, max_size: int = 100_000, frame_stack: int = 4, *, keys: Sequence[NestedKey] = ("observation",)

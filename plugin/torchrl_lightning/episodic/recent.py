@@ -22,7 +22,7 @@ from torchrl_lightning.replay.rings import NO_INDEX
 from torchrl_lightning.replay.sequences import SequenceSampler
 from torchrl_lightning.replay.steps import Ints, StepsMissing
 from torchrl_lightning.replay.writer import RingWriter
-from torchrl_lightning.stated import Nested
+from torchrl_lightning.state import Child
 
 
 def check_sampling(
@@ -94,7 +94,7 @@ class RecentSampler(SequenceSampler):
     """
 
     OWNER = "recent sampler"
-    STATE = {**SequenceSampler.STATE, "prioritized": Nested()}
+    STATE = {**SequenceSampler.STATE, "prioritized": Child()}
     recent_data_steps = Checked(integer)
     with_replacement = Checked(boolean)
     num_earliest_frames_ignored = Checked("_check_ignored")

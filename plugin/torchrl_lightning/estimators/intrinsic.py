@@ -11,13 +11,12 @@ from torch import Tensor
 
 from torchrl_lightning.kernels.scan import discounted_scan
 from torchrl_lightning.ranges import Checked, fraction, one_of
-from torchrl_lightning.state import Here, number, tensor
-from torchrl_lightning.stated import Fixed, Kept, Stated
+from torchrl_lightning.state import Attribute, Stated, number, tensor
 
 DIRECTIONS = ("forward", "backward")
 
 
-def _sums(value: Any, name: str, here: Here) -> Tensor | None:
+def _sums(value: Any, name: str) -> Tensor | None:
     """Expect the sums of a filter, of any shape."""
     if value is None:
         return None
@@ -56,12 +55,12 @@ class IntrinsicRewardNormalizer(Stated):
     gamma = Checked(fraction, "IntrinsicRewardNormalizer: gamma")
     direction = Checked(lambda value, name: one_of(value, name, DIRECTIONS), "IntrinsicRewardNormalizer: direction")
     STATE = {
-        "gamma": Fixed(),
-        "direction": Fixed(),
-        "mean": Kept(number(), "_mean"),
-        "variance": Kept(number(0), "_variance"),
-        "count": Kept(number(0), "_count"),
-        "filter": Kept(_sums, "_filter"),
+        "gamma": Attribute(),
+        "direction": Attribute(),
+        "mean": Attribute(number(), "_mean"),
+        "variance": Attribute(number(0), "_variance"),
+        "count": Attribute(number(0), "_count"),
+        "filter": Attribute(_sums, "_filter"),
     }
 
     def __init__(self, gamma: float = 0.99, direction: Literal["forward", "backward"] = "forward") -> None:

@@ -21,8 +21,7 @@ from torchrl_lightning.kernels.indices import integers
 from torchrl_lightning.kernels.scan import Backend, runs_on_numba
 from torchrl_lightning.kernels.segments import OPERATIONS, assign_torch, descend_torch, reduce_pairs
 from torchrl_lightning.memory import allocate, zeros
-from torchrl_lightning.state import tensor
-from torchrl_lightning.stated import Fixed, Handed, Stated
+from torchrl_lightning.state import Attribute, Stated, tensor
 
 Index: TypeAlias = int | slice | Sequence[int] | Tensor
 Operation: TypeAlias = str | Callable[..., Any]
@@ -64,7 +63,11 @@ class SegmentTree(Stated):
     """
 
     OWNER, VERSION = "tree", 1
-    STATE = {"op": Fixed(), "capacity": Fixed(), "leaves": Handed("_read_leaves", "_used")}
+    STATE = {
+        "op": Attribute(),
+        "capacity": Attribute(),
+        "leaves": Attribute(of=lambda tree: tree._read_leaves, at="_used"),
+    }
 
     def __init__(
         self,

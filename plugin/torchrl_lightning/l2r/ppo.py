@@ -24,10 +24,10 @@ from torchrl_lightning.replay.rows import vector
 from torchrl_lightning.rollout.estimates import GAE, Estimator, Steps
 from torchrl_lightning.rollout.vanilla import VanillaOnPolicyBuffer
 from torchrl_lightning.settings import Count, Fraction, NotNegative, setting
-from torchrl_lightning.state import check_state, flag, whole
-from torchrl_lightning.stated import Kept
+from torchrl_lightning.state import Attribute, fields, flag, whole
 
 logger = logging.getLogger(__name__)
+PATHS = fields("path", {"stored": whole(), "path_start": whole(), "told": flag})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +109,7 @@ class PPOBuffer(Configurable, VanillaOnPolicyBuffer):
     """
 
     HANDED_OVER = tuple({*VanillaOnPolicyBuffer.HANDED_OVER} - {"batch_size"})
-    STATE = {**VanillaOnPolicyBuffer.STATE, "paths": Kept("_read_paths", "_paths")}
+    STATE = {**VanillaOnPolicyBuffer.STATE, "paths": Attribute(PATHS, "_paths")}
     schema: ClassVar[type] = PPOBufferSchema
 
     obs_dim: Count | None = setting(default=None, kw_only=False)
@@ -366,9 +366,6 @@ class PPOBuffer(Configurable, VanillaOnPolicyBuffer):
     def _paths(self, paths: Mapping[str, Any]) -> None:
         self._stored, self._path_start = paths["stored"], paths["path_start"]
         self._last_step, self._drawable = {"done": False} if paths["told"] else {}, None
-
-    def _read_paths(self, value: Any, name: str) -> dict[str, Any]:
-        return check_state(value, {"stored": whole(), "path_start": whole(), "told": flag}, "path")
 
     def _check_together(self, values: Mapping[str, Any]) -> None:
         (stored, start, _), steps = values["paths"].values(), values["storage"]["num_steps"]

@@ -17,13 +17,13 @@ from torchrl.data.replay_buffers.writers import Writer
 from torchrl.envs.transforms import Transform
 
 from torchrl_lightning._compat import entries_of, new_tensordict
-from torchrl_lightning.checks import Transforms
+from torchrl_lightning.checks import TorchRLState
 from torchrl_lightning.entries import check_tensordict, entry_of, moved, nested_key
 from torchrl_lightning.kernels.indices import integers
 from torchrl_lightning.keys import NEXT
 from torchrl_lightning.parts import fresh_generator
 from torchrl_lightning.ranges import Checked
-from torchrl_lightning.replay.checks import Samplers, device_and_state, pack_batch, unpack_batches
+from torchrl_lightning.replay.checks import device_and_state, pack_batch, sampler_state, unpack_batch
 from torchrl_lightning.replay.episode_transform import EpisodeTransform, bind, transforms_in
 from torchrl_lightning.replay.layout import (
     check_parts,
@@ -41,7 +41,7 @@ from torchrl_lightning.replay.sharing import ShareableBuffer
 from torchrl_lightning.replay.storage import RingStorage
 from torchrl_lightning.replay.uniform import UniformSampler
 from torchrl_lightning.replay.writer import RingWriter
-from torchrl_lightning.stated import Fixed, Handed, Nested, Stated
+from torchrl_lightning.state import Attribute, Child, Stated, list_of
 
 
 class ExperienceBuffer(Stated, FoldsSteps, ShareableBuffer):
@@ -93,13 +93,13 @@ class ExperienceBuffer(Stated, FoldsSteps, ShareableBuffer):
     OWNER, VERSION = "buffer", 3
     priority_key = Checked(lambda value, name: nested_key(value))
     STATE = {
-        "prefetched": Handed(unpack_batches, "_drawn_ahead"),  # of which there may be too many
-        "sampler_kind": Fixed("_sampler_kind", "sampler"),
-        "storage": Nested(),
-        "writer": Nested("writer.rings"),
-        "sampler": Samplers(),
-        "transform": Transforms(),
-        "generator": Handed(device_and_state, "_random"),
+        "prefetched": Attribute(list_of(unpack_batch), "_drawn_ahead"),  # of which there may be too many
+        "sampler_kind": Attribute(at="_sampler_kind", argument="sampler"),
+        "storage": Child(),
+        "writer": Child(at="writer.rings"),
+        "sampler": Child(at="_sampler_state"),
+        "transform": Child(at="_transform_state"),
+        "generator": Attribute(device_and_state, "_random"),
     }
 
     def __init__(
@@ -398,6 +398,14 @@ class ExperienceBuffer(Stated, FoldsSteps, ShareableBuffer):
     @property
     def _sampler_kind(self) -> str:
         return type(self._sampler).__name__
+
+    @property
+    def _sampler_state(self) -> Any:
+        return sampler_state(self._sampler, self.storage)
+
+    @property
+    def _transform_state(self) -> TorchRLState:
+        return TorchRLState("transforms", self.transform, self.storage)
 
     @property
     def _random(self) -> dict[str, Any]:

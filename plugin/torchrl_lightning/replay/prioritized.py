@@ -24,33 +24,10 @@ from torchrl_lightning.replay.priorities import REDUCTIONS, Priorities, reduce_p
 from torchrl_lightning.replay.rings import Rings, rings_in, stored_cells
 from torchrl_lightning.replay.starts import Starts
 from torchrl_lightning.replay.steps import StepsMissing
-from torchrl_lightning.state import Here, array, check_state, number, tensor, whole, wrong
-from torchrl_lightning.stated import Drawn, Fixed, Handed, Kept, Stated
+from torchrl_lightning.state import GENERATOR, Attribute, Stated, anything, check_state, number, tensor, whole, wrong
 
 WEIGHT_NORMS = ("batch", "buffer", None)
 FLOATS = (torch.float32, torch.float64)
-
-
-def _as_many(_: Any, state: Mapping[str, Any]) -> int:
-    return len(state["leaves"])
-
-
-def _read_starts(value: Any, name: str, here: Here) -> Starts:
-    """Take where a draw may begin: positions of each environment, in rings that all fit the priorities."""
-    schema = {
-        "begin": array(torch.int64, None, low=0),
-        "length": whole(1, "max_size"),
-        "end": array(
-            torch.int64,
-            lambda _, state: len(state["begin"]),
-            low=lambda _, state: state["begin"],
-            high=lambda _, state: state["begin"] + state["length"],
-        ),
-    }
-    starts = check_state(value, schema, "starts", part=here.part)
-    if len(starts["begin"]) * starts["length"] > here.part.max_size:
-        raise wrong(value, name, f"at most {here.part.max_size} cells in all rings")
-    return Starts(starts["begin"].copy(), starts["end"].copy(), starts["length"])
 
 
 class PrioritizedSampler(Stated, SamplerHooks, _PrioritizedSampler):
@@ -109,16 +86,18 @@ class PrioritizedSampler(Stated, SamplerHooks, _PrioritizedSampler):
 
     OWNER, VERSION = "prioritized sampler", 1
     STATE = {
-        "alpha": Kept(number(0), "table.alpha"),
-        "beta": Kept(number(0), "_beta"),
-        "eps": Fixed("table.eps"),
-        "capacity": Fixed("table.capacity", "max_capacity"),
-        "leaves": Handed(tensor("dtype", None, anywhere=True), "table.leaves"),
-        "priorities": Handed(tensor("dtype", _as_many, anywhere=True), "table.held"),
-        "generations": Handed(tensor(torch.int32, _as_many, anywhere=True), "table.writes"),
-        "largest": Kept(number(0), "table.largest"),
-        "starts": Kept(_read_starts, "table.starts", Starts.state, only="knows_windows"),
-        "generator": Drawn(),
+        "alpha": Attribute(number(0), "table.alpha"),
+        "beta": Attribute(number(0), "_beta"),
+        "eps": Attribute(at="table.eps"),
+        "capacity": Attribute(at="table.capacity", argument="max_capacity"),
+        "leaves": Attribute(of=lambda own: tensor(own.dtype, None, anywhere=True), at="table.leaves"),
+        "priorities": Attribute(anything, "table.held"),
+        "generations": Attribute(anything, "table.writes"),
+        "largest": Attribute(number(0), "table.largest"),
+        "starts": Attribute(
+            of=lambda sampler: sampler._read_starts, at="table.starts", form=Starts.state, only="knows_windows"
+        ),
+        "generator": GENERATOR,
     }
     reads_rings = True
     reduction = Checked(lambda value, name: one_of(value, name, REDUCTIONS))
@@ -468,12 +447,28 @@ class PrioritizedSampler(Stated, SamplerHooks, _PrioritizedSampler):
         foreign, held = f"The {self.OWNER} state is foreign", len(values["leaves"])
         if held > self.max_size:
             raise ValueError(f"{foreign}: it has {held} leaves, expected at most {self.max_size}.")
+        for name, dtype in (("priorities", self.dtype), ("generations", torch.int32)):
+            tensor(dtype, held, anywhere=True)(values[name], repr(name))
         priorities, leaves, alpha, eps = (values[name] for name in ("priorities", "leaves", "alpha", "eps"))
         if not self.table.could_hold(priorities, leaves, alpha, eps, values.get("starts")):
             raise ValueError(
                 f"{foreign}: it holds priorities that are negative or not finite, of cells that hold nothing, or other "
                 "leaves than (priority + eps) ** alpha."
             )
+
+    def _read_starts(self, value: Any, name: str) -> Starts:
+        """Return where a draw may begin: positions of each environment, in rings that all fit the priorities."""
+        numbers = tensor(torch.int64, None, low=0)
+
+        def check_end(starts: dict[str, Any]) -> None:
+            begin, length = starts["begin"], starts["length"]
+            tensor(torch.int64, len(begin), low=begin, high=begin + length)(starts["end"], "'end'")
+
+        schema = {"begin": numbers, "length": whole(1, self.max_size), "end": anything}
+        begin, length, end = check_state(value, schema, "starts", together=check_end).values()
+        if len(begin) * length > self.max_size:
+            raise wrong(value, name, f"at most {self.max_size} cells in all rings")
+        return Starts(begin.numpy().copy(), end.numpy().copy(), length)
 
     def _loaded(self) -> None:
         self.table.rebuild()

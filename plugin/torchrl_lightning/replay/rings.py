@@ -14,46 +14,27 @@ from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_lightning.kernels.compiled import jitted
 from torchrl_lightning.kernels.rows import write_steps
+from torchrl_lightning.ranges import optional
 from torchrl_lightning.replay import processes
 from torchrl_lightning.replay.episode_index import EpisodeIndex
 from torchrl_lightning.replay.steps import Flags, Ints, StepsMissing, steps_between
 from torchrl_lightning.replay.successors import SuccessorCheck
-from torchrl_lightning.state import LARGEST, Here, check_state, flag, mapping, tensor, whole
-from torchrl_lightning.stated import Filled, Fixed, Handed, Nested, Stated
+from torchrl_lightning.state import (
+    LARGEST,
+    Attribute,
+    Child,
+    InPlace,
+    Stated,
+    check_state,
+    flag,
+    mapping,
+    tensor,
+    whole,
+)
 
 EVERYTHING = np.iinfo(np.int64).max
 _FIRST_VERSIONS = itertools.count(1)  # no two rings of a process ever have the same version
 NO_INDEX = (*(np.empty(0, kind) for kind in (np.int64, np.bool_, np.int64, np.bool_, np.int64)),)
-
-
-def _read_episodes(value: Any, name: str, here: Here) -> dict[str, Any] | None:
-    """Expect what an index knows of the rings in the state, by which each episode holds its own steps."""
-    length, positions, oldest = (here.state[entry] for entry in ("length", "positions", "oldest"))
-    rings = Rings.at(length, positions, oldest)
-    if not rings.oldest.equal(oldest) or bool((rings.filled < 0).any()):
-        raise ValueError("The writer state is foreign: its oldest steps cannot be stored.")
-    if value is None:
-        return None
-    cells, envs, newest = rings.filled_cells(), rings.num_envs, rings.positions - 1
-    env = rings.env_of(cells)
-    schema = {
-        "column": tensor(torch.int64, len(cells), low=0, high=newest[env]),
-        "done": tensor(torch.bool, len(cells)),
-        "begin": tensor(torch.int64, envs, low=0, high=newest.clamp(min=0)),
-        "open": tensor(torch.bool, envs),
-        "headless_end": tensor(torch.int64, envs, low=-1, high=newest.clamp(min=-1)),
-        "has_cuts": flag,
-    }
-    known = check_state(mapping(value, name), schema, "episode index")
-    column, position = known["column"], rings.position_of(cells)
-    begin = torch.where(column >= position, position, column)
-    at_begin = torch.searchsorted(cells, rings.cell(env, begin)).clamp(max=max(len(cells) - 1, 0))
-    end = torch.where(begin >= rings.oldest[env], column[at_begin], known["headless_end"][env])
-    running = known["open"][env] & (begin == known["begin"][env])
-    end = torch.where(running, newest[env], end)
-    if not (end >= position).all():
-        raise ValueError("The episode index state is foreign: it holds steps behind the end of their episode.")
-    return known
 
 
 class Rings(processes.Owned, Stated):
@@ -71,14 +52,14 @@ class Rings(processes.Owned, Stated):
 
     OWNER, VERSION = "writer", 5
     STATE = {
-        "num_envs": Fixed(),
-        "length": Fixed(),
-        "positions": Filled(tensor(torch.int64, "num_envs", low=0, high=LARGEST), "_positions"),
-        "oldest": Handed(tensor(torch.int64, "num_envs", low=0, high=LARGEST)),
-        "era": Handed(whole()),
-        "write_count": Handed(whole()),
-        "index": Handed(_read_episodes, "_episodes"),
-        "successors": Nested(),
+        "num_envs": Attribute(),
+        "length": Attribute(),
+        "positions": InPlace(at="_positions", low=0, high=LARGEST),
+        "oldest": Attribute(of=lambda rings: tensor(torch.int64, rings.num_envs, low=0, high=LARGEST)),
+        "era": Attribute(whole()),
+        "write_count": Attribute(whole()),
+        "index": Attribute(optional(mapping), "_episodes"),
+        "successors": Child(),
     }
 
     def __init__(self, num_envs: int, length: int = 0) -> None:
@@ -388,6 +369,34 @@ class Rings(processes.Owned, Stated):
             self.make_index()
             assert self.index is not None
             self.index.learn(known, self.filled_cells().numpy())
+
+    def _check_together(self, values: Mapping[str, Any]) -> None:
+        """Refuse an index by which an episode holds steps that are not its own."""
+        positions, oldest, index = (values[entry] for entry in ("positions", "oldest", "index"))
+        rings = Rings.at(self.length, positions, oldest)
+        if not rings.oldest.equal(oldest) or bool((rings.filled < 0).any()):
+            raise ValueError("The writer state is foreign: its oldest steps cannot be stored.")
+        if index is None:
+            return
+        cells, envs, newest = rings.filled_cells(), rings.num_envs, rings.positions - 1
+        env = rings.env_of(cells)
+        schema = {
+            "column": tensor(torch.int64, len(cells), low=0, high=newest[env]),
+            "done": tensor(torch.bool, len(cells)),
+            "begin": tensor(torch.int64, envs, low=0, high=newest.clamp(min=0)),
+            "open": tensor(torch.bool, envs),
+            "headless_end": tensor(torch.int64, envs, low=-1, high=newest.clamp(min=-1)),
+            "has_cuts": flag,
+        }
+        known = check_state(index, schema, "episode index")
+        column, position = known["column"], rings.position_of(cells)
+        begin = torch.where(column >= position, position, column)
+        at_begin = torch.searchsorted(cells, rings.cell(env, begin)).clamp(max=max(len(cells) - 1, 0))
+        end = torch.where(begin >= rings.oldest[env], column[at_begin], known["headless_end"][env])
+        running = known["open"][env] & (begin == known["begin"][env])
+        end = torch.where(running, newest[env], end)
+        if not (end >= position).all():
+            raise ValueError("The episode index state is foreign: it holds steps behind the end of their episode.")
 
     def _loaded(self) -> None:
         self._counters[2] += 1

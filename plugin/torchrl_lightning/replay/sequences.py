@@ -24,7 +24,7 @@ from torchrl_lightning.replay.rings import NO_INDEX
 from torchrl_lightning.replay.steps import StepsMissing
 from torchrl_lightning.replay.storage import RingStorage
 from torchrl_lightning.replay.writer import RingWriter, writer_of
-from torchrl_lightning.stated import Drawn, Entry, Stated
+from torchrl_lightning.state import GENERATOR, Attribute, Stated
 
 EPISODE_ENDS = ("inside", "across", "pad")
 START_STATES = ("stored", "zero")
@@ -71,7 +71,7 @@ class SequenceSampler(Stated, SamplerHooks, Sampler):
     """
 
     OWNER, VERSION = "sequence sampler", 2
-    STATE: ClassVar[Mapping[str, Entry]] = {"generator": Drawn()}
+    STATE: ClassVar[Mapping[str, Attribute]] = {"generator": GENERATOR}
     reads_rings = True
     batch_length = Checked("_check_length")
     burn_in = Checked("_check_burn_in")

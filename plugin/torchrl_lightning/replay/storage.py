@@ -31,7 +31,7 @@ from torchrl_lightning.entries import (
 from torchrl_lightning.files import Rows
 from torchrl_lightning.kernels.indices import integers
 from torchrl_lightning.memory import check_room, map_cells, reserve
-from torchrl_lightning.ranges import integer, optional
+from torchrl_lightning.ranges import Check, integer, optional
 from torchrl_lightning.replay import processes
 from torchrl_lightning.replay.cells import Cells, Names, check_values
 from torchrl_lightning.replay.draws import integers_below
@@ -48,12 +48,11 @@ from torchrl_lightning.replay.rings import (
     uneven_rings,
 )
 from torchrl_lightning.replay.steps import Ints
-from torchrl_lightning.state import mapping, tensor, whole
-from torchrl_lightning.stated import Fixed, Kept, Stated
+from torchrl_lightning.state import Attribute, Stated, mapping, tensor, whole
 
 
-def _last_cell(storage: Any, _: Mapping[str, Any]) -> int:
-    return int(storage.max_size) - 1
+def _check_of_cells(storage: Any) -> Check:
+    return optional(tensor(torch.int64, None, low=0, high=storage.max_size - 1))
 
 
 class RingStorage(Stated, PickledCells):
@@ -85,11 +84,11 @@ class RingStorage(Stated, PickledCells):
 
     OWNER, VERSION = "storage", 3
     STATE = {
-        "max_size": Fixed(),
-        "count": Kept(whole(0, "max_size"), "_len"),
-        "cells": Kept(optional(tensor(torch.int64, None, low=0, high=_last_cell)), "_uneven_cells"),
-        "cursor": Kept(whole(-1, _last_cell)),
-        "data": Kept(optional(mapping), "_filled"),
+        "max_size": Attribute(),
+        "count": Attribute(of=lambda own: whole(0, own.max_size), at="_len"),
+        "cells": Attribute(of=_check_of_cells, at="_uneven_cells"),
+        "cursor": Attribute(of=lambda own: whole(-1, own.max_size - 1)),
+        "data": Attribute(optional(mapping), "_filled"),
     }
 
     def __init__(

@@ -12,15 +12,14 @@ from torch import Tensor
 from torchrl_lightning.entries import Path, Tree, leaves_of
 from torchrl_lightning.keys import COLLECTOR, FLAGS, IS_INIT, NEXT
 from torchrl_lightning.replay.steps import Flags, Ints
-from torchrl_lightning.state import sequence, wrong
-from torchrl_lightning.stated import Kept, Stated
+from torchrl_lightning.state import Attribute, Stated, sequence, wrong
 
 CHUNK = 1 << 24
 """Bytes that are compared at a time."""
 Read = Callable[[Path], Tensor]
 
 
-def _read_paths(value: Any, name: str, here: Any) -> set[Path]:
+def _read_paths(value: Any, name: str) -> set[Path]:
     """Expect a list of keys, each a list of strings."""
     for key in sequence(value, name):
         if not isinstance(key, list | tuple) or not key or any(not isinstance(part, str) for part in key):
@@ -42,8 +41,8 @@ class SuccessorCheck(Stated):
 
     OWNER = "successor check"
     STATE = {
-        "matched": Kept(_read_paths, form=_as_lists),
-        "differed": Kept(_read_paths, form=_as_lists),
+        "matched": Attribute(_read_paths, form=_as_lists),
+        "differed": Attribute(_read_paths, form=_as_lists),
     }
 
     def __init__(self) -> None:

@@ -14,8 +14,7 @@ from torchrl_lightning.ranges import Checked, boolean, integer
 from torchrl_lightning.replay.draws import integers_below
 from torchrl_lightning.replay.rings import rings_in, uneven_rings
 from torchrl_lightning.replay.steps import StepsMissing
-from torchrl_lightning.state import flag
-from torchrl_lightning.stated import Drawn, Kept, Stated
+from torchrl_lightning.state import GENERATOR, Attribute, Stated, flag
 
 
 class UniformSampler(Stated, SamplerHooks, Sampler):
@@ -42,7 +41,7 @@ class UniformSampler(Stated, SamplerHooks, Sampler):
     """
 
     OWNER, VERSION = "uniform sampler", 1
-    STATE = {"with_replacement": Kept(flag), "stratified": Kept(flag), "generator": Drawn()}
+    STATE = {"with_replacement": Attribute(flag), "stratified": Attribute(flag), "generator": GENERATOR}
     reads_rings = True
     with_replacement = Checked(boolean)
     stratified = Checked(boolean)

@@ -12,7 +12,7 @@ from tensordict.nn import TensorDictModuleBase
 from tensordict.utils import NestedKey
 from torchrl.data import TensorDictReplayBuffer
 
-from torchrl_lightning.checks import Transforms
+from torchrl_lightning.checks import TorchRLState
 from torchrl_lightning.entries import Keys, keys_below, next_key, path_of, to_tensordict
 from torchrl_lightning.environments.played import ReplaySource
 from torchrl_lightning.estimators import IntrinsicRewardNormalizer
@@ -31,8 +31,7 @@ from torchrl_lightning.rollout.values import RECURRENT_KEYS, fill_values
 from torchrl_lightning.rollout.verbs import DocumentedVerbs
 from torchrl_lightning.rollout.writer import RolloutWriter
 from torchrl_lightning.settings import Count, Fraction, Settings, Switch, otherwise, setting
-from torchrl_lightning.state import flag
-from torchrl_lightning.stated import Kept, Nested, Stated
+from torchrl_lightning.state import Attribute, Child, Stated, flag
 
 
 class OfParts(StateFiles, OwnSignature, TensorDictReplayBuffer):
@@ -139,11 +138,11 @@ class RolloutBuffer(Settings, Stated, OfParts, DocumentedVerbs):
 
     OWNER, VERSION = "on-policy buffer", 1
     STATE = {
-        "storage": Nested(),
-        "sampler": Nested(),
-        "transforms": Transforms("transform"),
-        "consumed": Kept(flag, "_consumed"),
-        "intrinsic": Nested("normalizer"),
+        "storage": Child(),
+        "sampler": Child(),
+        "transforms": Child(at="_transform_state"),
+        "consumed": Attribute(flag, "_consumed"),
+        "intrinsic": Child(at="normalizer"),
     }
     HANDED_OVER: ClassVar[tuple[str, ...]] = (
         *("size", "actor", "algorithm", "envs", "critic", "intrinsic_critic"),
@@ -232,6 +231,10 @@ class RolloutBuffer(Settings, Stated, OfParts, DocumentedVerbs):
     def _discount(self, name: str, given: float | None) -> float:
         discount = getattr(self.algorithm, name, None) if given is None else given
         return 0.99 if discount is None else fraction(discount, name)
+
+    @property
+    def _transform_state(self) -> TorchRLState:
+        return TorchRLState("transforms", self.transform, self.storage)
 
     @property
     def normalizer(self) -> IntrinsicRewardNormalizer:

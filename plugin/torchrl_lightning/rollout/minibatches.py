@@ -11,14 +11,9 @@ from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_lightning._compat import SamplerBase
 from torchrl_lightning.ranges import Checked, boolean, integer, one_of, optional
-from torchrl_lightning.state import flag, tensor, whole
-from torchrl_lightning.stated import Drawn, Fixed, Kept, Stated
+from torchrl_lightning.state import GENERATOR, Attribute, Stated, flag, tensor, whole
 
 UNITS = ("steps", "environments")
-
-
-def _last_unit(sampler: Any, state: Mapping[str, Any]) -> int:
-    return int(state["len_storage"]) - 1
 
 
 class MinibatchSampler(Stated, SamplerBase):
@@ -44,13 +39,13 @@ class MinibatchSampler(Stated, SamplerBase):
 
     OWNER, VERSION = "mini-batch sampler", 1
     STATE = {
-        "len_storage": Kept(whole()),
-        "remaining": Kept(optional(tensor(torch.int64, None, low=0, high=_last_unit, anywhere=True))),
-        "drop_last": Kept(flag),
-        "shuffle": Kept(flag),
-        "by": Fixed(),
-        "ran_out": Kept(flag),
-        "generator": Drawn(),
+        "len_storage": Attribute(whole()),
+        "remaining": Attribute(optional(tensor(torch.int64, None, low=0, anywhere=True))),
+        "drop_last": Attribute(flag),
+        "shuffle": Attribute(flag),
+        "by": Attribute(),
+        "ran_out": Attribute(flag),
+        "generator": GENERATOR,
     }
 
     drop_last = Checked(boolean)
@@ -107,6 +102,11 @@ class MinibatchSampler(Stated, SamplerBase):
             if (drop and batch.shape[0] < batch_size) or (num_batches is not None and number >= num_batches):
                 return
             yield batch
+
+    def _check_together(self, values: Mapping[str, Any]) -> None:
+        remaining, count = values["remaining"], values["len_storage"]
+        if remaining is not None:
+            tensor(torch.int64, None, high=count - 1, anywhere=True)(remaining, "'remaining'")
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[tuple[Tensor, ...] | Tensor, dict[str, Any]]:
         """Return the next batch of this epoch as TorchRL's buffers expect it: coordinates ``(t, n)``.

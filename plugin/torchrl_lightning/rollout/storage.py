@@ -27,10 +27,13 @@ from torchrl_lightning.entries import (
 from torchrl_lightning.keys import DONE, NEXT
 from torchrl_lightning.memory import check_room, packed_tree, unpacked_tree
 from torchrl_lightning.parts import is_spawning
-from torchrl_lightning.ranges import integer, optional
+from torchrl_lightning.ranges import Check, integer, optional
 from torchrl_lightning.rollout.layout import RolloutLayout
-from torchrl_lightning.state import mapping, same, whole
-from torchrl_lightning.stated import Fixed, Kept, Stated
+from torchrl_lightning.state import Attribute, Stated, mapping, same, whole
+
+
+def _check_of_num_envs(storage: Any) -> Check:
+    return optional(whole(1) if storage.num_envs is None else same(storage.num_envs, storage.OWNER))
 
 
 def _entries(tail: TensorDictBase | None) -> dict[str, Any] | None:
@@ -64,12 +67,12 @@ class RolloutStorage(Stated, StorageBase):
 
     OWNER, VERSION = "rollout storage", 1
     STATE = {
-        "size": Fixed(),
-        "num_envs": Kept("_read_num_envs"),
-        "num_steps": Kept(whole(0, "size")),
-        "data": Kept(optional(mapping), "_filled"),
-        "added": Kept(mapping, "_added"),
-        "tail": Kept(optional(mapping), form=_entries),
+        "size": Attribute(),
+        "num_envs": Attribute(of=_check_of_num_envs),
+        "num_steps": Attribute(of=lambda storage: whole(0, storage.size)),
+        "data": Attribute(optional(mapping), "_filled"),
+        "added": Attribute(mapping, "_added"),
+        "tail": Attribute(optional(mapping), form=_entries),
     }
 
     def __init__(self, size: int, *, num_envs: int | None = None, device: torch.device | str = "cpu") -> None:
@@ -263,10 +266,6 @@ class RolloutStorage(Stated, StorageBase):
     @property
     def _added(self) -> dict[str, Any]:
         return TensorDict(self.added(), self.shape or []).to_dict()
-
-    def _read_num_envs(self, value: Any, name: str) -> int | None:
-        known = whole(1) if self.num_envs is None else same(self.num_envs, self.OWNER)
-        return optional(known)(value, name)
 
     def _check_together(self, values: Mapping[str, Any]) -> None:
         steps, envs, data, tail = (values[name] for name in ("num_steps", "num_envs", "data", "tail"))

@@ -26,7 +26,7 @@ from torchrl_lightning.keys import COLLECTOR, DONE, IS_INIT, TERMINATED, TRAJ_ID
 from torchrl_lightning.rollout.batches import viewed
 from torchrl_lightning.rollout.layout import RolloutLayout
 from torchrl_lightning.rollout.storage import RolloutStorage
-from torchrl_lightning.stated import Stated
+from torchrl_lightning.state import Stated
 
 _HOW = (
     " Add it: boolean, shape [..., 1], True where the episode really ended and False where it was cut by a time limit; "

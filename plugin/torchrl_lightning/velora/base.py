@@ -21,7 +21,7 @@ from torchrl_lightning.ranges import integer, optional
 from torchrl_lightning.replay.buffer import ExperienceBuffer
 from torchrl_lightning.replay.rows import numbers
 from torchrl_lightning.replay.storage import RingStorage
-from torchrl_lightning.stated import saved
+from torchrl_lightning.state import saved
 from torchrl_lightning.velora.experience import COLUMNS, HIDDEN, PREVIOUS, BatchExperience, flat, transitions, width_of
 from torchrl_lightning.velora.files import CHUNK, DIMS, NAMES, check_files, save_files, shapes_of
 
