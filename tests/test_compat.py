@@ -9,13 +9,17 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import gymnasium
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
+from tensordict.nn import TensorDictModule
 from torchrl.data import LazyTensorStorage, RandomSampler, Sequence, TensorDictReplayBuffer
 from torchrl.data.replay_buffers.samplers import PrioritizedSampler as TorchRLPrioritizedSampler
 from torchrl.data.replay_buffers.samplers import Sampler, SamplerWithoutReplacement
 from torchrl.data.replay_buffers.writers import RoundRobinWriter, Writer
+from torchrl.envs import GymEnv, SerialEnv
 from torchrl.envs.transforms import UnsqueezeTransform
 
 from kit.rings import ring
@@ -176,8 +180,7 @@ def test_prefetched_batches_can_be_held_and_put_back() -> None:
     ours.sample()
     with ours.at_rest() as batches:
         assert len(batches) == 2
-    ours.drop_prefetched()
-    ours.put_prefetched(batches[1:])
+    ours.set_prefetched(batches[1:])
     assert torch.equal(ours.sample()["a"], batches[1][0]["a"])
 
 
@@ -193,8 +196,9 @@ def touched(name: str) -> set[str]:
     source = ast.parse(inspect.getsource(getattr(_compat, name)))
     own = {node.id for node in ast.walk(source) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
     found = {node.attr for node in ast.walk(source) if isinstance(node, ast.Attribute)}
-    ours = {"_own_rng", "_order_prefetch"}
-    return {attr for attr in found - own - ours if attr.startswith("_") and not attr.startswith("__")}
+    aliases = [node for node in ast.walk(source) if isinstance(node, ast.Call) and ast.unparse(node.func) == "alias"]
+    found |= {private.value for alias in aliases for private in alias.args if isinstance(private, ast.Constant)}
+    return {attr for attr in found - own if attr.startswith("_") and not attr.startswith("__")}
 
 
 def test_every_underscored_name_is_one_that_torchrl_has() -> None:
@@ -211,6 +215,65 @@ def test_every_underscored_name_is_one_that_torchrl_has() -> None:
     for name, live in parts.items():
         assert touched(name), name
         assert not [attr for attr in touched(name) if not any(hasattr(part, attr) for part in live)], name
+
+
+def test_an_alias_reads_and_sets_a_private_attribute() -> None:
+    ours, lock = replay(), object()
+    assert (ours.thread_lock, ours.detours[1:3], ours.batch_sizes) == (ours._replay_lock, (False, False), (2, False))
+    ours.write_lock = lock
+    assert ours._write_lock is lock
+
+
+def test_hooks_and_buffers_are_those_of_a_module() -> None:
+    layer = torch.nn.BatchNorm1d(2)
+    layer.register_buffer("passing", torch.zeros(1), persistent=False)
+    assert not any(_compat.hooks_of(layer))
+    layer.register_forward_hook(lambda *_: None)
+    assert [len(hooks) for hooks in _compat.forward_hooks(layer)] == [1, 0]
+    layer.register_full_backward_hook(lambda *_: None)
+    assert [len(hooks) for hooks in _compat.hooks_of(layer)] == [1, 0, 1, 0]
+    assert _compat.buffers_of(layer)["running_mean"] is layer.running_mean
+    assert _compat.persistent_buffers(layer) == {"running_mean", "running_var", "num_batches_tracked"}
+
+
+def test_hooks_of_all_modules_are_found() -> None:
+    assert not _compat.has_global_hooks()
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
+    assert _compat.has_global_hooks()
+    handle.remove()
+
+
+def test_tensors_move_towards_others() -> None:
+    tensors = [torch.zeros(2)]
+    _compat.interpolate_all_(tensors, [torch.ones(2)], 0.25)
+    assert tensors[0].tolist() == [0.25, 0.25]
+
+
+def test_vector_environments_show_their_arrays() -> None:
+    env = gymnasium.make_vec("CartPole-v1", 2, vectorization_mode="sync")
+    env.reset(seed=0)
+    shown, rewards, *_ = env.step(env.action_space.sample())
+    observations, stored, terminated, truncated = _compat.vector_arrays(env)
+    assert observations is _compat.env_observations(env)
+    assert np.stack(observations).tolist() == shown.tolist()
+    assert (stored.tolist(), terminated.any(), truncated.any()) == (rewards.tolist(), False, False)
+    assert _compat.info_adder(env)({}, {"a": 1}, 1)["a"].tolist() == [0, 1]
+    env.close()
+
+
+def test_serial_environments_are_found() -> None:
+    env = SerialEnv(2, partial(GymEnv, "CartPole-v1"))
+    env.reset()
+    assert [type(each) for each in _compat.serial_envs(env)] == [GymEnv, GymEnv]
+    env.close()
+
+
+def test_modules_take_plain_tensors_within_a_block() -> None:
+    module = TensorDictModule(lambda x: x + 1, ["a"], ["b"])
+    for dispatches, given in ((True, torch.zeros(1)), (False, TensorDict(a=torch.zeros(1)))):
+        with _compat.dispatches_modules(dispatches):
+            found = module(given)
+        assert (found if dispatches else found["b"]).tolist() == [1]
 
 
 def test_a_trainer_writes_its_rows_by_one_method() -> None:

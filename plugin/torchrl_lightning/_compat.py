@@ -1,17 +1,16 @@
-"""The underscored TorchRL and tensordict names that our subclasses must touch, and nothing else.
+"""The private names of other libraries that we touch, behind public ones.
 
-TorchRL's component classes are extended through a handful of private hooks (``_empty``, ``_init``, ``_len``, ...). They
-are gathered here, behind public names, so that an upgrade which moves one of them breaks this file and its contract
-tests instead of silently changing behaviour somewhere else.
+TorchRL's component classes are extended through private hooks (``_empty``, ``_init``, ``_len``, ...). They are gathered
+here, so that an upgrade which moves one of them breaks this file and its contract tests instead of silently changing
+behaviour somewhere else. How the parts use them is written in their packages.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
-from multiprocessing.sharedctypes import Value
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -19,6 +18,9 @@ from tensordict import TensorClass, TensorDict, TensorDictBase
 from tensordict.nn.utils import _set_dispatch_td_nn_modules
 from torch import Tensor
 from torch.nn.modules.module import _has_any_global_hook
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_map as tree_map
 from torchrl.data import TensorDictReplayBuffer
 from torchrl.data.replay_buffers.samplers import Sampler, SamplerWithoutReplacement
 from torchrl.data.replay_buffers.storages import LazyTensorStorage, Storage
@@ -78,24 +80,18 @@ def attached(storage: Storage) -> Iterator[Any]:
     return iter(storage._attached_entities_iter())
 
 
-class _NoLock:
-    """Stands for the lock of a number in shared memory, which a process that dies would leave locked.
-
-    Whoever changes the number holds the buffer's lock.
-    """
-
-    def acquire(self) -> None:
-        """Do nothing."""
-
-    release = __enter__ = acquire
-
-    def __exit__(self, *error: object) -> None:
-        """Do nothing."""
+def alias(name: str, *names: str) -> Any:
+    """Show a private attribute, or several as a tuple, under a public name; reading it runs no Python code."""
+    return property(attrgetter(name, *names), lambda holder, value: setattr(holder, name, value))
 
 
 class StorageBase(OwnFiles, LazyTensorStorage):
     """``LazyTensorStorage`` with its private hooks under public names."""
 
+    generator = alias("_rng")
+    """The buffer's random generator."""
+    record_cursor = alias("_set_last_cursor")
+    """Tell TorchRL which row was written last."""
     _own_length = 0
     _shared = _is_packing = False
 
@@ -133,14 +129,13 @@ class StorageBase(OwnFiles, LazyTensorStorage):
         else:
             self._own_length = length
 
-    def share_counters(self) -> None:
-        """Move length, revision and cursor into memory that both forked and spawned processes share."""
+    def move_counters(self, make: Callable[[str, int], Any]) -> None:
+        """Move length, revision and cursor into what ``make(kind, number)`` builds in memory that processes share."""
         length, revision, cursor = len(self), self._mutation_revision, self.cursor
         self._shared = True
-        unlocked: Any = _NoLock()
-        self._len_value = Value("i", length, lock=unlocked)
-        self._mutation_revision_value = Value("q", revision, lock=unlocked)
-        self._last_cursor_index_value = Value("q", cursor, lock=unlocked)
+        self._len_value = make("i", length)
+        self._mutation_revision_value = make("q", revision)
+        self._last_cursor_index_value = make("q", cursor)
 
     def __getstate__(self) -> dict[str, Any]:
         if is_spawning():
@@ -163,11 +158,6 @@ class StorageBase(OwnFiles, LazyTensorStorage):
         """Declare that the content changed, without the lock between processes: any change of the number will do."""
         self._mutation_revision_value.get_obj().value += 1
 
-    @property
-    def generator(self) -> torch.Generator | None:
-        """The buffer's random generator."""
-        return self._rng
-
     def draw(self, count: int) -> Tensor:
         """Draw cells uniformly."""
         return super()._rand_given_ndim(count)
@@ -183,10 +173,6 @@ class StorageBase(OwnFiles, LazyTensorStorage):
         if not self._is_packing:
             self.check_seam()
         return super()._last_cursor_index
-
-    def record_cursor(self, row: int) -> None:
-        """Tell TorchRL which row was written last."""
-        self._set_last_cursor(row)
 
     @property
     def cursor(self) -> int:
@@ -205,22 +191,13 @@ class StorageBase(OwnFiles, LazyTensorStorage):
 class WriterBase(StateFiles, Writer):
     """``Writer`` with its private hooks under public names."""
 
+    storage = alias("_storage")
+    """The storage that this writer fills, once registered."""
+    _write_count = alias("write_count")
+
     def __init__(self) -> None:
         super().__init__()
         self.write_count = 0  # rows written since the buffer was emptied
-
-    @property
-    def storage(self) -> Storage | None:
-        """The storage that this writer fills, once registered."""
-        return self._storage
-
-    @property
-    def _write_count(self) -> int:
-        return self.write_count
-
-    @_write_count.setter
-    def _write_count(self, value: int) -> None:
-        self.write_count = value
 
     def notify(self, index: Tensor) -> None:
         """Tell every entity attached to the storage which cells were written."""
@@ -282,143 +259,43 @@ class SamplerBase(SamplerHooks, SamplerWithoutReplacement):
     shuffle: bool
     len_storage: int
 
-    @property
-    def remaining(self) -> Tensor | None:
-        """Indices that this epoch has not delivered yet."""
-        return self._sample_list
-
-    @remaining.setter
-    def remaining(self, value: Tensor | None) -> None:
-        self._sample_list = value
-
-    def set_remaining_batches(self, count: int) -> None:
-        """Tell TorchRL's prefetcher how many batches this epoch still holds."""
-        self._remaining_batches = count
+    remaining = alias("_sample_list")
+    """Indices that this epoch has not delivered yet."""
+    remaining_batches = alias("_remaining_batches")
+    """How many batches this epoch still holds, for TorchRL's prefetcher."""
 
     def clear(self) -> None:
         """Forget the epoch; called by ``ReplayBuffer.empty``."""
         SamplerWithoutReplacement._empty(self)
 
 
-class BufferBase(OwnSignature, OwnFiles, TensorDictReplayBuffer):
+class BufferBase(TensorDictReplayBuffer):
     """``TensorDictReplayBuffer`` with its private parts under public names."""
 
-    sample_options: Mapping[str, Any] = {}
-    """What the sampler is asked for by ``sample``, beside a number."""
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self._order_prefetch()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_rng": None, "own_rng": self._rng}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        generator = state.pop("own_rng")
-        super().__setstate__(state)
-        if generator is not None:
-            self.set_rng(generator)
-        self._order_prefetch()
-
-    def _order_prefetch(self) -> None:
-        # With several threads, which batch is drawn first would be a matter of luck; samplers are locked anyway.
-        if self._prefetch_cap > 1:
-            several: ThreadPoolExecutor = self._prefetch_executor
-            several.shutdown(wait=False)
-            self._prefetch_executor: ThreadPoolExecutor = ThreadPoolExecutor(max_workers=1)
-
-    def is_plain(self, batch_size: int | None) -> bool:
-        """Return whether cells and transforms are all that a sample needs, so that TorchRL's long path is not taken."""
-        own = self._batch_size
-        return not (
-            self._prefetch
-            or self._pin_memory
-            or self._sample_unit is not None
-            or self._sample_dependency is not None
-            or self._service_shutdown
-            or self._collate_fn is not _collate_id
-            or (own is None and batch_size is None)
-            or not (own is None or batch_size is None or own == batch_size or self._warned_batch_size_conflict)
-        )
-
-    @property
-    def transforms(self) -> Collection[Any]:
-        """The transforms."""
-        found: dict[str, Any] = self._transform._modules["transforms"]._modules  # ten times faster than by attribute
-        return found.values()
-
-    def read(self, batch_size: int | None, fetch: Callable[[Any, dict[Any, Any]], T], **options: Any) -> T:
-        """Let the sampler draw, by these options, and ``fetch(index, info)`` read, under TorchRL's locks."""
-        size = self._batch_size if batch_size is None else batch_size
-        with self._replay_lock:
-            if not self.shared:
-                return fetch(*self._sampler.sample(self._storage, size, **options))
-            with self._write_lock:
-                return fetch(*self._sampler.sample(self._storage, size, **options))
-
-    def write(self, data: TensorDictBase, *args: Any) -> Any:
-        """Write under TorchRL's locks, without transforms; further arguments go to the writer."""
-        return self.write_by(self._writer.extend, data, *args)
-
-    def write_by(self, write: Callable[..., T], *args: Any) -> T:
-        """Let ``write(*args)`` write under TorchRL's locks, and tell the sampler which cells it returned."""
-        with self._replay_lock, self._write_lock:
-            index = write(*args)
-            self._sampler.extend(index)
-        return index
-
-    @property
-    def prefetches(self) -> bool:
-        """Whether batches are drawn ahead."""
-        return bool(self._prefetch)
+    generator = alias("_rng")
+    """The random generator."""
+    thread_lock = alias("_replay_lock")
+    """The lock between threads."""
+    write_lock = alias("_write_lock")
+    """The lock of those who write, also between processes."""
+    prefetches = alias("_prefetch")
+    """Whether batches are drawn ahead."""
+    prefetch_cap = alias("_prefetch_cap")
+    """How many batches are drawn ahead at most."""
+    prefetch_threads = alias("_prefetch_executor")
+    """What draws them."""
+    collate = alias("_collate_fn")
+    """What TorchRL calls for a batch that was looked up."""
+    unit = alias("_sample_unit")
+    """What TorchRL makes of sampled cells, such as slices; None for cells."""
+    detours = alias("_prefetch", "_pin_memory", "_service_shutdown", "_sample_unit", "_sample_dependency")
+    """What TorchRL does in its own way: three switches, and two objects or None."""
+    batch_sizes = alias("_batch_size", "_warned_batch_size_conflict")
+    """The batch size, and whether TorchRL has warned of another one in ``sample``."""
 
     def clear_sampler(self) -> None:
         """Let the sampler forget what belongs to the stored data."""
         self._sampler._empty()
-
-    def set_write_lock(self, lock: AbstractContextManager[None]) -> None:
-        """Use another lock, beside the one between threads."""
-        self._write_lock = lock
-
-    @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Hold TorchRL's locks, so that nothing is written, sampled or given another priority."""
-        with self._replay_lock, self._write_lock:
-            yield
-
-    def look_up(self, index: Any, info: dict[Any, Any]) -> TensorDictBase:
-        """Read cells on TorchRL's long path, taken where :meth:`read` is not; ``info`` are the sampler's entries."""
-        raise NotImplementedError
-
-    @pin_memory_output
-    def _sample(self, batch_size: int) -> Drawn:
-        # What TorchRL's does, but that the cells are looked up by a method, and transforms see them undisturbed.
-        with self.locked():
-            index, info = self._sampler.sample(self._storage, batch_size, **self.sample_options)
-            if self._sample_unit is not None:
-                index, info = self._sample_unit.expand(index, info, self._storage)
-            info["index"] = index
-            data = self._collate_fn(self.look_up(index, info))
-            if self.transforms:
-                with data.unlock_(), _set_dispatch_td_nn_modules(True):
-                    data = self._transform(data)
-        return data, info
-
-    def give_priority(self, index: Tensor, priority: Tensor, **kwargs: Any) -> None:
-        """Hand flat priorities to the sampler under TorchRL's locks, without preparing them again."""
-        with self._replay_lock, self._write_lock:
-            self._sampler.update_priority(index, priority, storage=self._storage, **kwargs)
-
-    @property
-    def generator(self) -> torch.Generator:
-        """The random generator."""
-        return self._rng
-
-    def restore_generator(self, state: Mapping[str, Any]) -> None:
-        """Set the generator to a state; the object stays the same, unless the state is of another device."""
-        if str(self._rng.device) != state["device"]:
-            self.set_rng(torch.Generator(state["device"]))
-        self._rng.set_state(state["state"])
 
     def set_sampler(self, sampler: Sampler) -> Sampler:
         """Exchange the sampler and hand it the generator, which TorchRL forgets; returns the old one."""
@@ -427,26 +304,27 @@ class BufferBase(OwnSignature, OwnFiles, TensorDictReplayBuffer):
         return previous
 
     @contextmanager
-    def at_rest(self) -> Iterator[list[tuple[TensorDictBase, dict[Any, Any]]]]:
-        """Hold the locks, and yield the batches that were prefetched and not yet delivered."""
-        with self._capture_prefetch_state(clone_queue=False) as state, self._write_lock:
+    def paused_prefetch(self) -> Iterator[list[tuple[TensorDictBase, dict[Any, Any]]]]:
+        """Hold the lock between threads, and yield the batches that were prefetched and not yet delivered."""
+        with self._capture_prefetch_state(clone_queue=False) as state:
             yield list(state["queue"])
 
-    def put_prefetched(self, batches: list[tuple[TensorDictBase, dict[Any, Any]]]) -> None:
-        """Replace the prefetched batches; a ValueError if there are more than ``prefetch`` allows."""
-        held, cap = len(batches), self._prefetch_cap
-        if held > cap:
-            raise ValueError(f"The state holds {held} prefetched batches, this buffer has prefetch={cap}; raise it.")
-        with self._futures_lock:
-            self._clear_prefetch_queue_locked()
-            state = {"version": 1, "capacity": self._prefetch_cap, "queue": batches}
-            self._restore_prefetch_queue_locked(state, clone_queue=False)
-
-    def drop_prefetched(self) -> None:
-        """Wait for prefetched batches and forget them."""
+    def set_prefetched(self, batches: Sequence[tuple[TensorDictBase, dict[Any, Any]]]) -> None:
+        """Wait for batches that are being prefetched, and put these in their place."""
         with self._futures_lock:
             self._synchronize_futures_locked()
             self._clear_prefetch_queue_locked()
+            if batches:
+                state = {"version": 1, "capacity": self._prefetch_cap, "queue": list(batches)}
+                self._restore_prefetch_queue_locked(state, clone_queue=False)
+
+    def draw_batch(self, batch_size: int) -> Drawn:
+        """Draw a batch in TorchRL's way."""
+        raise NotImplementedError
+
+    @pin_memory_output
+    def _sample(self, batch_size: int) -> Drawn:
+        return self.draw_batch(batch_size)
 
 
 def should_validate(trainer: Any) -> bool:
@@ -455,10 +333,34 @@ def should_validate(trainer: Any) -> bool:
     return bool(loop.epoch_loop._should_check_val_fx(loop._data_fetcher))
 
 
-def logger_connector(trainer: Any) -> Any:
-    """Return what writes the rows of a Lightning trainer, by its ``log_metrics(metrics, step=None)``."""
-    return trainer._logger_connector
+# ---- functions and classes under public names; those of attrgetter run no Python code ------------------------------
 
-
+logger_connector = attrgetter("_logger_connector")
+"""Return what writes the rows of a Lightning trainer, by its ``log_metrics(metrics, step=None)``."""
 has_global_hooks = _has_any_global_hook
 """Return whether hooks are registered that run with every torch module."""
+forward_hooks = attrgetter("_forward_hooks", "_forward_pre_hooks")
+"""Return the hooks that run with a torch module's forward pass: two dicts."""
+hooks_of = attrgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+"""Return all hooks that run with a torch module: four dicts."""
+buffers_of = attrgetter("_buffers")
+"""Return the buffers of a torch module itself, by name; reading one as an attribute takes ten times as long."""
+interpolate_all_ = torch._foreach_lerp_
+"""Move tensors towards others by a fraction."""
+env_observations = attrgetter("_env_obs")
+"""Return the observation of each environment of gymnasium's ``SyncVectorEnv``."""
+vector_arrays = attrgetter("_env_obs", "_rewards", "_terminations", "_truncations")
+"""Return these observations, and the arrays of rewards and ends."""
+info_adder = attrgetter("_add_info")
+"""Return the method of a vector environment of gymnasium's that adds an environment's info."""
+serial_envs = attrgetter("_envs")
+"""Return the environments of TorchRL's ``SerialEnv``."""
+dispatches_modules = _set_dispatch_td_nn_modules
+"""Let TensorDict modules take plain tensors, or not, for a block."""
+collates_nothing = _collate_id
+"""What a buffer of TensorDicts does with a batch that was looked up."""
+
+
+def persistent_buffers(module: torch.nn.Module) -> set[str]:
+    """Return the names of the buffers of a torch module itself that its state dict holds."""
+    return module._buffers.keys() - module._non_persistent_buffers_set

@@ -88,7 +88,7 @@ def work(buffer: EpisodicReplayBuffer, first: int, seconds: float, pipe: Any) ->
     """Write two environments from ``first`` on, or draw if that is negative; answer with the counts of each half."""
     torch.set_num_threads(1)
     lock = TimedLock(buffer._write_lock)
-    buffer.set_write_lock(lock)
+    buffer.write_lock = lock
     env, number = torch.arange(first, first + WIDTH), EPISODE
     for _ in range(2):
         calls, good, lock.waited, start = 0, True, 0.0, time.perf_counter()

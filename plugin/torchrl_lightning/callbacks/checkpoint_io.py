@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from fsspec.core import strip_protocol
 from fsspec.implementations.local import LocalFileSystem
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch import Trainer
@@ -48,7 +49,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         if storage_options is not None or not isinstance(filesystem, LocalFileSystem):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
-        target = Path(filesystem._strip_protocol(str(path)))
+        target = Path(strip_protocol(str(path)))
         target.parent.mkdir(parents=True, exist_ok=True)
         try:
             with replaced_files(target) as (file,):
@@ -81,7 +82,7 @@ def read_within_limits(source: Any, map_location: Any, weights_only: bool | None
             else torch.load(source, map_location=map_location, weights_only=weights_only)
         )
         return found
-    path = Path(LocalFileSystem._strip_protocol(str(source))) if is_path else source
+    path = Path(strip_protocol(str(source))) if is_path else source
     if is_path and not path.exists():
         raise FileNotFoundError(f"Checkpoint file not found: {path}")
     try:

@@ -13,6 +13,7 @@ import gymnasium
 import numpy as np
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 
+from torchrl_lightning._compat import env_observations
 from torchrl_lightning.environments.actions import ActionFormat
 from torchrl_lightning.environments.copies import copy_beneath_wrappers
 from torchrl_lightning.environments.envpool_env import EnvPoolVectorEnv
@@ -278,7 +279,7 @@ class VectorStepper:
         env = self.env.unwrapped
         places = extract_tb(error.__traceback__)
         if isinstance(env, SyncVectorEnv) and any("concatenate" in place.name for place in places):
-            for index, observation in enumerate(env._env_obs):
+            for index, observation in enumerate(env_observations(env)):
                 check_observation(env.single_observation_space, observation, f"{when}environment {index}")
         blame(error, call, f"{self.env}")
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributions import Distribution
 from torchrl.data import Bounded, Composite, TensorSpec, Unbounded
 
-from torchrl_lightning._compat import new_tensordict, put_entry
+from torchrl_lightning._compat import buffers_of, forward_hooks, new_tensordict, put_entry
 from torchrl_lightning.entries import level_of, nested_key, path_of
 from torchrl_lightning.environments.policies import Outputs, Policy, bare_call, policy_outputs, standing_call
 from torchrl_lightning.environments.specs import EnvironmentSpecs
@@ -99,7 +99,8 @@ class ObservationNormalizer(nn.Module):
 
     def _constants(self, key: NestedKey) -> tuple[Tensor, Tensor]:
         place = self._place[key]
-        return self._buffers[f"mean_{place}"], self._buffers[f"factor_{place}"]  # type: ignore[return-value]
+        buffers = buffers_of(self)
+        return buffers[f"mean_{place}"], buffers[f"factor_{place}"]
 
     def _constants_on(self, device: torch.device, key: NestedKey) -> tuple[Tensor, Tensor]:
         if self._constants(key)[0].device != device:
@@ -271,7 +272,7 @@ class NormalizedPolicy(TensorDictModuleBase):
         if not normalizer.is_flat:
             return lambda: self.act_on(step)
         policy, entries = self.policy, dict(level_of(step))
-        hooks = [policy._forward_hooks, policy._forward_pre_hooks] if isinstance(policy, nn.Module) else []
+        hooks = forward_hooks(policy) if isinstance(policy, nn.Module) else ()
         refreshers = []
         for key in normalizer.keys:
             entries[key], refresh = normalizer.standing(key, entries[key])

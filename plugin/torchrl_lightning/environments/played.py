@@ -12,6 +12,7 @@ from gymnasium.vector import SyncVectorEnv
 from gymnasium.vector.utils import concatenate, iterate
 from numpy.typing import NDArray
 
+from torchrl_lightning._compat import env_observations, info_adder, vector_arrays
 from torchrl_lightning.environments.copies import copied
 from torchrl_lightning.environments.faults import GuardedCall, blaming, check_returned, position
 
@@ -113,7 +114,7 @@ class ResumableVectorEnv(SyncVectorEnv):
 
     def step(self, actions: Any) -> tuple[Any, Array, Array, Array, dict[str, Any]]:
         """Step every environment, and reset those whose episodes end."""
-        shown, rewards, terminated, truncated = self._env_obs, self._rewards, self._terminations, self._truncations
+        shown, rewards, terminated, truncated = vector_arrays(self)
         checks = self._checks
         infos: dict[str, Any] = {}
         each = _zero_dimensional(actions) if self._takes_scalar_array else iterate(self.action_space, actions)
@@ -128,10 +129,10 @@ class ResumableVectorEnv(SyncVectorEnv):
                 if not checks:
                     self._check(returned, "step", i)
                 # The reset may change the memory of both.
-                infos = self._add_info(infos, {"final_obs": copied(shown[i]), "final_info": copied(info)}, i)
+                infos = info_adder(self)(infos, {"final_obs": copied(shown[i]), "final_info": copied(info)}, i)
                 shown[i], info = env.reset()
             if info:
-                infos = self._add_info(infos, info, i)
+                infos = info_adder(self)(infos, info, i)
         self._checks = False
         self._concatenate(shown)
         return self._observations, rewards.copy(), terminated.copy(), truncated.copy(), infos
@@ -141,7 +142,7 @@ class ResumableVectorEnv(SyncVectorEnv):
 
         Of info there are only the last observations of episodes, ``final_obs``.
         """
-        shown, final = self._env_obs, [None] * self.num_envs
+        shown, final = env_observations(self), [None] * self.num_envs
         rewards = np.zeros(self.num_envs)
         terminated, truncated = np.zeros((2, self.num_envs), dtype=bool)
         for i in np.flatnonzero(~resting).tolist():

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torchrl.envs import TensorDictPrimer
 from torchrl.modules.utils import get_primers_from_module
 
+from torchrl_lightning._compat import forward_hooks
 from torchrl_lightning._modules import device_of
 from torchrl_lightning.entries import Path, join, level_of, path_of
 from torchrl_lightning.environments.actions import ActionFormat
@@ -51,7 +52,7 @@ def bare_call(policy: object) -> Callable[[TensorDictBase], Outputs] | None:
     writes nothing; actions are as ``exploration_type()`` says. Being dispatched by TensorDict takes half of a small
     network's time. The next step overwrites the entries of ``step``: what is to be remembered must be copied.
     """
-    if isinstance(policy, nn.Module) and (policy._forward_hooks or policy._forward_pre_hooks):
+    if isinstance(policy, nn.Module) and any(forward_hooks(policy)):
         return None
     if "forward" in getattr(policy, "__dict__", ()):
         return None

@@ -29,6 +29,7 @@ from torchrl.envs import (
 )
 from torchrl.envs.batched_envs import BatchedEnvBase
 
+from torchrl_lightning._compat import serial_envs
 from torchrl_lightning.entries import path_of
 from torchrl_lightning.environments.actions import ActionFormat, first_action, network_spec
 from torchrl_lightning.environments.copies import FreshActions
@@ -140,7 +141,7 @@ def copy_calls(env: EnvBase, index: int | None = None) -> None:
             make if isinstance(make, _CopyingFactory) else _CopyingFactory(make, number)
             for number, make in enumerate(base.create_env_fn)
         ]
-        for number, inner in enumerate(base._envs if isinstance(base, SerialEnv) and not base.is_closed else ()):
+        for number, inner in enumerate(serial_envs(base) if isinstance(base, SerialEnv) and not base.is_closed else ()):
             copy_calls(inner, number)
     else:
         _copy_calls_of(base, index)

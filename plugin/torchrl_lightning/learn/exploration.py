@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +14,7 @@ from tensordict.nn.probabilistic import interaction_type
 from tensordict.utils import NestedKey
 from torch import Tensor, nn
 
+from torchrl_lightning._compat import buffers_of
 from torchrl_lightning.environments.masks import allowed_values, draw_choice
 from torchrl_lightning.kernels.compiled import jitted
 from torchrl_lightning.kernels.perceptron import choose_greedily, choose_noisily
@@ -181,7 +181,7 @@ class EpsilonGreedyPolicy(ExploringPolicy):
             raise ValueError("Only numbers of actions are compiled.")
         layers = network.compiled_values(entries)
         chance, (others, action) = torch.zeros(rows, dtype=torch.float32), torch.empty(2, rows, dtype=torch.int64)
-        amounts: Any = self._buffers
+        amounts = buffers_of(self)
         kernel, arrays = jitted(choose_greedily), (chance.numpy(), others.numpy(), action.numpy())
 
         def act(explore: bool) -> Tensor:
@@ -230,7 +230,7 @@ class NoisyPolicy(ExploringPolicy):
             raise ValueError(f"{type(head).__name__} is not compiled.")
         layers = CompiledLayers(entries, trunk, head, head.stack)
         noise, action = torch.empty(2, len(entries[0]), layers.outputs, dtype=torch.float32)
-        amounts: Any = self._buffers
+        amounts = buffers_of(self)
         kernel, shape, drawn, chosen = jitted(choose_noisily), np.empty(2, np.int64), noise.numpy(), action.numpy()
 
         def act(explore: bool) -> Tensor:

@@ -12,6 +12,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from torchrl_lightning._compat import buffers_of
 from torchrl_lightning._logging import TRAINING, count_rows_by_clock, count_rows_by_lightning, publish
 from torchrl_lightning._modules import clock_of
 from torchrl_lightning.learn.schedules import progress_of
@@ -113,7 +114,7 @@ class ReportingModule(L.LightningModule):
             self.__dict__[name] = value
             return
         check = self.checks_of_attributes.get(name)
-        if check is not None and name not in self._buffers:
+        if check is not None and name not in buffers_of(self):
             value = check[0](value, check[1])
         super().__setattr__(name, value)
 

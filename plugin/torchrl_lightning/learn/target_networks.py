@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from torchrl_lightning._compat import buffers_of, interpolate_all_, persistent_buffers
 from torchrl_lightning._modules import EvaluationMode
 from torchrl_lightning.learn.flat_parameters import addresses, alike, lay_flat, merged, settled_parameters
 
@@ -30,7 +31,7 @@ class TargetNetworks(nn.Module):
             (ours, theirs, name)
             for key, network in networks.items()
             for ours, theirs in zip(self.get_submodule(key).modules(), network.modules(), strict=True)
-            for name in ours._buffers.keys() - ours._non_persistent_buffers_set
+            for name in persistent_buffers(ours)
         ]
         self.evaluation = EvaluationMode(self)
         self._addresses: list[int] = []
@@ -52,8 +53,8 @@ class TargetNetworks(nn.Module):
             for members in alike(own, settled_parameters(self)):
                 lay_flat(members)
             self._runs, self._addresses = merged(online, own), addresses([*online, *own])
-        torch._foreach_lerp_(self._runs[1], self._runs[0], tau)
+        interpolate_all_(self._runs[1], self._runs[0], tau)
         for ours, theirs, name in self._buffer_pairs:
-            buffer = theirs._buffers[name]
+            buffer = buffers_of(theirs)[name]
             if buffer is not None:
-                ours._buffers[name].copy_(buffer)
+                buffers_of(ours)[name].copy_(buffer)

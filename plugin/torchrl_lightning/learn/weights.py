@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
+from torchrl_lightning._compat import TorchDispatchMode, tree_leaves, tree_map
 from torchrl_lightning.limits import BUILT_LEAST, BUILT_PER_BYTE, OPERATIONS_LEAST, OPERATIONS_PER_WEIGHT
 
 # Where agents keep the network that acts: our own, and those over TorchRL's losses.

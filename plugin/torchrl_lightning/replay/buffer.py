@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self, overload
 
@@ -16,14 +16,13 @@ from torchrl.data.replay_buffers.storages import Storage
 from torchrl.data.replay_buffers.writers import Writer
 from torchrl.envs.transforms import Transform
 
-from torchrl_lightning._compat import entries_of, new_tensordict
-from torchrl_lightning.checks import TorchRLState
+from torchrl_lightning._compat import collates_nothing, entries_of, new_tensordict
 from torchrl_lightning.entries import check_tensordict, entry_of, moved, nested_key
 from torchrl_lightning.kernels.indices import integers
 from torchrl_lightning.keys import NEXT
 from torchrl_lightning.parts import fresh_generator
 from torchrl_lightning.ranges import Checked
-from torchrl_lightning.replay.checks import device_and_state, pack_batch, sampler_state, unpack_batch
+from torchrl_lightning.replay.checks import device_and_state, unpack_batch
 from torchrl_lightning.replay.episode_transform import EpisodeTransform, bind, transforms_in
 from torchrl_lightning.replay.layout import (
     check_parts,
@@ -37,7 +36,7 @@ from torchrl_lightning.replay.n_step import FoldsSteps, NStepReturns
 from torchrl_lightning.replay.priorities import reduce_priorities
 from torchrl_lightning.replay.priority_samplers import hold_priorities, prioritized_in, takes_priorities
 from torchrl_lightning.replay.rings import Rings
-from torchrl_lightning.replay.sharing import ShareableBuffer
+from torchrl_lightning.replay.sharing import ShareableBuffer, T
 from torchrl_lightning.replay.storage import RingStorage
 from torchrl_lightning.replay.uniform import UniformSampler
 from torchrl_lightning.replay.writer import RingWriter
@@ -269,9 +268,20 @@ class ExperienceBuffer(Stated, FoldsSteps, ShareableBuffer):
 
     def empty(self, empty_write_count: bool = True) -> None:
         """Forget everything stored, and batches that were prefetched from it."""
-        self.drop_prefetched()
+        self.set_prefetched([])
         with self.locked():
             super().empty(empty_write_count)
+
+    def write(self, data: TensorDictBase, *args: Any) -> Any:
+        """Write under TorchRL's locks, without transforms; further arguments go to the writer."""
+        return self.write_by(self._writer.extend, data, *args)
+
+    def write_by(self, write: Callable[..., T], *args: Any) -> T:
+        """Let ``write(*args)`` write under TorchRL's locks, and tell the sampler which cells it returned."""
+        with self.thread_lock, self.write_lock:
+            index = write(*args)
+            self._sampler.extend(index)
+        return index
 
     # ------------------------------------------------------------------ reading
 
@@ -299,6 +309,31 @@ class ExperienceBuffer(Stated, FoldsSteps, ShareableBuffer):
             for transform in transforms:
                 batch = transform(batch)
         return batch
+
+    @property
+    def transforms(self) -> Collection[Any]:
+        """The transforms."""
+        found: dict[str, Any] = self._transform._modules["transforms"]._modules  # ten times faster than by attribute
+        return found.values()
+
+    def is_plain(self, batch_size: int | None) -> bool:
+        """Return whether cells and transforms are all that a sample needs, so that TorchRL's long path is not taken."""
+        prefetches, pins, is_over, unit, dependency = self.detours
+        own, has_warned = self.batch_sizes
+        if prefetches or pins or is_over or unit is not None or dependency is not None:
+            return False
+        if self.collate is not collates_nothing or (own is None and batch_size is None):
+            return False
+        return bool(own is None or batch_size is None or own == batch_size or has_warned)
+
+    def read(self, batch_size: int | None, fetch: Callable[[Any, dict[Any, Any]], T], **options: Any) -> T:
+        """Let the sampler draw, by these options, and ``fetch(index, info)`` read, under TorchRL's locks."""
+        size = self.batch_sizes[0] if batch_size is None else batch_size
+        with self.thread_lock:
+            if not self.shared:
+                return fetch(*self._sampler.sample(self._storage, size, **options))
+            with self.write_lock:
+                return fetch(*self._sampler.sample(self._storage, size, **options))
 
     def draw(self, batch_size: int | None = None) -> TensorDictBase:
         """Sample a batch as a TensorDict, even where the documented ``sample`` of a buffer returns something else.
@@ -394,35 +429,6 @@ class ExperienceBuffer(Stated, FoldsSteps, ShareableBuffer):
         return plan_write_back(storage, writer.rings, batch, keys, self.n_steps)
 
     # ------------------------------------------------------------------ state
-
-    @property
-    def _sampler_kind(self) -> str:
-        return type(self._sampler).__name__
-
-    @property
-    def _sampler_state(self) -> Any:
-        return sampler_state(self._sampler, self.storage)
-
-    @property
-    def _transform_state(self) -> TorchRLState:
-        return TorchRLState("transforms", self.transform, self.storage)
-
-    @property
-    def _random(self) -> dict[str, Any]:
-        return {"device": str(self.generator.device), "state": self.generator.get_state()}
-
-    @_random.setter
-    def _random(self, state: Mapping[str, Any]) -> None:
-        self.restore_generator(state)
-
-    @property
-    def _drawn_ahead(self) -> list[dict[str, Any]]:
-        with self.at_rest() as prefetched:
-            return [pack_batch(batch, info) for batch, info in prefetched]
-
-    @_drawn_ahead.setter
-    def _drawn_ahead(self, batches: list[tuple[TensorDictBase, dict[Any, Any]]]) -> None:
-        self.put_prefetched(batches)
 
     def state_dict(self, *, copy: bool = True) -> dict[str, Any]:
         """Return everything that decides what is sampled next: tensors and scalars only."""

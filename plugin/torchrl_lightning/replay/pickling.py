@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
+from multiprocessing.sharedctypes import Value
 from pathlib import Path
 from typing import Any, Self
 
@@ -13,6 +15,21 @@ from torchrl_lightning.entries import Tree, map_leaves, row_bytes
 from torchrl_lightning.memory import UnnamedFile, check_room, mapped_tree, packed_tree, unpacked_tree
 from torchrl_lightning.parts import is_spawning
 from torchrl_lightning.replay import processes
+
+
+class _NoLock:
+    """Stands for the lock of a number in shared memory, which a process that dies would leave locked.
+
+    Whoever changes the number holds the buffer's lock.
+    """
+
+    def acquire(self) -> None:
+        """Do nothing."""
+
+    release = __enter__ = acquire
+
+    def __exit__(self, *error: object) -> None:
+        """Do nothing."""
 
 
 class PickledCells(processes.Owned, StorageBase):
@@ -36,6 +53,11 @@ class PickledCells(processes.Owned, StorageBase):
     def _kept_cells(self) -> Tensor | int:
         """Return the cells that a copy takes along, or the number of the first ones."""
         raise NotImplementedError
+
+    def share_counters(self) -> None:
+        """Move length, revision and cursor into memory that both forked and spawned processes share."""
+        unlocked: Any = _NoLock()
+        self.move_counters(partial(Value, lock=unlocked))
 
     def __getstate__(self) -> dict[str, Any]:
         self.check_travel()

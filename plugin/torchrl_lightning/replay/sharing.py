@@ -19,11 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_lightning._compat import BufferBase
 from torchrl_lightning.parts import is_spawning
 from torchrl_lightning.processes import end_with_parent
 from torchrl_lightning.replay import processes
 from torchrl_lightning.replay.episode_index import EpisodeIndex
+from torchrl_lightning.replay.locked import LockedBuffer
 from torchrl_lightning.replay.rings import EVERYTHING, Rings
 from torchrl_lightning.replay.shared_lock import PAUSE, SharedLock
 from torchrl_lightning.replay.steps import Flags, Ints, steps_between
@@ -244,7 +244,7 @@ class SharedRings(_SharedArrays, Rings):
 # ---------------------------------------------------------------------- the buffer
 
 
-class ShareableBuffer(BufferBase):
+class ShareableBuffer(LockedBuffer):
     """A buffer over rings that other processes may write to and read from, once it is shared."""
 
     shared = False
@@ -310,7 +310,7 @@ class ShareableBuffer(BufferBase):
         self.storage.share()
         self.writer.share()
         super().share(True)
-        self.set_write_lock(lock)
+        self.write_lock = lock
         self._drawing = processes.current
         return self
 
@@ -321,7 +321,7 @@ class ShareableBuffer(BufferBase):
 
     @property
     def _lock(self) -> SharedLock:
-        return cast("SharedLock", self._write_lock)
+        return cast("SharedLock", self.write_lock)
 
     def _enter(self) -> None:
         """Take note of what other processes did; done on entering the lock between them."""

@@ -132,7 +132,7 @@ class MinibatchSampler(Stated, SamplerBase):
         left = rest.shape[0] // batch_size if self.drop_last else -(rest.shape[0] // -batch_size)
         self.ran_out = left == 0
         self.remaining = rest if left else None
-        self.set_remaining_batches(left)
+        self.remaining_batches = left
         if storage.ndim == 1:
             return index, {}
         if not whole:

@@ -1,0 +1,116 @@
+"""A buffer whose verbs hold TorchRL's locks, and which draws its batches in one order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from torchrl_lightning._compat import BufferBase, Drawn, dispatches_modules
+from torchrl_lightning.checks import TorchRLState
+from torchrl_lightning.files import OwnFiles
+from torchrl_lightning.parts import OwnSignature
+from torchrl_lightning.replay.checks import pack_batch, sampler_state
+
+
+class LockedBuffer(OwnSignature, OwnFiles, BufferBase):
+    """Read, write and give priorities under TorchRL's locks, without TorchRL's longer paths."""
+
+    shared: bool
+    sample_options: Mapping[str, Any] = {}
+    """What the sampler is asked for by ``sample``, beside a number."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._order_prefetch()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_rng": None, "own_rng": self.generator}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        generator = state.pop("own_rng")
+        super().__setstate__(state)
+        if generator is not None:
+            self.set_rng(generator)
+        self._order_prefetch()
+
+    def _order_prefetch(self) -> None:
+        # With several threads, which batch is drawn first would be a matter of luck; samplers are locked anyway.
+        if self.prefetch_cap > 1:
+            self.prefetch_threads.shutdown(wait=False)
+            self.prefetch_threads = ThreadPoolExecutor(max_workers=1)
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold TorchRL's locks, so that nothing is written, sampled or given another priority."""
+        with self.thread_lock, self.write_lock:
+            yield
+
+    def give_priority(self, index: Tensor, priority: Tensor, **kwargs: Any) -> None:
+        """Hand flat priorities to the sampler under TorchRL's locks, without preparing them again."""
+        with self.thread_lock, self.write_lock:
+            self._sampler.update_priority(index, priority, storage=self._storage, **kwargs)
+
+    def look_up(self, index: Any, info: dict[Any, Any]) -> TensorDictBase:
+        """Read cells on TorchRL's long path, taken where :meth:`read` is not; ``info`` are the sampler's entries."""
+        raise NotImplementedError
+
+    def draw_batch(self, batch_size: int) -> Drawn:
+        """Draw a batch as TorchRL does, but look the cells up by a method, and show transforms undisturbed cells."""
+        with self.locked():
+            index, info = self._sampler.sample(self._storage, batch_size, **self.sample_options)
+            if self.unit is not None:
+                index, info = self.unit.expand(index, info, self._storage)
+            info["index"] = index
+            data = self.collate(self.look_up(index, info))
+            if len(self._transform):
+                with data.unlock_(), dispatches_modules(True):
+                    data = self._transform(data)
+        return data, info
+
+    @contextmanager
+    def at_rest(self) -> Iterator[list[tuple[TensorDictBase, dict[Any, Any]]]]:
+        """Hold the locks, and yield the batches that were prefetched and not yet delivered."""
+        with self.paused_prefetch() as batches, self.write_lock:
+            yield batches
+
+    # ---- what its state holds of TorchRL's --------------------------------------------------------------------------
+
+    @property
+    def _sampler_kind(self) -> str:
+        return type(self._sampler).__name__
+
+    @property
+    def _sampler_state(self) -> Any:
+        return sampler_state(self._sampler, self.storage)
+
+    @property
+    def _transform_state(self) -> TorchRLState:
+        return TorchRLState("transforms", self.transform, self.storage)
+
+    @property
+    def _random(self) -> dict[str, Any]:
+        return {"device": str(self.generator.device), "state": self.generator.get_state()}
+
+    @_random.setter
+    def _random(self, state: Mapping[str, Any]) -> None:
+        if str(self.generator.device) != state["device"]:
+            self.set_rng(torch.Generator(state["device"]))
+        self.generator.set_state(state["state"])  # of the same object, unless it was on another device
+
+    @property
+    def _drawn_ahead(self) -> list[dict[str, Any]]:
+        with self.at_rest() as prefetched:
+            return [pack_batch(batch, info) for batch, info in prefetched]
+
+    @_drawn_ahead.setter
+    def _drawn_ahead(self, batches: list[tuple[TensorDictBase, dict[Any, Any]]]) -> None:
+        if len(batches) > self.prefetch_cap:
+            held, cap = len(batches), self.prefetch_cap
+            raise ValueError(f"The state holds {held} prefetched batches, this buffer has prefetch={cap}; raise it.")
+        self.set_prefetched(batches)
