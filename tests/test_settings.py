@@ -183,6 +183,16 @@ class Ranked(Held):
     rate: Positive = setting(default=2.0, kw_only=False)
 
 
+class Doubled(Held):
+    def _init_bases(self, *, size, unit):
+        super()._init_bases(size=2 * size, unit=unit)
+
+
+def test_a_class_translates_the_arguments_of_its_base():
+    assert str(inspect.signature(Doubled)) == str(inspect.signature(Held))
+    assert Doubled(3).text == "6 step"
+
+
 def test_init_variables_go_to_the_constructor_of_the_other_bases():
     assert str(inspect.signature(Held)) == "(size: 'Count', rate: 'Positive' = 1.0, *, unit: 'str' = 'step')"
     assert Held(3).text == "3 step"

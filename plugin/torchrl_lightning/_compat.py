@@ -29,7 +29,7 @@ from torchrl.data.replay_buffers.utils import pin_memory_output
 from torchrl.data.replay_buffers.writers import Writer
 
 from torchrl_lightning.files import OwnFiles, StateFiles
-from torchrl_lightning.parts import OwnGenerator, OwnSignature, is_spawning
+from torchrl_lightning.parts import ConstructorSignature, OwnGenerator, is_spawning
 
 T = TypeVar("T")
 C = TypeVar("C", bound=TensorClass)
@@ -227,9 +227,10 @@ class SamplerMeta(type(Sampler)):  # type: ignore[misc]
         return super().__call__(*args, **kwargs)
 
 
-class SamplerHooks(StateFiles, OwnSignature, OwnGenerator, metaclass=SamplerMeta):
+class SamplerHooks(StateFiles, OwnGenerator, metaclass=SamplerMeta):
     """A sampler's private hooks under public names, with a generator of its own."""
 
+    __signature__ = ConstructorSignature()
     HANDED_OVER: ClassVar[tuple[str, ...]] = ("generator",)
 
     # A TorchRL buffer without a generator assigns None here; the sampler then keeps its own.

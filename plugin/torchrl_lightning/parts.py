@@ -63,21 +63,15 @@ def _is_picklable(value: Any) -> bool:
     return True
 
 
-class _Shown:
-    """The signature of a class: its constructor's, without ``self``."""
-
-    def __get__(self, instance: Any, owner: type) -> inspect.Signature:
-        shown = inspect.signature(owner.__init__)  # type: ignore[misc]
-        return shown.replace(parameters=list(shown.parameters.values())[1:])
-
-
-class OwnSignature:
-    """Show a class's constructor to ``inspect.signature``, ``help`` and editors.
+class ConstructorSignature:
+    """Show a class's constructor to ``inspect.signature``, ``help`` and editors, as the class's ``__signature__``.
 
     TorchRL's metaclasses of buffers and samplers define ``__call__(cls, *args, **kwargs)``, which hides it.
     """
 
-    __signature__ = _Shown()
+    def __get__(self, instance: Any, owner: type) -> inspect.Signature:
+        shown = inspect.signature(owner.__init__)  # type: ignore[misc]
+        return shown.replace(parameters=list(shown.parameters.values())[1:])
 
 
 def is_spawning() -> bool:

@@ -110,10 +110,10 @@ class Settings:
     """Base of classes that are made of their settings: attributes with a type and a default, own and inherited.
 
     A setting is given by name and stored as an attribute. The check in its annotation runs before anything else, so no
-    object has invalid settings. Then the constructor of the other bases runs; it takes the settings annotated as
-    ``InitVar``, which are not stored. ``__post_init__`` of the class does the rest. Positional settings come after the
-    positional settings of the bases, unless the class declares these again. A subclass with its own ``__init__`` is
-    built like any other class.
+    object has invalid settings. Then ``_init_bases`` passes the settings annotated as ``InitVar``, which are not
+    stored, to the constructor of the other bases. ``__post_init__`` of the class does the rest. Positional settings
+    come after the positional settings of the bases, unless the class declares these again. A subclass with its own
+    ``__init__`` is built like any other class.
 
     Raises:
         TypeError: A setting is unknown, or one that must be given is not.
@@ -148,6 +148,10 @@ class Settings:
         by_place = {name: each for name, each in inherited.items() if not each.kw_only}
         cls.settings_of_class = {**by_place, **own, **inherited}
         cls.__init__ = _constructor(cls)  # type: ignore[method-assign]
+
+    def _init_bases(self, **arguments: Any) -> None:
+        """Call the constructor of the other bases; a class whose base takes other arguments overrides this."""
+        super().__init__(**arguments)
 
     def __post_init__(self) -> None:
         """Do what is left once the settings are there; call ``super().__post_init__()`` first."""
@@ -228,7 +232,7 @@ def _constructor(cls: type) -> Callable[..., None]:
                 values[each.attribute] = value
             else:
                 base_arguments[name] = value
-        super(Settings, self).__init__(**base_arguments)
+        self._init_bases(**base_arguments)
         for name, value in values.items():
             setattr(self, name, value)
         self.__post_init__()

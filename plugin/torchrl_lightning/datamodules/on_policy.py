@@ -204,7 +204,7 @@ class OnPolicyDataModule(UpdatesDataModule):
         parts = self._feed.in_parts(rollout, ids)
         seen = self._normalization.rollout(rollout, parts, ids, cut=cut, gamma=buffer.gamma)
         buffer.insert_data_slice(seen, copy=not getattr(self.collector, "gives_rollouts_away", False))
-        buffer.note_collected(rollout)
+        buffer.hooks.note_collected(rollout)
         if annotate := getattr(module, "annotate", None):
             annotate(buffer.rollout)
         buffer.before_gradients(actor, critic)

@@ -191,7 +191,11 @@ class DemonstrationHooks(Stated, RolloutHooks):
         self._is_tracked, self._collected = False, None
 
     def metrics(self, rollout: TensorDictBase | None) -> dict[str, float]:
-        """Return how many demonstrations there are, how likely, and what the last rollout was."""
+        """Return how many demonstrations there are, how likely, and what the last rollout was.
+
+        ``demos/D_R`` and ``demos/D_V`` are ``|D_R|`` and ``|D_V|``; ``demos/replayed`` is the share of replayed
+        steps, ``demos/success`` the share of successes among the agent's finished episodes.
+        """
         rho, phi = self.sampler.probabilities(self.storage)
         kinds = {"R": self.storage.reward_demonstrations, "V": self.storage.value_demonstrations}
         figures = {**{f"demos/D_{kind}": float(len(held)) for kind, held in kinds.items()}, "demos/rho": rho}
@@ -204,6 +208,12 @@ class DemonstrationHooks(Stated, RolloutHooks):
         if self._success is not None:
             figures["demos/success"] = self._success
         return figures
+
+    def choose(self, env_id: int) -> Demonstration | None:
+        """Draw the demonstration of an environment's next episode, and insert it; None for an episode of its own."""
+        self.attached()
+        assert self.replay is not None
+        return self.replay.choose(env_id)
 
     # ---- mining ------------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from tensordict import TensorDictBase
 
 from torchrl_lightning.demonstrations.annealing import Schedule
 from torchrl_lightning.demonstrations.hooks import DemonstrationHooks
-from torchrl_lightning.demonstrations.replay import DemonstrationReplay, End, LogProb
+from torchrl_lightning.demonstrations.replay import End, LogProb
 from torchrl_lightning.demonstrations.sampler import DemonstrationSampler
 from torchrl_lightning.demonstrations.saved_dtypes import FIELDS, Dtype, saved_dtypes
 from torchrl_lightning.demonstrations.storage import DemonstrationStorage
@@ -203,11 +203,6 @@ class PPODBuffer(GAEBuffer):
         return self.demonstration_writer.threshold
 
     @property
-    def replay(self) -> DemonstrationReplay | None:
-        """What a collector replays; None before :meth:`attach`."""
-        return self.hooks.replay
-
-    @property
     def frame_skip(self) -> int | None:
         """Frames of one step; None before :meth:`attach`, where that is up to the environment."""
         return self.hooks.frame_skip
@@ -261,9 +256,7 @@ class PPODBuffer(GAEBuffer):
             RuntimeError: Before :meth:`attach`, no environment is known.
             ValueError: There is no such environment.
         """
-        self.hooks.attached()
-        assert self.replay is not None
-        return self.replay.choose(env_id)
+        return self.hooks.choose(env_id)
 
     def track_potential_demos(self, sample: TensorDictBase | Mapping[str, Any] | None = None) -> None:
         """Follow the episodes of a rollout or step, and offer those that end as demonstrations.
@@ -285,11 +278,3 @@ class PPODBuffer(GAEBuffer):
     def anneal_parameters(self) -> None:
         """Move probability from value to reward demonstrations, as with each success."""
         self.demonstration_writer.anneal()
-
-    def metrics(self, policy_version: int | None = None) -> dict[str, float]:
-        """Return how many demonstrations there are, how likely, and what the last rollout was.
-
-        ``demos/D_R`` and ``demos/D_V`` are ``|D_R|`` and ``|D_V|``; ``demos/replayed`` is the share of replayed
-        steps, ``demos/success`` that of successes among the agent's finished episodes.
-        """
-        return super().metrics(policy_version)

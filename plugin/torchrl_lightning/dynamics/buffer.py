@@ -87,7 +87,7 @@ class MBReplayBuffer(ExperienceBuffer, DocumentedVerbs):
         "NextRecurrentHiddenStates",
         "NextDone",
     )
-    parameters: ClassVar[Mapping[str, Check]] = {
+    _parameters: ClassVar[Mapping[str, Check]] = {
         "max_size": integer,
         **dict.fromkeys(("actor", "algorithm", "envs", "reward_function", "action_spec"), _anything),
         "autoreset": boolean,
@@ -330,7 +330,7 @@ class MBReplayBuffer(ExperienceBuffer, DocumentedVerbs):
         data = self.storage.get(writer.cell(torch.arange(writer.num_envs), steps[:, None]).flatten())
         data = data.reshape(len(steps), writer.num_envs)
         data.names = ["time", None]
-        return to_documented(data, self.documented_keys) if documented_names else data
+        return to_documented(data, self._documented_keys) if documented_names else data
 
     def _all_data(self) -> TensorDictBase:
         if not self.size:

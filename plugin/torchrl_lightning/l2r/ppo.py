@@ -114,12 +114,12 @@ class PPOBuffer(Configurable, VanillaOnPolicyBuffer):
 
     obs_dim: Count | None = setting(default=None, kw_only=False)
     act_dim: Count | None = setting(default=None, kw_only=False)
-    size: InitVar[Count] = setting(default=1024, kw_only=False)
+    _size: InitVar[Count] = setting(alias="size", default=1024, kw_only=False)
     batch_size: InitVar[Count] = setting(default=256, kw_only=False)
     _gamma: Fraction | None = setting(alias="gamma", default=None, kw_only=False)
     gae_lambda: Fraction = setting(alias="lam", default=0.95, kw_only=False)
     eps: NotNegative = setting(default=1e-3, kw_only=False)
-    device: InitVar[torch.device | str] = "cpu"
+    _device: InitVar[torch.device | str] = setting(alias="device", default="cpu")
     actor: Any = None
     algorithm: Any = None
     envs: InitVar[Any] = None
@@ -142,9 +142,9 @@ class PPOBuffer(Configurable, VanillaOnPolicyBuffer):
         return self.gae_lambda
 
     @property
-    def parameters(self) -> Mapping[str, Check]:
+    def _parameters(self) -> Mapping[str, Check]:
         """What :meth:`update_storage_parameter` may change, and the check of the new value."""
-        return {**super().parameters, "gae_lambda": fraction}
+        return {**super()._parameters, "gae_lambda": fraction}
 
     max_size = VanillaOnPolicyBuffer.size
     """Capacity, the documented name of ``size``."""
@@ -315,7 +315,7 @@ class PPOBuffer(Configurable, VanillaOnPolicyBuffer):
         if not self._stored:
             if not self.step:
                 return torch.zeros(0, dtype=torch.int64, device=self.device), torch.zeros(0, device=self.device)
-            cells = torch.arange(self.estimated().numel(), device=self.device)
+            cells = torch.arange(self._estimated().numel(), device=self.device)
             return cells, self._column("adv", cells).flatten()
         if self._drawable is None:
             data = self._data
@@ -332,13 +332,13 @@ class PPOBuffer(Configurable, VanillaOnPolicyBuffer):
         return PathAdvantages(standardize=self.standardize_advantages, lmbda=self.gae_lambda, eps=self.eps)
 
     @property
-    def is_due(self) -> bool:
+    def _is_due(self) -> bool:
         """Whether an inserted rollout has no advantages yet, or a path is open, or not standardised."""
         if not self._stored:
-            return super().is_due
+            return super()._is_due
         return self.path_length > 0 or (self.standardize_advantages and "advantage" not in self.storage.added())
 
-    def write_estimates(
+    def _write_estimates(
         self, estimator: Estimator | None = None, actor: Any = None, critic: TensorDictModuleBase | None = None
     ) -> None:
         """Write values, advantages and targets on an inserted rollout; standardise those of stored paths.
@@ -347,7 +347,7 @@ class PPOBuffer(Configurable, VanillaOnPolicyBuffer):
             RuntimeError: a path is open, nothing is stored, or a critic is needed and missing.
         """
         if not self._stored:
-            super().write_estimates(estimator, actor, critic)
+            super()._write_estimates(estimator, actor, critic)
             return
         if self.path_length:
             raise RuntimeError(f"A path of {self.path_length} steps is open; call finish_path first.")

@@ -16,10 +16,10 @@ from torchrl_lightning.dynamics import DynamicsTargets
 from torchrl_lightning.entries import entry_of
 from torchrl_lightning.keys import MEMBER
 from torchrl_lightning.learn.world_models import WorldModel
-from torchrl_lightning.parts import OwnSignature
+from torchrl_lightning.parts import ConstructorSignature
 
 
-class WorldModelEnvironment(OwnSignature, ModelBasedEnvBase):
+class WorldModelEnvironment(ModelBasedEnvBase):
     """Step a :class:`WorldModel` as an environment of any batch size.
 
     Observations are entries of the real environment's names and shapes, without its bounds; all are float64 if one of
@@ -41,6 +41,7 @@ class WorldModelEnvironment(OwnSignature, ModelBasedEnvBase):
         torch.Size([7, 5])
     """
 
+    __signature__ = ConstructorSignature()
     world_model: WorldModel
     targets: DynamicsTargets
 

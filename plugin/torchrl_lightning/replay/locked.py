@@ -14,13 +14,14 @@ from torch import Tensor
 from torchrl_lightning._compat import BufferBase, Drawn, dispatches_modules
 from torchrl_lightning.checks import TorchRLState
 from torchrl_lightning.files import OwnFiles
-from torchrl_lightning.parts import OwnSignature
+from torchrl_lightning.parts import ConstructorSignature
 from torchrl_lightning.replay.checks import pack_batch, sampler_state
 
 
-class LockedBuffer(OwnSignature, OwnFiles, BufferBase):
+class LockedBuffer(OwnFiles, BufferBase):
     """Read, write and give priorities under TorchRL's locks, without TorchRL's longer paths."""
 
+    __signature__ = ConstructorSignature()
     shared: bool
     sample_options: Mapping[str, Any] = {}
     """What the sampler is asked for by ``sample``, beside a number."""

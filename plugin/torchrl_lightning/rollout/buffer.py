@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import InitVar
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, overload
 
 import torch
@@ -16,9 +17,9 @@ from torchrl_lightning.checks import TorchRLState
 from torchrl_lightning.entries import Keys, keys_below, next_key, path_of, to_tensordict
 from torchrl_lightning.environments.played import ReplaySource
 from torchrl_lightning.estimators import IntrinsicRewardNormalizer
-from torchrl_lightning.files import StateFiles
+from torchrl_lightning.files import read_state, write_state
 from torchrl_lightning.keys import CURRENT_LOG_PROB, INTRINSIC_REWARD, NORMALIZED_REWARD, REPEATED
-from torchrl_lightning.parts import OwnSignature, fresh_generator
+from torchrl_lightning.parts import ConstructorSignature, fresh_generator
 from torchrl_lightning.ranges import Check, fraction
 from torchrl_lightning.rollout.batches import pruned, sequences, split_epoch
 from torchrl_lightning.rollout.estimates import GAE, INTRINSIC, Estimator, Stream
@@ -30,18 +31,101 @@ from torchrl_lightning.rollout.storage import RolloutStorage, gather
 from torchrl_lightning.rollout.values import RECURRENT_KEYS, fill_values
 from torchrl_lightning.rollout.verbs import DocumentedVerbs
 from torchrl_lightning.rollout.writer import RolloutWriter
-from torchrl_lightning.settings import Count, Fraction, Settings, Switch, otherwise, setting
+from torchrl_lightning.settings import Count, Fraction, Settings, Switch, derived, otherwise, setting
 from torchrl_lightning.state import Attribute, Child, Stated, flag
 
 
-class OfParts(StateFiles, OwnSignature, TensorDictReplayBuffer):
-    """TorchRL's buffer over the parts that hold a rollout, write it, and draw from it."""
+class RolloutBuffer(Settings, Stated, TensorDictReplayBuffer, DocumentedVerbs):
+    """One rollout ``[T, N]``, its advantages and value targets, and its mini-batches.
 
-    storage: RolloutStorage
-    sampler: MinibatchSampler
-    writer: RolloutWriter
+    Any read of it, by TorchRL's verbs as by any other, first computes what is due: a loss that finds no advantages
+    estimates some itself, over samples in any order, which is noise.
 
-    def __init__(
+    Args:
+        size: capacity along time.
+        estimator: how advantages follow from rewards and values; :class:`GAE` by default.
+        device: device of the rollout.
+        actor: TensorDict policy, which V-trace asks, unless it is given when estimates are.
+        critic: writes the values, and ``intrinsic_state_value`` where there are intrinsic rewards, unless it is given
+            when estimates are.
+        intrinsic_critic: writes ``intrinsic_state_value`` when the critic does not.
+        algorithm: any object with ``gamma``, optionally ``gamma_intrinsic``, ``num_mini_batch``, ``mini_batch_size``;
+            read whenever they are needed.
+        envs: environments with ``num_envs``.
+        gamma: discount; overrides the algorithm's; 0.99 if there is neither.
+        gamma_intrinsic: discount of the intrinsic stream; as ``gamma``, 0.99 by default.
+        normalize_intrinsic: divide intrinsic rewards by their running deviation.
+        intrinsic_direction: ``"forward"``, or ``"backward"`` as PyTorchRL does.
+        recompute_values: run the critic even if the policy wrote values.
+        stream: the keys of rewards, values, advantages and targets; the usual ones by default.
+        hooks: called around each rollout, for example to replay demonstrations; they do nothing by default.
+        num_envs: number of environments; that of ``envs``, or of the first write, when ``None``.
+        time_dim: which dimension of a written rollout is time; ``None`` reads the dimension names.
+        recurrent: serve whole environments; ``None`` does so if a recurrent state is stored.
+        recurrent_keys: root keys of recurrent states.
+        batch_keys: entries of a mini-batch; ``None`` takes all but flags and successor values.
+        batch_size: samples of ``sample``.
+        generator: random generator; seeded from torch's global one when ``None``.
+        transform: a TorchRL transform, applied on write (inverse) and on mini-batches.
+
+    Examples:
+        >>> flag = torch.zeros(2, 1, 1, dtype=torch.bool)
+        >>> following = {"reward": torch.ones(2, 1, 1), "done": flag, "terminated": ~flag, "state_value": 0.0 * flag}
+        >>> rollout = TensorDict({"state_value": 0.5 * ~flag, "next": following}, [2, 1])
+        >>> buffer = RolloutBuffer(2, GAE(lmbda=0.9), time_dim=0)
+        >>> index = buffer.extend(rollout)
+        >>> buffer[:]["advantage"].flatten().tolist()
+        [0.5, 0.5]
+    """
+
+    __signature__ = ConstructorSignature()
+    OWNER, VERSION = "on-policy buffer", 1
+    STATE = {
+        "storage": Child(),
+        "sampler": Child(),
+        "transforms": Child(at="_transform_state"),
+        "consumed": Attribute(flag, "_consumed"),
+        "intrinsic": Child(at="normalizer"),
+    }
+    HANDED_OVER: ClassVar[tuple[str, ...]] = (
+        *("size", "actor", "algorithm", "envs", "critic", "intrinsic_critic"),
+        *("num_envs", "time_dim", "batch_size", "generator"),
+    )
+    changeable: ClassVar[tuple[str, ...]] = (
+        *("size", "gamma", "gamma_intrinsic", "actor", "critic", "intrinsic_critic", "algorithm", "envs"),
+        *("recompute_values", "normalize_intrinsic", "batch_keys", "recurrent"),
+    )
+    """The settings that :meth:`update_storage_parameter` may change."""
+
+    _size: InitVar[Count] = setting(alias="size", kw_only=False)
+    _estimator: Annotated[Estimator, otherwise(GAE)] = setting(alias="estimator", default=None, kw_only=False)
+    _device: InitVar[torch.device | str] = setting(alias="device", default="cpu")
+    actor: Any = None
+    critic: TensorDictModuleBase | None = None
+    intrinsic_critic: TensorDictModuleBase | None = None
+    algorithm: Any = None
+    envs: InitVar[Any] = None
+    _gamma: Fraction | None = setting(alias="gamma", default=None)
+    _gamma_intrinsic: Fraction | None = setting(alias="gamma_intrinsic", default=None)
+    normalize_intrinsic: Switch = True
+    intrinsic_direction: Literal["forward", "backward"] = "forward"
+    recompute_values: Switch = False
+    stream: Annotated[Stream, otherwise(Stream)] = setting(default=None)
+    hooks: Annotated[RolloutHooks, otherwise(RolloutHooks)] = setting(default=None)
+    _num_envs: InitVar[Count | None] = setting(alias="num_envs", default=None)
+    time_dim: InitVar[int | None] = None
+    recurrent: Switch | None = None
+    recurrent_keys: InitVar[Keys] = RECURRENT_KEYS
+    batch_keys: Keys | None = None
+    batch_size: InitVar[Count | None] = None
+    generator: InitVar[torch.Generator | None] = None
+    transform: InitVar[Any] = None
+
+    storage: RolloutStorage = derived()
+    sampler: MinibatchSampler = derived()
+    writer: RolloutWriter = derived()
+
+    def _init_bases(  # type: ignore[override]  # the arguments are the init variables
         self,
         *,
         size: int,
@@ -56,7 +140,7 @@ class OfParts(StateFiles, OwnSignature, TensorDictReplayBuffer):
         self.generator = generator = fresh_generator() if generator is None else generator
         self.envs, self.recurrent_keys = envs, recurrent_keys
         num_envs = getattr(envs, "num_envs", None) if num_envs is None else num_envs
-        super().__init__(
+        super()._init_bases(
             storage=RolloutStorage(size, num_envs=num_envs, device=device),
             sampler=MinibatchSampler(generator=generator),
             writer=RolloutWriter(time_dim, recurrent_keys=recurrent_keys),
@@ -65,9 +149,17 @@ class OfParts(StateFiles, OwnSignature, TensorDictReplayBuffer):
             **options,
         )
 
+    def __post_init__(self) -> None:  # type: ignore[override]  # init variables go to the base's constructor
+        super().__post_init__()
+        self._discount("gamma", self._gamma)
+        self._normalizer = IntrinsicRewardNormalizer(self.gamma_intrinsic, self.intrinsic_direction)
+        self._consumed = False
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.set_rng(self.generator)  # a copy, too, has one for all its parts
+
+    # ---- the storage ------------------------------------------------------------------------------------------------
 
     @property
     def size(self) -> int:
@@ -92,105 +184,23 @@ class OfParts(StateFiles, OwnSignature, TensorDictReplayBuffer):
     used_capacity = step
     """Steps stored, under another documented name."""
 
+    def dumps(self, path: str | Path) -> None:
+        """Write the state to a folder: streamed, atomic, without pickle."""
+        write_state(Path(path), self.state_dict(copy=False))
 
-class RolloutBuffer(Settings, Stated, OfParts, DocumentedVerbs):
-    """One rollout ``[T, N]``, its advantages and value targets, and its mini-batches.
+    def loads(self, path: str | Path) -> None:
+        """Read the state from a folder; one that is damaged or does not fit changes nothing."""
+        self.load_state_dict(read_state(Path(path)))
 
-    Any read of it, by TorchRL's verbs as by any other, first computes what is due: a loss that finds no advantages
-    estimates some itself, over samples in any order, which is noise.
-
-    Args:
-        size: capacity along time.
-        estimator: how advantages follow from rewards and values; :class:`GAE` by default.
-        device: device of the rollout.
-        actor: TensorDict policy, which V-trace asks, unless it is given when estimates are.
-        critic: writes the values, and ``intrinsic_state_value`` where there are intrinsic rewards, unless it is given
-            when estimates are.
-        intrinsic_critic: writes ``intrinsic_state_value`` when the critic does not.
-        algorithm: any object with ``gamma``, optionally ``gamma_intrinsic``, ``num_mini_batch``, ``mini_batch_size``;
-            read whenever they are needed.
-        envs: environments with ``num_envs``.
-        gamma: discount; overrides the algorithm's; 0.99 if there is neither.
-        gamma_intrinsic: discount of the intrinsic stream; as ``gamma``, 0.99 by default.
-        normalize_intrinsic: divide intrinsic rewards by their running deviation.
-        intrinsic_direction: ``"forward"``, or ``"backward"`` as PyTorchRL does.
-        recompute_values: run the critic even if the policy wrote values.
-        stream: the keys of rewards, values, advantages and targets; the usual ones by default.
-        hooks: what hangs on the buffer, such as demonstrations; nothing by default.
-        num_envs: number of environments; that of ``envs``, or of the first write, when ``None``.
-        time_dim: which dimension of a written rollout is time; ``None`` reads the dimension names.
-        recurrent: serve whole environments; ``None`` does so if a recurrent state is stored.
-        recurrent_keys: root keys of recurrent states.
-        batch_keys: entries of a mini-batch; ``None`` takes all but flags and successor values.
-        batch_size: samples of ``sample``.
-        generator: random generator; seeded from torch's global one when ``None``.
-        transform: a TorchRL transform, applied on write (inverse) and on mini-batches.
-
-    Examples:
-        >>> flag = torch.zeros(2, 1, 1, dtype=torch.bool)
-        >>> following = {"reward": torch.ones(2, 1, 1), "done": flag, "terminated": ~flag, "state_value": 0.0 * flag}
-        >>> rollout = TensorDict({"state_value": 0.5 * ~flag, "next": following}, [2, 1])
-        >>> buffer = RolloutBuffer(2, GAE(lmbda=0.9), time_dim=0)
-        >>> index = buffer.extend(rollout)
-        >>> buffer[:]["advantage"].flatten().tolist()
-        [0.5, 0.5]
-    """
-
-    OWNER, VERSION = "on-policy buffer", 1
-    STATE = {
-        "storage": Child(),
-        "sampler": Child(),
-        "transforms": Child(at="_transform_state"),
-        "consumed": Attribute(flag, "_consumed"),
-        "intrinsic": Child(at="normalizer"),
-    }
-    HANDED_OVER: ClassVar[tuple[str, ...]] = (
-        *("size", "actor", "algorithm", "envs", "critic", "intrinsic_critic"),
-        *("num_envs", "time_dim", "batch_size", "generator"),
-    )
-    changeable: ClassVar[tuple[str, ...]] = (
-        *("size", "gamma", "gamma_intrinsic", "actor", "critic", "intrinsic_critic", "algorithm", "envs"),
-        *("recompute_values", "normalize_intrinsic", "batch_keys", "recurrent"),
-    )
-    """The settings that :meth:`update_storage_parameter` may change."""
-
-    size: InitVar[Count] = setting(kw_only=False)
-    _estimator: Annotated[Estimator, otherwise(GAE)] = setting(alias="estimator", default=None, kw_only=False)
-    device: InitVar[torch.device | str] = "cpu"
-    actor: Any = None
-    critic: TensorDictModuleBase | None = None
-    intrinsic_critic: TensorDictModuleBase | None = None
-    algorithm: Any = None
-    envs: InitVar[Any] = None
-    _gamma: Fraction | None = setting(alias="gamma", default=None)
-    _gamma_intrinsic: Fraction | None = setting(alias="gamma_intrinsic", default=None)
-    normalize_intrinsic: Switch = True
-    intrinsic_direction: Literal["forward", "backward"] = "forward"
-    recompute_values: Switch = False
-    stream: Annotated[Stream, otherwise(Stream)] = setting(default=None)
-    hooks: Annotated[RolloutHooks, otherwise(RolloutHooks)] = setting(default=None)
-    num_envs: InitVar[Count | None] = None
-    time_dim: InitVar[int | None] = None
-    recurrent: Switch | None = None
-    recurrent_keys: InitVar[Keys] = RECURRENT_KEYS
-    batch_keys: Keys | None = None
-    batch_size: InitVar[Count | None] = None
-    generator: InitVar[torch.Generator | None] = None
-    transform: InitVar[Any] = None
-
-    def __post_init__(self) -> None:  # type: ignore[override]  # init variables go to the base's constructor
-        super().__post_init__()
-        self._discount("gamma", self._gamma)
-        self._normalizer = IntrinsicRewardNormalizer(self.gamma_intrinsic, self.intrinsic_direction)
-        self._consumed = False
+    # ---- the settings that may change -------------------------------------------------------------------------------
 
     @property
-    def parameters(self) -> Mapping[str, Check]:
+    def _parameters(self) -> Mapping[str, Check]:
         """What :meth:`update_storage_parameter` may change, and the check of the new value."""
         return {name: self.settings_of_class[name].check or (lambda value, name: value) for name in self.changeable}
 
     @property
-    def documented_keys(self) -> Mapping[str, NestedKey]:
+    def _documented_keys(self) -> Mapping[str, NestedKey]:
         """The keys of the documented names, as they are configured."""
         stream = self.stream
         renamed = {"Value": stream.value, "Advantage": stream.advantage, "ExternalReturn": stream.target}
@@ -254,13 +264,13 @@ class RolloutBuffer(Settings, Stated, OfParts, DocumentedVerbs):
         return self.stream.bootstrap and not (self.recompute_values or self.estimator.follows_policy)
 
     @property
-    def result_keys(self) -> list[NestedKey]:
+    def _result_keys(self) -> list[NestedKey]:
         """Entries that the estimates write, by their configured names."""
         own, inner = self.stream, INTRINSIC
         return [own.advantage, own.target, inner.advantage, inner.target, NORMALIZED_REWARD, CURRENT_LOG_PROB]
 
     @property
-    def computed_keys(self) -> list[NestedKey]:
+    def _computed_keys(self) -> list[NestedKey]:
         """Values, by their configured names."""
         return [self.stream.value, INTRINSIC.value]
 
@@ -279,7 +289,7 @@ class RolloutBuffer(Settings, Stated, OfParts, DocumentedVerbs):
         # Computed values come together with the successors' values and the results; given ones come alone. Once data
         # is stored, its entries decide: they hold results and values only if a writer was given them.
         schema = self.storage.schema
-        drop = [key for key in self.result_keys if data.get(key, None) is not None]
+        drop = [key for key in self._result_keys if data.get(key, None) is not None]
         computed = self._values_in(data)
         if schema:
             drop = [k for k in drop + computed if k not in schema and schema.keys().isdisjoint(keys_below(data, k))]
@@ -291,7 +301,7 @@ class RolloutBuffer(Settings, Stated, OfParts, DocumentedVerbs):
     def _values_in(self, data: TensorDictBase) -> list[NestedKey]:
         """Return the keys of the values in ``data``, the successors' included."""
         return [
-            found for key in self.computed_keys for root in (key, next_key(key)) for found in keys_below(data, root)
+            found for key in self._computed_keys for root in (key, next_key(key)) for found in keys_below(data, root)
         ]
 
     def _reserve(self, step: TensorDictBase) -> None:
@@ -332,18 +342,18 @@ class RolloutBuffer(Settings, Stated, OfParts, DocumentedVerbs):
         return self.storage.rollout
 
     @property
-    def is_due(self) -> bool:
+    def _is_due(self) -> bool:
         """Whether the stored rollout has no advantages yet: neither brought nor computed since the last write."""
         return self.storage.num_steps > 0 and self.storage.rollout.get(self.stream.advantage, None) is None
 
-    def estimated(self) -> TensorDict:
+    def _estimated(self) -> TensorDict:
         """Return the stored rollout, live, with advantages and targets; compute them if they are due.
 
         Raises:
             RuntimeError: nothing is stored, or a critic (for V-trace, an actor) is needed and missing.
         """
-        if self.is_due:
-            self.write_estimates()
+        if self._is_due:
+            self._write_estimates()
         return self.storage.rollout
 
     def before_gradients(self, actor: Any = None, critic: TensorDictModuleBase | None = None) -> None:
@@ -357,7 +367,7 @@ class RolloutBuffer(Settings, Stated, OfParts, DocumentedVerbs):
             RuntimeError: nothing is stored, or a critic (for V-trace, an actor) is needed and missing.
             KeyError: V-trace misses the log-probabilities of the policy that acted.
         """
-        self.write_estimates(None, actor, critic)
+        self._write_estimates(None, actor, critic)
         self.hooks.note_estimated(self.storage.rollout, self.stream.value)
 
     def before_epoch(self, actor: Any = None, critic: TensorDictModuleBase | None = None) -> None:
@@ -366,18 +376,21 @@ class RolloutBuffer(Settings, Stated, OfParts, DocumentedVerbs):
         A hook for DataModules; the arguments are those of :meth:`before_gradients`.
         """
         if self.estimator.follows_policy:
-            self.write_estimates(None, actor, critic)
+            self._write_estimates(None, actor, critic)
 
-    def write_estimates(
+    def _write_estimates(
         self, estimator: Estimator | None = None, actor: Any = None, critic: TensorDictModuleBase | None = None
     ) -> None:
-        """Write values, advantages and targets, by what the buffer has where None is given."""
-        estimator = self.estimator if estimator is None else estimator
-        self.evaluate(estimator, actor, critic)
-        self.estimate(estimator)
+        """Write values, advantages and targets; None stands for the buffer's own estimator, actor or critic."""
+        estimator, rollout = self.estimator if estimator is None else estimator, self.storage.rollout
+        self._write_inputs(estimator, actor, critic)
+        estimator.compute(rollout, self.gamma, self.stream)
+        if has_intrinsic(rollout):
+            self.normalize_int_rewards()
+            estimator.compute(rollout, self.gamma_intrinsic, INTRINSIC)
 
-    def evaluate(self, estimator: Estimator, actor: Any = None, critic: TensorDictModuleBase | None = None) -> None:
-        """Write what an estimator reads: values, and what the current policy says where that counts."""
+    def _write_inputs(self, estimator: Estimator, actor: Any = None, critic: Any = None) -> None:
+        """Write the entries that an estimator reads: values, and the log-probabilities if it follows the policy."""
         rollout, keys, now = self.storage.rollout, self.recurrent_keys, estimator.follows_policy
         said = estimator.of_policy(rollout, self.actor if actor is None else actor, keys)
         known = () if now or self.recompute_values else self.storage.schema
@@ -391,14 +404,6 @@ class RolloutBuffer(Settings, Stated, OfParts, DocumentedVerbs):
                 fill_values(rollout, module, roots, known=known, recurrent_keys=keys, unroll=now)
         for key, value in said.items():
             rollout.set(key, value)
-
-    def estimate(self, estimator: Estimator | None = None) -> None:
-        """Write advantages and targets from the present values, by :attr:`estimator` if no other is given."""
-        rollout, estimator = self.storage.rollout, self.estimator if estimator is None else estimator
-        estimator.compute(rollout, self.gamma, self.stream)
-        if has_intrinsic(rollout):
-            self.normalize_int_rewards()
-            estimator.compute(rollout, self.gamma_intrinsic, INTRINSIC)
 
     def normalize_int_rewards(self) -> None:
         """Divide the intrinsic rewards by a running estimate of their returns' deviation, once per rollout.
@@ -424,16 +429,16 @@ class RolloutBuffer(Settings, Stated, OfParts, DocumentedVerbs):
     def sample(self, batch_size: int | None = None, return_info: bool = False, include_info: bool | None = None) -> Any:
         """Sample the next batch of this epoch (TorchRL's verb); compute what is due before."""
         if self.storage.num_steps:
-            self.estimated()
+            self._estimated()
         return super().sample(batch_size, return_info, include_info)
 
     def __getitem__(self, index: Any) -> Any:
         if self.storage.num_steps:
-            self.estimated()
+            self._estimated()
         return super().__getitem__(index)
 
     def _all_data(self) -> TensorDictBase:
-        rollout, schema = self.estimated(), self.storage.schema
+        rollout, schema = self._estimated(), self.storage.schema
         given = [key for key in self._values_in(rollout) if key in schema and path_of(key)[0] != "next"]
         told = [key for key in (next_key(key) for key in given) if key not in schema]
         return rollout.exclude(*told).clone()
@@ -444,8 +449,8 @@ class RolloutBuffer(Settings, Stated, OfParts, DocumentedVerbs):
         rollout, whole = self.storage.rollout, self.is_recurrent
         units = rollout.shape[1] if whole else rollout.numel()
         number, size = split_epoch(units, number, size, drop_last, whole=whole)
-        self.estimated()
-        hidden = [*REPEATED, *(next_key(key) for key in self.computed_keys)]
+        self._estimated()
+        hidden = [*REPEATED, *(next_key(key) for key in self._computed_keys)]
         tree = pruned(rollout, self.batch_keys, hidden, flat=not whole)
         source = to_tensordict(tree, rollout.batch_size) if whole else None
 
@@ -463,7 +468,7 @@ class RolloutBuffer(Settings, Stated, OfParts, DocumentedVerbs):
 
     @property
     def replay(self) -> ReplaySource | None:
-        """What is replayed in some environments in the place of their own steps."""
+        """Source of the steps that a collector replays in some environments; None without one."""
         return self.hooks.replay
 
     def attach(self, env: Any, num_envs: int) -> None:
@@ -483,15 +488,11 @@ class RolloutBuffer(Settings, Stated, OfParts, DocumentedVerbs):
         """Return the policy to collect with, in what :meth:`wrap_env` returned."""
         return self.hooks.wrap_policy(policy)
 
-    def note_collected(self, rollout: TensorDictBase) -> None:
-        """Take note of a rollout as it was collected, where what is stored is normalised."""
-        self.hooks.note_collected(rollout)
-
     def metrics(self, policy_version: int | None = None) -> dict[str, float]:
-        """Return metrics to log: the estimator's, and those of what hangs on the buffer.
+        """Return metrics to log, from the hooks and the estimator.
 
         Args:
-            policy_version: that of the policy that learns, to tell how far behind the one is that acted.
+            policy_version: version of the learning policy, for the policy lag.
         """
         estimator, rollout = self.estimator, self.storage.rollout if self.storage.num_steps else None
         figures = self.hooks.metrics(rollout)

@@ -1,4 +1,4 @@
-"""What may hang on a buffer of rollouts, beside what it stores, such as demonstrations."""
+"""Hooks of a rollout buffer, which DataModules and the buffer call around each rollout."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torchrl_lightning.environments.played import ReplaySource
 
 
 class RolloutHooks:
-    """What a buffer of rollouts asks what hangs on it; this base changes nothing."""
+    """Hooks around each rollout of a buffer; this base does nothing."""
 
     replay: ReplaySource | None = None
-    """What is replayed in some environments in the place of their own steps."""
+    """Source of the steps that a collector replays in some environments; None without one."""
 
     def attach(self, env: Any, num_envs: int) -> None:
         """Prepare for ``num_envs`` environments that are collected from.
@@ -34,14 +34,14 @@ class RolloutHooks:
         return policy
 
     def note_collected(self, rollout: TensorDictBase) -> None:
-        """Take note of a rollout as it was collected, ``[N, T]``, where what is stored is normalised."""
+        """Receive a rollout as it was collected, ``[N, T]``; the stored one may be normalised."""
 
     def note_estimated(self, rollout: TensorDictBase, value_key: NestedKey) -> None:
-        """Take note of a stored rollout ``[T, N]`` that will be learned from, with values and advantages."""
+        """Receive the stored rollout ``[T, N]`` with its values and advantages, before an update."""
 
     def discard(self) -> None:
-        """Take note that the stored rollout is discarded."""
+        """Forget the stored rollout, which the buffer discards."""
 
     def metrics(self, rollout: TensorDictBase | None) -> dict[str, float]:
-        """Return metrics to log, where a rollout ``[T, N]`` or none is stored."""
+        """Return metrics to log; ``rollout`` is the stored one, ``[T, N]``, or None."""
         return {}

@@ -73,7 +73,7 @@ class VanillaOnPolicyBuffer(RolloutBuffer):
 
     changeable = (*RolloutBuffer.changeable, "standardize_advantages")
 
-    device: InitVar[torch.device | str] = setting(default="cpu", kw_only=False)
+    _device: InitVar[torch.device | str] = setting(alias="device", default="cpu", kw_only=False)
     actor: Any = setting(default=None, kw_only=False)
     algorithm: Any = setting(default=None, kw_only=False)
     envs: InitVar[Any] = setting(default=None, kw_only=False)
@@ -98,9 +98,9 @@ class VanillaOnPolicyBuffer(RolloutBuffer):
         self.frame_stack = integer(next(each for each in stacks if each is not None), "frame_stack")
 
     @property
-    def parameters(self) -> Mapping[str, Check]:
+    def _parameters(self) -> Mapping[str, Check]:
         """What :meth:`update_storage_parameter` may change, and the check of the new value."""
-        return {**super().parameters, "frame_stack": integer}
+        return {**super()._parameters, "frame_stack": integer}
 
     @property
     def estimator(self) -> Estimator:

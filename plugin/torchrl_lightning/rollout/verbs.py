@@ -63,18 +63,18 @@ class DocumentedVerbs:
         return create
 
     @property
-    def parameters(self) -> Mapping[str, Check]:
+    def _parameters(self) -> Mapping[str, Check]:
         """What :meth:`update_storage_parameter` may change, and the check of the new value."""
         return {}
 
     @property
-    def documented_keys(self) -> Mapping[str, NestedKey]:
+    def _documented_keys(self) -> Mapping[str, NestedKey]:
         """The keys of the documented names."""
         return DOCUMENTED
 
     def _read(self, sample: TensorDictBase | Mapping[str, Any], batch_dims: int) -> TensorDictBase:
         return (
-            sample if isinstance(sample, TensorDictBase) else from_documented(sample, batch_dims, self.documented_keys)
+            sample if isinstance(sample, TensorDictBase) else from_documented(sample, batch_dims, self._documented_keys)
         )
 
     def init_tensors(self, sample: TensorDictBase | Mapping[str, Any]) -> None:
@@ -133,7 +133,7 @@ class DocumentedVerbs:
         """
         data = self._all_data()
         data = data.cpu() if data_to_cpu else data
-        return to_documented(data, self.documented_keys) if documented_names else data
+        return to_documented(data, self._documented_keys) if documented_names else data
 
     def generate_batches(
         self,
@@ -170,7 +170,7 @@ class DocumentedVerbs:
             )
         integer(num_epochs, "num_epochs")
         batches = self._batches(num_mini_batch, mini_batch_size, num_epochs, shuffle, drop_last)
-        return (to_documented(batch, self.documented_keys) for batch in batches) if documented_names else batches
+        return (to_documented(batch, self._documented_keys) for batch in batches) if documented_names else batches
 
     # ---- around an update -------------------------------------------------------------------------------------------
 
@@ -214,7 +214,7 @@ class DocumentedVerbs:
                 new size.
             TypeError: the value is of another type.
         """
-        parameters = self.parameters
+        parameters = self._parameters
         if parameter_name not in parameters:
             raise ValueError(f"No parameter {parameter_name!r}; there are {sorted(parameters)}.")
         new_parameter_value = parameters[parameter_name](new_parameter_value, parameter_name)

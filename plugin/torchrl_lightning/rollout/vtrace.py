@@ -69,14 +69,14 @@ class VTraceBuffer(VanillaOnPolicyBuffer):
         )
 
     @property
-    def documented_keys(self) -> Mapping[str, NestedKey]:
+    def _documented_keys(self) -> Mapping[str, NestedKey]:
         """The keys of the documented names, as they are configured."""
-        return {**super().documented_keys, "LogProbability": self.log_prob_key, "Action": self.action_key}
+        return {**super()._documented_keys, "LogProbability": self.log_prob_key, "Action": self.action_key}
 
     def get_updated_action_log_probs(self) -> Tensor:
         """Return log-probabilities of the stored actions under the current actor, ``[T, N]``; update values too."""
         estimator = self.estimator
-        self.evaluate(estimator)
+        self._write_inputs(estimator)
         log_prob: Tensor = self.rollout.get(estimator.current_log_prob_key)
         return log_prob
 
@@ -95,4 +95,4 @@ class VTraceBuffer(VanillaOnPolicyBuffer):
             estimator = replace(estimator, rho_clip=_threshold(clip_rho_thres, "clip_rho_thres"))
         if clip_c_thres is not None:
             estimator = replace(estimator, c_clip=_threshold(clip_c_thres, "clip_c_thres"))
-        self.write_estimates(estimator)
+        self._write_estimates(estimator)
