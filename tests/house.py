@@ -31,6 +31,12 @@ print(sum(count for count, _ in counts), "of", len(counts), "public classes; mos
       ", ".join(f"{name} {count}" for count, name in counts[:-4:-1]))
 """
 
+BASES = """
+from torchrl_lightning import PPODBuffer
+own = [each for each in PPODBuffer.__mro__ if each.__module__.startswith("torchrl_lightning")]
+print(len(own), "own classes,", len({name for each in own for name in vars(each) if name[0] != "_"}), "public members")
+"""
+
 
 def code_lines(file: Path, tree: ast.Module) -> int:
     """Count the lines of a file that hold code."""
@@ -160,6 +166,7 @@ def main() -> None:
     root = arguments.folder.resolve()
     show(root)
     print(f"constructor arguments: {run(root, '-c', ARGUMENTS)}")
+    print(f"PPODBuffer: {run(root, '-c', BASES)}")
     if arguments.walks:
         for walk in ("dqn", "ppo", "sample", "extend", "command"):
             print(run(root, str(Path(__file__).with_name("walks.py")), walk))
