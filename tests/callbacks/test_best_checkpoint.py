@@ -40,7 +40,7 @@ def test_the_latest_of_the_best_is_kept(scores, kept, tmp_path):
 
 def test_a_monitor_that_is_no_name_is_refused_before_training(tmp_path):
     run = trainer(tmp_path, max_epochs=1, callbacks=[BestCheckpoint(tmp_path, monitor=3)])
-    with pytest.raises(ValueError, match="monitor=3 must be the name of a metric, such as eval/return"):
+    with pytest.raises(ValueError, match=r"monitor=3.*eval/return"):
         run.fit(Scored([1.0]), train_dataloaders=[0], val_dataloaders=[0])
 
 
@@ -52,7 +52,7 @@ class Telling(Scored):
 def test_a_misspelt_monitor_is_told_before_training(monitor, tmp_path):
     module = Telling([1.0])
     run = trainer(tmp_path, max_epochs=1, callbacks=[BestCheckpoint(tmp_path, monitor=monitor)])
-    with pytest.raises(ValueError, match=f"monitor={monitor}: no such metric is logged; did you mean eval/return"):
+    with pytest.raises(ValueError, match=rf"monitor={monitor}.*eval/return"):
         run.fit(module, train_dataloaders=[0], val_dataloaders=[0])
     assert not module.weight
 

@@ -66,17 +66,17 @@ def test_the_sanity_check_and_evaluations_without_episodes_do_not_end_training(t
 
 @pytest.mark.parametrize("threshold", [math.nan, "high", None])
 def test_a_threshold_that_is_no_number_is_refused(threshold):
-    with pytest.raises(ValueError, match="stopping_threshold must be a number"):
+    with pytest.raises(ValueError, match="stopping_threshold"):
         StopAtScore(threshold)
 
 
 def test_a_misspelt_monitor_is_refused_before_training(tmp_path):
-    with pytest.raises(ValueError, match="monitor=eval/retrun: no such metric is logged; did you mean eval/return"):
+    with pytest.raises(ValueError, match=r"monitor=eval/retrun.*eval/return"):
         epochs_until_the_end(StopAtScore(1.0, monitor="eval/retrun"), Scored([1.0]), tmp_path)
 
 
 def test_a_monitor_that_no_evaluation_logs_is_refused_at_the_first_one(tmp_path):
-    with pytest.raises(ValueError, match="monitor=mine: no such metric is logged"):
+    with pytest.raises(ValueError, match="monitor=mine"):
         epochs_until_the_end(StopAtScore(1.0, monitor="mine"), Scored([1.0]), tmp_path)
 
 

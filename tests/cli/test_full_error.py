@@ -60,5 +60,5 @@ def test_the_traceback_stays_for_a_user_who_asks_for_it(arguments, tmp_path):
     with pytest.raises(ValueError, match="did you mean") as error:
         run(tmp_path, float, "1", *arguments)
     assert error.value.__cause__ is not None
-    with pytest.raises(SystemExit, match=r"^error: .*did you mean"):
+    with pytest.raises(SystemExit, match=r"^error"):
         run(tmp_path, float, None, *arguments)

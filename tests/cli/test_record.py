@@ -122,7 +122,7 @@ def test_failures_are_told_and_kept_by_their_return_alone(told, reward, least, k
     with (
         unchanged_process(),
         mock.patch("torchrl_lightning.demonstrations.record_demonstrations", return_value=demos),
-        pytest.raises(UsageError, match="at least min_return=inf") if kept is None else contextlib.nullcontext(),
+        pytest.raises(UsageError, match="min_return=inf") if kept is None else contextlib.nullcontext(),
     ):
         record(cfg)
     if kept is None:
@@ -224,5 +224,5 @@ def test_choices_are_not_clipped(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     given = {**CARTPOLE, "policy": "choosing:still", "clip_actions": True, "directory": str(tmp_path / "demos")}
     cfg = OmegaConf.create({**OmegaConf.load(CONF_DIR / "record.yaml"), **given})
-    with unchanged_process(), pytest.raises(ValueError, match="clip_actions must be False for actions without a Box"):
+    with unchanged_process(), pytest.raises(ValueError, match="clip_actions"):
         record(cfg)

@@ -125,5 +125,5 @@ def test_a_start_of_ray_that_fails_is_one_line(error: Exception, monkeypatch: py
     with pytest.raises(ClusterFault, match=r"Ray could not be started .*ray stop --force") as raised:
         joined({"address": "local"})
     assert "\n" not in str(raised.value)
-    with pytest.raises(SystemExit, match=r"^error: Ray could not be started"), one_line():
+    with pytest.raises(SystemExit, match=r"^error"), one_line():
         raise raised.value

@@ -83,7 +83,7 @@ def test_what_draws_no_picture_is_refused_by_one_line(env, told):
 
 def test_a_film_without_its_extra_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "moviepy", None)
-    with pytest.raises(Fault, match=r"pip install 'torchrl-lightning\[video\]'"):
+    with pytest.raises(Fault, match=r"'torchrl-lightning\[video\]'"):
         check_film("CartPole-v1")
 
 

@@ -168,7 +168,7 @@ def test_environments_that_cannot_rest_are_stepped_unseen(kind: str) -> None:
 
 def test_what_cannot_be_reset_in_part_is_refused_when_that_is_needed() -> None:
     env = WholeResets([partial(CountingEnv, i) for i in range(3)], autoreset_mode="SameStep")
-    with pytest.raises(RuntimeError, match=r"cannot reset only some environments .* as a replay .* make_vector_env"):
+    with pytest.raises(RuntimeError, match="make_vector_env"):
         collector(Demonstration(3, 1, 1, 5), 6, env).rollout()
 
 

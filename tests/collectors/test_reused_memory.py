@@ -196,7 +196,7 @@ def test_vector_environments_that_reuse_their_arrays(mode: AutoresetMode) -> Non
 
 @pytest.mark.parametrize("final", ["shared", "rows"])
 def test_last_observations_in_the_memory_of_the_next_are_refused(final: str) -> None:
-    with pytest.raises(EnvironmentFault, match=r"step \d+ of the rollout.*final_obs.*memory of its own.*[Cc]opy"):
+    with pytest.raises(EnvironmentFault, match=r"final_obs.*[Cc]opy"):
         collect(CarelessVector(final=final), num_envs=None)
 
 

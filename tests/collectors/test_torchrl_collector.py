@@ -116,7 +116,7 @@ def test_each_reset_begins_other_episodes() -> None:
 
 def test_an_environment_that_cannot_be_seeded_is_refused_where_a_resume_would_differ() -> None:
     made = collector(env=Walk([2], seeded=False), reset_at_each_batch=True)
-    with pytest.raises(ValueError, match="'observation' differs between two resets after the same set_seed of Walk"):
+    with pytest.raises(ValueError, match=r"'observation'.*set_seed"):
         made.rollout()
 
 

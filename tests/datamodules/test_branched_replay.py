@@ -148,7 +148,7 @@ def test_what_cannot_be_imagined_is_said() -> None:
         filled().draw(8)
     source = filled(0)
     source.buffer.extend(real(torch.arange(40.0)).set("colour", torch.zeros(40)))
-    with pytest.raises(ValueError, match="the buffer stores 'colour', which no world model imagines"):
+    with pytest.raises(ValueError, match="'colour'"):
         source.prepare(Dreamer())
 
 
@@ -156,17 +156,15 @@ def test_what_cannot_be_imagined_is_said() -> None:
 
 
 def test_an_agent_without_a_world_model_is_refused_and_one_without_branches_too(tmp_path: Path) -> None:
-    with pytest.raises(
-        ValueError, match=r"DQNModule imagines no branches for BranchedReplay; .* fit_dynamics and imagine"
-    ):
+    with pytest.raises(ValueError, match=r"DQNModule.*BranchedReplay.*fit_dynamics"):
         fit(tmp_path, replay_data(source=partial(BranchedReplay, branches_per_fit=8)), dqn())
-    with pytest.raises(ValueError, match=r"learns from the branches that it imagines; .* data=branched"):
+    with pytest.raises(ValueError, match="data=branched"):
         fit(tmp_path, replay_data(env="Pendulum-v1"), MBPOModule())
 
 
 def test_normalised_observations_are_refused(tmp_path: Path) -> None:
     data = replay_data(env="Pendulum-v1", source=BranchedReplay, normalize_observation=True)
-    with pytest.raises(ValueError, match=r"BranchedReplay shows .* normalize_observation"):
+    with pytest.raises(ValueError, match=r"BranchedReplay.*normalize_observation"):
         fit(tmp_path, data, MBPOModule())
 
 
@@ -175,7 +173,7 @@ def test_a_first_fit_without_rows_on_one_side_is_refused_before_anything_is_coll
     agent = MBPOModule(MLPNetwork([8]), dynamics=WorldModelFit([4], num_members=2, num_elites=2, max_epochs=1))
     data = replay_data(env="Pendulum-v1", source=partial(BranchedReplay, branches_per_fit=8, **split))
     side = "validation" if split["validation_fraction"] < 0.5 else "training"
-    with pytest.raises(ValueError, match=f"leave none of 40 rows for {side} when the first fit begins") as refusal:
+    with pytest.raises(ValueError, match=rf"40.*{side}") as refusal:
         trainer(max_epochs=1).fit(agent, datamodule=data)
     assert (data.frames, "\n" in str(refusal.value)) == (0, False)
 
@@ -209,7 +207,7 @@ def test_the_first_fit_is_foreseen_exactly() -> None:
     ],
 )
 def test_a_length_without_effect_is_refused(name: str, settings: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=f"^{name} must be left at its default") as refusal:
+    with pytest.raises(ValueError, match=rf"^{name}") as refusal:
         filled(**settings)
     assert "\n" not in str(refusal.value)
 
@@ -226,5 +224,5 @@ def test_branches_grow_in_one_step() -> None:
 
 @pytest.mark.parametrize("between", [(1, 2, 3), (5,), 7])
 def test_lengthened_between_is_a_pair(between: Any) -> None:
-    with pytest.raises(ValueError, match=r"lengthened_between.* must be two numbers in ascending order"):
+    with pytest.raises(ValueError, match="lengthened_between"):
         filled(lengthened_between=between)

@@ -215,7 +215,7 @@ def test_evaluation_of_a_torchrl_environment_clips_too() -> None:
 
 def test_actions_without_a_box_are_refused_before_anything_is_collected() -> None:
     data = data_of(spaces.Discrete(3))
-    with pytest.raises(ValueError, match="clip_actions must be False for actions without a Box, got True"):
+    with pytest.raises(ValueError, match="clip_actions"):
         trainer().fit(TinyActorCritic(), datamodule=data)
     assert data.frames == 0
 

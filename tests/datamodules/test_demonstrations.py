@@ -84,7 +84,7 @@ def test_a_collector_that_cannot_replay_is_refused(human, tmp_path):
         raise AssertionError
 
     data = rollouts(buffer=demonstrated(human), collector=collector)
-    with pytest.raises(ValueError, match="PPODBuffer replays demonstrations, but collector= takes no `replay`"):
+    with pytest.raises(ValueError, match=r"PPODBuffer.*collector=.*`replay`"):
         fit(tmp_path, data, ppo())
 
 

@@ -87,7 +87,7 @@ def test_recorded_returns_take_the_learners_discount(tmp_path):
         lambda num_envs, gamma=None: EpisodicReplayBuffer(None, num_envs, record_episodic_return=True, gamma=gamma),
     ):
         assert fitted(tmp_path, replayed(make), DQNModule(gamma=0.5)).buffer.returns.gamma == 0.5
-    with pytest.raises(ValueError, match=r"gamma=0.99 of the buffer differs from gamma=0.5 of DQNModule"):
+    with pytest.raises(ValueError, match=r"gamma=0.99.*gamma=0.5.*DQNModule"):
         fitted(tmp_path, replayed(lambda num_envs: recorded(num_envs)), DQNModule(gamma=0.5))
 
 
@@ -152,7 +152,7 @@ def test_another_discount_of_the_buffers_is_refused_with_the_mend(tmp_path, make
 def test_the_same_discount_may_be_given_twice_but_no_other_by_a_second_learner(tmp_path):
     data = fitted(tmp_path, replayed(partial(THREE_STEPS, gamma=0.9)), DQNModule(gamma=0.9))
     assert data.buffer.gamma == 0.9
-    with pytest.raises(ValueError, match=r"gamma=0.9 of the buffer differs from gamma=0.8"):
+    with pytest.raises(ValueError, match=r"gamma=0.9.*gamma=0.8"):
         fitted(tmp_path, data, DQNModule(gamma=0.8))
 
 
@@ -160,7 +160,7 @@ def test_what_is_no_discount_is_refused_or_left_alone(tmp_path):
     class Focal(PPOModule):
         gamma = 2.0
 
-    with pytest.raises(ValueError, match=r"Focal.gamma must be between 0 and 1, got 2.0"):
+    with pytest.raises(ValueError, match=r"Focal.gamma.*0.*1.*2.0"):
         fitted(tmp_path, rollouts(), Focal())
 
     class Named(PPOModule):
@@ -174,7 +174,7 @@ def test_a_checkpoint_is_checked_for_a_learner_and_resumes_with_its_discount(tmp
     run.save_checkpoint(tmp_path / "run.ckpt")
     state, data = run.datamodule.state_dict(), replayed(THREE_STEPS)
     data.check_state(state, DQNModule(gamma=0.9))
-    with pytest.raises(ValueError, match=r"written with gamma=0.9, but this run has gamma=0.8"):
+    with pytest.raises(ValueError, match=r"gamma=0.9.*gamma=0.8"):
         data.check_state(state, DQNModule(gamma=0.8))
     actor_critic.fit(tmp_path, data, DQNModule(gamma=0.9), tmp_path / "run.ckpt", max_epochs=2)
     assert (data.buffer.gamma, data.updates) == (0.9, 8)
@@ -192,5 +192,5 @@ def test_lightnings_cli_hands_the_learners_discount_over(tmp_path):
         return fitted(tmp_path, cli.datamodule, cli.model)
 
     assert run().buffer.gamma == 0.9
-    with pytest.raises(ValueError, match=r"gamma=0.95 of the buffer differs"):
+    with pytest.raises(ValueError, match=r"gamma=0.95"):
         run("--data.buffer.gamma=0.95")

@@ -122,7 +122,7 @@ def test_a_ready_vector_environment_is_compared_with_what_is_given_for_evaluatio
     assert fit(ready(Shift), eval_env="CartPole-v1").updates
     assert caplog.text.count("wrappers are CartPoleEnv in evaluation, expected CartPoleEnv > Shift") == 1
     other = partial(DtypeObservation, dtype=np.float64)
-    with pytest.raises(ValueError, match="'observation' has dtype=float64 in evaluation, expected float32 as in coll"):
+    with pytest.raises(ValueError, match=r"'observation'.*dtype=float64.*float32"):
         fit(ready(), eval_env=lambda: other(gym.make("CartPole-v1")))
     assert fit.updates == 0
 
@@ -133,7 +133,7 @@ def test_environments_in_other_processes_show_their_specs(fit) -> None:
         made.rollout = None  # nothing is asked of a process
         return made
 
-    with pytest.raises(ValueError, match=r"'observation' has shape=\(4,\) in evaluation, expected \(3,\) as in"):
+    with pytest.raises(ValueError, match=r"'observation'.*shape=\(4,\).*\(3,\)"):
         fit(collector=collector)
 
 

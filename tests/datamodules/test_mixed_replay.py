@@ -116,7 +116,7 @@ def test_a_stream_draws_from_demonstrations_and_resumes(tmp_path):
 
 
 def test_a_source_that_is_none_is_refused(tmp_path):
-    with pytest.raises(TypeError, match="source= gave a list, which has no draw, update_tensordict_priority"):
+    with pytest.raises(TypeError, match=r"source=.*update_tensordict_priority"):
         fit(tmp_path, replay_data(source=lambda own: [own]))
 
 

@@ -107,7 +107,7 @@ def test_evaluation_plays_the_mode_or_samples(settings, given, sampled):
 
 
 def test_an_evaluation_of_no_known_kind_is_refused():
-    with pytest.raises(ValueError, match="eval_mode must be one of 'deterministic', 'sampled'"):
+    with pytest.raises(ValueError, match=r"eval_mode.*'deterministic', 'sampled'"):
         rollouts(eval_mode="both")
 
 
@@ -191,9 +191,7 @@ def test_what_cannot_be_trained_is_refused(data, module, settings, error, messag
 
 def test_a_rollout_that_memory_cannot_hold_is_refused_before_anything_is_collected(tmp_path):
     data = rollouts(frames_per_batch=2**50)
-    with pytest.raises(
-        ValueError, match=rf"rollout of {2**50} frames needs .* free in the memory.*lower frames_per_ba"
-    ):
+    with pytest.raises(ValueError, match=rf"{2**50} frames.*frames_per_ba"):
         fit(tmp_path, data, Recorder())
     assert data.frames == 0
     assert data.collector is None

@@ -140,7 +140,7 @@ def test_a_moved_folder_is_found_and_a_missing_one_explained(tmp_path):
     moved, lost = ready(tmp_path / "moved"), ready(tmp_path / "nowhere")
     moved.load_state_dict(state)
     assert len(moved.buffer) == 2
-    with pytest.raises(FileNotFoundError, match=r"neither there nor in .*nowhere.*pass the buffer_dir"):
+    with pytest.raises(FileNotFoundError, match="buffer_dir"):
         lost.load_state_dict(state)
     assert lost.frames == lost.updates == len(lost.buffer) == 0
     state["ranks"][0]["snapshot"]["run"] = "../../etc"

@@ -142,7 +142,7 @@ def test_a_buffer_decides_for_itself_what_a_mini_batch_holds(whole: bool, recurs
     buffer = partial(GAEBuffer, recurrent=whole)
     module = ours() if recurs else PPOModule(MLPNetwork([4]))
     if whole:
-        with pytest.raises(ValueError, match="num_mini_batch=3 must divide num_envs=4"):
+        with pytest.raises(ValueError, match=r"num_mini_batch=3.*num_envs=4"):
             fit(module, buffer=buffer, num_envs=4, num_mini_batch=3)
         assert Counted.calls == 0
     else:
@@ -168,7 +168,7 @@ NAMES = [*SINGLE[:4], "recurrent", "random sampler"]
 @pytest.mark.parametrize("buffer", SINGLE, ids=NAMES)
 def test_a_memory_is_not_fitted_to_single_steps(buffer: Any) -> None:
     data = replay(buffer)
-    with pytest.raises(ValueError, match=r"draws single steps, but a recurrent network .*SequenceSampler"):
+    with pytest.raises(ValueError, match="SequenceSampler"):
         trainer(max_epochs=1, limit_val_batches=0).fit(dqn(recurrent=True), datamodule=data)
     assert Counted.calls == 0
 
@@ -248,8 +248,6 @@ def test_the_training_part_of_the_first_fit_is_known_beforehand(seed: int, max_v
         DynamicsEnsemble([4]), datamodule=model_data(**sizes, batch_size=training)
     )
     data = model_data(**sizes, batch_size=training + 1)
-    with pytest.raises(
-        ValueError, match=f"batch_size={training + 1} needs as many .* {training} of 40 stored ones will"
-    ):
+    with pytest.raises(ValueError, match=rf"batch_size={training + 1}.*{training}.*40"):
         trainer(max_epochs=1, limit_val_batches=0).fit(DynamicsEnsemble([4]), datamodule=data)
     assert data.frames == 0

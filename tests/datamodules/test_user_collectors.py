@@ -42,7 +42,7 @@ def test_every_rank_collects_data_of_its_own(collector, tmp_path) -> None:
 
 @pytest.mark.parametrize(("collector", "message"), [(seedless, "takes no `seed`"), (partial(CLASS, seed=3), "seed=3")])
 def test_the_same_data_on_all_ranks_is_refused(collector, message, tmp_path) -> None:
-    with pytest.raises(ValueError, match=f"{message}.*all 2 ranks would collect the same data"):
+    with pytest.raises(ValueError, match=rf"{message}.*2"):
         collected(tmp_path, 0, 2, collector=collector)
     first, second = (collected(tmp_path, seed=seed, collector=collector)["observation"] for seed in range(2))
     assert first.equal(second)  # their own seed counts
@@ -53,7 +53,7 @@ def test_resets_at_each_batch_reach_the_collector(tmp_path) -> None:
 
 
 def test_resets_that_the_collector_would_not_do_are_refused(tmp_path) -> None:
-    with pytest.raises(ValueError, match="takes no `reset_at_each_batch`"):
+    with pytest.raises(ValueError, match="`reset_at_each_batch`"):
         collected(tmp_path, collector=seeded, reset_at_each_batch=True)
-    with pytest.raises(ValueError, match="has reset_at_each_batch=True, but the DataModule False"):
+    with pytest.raises(ValueError, match=r"reset_at_each_batch=True.*DataModule"):
         collected(tmp_path, collector=partial(CLASS, reset_at_each_batch=True))

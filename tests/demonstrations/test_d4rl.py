@@ -125,7 +125,7 @@ def test_what_is_wrong_is_one_line(name, tmp_path):
     changed, message = MISTAKES[name]
     found = {key: entry for key, entry in {**arrays(), **changed}.items() if entry is not None}
     path = written(tmp_path / "file.hdf5", found)
-    with pytest.raises(SystemExit, match=rf"^error: dataset={path}: .*{message}") as raised, one_line():
+    with pytest.raises(SystemExit, match=rf"^error: dataset={path}.*{message}") as raised, one_line():
         read_dataset(path, "CartPole-v1")
     assert len(str(raised.value).splitlines()) == 1
 

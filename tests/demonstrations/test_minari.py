@@ -71,7 +71,7 @@ def test_a_part_of_a_data_set_is_a_filtered_one():
 
 
 def test_what_is_no_data_set_is_refused():
-    with pytest.raises(TypeError, match=r"must be a minari\.MinariDataset or the id of one, got a list"):
+    with pytest.raises(TypeError, match=r"minari\.MinariDataset"):
         minari_demonstrations([])
     with pytest.raises(FileNotFoundError, match="none/none-v0"):
         minari_demonstrations("none/none-v0")
@@ -159,5 +159,5 @@ def test_a_data_set_of_another_name_is_told_without_reading_the_known_ones(tmp_p
     os.mkfifo(tmp_path / "other-v0" / "data" / "metadata.json")
     with pytest.raises(FileNotFoundError, match="did you mean other-v0"):
         minari_demonstrations("othr-v0", CARTPOLE)
-    with pytest.raises(FileNotFoundError, match="did you mean cartpole/small-v0"):
+    with pytest.raises(FileNotFoundError, match="cartpole/small-v0"):
         minari_demonstrations("cartpole/smal-v0", CARTPOLE)

@@ -78,9 +78,9 @@ def test_a_demonstration_is_read_and_checked(tmp_path: Path) -> None:
     buffer = attached(frame_skip=2)
     saved(tmp_path, episode(frame_skip=2), episode(frame_skip=3))
     assert buffer.load_demo(tmp_path / "0.safetensors").total_reward == 1.0
-    with pytest.raises(ValueError, match=r"1\.safetensors' has frame_skip=3, the environment frame_skip=2"):
+    with pytest.raises(ValueError, match=r"1\.safetensors'.*frame_skip=3.*frame_skip=2"):
         buffer.load_demo(tmp_path / "1.safetensors")
-    with pytest.raises(RuntimeError, match=r"call attach\(env, num_envs\) first"):
+    with pytest.raises(RuntimeError, match=r"attach\(env, num_envs\)"):
         PPODBuffer(3).load_demo(tmp_path / "0.safetensors")
 
 
@@ -252,7 +252,7 @@ def test_the_best_ones_are_saved_now_and_then(tmp_path: Path) -> None:
     buffer.demo_dtypes = {"Action": torch.bool}
     buffer.demonstration_writer.load([replace(episode(), steps=episode().steps.apply(lambda leaf: leaf * 9))])
     buffer.num_agent_demos_to_save = 9
-    with pytest.raises(ValueError, match=r"demo_dtypes saves Action as torch\.bool, which does not hold 9"):
+    with pytest.raises(ValueError, match=r"demo_dtypes.*9"):
         buffer.save_demos()
 
 
@@ -295,7 +295,7 @@ def test_what_is_drawn_is_inserted_where_the_next_episode_begins(tmp_path: Path)
         for expected in (True, False):
             each.replay.begin(np.ones(ENVS, bool))
             assert each.replay.playing.tolist() == [False, expected] + [False] * (ENVS - 2)
-    with pytest.raises(RuntimeError, match=r"call attach\(env, num_envs\) first"):
+    with pytest.raises(RuntimeError, match=r"attach\(env, num_envs\)"):
         PPODBuffer(4).sample_demo(0)
 
 
@@ -342,14 +342,14 @@ def test_envs_of_the_documented_kind_are_attached() -> None:
     assert buffer.frame_skip == 4
     assert buffer.replay is not None
     assert buffer.replay.num_envs == ENVS
-    with pytest.raises(ValueError, match=r"attach\(\) needs an environment and num_envs"):
+    with pytest.raises(ValueError, match=r"attach\(\).*num_envs"):
         PPODBuffer(8).attach()
 
 
 @pytest.mark.parametrize("folder", ["target_agent_demos_dir", "supplementary_demos_dir"])
 def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_collected(folder: str, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match=rf"^{folder}=.*file/demos cannot be written to .*name another folder"):
+    with pytest.raises(ValueError, match=rf"^{folder}=.*file/demos"):
         attached(**{folder: str(tmp_path / "file" / "demos")})
 
 
@@ -357,7 +357,7 @@ def test_the_frame_skip_is_that_of_the_recipe() -> None:
     buffer = PPODBuffer(8)
     buffer.attach(EnvironmentRecipe("CartPole-v1", action_repeat=3), 2)
     assert buffer.frame_skip == 3
-    with pytest.raises(ValueError, match="frame_skip=1, the environment frame_skip=3"):
+    with pytest.raises(ValueError, match=r"frame_skip=1.*frame_skip=3"):
         episode().fits(CARTPOLE, buffer.frame_skip)
 
 

@@ -103,7 +103,7 @@ def test_the_same_seed_records_the_same():
 
 def test_an_environment_without_an_end_is_refused():
     few = mock.patch.object(recording, "MANY_STEPS", 128)
-    with few, pytest.raises(SystemExit, match=r"^error: No episode has ended .*time_limit="), one_line():
+    with few, pytest.raises(SystemExit, match=r"^error.*time_limit="), one_line():
         next(record_demonstrations(partial(CountedImages, end="never"), first_action, 1))
 
 
@@ -190,9 +190,9 @@ def test_choices_that_there_are_not_are_refused_and_never_clipped(space, action)
     policy = TensorDictModule(
         lambda x: numbers.expand(*x.shape[:-1], *numbers.shape), in_keys=["observation"], out_keys=["action"]
     )
-    with pytest.raises(DemonstrationFault, match=r"In episode 0 'action' holds values .* Mend the policy"):
+    with pytest.raises(DemonstrationFault, match="0 'action'"):
         next(record_demonstrations(partial(Received, space), policy, 1, seed=0))
-    with pytest.raises(DemonstrationFault, match="clip_actions must be False for actions without a Box, got True"):
+    with pytest.raises(DemonstrationFault, match="clip_actions"):
         next(record_demonstrations(partial(Received, space), policy, 1, seed=0, clip_actions=True))
 
 
@@ -242,7 +242,7 @@ def test_the_action_of_a_key_that_is_none_is_refused_or_clipped(space, key, clip
     with pytest.raises(ValueError, match=says):
         keyboard._Recorder(Received(space), 1, None, False).action(key, "noop")
     if not isinstance(space, gymnasium.spaces.Box):
-        with pytest.raises(ValueError, match="clip_actions must be False"):
+        with pytest.raises(ValueError, match="clip_actions"):
             keyboard._Recorder(Received(space), 1, None, True)
     elif clipped is not None:
         recorder = keyboard._Recorder(Received(space), 1, None, True)

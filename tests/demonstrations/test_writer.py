@@ -224,7 +224,7 @@ def test_refresh_replaces_the_value_of_what_is_kept() -> None:
     assert [each.value for each in storage.value_demonstrations] == [0.5, 1.0]
     assert storage.value_demonstrations[0].steps is replayed.steps
     for wrong in (math.nan, math.inf):
-        with pytest.raises(ValueError, match="value must be a finite number"):
+        with pytest.raises(ValueError, match="value"):
             writer.refresh(other, wrong)
     writer.add(rewarded(0.0, value=2.0, name="c"))
     assert kept(storage)[1] == ["b", "c"]

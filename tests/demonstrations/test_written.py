@@ -174,7 +174,7 @@ def test_the_recipe_is_checked_when_it_is_read() -> None:
     recipe = EnvironmentRecipe("CartPole-v1", clip_reward=0.5)
     write_dataset("minari:clipped-v0", [episode(3)], recipe)
     assert len(read_dataset("minari:clipped-v0", recipe)) == 1
-    with pytest.raises(SystemExit, match=r"was recorded with clip_reward=0.5, the environment has no clip"), one_line():
+    with pytest.raises(SystemExit, match=r"clip_reward=0.5"), one_line():
         read_dataset("minari:clipped-v0", "CartPole-v1")
 
 

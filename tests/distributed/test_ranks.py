@@ -90,7 +90,7 @@ def test_rings_are_as_many_as_the_environments_of_a_rank(tmp_path: Path) -> None
 
 def test_collectors_that_ranks_cannot_share_out_are_refused(tmp_path: Path) -> None:
     data = rollouts(num_envs=6, frames_per_batch=32, collector=partial(RayCollector, num_collectors=3))
-    with pytest.raises(Fault, match=r"^num_collectors=3 cannot be divided evenly among 2 ranks; take 4"):
+    with pytest.raises(Fault, match=r"^num_collectors=3.*2.*4"):
         fit(tmp_path, data, strategy=of_rank(0, 2))
 
 
@@ -109,5 +109,5 @@ def test_the_room_is_counted_for_all_ranks(monkeypatch: pytest.MonkeyPatch, clus
     ray = pytest.importorskip("ray")
     check_room(ray, 4, {"num_cpus": 1})
     monkeypatch.setattr("torchrl_lightning.distributed.cluster.world_size", lambda: 2)
-    with pytest.raises(ClusterFault, match="num_collectors=8 need 8 CPU, but the cluster has 4"):
+    with pytest.raises(ClusterFault, match=r"num_collectors=8.*8 CPU.*4"):
         check_room(ray, 4, {"num_cpus": 1})

@@ -272,7 +272,7 @@ def test_a_bound_that_is_too_small_is_told_to_whoever_waits_already(ray: FakeRay
     waiting.start()
     while not shard(ray).instance._changed._waiters:
         time.sleep(0.01)
-    with pytest.raises(Fault, match=r"error_buffer=8 is too small for inserts of 8 rows and draws of 16 "):
+    with pytest.raises(Fault, match=r"error_buffer=8.*8.*16"):
         learner.draw(16)
     waiting.join(20)
     assert not waiting.is_alive()
@@ -305,7 +305,7 @@ def test_shards_share_the_environments_and_take_turns(ray: FakeRay) -> None:
 def test_one_that_is_kept_is_found_by_the_next_run_and_by_one_at_a_time(ray: FakeRay) -> None:
     first = ReplayService(buffer(), name="it", keep=True)
     first.extend(rollout(0))
-    with pytest.raises(ServiceFault, match="Another run has the replay service name='it'"):
+    with pytest.raises(ServiceFault, match="name='it'"):
         ReplayService(buffer(), name="it", keep=True).draw(4)
     first.state_dict()
     first.shutdown()

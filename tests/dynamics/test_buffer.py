@@ -74,7 +74,7 @@ def test_one_hot_columns_are_those_of_the_spec_before_the_largest_action_was_see
 def test_integer_actions_without_a_spec_are_refused():
     buffer = MBReplayBuffer(4)
     buffer.insert_data_slice(numbered(0, 3, Action=torch.zeros(3, 1, dtype=torch.int64)))
-    with pytest.raises(ValueError, match=r"Actions are torch.int64.*give action_spec="):
+    with pytest.raises(ValueError, match=r"torch.int64.*action_spec="):
         buffer.generate_batches(mini_batch_size=1)
 
 
@@ -117,9 +117,9 @@ def test_data_without_next_observations_is_refused():
     data = numbered(0, 3)
     del data["NextObservation"]
     buffer = MBReplayBuffer(4)
-    with pytest.raises(KeyError, match=r"A transition has no next observation.*Write NextObservation"):
+    with pytest.raises(KeyError, match="NextObservation"):
         buffer.insert_data_slice(data)
-    with pytest.raises(KeyError, match="autoreset=True needs the entry"):
+    with pytest.raises(KeyError, match="autoreset=True"):
         MBReplayBuffer(4, autoreset=True).extend(rows(3).exclude(("next", "done")))
     assert len(buffer) == 0
 
@@ -142,7 +142,7 @@ def test_a_single_tensor_goes_where_a_slice_of_it_would():
         assert step == first % 4
         buffer.insert_data_slice(data)
         assert torch.equal(columns["Observation"], buffer.storage.data["observation"])
-    with pytest.raises(ValueError, match=r"Entry 'Observation' is \[4, 1\] torch.float32, rows of \[2\]"):
+    with pytest.raises(ValueError, match=r"'Observation'.*\[4, 1\] torch.float32.*\[2\]"):
         buffer.insert_single_tensor_slice(columns, "Observation", torch.zeros(1, 2))
 
 
@@ -254,7 +254,7 @@ def test_the_first_rows_of_torchrls_verb_are_of_one_environment():
 def test_a_first_write_that_fails_leaves_the_number_of_environments_open(verb):
     buffer = MBReplayBuffer(4)
     wrong = rows(3).set("name", "text")
-    with pytest.raises(TypeError, match="'name' is a"):
+    with pytest.raises(TypeError, match="'name'"):
         getattr(buffer, verb)(wrong)
     assert (buffer.num_envs, len(buffer), buffer.storage.max_size) == (None, 0, 4)
     buffer.insert_transition({name: value[0] for name, value in numbered(0, 1, 2).items()})

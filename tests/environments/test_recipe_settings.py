@@ -81,7 +81,7 @@ def test_a_limit_beyond_that_of_a_factory_is_refused() -> None:
     for limit, fails in ((499, False), (500, False), (501, True)):
         recipe = EnvironmentRecipe(pole, time_limit=limit)
         if fails:
-            with pytest.raises(ValueError, match=r"^time_limit must be at most 500, .* got 501") as refusal:
+            with pytest.raises(ValueError, match=r"^time_limit.*500.*501") as refusal:
                 make_environment(recipe, 2)
             assert "\n" not in str(refusal.value)
         else:

@@ -43,9 +43,9 @@ def test_a_space_comes_back_from_its_spec(space):
 
 
 def test_other_kinds_are_refused():
-    with pytest.raises(TypeError, match="no space for a NonTensor spec"):
+    with pytest.raises(TypeError, match="NonTensor"):
         spec_to_space(NonTensor())
-    with pytest.raises(TypeError, match="a MultiOneHot spec cannot be kept"):
+    with pytest.raises(TypeError, match="MultiOneHot"):
         spec_state(Composite(action=MultiOneHot([3, 2])))
-    with pytest.raises(ValueError, match="unknown kind of spec 'Other'"):
+    with pytest.raises(ValueError, match="'Other'"):
         spec_from_state({"kind": "Other", "shape": [], "dtype": "float32"})

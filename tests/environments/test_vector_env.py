@@ -81,7 +81,7 @@ def test_a_package_that_is_missing_is_named_with_the_extra_that_brings_it(error,
 
     brings = "" if extra is None else rf" Here .* torchrl-lightning\[{extra}\]\."
     what = re.escape(str(error).rstrip("."))
-    with pytest.raises(ImportError, match=rf"needs what is not installed: {what}\.{brings}$"):
+    with pytest.raises(ImportError, match=rf"{what}\.{brings}$"):
         make_vector_env(make)
 
 
@@ -105,7 +105,7 @@ def test_spaces() -> None:
     assert space_to_spec(spaces.MultiDiscrete([4, 4]), "x").shape == (2,)
     assert space_to_spec(spaces.Discrete(3, start=2), "x").n == 5
     assert space_to_spec(spaces.MultiDiscrete([4, 4], start=[0, 1]), "x").nvec.tolist() == [4, 5]
-    with pytest.raises(TypeError, match=r"starts at -1, .*TransformObservation"):
+    with pytest.raises(TypeError, match=r"-1.*TransformObservation"):
         space_to_spec(spaces.Discrete(3, start=-1), "x")
     for space in (spaces.Text(3), spaces.Tuple([spaces.Discrete(2)]), spaces.Box(0, 1, (2,), np.uint16)):
         with pytest.raises(TypeError):

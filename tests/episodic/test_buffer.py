@@ -251,5 +251,5 @@ def test_what_tells_of_windows_is_indexed_by_rows_and_not_unpacked() -> None:
     info = buffer.get_batch(2, 1)[1]
     assert [info[row].env_ids.item() for row in range(len(info))] == info.env_ids.tolist()
     assert torch.stack([info, info]).shape == (2, 2)
-    with pytest.raises(TypeError, match="its fields env_ids, positions, importance_weights, replay_buffer, discount"):
+    with pytest.raises(TypeError, match=r"env_ids.*importance_weights, replay_buffer"):
         tuple(info)

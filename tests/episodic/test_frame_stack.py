@@ -84,7 +84,7 @@ def test_folded_steps_have_the_stack_after_the_last_of_them():
 def test_what_cannot_be_stacked_is_refused():
     buffer = ring(4, transform=FrameStackTransform(2), batch_size=2)
     buffer.extend(TensorDict({"observation": torch.zeros(3, 5), "next": {"done": torch.zeros(3, 1).bool()}}, [3]))
-    with pytest.raises(ValueError, match=r"'observation' is \[5\]; stacked are images"):
+    with pytest.raises(ValueError, match=r"'observation'.*\[5\]"):
         buffer.sample()
     buffer.transform[0].keys = ("pixels",)
     with pytest.raises(KeyError, match="pixels"):

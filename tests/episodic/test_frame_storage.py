@@ -133,10 +133,10 @@ def test_what_cannot_be_kept_as_frames_is_refused():
     good = StackedSteps(0).step().unsqueeze(0)
     with pytest.raises(ValueError, match="RingWriter"):
         FrameStorage(8, 3).allocate(good)
-    with pytest.raises(TypeError, match="RingWriter alone"):
+    with pytest.raises(TypeError, match="RingWriter"):
         FrameStorage(8, 3).set(0, good)
     ours, _ = twins(8, 1, 2)
-    with pytest.raises(ValueError, match=r"A stack of 2 images is .* got \[3, 5, 7\]; give frame_stack="):
+    with pytest.raises(ValueError, match=r"2.*\[3, 5, 7\].*frame_stack="):
         ours.extend(good)
     with pytest.raises(KeyError, match=r"next.*observation"):
         twins(8, 1)[0].extend(good.exclude(("next", "observation")))

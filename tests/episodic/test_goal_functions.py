@@ -178,7 +178,7 @@ def test_windows_and_what_a_step_shows_besides_its_goals(sampler: Any, env: type
 
 def test_what_a_step_does_not_show_cannot_count() -> None:
     hidden = partial(Costly, shows=False)
-    with pytest.raises(ValueError, match=r"need info\['cost'\], which stored steps do not have"):
+    with pytest.raises(ValueError, match=r"info\['cost'\]"):
         stored(hidden, told=hidden).sample(10)
 
 
@@ -222,10 +222,10 @@ def test_what_no_goal_changes_stays_as_it_is_stored() -> None:
 
 @pytest.mark.parametrize("env", [Dense, Batched])
 def test_another_reward_than_is_stored_is_refused_with_both_numbers(env: type[Dense]) -> None:
-    with pytest.raises(ValueError, match=r"another reward than compute_reward gives .* as -0\.\d+ where it gives -1\."):
+    with pytest.raises(ValueError, match=r"compute_reward.*-0\.\d+.*-1\."):
         stored(env).sample(10)
     buffer = stored(Batched, told=Batched, compute_terminated=lambda achieved, *_: torch.ones(len(achieved)))
-    with pytest.raises(ValueError, match=r"another terminated than compute_terminated gives .* as 0 where it gives 1"):
+    with pytest.raises(ValueError, match=r"compute_terminated.*0.*1"):
         buffer.sample(10)
 
 

@@ -152,7 +152,7 @@ def test_other_kinds_name_compute_reward_and_change_nothing(kind: str, sampler: 
     buffer = buffer_of(OTHERS[kind], sampler, n_steps=n_steps)
     stored = buffer.storage.get(torch.arange(STEPS)).clone()
     for _ in range(3):
-        with pytest.raises(ValueError, match=r"goals must be .*, got .*compute_reward=") as caught:
+        with pytest.raises(ValueError, match=r"goals.*compute_reward=") as caught:
             buffer.sample(60)
         assert "\n" not in str(caught.value)
     assert (buffer.storage.get(torch.arange(STEPS)) == stored).all()
@@ -194,7 +194,7 @@ def test_a_goal_function_may_make_numbers_of_images() -> None:
 @pytest.mark.parametrize("goal", [lambda place: place.long().repeat(1, 2), lambda place: place.view(-1, 1, 1)])
 def test_a_goal_function_that_makes_other_kinds_names_compute_reward(goal: Any) -> None:
     buffer = buffer_of(NUMBERS["float32 [1]"], goal=goal)
-    with pytest.raises(ValueError, match=r"goals must be .*, got .*compute_reward="):
+    with pytest.raises(ValueError, match=r"goals.*compute_reward="):
         buffer.sample(60)
 
 
@@ -271,7 +271,7 @@ def test_a_run_over_goals_of_another_kind_is_refused_before_it_begins(kind: str,
         list(data.check_fit())
         data.setup("fit")
     else:
-        with pytest.raises(MisfitError, match=r"goals must be .*, got .*compute_reward="):
+        with pytest.raises(MisfitError, match=r"goals.*compute_reward="):
             list(data.check_fit())
         with pytest.raises(MisfitError, match="compute_reward="):
             data.setup("fit")

@@ -297,7 +297,7 @@ def test_goals_may_be_made_of_whole_observations():
 
 def test_what_cannot_be_relabelled_is_refused():
     transform = HindsightRelabel(1.0)
-    with pytest.raises(ValueError, match="it is in none: give it to an ExperienceBuffer"):
+    with pytest.raises(ValueError, match="ExperienceBuffer"):
         transform(walk([4]).set("index", torch.arange(4)))
     buffer = ring(32, transform=transform, batch_size=4)
     with pytest.raises(ValueError, match="where episodes end"):
@@ -305,7 +305,7 @@ def test_what_cannot_be_relabelled_is_refused():
     buffer.extend(walk([4]))
     with pytest.raises(KeyError, match="the cells that a batch was read from"):
         transform(walk([4]))
-    with pytest.raises(KeyError, match=r"HindsightRelabel needs the entry .*desired_goal"):
+    with pytest.raises(KeyError, match=r"HindsightRelabel.*desired_goal"):
         transform(walk([4]).exclude("desired_goal").set("index", torch.arange(4)))
     three = HindsightRelabel(1.0, compute_reward=lambda achieved, desired, info: torch.zeros(3))
     ring(32, transform=three).extend(walk([4]))
@@ -322,5 +322,5 @@ def test_folded_rewards_whose_single_steps_are_not_stored_are_refused():
     other["next", "other"] = other["next", "reward"]
     transform = HindsightRelabel(1.0, reward_key=("next", "other"))
     buffer = ring(32, transform=transform, batch_size=4, n_steps=2, data=other)
-    with pytest.raises(ValueError, match="let the buffer fold them by n_steps="):
+    with pytest.raises(ValueError, match="n_steps="):
         buffer.sample()

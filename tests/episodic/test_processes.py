@@ -283,7 +283,7 @@ def test_nothing_may_be_overwritten() -> None:
     buffer = build(max_length=2, overwrite=False)
     for number in range(2):
         buffer.add_batch(rows(torch.arange(ENVS), number))
-    with pytest.raises(ValueError, match=r"environments \[1, 5\] have no room .* overwrite=False.* nothing"):
+    with pytest.raises(ValueError, match=r"\[1, 5\].*overwrite=False"):
         buffer.add_batch(rows(torch.tensor([1, 5]), 2), torch.tensor([1, 5]))
     assert buffer.writer.positions.tolist() == [2] * ENVS
     buffer.dequeue(torch.tensor([5]))

@@ -208,6 +208,6 @@ def test_enough_beginnings_are_counted_without_rounding() -> None:
     assert sampler._recent(buffer.writer, 100, 1) == 0
     write(buffer)
     assert sampler._recent(buffer.writer, 100, 1) == 7
-    with pytest.raises(ValueError, match="recent_data_ratio must be between 0 and 1, got 2"):
+    with pytest.raises(ValueError, match=r"recent_data_ratio.*0.*1.*2"):
         sampler.recent_data_ratio = 2
     assert sampler.recent_data_ratio == 0.07

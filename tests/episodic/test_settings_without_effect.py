@@ -32,7 +32,7 @@ REFUSED: list[tuple[str, str, dict[str, Any]]] = [
 @pytest.mark.parametrize(("name", "needs", "settings"), REFUSED)
 def test_an_argument_without_effect_is_refused(name: str, needs: str, settings: dict[str, Any]) -> None:
     settings = {key: value() if key == "sampler" else value for key, value in settings.items()}
-    with pytest.raises(ValueError, match=rf"^{name} must be left at its default .*{needs}") as refusal:
+    with pytest.raises(ValueError, match=rf"^{name}.*{needs}") as refusal:
         EpisodicReplayBuffer(None, 2, 8, **settings)
     assert "\n" not in str(refusal.value)
 

@@ -20,12 +20,12 @@ def test_the_guide_has_the_table_that_the_logs_make():
 
 
 def test_results_of_other_settings_and_unknown_runs_are_refused(tmp_path, monkeypatch):
-    with pytest.raises(ResultsError, match="there is no run none; there are cartpole_uniform, "):
+    with pytest.raises(ResultsError, match="cartpole_uniform"):
         given("none")
     shutil.copytree(FOLDER, tmp_path / "logs")
     changed = {**SAID["runs"], "cartpole_uniform": [*given("cartpole_uniform"), "data.batch_size=64"]}
     monkeypatch.setitem(ablations.SAID, "runs", changed)
-    with pytest.raises(ResultsError, match=r"python tests/benchmarks/ablations\.py run cartpole_uniform"):
+    with pytest.raises(ResultsError, match=r"tests/benchmarks/ablations\.py.*cartpole_uniform"):
         table(tmp_path / "logs")
 
 

@@ -100,7 +100,7 @@ def test_a_log_and_the_last_line_of_an_evaluation_are_understood(tmp_path):
     assert list(logged(path, 3)) == [Row(3, 128, -9.0, 0.5, 0, success=0.75)]
     said = "mean evaluation return: -14.4 +- 12.4 over 100 episodes, success rate 0.91, 400000 frames, 12 s\n"
     assert ended(said, 1, 0.5) == Row(1, 400000, -14.4, 12.4, 100, 0.5, 0.91)
-    with pytest.raises(ResultsError, match="seed 1 said 'error'"):
+    with pytest.raises(ResultsError, match=r"1.*'error'"):
         ended("error", 1, 0.5)
 
 
@@ -112,7 +112,7 @@ def test_what_a_peer_came_to_stands_beside_it_as_long_as_the_settings_are_the_sa
     results.write(NAME, [Row(seed, 200, 2.0 * seed, 0.5, 100, 2.0) for seed in (0, 1)], folder)
     assert of_peer(NAME, tmp_path) == "1 +- 1.4 (2 seeds, 2.0 minutes)"
     results.write(NAME, [Row(0, 200, 1.0, 0.5, 100, 2.0)], folder, settings="0123456789ab")
-    with pytest.raises(ResultsError, match=rf"Run it again: python tests/benchmarks/zoo\.py run {NAME}"):
+    with pytest.raises(ResultsError, match=rf"tests/benchmarks/zoo\.py.*{NAME}"):
         of_peer(NAME, tmp_path)
 
 

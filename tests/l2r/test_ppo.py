@@ -166,7 +166,7 @@ def test_misuse_is_told() -> None:
     with pytest.raises(RuntimeError, match="No path is open"):
         buffer.finish_path()
     buffer.store(path_step(0, done=True))
-    with pytest.raises(RuntimeError, match="finish_path before"):
+    with pytest.raises(RuntimeError, match="finish_path"):
         buffer.store(path_step(1))
     buffer.finish_path()
     with pytest.raises(ValueError, match="2 different steps from 1"):

@@ -137,7 +137,7 @@ def test_to_play_a_policy_no_buffer_is_built() -> None:
     ],
 )
 def test_counts_of_a_file_have_upper_bounds(node: dict[str, Any], name: str) -> None:
-    with pytest.raises(ValueError, match=rf"{name}=-?\d+ is more than \d+"):
+    with pytest.raises(ValueError, match=rf"{name}=-?\d+"):
         check_config(node, where="a")
     check_config(node, where="a", trusted=True)
 

@@ -135,7 +135,7 @@ def test_another_model_s_way_of_ending_is_refused(learns: bool) -> None:
     checkpoint: dict[str, Any] = {}
     module.trainer = other.trainer = SimpleNamespace(datamodule=None)  # type: ignore[assignment]
     module.on_save_checkpoint(checkpoint)
-    with pytest.raises(ValueError, match=f"model {'learns' if learns else 'does not learn'} where episodes terminate"):
+    with pytest.raises(ValueError, match=f"{'learns' if learns else 'does not learn'}"):
         other.on_load_checkpoint(checkpoint)
     del checkpoint["dynamics_ensemble"]["learns_terminated"]
     with pytest.raises(KeyError, match="learns_terminated"):
@@ -164,10 +164,10 @@ def test_test_batches_log_returns() -> None:
 
 
 def test_other_data_is_refused() -> None:
-    with pytest.raises(RuntimeError, match="DynamicsDataModule, but the datamodule is FakeData"):
+    with pytest.raises(RuntimeError, match=r"DynamicsDataModule.*FakeData"):
         trainer().fit(small(), datamodule=FakeData())
 
 
 def test_more_elites_than_members_are_refused() -> None:
-    with pytest.raises(ValueError, match="num_elites=4 is more than num_members=3"):
+    with pytest.raises(ValueError, match=r"num_elites=4.*num_members=3"):
         built(num_elites=4)

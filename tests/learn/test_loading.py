@@ -216,7 +216,7 @@ def test_a_bit_that_has_changed_is_found(tmp_path, stored):
     assert set(stored[SEAL]) == {"state_dict", "optimizer_states", "OnPolicyDataModule"}
     stored["state_dict"][first_weight(stored)].reshape(-1).view(torch.uint8)[0] ^= 1
     torch.save(stored, tmp_path / "b.ckpt")
-    with pytest.raises(ValueError, match=r"b\.ckpt is damaged: 'state_dict' is not as it was written"):
+    with pytest.raises(ValueError, match="'state_dict'"):
         load_policy(tmp_path / "b.ckpt")
     # With a trainer of one's own, too.
     data = OnPolicyDataModule("CartPole-v1", num_envs=2, frames_per_batch=16, num_mini_batch=1, seed=0)
@@ -256,7 +256,7 @@ def test_the_recipe_of_a_checkpoint_may_name_wrappers_but_none_that_writes_or_lo
     if is_taken:
         assert config_in(stored, "a.ckpt", "data") == stored[CONFIG]
     else:
-        with pytest.raises(ValueError, match=f"'{wrapper}' is none of the classes"):
+        with pytest.raises(ValueError, match=f"'{wrapper}'"):
             config_in(stored, "a.ckpt", "data")
 
 
@@ -270,7 +270,7 @@ def test_the_recipe_of_a_checkpoint_may_name_the_wrappers_of_an_extra_where_it_i
     missing = "minigrid.wrappers.NoDeath"
     trust._of_others.cache_clear()
     monkeypatch.setitem(sys.modules, "minigrid.wrappers", None)  # as if it were not installed
-    with pytest.raises(ValueError, match=f"wrappers.0..*'{missing}' is in no minigrid that is installed here"):
+    with pytest.raises(ValueError, match=rf"wrappers.0..*'{missing}'"):
         config_in(with_wrapper(missing), "a.ckpt", "data")
     trust._of_others.cache_clear()
     monkeypatch.undo()
@@ -305,7 +305,7 @@ def test_a_loaded_policy_knows_how_its_environment_is_made(env, length, tmp_path
 def test_classes_of_ones_own_are_named_before_they_are_imported(tmp_path):
     train(tmp_path / "a.ckpt", PPOModule(MLPNetwork([4])), env=EnvironmentRecipe("CartPole-v1", wrappers=[Shifted]))
     policy = load_policy(tmp_path / "a.ckpt", PPOModule(MLPNetwork([4])))
-    with pytest.raises(ValueError, match=r"Shifted' is none of the classes .* If you trust .* recipe\(trusted=True\)"):
+    with pytest.raises(ValueError, match=r"Shifted'.*recipe\(trusted=True\)"):
         policy.recipe()
     assert isinstance(policy.recipe(trusted=True)(), Shifted)
     with pytest.raises(ValueError, match="does not say how its environment was made"):

@@ -153,7 +153,7 @@ def test_runs_take_allowed_actions_in_learning_warmup_and_evaluation(agent: Any,
 
 def test_what_does_not_look_at_masks_is_refused() -> None:
     agent = loss_agent(loss_of_values)
-    with pytest.raises(MisfitError, match=r"'action_mask', which LossModuleAgent does not look at; .* drop="):
+    with pytest.raises(MisfitError, match=r"'action_mask'.*LossModuleAgent.*drop="):
         trainer(max_epochs=1).fit(agent, datamodule=replay_data(env=Doors))
 
 
@@ -189,7 +189,7 @@ def test_a_policy_that_does_not_look_at_the_mask_is_told() -> None:
     env = make_vector_env(Doors, 2)
 
     policy = TensorDictModule(lambda mask: mask.long().argmin(-1), in_keys=["action_mask"], out_keys=["action"])
-    with pytest.raises(ValueError, match=r"forbids: the policy .* drop=\[action_mask\]"):
+    with pytest.raises(ValueError, match=r"drop=\[action_mask\]"):
         GymnasiumCollector(env, policy, frames_per_batch=64).rollout()
 
 
@@ -199,7 +199,7 @@ def test_a_loaded_policy_refuses_one_observation_whose_mask_leaves_nothing(learn
     policy = LoadedPolicy(learner(MLPNetwork([8])).build(specs).policy, specs)
     shown = {"observation": np.zeros(4, np.float32), "action_mask": np.int8([0, 0, 1, 0])}
     assert policy.act(shown) == 2
-    with pytest.raises(EnvironmentFault, match="environment 0 returned an 'action_mask' that leaves no action"):
+    with pytest.raises(EnvironmentFault, match=r"0.*'action_mask'"):
         policy.act({**shown, "action_mask": np.zeros(4, np.int8)})
     batch = {"observation": np.zeros((2, 4), np.float32), "action_mask": np.int8([[0, 0, 1, 0], [0, 0, 0, 0]])}
     assert policy.act(batch, starts=True)[0] == 2  # the other episode has ended
@@ -227,7 +227,7 @@ def test_a_mask_that_does_not_fit_the_actions_is_refused(action: Any, mask: Any,
 @pytest.mark.parametrize(("size", "mend"), [(3, "mask: action_mask"), (4, "mask: last_mask")])
 def test_an_entry_called_mask_that_fits_the_actions_is_to_be_called_as_theirs(size: int, mend: str) -> None:
     mask = gymnasium.spaces.MultiBinary(size)
-    with pytest.raises(ValueError, match=rf"observes 'mask', .* by rename={{{mend}}} of"):
+    with pytest.raises(ValueError, match=rf"'mask'.*rename={{{mend}}}"):
         environment_specs(make_vector_env(lambda: Odd(gymnasium.spaces.Discrete(3), mask, "mask"), 1))
 
 
@@ -238,7 +238,7 @@ def test_masks_in_info_become_part_of_the_observation() -> None:
     assert observation["action_mask"].tolist() == info["action_mask"].tolist()
     specs = environment_specs(make_vector_env(lambda: ActionMaskFromInfo(gymnasium.make("Taxi-v4")), 1))
     assert list(PPOModule(MLPNetwork([8])).build(specs).critic.in_keys) == ["observation"]
-    with pytest.raises(EnvironmentFault, match="found no 'action_mask' in info, which has"):
+    with pytest.raises(EnvironmentFault, match="'action_mask'"):
         ActionMaskFromInfo(gymnasium.make("CartPole-v1")).reset()
     with pytest.raises(ValueError, match="one choice, but this env has Box"):
         ActionMaskFromInfo(gymnasium.make("Pendulum-v1"))

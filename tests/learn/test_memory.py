@@ -212,5 +212,5 @@ def test_sequences_that_hold_no_successor_are_refused(length: int, burn_in: int)
     batch = sequences(specs, module, 4, length)
     batch["steps_to_next_obs"] = torch.full((4, length), 3)
     batch["mask"] = (torch.arange(length) >= burn_in).expand(4, length)
-    with pytest.raises(ValueError, match=f"{burn_in} only warm up, hold no successor that lies 3 steps"):
+    with pytest.raises(ValueError, match=rf"{burn_in}.*3"):
         module.compute(read(module, batch))

@@ -154,7 +154,7 @@ def observing(kind: str) -> Any:
 @pytest.mark.parametrize(("kind", "key"), [("discrete", "'observation'"), ("dict", r"\('inner', 'count'\)")])
 def test_discrete_observations_are_refused_before_anything_is_collected(run: Any, kind: str, key: str) -> None:
     agent, stream = run(observing(kind))
-    with pytest.raises(MisfitError, match=rf"observation {key} is discrete, .* one-hot by .*FlattenObservation"):
+    with pytest.raises(MisfitError, match=rf"{key}.*FlattenObservation"):
         fit(agent, stream)
     assert stream.frames == 0
     stream.close()

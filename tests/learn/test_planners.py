@@ -113,7 +113,7 @@ def test_choices_are_planned_by_random_shooting() -> None:
     specs = specs_of(Categorical(4), observation=Unbounded(2))
     env = env_of(targets_of(specs, reward=lambda observation, action, following: action[:, 2]))
     assert RandomShootingPlanner(env, horizon=2, candidates=80)(observed(5))["action"].tolist() == [2] * 5
-    with pytest.raises(TypeError, match=r"got Discrete\(4\); for others within bounds use RandomShooting"):
+    with pytest.raises(TypeError, match=r"Discrete\(4\).*RandomShooting"):
         CrossEntropyPlanner(env)
 
 

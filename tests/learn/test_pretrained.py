@@ -143,23 +143,21 @@ def test_a_policy_goes_to_the_hub_and_comes_back(run, hub):
 
 def test_what_is_too_large_or_not_there_is_not_fetched(run, hub):
     push_to_hub(run, "me/cartpole")
-    with pytest.raises(ValueError, match=r"model.safetensors in me/cartpole has \d+ bytes, more than the limit of 99;"):
+    with pytest.raises(ValueError, match=r"model.safetensors.*me/cartpole.*99"):
         from_pretrained("me/cartpole", limit=99)
-    with pytest.raises(
-        ValueError, match=r"me/other is no folder, and cannot be read .*: RuntimeError: 404 no me/other$"
-    ):
+    with pytest.raises(ValueError, match=r"me/other.*RuntimeError: 404.*me/other$"):
         from_pretrained("me/other")
     (hub.root / "me" / "cartpole" / "config.json").unlink()
-    with pytest.raises(ValueError, match=r"me/cartpole holds no config.json"):
+    with pytest.raises(ValueError, match=r"me/cartpole.*config.json"):
         from_pretrained("me/cartpole")
     assert not hub.fetched
-    with pytest.raises(ValueError, match=r"repo='cartpole' is no repository"):
+    with pytest.raises(ValueError, match="repo='cartpole'"):
         push_to_hub(run, "cartpole")
 
 
 def test_what_was_saved_is_not_saved_again_as_a_run(saved, hub, tmp_path):
     for publish in (partial(save_pretrained, saved, tmp_path / "again"), partial(push_to_hub, saved, "me/cartpole")):
-        with pytest.raises(ValueError, match=f"{saved} is no run, but .*: hf upload OWNER/NAME {saved}"):
+        with pytest.raises(ValueError, match=rf"{saved}.*OWNER/NAME {saved}"):
             publish()
     assert not (tmp_path / "again").exists()
 
@@ -168,14 +166,14 @@ def test_classes_of_other_packages_are_published_only_if_trusted(run, tmp_path):
     stored = torch.load(run / "checkpoints" / "best.ckpt", weights_only=True)
     own = {"_target_": "kit.networks.Own"}
     torch.save({**stored, "checksums": {}, "config": {"model": {**MODEL, "network": own}}}, tmp_path / "own.ckpt")
-    with pytest.raises(ValueError, match=r"'kit\.networks\.Own' is none of the classes .*trusted=True$"):
+    with pytest.raises(ValueError, match=r"'kit\.networks\.Own'.*trusted=True$"):
         save_pretrained(tmp_path / "own.ckpt", tmp_path / "published")
     assert not (tmp_path / "published").exists()
 
 
 def test_an_extra_that_is_missing_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(ImportError, match=r"^me/cartpole is no folder; .* pip install 'torchrl-lightning\[hub\]'$"):
+    with pytest.raises(ImportError, match=r"^me/cartpole.*'torchrl-lightning\[hub\]'$"):
         from_pretrained("me/cartpole")
 
 
@@ -211,7 +209,7 @@ def test_a_bit_that_has_changed_and_a_torn_file_are_found(changed):
     with pytest.raises(ValueError, match="is damaged: "):
         from_pretrained(changed)
     (changed / "model.safetensors").write_bytes(data[:-9])
-    with pytest.raises(ValueError, match="holds no policy of ours: SafetensorError"):
+    with pytest.raises(ValueError, match="SafetensorError"):
         from_pretrained(changed)
     with pytest.raises(ValueError, match="is neither a folder nor a repository"):
         from_pretrained(changed / "config.json")

@@ -73,7 +73,7 @@ def test_it_learns_acts_and_resumes(name: str, tmp_path: Path) -> None:
     ("name", "specs", "mend"), [("bc", DISCRETE, "use DQN .* model=.*temperature=0"), ("c51", BOX, "use SAC or TD3")]
 )
 def test_actions_of_another_kind_are_refused_in_one_line(name: str, specs: Any, mend: str) -> None:
-    with pytest.raises(TypeError, match=rf"^\w+Loss does not fit this environment: .* got .*; {mend}.*") as error:
+    with pytest.raises(TypeError, match=rf"^\w+Loss.*{mend}") as error:
         preset(name).build(specs)
     assert "\n" not in str(error.value)
     with pytest.raises(TypeError, match="no recurrent states; take an MLPNetwork"):
@@ -85,5 +85,5 @@ def test_the_critics_of_cql_have_their_own_rate_and_the_actor_clones_where_it_is
     fitted = run(module, BOX, max_epochs=1)
     assert [each.param_groups[0]["lr"] for each in fitted.optimizers] == [1e-4, 3e-4]
     assert {key for key in module.epoch_metrics if "loss" in key} == {"train/loss_actor_bc"}
-    with pytest.raises(ValueError, match=r"minimised=\['loss_bc'\] are none of what CQLLoss gives"):
+    with pytest.raises(ValueError, match=r"minimised=\['loss_bc'\].*CQLLoss"):
         preset("cql", "model.minimised=[loss_bc]").build(BOX)

@@ -71,7 +71,7 @@ def made(make: Callable[..., Any], settings: dict[str, Any]) -> Any:
 def test_a_setting_without_effect_is_refused(
     name: str, needs: str, make: Callable[..., Any], settings: dict[str, Any]
 ) -> None:
-    with pytest.raises(ValueError, match=rf"^{name} must be left at its default .*{needs}") as refusal:
+    with pytest.raises(ValueError, match=rf"^{name}.*{needs}") as refusal:
         made(make, settings)
     assert "\n" not in str(refusal.value)
 

@@ -156,7 +156,7 @@ def test_batch_sizes() -> None:
         ours.sample()
     assert ours.sample(3).shape == (3,)
     ours = buffer(data=numbered(10))
-    with pytest.warns(UserWarning, match="conflicting batch_sizes"):
+    with pytest.warns(UserWarning, match="batch_sizes"):
         assert ours.sample(3).shape == (3,)
     assert ours.sample(4).shape == (4,)
 
@@ -234,7 +234,7 @@ def test_one_generator() -> None:
 
 
 def test_samplers_that_take_cells_away_are_refused() -> None:
-    with pytest.raises(TypeError, match=r"ConsumingSampler takes cells away .* TensorDictReplayBuffer"):
+    with pytest.raises(TypeError, match=r"ConsumingSampler.*TensorDictReplayBuffer"):
         buffer(sampler=ConsumingSampler(1))
 
 
@@ -254,7 +254,7 @@ def test_parts_are_exchanged_for_others_of_ours() -> None:
 def test_two_buffers_cannot_fill_one_storage() -> None:
     make = partial(ExperienceBuffer, storage=RingStorage(6), batch_size=2)
     one = make(num_envs=2)
-    with pytest.raises(ValueError, match="already fills this RingStorage"):
+    with pytest.raises(ValueError, match="RingStorage"):
         make(num_envs=2)
     one.extend(numbered(2))
     shared = ExperienceBuffer(storage=one.storage, writer=one.writer, batch_size=2)
@@ -271,7 +271,7 @@ def test_priorities_are_kept_for_as_many_cells_as_the_storage_has(made: str) -> 
     buffer.extend(numbered(20))
     assert prioritized.max_size == 12
     assert buffer.sample()["priority_weight"].shape == (3, 2)
-    with pytest.raises(ValueError, match="give max_capacity=N, the max_size of its storage"):
+    with pytest.raises(ValueError, match=r"max_capacity=N.*max_size"):
         TensorDictReplayBuffer(storage=LazyTensorStorage(12), sampler=PrioritizedSampler()).extend(numbered(3))
 
 

@@ -90,7 +90,7 @@ def test_without_a_buffer_or_its_episodes_it_says_so():
         Ends()(batch)
     theirs = TensorDictReplayBuffer(storage=RingStorage(4), writer=RingWriter(), transform=Ends(), batch_size=2)
     theirs.extend(episode(2))
-    with pytest.raises(ValueError, match="give it to an ExperienceBuffer"):
+    with pytest.raises(ValueError, match="ExperienceBuffer"):
         theirs.sample()
     buffer = built(transform := Ends())
     buffer.extend(TensorDict({"a": torch.zeros(2)}, [2]))
@@ -98,5 +98,5 @@ def test_without_a_buffer_or_its_episodes_it_says_so():
         buffer.sample(2)
     buffer = built(transform.clone())
     buffer.extend(episode(2))
-    with pytest.raises(KeyError, match="Ends needs the entry 'index'"):
+    with pytest.raises(KeyError, match="'index'"):
         buffer.transform(episode(2))

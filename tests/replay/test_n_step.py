@@ -206,10 +206,10 @@ def test_data_without_ends_or_rewards_are_refused() -> None:
         ours.extend(data.exclude(("next", "done")))
     assert not len(ours)
     ours.extend(data.exclude(("next", "reward")))
-    with pytest.raises(KeyError, match=r"n_steps=3 needs the entry \('next', 'reward'\)"):
+    with pytest.raises(KeyError, match=r"n_steps=3.*\('next', 'reward'\)"):
         ours.sample()
     blind = buffer(1, writer=RingWriter(track_episodes=False), data=data)
-    with pytest.raises(ValueError, match="n_steps=3 needs to know where episodes end"):
+    with pytest.raises(ValueError, match="n_steps=3"):
         blind.sample()
 
 

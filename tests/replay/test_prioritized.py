@@ -269,7 +269,7 @@ def test_capacity_must_cover_the_storage(kind: str, filled: int) -> None:
         buffer.extend(numbered(filled))
     buffer.set_sampler(make(12))
     before = plain(buffer.state_dict())
-    with pytest.raises(ValueError, match=r"20 cells, this sampler keeps 12.* max_capacity=20"):
+    with pytest.raises(ValueError, match=r"20.*12.*max_capacity=20"):
         buffer.extend(numbered(3))
     assert kind == "torchrl" or not differences(plain(buffer.state_dict()), before)
 
@@ -405,6 +405,6 @@ def test_a_cell_beyond_the_last_is_refused_before_anything_changes(cell: int) ->
     sampler = make()
     sampler.mark_update(torch.arange(20))
     before = sampler.state_dict()
-    with pytest.raises(IndexError, match=f"index {cell} is out of range"):
+    with pytest.raises(IndexError, match=f"{cell}"):
         sampler.update_priority(torch.tensor([3, cell]), torch.tensor([5.0, 9.0]))
     assert not differences(sampler.state_dict(), before)

@@ -141,9 +141,9 @@ def test_priorities_outlive_a_change_of_the_length() -> None:
         kept = [position + 1.0 for position in range(7 - steps)]
         assert buffer.sampler.table.tree.leaves.tolist() == kept + [0.0] * (8 - len(kept))
         assert buffer.sampler.table.tree.nnz == len(kept)
-    with pytest.raises(ValueError, match=r"fullest ring holds 6 steps, windows need 7 \(batch_length=7"):
+    with pytest.raises(ValueError, match=r"6.*7 \(batch_length=7"):
         buffer.sampler.sample(buffer.storage, 2, 7)
-    with pytest.raises(ValueError, match="build it with batch_length=2"):
+    with pytest.raises(ValueError, match="batch_length=2"):
         PrioritizedSampler(8, 1.0, 1.0).sample(buffer.storage, 2, 2)
 
 

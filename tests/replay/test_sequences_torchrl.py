@@ -61,7 +61,7 @@ def test_in_every_combination(storage: str, buffer: str, episode_ends: str, num_
 def test_a_storage_that_no_ring_writer_fills_is_refused_with_both_ways_on(sampler: Any, other: str) -> None:
     replay = TensorDictReplayBuffer(storage=LazyTensorStorage(9), sampler=sampler, batch_size=2)
     replay.extend(episodes([6]))
-    with pytest.raises(ValueError, match=rf"no RingWriter fills this LazyTensorStorage; .*RingWriter.*{other}"):
+    with pytest.raises(ValueError, match=rf"RingWriter.*LazyTensorStorage.*RingWriter.*{other}"):
         replay.sample()
 
 
@@ -69,5 +69,5 @@ def test_a_storage_of_two_dimensions_is_refused() -> None:
     storage = LazyTensorStorage(12, ndim=2)
     replay = TensorDictReplayBuffer(storage=storage, sampler=SequenceSampler(2), dim_extend=0, batch_size=2)
     replay.extend(TensorDict({"next": {"done": torch.zeros(4, 3, 1, dtype=torch.bool)}}, [4, 3]))
-    with pytest.raises(ValueError, match="no RingWriter fills this"):
+    with pytest.raises(ValueError, match="RingWriter"):
         replay.sample()

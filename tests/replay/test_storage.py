@@ -70,7 +70,7 @@ def test_gradients_and_inference_mode_stay_outside() -> None:
 
 def test_a_failed_first_write_leaves_the_schema_open() -> None:
     ours = buffer(writer=RingWriter(track_episodes=True))
-    with pytest.raises(KeyError, match="track_episodes=True needs"):
+    with pytest.raises(KeyError, match="track_episodes=True"):
         ours.extend(TensorDict({"b": torch.zeros(2)}, [2]))
     ours.extend(numbered(2))
     assert sorted(ours[:].keys()) == ["a", "next", "number"]
@@ -92,7 +92,7 @@ def test_lazy_stacks_of_equal_rows_are_written() -> None:
 
 def test_size_is_checked_before_memory_is_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     ours = ring(10**12)
-    with pytest.raises(ValueError, match=r"RingStorage\(1000000000000\) needs .*scratch_dir"):
+    with pytest.raises(ValueError, match=r"RingStorage\(1000000000000\).*scratch_dir"):
         ours.extend(numbered(3))
     assert not ours.storage.initialized
     monkeypatch.setattr(memory, "free_bytes", lambda device, folder=None: 10)
@@ -122,9 +122,7 @@ def test_a_disk_that_fills_up_is_an_error(tmp_path: Path, monkeypatch: pytest.Mo
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(memory.os, "posix_fallocate", full)
-    with pytest.raises(
-        OSError, match=r"cells need [0-9]+ KiB, but only .* are free on the disk of .*scratch_dir="
-    ) as raised:
+    with pytest.raises(OSError, match=r"[0-9]+ KiB.*scratch_dir=") as raised:
         buffer(scratch_dir=tmp_path).extend(numbered(3))
     assert raised.value.errno == errno.ENOSPC
     assert not list(tmp_path.iterdir())

@@ -131,7 +131,7 @@ def test_ids_that_do_not_fit_change_nothing() -> None:
     normalizer = IntrinsicRewardNormalizer(0.9)
     normalizer.normalize(torch.rand(4, 2), traj_ids=torch.zeros(4, 2))
     before = normalizer.state_dict()
-    with pytest.raises(ValueError, match=r"traj_ids must have the shape \(4, 2\)"):
+    with pytest.raises(ValueError, match=r"traj_ids.*\(4, 2\)"):
         normalizer.normalize(torch.rand(4, 2), traj_ids=torch.zeros(3, 2))
     assert normalizer.state_dict()["variance"] == before["variance"]
     assert normalizer.state_dict()["filter"].equal(before["filter"])
