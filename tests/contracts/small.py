@@ -49,10 +49,10 @@ def put(index: Any, *values: float) -> Callable[[Any], None]:
 NO_INDEX = ("a", None, ..., [0.5], [True])
 
 LEAVES = (
-    Refusal("a leaf must be .*got nan", put([0, 2], 3.0, math.nan)),
+    Refusal("leaf", put([0, 2], 3.0, math.nan)),
     *(
         Refusal(
-            f"index {index} is out of range; the tree has 9 leaves",
+            f"{index}.*9",
             put([0, index], 9.0),
             lambda tree, index=index: tree[[0, index]],
             error=IndexError,
@@ -61,7 +61,7 @@ LEAVES = (
     ),
     Refusal("2 indices and 3 values", put([0, 1], 1.0, 2.0, 3.0)),
     Refusal(
-        "indices must be integers",
+        "indices",
         *(put(index, 1.0) for index in NO_INDEX),
         *(lambda tree, index=index: tree[index] for index in NO_INDEX),
         error=TypeError,
@@ -100,7 +100,7 @@ normalize = partial(methodcaller, "normalize")
 NORMALIZER_REFUSES = (
     Refusal(r"1 rewards are not finite, the first at \[3, 1\]", normalize(POISONED)),
     Refusal("got no reward", normalize(rewards(1)[:0])),
-    Refusal(r"floating point, got a tensor of torch\.int64", normalize(rewards(1).long()), error=TypeError),
+    Refusal(r"torch\.int64", normalize(rewards(1).long()), error=TypeError),
 )
 OTHER_ENVIRONMENTS = Refusal(r"over \(2,\), the rollout has \(3,\)", normalize(rewards(1, 3)))
 
@@ -175,9 +175,9 @@ def end_episodes(episodes: FinishedEpisodes) -> Any:
     return episodes.summary()
 
 
-def note_rewards(scale: RewardScale, start: int) -> None:
+def note_rewards(scale: RewardScale, start: int, ids: torch.Tensor | None = None) -> None:
     done = torch.arange(start, start + 10).view(2, 5, 1) % 4 == 3
-    scale.note(torch.ones(2, 5, 1) * start, done, None, 0.99)
+    scale.note(torch.ones(2, 5, 1) * start, done, ids, 0.99)
 
 
 def reduce_rewards(scale: RewardScale) -> Any:
@@ -229,6 +229,11 @@ SMALL = {
     "RewardScale": Unfiled(
         make=lambda seed: RewardScale(10.0),
         fill=note_rewards,
+        ask=reduce_rewards,
+    ),
+    "RewardScale, of some environments": Unfiled(
+        make=lambda seed: RewardScale(10.0),
+        fill=partial(note_rewards, ids=torch.tensor([2, 0])),
         ask=reduce_rewards,
     ),
 }

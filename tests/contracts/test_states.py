@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torchrl.envs import ObservationNorm
 
+from contracts import rollouts
 from contracts.part import Part, Refusal
 from contracts.table import PARTS
 from kit.files import through_file
@@ -147,6 +149,24 @@ def test_the_state_of_an_empty_one_empties_another(part: Part, tmp_path: Path) -
     for each in (one, twin):
         part.fill(each, 20)
     assert not differences(plain(part.ask(one)), plain(part.ask(twin)))
+
+
+def test_a_rollout_that_is_half_sampled_goes_on() -> None:
+    one, other = rollouts.build(0), rollouts.build(1)
+    rollouts.collect(one, 0)
+    one.sample(4)
+    other.load_state_dict(one.state_dict())
+    for _ in range(7):
+        assert not differences(plain(one.sample(4)), plain(other.sample(4)))
+
+
+def test_a_transform_of_a_rollout_buffer_is_restored() -> None:
+    norms = [ObservationNorm(torch.zeros(4), torch.ones(4), in_keys=["observation"]) for _ in range(2)]
+    one, other = (rollouts.build(0, transform=norm) for norm in norms)
+    rollouts.collect(one, 0)
+    norms[0].loc.add_(5.0)
+    other.load_state_dict(one.state_dict())
+    assert torch.equal(norms[1].loc, norms[0].loc)
 
 
 @pytest.mark.parametrize("part", [pytest.param(part, id=name) for name, part in PARTS.items() if part.empty])

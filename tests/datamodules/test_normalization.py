@@ -9,6 +9,7 @@ import torch
 from tensordict import TensorDict
 
 from kit.actor_critic import rollouts
+from kit.demonstrated_runs import ppo
 from kit.normalized import Checking, all_of, recording, statistics_of
 from kit.replay import cells, dqn, fit, replay_data
 from kit.runs import trainer
@@ -20,11 +21,6 @@ from torchrl_lightning.learn import DQNModule, MLPNetwork
 from torchrl_lightning.moments import Moments
 
 NORMALISED = {"normalize_observation": True, "normalize_reward": True}
-
-
-def ppo(seed=0, **kwargs):
-    torch.manual_seed(seed)
-    return PPOModule(MLPNetwork([8]), **kwargs)
 
 
 class NotedUpdates(PPOModule):
@@ -193,3 +189,21 @@ def test_frozen_statistics_do_not_advance():
     noted(normalization, [1.0] * 8)
     normalization.advance_if_due()
     assert normalization.statistics()["reward"]["count"] == 0
+
+
+def test_rewards_that_are_noted_are_restored():
+    def note(made, start):
+        number = torch.arange(start, start + 10.0).view(2, 5, 1)
+        after = {"reward": number, "done": torch.zeros(2, 5, 1, dtype=torch.bool)}
+        made.note(TensorDict({"observation": number, "next": after}, [2, 5]), None, cut=False, gamma=0.9)
+
+    one, other = (Normalization(False, True, 10.0) for _ in range(2))
+    for made in (one, other):
+        made.specs(environment_specs(make_vector_env("CartPole-v1", 2)))
+    note(one, 0)
+    other.load_state_dict(one.state_dict())
+    other.load_statistics(one.statistics())
+    for made in (one, other):
+        note(made, 7)
+        made.advance()
+    assert not differences(other.statistics(), one.statistics())

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from functools import reduce
+from operator import getitem
 from typing import Any
 
 import numpy as np
@@ -31,11 +33,11 @@ def others(value: Any) -> Iterator[Any]:
     if isinstance(value, dict):
         yield from ({}, [value])
     elif isinstance(value, bool):
-        yield int(value)
+        yield from (int(value), not value)
     elif isinstance(value, int):
         yield from (value + 1, -value - 2, 1 << 70, float(value), True, torch.tensor(value))
     elif isinstance(value, float):
-        yield from (-value - 1, float("nan"), float("inf"), str(value))
+        yield from (value / 2, -value - 1, float("nan"), float("inf"), str(value))
     elif isinstance(value, str):
         yield from (value + "x", "cuda:93")
     elif isinstance(value, Tensor):
@@ -59,14 +61,13 @@ def changed(state: Any, path: Path, other: Any) -> Any:
     return copied
 
 
-def mutants(state: dict[str, Any], within: tuple[str | Path, ...] = ()) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Copies of a state, each with one mutation, and what was changed."""
+def mutants(state: dict[str, Any], within: tuple[str | Path, ...] = ()) -> Iterator[tuple[Path, Any, Any]]:
+    """Copies of a state, each with one mutation: its path, the old value and the new one."""
     places = [(each,) if isinstance(each, str) else each for each in within] or [()]
     for path, value in entries(state):
         if any(path[: len(place)] == place for place in places):
             for other in others(value):
-                name = "gone" if other is GONE else " ".join(str(other).split())
-                yield f"{path} is {name}", changed(state, path, other)
+                yield path, value, other
 
 
 def equal(one: Any, other: Any) -> bool:
@@ -93,7 +94,7 @@ def differences(one: Any, other: Any, at: str = "") -> list[str]:
 def check_mutants(
     part: Any, state: dict[str, Any], use: Callable[[Any], Any] | None = None, within: tuple[str | Path, ...] = ()
 ) -> None:
-    """Load every mutant: it is refused by a ValueError and changes nothing, or taken over, and usable.
+    """Load every mutant: it is refused by a ValueError and changes nothing, or restored, and usable.
 
     Args:
         part: loads states; what it holds differs from the state.
@@ -102,9 +103,10 @@ def check_mutants(
         within: which of the state's entries are mutated, or places in them; all by default.
     """
     kept, problems = copy.deepcopy(part.state_dict()), []
-    for what, mutant in mutants(state, within):
+    for path, value, other in mutants(state, within):
+        what = f"{path} is {'gone' if other is GONE else ' '.join(str(other).split())}"
         try:
-            part.load_state_dict(mutant)
+            part.load_state_dict(changed(state, path, other))
         except ValueError as error:
             if not equal(part.state_dict(), kept):
                 problems.append(f"{what}: half loaded, {error}")
@@ -113,6 +115,10 @@ def check_mutants(
         except Exception as error:
             problems.append(f"{what}: {type(error).__name__}: {error}")
         else:
+            held, is_whole = at(kept, path), isinstance(path[-1], str)  # numbers in lists make up one entry
+            is_other = of_one_kind(value, other) and not equal(other, held)
+            if is_whole and is_other and equal(at(part.state_dict(), path), held):
+                problems.append(f"{what}: not restored")
             try:
                 if use is not None:
                     use(part)
@@ -125,6 +131,21 @@ def check_mutants(
     assert not problems, f"{len(problems)} problems:\n" + "\n".join(problems[:60])
     part.load_state_dict(state)
     assert equal(part.state_dict(), state)
+
+
+def of_one_kind(value: Any, other: Any) -> bool:
+    """Whether two values are numbers, texts or tensors of the same type and shape."""
+    if isinstance(value, Tensor) and isinstance(other, Tensor):
+        return value.dtype == other.dtype and value.shape == other.shape and not other.is_sparse
+    return type(value) is type(other) and not isinstance(value, dict | list | tuple)
+
+
+def at(state: Any, path: Path) -> Any:
+    """The entry of a state at a path, if it has one."""
+    try:
+        return reduce(getitem, path, state)
+    except (KeyError, IndexError, TypeError):
+        return GONE
 
 
 def check_refused(part: Any, state: Any, says: str) -> None:

@@ -27,7 +27,9 @@ def _side_by_side(noted: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
 def _rewards_and_ends(value: Any, name: str) -> list[tuple[Tensor, Tensor]]:
     if not sequence(value, name):
         return []
-    are_two = len(value) == 2 and all(isinstance(each, Tensor) and each.ndim > 2 for each in value)
+    are_two = len(value) == 2 and all(
+        isinstance(each, Tensor) and each.ndim > 2 and each.layout is torch.strided for each in value
+    )
     if not are_two or value[0].shape[:2] != value[1].shape[:2] or not value[0].is_floating_point():
         raise wrong(value, name, "rewards and ends of the same steps, [N, T, ...] each")
     if value[1].dtype != torch.bool:
