@@ -40,9 +40,7 @@ def collect(collector: Any) -> Any:
 
 
 REFUSES = (
-    Refusal(
-        "TensorDict of parameters, got float", lambda collector: collector.update_policy_weights_(1.0), error=TypeError
-    ),
+    Refusal("TensorDict", lambda collector: collector.update_policy_weights_(1.0), error=TypeError),
     Refusal("got -1", lambda collector: collector.set_seed(-1)),
 )
 
@@ -70,7 +68,7 @@ COLLECTORS = {
         foreign={"num_workers=1.*num_workers=2": partial(asynchronous, num_workers=2)},
         refuses=(
             *REFUSES,
-            Refusal("static_seed=True would", lambda collector: collector.set_seed(3, static_seed=True)),
+            Refusal("static_seed=True", lambda collector: collector.set_seed(3, static_seed=True)),
         ),
     ),
 }

@@ -18,7 +18,7 @@ def no_tensordict(*takers: Callable[[Any, Any], Any]) -> tuple[Refusal, ...]:
     """What is no TensorDict is refused by its name."""
     return tuple(
         Refusal(
-            f"Expected a TensorDict, got a {kind}",
+            f"TensorDict.*{kind}",
             *(lambda ours, take=take, data=data: take(ours, data) for take in takers),
             error=TypeError,
             empty=True,

@@ -20,7 +20,7 @@ from torchrl_lightning import ExperienceBuffer, RingStorage
 Call = Callable[[Any], Any]
 
 SIZES = Refusal(
-    "batch_size must be an integer of at least 0, got",
+    "batch_size.*0",
     *(partial(ExperienceBuffer.sample, batch_size=size) for size in (-1, 2.5, True, "3")),
 )
 
@@ -75,22 +75,22 @@ WRITES = (
         "3 environments, the writer has 2", lambda ours: ours.extend(numbered(6).view(2, 3), time_dim=0), empty=True
     ),
     Refusal(
-        "env_ids must be integers, got",
+        "env_ids",
         *(extend(numbered(1), ids) for ids in OTHER_IDS),
         *(lambda ours, ids=ids: ours.writer.cut(ids) for ids in OTHER_IDS),
         error=TypeError,
     ),
     Refusal(
-        r"env_ids must be different numbers in \[0, 2\)",
+        r"env_ids.*\[0, 2\)",
         *(extend(numbered(len(ids) or 1), torch.tensor(ids)) for ids in WRONG_IDS[:3]),
         *(lambda ours, ids=ids: ours.writer.extend(numbered(len(ids) or 1), torch.tensor(ids)) for ids in WRONG_IDS),
         empty=True,
     ),
-    Refusal("'observation' is missing", lacks("observation")),
+    Refusal("'observation'", lacks("observation")),
     Refusal("'b' is new", another(b=torch.zeros(2))),
-    Refusal("'next' is new", another(next=torch.zeros(2))),
-    Refusal(r"'observation' is \[2\] torch.float32", another(observation=torch.zeros(2, 2))),
-    Refusal(r"'observation' is \[1\] torch.float64", another(observation=torch.zeros(2, 1).double())),
+    Refusal("'next'", another(next=torch.zeros(2))),
+    Refusal(r"'observation'.*\[2\] torch.float32", another(observation=torch.zeros(2, 2))),
+    Refusal(r"'observation'.*\[1\] torch.float64", another(observation=torch.zeros(2, 1).double())),
     Refusal(r"\('next', 'reward'\)", lambda ours: ours.extend(stored(ours).set(("next", "reward"), torch.zeros(2, 2)))),
     Refusal("stores dense tensors only", another(observation="text"), error=TypeError),
 )
@@ -110,19 +110,17 @@ def write_back(*keys: Any, without: str = "", **entries: Any) -> Call:
 
 WRITE_BACKS = (
     Refusal("float64, to be written it must be", write_back("observation", observation=torch.ones(2, 1).double())),
-    Refusal(r"'observation' is \[2\] torch.float32", write_back("observation", observation=torch.ones(2))),
+    Refusal(r"'observation'.*\[2\] torch.float32", write_back("observation", observation=torch.ones(2))),
     Refusal("no stored entry 'm'", write_back("m", m=torch.ones(2)), error=KeyError),
-    Refusal("no entry 'observation' to write", write_back("observation", without="observation"), error=KeyError),
-    Refusal("no entry 'index'", write_back(without="index"), error=KeyError),
+    Refusal("'observation'", write_back("observation", without="observation"), error=KeyError),
+    Refusal("'index'", write_back(without="index"), error=KeyError),
     Refusal("which cells were overwritten since", write_back(without="write_position"), error=KeyError),
 )
 
 
 SHARED = (
     Refusal("stays shared", lambda ours: ours.share(False)),
-    Refusal(
-        r"before buffer.share\(\)", lambda ours: ours.load_state_dict(ours.state_dict()), error=RuntimeError, empty=True
-    ),
+    Refusal(r"buffer.share\(\)", lambda ours: ours.load_state_dict(ours.state_dict()), error=RuntimeError, empty=True),
 )
 
 
@@ -146,7 +144,7 @@ PRIORITIES = (
         error=TypeError,
     ),
     Refusal(
-        "has no entry 'td_error'",
+        "'td_error'",
         lambda ours: ours.update_tensordict_priority(stored(ours).set("index", torch.tensor([0, 1]))),
         error=KeyError,
     ),
@@ -174,7 +172,7 @@ SAMPLER = (
     Refusal(r"shape \[3\] for 2 cells", prefer([0, 1], 1.0, 1.0, 1.0)),
     Refusal("must be integers", lambda sampler: sampler.update_priority(torch.tensor([0.5]), 1.0), error=TypeError),
     Refusal("1 generations for 2 cells", prefer([0, 1], 1.0, 1.0, generation=torch.ones(1))),
-    Refusal("alpha must be", set_to(alpha=-1.0)),
-    Refusal("beta must be", set_to(beta=-1.0)),
-    Refusal("build it with batch_length=2", lambda sampler: sampler.sample(RingStorage(12), 2, 2)),
+    Refusal("alpha", set_to(alpha=-1.0)),
+    Refusal("beta", set_to(beta=-1.0)),
+    Refusal("batch_length=2", lambda sampler: sampler.sample(RingStorage(12), 2, 2)),
 )

@@ -419,3 +419,10 @@ def test_value_demonstrations_that_are_never_drawn_are_not_kept() -> None:
     buffer = attached(2, initial_reward_threshold=9.0, phi=0.0)
     buffer.load_state_dict(kept)
     assert (len(buffer.value_demos), buffer.phi) == (4, 0.5)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_a_share_of_human_demonstrations_that_are_not_there_is_announced(share: float, caplog: Any) -> None:
+    with caplog.at_level(logging.WARNING):
+        PPODBuffer(8, human_share=share, initial_reward_threshold=1.0).attach("CartPole-v1", ENVS)
+    assert ["human_share=0.5 has no effect" in record.getMessage() for record in caplog.records] == [True] * bool(share)

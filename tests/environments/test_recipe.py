@@ -15,6 +15,7 @@ from gymnasium.wrappers import RescaleObservation, TimeAwareObservation
 
 from kit.images import ImageAlone, Mission
 from torchrl_lightning import EnvironmentRecipe, GoalReward, make_vector_env
+from torchrl_lightning.environments import make_environment
 from torchrl_lightning.environments.frame_stack import FrameStack
 from torchrl_lightning.environments.recipe import differences, plain
 
@@ -189,3 +190,22 @@ def test_ours_are_saved_by_the_names_that_users_know(part, name):
 def test_a_value_that_one_of_two_recipes_lacks_is_a_difference() -> None:
     assert list(differences({"a": {"b": 1}}, {"a": None})) == [("a", {"b": 1}, None)]
     assert list(differences({"a": {"b": 1}}, {})) == [("a", {"b": 1}, None)]
+
+
+def test_a_limit_beyond_that_of_a_factory_is_refused() -> None:
+    def pole(**kwargs: Any) -> Any:
+        return gym.make("CartPole-v1", **kwargs)
+
+    for limit in (499, 500):
+        make_environment(EnvironmentRecipe(pole, time_limit=limit), 2).close()
+    with pytest.raises(ValueError, match=r"^time_limit.*500.*501"):
+        make_environment(EnvironmentRecipe(pole, time_limit=501), 2)
+    EnvironmentRecipe(pole, {"max_episode_steps": 900}, time_limit=501)().close()
+    EnvironmentRecipe("CartPole-v1", time_limit=900)().close()
+
+
+@pytest.mark.parametrize("settings", [{}, {"observe": (0, 0), "flatten": True}, {"time_limit": 7, "clip_reward": 1.0}])
+def test_a_recipe_is_the_same_with_no_other_settings(settings: dict[str, Any]) -> None:
+    recipe = EnvironmentRecipe("CartPole-v1", **settings)
+    recipe().close()
+    assert repr(recipe) == repr(recipe.with_settings())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,10 +12,12 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from kit.dynamics import model_data
 from kit.fake_data import FakeData
 from kit.runs import parameters, trainer
 from kit.world_models import POINT, FakeDynamics, pushed, targets_of
-from torchrl_lightning.learn import DynamicsEnsemble, OutsideBox
+from torchrl_lightning import MBPOModule
+from torchrl_lightning.learn import CrossEntropyPlanner, DynamicsEnsemble, OutsideBox, WorldModelFit
 
 
 def small(**kwargs: Any) -> DynamicsEnsemble:
@@ -171,3 +174,42 @@ def test_other_data_is_refused() -> None:
 def test_more_elites_than_members_are_refused() -> None:
     with pytest.raises(ValueError, match=r"num_elites=4.*num_members=3"):
         built(num_elites=4)
+
+
+TINY = partial(CrossEntropyPlanner, horizon=2, candidates=8, elites=2, iterations=1)
+INSIDE = OutsideBox([-2.0, None, None], [2.0, None, None])
+FITS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "reward must return a tensor of one .* 1.0": ({}, {"reward": lambda o, a, n: 1.0}, {}),
+    "reward must return a tensor of one": ({}, {"reward": lambda o, a, n: o}, {}),
+    "reward must return .*division by zero": ({}, {"reward": lambda o, a, n: 1 / 0 if len(o) else n}, {}),
+    "terminated must .*3 numbers.* 1 bound": ({"terminated": OutsideBox([0.0], [1.0])}, {}, {}),
+    "data.terminated must be left at its default": ({"terminated": INSIDE}, {"terminated": True}, {}),
+    "patience must be left at its default .*limit_val_batches": ({"patience": 2}, {}, {"limit_val_batches": 0}),
+    "min_improvement must be left at its default .*limit_val_batches": (
+        {"min_improvement": 0.5},
+        {},
+        {"limit_val_batches": 0},
+    ),
+    "observation_keys must name at least one": ({}, {"observation_keys": []}, {}),
+}
+
+
+@pytest.mark.parametrize("message", FITS)
+def test_a_fit_that_cannot_use_a_setting_collects_nothing(message: str) -> None:
+    of_model, of_data, of_trainer = FITS[message]
+    data = model_data(**of_data)
+    with pytest.raises(ValueError, match=message) as refusal:
+        trainer(max_epochs=1, **of_trainer).fit(DynamicsEnsemble([4], planner=TINY, **of_model), datamodule=data)
+    assert data.frames == 0
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_box_of_another_width_is_refused_when_it_is_asked() -> None:
+    with pytest.raises(ValueError, match=r"3 numbers.* 2 bound"):
+        OutsideBox([-1.0, None], [1.0, None])(torch.zeros(4, 3), torch.zeros(4, 1), torch.zeros(4, 3))
+
+
+def test_a_planner_of_means_over_an_ensemble_of_means_runs() -> None:
+    dynamics = WorldModelFit([4], probabilistic=False)
+    assert not dynamics.build(POINT).sample
+    assert MBPOModule(dynamics=dynamics).build(POINT).world_model is not None
