@@ -12,19 +12,22 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.loggers.logger import DummyLogger
 from tensordict import TensorDict
 
 from kit.actor_critic import TinyActorCritic, Unlucky, rollouts
+from kit.demonstrated_runs import ppo
 from kit.dynamics import model_data
 from kit.fake_data import FakeData, Loader
 from kit.learners import learner
 from kit.ranks import Report, fit_ranks, reports, run_ranks
-from kit.replay import replay_data
+from kit.replay import dqn, replay_data
 from kit.runs import trainer
 from torchrl_lightning import DynamicsEnsemble, ExperienceLog, MLPNetwork, PPOModule
 from torchrl_lightning._compat import logger_connector
-from torchrl_lightning.learn import DQNModule
+from torchrl_lightning.cli.curves import read_source
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The number of training batches"),
@@ -32,16 +35,6 @@ pytestmark = [
 ]
 RESERVED = {"step", "epoch"}
 METRICS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
-
-
-def ppo() -> PPOModule:
-    torch.manual_seed(0)
-    return PPOModule(MLPNetwork([8]))
-
-
-def dqn() -> DQNModule:
-    torch.manual_seed(0)
-    return DQNModule(MLPNetwork([8]))
 
 
 def replay() -> Any:
@@ -149,17 +142,21 @@ def test_all_rows_count_frames_in_a_trainer_of_ones_own(callbacks: Any, every: i
 
     board = EventAccumulator(str(tmp_path / "board")).Reload()
     columns = ["train/entropy", "eval/return", "mine/longest_epoch", "mine/update_epoch", "mine/late"]
-    for column in columns + ["train/return"] * len(callbacks):
+    for column in columns + ["train/return", "frames", "frames_per_second"] * len(callbacks):
         assert steps_of(tmp_path / "csv" / "metrics.csv", column) == [64, 128, 192], column
         assert [event.step for event in board.Scalars(column)] == [64, 128, 192], column
+    (curve,) = read_source(tmp_path / "csv" / "metrics.csv", "mine/late", "step")
+    assert curve.unit == "environment frames"
     rows = steps_of(tmp_path / "csv" / "metrics.csv", "mine/update_step")
     # Of 12 updates every first, third or fiftieth is logged, each over the frames that were collected before it.
     assert rows == [64 * (1 + update // 4) for update in range(12) if (update + 1) % every == 0]
 
 
+@pytest.mark.parametrize("callbacks", [(), (ExperienceLog,)])
 @pytest.mark.parametrize("stop", ["end", "fail"])
-def test_a_trainer_is_left_as_it_was(stop: str, tmp_path: Path) -> None:
-    run = trainer(tmp_path, max_epochs=1, limit_val_batches=1, logger=CSVLogger(tmp_path))
+def test_a_trainer_is_left_as_it_was(stop: str, callbacks: Any, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"callbacks": [make() for make in callbacks], "logger": CSVLogger(tmp_path)}
+    run = trainer(tmp_path, max_epochs=1, limit_val_batches=1, **settings)
     before = set(vars(logger_connector(run)))
     if stop == "fail":
         with pytest.raises(RuntimeError, match="out of luck"):
@@ -187,6 +184,36 @@ def test_a_step_that_a_module_logs_itself_is_lightnings_affair(tmp_path: Path) -
     run.fit(Stepping(), datamodule=rollouts())
     assert steps_of(tmp_path / "metrics.csv", "mine") == [7]
     assert run.callback_metrics["step"] == 7.0
+
+
+def test_without_frames_lightning_counts(tmp_path: Path) -> None:
+    class Plain(BoringModel):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("mine", 1.0)
+            return super().training_step(batch, batch_idx)
+
+    run = trainer(tmp_path, max_epochs=1, callbacks=[ExperienceLog()], logger=CSVLogger(tmp_path, "", ""))
+    run.fit(Plain(), datamodule=BoringDataModule())
+    assert steps_of(tmp_path / "metrics.csv", "mine")[:3] == [0, 1, 2]
+    (curve,) = read_source(tmp_path / "metrics.csv", "mine", "step")
+    assert curve.unit == "updates"
+
+
+def test_only_rows_cost_a_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[None] = []
+
+    def clock_of(data: Any) -> tuple[int, str]:
+        asked.append(None)
+        return 64, "frames"
+
+    for module in ("_logging", "callbacks.experience_log"):
+        monkeypatch.setattr(f"torchrl_lightning.{module}.clock_of", clock_of)
+    settings: dict[str, Any] = {"callbacks": [ExperienceLog()], "logger": DummyLogger(), "log_every_n_steps": 8}
+    trainer(tmp_path, max_epochs=1, limit_val_batches=0, **settings).fit(
+        TinyActorCritic(), datamodule=rollouts(num_epochs=8)
+    )
+    # Of 16 updates none logs; the callback asks when training begins and for its own row.
+    assert len(asked) == 2
 
 
 def tell(module: Any, data: Any) -> dict[str, Any]:

@@ -19,8 +19,9 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers.logger import DummyLogger
 
 from kit.actor_critic import TinyActorCritic, rollouts
+from kit.demonstrated_runs import ppo
 from kit.dynamics import model_data
-from kit.replay import replay_data
+from kit.replay import dqn, replay_data
 from kit.runs import trainer
 from torchrl_lightning import (
     BestCheckpoint,
@@ -32,7 +33,6 @@ from torchrl_lightning import (
     PPOModule,
 )
 from torchrl_lightning.fitting import Fault
-from torchrl_lightning.learn import DQNModule
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The number of training batches"),
@@ -71,18 +71,10 @@ class Rows(DummyLogger):
         self.names |= set(metrics)
 
 
-def ppo() -> PPOModule:
-    return PPOModule(MLPNetwork([8]))
-
-
 def long(env: Any = Long, **settings: Any) -> OnPolicyDataModule:
     """Rollouts of 16 steps each: the first episodes end in the third one."""
     sizes = {"num_envs": 2, "frames_per_batch": 32, "num_mini_batch": 1, "num_epochs": 2, "eval_env": Long}
     return OnPolicyDataModule(env, **{**sizes, "eval_episodes": 1, "seed": 0, "updates_per_step": 1, **settings})
-
-
-def dqn() -> DQNModule:
-    return DQNModule(MLPNetwork([8]))
 
 
 CASES: dict[str, Any] = {
