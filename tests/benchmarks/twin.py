@@ -67,11 +67,11 @@ class Twin:
         learner = cfg.model._target_.rpartition(".")[2].removesuffix("Module")
         if learner not in kinds:
             raise ResultsError(f"{name} learns by {learner}; those by {', '.join(kinds)} have a twin.")
-        self._kind, self._arguments, buffer = kinds[learner]
+        self.kind, self.arguments, buffer = kinds[learner]
         if learner == "TD3" and cfg.model.num_critics == 1:
-            self._kind = DDPG
+            self.kind = DDPG
         same = {**SAME, "data.buffer._target_": f"torchrl_lightning.{buffer}", **OWN[learner]}
-        if self._kind is DDPG:
+        if self.kind is DDPG:
             same["model.num_critics"] = 1
         if OmegaConf.select(cfg, "data.buffer.transform") is not None:
             same["data.buffer.n_steps"] = 1  # which its goals know nothing of
@@ -86,25 +86,25 @@ class Twin:
 
     def run(self, seed: int) -> Row:
         """Train with a seed, and play unseen episodes with the model that ends it."""
-        environments: Any = DummyVecEnv([self._environment] * self.data["num_envs"])
+        environments: Any = DummyVecEnv([self.environment] * self.data["num_envs"])
         shown, earned = bool(self.data["normalize_observation"]), self.data["normalize_reward"]
         if shown or earned:
             clip, epsilon = self.data["normalize_clip"], self.data["normalize_epsilon"]
             environments = VecNormalize(environments, True, shown, earned, clip, clip, self.gamma, epsilon)
-        model = self._kind(
+        model = self.kind(
             "MultiInputPolicy" if hasattr(environments.observation_space, "spaces") else "MlpPolicy",
             environments,
             gamma=self.gamma,
             learning_rate=self._rate(),
-            policy_kwargs=self._network(),
+            policy_kwargs=self.network(),
             seed=seed,
             device="cpu",
-            **self._arguments(),
+            **self.arguments(),
         )
         began = time.process_time()
         model.learn(self.data["total_frames"])
         minutes = (time.process_time() - began) / 60
-        played: Any = DummyVecEnv([self._environment])
+        played: Any = DummyVecEnv([self.environment])
         if shown:
             played = VecNormalize(played, False, norm_reward=False, clip_obs=clip, gamma=self.gamma, epsilon=epsilon)
             played.obs_rms = environments.obs_rms
@@ -112,7 +112,7 @@ class Twin:
         mean, deviation = evaluate_policy(model, played, n_eval_episodes=EPISODES, deterministic=True)
         return Row(seed, model.num_timesteps, float(np.mean(mean)), float(np.mean(deviation)), EPISODES, minutes)
 
-    def _environment(self) -> Any:
+    def environment(self) -> Any:
         env = self.recipe()
         # It keeps normalised observations in the dtype of the space, so that whole numbers would cut them off.
         whole = isinstance(env.observation_space, Box) and np.issubdtype(env.observation_space.dtype, np.integer)
@@ -124,14 +124,14 @@ class Twin:
             raise ResultsError(f"model.schedule={schedule} has no counterpart in Stable-Baselines3.")
         return rate if schedule == "constant" else lambda left: left * rate
 
-    def _network(self) -> Arguments:
+    def network(self) -> Arguments:
         network = self.model["network"]
         sizes, activation = list(network["hidden_sizes"]), ACTIVATIONS[network["activation"]]
         told: Arguments = {
-            "net_arch": {"pi": sizes, "vf": sizes} if self._kind is PPO else sizes,
+            "net_arch": {"pi": sizes, "vf": sizes} if self.kind is PPO else sizes,
             "activation_fn": activation,
         }
-        if self._kind is PPO:
+        if self.kind is PPO:
             told["ortho_init"] = network["initialization"] == "orthogonal"
             told["log_std_init"] = math.log(self.model["initial_std"])
         return told
@@ -199,7 +199,7 @@ class Twin:
             **self._replay(),
             "action_noise": NormalActionNoise(np.zeros(size), model["noise"] * np.ones(size)),
         }
-        if self._kind is TD3:
+        if self.kind is TD3:
             told |= {
                 "policy_delay": model["target_interval"],
                 "target_policy_noise": model["policy_noise"],

@@ -93,8 +93,8 @@ def finished(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     summary = FinishedEpisodes.summary
 
     def noting(self: FinishedEpisodes) -> dict[str, float]:
-        self._flush()
-        for returns, lengths in self._finished:
+        if ended := self.state_dict()["finished"]:
+            returns, lengths = ended
             assert returns.equal(lengths.double())
             found.extend(lengths.tolist())
         return summary(self)
@@ -112,8 +112,9 @@ def check(data: Any, collector: Cutting, finished: list[int], gamma: float) -> N
     lengths, sums = collector.brute(gamma)
     assert len(lengths) > 6
     assert sorted(finished) == lengths
-    data._normalization.advance()
-    moments = data._normalization._scale.moments
+    normalization = data._normalization
+    normalization.advance()
+    moments = normalization._scale.moments
     assert moments.count == len(sums)
     assert moments.mean.item() == pytest.approx(sums.mean().item())
     assert moments.variance.item() == pytest.approx(sums.var(correction=0).item())
@@ -133,8 +134,8 @@ def test_a_replay_run(how: str, finished: list[int], tmp_path: Any) -> None:
         normalize_reward=True, warmup_frames=120, updates_per_epoch=6,
     )  # fmt: skip
     holder.append(data)
-    fit_replay(tmp_path, data, max_epochs=6)
-    check(data, makers[0], finished, data._gamma)
+    module, _ = fit_replay(tmp_path, data, max_epochs=6)
+    check(data, makers[0], finished, module.gamma)
 
 
 @pytest.mark.parametrize("how", ["ids", "is_init"])

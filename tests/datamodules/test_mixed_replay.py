@@ -120,19 +120,22 @@ def test_a_source_that_is_none_is_refused(tmp_path):
         fit(tmp_path, replay_data(source=lambda own: [own]))
 
 
+def second_share(mixed, batch_size):
+    """How many rows of the next batch the second buffer gives."""
+    (_, second), mixed._owed = mixed._shares(batch_size)
+    return second
+
+
 @given(ratio=st.floats(1e-12, 0.999), batch_size=st.integers(1, 10**9), batches=st.integers(1, 60))
 def test_a_share_of_any_size_is_owed_and_paid(ratio, batch_size, batches):
     mixed = MixedReplay(buffer(0), [buffer(1)], [1 - ratio, ratio])
     share = 1 - mixed.ratios[0]
     assert abs(share - Fraction(ratio)) < Fraction(ratio) / 10**12
-    given_out = 0
-    for _ in range(batches):
-        (_, second), mixed._owed = mixed._shares(batch_size)
-        given_out += second
+    given_out = sum(second_share(mixed, batch_size) for _ in range(batches))
     assert abs(given_out - share * batch_size * batches) < 1
     other = MixedReplay(buffer(0), [buffer(1)], [1 - ratio, ratio])
     other.load_state_dict(through_file(mixed.state_dict()))
-    assert other._shares(batch_size) == mixed._shares(batch_size)
+    assert second_share(other, batch_size) == second_share(mixed, batch_size)
 
 
 def test_ratios_that_leave_nothing_for_the_first_buffer_are_refused():

@@ -202,6 +202,10 @@ def test_actions_that_are_no_numbers_are_refused(clip):
         next(record_demonstrations(partial(Received, TWO), acting(np.nan, 0.0), 1, seed=0, clip_actions=clip))
 
 
+def recorder_of(space, clips):
+    return keyboard._Recorder(Received(space), 1, None, clips)
+
+
 @pytest.mark.parametrize(
     ("space", "key", "expected"),
     [
@@ -215,7 +219,7 @@ def test_actions_that_are_no_numbers_are_refused(clip):
     ],
 )
 def test_the_action_of_a_key_is_one_of_the_space(space, key, expected):
-    recorder = keyboard._Recorder(Received(space), 1, None, False)
+    recorder = recorder_of(space, clips=False)
     recorder.reset()
     action = recorder.action(key, "noop")
     assert space.contains(action)
@@ -240,12 +244,12 @@ def test_the_action_of_a_key_is_one_of_the_space(space, key, expected):
 def test_the_action_of_a_key_that_is_none_is_refused_or_clipped(space, key, clipped):
     says = rf"^noop must be an action of .*, got {re.escape(repr(key))}\. Choose another"
     with pytest.raises(ValueError, match=says):
-        keyboard._Recorder(Received(space), 1, None, False).action(key, "noop")
+        recorder_of(space, clips=False).action(key, "noop")
     if not isinstance(space, gymnasium.spaces.Box):
         with pytest.raises(ValueError, match="clip_actions"):
-            keyboard._Recorder(Received(space), 1, None, True)
+            recorder_of(space, clips=True)
     elif clipped is not None:
-        recorder = keyboard._Recorder(Received(space), 1, None, True)
+        recorder = recorder_of(space, clips=True)
         recorder.reset()
         shown, *_ = recorder.step(key)
         assert shown.tolist() == clipped == recorder._actions[0].tolist()

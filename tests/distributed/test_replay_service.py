@@ -26,7 +26,6 @@ from torchrl_lightning import (
     SequenceSampler,
     UniformSampler,
 )
-from torchrl_lightning.distributed import _service_writer
 from torchrl_lightning.distributed.cluster import ServiceFault
 from torchrl_lightning.fitting import Fault
 
@@ -41,7 +40,7 @@ SAMPLERS: dict[str, Callable[[], Any]] = {
 
 @pytest.fixture
 def ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeRay]:
-    monkeypatch.setattr(_service_writer, "_PAUSE", 0.0)
+    monkeypatch.setattr("torchrl_lightning.distributed._service_writer._PAUSE", 0.0)
     with fake_ray() as fake:
         yield fake
 
@@ -67,11 +66,16 @@ def shard(ray: FakeRay, number: int = 0, name: str = "it") -> Any:
 
 def held(ray: FakeRay, number: int = 0) -> dict[int, list[int]]:
     """Return of each environment the steps that a shard holds, in their order."""
-    buffer = shard(ray, number).instance._buffer
+    buffer = shard(ray, number).buffer
     if not len(buffer):
         return {}
     rows = buffer.storage.get(buffer.writer.rings.filled_cells())
     return {env: rows["time"][rows["env"] == env].tolist() for env in rows["env"].unique().tolist()}
+
+
+def unacknowledged(writer: Any) -> list[Any]:
+    """Return what a writer keeps for each shard."""
+    return [each._kept for each in writer._writers]
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
@@ -113,7 +117,7 @@ def test_priorities_go_back_with_their_stamps(ray: FakeRay, tmp_path: Path) -> N
         service.update_tensordict_priority(batch)
         service.draw(16)
         service.draw(16)
-        table = shard(ray).instance._buffer.sampler.table
+        table = shard(ray).buffer.sampler.table
         return table.priorities[batch["index"].unique()].unique().tolist()
 
     batch = service.draw(16)
@@ -133,7 +137,7 @@ def test_errors_of_several_critics_go_back_reduced(sampler: str, ray: FakeRay) -
     service.update_tensordict_priority(batch)
     service.draw(8)
     service.draw(8)
-    table = shard(ray).instance._buffer.sampler.table
+    table = shard(ray).buffer.sampler.table
     first = batch["index"].reshape(8, -1)[:, 0]
     largest = batch["td_error"].flatten(1).amax(1)
     last = dict(zip(first.tolist(), largest.tolist(), strict=True))
@@ -166,8 +170,7 @@ def test_each_row_is_written_once_and_in_its_order_whatever_dies(seed: int, ray:
             arrays = {key: value.contiguous().numpy() for key, value in rows.items(True, True)}
             writers[worker].write(arrays, [2 * worker, 2 * worker + 1])
             written[worker] += 1
-            for each in writers[worker]._writers:
-                assert len(each._kept) <= 3
+            assert all(len(each) <= 3 for each in unacknowledged(writers[worker]))
         elif kind < 0.9:
             shard(ray, draw.randrange(shards)).die()
         elif kind < 0.95:
@@ -194,8 +197,8 @@ def test_what_is_acknowledged_is_never_lost(ray: FakeRay, tmp_path: Path) -> Non
     for number in range(9):
         service.extend(rollout(number))
         shard(ray).die()
-        kept = service._writer._writers[0]._kept
-        acknowledged = kept[0][0]
+        ((first, *_),) = unacknowledged(service._writer)
+        acknowledged = first[0]
         for steps in held(ray).values():
             assert steps == list(range(len(steps)))
             assert len(steps) >= acknowledged * STEPS
@@ -285,7 +288,7 @@ def test_shards_share_the_environments_and_take_turns(ray: FakeRay) -> None:
     service.extend(rollout(0))
     service.extend(rollout(1).exclude("nothing")[torch.tensor([3, 1])], torch.tensor([3, 1]))
     service.state_dict()
-    service._writer.settle()
+    service._settle()
     assert held(ray, 0) == {0: [0, 1], 1: [0, 1, 2, 3]}
     assert held(ray, 1) == {2: [0, 1], 3: [0, 1, 2, 3]}
     batches = [service.draw(16) for _ in range(4)]
@@ -295,10 +298,10 @@ def test_shards_share_the_environments_and_take_turns(ray: FakeRay) -> None:
         service.update_tensordict_priority(batch)
     service._settle()
     for number in range(2):
-        priorities = shard(ray, number).instance._buffer.sampler.table.priorities
+        priorities = shard(ray, number).buffer.sampler.table.priorities
         assert 2.0 + number in priorities.tolist()
         assert 3.0 - number not in priorities.tolist()
-    drawn = [shard(ray, number).instance._buffer.generator.initial_seed() for number in range(2)]
+    drawn = [shard(ray, number).buffer.generator.initial_seed() for number in range(2)]
     assert drawn[0] != drawn[1]
 
 

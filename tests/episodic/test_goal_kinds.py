@@ -263,6 +263,11 @@ def module(env: Any, mixes: bool = False, **options: Any) -> ReplayDataModule:
     return ReplayDataModule(EnvironmentRecipe(env), buffer=ExperienceBuffer, source=source, num_envs=2)
 
 
+def source_of(data: ReplayDataModule) -> Any:
+    """What a run draws its batches from."""
+    return data._source
+
+
 @pytest.mark.parametrize("kind", SPACES)
 @pytest.mark.parametrize("mixes", [False, True])
 def test_a_run_over_goals_of_another_kind_is_refused_before_it_begins(kind: str, mixes: bool) -> None:
@@ -290,9 +295,9 @@ def test_a_run_takes_goals_of_any_kind_with_a_reward_for_them(kind: str, mixes: 
     data = module(partial(Shows if given else Rewards, kind), mixes, **options)
     list(data.check_fit())
     data.setup("fit")
-    for buffer in data._source.buffers if mixes else [data.buffer]:
+    for buffer in source_of(data).buffers if mixes else [data.buffer]:
         buffer.extend(played(partial(Shows, kind)))
-    batch = data._source.draw(40)
+    batch = source_of(data).draw(40)
     assert batch["next", "reward"].min() == -1
     assert batch["next", "reward"].max() == 0
     data.close()
@@ -405,11 +410,11 @@ class Open(Secret):
 def test_a_run_reports_a_reward_of_the_environment_without_effect(env: Any, mixes: bool, caplog: Any) -> None:
     data = module(env, mixes)
     data.setup("fit")
-    for buffer in data._source.buffers if mixes else [data.buffer]:
+    for buffer in source_of(data).buffers if mixes else [data.buffer]:
         buffer.extend(played(env))
     with caplog.at_level(logging.WARNING):
         for _ in range(10):
-            data._source.draw(500)
+            source_of(data).draw(500)
     data.close()
     assert len(warnings_of(caplog)) == (env is Secret)
 
@@ -444,7 +449,7 @@ def test_draws_are_those_without_the_count() -> None:
 def test_the_environment_is_told_to_buffers_beside_the_first() -> None:
     data = module(Open, mixes=True)
     data.setup("fit")
-    _, other = data._source.buffers
+    _, other = source_of(data).buffers
     other.extend(played(Open))
     batch = other.sample(30)
     expected = -torch.linalg.vector_norm(batch["next", "achieved_goal"] - batch["desired_goal"], dim=-1)

@@ -186,6 +186,11 @@ def test_recent_windows_beside_prioritized_ones() -> None:
     assert inner.table.count == 0
 
 
+def recent_windows(sampler: RecentSampler, buffer: Any, count: int) -> int:
+    """How many windows of a batch are drawn from the newest ones."""
+    return sampler._recent(buffer.writer, count, 1)
+
+
 def test_a_decimal_share_is_not_rounded_up_by_a_window() -> None:
     """0.07 * 100 is 7.000000000000001 as a floating-point number."""
     sampler = RecentSampler(recent_data_steps=1)
@@ -196,7 +201,7 @@ def test_a_decimal_share_is_not_rounded_up_by_a_window() -> None:
         sampler.recent_data_ratio = percent / 100
         for count in (1, 3, 50, 100, 128, 200):
             expected = -(-count * percent // 100)
-            assert sampler._recent(writer.writer, count, 1) == expected, (percent, count)
+            assert recent_windows(sampler, writer, count) == expected, (percent, count)
 
 
 def test_enough_beginnings_are_counted_without_rounding() -> None:
@@ -205,9 +210,9 @@ def test_enough_beginnings_are_counted_without_rounding() -> None:
     buffer = ring(400, 1, sampler)
     for _ in range(100):
         write(buffer)
-    assert sampler._recent(buffer.writer, 100, 1) == 0
+    assert recent_windows(sampler, buffer, 100) == 0
     write(buffer)
-    assert sampler._recent(buffer.writer, 100, 1) == 7
+    assert recent_windows(sampler, buffer, 100) == 7
     with pytest.raises(ValueError, match=r"recent_data_ratio.*0.*1.*2"):
         sampler.recent_data_ratio = 2
     assert sampler.recent_data_ratio == 0.07

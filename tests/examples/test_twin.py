@@ -34,7 +34,7 @@ from torchrl_lightning.learn.transitions import read_transitions
 
 def test_ppo_is_given_what_the_experiment_says():
     told = Twin("ppo_acrobot")
-    assert told._arguments() == {
+    assert told.arguments() == {
         "n_steps": 128,
         "batch_size": 64,
         "n_epochs": 10,
@@ -48,22 +48,22 @@ def test_ppo_is_given_what_the_experiment_says():
         "normalize_advantage": True,
     }
     sizes = {"pi": [64, 64], "vf": [64, 64]}
-    assert told._network() == {"net_arch": sizes, "activation_fn": nn.Tanh, "ortho_init": True, "log_std_init": 0.0}
+    assert told.network() == {"net_arch": sizes, "activation_fn": nn.Tanh, "ortho_init": True, "log_std_init": 0.0}
 
 
 def test_replay_is_given_what_the_experiment_says():
-    told = Twin("sac_pendulum")._arguments()  # four environments, an update a frame
+    told = Twin("sac_pendulum").arguments()  # four environments, an update a frame
     assert (told["train_freq"], told["gradient_steps"]) == ((1, "step"), 4)
     assert (told["batch_size"], told["learning_starts"], told["buffer_size"]) == (128, 1000, 50_000)
     assert (told["ent_coef"], told["tau"]) == ("auto_1.0", 0.005)
     goals = Twin("ddpg_her_fetchreach")
-    told = goals._arguments()
-    assert goals._kind.__name__ == "DDPG"
+    told = goals.arguments()
+    assert goals.kind.__name__ == "DDPG"
     assert told["replay_buffer_kwargs"] == {"n_sampled_goal": 4, "goal_selection_strategy": "future"}
 
 
 def test_dqn_is_given_what_the_experiment_says():
-    told = Twin("dqn_mountaincar")._arguments()  # 16 frames, then as many updates as are due
+    told = Twin("dqn_mountaincar").arguments()  # 16 frames, then as many updates as are due
     assert (told["train_freq"], told["gradient_steps"]) == ((16, "step"), 8)
     assert told["target_update_interval"] == 600  # frames
     assert (told["exploration_fraction"], told["exploration_final_eps"]) == (0.2, 0.07)
@@ -72,7 +72,7 @@ def test_dqn_is_given_what_the_experiment_says():
 
 def test_normalised_observations_are_not_kept_as_whole_numbers():
     need_extra("minigrid")
-    space = Twin("ppo_minigrid_doorkey")._environment().observation_space
+    space = Twin("ppo_minigrid_doorkey").environment().observation_space
     assert (space.dtype, space.shape) == ("float32", (151,))
 
 

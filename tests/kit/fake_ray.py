@@ -116,6 +116,11 @@ class Actor:
         return SimpleNamespace(remote=lambda *args: self._run(self._called(name, sent(args))))
 
     @property
+    def buffer(self) -> Any:
+        """What a shard of a replay service holds."""
+        return self.instance._buffer
+
+    @property
     def calls(self) -> int:
         """How many are under way."""
         return len(self._under_way)
