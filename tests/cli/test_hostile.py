@@ -8,20 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback
 from omegaconf import OmegaConf
 
 from kit import hostile
-from kit.runs import trainer
 from kit.store import composed, composed_run
-from torchrl_lightning import EnvironmentRecipe, LoadedPolicy, OnPolicyDataModule, load_policy
+from torchrl_lightning import LoadedPolicy, load_policy
 from torchrl_lightning._conf import CONF_DIR
 from torchrl_lightning.cli.evaluate import evaluate
 from torchrl_lightning.cli.record import record
 from torchrl_lightning.cli.train import train
-from torchrl_lightning.learn import MLPNetwork, PPOModule
 from torchrl_lightning.learn.loading import CONFIG
-from torchrl_lightning.seal import SEAL
 from torchrl_lightning.trust import check_config, target_named
 
 COMMANDS = {"evaluate": evaluate, "record": record, "train": train}
@@ -31,20 +27,7 @@ MODELS, DATAS, RECIPES = hostile.models("CANARY"), hostile.datas("CANARY"), host
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory) -> dict[str, Any]:
     """A checkpoint of a run of one rollout, in an environment that a recipe makes."""
-
-    class Kept(Callback):
-        def on_save_checkpoint(self, trainer, pl_module, checkpoint):
-            checkpoint[CONFIG] = {"data": hostile.DATA, "model": hostile.MODEL}
-
-    arguments = {name: value for name, value in hostile.DATA.items() if name[0] != "_"}
-    data = OnPolicyDataModule(**{**arguments, "env": EnvironmentRecipe("CartPole-v1")})
-    run = trainer(max_epochs=1, limit_val_batches=0, callbacks=[Kept()])
-    run.fit(PPOModule(MLPNetwork([4])), datamodule=data)
-    path = tmp_path_factory.mktemp("stored") / "a.ckpt"
-    run.save_checkpoint(path)
-    stored = torch.load(path, weights_only=True)
-    del stored[SEAL]  # as whoever changes it would
-    return stored
+    return hostile.checkpoint_of_a_run(tmp_path_factory.mktemp("stored"))
 
 
 @pytest.fixture(scope="module")

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
+from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch import Callback
+
+from kit.runs import trainer
+from torchrl_lightning import EnvironmentRecipe, MLPNetwork, OnPolicyDataModule, PPOModule
+from torchrl_lightning.learn.loading import CONFIG
+from torchrl_lightning.seal import SEAL
 
 MODULE = "hostile_module"  # what it does when it is imported, a test decides
 RECIPE = "torchrl_lightning.EnvironmentRecipe"
@@ -25,6 +32,23 @@ DATA = {
     "num_epochs": 1,
     "seed": 0,
 }
+
+
+class _Keeps(Callback):
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        checkpoint[CONFIG] = {"data": DATA, "model": MODEL}
+
+
+def checkpoint_of_a_run(folder: Path) -> dict[str, Any]:
+    """Return the checkpoint of a run of one rollout, without its checksums, as whoever changes it would."""
+    arguments = {name: value for name, value in DATA.items() if name[0] != "_"}
+    data = OnPolicyDataModule(**{**arguments, "env": EnvironmentRecipe("CartPole-v1")})
+    run = trainer(max_epochs=1, limit_val_batches=0, callbacks=[_Keeps()])
+    run.fit(PPOModule(MLPNetwork([4])), datamodule=data)
+    run.save_checkpoint(folder / "a.ckpt")
+    stored = torch.load(folder / "a.ckpt", weights_only=True)
+    del stored[SEAL]
+    return stored
 
 
 def changed(config: dict[str, Any], place: str, value: Any) -> dict[str, Any]:

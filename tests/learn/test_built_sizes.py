@@ -11,16 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback
 from torch import nn
 
 from kit import hostile
-from kit.runs import trainer
-from torchrl_lightning import EnvironmentRecipe, OnPolicyDataModule, load_policy
-from torchrl_lightning.learn import MLPNetwork, PPOModule
+from torchrl_lightning import load_policy
 from torchrl_lightning.learn.loading import CONFIG, without_training
 from torchrl_lightning.learn.weights import TooManyTensorsError, bounded_tensors, check_weights
-from torchrl_lightning.seal import SEAL
 from torchrl_lightning.trust import check_config
 
 LINEAR = {"_target_": "torch.nn.Linear", "in_features": 30000, "out_features": 30000}
@@ -29,22 +25,7 @@ LINEAR = {"_target_": "torch.nn.Linear", "in_features": 30000, "out_features": 3
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """A checkpoint of a run of one rollout."""
-
-    class Kept(Callback):
-        def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-            checkpoint[CONFIG] = {"data": hostile.DATA, "model": hostile.MODEL}
-
-    arguments = {name: value for name, value in hostile.DATA.items() if name[0] != "_"}
-    run = trainer(max_epochs=1, limit_val_batches=0, callbacks=[Kept()])
-    run.fit(
-        PPOModule(MLPNetwork([4])),
-        datamodule=OnPolicyDataModule(**{**arguments, "env": EnvironmentRecipe("CartPole-v1")}),
-    )
-    path = tmp_path_factory.mktemp("stored") / "a.ckpt"
-    run.save_checkpoint(path)
-    found = torch.load(path, weights_only=True)
-    del found[SEAL]  # as whoever changes it would
-    return found
+    return hostile.checkpoint_of_a_run(tmp_path_factory.mktemp("stored"))
 
 
 def check_cheap(action: Callable[[], Any], message: str | None = None) -> None:

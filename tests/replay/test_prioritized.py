@@ -405,6 +405,6 @@ def test_a_cell_beyond_the_last_is_refused_before_anything_changes(cell: int) ->
     sampler = make()
     sampler.mark_update(torch.arange(20))
     before = sampler.state_dict()
-    with pytest.raises(IndexError, match=f"{cell}"):
+    with pytest.raises(IndexError, match=f"index {cell} is out of range"):
         sampler.update_priority(torch.tensor([3, cell]), torch.tensor([5.0, 9.0]))
     assert not differences(sampler.state_dict(), before)

@@ -60,13 +60,6 @@ def begins(buffer: Any, env: int = 0) -> list[int]:
 # ---------------------------------------------------------------------- ids of trajectories
 
 
-def test_ids_cut_inside_a_write_and_between_writes() -> None:
-    buffer = replay()
-    buffer.extend(with_ids(rows(4), [0, 0, 1, 1]))
-    buffer.extend(with_ids(rows(4), [1, 1, 1, 2]))
-    assert begins(buffer) == [0, 0, 2, 2, 2, 2, 2, 7]
-
-
 @pytest.mark.parametrize("shape", [(2,), (2, 1)])
 def test_ids_cut_each_environment_by_itself(shape: tuple[int, ...]) -> None:
     buffer = replay(2)
@@ -75,22 +68,6 @@ def test_ids_cut_each_environment_by_itself(shape: tuple[int, ...]) -> None:
         data["collector", "traj_ids"] = torch.tensor(ids).view(shape)
         buffer.extend(data)
     assert (begins(buffer, 0), begins(buffer, 1)) == ([0, 0, 0, 3], [0, 0, 2, 2])
-
-
-def test_ids_of_a_rollout_and_of_some_environments() -> None:
-    buffer = replay(3)
-    rollout = torch.stack([rows(4), rows(4, 100)])
-    rollout["collector", "traj_ids"] = torch.tensor([[0, 0, 1, 1], [5, 5, 5, 6]])
-    rollout.names = [None, "time"]
-    buffer.extend(rollout, torch.tensor([2, 0]))
-    assert (begins(buffer, 2), begins(buffer, 0), begins(buffer, 1)) == ([0, 0, 2, 2], [0, 0, 0, 3], [])
-
-
-def test_ids_cut_where_a_ring_begins_again() -> None:
-    buffer = replay(length=5)
-    for ids in ([0, 0, 0], [0, 1, 1], [1, 2, 2]):
-        buffer.extend(with_ids(rows(3), ids))
-    assert begins(buffer) == [4, 4, 4, 7, 7]
 
 
 def test_torchrls_collector_that_resets_at_each_batch() -> None:
@@ -125,29 +102,6 @@ def test_a_cut_step_bootstraps_from_its_stored_successor() -> None:
     assert set(batch["steps_to_next_obs"][last].tolist()) == {1}
     assert set(batch["next", "observation"][last].flatten().tolist()) == {5.0}
     assert not batch["next", "done"].any()
-
-
-def step_by_step(buffer: Any, data: TensorDict) -> None:
-    for row in data.split(1):
-        buffer.extend(row)
-
-
-@pytest.mark.parametrize("write", [step_by_step, lambda buffer, data: buffer.extend(data)])
-def test_rows_that_continue_are_not_cut(write: Callable[..., None]) -> None:
-    buffer = replay()
-    for start in (0, 5, 10):
-        write(buffer, rows(5, start))
-    assert begins(buffer) == [0] * 15
-    write(buffer, rows(5, 90))
-    assert begins(buffer)[-5:] == [15] * 5
-
-
-def test_only_the_environments_that_differ_are_cut() -> None:
-    buffer = replay(3)
-    buffer.extend(torch.stack([rows(3), rows(3, 20), rows(3, 40)], 1), time_dim=0)
-    buffer.extend(torch.cat([rows(1, 3), rows(1, 77), rows(1, 43)]))
-    buffer.extend(torch.cat([rows(1, 55), rows(1, 78)]), torch.tensor([2, 1]))
-    assert [begins(buffer, env) for env in range(3)] == [[0] * 4, [0] * 3 + [3] * 2, [0] * 4 + [4]]
 
 
 def test_nested_entries_and_images_are_compared() -> None:
@@ -187,14 +141,6 @@ def test_nan_equals_nan() -> None:
     assert equal_rows(torch.tensor([torch.nan, 0.0]), torch.tensor([torch.nan, -0.0])).tolist() == [True, True]
 
 
-def test_successors_are_compared_where_a_ring_begins_again() -> None:
-    buffer = replay(length=4)
-    for start in (0, 3, 90, 93):
-        buffer.extend(rows(3, start))
-    assert begins(buffer) == [8, 8, 8, 8]
-    assert buffer.writer.index.begin(torch.tensor([0]), torch.tensor([8]), clip=False).tolist() == [6]
-
-
 def test_flagged_ends_and_beginnings_need_no_comparison(caplog: pytest.LogCaptureFixture) -> None:
     buffer = replay()
     first, second = rows(3), rows(3, 50)
@@ -205,13 +151,6 @@ def test_flagged_ends_and_beginnings_need_no_comparison(caplog: pytest.LogCaptur
     buffer.extend(rows(3, 80))
     assert begins(buffer) == [0] * 3 + [3] * 3 + [6] * 3
     assert SEAM not in caplog.text
-
-
-def test_an_entry_must_have_matched_once() -> None:
-    buffer = replay()
-    for start in (0, 50, 100):
-        buffer.extend(rows(1, start))
-    assert begins(buffer) == [0, 0, 0]
 
 
 def test_an_entry_that_differed_inside_a_write_is_never_compared_again() -> None:
