@@ -72,3 +72,12 @@ def three_threads(same_threads: None) -> Iterator[None]:
     with kept_threads():
         torch.set_num_threads(3)
         yield
+
+
+@pytest.fixture
+def forked() -> Iterator[None]:
+    """Forks the processes of collectors and vector environments: a spawned one imports for seconds."""
+    from kit.forks import forked_workers
+
+    with forked_workers():
+        yield

@@ -41,10 +41,11 @@ def expected_frames(update, ratio, warmup=40, frames_per_batch=2):
 def test_any_ratio_asks_for_new_frames_in_the_end(ratio, updates, frames):
     """Without rounding, so that a small ratio is not none, and a long run does not drift."""
     data = replay_data(frames_per_update=ratio, warmup_frames=0)
-    data.updates, data._clock.frames = updates, frames
-    assert not data._waits_for_frames()
-    data.updates += 1
-    assert data._waits_for_frames()
+    data._clock.frames = frames
+    waits = []
+    for data.updates in (updates, updates + 1):
+        waits.append(data._waits_for_frames())
+    assert waits == [False, True]
 
 
 @pytest.mark.parametrize(("ratio", "exact"), [(1.0, "1"), (0.1, "1/10"), (1 / 3, "1/3"), (3.7, "37/10")])

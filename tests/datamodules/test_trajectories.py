@@ -34,12 +34,11 @@ class Kept(ReplayService):
     def shutdown(self) -> None:
         if self.running:
             self.settle()
-            type(self).shards_of = [actor.instance._buffer for actor in self._actors]
+            type(self).shards_of = [actor.buffer for actor in self._actors]
         super().shutdown()
 
     def settle(self) -> None:
-        assert self._writer is not None
-        self._writer.settle()
+        self._settle()
 
 
 def cart_pole() -> GymEnv:

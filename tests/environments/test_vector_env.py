@@ -19,6 +19,7 @@ from torchrl_lightning.environments import EnvironmentRecipe, environment_specs,
 from torchrl_lightning.environments.specs import space_to_spec
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("vectorization", ["sync", "async"])
 def test_builds_same_step_environments(vectorization: str) -> None:
     recipe = EnvironmentRecipe("CartPole-v1", time_limit=3, vectorization=vectorization)
@@ -120,3 +121,10 @@ def test_actions_that_have_no_spec() -> None:
             environment_specs(env)
     with pytest.raises(TypeError, match="VectorEnv"):
         environment_specs(CountingEnv())
+
+
+def test_ready_environments_are_stepped_as_they_are() -> None:
+    for vectorization in (None, "sync"):
+        env = vector_env()
+        assert make_vector_env(env, 4, vectorization=vectorization) is env
+        env.close()

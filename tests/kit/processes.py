@@ -25,3 +25,11 @@ def members(session: int) -> list[int]:
         if fields[3] == str(session) and fields[0] != "Z":
             alive.append(int(stat.parent.name))
     return alive
+
+
+def alive(pid: int) -> bool:
+    """Return whether a process runs, by /proc."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

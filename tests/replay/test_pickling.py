@@ -24,14 +24,15 @@ from torchrl_lightning import EpisodicReplayBuffer, ExperienceBuffer, RingStorag
 
 READ_AND_WRITE = """
 import pickle, sys, torch
-with open(sys.argv[1], "rb") as file:
-    storage = pickle.load(file)
-storage = getattr(storage, "storage", storage)
-print(*storage.get(torch.arange(len(storage)))["a"].flatten().tolist(), flush=True)
-sys.stdin.readline()
-print(*storage.get(torch.arange(len(storage)))["a"].flatten().tolist(), flush=True)
-storage.write_entry("a", torch.tensor([1]), storage.get(torch.tensor([1]))["a"] + 70)
-print("written", flush=True)
+for name in sys.argv[1:]:
+    with open(name, "rb") as file:
+        storage = pickle.load(file)
+    storage = getattr(storage, "storage", storage)
+    print(*storage.get(torch.arange(len(storage)))["a"].flatten().tolist(), flush=True)
+    sys.stdin.readline()
+    print(*storage.get(torch.arange(len(storage)))["a"].flatten().tolist(), flush=True)
+    storage.write_entry("a", torch.tensor([1]), storage.get(torch.tensor([1]))["a"] + 70)
+    print("written", flush=True)
 """
 OWN = """
 import pickle, sys, torch
@@ -69,6 +70,10 @@ def storage_of(folder: Path) -> RingStorage:
     return storage
 
 
+def descriptor(storage: RingStorage) -> int:
+    return storage._file.descriptor
+
+
 def buffer_of(folder: Path) -> ExperienceBuffer:
     return ring(4, scratch_dir=folder, data=numbered(3))
 
@@ -80,24 +85,23 @@ def episodic_of(folder: Path) -> EpisodicReplayBuffer:
     return buffer
 
 
-@pytest.mark.parametrize(
-    ("make", "dumps"), [(storage_of, pickle.dumps), (buffer_of, cloudpickle.dumps), (episodic_of, pickle.dumps)]
-)
-def test_another_process_sees_the_same_memory_mapped_cells(make: Any, dumps: Any, tmp_path: Path) -> None:
-    ours = make(tmp_path / "cells")
-    storage = getattr(ours, "storage", ours)
-    file = tmp_path / "pickle"
-    file.write_bytes(dumps(ours))
-    before = storage.get(torch.arange(3))["a"].flatten().tolist()
-    with start(READ_AND_WRITE, file) as other:
-        assert answer(other) == " ".join(map(str, before))
-        storage.write_entry("a", torch.tensor([2]), storage.get(torch.tensor([2]))["a"] + 40)
-        now = [*before[:2], before[2] + 40]
-        assert ask(other) == " ".join(map(str, now))
-        assert answer(other) == "written"
+def test_another_process_sees_the_same_memory_mapped_cells(tmp_path: Path) -> None:
+    makers = {storage_of: pickle.dumps, buffer_of: cloudpickle.dumps, episodic_of: pickle.dumps}
+    parts = {tmp_path / make.__name__: make(tmp_path / f"{make.__name__} cells") for make in makers}
+    for file, part, dumps in zip(parts, parts.values(), makers.values(), strict=True):
+        file.write_bytes(dumps(part))
+    with start(READ_AND_WRITE, *parts) as other:  # one for all, as it imports for seconds
+        for part in parts.values():
+            storage = getattr(part, "storage", part)
+            before = storage.get(torch.arange(3))["a"].flatten().tolist()
+            assert answer(other) == " ".join(map(str, before))
+            storage.write_entry("a", torch.tensor([2]), storage.get(torch.tensor([2]))["a"] + 40)
+            now = [*before[:2], before[2] + 40]
+            assert ask(other) == " ".join(map(str, now))
+            assert answer(other) == "written"
+            assert storage.get(torch.arange(3))["a"].flatten().tolist() == [now[0], now[1] + 70, now[2]]
     assert other.returncode == 0
-    assert storage.get(torch.arange(3))["a"].flatten().tolist() == [now[0], now[1] + 70, now[2]]
-    assert not list((tmp_path / "cells").iterdir())
+    assert not [file for folder in tmp_path.glob("* cells") for file in folder.iterdir()]
 
 
 def test_a_pickle_outlives_its_owner_only_where_it_was_opened(tmp_path: Path) -> None:
@@ -109,7 +113,7 @@ def test_a_pickle_outlives_its_owner_only_where_it_was_opened(tmp_path: Path) ->
         owner.send_signal(signal.SIGKILL)
     for each in (storage, again):
         assert each.get(torch.arange(3))["a"].tolist() == [0, 1, 2]
-        assert os.fstat(each._file.descriptor).st_nlink == 0  # the system removes it with its last user
+        assert os.fstat(descriptor(each)).st_nlink == 0  # the system removes it with its last user
     assert not list(folder.iterdir())
     with pytest.raises(RuntimeError, match=f"{owner.pid}"):
         pickle.loads(file.read_bytes())
@@ -118,7 +122,7 @@ def test_a_pickle_outlives_its_owner_only_where_it_was_opened(tmp_path: Path) ->
 def test_another_file_behind_the_same_number_is_refused(tmp_path: Path) -> None:
     storage = storage_of(tmp_path / "cells")
     pickled = pickle.dumps(storage)
-    number = storage._file.descriptor
+    number = descriptor(storage)
     with open(tmp_path / "other", "wb+") as other:
         os.dup2(other.fileno(), number)
         with pytest.raises(RuntimeError, match="is another file now"):
@@ -127,7 +131,7 @@ def test_another_file_behind_the_same_number_is_refused(tmp_path: Path) -> None:
 
 def test_a_descriptor_is_closed_with_its_storage(tmp_path: Path) -> None:
     storage = storage_of(tmp_path / "cells")
-    number = storage._file.descriptor
+    number = descriptor(storage)
     os.fstat(number)
     del storage
     with pytest.raises(OSError, match="Bad file descriptor"):
