@@ -16,15 +16,10 @@ import pytest
 import torch
 
 from kit.counting import CountingEnv, FailingEnv, RandomEnv
-from kit.forks import Forked, as_script, forked_workers
+from kit.forks import Forked, as_script
+from kit.processes import alive
 from kit.worked import FollowedReplay, constant_policy
 from torchrl_lightning.collectors import AsynchronousCollector
-
-
-@pytest.fixture
-def forked() -> Iterator[None]:
-    with forked_workers():
-        yield
 
 
 def workers() -> list[Any]:
@@ -152,13 +147,6 @@ if __name__ == "__main__":  # where a worker, which runs the script too, imports
     with forked_workers():
         collect()
 """
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="reads /proc")

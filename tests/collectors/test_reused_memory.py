@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,6 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from tensordict.nn import TensorDictModule
 
 from kit.careless import ACTIONS, OBSERVATIONS, Careless, CarelessVector, assert_alike, pair
-from kit.forks import forked_workers
 from kit.states import differences, plain
 from torchrl_lightning import (
     ActionMaskFromInfo,
@@ -33,12 +32,6 @@ from torchrl_lightning.environments.faults import EnvironmentFault
 from torchrl_lightning.environments.next_step import KnownResets
 
 SAME_STEP, DISABLED, NEXT_STEP = AutoresetMode.SAME_STEP, AutoresetMode.DISABLED, AutoresetMode.NEXT_STEP
-
-
-@pytest.fixture
-def forked() -> Iterator[None]:
-    with forked_workers():
-        yield
 
 
 def collect(env: Any, *, kind: Any = GymnasiumCollector, batches: int = 2, **settings: Any) -> torch.Tensor:

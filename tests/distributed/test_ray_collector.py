@@ -21,6 +21,7 @@ from tensordict import TensorDict
 from kit.actor_critic import TinyActorCritic, fit, rollouts
 from kit.careless import Careless, pair
 from kit.counting import CountingEnv, FailingEnv, RandomEnv
+from kit.processes import alive
 from kit.replay import dqn, replay_data
 from kit.replay import fit as fit_replay
 from kit.states import differences, plain
@@ -81,13 +82,6 @@ def publish(collector: RayCollector) -> None:
 def pid_of(batch: TensorDict) -> int:
     (pid,) = batch["observation"][..., 0].unique().int().tolist()
     return pid
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def ids_of(batch: TensorDict) -> set[int]:
