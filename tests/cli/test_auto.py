@@ -13,6 +13,7 @@ import torch
 from omegaconf import OmegaConf
 
 from cli.commands import TINY, call, last_line
+from kit.forks import held_by_another
 
 GIVEN = [*TINY, "data.total_frames=256", "eval_episodes=1", "logger=none", "seed=3"]
 
@@ -173,9 +174,28 @@ def test_a_folder_that_cannot_be_read_is_named(home: Path, monkeypatch: pytest.M
     check_unused(home, lambda folder: None, "cannot be read .Permission denied")
 
 
-def test_runs_with_other_settings_are_passed_over_without_a_word(home: Path) -> None:
-    done = call("train", *GIVEN, "model.learning_rate=0.5", "ckpt_path=auto", "--cfg", "job", cwd=home)
+@pytest.mark.parametrize("other", ["model.learning_rate=0.5", "experiment=ppo_pendulum", "ckpt_path=null"])
+def test_runs_with_other_settings_are_passed_over_without_a_word(other: str, home: Path) -> None:
+    done = call("train", "ckpt_path=auto", *GIVEN, other, "--cfg", "job", cwd=home)
     assert (OmegaConf.create(done.stdout).ckpt_path, done.stderr) == (None, "")
+
+
+def test_each_run_of_a_sweep_takes_its_own_whatever_the_order_of_settings(home: Path) -> None:
+    last = run_folder(home) / "checkpoints" / "last.ckpt"
+    done = call("train", "--multirun", "ckpt_path=auto", *GIVEN[-2::-1], "seed=3,4", cwd=home)
+    assert done.returncode == 0, done.stderr
+    records = home.glob("logs/train/sweep_*/*/*/*/.hydra/config.yaml")
+    kept = {path.parts[-4]: OmegaConf.load(path).ckpt_path for path in records}
+    assert kept == {"seed_3": str(last.relative_to(home)), "seed_4": None}
+
+
+def test_a_run_that_another_process_writes_is_refused(home: Path, tmp_path: Path) -> None:
+    folder = run_folder(home)
+    with held_by_another(folder, tmp_path / "holder") as holder:
+        for arguments in (["ckpt_path=auto"], [f"hydra.run.dir={folder}"]):
+            done = call("train", *GIVEN, *arguments, cwd=home)
+            assert done.returncode == 1
+            assert f"is being written by process {holder} on " in done.stderr
 
 
 def test_a_run_that_is_not_resumed_says_so_and_begins(home: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import signal
 import time
 from pathlib import Path
@@ -15,7 +14,6 @@ import torch
 from omegaconf import OmegaConf
 
 from cli.commands import TINY, Done, last_line, start
-from kit.forks import held_by_another
 from kit.processes import members
 
 ENDLESS = [*TINY, "data.total_frames=10000000", "trainer.check_val_every_n_epoch=1000000", "eval_checkpoint=last"]
@@ -112,41 +110,6 @@ def test_a_requeued_job_goes_on_where_the_signal_of_slurm_ended_it(run, tmp_path
     monkeypatch.setenv("SLURM_JOB_ID", "4243")
     assert OmegaConf.create(run("train", *again).stdout).ckpt_path is None
     assert OmegaConf.create(run("train", "ckpt_path=auto", *again).stdout).ckpt_path is not None
-
-
-def test_auto_takes_the_newest_whole_checkpoint_of_the_same_run_or_starts(run, tmp_path):
-    few = [*TINY, "ckpt_path=auto"]
-    given = [*few, "seed=3"]
-    assert last_line(run("train", *given).stdout)[4] == "512"
-    (folder,) = (path.parents[1] for path in tmp_path.glob("logs/train/*/seed_3/*/.hydra/config.yaml"))
-
-    def chosen(*arguments: str) -> str | None:
-        return OmegaConf.create(run("train", *arguments, "--cfg", "job").stdout).ckpt_path
-
-    best, last = (folder / "checkpoints" / f"{name}.ckpt" for name in ("best", "last"))
-    assert chosen(*given[::-1]) == str(last.relative_to(tmp_path))
-    assert chosen(*given, "ckpt_path=null") is None
-    assert chosen(*given, "model.clip_epsilon=0.3") is None
-    assert chosen(*given, "experiment=ppo_pendulum") is None
-    # Each run of a sweep looks for its own.
-    run("train", "--multirun", "seed=3,4", *few)
-    kept = {
-        path.parts[-4]: OmegaConf.load(path) for path in tmp_path.glob("logs/train/sweep_*/*/*/*/.hydra/config.yaml")
-    }
-    assert {seed: config.ckpt_path for seed, config in kept.items()} == {
-        "seed_3": str(last.relative_to(tmp_path)),
-        "seed_4": None,
-    }
-    shutil.rmtree(tmp_path / next(tmp_path.glob("logs/train/sweep_*")))
-    whole = last.read_bytes()
-    last.write_bytes(whole[: len(whole) // 2])
-    assert chosen(*given) == str(best.relative_to(tmp_path))
-
-    with held_by_another(folder, tmp_path / "holder") as holder:
-        for arguments in (given, [*given, "ckpt_path=null", f"hydra.run.dir={folder}"]):
-            done = run("train", *arguments, expect=1)
-            assert f"is being written by process {holder} on " in done.stderr
-    assert chosen(*given) == str(best.relative_to(tmp_path))
 
 
 @pytest.mark.parametrize(("name", "job"), [("mine", "4242"), ("bash", None)])

@@ -225,6 +225,7 @@ class Pickled(L.Callback):
             self.kept.append((again(run.datamodule), again(module), again(others), run.datamodule.state_dict()))
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("name", DATA)
 def test_a_datamodule_is_pickled_at_any_time(name: str, tmp_path: Path) -> None:
     make, learn = DATA[name]
@@ -293,10 +294,7 @@ class Unpicklable:
 
 def test_a_value_that_cannot_travel_is_named_in_one_line() -> None:
     data = rollouts(env=Unpicklable())
-    with pytest.raises(
-        TypeError,
-        match=r"^OnPolicyDataModule.*env=Unpicklable.*[^\n]*$",
-    ):
+    with pytest.raises(TypeError, match=r"^OnPolicyDataModule.*env=Unpicklable.*[^\n]*$"):
         pickle.dumps(data)
 
 

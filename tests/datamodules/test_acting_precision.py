@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import gymnasium
 import lightning as L
 import numpy as np
 import pytest
@@ -21,7 +22,6 @@ from torchrl.collectors import Collector
 from torchrl.envs import GymWrapper, InitTracker, SerialEnv, TransformedEnv
 from torchrl.modules import NormalParamExtractor
 
-from kit.drawn import Drawn
 from kit.learners import data_of, learner
 from kit.masked import Doors
 from kit.runs import trainer
@@ -43,6 +43,31 @@ from torchrl_lightning import (
 from torchrl_lightning.learn import CNNNetwork, MLPNetwork, RecurrentNetwork, build_squashed_actor
 from torchrl_lightning.learn.compiled_layers import CompiledLayers
 from torchrl_lightning.learn.networks import MLPEncoder
+
+FOUR = spaces.Box(-1.0, 1.0, (4,), np.float32)
+
+
+class Drawn(gymnasium.Env[Any, Any]):
+    """Observations are normally distributed, the reward is 1, and each seventh step is the last one."""
+
+    def __init__(self, action: Any = None, observation: Any = FOUR) -> None:
+        self.action_space = spaces.Discrete(3) if action is None else action
+        self.observation_space = observation
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.count = 0
+        return self.observe(), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        assert np.shape(action) == self.action_space.shape
+        self.count += 1
+        return self.observe(), 1.0, False, self.count == 7, {}
+
+    def observe(self) -> Any:
+        space = self.observation_space
+        return self.np_random.normal(size=space.shape).astype(space.dtype)
+
 
 ENVS, STEPS = 4, 6
 SIZES = {"num_envs": ENVS, "frames_per_batch": ENVS * STEPS}
@@ -174,6 +199,7 @@ def test_double_precision_acts_as_it_learns(head: str, network: str) -> None:
     assert 0.0 <= max(found.mixed) <= 1e-10
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("collector", [name for name in COLLECTORS if name != "gymnasium"])
 @PRECISIONS
 @pytest.mark.parametrize("head", ["discrete", "squashed"])
@@ -300,6 +326,7 @@ def normal(loc: torch.Tensor, scale: torch.Tensor) -> D.Distribution:
     return D.Independent(D.Normal(loc, scale), 1)
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("collector", ["gymnasium", "torchrl environment", "processes"])
 @pytest.mark.parametrize("actions", ["discrete", "continuous"])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
@@ -314,6 +341,7 @@ def test_a_module_of_the_users_acts_as_it_learns(precision: str, actions: str, c
         assert torch.bfloat16 in module.dtypes
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("collector", ["gymnasium", "torchrl environment", "processes"])
 @pytest.mark.parametrize("actions", ["discrete", "continuous"])
 def test_so_does_one_of_double_precision(actions: str, collector: str) -> None:

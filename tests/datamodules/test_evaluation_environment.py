@@ -127,6 +127,7 @@ def test_a_ready_vector_environment_is_compared_with_what_is_given_for_evaluatio
     assert fit.updates == 0
 
 
+@pytest.mark.usefixtures("forked")
 def test_environments_in_other_processes_show_their_specs(fit) -> None:
     def collector(policy, seed):
         made = AsynchronousCollector(CountingEnv, policy, num_workers=1, **SIZES, seed=seed)

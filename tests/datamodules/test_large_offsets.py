@@ -5,13 +5,15 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import gymnasium
+import numpy as np
 import pytest
 import torch
+from gymnasium import spaces
 from tensordict import TensorDict
 from torch import Tensor
 from torchrl.envs import GymWrapper
 
-from kit.clocks import Clock
 from kit.replay import BUFFERS, SIZE, replay_data
 from kit.runs import parameters, trainer
 from torchrl_lightning import (
@@ -25,6 +27,55 @@ from torchrl_lightning import (
 )
 from torchrl_lightning.learn import DQNModule, MLPNetwork, PPOModule, RandomNetworkDistillation
 from torchrl_lightning.learn.exporting import export_policy
+
+STEPS = np.random.default_rng(0).integers(-8, 9, size=(1 << 14, 2)) / 4
+
+
+class Clock(gymnasium.Env[Any, Any]):
+    """Observe an origin plus quarters, whatever is done; an episode has 20 steps.
+
+    Args:
+        origin: What is added to the first number.
+        dtype: The dtype of the observation; quarters become whole numbers if it is an integer.
+        nested: Observe a Dict of the clock and a number that single precision holds.
+        constant: Observe nothing but the origin.
+        continuous: Take actions from a Box.
+    """
+
+    def __init__(
+        self,
+        origin: float = 0.0,
+        dtype: str = "float64",
+        nested: bool = False,
+        constant: bool = False,
+        continuous: bool = False,
+    ) -> None:
+        self.origin, self.dtype, self.nested, self.constant = origin, np.dtype(dtype), nested, constant
+        whole = self.dtype.kind in "iu"
+        self.scale = 4 if whole else 1
+        bounds = (np.iinfo(self.dtype).min, np.iinfo(self.dtype).max) if whole else (-np.inf, np.inf)
+        self.observation_space: Any = spaces.Box(*bounds, (1,), self.dtype)
+        if nested:
+            small = spaces.Box(-np.inf, np.inf, (1,), np.float32)
+            self.observation_space = spaces.Dict(
+                {"small": small, "inner": spaces.Dict({"clock": self.observation_space})}
+            )
+        self.action_space: Any = spaces.Box(-1.0, 1.0, (1,), np.float32) if continuous else spaces.Discrete(2)
+
+    def _shown(self) -> Any:
+        clock, small = STEPS[self.first + self.t] * (not self.constant)
+        shown = np.array([int(clock * 4) + int(self.origin) if self.scale > 1 else clock + self.origin], self.dtype)
+        return {"small": np.array([small], np.float32), "inner": {"clock": shown}} if self.nested else shown
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.t, self.first = 0, int(self.np_random.integers(len(STEPS) - 32))
+        return self._shown(), {}
+
+    def step(self, action: Any) -> Any:
+        self.t += 1
+        return self._shown(), 1.0, False, self.t >= 20, {}
+
 
 ORIGIN = 1700000037.0
 KINDS = [(ORIGIN, "float64"), (ORIGIN, "int64"), (ORIGIN, "int32"), (-5412345.5, "float64")]
@@ -87,6 +138,7 @@ WAYS: dict[str, Any] = {
 }
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("way", WAYS)
 def test_every_way_of_stepping_shows_small_differences(way: str) -> None:
     module, _ = fitted(WAYS[way](partial(Clock, ORIGIN)), agent(PPO))
