@@ -22,12 +22,16 @@ import time
 import warnings
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
 
 from benchmarks.harness import say  # noqa: E402
 from benchmarks.resume import warm  # noqa: E402
-from cli.stopped_runs import differences, durations, killed, uninterrupted  # noqa: E402
+from cli.stopped_runs import config_of, differences, settings, status_of_sigterm, task, to_its_end, uninterrupted  # noqa: E402
+from kit.forks import Forked  # noqa: E402
+from torchrl_lightning.callbacks import LastCheckpoint  # noqa: E402
+from torchrl_lightning.cli.train import train  # noqa: E402
 
 STREAMS: dict[str, tuple[str, list[str]]] = {
     "PPO": ("ppo_cartpole", []),
@@ -41,6 +45,69 @@ SIGNALS = (signal.SIGKILL, signal.SIGINT, signal.SIGTERM)
 PAIRS = len(STREAMS) * len(SIGNALS)
 """The first kills, which come after the first checkpoint."""
 OFTEN = "trainer.check_val_every_n_epoch=1"  # a checkpoint after each epoch, so that SIGKILL leaves one
+
+
+def durations(experiment: str, folder: Path, *more: str) -> tuple[float, float]:
+    """Return after how many seconds of training a run has written its first checkpoint, and its last one."""
+    process, into = _noting(experiment, folder, *more)
+    last = into / "checkpoints" / "last.ckpt"
+    process.waits_for(last.exists)
+    first = last.stat().st_mtime
+    assert process.ends() == 0, process.said
+    began = (folder / "began").stat().st_mtime
+    return first - began, last.stat().st_mtime - began
+
+
+def killed(
+    experiment: str, folder: Path, number: int, seconds: float, *more: str, after_checkpoint: bool = False
+) -> tuple[int, Path | None]:
+    """Send a run a signal, and resume it; return its status and last checkpoint.
+
+    Args:
+        experiment: The experiment.
+        folder: A new folder.
+        number: The signal.
+        seconds: How long the run has trained when it gets the signal.
+        more: Further arguments of the command.
+        after_checkpoint: Count the seconds from the first checkpoint on, not from the beginning of training.
+
+    Returns:
+        The exit status and the last checkpoint: None if the run had not written one. The status is 0 if the run had
+        ended before.
+    """
+    process, into = _noting(experiment, folder, *more)
+    last = into / "checkpoints" / "last.ckpt"
+    process.waits_for(last.exists if after_checkpoint else (folder / "began").exists)
+    time.sleep(seconds)
+    process.send(number)
+    status = process.ends()
+    if not last.exists():
+        return status, None
+    arguments, total, _ = settings(experiment)
+    rest = {"data.total_frames": total, "trainer.max_steps": -1, "ckpt_path": str(last), "trusted": True}
+    resumed_last = to_its_end(folder, [*arguments, *more], folder / "rest", rest, task)
+    # A run that had come to its end writes nothing new.
+    return status, resumed_last if resumed_last.exists() else last
+
+
+def _noting(experiment: str, folder: Path, *more: str) -> tuple[Forked, Path]:
+    """Start a run that makes a file when it begins to train; return it and the folder of the run."""
+    arguments, total, _ = settings(experiment)
+    into, changed = folder / "cut", {"data.total_frames": total, "trainer.max_steps": -1}
+    config = config_of([*arguments, *more], into, changed)
+
+    def run() -> None:
+        starts = LastCheckpoint.on_train_start
+
+        def noting(*given: Any) -> None:
+            starts(*given)
+            (folder / "began").touch()
+
+        LastCheckpoint.on_train_start = noting  # type: ignore[method-assign]
+        with status_of_sigterm():
+            train(config)
+
+    return Forked(run, folder), into
 
 
 def main() -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import io
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from functools import partial
@@ -99,7 +98,7 @@ def task(folder: Path, arguments: Sequence[str], into: Path, changed: Mapping[st
         changed: and further settings.
         stop: How it is stopped.
     """
-    return forked(folder, partial(train, _config(arguments, into, changed)), stop)
+    return forked(folder, partial(train, config_of(arguments, into, changed)), stop)
 
 
 def task_here(
@@ -108,11 +107,11 @@ def task_here(
     """Do the same in this process, so that it has done once what others need not do again."""
     assert stop is None
     with unchanged_process(), redirect_stdout(io.StringIO()), torch.random.fork_rng(devices=[]):
-        train(_config(arguments, into, changed))
+        train(config_of(arguments, into, changed))
     return 0
 
 
-def _config(arguments: Sequence[str], into: Path, changed: Mapping[str, object]) -> Any:
+def config_of(arguments: Sequence[str], into: Path, changed: Mapping[str, object]) -> Any:
     cfg = composed_run(*arguments, into=into)
     for name, value in changed.items():
         OmegaConf.update(cfg, name, value)
@@ -125,14 +124,14 @@ def forked(folder: Path, run: Callable[[], object], stop: Stop | None) -> int:
     def stopped() -> None:
         if stop is not None:
             LastCheckpoint.on_train_batch_end = _stopping(*stop)
-        with _status_of_sigterm():
+        with status_of_sigterm():
             run()
 
     return Forked(stopped, folder).ends()
 
 
 @contextmanager
-def _status_of_sigterm() -> Iterator[None]:
+def status_of_sigterm() -> Iterator[None]:
     """End with the status that the command has after SIGTERM."""
     try:
         yield
@@ -163,79 +162,16 @@ def resumed(experiment: str, folder: Path, way: str, *more: str, run: Runner = t
     if status not in _STATUS.get(way, (0,)):
         raise RuntimeError(f"the run was to be stopped by {way}, but ended with status {status}:\n{_tail(folder)}")
     rest = {**changed, "ckpt_path": str(half / "checkpoints" / "last.ckpt"), "trusted": True}
-    return _to_its_end(folder, [*arguments, *more], folder / f"{way}-rest", rest, run)
+    return to_its_end(folder, [*arguments, *more], folder / f"{way}-rest", rest, run)
 
 
 def uninterrupted(experiment: str, folder: Path, *more: str, run: Runner = task) -> Path:
     """Run to the end, and return the last checkpoint."""
     arguments, total, _ = settings(experiment)
-    return _to_its_end(folder, [*arguments, *more], folder / "whole", {"data.total_frames": total}, run)
+    return to_its_end(folder, [*arguments, *more], folder / "whole", {"data.total_frames": total}, run)
 
 
-def durations(experiment: str, folder: Path, *more: str) -> tuple[float, float]:
-    """Return after how many seconds of training a run has written its first checkpoint, and its last one."""
-    process, into = _noting(experiment, folder, *more)
-    last = into / "checkpoints" / "last.ckpt"
-    process.waits_for(last.exists)
-    first = last.stat().st_mtime
-    assert process.ends() == 0, process.said
-    began = (folder / "began").stat().st_mtime
-    return first - began, last.stat().st_mtime - began
-
-
-def killed(
-    experiment: str, folder: Path, number: int, seconds: float, *more: str, after_checkpoint: bool = False
-) -> tuple[int, Path | None]:
-    """Send a run a signal, and resume it; return its status and last checkpoint.
-
-    Args:
-        experiment: The experiment.
-        folder: A new folder.
-        number: The signal.
-        seconds: How long the run has trained when it gets the signal.
-        more: Further arguments of the command.
-        after_checkpoint: Count the seconds from the first checkpoint on, not from the beginning of training.
-
-    Returns:
-        The exit status and the last checkpoint: None if the run had not written one. The status is 0 if the run had
-        ended before.
-    """
-    process, into = _noting(experiment, folder, *more)
-    last = into / "checkpoints" / "last.ckpt"
-    process.waits_for(last.exists if after_checkpoint else (folder / "began").exists)
-    time.sleep(seconds)
-    process.send(number)
-    status = process.ends()
-    if not last.exists():
-        return status, None
-    arguments, total, _ = settings(experiment)
-    rest = {"data.total_frames": total, "trainer.max_steps": -1, "ckpt_path": str(last), "trusted": True}
-    resumed_last = _to_its_end(folder, [*arguments, *more], folder / "rest", rest, task)
-    # A run that had come to its end writes nothing new.
-    return status, resumed_last if resumed_last.exists() else last
-
-
-def _noting(experiment: str, folder: Path, *more: str) -> tuple[Forked, Path]:
-    """Start a run that makes a file when it begins to train; return it and the folder of the run."""
-    arguments, total, _ = settings(experiment)
-    into, changed = folder / "cut", {"data.total_frames": total, "trainer.max_steps": -1}
-    config = _config([*arguments, *more], into, changed)
-
-    def run() -> None:
-        starts = LastCheckpoint.on_train_start
-
-        def noting(*given: Any) -> None:
-            starts(*given)
-            (folder / "began").touch()
-
-        LastCheckpoint.on_train_start = noting  # type: ignore[method-assign]
-        with _status_of_sigterm():
-            train(config)
-
-    return Forked(run, folder), into
-
-
-def _to_its_end(folder: Path, arguments: Sequence[str], into: Path, changed: Mapping[str, object], run: Runner) -> Path:
+def to_its_end(folder: Path, arguments: Sequence[str], into: Path, changed: Mapping[str, object], run: Runner) -> Path:
     if status := run(folder, arguments, into, changed, None):
         raise RuntimeError(f"the run did not come to its end: status {status}:\n{_tail(folder)}")
     return into / "checkpoints" / "last.ckpt"
