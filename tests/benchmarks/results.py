@@ -31,8 +31,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import yaml
 
-from torchrl_lightning.cli.intervals import bootstrapped
-from torchrl_lightning.cli.panels import panel_grid, save_figure
+from torchrl_lightning.cli.panels import saved_panels
+from torchrl_lightning.cli.plot import bootstrapped
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -242,30 +242,34 @@ def table(folder: Path = RESULTS) -> str:
     return "\n".join(lines) + "\n"
 
 
-def picture(folder: Path = RESULTS) -> Figure:
-    """Return the curves of all results: a panel for each, a line for each seed, stars for the ends."""
+def picture(output: Path, folder: Path = RESULTS) -> Figure:
+    """Draw the curves of all results: a panel for each, a line for each seed, stars for the ends."""
     from matplotlib.ticker import EngFormatter
 
     published = yaml.safe_load((folder / "published.yaml").read_text())
     paths = sorted(folder.glob("*.csv"))
-    figure, grid = panel_grid(len(paths), (3.6, 2.2))
-    for axes, path in zip(grid, paths, strict=True):
-        rows = read(path)
-        for seed in sorted({row.seed for row in rows}):
-            points = [(row.frames, row.score) for row in rows if row.seed == seed and row.minutes is None]
-            axes.plot(*zip(*points, strict=True), color="C0", alpha=0.7, linewidth=1.2)
-        ends = [row for row in rows if row.minutes is not None]
-        for color, label, stars in (("C0", "ours", ends), ("C1", "Stable-Baselines3", ends_of_peer(path.stem, folder))):
-            if stars:
-                at = [row.frames for row in stars], [row.score for row in stars]
-                axes.plot(*at, "*", color=color, label=label, clip_on=False, zorder=3)
-        found = re.match(r"(?:about )?(-?\d[\d.]*)", published.get(path.stem, ""))
-        if found:
-            axes.axhline(float(found[1]), color="C2", linestyle=":", label="published")
-        axes.set_title(path.stem, fontsize=9)
-        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    lines = {line.get_label(): line for axes in grid for line in axes.get_legend_handles_labels()[0]}
-    figure.legend(lines.values(), lines, loc="outside lower center", ncols=len(lines), frameon=False)
+    title = "Mean return of evaluations over frames; stars: the last checkpoint"
+    with saved_panels(output, len(paths), (3.6, 2.2), title) as (figure, grid):
+        for axes, path in zip(grid, paths, strict=True):
+            rows = read(path)
+            for seed in sorted({row.seed for row in rows}):
+                points = [(row.frames, row.score) for row in rows if row.seed == seed and row.minutes is None]
+                axes.plot(*zip(*points, strict=True), color="C0", alpha=0.7, linewidth=1.2)
+            ends = [row for row in rows if row.minutes is not None]
+            for color, label, stars in (
+                ("C0", "ours", ends),
+                ("C1", "Stable-Baselines3", ends_of_peer(path.stem, folder)),
+            ):
+                if stars:
+                    at = [row.frames for row in stars], [row.score for row in stars]
+                    axes.plot(*at, "*", color=color, label=label, clip_on=False, zorder=3)
+            found = re.match(r"(?:about )?(-?\d[\d.]*)", published.get(path.stem, ""))
+            if found:
+                axes.axhline(float(found[1]), color="C2", linestyle=":", label="published")
+            axes.set_title(path.stem, fontsize=9)
+            axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+        lines = {line.get_label(): line for axes in grid for line in axes.get_legend_handles_labels()[0]}
+        figure.legend(lines.values(), lines, loc="outside lower center", ncols=len(lines), frameon=False)
     return figure
 
 
@@ -297,7 +301,7 @@ def main() -> None:
     arguments = asked(__doc__, [0, 1, 2])
     if arguments.command == "table":
         GUIDE.write_text(with_table(GUIDE.read_text(), table()))
-        save_figure(picture(), PICTURE, "Mean return of evaluations over frames; stars: the last checkpoint")
+        picture(PICTURE)
         return
     settings_of(arguments.name)  # refuses one that is not there
     write(arguments.name, run_all([f"experiment={arguments.name}"], arguments.seeds))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from torchrl_lightning.cli.intervals import bootstrapped, interquartile_mean
+from torchrl_lightning.cli.plot import bootstrapped, interquartile_mean
 
 
 @pytest.mark.parametrize("count", [1, 2, 4, 5, 6, 8, 11])

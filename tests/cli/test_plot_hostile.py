@@ -6,10 +6,15 @@ import os
 import time
 from pathlib import Path
 
+import matplotlib
+import numpy as np
 import pytest
+from matplotlib.text import Text
 
 from cli.written_runs import keep, write_run
-from torchrl_lightning.cli.plot import main
+from torchrl_lightning.cli.plot import main, plot_runs
+from torchrl_lightning.cli.sweep_pictures import draw_importances, draw_parallel, draw_trials
+from torchrl_lightning.cli.sweeps import Trial
 from torchrl_lightning.limits import LOG_LINE
 from torchrl_lightning.records import score_of
 
@@ -115,6 +120,44 @@ def test_the_table_of_a_sweep_prints_no_escape_codes(tmp_path, capsys):
     out = capsys.readouterr().out
     assert r"\x1b[31m$a$\u202e" in out
     assert all(line.isprintable() for line in out.splitlines())
+
+
+NAMES = {"a formula": r"$\frac{a$", "another script": "\u6f22\u5b57", "LaTeX": r"\input{/etc/hostname}"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("usetex", [False, True])
+def test_names_from_files_are_drawn_as_they_are_written(tmp_path, figures, name, usetex):
+    text = NAMES[name]
+    trials = [Trial({text: text * number}, [], np.array([float(number)])) for number in (1, 2)]
+    with matplotlib.rc_context({"text.usetex": usetex}):
+        draw_trials(trials, tmp_path / "trials.svg", text)
+        draw_parallel(trials, tmp_path / "lines.png", text)
+        draw_importances(trials, tmp_path / "importances.png", text)
+    sources = [write_run(tmp_path / "run", points=3)]
+    plot_runs(sources, tmp_path / "curve.png", labels=[text])
+    drawn = [{each.get_text() for each in figure.findobj(Text)} for figure in figures]
+    assert all(text in texts or f"rank correlation with {text}" in " ".join(texts) for texts in drawn)
+    assert {text, text * 2} <= drawn[0]
+    for each in (each for figure in figures for each in figure.findobj(Text) if text in each.get_text()):
+        assert not each.get_parse_math()
+        assert not each.get_usetex()
+
+
+def test_equal_runs_make_equal_svg(tmp_path):
+    run, pictures = run_of(tmp_path), [tmp_path / "one.svg", tmp_path / "two.svg"]
+    for picture in pictures:
+        plot_runs([run], picture)
+    assert pictures[0].read_bytes() == pictures[1].read_bytes()
+    assert b"<dc:date>" not in pictures[0].read_bytes()
+
+
+def test_numbers_on_a_logarithmic_axis_need_no_formulas(tmp_path, figures):
+    trials = [Trial({"rate": text}, [], np.array([1.0])) for text in ("0.0001", "0.001", "0.01")]
+    draw_trials(trials, tmp_path / "sweep.png")
+    labels = [each.get_text() for each in figures[0].axes[0].get_xticklabels()]
+    assert "1e\N{MINUS SIGN}03" in labels
+    assert not any("$" in label for label in labels)
 
 
 def test_a_score_that_is_no_number_is_refused_in_one_line(tmp_path):

@@ -120,7 +120,7 @@ def test_a_picture_shows_what_the_logs_say(tmp_path):
     (tmp_path / "published.yaml").write_text(f"{NAME}: about -2.5 +- 1 (v2)\n")
     results.write(NAME, [replace(row, seed=seed) for seed in (0, 1) for row in ROWS], tmp_path)
     results.write(NAME, [Row(0, 200, 1.0, 0.5, 100, 2.0)], tmp_path / results.PEER.name)
-    (axes,) = picture(tmp_path).axes
+    (axes,) = picture(tmp_path / "picture.png", tmp_path).axes
     assert axes.get_title() == NAME
     drawn = [line.get_xydata().tolist() for line in axes.lines]
     evaluated, ended_at, theirs = [[100, -1.5]], [[200, 3.0], [200, 3.0]], [[200, 1.0]]

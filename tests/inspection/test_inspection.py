@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -124,8 +126,8 @@ def test_the_curve_and_the_half_of_uneven_priorities_are_those_of_a_plain_sum(co
     held = inspect_buffer(buffer).summaries[0].priorities
     shares = np.sort(given.double().numpy())[::-1].cumsum() / given.double().sum().item()
     assert held.half == int((shares < 0.5).sum()) + 1
-    assert held.curve[-1] == pytest.approx(1)
-    assert held.curve[15] == pytest.approx(shares[count // 2 - 1], rel=1e-4)
+    assert sum(held.shares) == pytest.approx(1)
+    assert sum(held.shares[:16]) == pytest.approx(shares[count // 2 - 1], rel=1e-4)
 
 
 def test_the_sample_of_an_entry_keeps_no_piece_alive():
@@ -180,6 +182,34 @@ def test_the_newest_cells_alone():
     newest = torch.cat([rows[-10:] for rows in given])
     assert summary.content.looked_at == 40
     assert summary.entry("observation").high == pytest.approx(newest["observation"].max().item())
+
+
+def test_a_storage_of_uneven_rings_shows_all_its_rows():
+    buffer = ExperienceBuffer(storage=RingStorage(20), num_envs=2)
+    buffer.extend(TensorDict({"x": torch.arange(6.0)[:, None, None]}, [6, 1]), torch.tensor([1]), time_dim=0)
+    for each in (buffer, buffer.storage, buffer.storage.state_dict()):
+        entry = inspect_buffer(each).summaries[0].entry("x")
+        assert (entry.low, entry.mean, entry.high) == (0.0, 2.5, 5.0)
+
+
+@pytest.mark.parametrize(
+    ("key", "change", "setting"),
+    [
+        ("positions", lambda positions: positions + 1000, "positions and oldest"),
+        ("oldest", lambda oldest: oldest - 1000, "positions and oldest"),
+        ("oldest", lambda oldest: oldest[:0], "positions"),
+        ("positions", lambda positions: positions[:1], "positions"),
+        ("cells", lambda cells: cells[:-1], "cells"),
+        ("cells", lambda cells: cells * 0, "positions"),
+    ],
+)
+def test_counters_that_lead_to_other_cells_are_told_in_one_line(key, change, setting):
+    state = copy.deepcopy(filled(rounds=(40, 40), uneven=True)[0].state_dict())
+    part = state["storage" if key == "cells" else "writer"]
+    part[key] = change(part[key])
+    with pytest.raises(ValueError, match=f"^it cannot be shown: {setting} must ") as error:
+        inspect_state(state, "it")
+    assert "\n" not in str(error.value)
 
 
 def test_a_buffer_of_a_billion_cells_is_refused_by_one_line_that_says_the_mend():

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import base64
+import re
 import shutil
 import subprocess
 from html.parser import HTMLParser
 
+import matplotlib
 import numpy as np
 import pytest
 import torch
@@ -14,12 +16,12 @@ from matplotlib.image import imread
 from tensordict import TensorDict
 
 from torchrl_lightning import ExperienceBuffer, PrioritizedSampler, RingStorage, inspect_buffer
-from torchrl_lightning.inspection.browser import chosen, episode_rows, pixels
-from torchrl_lightning.inspection.pictures import bars, histogram, lines
+from torchrl_lightning.inspection.page import chosen, pixels
+from torchrl_lightning.inspection.pictures import Pictures
 from torchrl_lightning.inspection.tables import title_of
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-VOID = {"meta", "img", "rect", "path", "polyline"}
+VOID = {"meta", "img", "path"}
 
 
 class Dom(HTMLParser):
@@ -79,6 +81,28 @@ def test_the_page_is_nested_needs_nothing_else_and_tells_what_the_tables_do(buff
     assert found._repr_html_() in page
 
 
+def test_a_page_does_not_depend_on_the_users_style_of_matplotlib(buffer):
+    found = inspect_buffer(buffer)
+    style = {"path.sketch": (2, 100, 2), "patch.linewidth": 9, "lines.color": "red", "text.usetex": True}
+    with matplotlib.rc_context(style):
+        styled = found._repr_html_()
+        assert matplotlib.rcParams["path.sketch"] == style["path.sketch"]
+    assert styled == found._repr_html_()
+
+
+def test_pictures_have_the_colours_of_the_page_light_and_dark_and_no_ids(buffer):
+    page = inspect_buffer(buffer)._repr_html_()
+    drawn = "".join(re.findall(r"<svg.*?</svg>", page, flags=re.DOTALL))
+    colours = re.findall(r"(?:fill|stroke): ([^;\"]+)", drawn)
+    assert set(colours) <= {"none", "var(--colour-0)", "var(--colour-1)"}
+    assert len(colours) > 20
+    light, dark = page.partition("</style>")[0].split("prefers-color-scheme: dark")
+    for name in set(re.findall(r"var\((--[\w-]+)\)", page)):
+        assert f"{name}: #" in light
+        assert f"{name}: #" in dark
+    assert " id=" not in page
+
+
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
 def test_a_browser_shows_the_page(buffer, tmp_path):
     page = tmp_path / "page.html"
@@ -94,7 +118,7 @@ def test_a_browser_shows_the_page(buffer, tmp_path):
         return done.stdout
 
     dom, written = Dom(asked("--dump-dom")), Dom(page.read_text())
-    for tag in ("table", "tr", "td", "svg", "rect", "polyline", "img"):
+    for tag in ("table", "tr", "td", "svg", "path", "img"):
         assert dom.all(tag) == written.all(tag), tag
     assert len(dom.all("details")) == len(written.all("details"))
     asked(f"--screenshot={tmp_path / 'page.png'}")
@@ -110,7 +134,7 @@ def test_the_rows_of_an_episode_are_its_own_behind_a_wrap(buffer):
     content, episodes = summary.content, summary.episodes
     for number in range(len(episodes)):
         env, begin, length = (int(column[number]) for column in (episodes.env, episodes.begin, episodes.length))
-        rows = episode_rows(content, content.leaves["<b>",], env, begin, begin + length)
+        rows = content.steps(content.leaves["<b>",], env, begin, begin + length)
         assert rows.ravel().tolist() == list(range(begin, begin + length))
 
 
@@ -131,17 +155,41 @@ def test_images_of_any_layout(shape, shown):
         np.testing.assert_array_equal(pixels(image), image[-1])
 
 
+def drawn(picture: str) -> list[np.ndarray]:
+    """Return the points ``[n, 2]`` of each path of a picture; the y of SVG is 0 at the top and 80 at the bottom."""
+    paths = (re.findall(r"[ML] ([\d.]+) ([\d.]+)", path["d"]) for path in Dom(picture).all("path"))
+    return [np.array(points, np.float64) for points in paths]
+
+
 def test_pictures_of_nothing_of_one_and_of_what_is_not_finite():
-    nan = np.array([np.nan])
-    assert histogram(nan, "none") == ""
-    assert Dom(histogram(np.r_[nan, np.ones(3)], "one")).all("rect")[0]["height"] == "80.0"
-    assert Dom(lines(np.full((1, 2), np.inf), "a < b")).all("polyline")[1]["points"] == "120,80.0"
+    pictures, nan = Pictures(), np.array([np.nan])
+    assert pictures.histogram(nan, "none") == ""
+    (one,) = drawn(pictures.histogram(np.r_[nan, np.ones(3)], "one"))
+    assert one.tolist() == [[0, 80], [0, 0], [216, 0], [216, 80]]
+    assert [line.tolist() for line in drawn(pictures.lines(np.full((1, 2), np.inf), "a < b"))] == [
+        [[0, 79], [240, 79]]
+    ] * 2
     peaks = np.zeros((5000, 1))
     peaks[[7, 4001]] = 1.0
-    heights = [float(point.split(",")[1]) for point in Dom(lines(peaks, "x")).all("polyline")[0]["points"].split()]
-    assert len(heights) == 120
-    assert heights.count(0.0) == 2  # at the top
-    assert Dom(bars([0, 0], 0, 1, "empty")).all("rect") == []
+    (line,) = drawn(pictures.lines(peaks, "x"))
+    assert len(line) == 120
+    assert (line[:, 1] == 1).sum() == 2  # at the top
+    (empty,) = drawn(pictures.bars([0, 0], 0, 1, "empty"))
+    assert (empty[:, 1] == 80).all()
+
+
+@pytest.mark.parametrize(
+    "values",
+    [[1e30, -1e30, 0.5], [1.7e308, -1.7e308], [1e30] * 3, [1e-45, 2e-45], [np.inf, 1.0], [2.0**60, 2.0**60 + 512]],
+)
+def test_numbers_of_any_size_stay_inside_their_picture(values):
+    pictures, numbers = Pictures(), np.array(values)
+    with np.errstate(all="raise"):
+        for picture in (pictures.histogram(numbers, "x"), pictures.lines(numbers[:, None], "x")):
+            for points in drawn(picture):
+                assert len(points)
+                assert (points >= 0).all()
+                assert (points <= (240, 80)).all()
 
 
 def test_a_page_that_cannot_be_written_leaves_nothing(buffer, tmp_path):

@@ -73,23 +73,24 @@ class Run:
 
 @dataclass
 class _Log:
-    """What a CSV log holds of some columns.
+    """A CSV log.
 
     Attributes:
         header: The names of all columns.
-        points: Of the metric: the rows where it and x are filled and finite. The last row of an x counts.
-        score: The last score; None without one.
-        ended: The last count of frames after which a search ended the run; None without one.
+        columns: Some columns: the cells that are filled and finite, by x. The last row of an x counts.
         begins: The first x of any row.
         has_epoch: Whether a row that holds the metric holds the epoch, too.
     """
 
-    header: set[str] = field(default_factory=set)
-    points: dict[float, float] = field(default_factory=dict)
-    score: float | None = None
-    ended: float | None = None
+    header: set[str]
+    columns: dict[str, dict[float, float]]
     begins: float = math.inf
     has_epoch: bool = False
+
+    def last(self, column: str) -> float | None:
+        """Return the last number of a column; None without one."""
+        cells = self.columns[column]
+        return cells[max(cells)] if cells else None
 
 
 def read_source(source: Path, metric: str, x: str, label: str | None = None) -> list[Curve]:
@@ -103,19 +104,18 @@ def read_source(source: Path, metric: str, x: str, label: str | None = None) -> 
     columns: set[str] = set()
     for path in paths:
         run = _run_of(path)
-        log = _read_log(path, metric, x)
-        points, header = _continued_points(path, run, log, metric, x)
-        columns |= header
-        if points:
+        log = _read_log(path, run, metric, x)
+        columns |= log.header
+        if points := log.columns[metric]:
             xs, ys = (np.fromiter(values, np.float64, len(points)) for values in (points, points.values()))
             order = np.argsort(xs)
             xs, ys = xs[order], ys[order]
             name = label or (default_label(path) if run is None else run.label)
             seed = None if run is None or label else run.seed
             # Lightning adds the epoch to what it counts by updates itself.
-            unit = "updates" if "updates_per_second" in header or log.has_epoch else Curve.unit
-            score = log.score if metric == "eval/return" else None
-            curves.append(Curve(name, path, xs, ys, seed, run, unit, score, log.ended))
+            unit = "updates" if "updates_per_second" in log.header or log.has_epoch else Curve.unit
+            score = log.last(SCORE) if metric == "eval/return" else None
+            curves.append(Curve(name, path, xs, ys, seed, run, unit, score, log.last(ENDED_EARLY)))
     if not curves:
         missing = [name for name in (metric, x) if name not in columns]
         if missing:
@@ -197,53 +197,37 @@ def _recorded(path: Path) -> tuple[dict[str, str | None], list[str], str]:
     return shown, [printable(override) for override in overrides], cwd
 
 
-def _continued_points(
-    path: Path, run: Run | None, log: _Log, metric: str, x: str
-) -> tuple[dict[float, float], set[str]]:
-    """Return the points of a log behind those of the run that it continues, up to where it began."""
-    points, header = log.points, log.header
-    if run is not None and run.origin is not None:
-        before = run.origin.folder / path.resolve().relative_to(run.folder)
-        if before.is_file():
-            log_before = _read_log(before, metric, x)
-            earlier, columns = _continued_points(before, run.origin, log_before, metric, x)
-            points = {at: value for at, value in earlier.items() if at < log.begins} | points
-            header |= columns
-    return points, header
-
-
-def _read_log(path: Path, metric: str, x: str) -> _Log:
-    """Read a CSV log once. Lightning leaves most of its cells empty.
+def _read_log(path: Path, run: Run | None, metric: str, x: str) -> _Log:
+    """Read a CSV log, behind the points of the run that it continues up to where it begins.
 
     Raises:
         OSError: It is no regular file.
         ValueError: It is no CSV file, or a cell holds no number.
     """
-    log = _Log()
     rows = read_rows(path)
-    columns = {name: number for number, name in enumerate(next(rows, (1, []))[1])}
-    log.header = set(columns)
-    places = [columns.get(name, -1) for name in (x, metric, SCORE, ENDED_EARLY, "epoch")]
-    newest = dict.fromkeys(("score", "ended"), -math.inf)
+    header = next(rows, (1, []))[1]
+    log = _Log(set(header), {name: {} for name in (metric, SCORE, ENDED_EARLY)})
+    number_of = {name: number for number, name in enumerate(header)}
+    places = [number_of.get(name, -1) for name in (x, *log.columns, "epoch")]
     for line, row in rows:
-        at, text, score, ended, epoch = (row[place] if 0 <= place < len(row) else "" for place in places)
+        at, text, *others, epoch = (row[place] if 0 <= place < len(row) else "" for place in places)
         log.has_epoch |= bool(text and epoch)
-        if not at or not (text or score or ended or math.isinf(log.begins)):
-            continue
         try:
-            position = float(at)
-            values = [float(cell) if cell else math.nan for cell in (text, score, ended)]
+            position, *values = (float(cell or "nan") for cell in (at, text, *others))
         except ValueError:
             raise Fault(
                 f"{printable(path)}, line {line}: {x}={at[:100]!r}, {metric}={text[:100]!r}; both must be numbers."
             ) from None
         log.begins = min(log.begins, position)
-        if not math.isfinite(position):
-            continue
-        if math.isfinite(values[0]):
-            log.points[position] = values[0]
-        for name, value in zip(("score", "ended"), values[1:], strict=True):
-            if math.isfinite(value) and position >= newest[name]:
-                setattr(log, name, value)
-                newest[name] = position
+        if math.isfinite(position):
+            for column, value in zip(log.columns.values(), values, strict=True):
+                if math.isfinite(value):
+                    column[position] = value
+    if run is not None and run.origin is not None:
+        before = run.origin.folder / path.resolve().relative_to(run.folder)
+        if before.is_file():
+            earlier = _read_log(before, run.origin, metric, x)
+            points = {at: value for at, value in earlier.columns[metric].items() if at < log.begins}
+            log.columns[metric] = points | log.columns[metric]
+            log.header |= earlier.header
     return log

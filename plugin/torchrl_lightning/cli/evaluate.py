@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchrl_lightning.cli.command import behind, quiet, run_command, use_threads
 from torchrl_lightning.import_stubs import import_libraries
+from torchrl_lightning.untrusted import printable
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -128,17 +129,17 @@ def draw_histogram(returns: Tensor, path: Path, checkpoint: Path) -> None:
     """Draw a histogram of the returns, with their mean."""
     from matplotlib.ticker import MaxNLocator
 
-    from torchrl_lightning.cli.panels import panel_grid, save_figure
+    from torchrl_lightning.cli.panels import saved_panels
 
     mean, std = float(returns.mean()), float(returns.std(correction=0))
-    figure, (axes,) = panel_grid(1, (6, 4))
     # Equal returns would otherwise stand on an axis of hundredths.
     low, high = float(returns.min()), float(returns.max())
     margin = max(0.0, 0.01 * max(abs(low), abs(high), 1.0) - (high - low)) / 2
     bins = min(20, max(5, len(returns) // 2))
-    axes.hist(returns.numpy(), bins=bins, range=(low - margin, high + margin), color="tab:blue", alpha=0.8)
-    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.axvline(mean, color="tab:orange", label=f"mean {mean:.1f} +- {std:.1f}")
-    axes.set(xlabel="return of an episode", ylabel="episodes")
-    axes.legend()
-    save_figure(figure, path, f"{len(returns)} episodes of {checkpoint.name}")
+    with saved_panels(path, 1, (6, 4)) as (_, (axes,)):
+        axes.hist(returns.numpy(), bins=bins, range=(low - margin, high + margin), color="tab:blue", alpha=0.8)
+        axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.axvline(mean, color="tab:orange", label=f"mean {mean:.1f} +- {std:.1f}")
+        axes.set(xlabel="return of an episode", ylabel="episodes")
+        axes.set_title(printable(f"{len(returns)} episodes of {checkpoint.name}"))
+        axes.legend()

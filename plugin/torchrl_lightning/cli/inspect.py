@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -117,8 +116,8 @@ def _in_checkpoint(path: Path, run: Path, last: int | None) -> Inspection:
     """Look at the buffers inside a checkpoint, or beside it, of each rank."""
     from torchrl_lightning.datamodules.snapshots import snapshot_of
     from torchrl_lightning.files import read_state
-    from torchrl_lightning.inspection.content import unreadable
-    from torchrl_lightning.inspection.report import NoBufferError, inspect_state, inspection_of
+    from torchrl_lightning.inspection.content import contents_in, unreadable
+    from torchrl_lightning.inspection.report import NoBufferError, inspect_contents
     from torchrl_lightning.learn.loading import read_checkpoint
 
     stored = read_checkpoint(path, mapped=True)
@@ -133,27 +132,24 @@ def _in_checkpoint(path: Path, run: Path, last: int | None) -> Inspection:
                 try:
                     own["buffer"] = read_state(snapshot_of(reference, run / "buffer"), streamed=True)
                 except (ValueError, OSError) as error:
-                    torn.append(unreadable(f"the buffer of rank {number}", error).line)
+                    torn.append(unreadable(f"the buffer of rank {number}", error))
     try:
-        found = inspect_state(state, path, last=last)
+        return inspect_contents([*contents_in(state, str(path), last), *torn], path)
     except NoBufferError as error:
-        if torn:
-            return inspection_of((), torn, path)
         raise UsageError(f"{path} holds no buffer; train with data.checkpoint_buffer=inside (or beside).") from error
-    return replace(found, unreadable=(*found.unreadable, *torn))
 
 
 def _demonstrations(files: Sequence[Path], source: Path) -> Inspection:
     from torchrl_lightning.demonstrations.files import read_demonstration
     from torchrl_lightning.demonstrations.states import states_of
     from torchrl_lightning.inspection.content import demonstrations, unreadable
-    from torchrl_lightning.inspection.report import inspection_of
-    from torchrl_lightning.inspection.summary import summarize
+    from torchrl_lightning.inspection.report import inspect_contents
 
     read, torn = [], []
     for path in files:
         try:
             read.append(read_demonstration(path))
         except (ValueError, OSError, TypeError) as error:
-            torn.append(unreadable(str(path), error).line)
-    return inspection_of([summarize(demonstrations(states_of(read), str(source)))] if read else [], torn, source)
+            torn.append(unreadable(str(path), error))
+    found = [demonstrations(states_of(read), str(source))] if read else []
+    return inspect_contents([*found, *torn], source)

@@ -1,48 +1,45 @@
-"""A figure of panels. Imports nothing heavy before it draws."""
+"""A picture of panels in a file. Imports nothing heavy before it draws."""
 
 from __future__ import annotations
 
 import math
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from torchrl_lightning.untrusted import printable
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def plain_text(text: str) -> str:
-    r"""Return a text that matplotlib draws as it is written: without formulas and control characters.
+@contextmanager
+def saved_panels(
+    output: Path, count: int, size: tuple[float, float], title: str | None = None
+) -> Iterator[tuple[Figure, list[Any]]]:
+    """Make a figure of some panels of one size in inches, at most three side by side, and save it after the block.
 
-    Examples:
-        >>> print(plain_text("$x$"))
-        \$x\$
+    Texts may be names from files, so that they are drawn as they are written; only the title may hold formulas.
     """
-    return printable(text).replace("$", r"\$")
+    import matplotlib
 
-
-def panel_grid(count: int, size: tuple[float, float]) -> tuple[Figure, list[Any]]:
-    """Make a figure of some panels of one size in inches, at most three side by side, and return it with its axes."""
     # A figure of its own, without pyplot: no display is looked for and no global state is left behind.
     from matplotlib.figure import Figure
 
-    columns = count if count < 4 else min(math.ceil(math.sqrt(count)), 3)
-    rows = -(-count // columns)
-    figure = Figure(figsize=(size[0] * columns, size[1] * rows), layout="constrained")
-    grid = figure.subplots(rows, columns, squeeze=False).ravel()
-    for axes in grid[count:]:
-        axes.set_visible(False)
-    for axes in grid[:count]:
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
-    return figure, list(grid[:count])
-
-
-def save_figure(figure: Figure, output: Path, title: str | None) -> Path:
-    """Write a figure below its title to a file, whose folder is made, and return the file's path."""
-    if title is not None:
-        figure.suptitle(title)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(output, dpi=130)
-    return output
+    plain = {"text.parse_math": False, "text.usetex": False, "axes.formatter.use_mathtext": False}
+    with matplotlib.rc_context({**plain, "svg.hashsalt": "panels"}), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from", UserWarning)  # a name in any script
+        columns = count if count < 4 else min(math.ceil(math.sqrt(count)), 3)
+        rows = -(-count // columns)
+        figure = Figure(figsize=(size[0] * columns, size[1] * rows), layout="constrained")
+        grid = figure.subplots(rows, columns, squeeze=False).ravel()
+        for axes in grid[count:]:
+            axes.set_visible(False)
+        for axes in grid[:count]:
+            axes.grid(alpha=0.3)
+            axes.spines[["top", "right"]].set_visible(False)
+        yield figure, list(grid[:count])
+        if title is not None:
+            figure.suptitle(title, parse_math=True)
+        output.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(output, dpi=130, metadata={"Date": None} if output.suffix == ".svg" else None)

@@ -13,8 +13,7 @@ import numpy as np
 
 from torchrl_lightning.cli.command import whole_output
 from torchrl_lightning.cli.curves import Curve, read_source, runs_by_label
-from torchrl_lightning.cli.intervals import bootstrapped, interquartile_mean
-from torchrl_lightning.cli.panels import panel_grid, plain_text, save_figure
+from torchrl_lightning.cli.panels import saved_panels
 from torchrl_lightning.cli.sweep_pictures import draw_importances, draw_parallel, draw_trials
 from torchrl_lightning.cli.sweeps import read_trials, table
 from torchrl_lightning.cli.working_directory import leave_out_working_directory
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
 
 Band: TypeAlias = Literal["range", "std", "iqm", "none"]
 BANDS = get_args(Band)
+_DRAWS = 2000  # of a bootstrap
 
 
 def plot_runs(
@@ -82,7 +82,8 @@ def plot_runs(
     for i, source in enumerate(sources):
         curves += read_source(Path(source), metric, x, None if labels is None else labels[i])
     groups = {label: [_smoothed(run, smooth) for run in runs] for label, runs in runs_by_label(curves).items()}
-    return _draw(groups, Path(output), metric, x, band, panels, title)
+    _draw(groups, Path(output), metric, x, band, panels, title)
+    return Path(output)
 
 
 def _smoothed(curve: Curve, length: int) -> Curve:
@@ -101,27 +102,63 @@ def _together(curves: Iterable[Curve]) -> tuple[NDArray[np.float64], NDArray[np.
     return grid, np.stack([np.interp(grid, c.x, c.y, left=np.nan, right=np.nan) for c in curves])
 
 
+def interquartile_mean(values: NDArray[Any]) -> NDArray[np.float64]:
+    r"""Return the mean of the middle half of the last axis ``[*B, n]``: \(n / 4\) of the values is cut at each end.
+
+    Where \(n / 4\) is no whole number, the outermost ones that are left count in part (Agarwal et al., 2021).
+
+    Examples:
+        >>> float(interquartile_mean(np.array([0.0, 1.0, 2.0, 9.0])))
+        1.5
+    """
+    count = values.shape[-1]
+    place = np.arange(1, count + 1)
+    weights = np.clip(np.minimum(place, place[::-1]) - count / 4, 0, 1)
+    middle: NDArray[np.float64] = np.sort(values, -1) @ weights / weights.sum()
+    return middle
+
+
+def bootstrapped(values: NDArray[Any]) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
+    """Return interquartile means over seeds, and the ends of their 95 % intervals, by a bootstrap of fixed draws.
+
+    Args:
+        values: Scores ``[n, P]``: a row for each seed, NaN where it has none.
+
+    Returns:
+        Three arrays ``[P]``.
+    """
+    seeds, points = values.shape
+    found = np.full((3, points), np.nan)
+    drawn = {n: np.random.default_rng(0).integers(n, size=(_DRAWS, n)) for n in range(1, seeds + 1)}
+    for point, column in enumerate(values.T):
+        there = column[~np.isnan(column)]
+        if len(there):
+            low, high = np.quantile(interquartile_mean(there[drawn[len(there)]]), (0.025, 0.975))
+            found[:, point] = interquartile_mean(there), low, high
+    return found[0], found[1], found[2]
+
+
 def _draw(
     groups: dict[str, list[Curve]], output: Path, metric: str, x: str, band: Band, panels: bool, title: str | None
-) -> Path:
+) -> None:
     from matplotlib.ticker import EngFormatter
 
     units = " or ".join(sorted({curve.unit for curves in groups.values() for curve in curves}))
-    figure, grid = panel_grid(len(groups), (4.2, 3.1)) if panels else panel_grid(1, (7.5, 4.6))
-    for i, (label, curves) in enumerate(groups.items()):
-        axes = grid[i if panels else 0]
-        runs = f" ({len(curves)} runs)" if len(curves) > 1 else ""
-        name = textwrap.fill(plain_text(label + runs), 60)
-        _draw_group(axes, name, curves, band, f"C{i % 10}")
-        if panels:
-            axes.set_title(name)
-    for axes in grid:
-        axes.set(xlabel=units if x == "step" else plain_text(x), ylabel=plain_text(metric))
-        if x == "step":
-            axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 200k, 1.5M
-        if not panels:
-            axes.legend(frameon=False)
-    return save_figure(figure, output, title)
+    count, size = (len(groups), (4.2, 3.1)) if panels else (1, (7.5, 4.6))
+    with saved_panels(output, count, size, title) as (_, grid):
+        for i, (label, curves) in enumerate(groups.items()):
+            axes = grid[i if panels else 0]
+            runs = f" ({len(curves)} runs)" if len(curves) > 1 else ""
+            name = textwrap.fill(printable(label + runs), 60)
+            _draw_group(axes, name, curves, band, f"C{i % 10}")
+            if panels:
+                axes.set_title(name)
+        for axes in grid:
+            axes.set(xlabel=units if x == "step" else printable(x), ylabel=printable(metric))
+            if x == "step":
+                axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 200k, 1.5M
+            if not panels:
+                axes.legend(frameon=False)
 
 
 def _draw_group(axes: Any, label: str, curves: list[Curve], band: Band, color: str) -> None:

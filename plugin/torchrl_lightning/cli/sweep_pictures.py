@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from torchrl_lightning.cli.names import ENDS
-from torchrl_lightning.cli.panels import panel_grid, plain_text, save_figure
+from torchrl_lightning.cli.panels import saved_panels
 from torchrl_lightning.cli.sweeps import Trial, number, shown
 from torchrl_lightning.records import SCORE
+from torchrl_lightning.untrusted import printable
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -40,7 +41,7 @@ def _scale(values: Sequence[str]) -> _Scale:
     numbers = [place for place in map(number, values) if place is not None]
     if len(set(numbers)) < 2 or len(numbers) < len(values):
         names = sorted({*values})
-        return _Scale([float(names.index(value)) for value in values], [plain_text(shown(name)) for name in names])
+        return _Scale([float(names.index(value)) for value in values], [printable(shown(name)) for name in names])
     return _Scale(numbers, None, _is_logarithmic(sorted(set(numbers))))
 
 
@@ -52,50 +53,47 @@ def draw_trials(trials: Sequence[Trial], output: str | Path, metric: str = SCORE
     marker, beside those of others; that of a trial that was ended early is hollow.
     """
     keys = list(trials[0].settings)
-    figure, grid = panel_grid(len(keys), (4.2, 3.1))
-    for key, axes in zip(keys, grid, strict=True):
-        _draw_setting(axes, key, trials)
-        axes.set(xlabel=plain_text(key), ylabel=plain_text(metric))
-    looks = {budget: {"color": "C0", "marker": mark} for budget, mark in _markers(_budgets(trials)).items() if budget}
-    ended = {"ended early": {"color": "C0", "marker": "o", "mfc": "none"}} if any(each.ended for each in trials) else {}
-    _explain(figure, {"best": {"color": "C1", "marker": "o"}, **ended, **looks}, ls="")
-    return save_figure(figure, Path(output), title)
-
-
-def _budgets(trials: Sequence[Trial]) -> list[str]:
-    """Say after what each trial was to end, as far as trials differ in it."""
-    return [", ".join(f"{end}={trial.settings[end]}" for end in ENDS if end in trial.settings) for trial in trials]
-
-
-def _markers(budgets: Sequence[str]) -> dict[str, str]:
-    return {budget: _MARKERS[i % len(_MARKERS)] for i, budget in enumerate(sorted({*budgets}))}
+    # What each trial was to end after, as far as trials differ in it.
+    budgets = [", ".join(f"{end}={trial.settings[end]}" for end in ENDS if end in trial.settings) for trial in trials]
+    markers = {budget: _MARKERS[i % len(_MARKERS)] for i, budget in enumerate(sorted({*budgets}))}
+    looks = {"best": {"color": "C1", "marker": "o"}}
+    if any(trial.ended for trial in trials):
+        looks["ended early"] = {"color": "C0", "marker": "o", "mfc": "none"}
+    looks |= {budget: {"color": "C0", "marker": marker} for budget, marker in markers.items() if budget}
+    with saved_panels(Path(output), len(keys), (4.2, 3.1), title) as (figure, grid):
+        for key, axes in zip(keys, grid, strict=True):
+            _draw_setting(axes, [trial.settings[key] for trial in trials], trials, [markers[each] for each in budgets])
+            axes.set(xlabel=printable(key), ylabel=printable(metric))
+        _explain(figure, looks, ls="")
+    return Path(output)
 
 
 def _explain(figure: Figure, looks: Mapping[str, Mapping[str, Any]], **shared: Any) -> None:
     """Say below the panels, where no title stands, what each look means; the figure grows by it."""
     from matplotlib.lines import Line2D
 
-    handles = [Line2D([], [], label=plain_text(label), **{**shared, **look}) for label, look in looks.items()]
+    handles = [Line2D([], [], label=printable(label), **{**shared, **look}) for label, look in looks.items()]
     figure.set_figheight(figure.get_figheight() + 0.2 * len(handles))
     figure.legend(handles=handles, loc="outside lower center", frameon=False, fontsize="small")
 
 
-def _draw_setting(axes: Any, key: str, trials: Sequence[Trial]) -> None:
-    scale = _scale([trial.settings[key] for trial in trials])
+def _draw_setting(axes: Any, values: Sequence[str], trials: Sequence[Trial], markers: Sequence[str]) -> None:
+    from matplotlib.ticker import LogFormatter
+
+    scale = _scale(values)
     if scale.names is not None:
         axes.set_xticks(range(len(scale.names)), scale.names, rotation=0 if len(scale.names) < 4 else 30)
         axes.margins(x=0.2)
     elif scale.is_logarithmic:
         axes.set_xscale("log")
+        axes.xaxis.set(major_formatter=LogFormatter(), minor_formatter=LogFormatter())  # the usual ones need formulas
     else:
         axes.ticklabel_format(axis="x", scilimits=(-2, 5))  # 0.00045 leaves no room between the ticks
-    budgets = _budgets(trials)
-    markers = _markers(budgets)
     for i, (place, trial) in reversed([*enumerate(zip(scale.places, trials, strict=True))]):
         spread = trial.spread if len(trial.scores) > 1 else None
         color = "C1" if i == 0 else "C0"
         look = {"capsize": 3, "alpha": 0.8, "color": color, "mfc": "none" if trial.ended else color}
-        axes.errorbar(place, trial.score, spread, fmt=markers[budgets[i]], **look)
+        axes.errorbar(place, trial.score, spread, fmt=markers[i], **look)
 
 
 def draw_parallel(trials: Sequence[Trial], output: str | Path, metric: str = SCORE, title: str | None = None) -> Path:
@@ -105,28 +103,26 @@ def draw_parallel(trials: Sequence[Trial], output: str | Path, metric: str = SCO
     """
     from matplotlib import colormaps
 
-    keys = list(trials[0].settings)
+    keys, color = list(trials[0].settings), colormaps["viridis"]
     scales = [*(_scale([trial.settings[key] for trial in trials]) for key in keys), _Scale([t.score for t in trials])]
-    figure, (axes,) = panel_grid(1, (1.8 * len(scales) + 1.5, 4.2))
     heights = np.stack([scale.heights() for scale in scales])
-    for i, trial in reversed([*enumerate(trials)]):
-        look: dict[str, Any] = {"color": colormaps["viridis"](heights[-1, i]), "ls": "--" if trial.ended else "-"}
-        axes.plot(range(len(scales)), heights[:, i], lw=2.5 if i == 0 else 1.2, alpha=0.8, **look)
-    texts: dict[tuple[int, float], str] = {}
-    for place, (scale, column) in enumerate(zip(scales, heights, strict=True)):
-        axes.axvline(place, color="0.6", lw=0.8)
-        for i in range(len(trials)) if scale.names else (column.argmin(), column.argmax()):
-            text = scale.names[int(scale.places[i])] if scale.names else shown(f"{scale.places[i]:.4g}")
-            texts[place, float(column[i])] = text
-    for at, text in texts.items():
-        axes.annotate(text, at, (4, 3), textcoords="offset points", fontsize="small")
-    axes.set_xticks(range(len(scales)), [plain_text(name) for name in (*keys, metric)], rotation=15)
-    axes.set_yticks([])
-    axes.grid(visible=False)
-    axes.spines[["left", "bottom"]].set_visible(False)
-    ended = {"ended early": {"ls": "--"}} if any(trial.ended for trial in trials) else {}
-    _explain(figure, {"best": {"lw": 2.5}, **ended}, color=colormaps["viridis"](1.0))
-    return save_figure(figure, Path(output), title)
+    with saved_panels(Path(output), 1, (1.8 * len(scales) + 1.5, 4.2), title) as (figure, (axes,)):
+        for i, trial in reversed([*enumerate(trials)]):
+            look: dict[str, Any] = {"color": color(heights[-1, i]), "ls": "--" if trial.ended else "-"}
+            axes.plot(range(len(scales)), heights[:, i], lw=2.5 if i == 0 else 1.2, alpha=0.8, **look)
+        for place, (scale, column) in enumerate(zip(scales, heights, strict=True)):
+            axes.axvline(place, color="0.6", lw=0.8)
+            shown_at = range(len(trials)) if scale.names else (column.argmin(), column.argmax())
+            for height, i in {float(column[i]): i for i in shown_at}.items():
+                text = scale.names[int(scale.places[i])] if scale.names else shown(f"{scale.places[i]:.4g}")
+                axes.annotate(text, (place, height), (4, 3), textcoords="offset points", fontsize="small")
+        axes.set_xticks(range(len(scales)), [printable(name) for name in (*keys, metric)], rotation=15)
+        axes.set_yticks([])
+        axes.grid(visible=False)
+        axes.spines[["left", "bottom"]].set_visible(False)
+        ended = {"ended early": {"ls": "--"}} if any(trial.ended for trial in trials) else {}
+        _explain(figure, {"best": {"lw": 2.5}, **ended}, color=color(1.0))
+    return Path(output)
 
 
 def draw_importances(
@@ -138,16 +134,16 @@ def draw_importances(
     together with another, and settings that a search chose by the scores before are not independent.
     """
     found = sorted(importances(trials).items(), key=lambda item: item[1][0])
-    figure, (axes,) = panel_grid(1, (6.5, 0.5 * len(found) + 1.6))
-    names, values = [plain_text(name) for name, _ in found], np.array([value for _, value in found])
-    axes.barh(names, values[:, 0], color="C0", alpha=0.8)
-    axes.plot(values[:, 1], names, "|", color="C3", ms=16, mew=2, label="of shuffled scores, 95 % stay below")
-    axes.set(
-        xlim=(0, 1.02),
-        xlabel=f"rank correlation with {plain_text(metric)}, of categories correlation ratio; n={len(trials)}",
-    )
-    axes.legend(frameon=False, fontsize="small", loc="lower center", bbox_to_anchor=(0.5, 1.0))
-    return save_figure(figure, Path(output), title)
+    names, values = [printable(name) for name, _ in found], np.array([value for _, value in found])
+    with saved_panels(Path(output), 1, (6.5, 0.5 * len(found) + 1.6), title) as (_, (axes,)):
+        axes.barh(names, values[:, 0], color="C0", alpha=0.8)
+        axes.plot(values[:, 1], names, "|", color="C3", ms=16, mew=2, label="of shuffled scores, 95 % stay below")
+        axes.set(
+            xlim=(0, 1.02),
+            xlabel=f"rank correlation with {printable(metric)}, of categories correlation ratio; n={len(trials)}",
+        )
+        axes.legend(frameon=False, fontsize="small", loc="lower center", bbox_to_anchor=(0.5, 1.0))
+    return Path(output)
 
 
 def importances(trials: Sequence[Trial]) -> dict[str, tuple[float, float]]:

@@ -68,10 +68,10 @@ def read_trials(sources: Sequence[str | Path], metric: str = SCORE) -> list[Tria
         ValueError: The runs differ in no setting.
     """
     read = [curve for source in sources for curve in read_source(Path(source), metric, "step")]
-    # A resumed run has the label of the one that it continues; its score is that of its own, later end.
-    read = [replace(curve, label=" ".join((curve.label, *_ends(curve)))) for curve in read]
-    groups = runs_by_label(read)
-    found = [_settings(curves[0]) for curves in groups.values()]
+    # Not by their label: that of a resumed run is the one of the run that it continues.
+    settings_of = {repr(settings): settings for settings in map(_settings, read)}
+    groups = runs_by_label(replace(curve, label=repr(_settings(curve))) for curve in read)
+    found = [settings_of[label] for label in groups]
     if len(found) < 2:
         runs = sum(map(len, groups.values()))
         below = ", ".join(map(str, sources))
@@ -132,10 +132,6 @@ def _default(curve: Curve, key: str) -> str:
         return UNSET
     value = curve.run.composed(key)
     return UNSET if value is None else value
-
-
-def _ends(curve: Curve) -> list[str]:
-    return [] if curve.run is None else [f"{end}={value}" for end, value in _own_ends(curve.run).items()]
 
 
 def _own_ends(run: Run) -> dict[str, str]:

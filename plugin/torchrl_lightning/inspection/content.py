@@ -1,11 +1,12 @@
-"""What lies in a saved or live state: its entries, and which step of which environment each row is."""
+"""The buffers in a saved or live state: their entries, and which step of which environment each row is."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,40 +16,12 @@ from torch import Tensor
 from torchrl_lightning.entries import Path, leaves_of
 from torchrl_lightning.files import Rows, StoredRows
 from torchrl_lightning.fitting import Fault
-from torchrl_lightning.inspection.frames import frame_rows
+from torchrl_lightning.inspection.leaves import Chained, Ints, Leaf, checked, frame_rows, read_rows, shape_of
 from torchrl_lightning.limits import SHOWN_BUFFERS, SHOWN_ENTRIES
 from torchrl_lightning.untrusted import MESSAGE_LIMIT, printable
 
 PIECE = 1 << 22  # bytes of an entry that are read at a time
 DEPTH = 16
-Ints = NDArray[np.int64]
-
-
-class Leaf(Protocol):
-    """Rows of one entry, of which pieces are read: a tensor, or what stands for one."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, part: slice) -> Tensor: ...
-
-
-@dataclass(frozen=True)
-class Chained:
-    """The rows of several tensors, one behind the other, each in the dtype of the first."""
-
-    parts: Sequence[Tensor]
-
-    def __len__(self) -> int:
-        return sum(map(len, self.parts))
-
-    def __getitem__(self, part: slice) -> Tensor:
-        """Join the rows of a piece."""
-        start, stop, _ = part.indices(len(self))
-        found, begin = [self.parts[0][:0]], 0
-        for rows in self.parts:
-            found.append(rows[max(start - begin, 0) : max(stop - begin, 0)].to(self.parts[0].dtype))
-            begin += len(rows)
-        return torch.cat(found)
 
 
 @dataclass(frozen=True)
@@ -65,28 +38,16 @@ class Index:
     done: Leaf
     is_open: NDArray[np.bool_]
 
-    def ends(self, content: Content) -> Tensor:
-        """Return for each filled cell whether its step is the last of an episode that does not continue."""
-        found = np.zeros(content.count, np.bool_)
-        env = np.arange(content.num_envs)
-        for piece in content.pieces(16):
-            column = torch.as_tensor(piece.rows(self.column)).numpy()
-            position = np.broadcast_to(np.arange(piece.begin, piece.end)[:, None], piece.shape)
-            owner = np.broadcast_to(env, piece.shape)
-            if piece.valid is None:
-                position, owner = position.ravel(), owner.ravel()
-            else:
-                position, owner = position[piece.valid], owner[piece.valid]
-            begins = (column >= position) & (position > content.first[owner])
-            found[content.row_of(position[begins] - 1, owner[begins])] = True
-        closed = env[(content.behind > content.first) & ~self.is_open]
-        found[content.row_of(content.behind[closed] - 1, closed)] = True
-        return torch.from_numpy(found)
+    def ends(self, content: Content) -> NDArray[np.bool_]:
+        """Return whether each step is the last one of an episode that does not continue."""
+        begins = content.column(self.column) >= content.position
+        newest = content.is_newest
+        return np.where(newest, ~self.is_open[content.env], np.r_[begins[1:], False])
 
 
 @dataclass(frozen=True)
 class Content:
-    """What a state holds, and how to walk through it in the order of time.
+    """A buffer in a state, whose steps are read in the order of time.
 
     Attributes:
         name: Where it is from.
@@ -99,7 +60,6 @@ class Content:
         behind: Behind the newest step, ``[N]``.
         cells: The filled cells, where they are not the first ones.
         mass: What each cell is drawn in proportion to, if it has a priority.
-        ordered: Whether the order of the rows is known.
         index: The episode index of a buffer; None if it has none.
     """
 
@@ -113,7 +73,6 @@ class Content:
     behind: Ints = field(repr=False)
     cells: Ints | None = field(default=None, repr=False)
     mass: Leaf | None = field(default=None, repr=False)
-    ordered: bool = True
     index: Index | None = field(default=None, repr=False)
 
     @property
@@ -131,86 +90,74 @@ class Content:
         found = [path for path in self.leaves if path[-1] in names and (below is None or path[0] == below)]
         return min(found, key=lambda path: (path[0] != "next", len(path)), default=None)
 
-    def row_of(self, position: Ints, env: Ints) -> Ints:
+    @cached_property
+    def env(self) -> Ints:
+        """The environment of each step that is looked at: one environment behind the other, each in order of time."""
+        return np.repeat(np.arange(self.num_envs), self.behind - self.first)
+
+    @cached_property
+    def position(self) -> Ints:
+        """The position of each of these steps in its environment."""
+        held = self.behind - self.first
+        return np.arange(self.looked_at) - np.repeat(held.cumsum() - self.behind, held)
+
+    @property
+    def is_newest(self) -> NDArray[np.bool_]:
+        """Whether each of these steps is the newest one of its environment."""
+        return self.position == self.behind[self.env] - 1
+
+    @cached_property
+    def _rows(self) -> Ints:
+        rows = self._rows_of(self.env, self.position)
+        if len(rows) and not 0 <= rows.min() <= rows.max() < self.count:
+            raise Fault(f"positions must lead to the {self.count:,} filled cells, got cell {rows.max():,}")
+        return rows
+
+    @cached_property
+    def _order(self) -> Ints:
+        """The places of these steps in the order of their rows."""
+        return np.argsort(self._rows, kind="stable")
+
+    def _rows_of(self, env: Ints | int, position: Ints) -> Ints:
         """Return the rows of the entries that hold steps of environments."""
         cell: Ints = position % self.length * self.num_envs + env
         return cell if self.cells is None else np.searchsorted(self.cells, cell)
 
-    def pieces(self, row_bytes: int) -> Iterator[Piece]:
-        """Walk through the steps, all environments side by side, so many at a time as a piece holds."""
-        if not self.looked_at:
-            return
-        step = max(1, PIECE // max(1, row_bytes) // self.num_envs)
-        at, end = int(self.first.min()), int(self.behind.max())
-        even = bool((self.first == self.first[0]).all() and (self.behind == self.behind[0]).all())
-        while at < end:
-            stop = min(at + step, end, at - at % self.length + self.length)
-            valid = None
-            if not even or self.cells is not None:
-                row = np.arange(at, stop)[:, None]
-                valid = (self.first <= row) & (row < self.behind)
-            yield Piece(self, at, stop, valid)
-            at = stop
+    def pieces(self, leaf: Leaf) -> Iterator[Tensor]:
+        """Read an entry of the steps that are looked at, in the order of their rows, a few megabytes at a time."""
+        return read_rows(leaf, self._rows[self._order], max(1, PIECE // max(32, leaf[:1].nbytes)))
+
+    def column(self, leaf: Leaf) -> NDArray[Any]:
+        """Read the first number of an entry at each step, in the order of :attr:`env`."""
+        if not leaf[:1].numel():
+            return np.zeros(self.looked_at)
+        first = torch.cat([rows.reshape(len(rows), -1)[:, 0].clone() for rows in self.pieces(leaf)])
+        first = first.real if first.is_complex() else first
+        found = (first.double() if first.is_floating_point() else first).numpy()
+        numbers: NDArray[Any] = np.empty_like(found)
+        numbers[self._order] = found
+        return numbers
+
+    def steps(self, leaf: Leaf, env: int, begin: int, end: int) -> Tensor:
+        """Read the steps ``begin`` to ``end`` of an environment from an entry, ``[n, ...]``."""
+        found = [leaf[:0]]
+        while begin < end:
+            stop = min(end, begin - begin % self.length + self.length)  # the end of the ring
+            rows = self._rows_of(env, np.arange(begin, stop))
+            found.append(leaf[int(rows[0]) : int(rows[-1]) + 1][torch.from_numpy(rows - rows[0])])
+            begin = stop
+        return torch.cat(found)
 
 
-@dataclass(frozen=True)
-class Piece:
-    """Steps ``begin`` to ``end`` of all environments; ``valid`` says which of them are there, ``[T, N]``."""
-
-    content: Content
-    begin: int
-    end: int
-    valid: NDArray[np.bool_] | None
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Steps, and environments."""
-        return self.end - self.begin, self.content.num_envs
-
-    def rows(self, leaf: Leaf) -> Tensor:
-        """Read what is there of an entry, ``[n, ...]``, in the order of time."""
-        first = self.begin % self.content.length * self.shape[1]
-        last = first + math.prod(self.shape)
-        if self.valid is None:
-            return leaf[first:last]
-        valid = self.valid.ravel()
-        if self.content.cells is None:
-            return leaf[first:last][torch.from_numpy(np.flatnonzero(valid[: len(leaf) - first]))]
-        low, high = np.searchsorted(self.content.cells, (first, last))
-        place = np.zeros(last - first, np.int64)
-        place[self.content.cells[low:high] - first] = np.arange(high - low)
-        return leaf[int(low) : int(high)][torch.from_numpy(place[valid])]
-
-    def grid(self, leaf: Leaf, missing: Any = 0) -> NDArray[Any]:
-        """Read the first number of each row of an entry, ``[T, N]``."""
-        rows = self.rows(leaf)
-        first = rows.reshape(len(rows), -1)[:, 0] if rows.numel() else torch.zeros(len(rows))
-        numbers: NDArray[Any] = (first.real if first.is_complex() else first).double().numpy()
-        if self.valid is None:
-            return numbers.reshape(self.shape)
-        full = np.full(self.shape, missing, numbers.dtype)
-        full[self.valid] = numbers
-        return full
-
-
-@dataclass(frozen=True)
-class Unreadable:
-    """A buffer that cannot be shown: one line that says why."""
-
-    line: str
-
-
-def unreadable(name: str, error: Exception) -> Unreadable:
+def unreadable(name: str, error: Exception) -> str:
     """Return the line that stands for a buffer whose state raises an error."""
     name, reason = printable(name), " ".join(str(error).split()).rstrip(".")
     if not isinstance(error, ValueError | OSError):
         reason = f"it is no state of ours: {type(error).__name__}: {printable(reason)}"
-    return Unreadable(
-        printable(reason if reason.startswith(name) else f"{name} cannot be shown: {reason}", MESSAGE_LIMIT)
-    )
+    return printable(reason if reason.startswith(name) else f"{name} cannot be shown: {reason}", MESSAGE_LIMIT)
 
 
-def contents_in(state: Any, name: str, last: int | None = None) -> Iterator[Content | Unreadable]:
+def contents_in(state: Any, name: str, last: int | None = None) -> Iterator[Content | str]:
     """Find the buffers in a state, however deep it is nested.
 
     Args:
@@ -220,16 +167,16 @@ def contents_in(state: Any, name: str, last: int | None = None) -> Iterator[Cont
         last: Look at the newest cells alone, about so many.
 
     Yields:
-        Each buffer, or the reason why it cannot be shown.
+        Each buffer, or a line that says why it cannot be shown.
     """
     for number, found in enumerate(_search(state, printable(name), last, 0)):
         if number == SHOWN_BUFFERS:
-            yield Unreadable(f"{printable(name)} holds more than {SHOWN_BUFFERS} buffers; the others are left out")
+            yield f"{printable(name)} holds more than {SHOWN_BUFFERS} buffers; the others are left out"
             return
         yield found
 
 
-def _search(node: Any, name: str, last: int | None, depth: int) -> Iterator[Content | Unreadable]:
+def _search(node: Any, name: str, last: int | None, depth: int) -> Iterator[Content | str]:
     if depth > DEPTH:
         return
     if isinstance(node, list | tuple):
@@ -237,7 +184,7 @@ def _search(node: Any, name: str, last: int | None, depth: int) -> Iterator[Cont
             yield from _search(entry, f"{name}[{number}]" if len(node) > 1 else name, last, depth + 1)
     if not isinstance(node, Mapping):
         return
-    found: Content | Unreadable | None
+    found: Content | str | None
     try:
         found = _content_of(node, name, last)
     except Exception as error:  # a damaged or hostile state makes numpy and torch raise anything
@@ -273,19 +220,9 @@ def _count(value: Any, name: str, least: int = 0) -> int:
     return value
 
 
-def _numbers(value: Any, name: str) -> Ints:
+def _numbers(value: Any, name: str, count: int | None = None) -> Ints:
     """Return a vector of integers of a state."""
-    rows = value[:] if isinstance(value, StoredRows | Rows) else value
-    if not isinstance(rows, Tensor) or rows.ndim != 1 or rows.dtype != torch.int64:
-        what = f"{list(rows.shape)} of {rows.dtype}" if isinstance(rows, Tensor) else type(rows).__name__
-        raise Fault(f"{name} must be a vector of int64, got {what}")
-    return rows.detach().numpy().copy()
-
-
-def shape_of(leaf: Any) -> torch.Size:
-    """Return the shape of a tensor, or of what stands for one."""
-    found: torch.Size = torch.Size([len(leaf), *leaf.leaf.shape[1:]]) if isinstance(leaf, Rows) else leaf.shape
-    return found
+    return checked(value, name, [torch.int64], count)[:].numpy().copy()
 
 
 def _leaves(tree: Any, count: int | None) -> dict[Path, Any]:
@@ -314,11 +251,7 @@ def _mass(sampler: Any) -> Leaf | None:
         if not isinstance(sampler, Mapping):
             return None
         if "leaves" in sampler:
-            mass: Any = sampler["leaves"]
-            first = mass[:0] if isinstance(mass, Tensor | StoredRows) and len(mass.shape) == 1 else None
-            if first is None or not first.is_floating_point():
-                raise Fault("its priorities must be a vector of floating-point numbers")
-            return mass.detach() if isinstance(mass, Tensor) else mass
+            return checked(sampler["leaves"], "its priorities", [torch.float32, torch.float64], None)
         sampler = sampler.get("prioritized")
     return None
 
@@ -327,22 +260,24 @@ def _rings(
     storage: Mapping[str, Any], writer: Mapping[str, Any] | None, mass: Leaf | None, name: str, last: int | None
 ) -> Content:
     count, capacity = _count(storage["count"], "count"), _count(storage["max_size"], "max_size", 1)
-    cells = None if storage["cells"] is None else _numbers(storage["cells"], "cells")
-    if writer is None:
-        first, behind, length = np.zeros(1, np.int64), np.full(1, count), max(count, 1)
-        kind = "storage"
+    leaves: dict[Path, Any] = {} if storage["data"] is None else _leaves(storage["data"], count)
+    if writer is None:  # the order of its rows is unknown
+        first, behind, length, cells, index = np.zeros(1, np.int64), np.full(1, count), max(count, 1), None, None
     else:
-        first, behind = (_numbers(writer[each], each) for each in ("oldest", "positions"))
-        length, kind = _count(writer["length"], "length", 1), "replay buffer"
-    _check_positions(first, behind, length, count, cells)
+        first, length = _numbers(writer["oldest"], "oldest"), _count(writer["length"], "length", 1)
+        behind = _numbers(writer["positions"], "positions", len(first))
+        cells = None if storage["cells"] is None else _numbers(storage["cells"], "cells", count)
+        index = _index(writer.get("index"), count, len(first))
+    held = behind - first
+    if not len(held) or (first < 0).any() or (held < 0).any() or (behind > 1 << 61).any() or (held > length).any():
+        raise Fault(f"positions and oldest must be at most length={length:,} steps apart, and not negative")
+    if sum(held.tolist()) > count:
+        raise Fault(f"positions and oldest must span at most the {count:,} filled cells, got {sum(held.tolist()):,}")
     if last is not None:
         first = np.maximum(first, behind - max(1, last // len(first)))
-    leaves: dict[Path, Any] = {} if storage["data"] is None else _leaves(storage["data"], count)
-    if isinstance(frames := storage.get("frames"), Mapping) and leaves:
-        leaves |= _stacks(leaves, frames, capacity, len(first), storage.get("frame_stack"))
-    leaves = leaves if count else {}
-    index = None if writer is None else _index(writer.get("index"), count, len(first))
-    return Content(name, kind, leaves, count, capacity, length, first, behind, cells, mass, writer is not None, index)
+    leaves = _stacked(leaves, storage, len(first))
+    kind = "storage" if writer is None else "replay buffer"
+    return Content(name, kind, leaves, count, capacity, length, first, behind, cells, mass, index)
 
 
 def _index(known: Any, count: int, num_envs: int) -> Index | None:
@@ -351,46 +286,19 @@ def _index(known: Any, count: int, num_envs: int) -> Index | None:
         return None
     if not isinstance(known, Mapping):
         raise Fault(f"index must be a dict, got a {type(known).__name__}")
-    rows = {"column": torch.int64, "done": torch.bool, "open": torch.bool}
-    for key, dtype in rows.items():
-        wanted = torch.Size([num_envs if key == "open" else count])
-        if not isinstance(known.get(key), Tensor | StoredRows | Rows) or shape_of(known[key]) != wanted:
-            raise Fault(f"index.{key} must have the shape {list(wanted)}")
-        if known[key][:0].dtype != dtype:
-            raise Fault(f"index.{key} must be {dtype}, got {known[key][:0].dtype}")
-    return Index(known["column"], known["done"], torch.as_tensor(known["open"][:]).numpy().copy())
+    rows = (("column", torch.int64, count), ("done", torch.bool, count), ("open", torch.bool, num_envs))
+    column, done, is_open = (checked(known.get(key), f"index.{key}", [dtype], size) for key, dtype, size in rows)
+    return Index(column, done, is_open[:].numpy().copy())
 
 
-def _stacks(
-    leaves: Mapping[Path, Any], frames: Mapping[Any, Any], max_size: int, num_envs: int, frame_stack: Any
-) -> dict[Path, Any]:
-    """Return the entries whose frames are stored once, with their images in place of the numbers of frames."""
-    found: dict[Path, Any] = {}
-    for path, numbers in leaves.items():
+def _stacked(leaves: Mapping[Path, Any], storage: Mapping[str, Any], num_envs: int) -> dict[Path, Leaf]:
+    """Return the entries, with images instead of the numbers of frames if each frame is stored once."""
+    found, frames = dict(leaves), storage.get("frames")
+    for path, numbers in leaves.items() if isinstance(frames, Mapping) else ():
         name = ".".join(path[1:] if path[0] == "next" else path)
         if name in frames:
-            found[path] = frame_rows(numbers, frames[name], max_size, num_envs, frame_stack)
-    return found
-
-
-def _check_positions(first: Ints, behind: Ints, length: int, count: int, cells: Ints | None) -> None:
-    """Validate the counters of rings; raise ValueError if they lead to cells that are not filled."""
-    envs = len(first)
-    if not envs or len(behind) != envs:
-        raise Fault(f"positions and oldest must have one number for each environment, got {len(behind)} and {envs}")
-    held = behind - first
-    if (first < 0).any() or (held < 0).any() or (behind > 1 << 61).any() or (held > length).any():
-        raise Fault(f"positions and oldest must be at most length={length:,} steps apart, and not negative")
-    if cells is None:
-        wraps = (behind - 1) // length != first // length
-        highest = np.where(wraps, length - 1, (behind - 1) % length) * envs + np.arange(envs)
-        if (highest[held > 0] >= count).any():
-            raise Fault(f"positions lead to cells behind the {count:,} filled ones")
-        return
-    if len(cells) != count or (count and cells[0] < 0) or (np.diff(cells) <= 0).any():
-        raise Fault(f"cells must be {count:,} ascending numbers, got {len(cells):,}")
-    if int(held.sum()) > count:
-        raise Fault(f"positions and oldest span {int(held.sum()):,} steps, more than the {count:,} filled cells")
+            found[path] = frame_rows(numbers, frames[name], storage["max_size"], num_envs, storage.get("frame_stack"))
+    return found if storage["count"] else {}
 
 
 def _rollout(storage: Mapping[str, Any], name: str) -> Content:
@@ -427,21 +335,13 @@ def demonstrations(states: Sequence[Mapping[str, Any]], name: str, capacity: int
     leaves: dict[Path, Leaf] = {path: Chained([tree[path] for tree in trees]) for path in shared}
     lengths = [len(next(iter(tree.values()))) for tree in trees]
     for tree, length in zip(trees, lengths, strict=True):
-        if any(len(leaf) != length for leaf in tree.values()):
-            raise Fault("the entries of a demonstration must have equal numbers of rows")
+        if not length or any(len(leaf) != length for leaf in tree.values()):
+            raise Fault("the entries of a demonstration must have equal numbers of rows, and at least one")
     ends = [(True, False) if each["terminated"] is None else (each["terminated"], each["truncated"]) for each in states]
-    for number, flag in enumerate(("terminated", "truncated")):
-        leaves["next", flag] = Chained(
-            [_at_end(length, end[number]) for length, end in zip(lengths, ends, strict=True)]
-        )
-    leaves["next", "done"] = Chained([_at_end(length, True) for length in lengths])
-    count = sum(lengths)
+    count, newest = sum(lengths), np.cumsum(lengths, dtype=np.int64) - 1
+    flags = torch.zeros(3, count, 1, dtype=torch.bool)
+    flags[:, newest, 0] = torch.tensor([(*end, True) for end in ends], dtype=torch.bool).view(-1, 3).T
+    leaves |= {("next", name): flags[number] for number, name in enumerate(("terminated", "truncated", "done"))}
     first, behind = np.zeros(1, np.int64), np.full(1, count)
     room = len(states) if capacity is None else capacity
     return Content(name, "demonstrations", leaves if count else {}, count, room, max(count, 1), first, behind)
-
-
-def _at_end(length: int, value: bool) -> Tensor:
-    flags = torch.zeros(length, 1, dtype=torch.bool)
-    flags[-1:] = value
-    return flags

@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from torchrl_lightning.inspection.content import Content, Ints, Leaf
+from torchrl_lightning.entries import Path
+from torchrl_lightning.inspection.content import Content
+from torchrl_lightning.inspection.leaves import Ints
 
 ENDS = ("running", "terminated", "truncated", "done", "cut")
 RUNNING, TERMINATED, TRUNCATED, DONE, CUT = range(len(ENDS))
@@ -45,54 +47,29 @@ def episodes_in(content: Content) -> Episodes | None:
     """Find the episodes of the buffer's index, or by their flags if it has none; None if it has no flags either.
 
     Args:
-        content: What is walked through.
+        content: The buffer.
     """
-    done, reward = content.find("done", "dones"), content.find("reward", "rewards")
-    flags = [content.find(name, below="next") for name in ("terminated", "truncated")]
-    if content.index is not None:
-        flag: Leaf = content.index.done
-    elif done is not None:
-        flag = content.leaves[done]
-    else:
+    index, done = content.index, content.find("done", "dones")
+    if (index is None and done is None) or content.kind == "storage" or not content.looked_at:
         return None
-    if not content.ordered or not content.looked_at:
-        return None
-    ends = None if content.index is None else content.index.ends(content)
-    envs = content.num_envs
-    begin, partial = content.first.copy(), np.zeros(envs)
-    # Where the walk begins at the first step that was ever written, so does an episode; a rollout goes on from another.
-    known = (begin == 0) & (content.kind != "rollout")
-    found: list[tuple[Any, ...]] = []
-    for piece in content.pieces(64):
-        flagged = piece.grid(flag) != 0
-        ended = flagged
-        if ends is not None:
-            ended = piece.grid(ends) != 0
-        rewards = np.zeros(piece.shape) if reward is None else piece.grid(content.leaves[reward])
-        kinds = [None if path is None else piece.grid(content.leaves[path]) != 0 for path in flags]
-        terminated, truncated = kinds
-        total = np.cumsum(rewards, 0, dtype=np.float64)
-        env, step = np.nonzero(ended.T)
-        if len(env):
-            position = step + piece.begin
-            first = np.r_[True, env[1:] != env[:-1]]
-            start = np.where(first, begin[env], np.r_[0, position[:-1] + 1])
-            before = np.where(first, -partial[env], np.r_[0.0, total[step[:-1], env[:-1]]])
-            end = np.where(flagged[step, env], DONE, CUT)
-            if truncated is not None:
-                end[flagged[step, env] & truncated[step, env]] = TRUNCATED
-            if terminated is not None:
-                end[flagged[step, env] & terminated[step, env]] = TERMINATED
-            whole = known[env] | ~first
-            found.append((env, start, position - start + 1, total[step, env] - before, end, whole))
-            last = np.r_[env[1:] != env[:-1], True]
-            begin[env[last]], known[env[last]] = position[last] + 1, True
-            partial[env[last]] = -total[step[last], env[last]]
-        partial += total[-1]
-    left = np.flatnonzero(content.behind > begin)
-    running = np.full(len(left), RUNNING)
-    found.append((left, begin[left], content.behind[left] - begin[left], partial[left], running, running != RUNNING))
-    env, start, length, returned, end, whole = (np.concatenate(column) for column in zip(*found, strict=True))
-    order = np.argsort(start + length, kind="stable")
-    ordered: list[Any] = [column[order] for column in (env, start, length, returned, end.astype(np.int8), whole)]
+
+    def column(path: Path | None) -> NDArray[Any]:
+        return np.zeros(content.looked_at) if path is None else content.column(content.leaves[path])
+
+    env, position = content.env, content.position
+    flagged = (column(done) if index is None else content.column(index.done)) != 0
+    ended = flagged if index is None else index.ends(content)
+    last = np.flatnonzero(ended | content.is_newest)
+    first = np.r_[0, last[:-1] + 1]
+    terminated, truncated = (
+        column(content.find(name, below="next"))[last] != 0 for name in ("terminated", "truncated")
+    )
+    returned = np.add.reduceat(column(content.find("reward", "rewards")), first, dtype=np.float64)
+    kinds = {RUNNING: ~ended[last], CUT: ~flagged[last], TERMINATED: terminated, TRUNCATED: truncated}
+    end = np.select([*kinds.values()], [*kinds], DONE)
+    # An episode begins at the first step that was ever written; but a rollout continues the one before.
+    begins = (position[first] > content.first[env[first]]) | ((position[first] == 0) & (content.kind != "rollout"))
+    columns = (env[last], position[first], last - first + 1, returned, end.astype(np.int8), begins & ended[last])
+    order = np.lexsort((~ended[last], position[last]))
+    ordered: list[Any] = [values[order] for values in columns]
     return Episodes(*ordered)

@@ -2,31 +2,56 @@
 
 from __future__ import annotations
 
+import base64
+import io
 from collections.abc import Iterator, Sequence
 from html import escape
 from pathlib import Path
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
+from torchrl_lightning import entries
 from torchrl_lightning.files import replaced_files
-from torchrl_lightning.inspection.browser import browser, is_told
+from torchrl_lightning.inspection.content import Content
 from torchrl_lightning.inspection.draws import PARTS
+from torchrl_lightning.inspection.episodes import ENDS, Episodes
 from torchrl_lightning.inspection.findings import findings
-from torchrl_lightning.inspection.pictures import bars, histogram
+from torchrl_lightning.inspection.leaves import Ints, Leaf
+from torchrl_lightning.inspection.pictures import COLOURS, DARK_COLOURS, Pictures, pictures
 from torchrl_lightning.inspection.summary import BARS, WIDE, Summary
 from torchrl_lightning.inspection.tables import entry_rows, facts, title_of
+from torchrl_lightning.untrusted import printable
 
-STYLE = """
-.inspection { font: 14px/1.5 system-ui, sans-serif; color: #222; background: #fff; max-width: 80em; padding: 0 1em; }
-.inspection h1 { font-size: 1.4em; } .inspection h2 { font-size: 1.2em; }
-.inspection table { border-collapse: collapse; margin: 1em 0; }
-.inspection td, .inspection th { border-bottom: 1px solid #ddd; padding: .2em .7em; text-align: left; }
-.inspection td { font-variant-numeric: tabular-nums; }
-.inspection figure { display: inline-block; width: 240px; margin: .5em 1em .5em 0; vertical-align: top; }
-.inspection figcaption { font-size: 12px; overflow-wrap: anywhere; }
-.inspection svg { width: 100%; } .inspection svg text { font-size: 10px; fill: #555; }
-.inspection img { width: 120px; image-rendering: pixelated; margin: 2px; }
-.inspection .wrong { color: #a00; } .inspection summary { cursor: pointer; }
+OF_EACH = 6  # of the newest episodes, of those with the highest and of those with the lowest return
+FRAMES = 12  # of an episode
+STEPS = 2000  # of an episode whose numbers are drawn
+LEAST = 16  # pixels of an image's sides
+FLAGS = {"done", "dones", "terminated", "truncated", "is_init", "index"}
+
+
+def _variables(colours: Sequence[str], text: str, page: str, rule: str, wrong: str) -> str:
+    named = "".join(f" --colour-{number}: {colour};" for number, colour in enumerate(colours))
+    return f".inspection {{ --text: {text}; --page: {page}; --rule: {rule}; --wrong: {wrong};{named} }}"
+
+
+STYLE = f"""
+{_variables(COLOURS, "#222", "#fff", "#ddd", "#a00")}
+@media (prefers-color-scheme: dark) {{ {_variables(DARK_COLOURS, "#ddd", "#181818", "#444", "#f77")} }}
+.inspection {{ font: 14px/1.5 system-ui, sans-serif; color: var(--text); background: var(--page); }}
+.inspection {{ max-width: 80em; padding: 0 1em; }}
+.inspection h1 {{ font-size: 1.4em; }} .inspection h2 {{ font-size: 1.2em; }}
+.inspection table {{ border-collapse: collapse; margin: 1em 0; }}
+.inspection td, .inspection th {{ border-bottom: 1px solid var(--rule); padding: .2em .7em; text-align: left; }}
+.inspection td {{ font-variant-numeric: tabular-nums; }}
+.inspection figure {{ display: inline-block; width: 240px; margin: .5em 1em .5em 0; vertical-align: top; }}
+.inspection figcaption {{ font-size: 12px; overflow-wrap: anywhere; }}
+.inspection svg {{ width: 100%; display: block; border-bottom: 1px solid var(--rule); stroke-linejoin: round; }}
+.inspection figure div {{ display: flex; justify-content: space-between; font-size: 10px; opacity: .8; }}
+.inspection img {{ width: 120px; image-rendering: pixelated; margin: 2px; }}
+.inspection .wrong {{ color: var(--wrong); }} .inspection summary {{ cursor: pointer; }}
 """
 
 
@@ -34,7 +59,7 @@ def write_page(summaries: Sequence[Summary], path: Path, unreadable: Sequence[st
     """Write the page, whole or not at all.
 
     Args:
-        summaries: What was computed of each buffer.
+        summaries: One for each buffer.
         path: The file, which is replaced.
         unreadable: A line for each buffer that cannot be shown.
 
@@ -42,59 +67,120 @@ def write_page(summaries: Sequence[Summary], path: Path, unreadable: Sequence[st
         OSError: It cannot be written.
     """
     head = '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>What the buffer holds</title></head>'
-    whole = f"{head}<body>{fragment(summaries, unreadable)}</body></html>\n".encode()
+    # The style leaves the margin of a browser's page white.
+    body = "<body><style>@media (prefers-color-scheme: dark) { body { background: #181818; } }</style>"
+    whole = f"{head}{body}{fragment(summaries, unreadable)}</body></html>\n".encode()
     with replaced_files(path) as (file,):
         file.write(whole)
 
 
 def fragment(summaries: Sequence[Summary], unreadable: Sequence[str] = ()) -> str:
     """Return the body of the page, as a notebook shows it."""
-    parts = "".join(part for summary in summaries for part in _parts(summary))
+    with pictures() as drawn:
+        parts = "".join(part for summary in summaries for part in _parts(summary, drawn))
     parts += "".join(f'<p class="wrong">{escape(line)}</p>' for line in unreadable)
     return f'<div class="inspection"><style>{STYLE}</style>{parts}</div>'
 
 
-def _parts(summary: Summary) -> Iterator[str]:
+def _parts(summary: Summary, drawn: Pictures) -> Iterator[str]:
     yield f"<h1>{escape(title_of(summary))}</h1>"
-    wrong = findings(summary)
-    yield (
-        f'<ul class="wrong">{"".join(f"<li>{escape(each)}</li>" for each in wrong)}</ul>'
-        if wrong
-        else ("<p>Nothing looks wrong.</p>")
-    )
+    wrong = "".join(f"<li>{escape(finding)}</li>" for finding in findings(summary))
+    yield f'<ul class="wrong">{wrong}</ul>' if wrong else "<p>Nothing looks wrong.</p>"
     heads, rows = entry_rows(summary)
-    yield _table([heads, *rows], head=True)
+    yield f"<table>{_row(heads, 'th')}{''.join(map(_row, rows))}</table>"
     if known := facts(summary):
-        yield _table(known)
-    yield from _pictures(summary)
-    if episodes := "".join(browser(summary)):
+        yield f"<table>{''.join(map(_row, known))}</table>"
+    yield "<h2>Pictures</h2>"
+    yield from _pictures(summary, drawn)
+    if episodes := "".join(_gallery(summary, drawn)):
         yield f"<h2>Episodes: the newest, the best, the worst</h2>{episodes}"
 
 
-def _table(rows: Sequence[Sequence[str]], *, head: bool = False) -> str:
-    def row(cells: Sequence[str], kind: str) -> str:
-        return f"<tr>{''.join(f'<{kind}>{escape(cell)}</{kind}>' for cell in cells)}</tr>"
-
-    return f"<table>{''.join(row(cells, 'th' if head and not n else 'td') for n, cells in enumerate(rows))}</table>"
+def _row(cells: Sequence[str], kind: str = "td") -> str:
+    return f"<tr>{''.join(f'<{kind}>{escape(cell)}</{kind}>' for cell in cells)}</tr>"
 
 
-def _pictures(summary: Summary) -> Iterator[str]:
+def _pictures(summary: Summary, drawn: Pictures) -> Iterator[str]:
     episodes, ages, priorities = summary.episodes, summary.ages, summary.priorities
-    yield "<h2>Pictures</h2>"
     if episodes is not None and episodes.whole.any():
-        yield histogram(episodes.returned[episodes.whole], "returns of whole episodes")
-        yield histogram(episodes.length[episodes.whole], "their lengths")
+        yield drawn.histogram(episodes.returned[episodes.whole], "returns of whole episodes")
+        yield drawn.histogram(episodes.length[episodes.whole], "their lengths")
     if ages is not None:
         title = "ages: stored (wide), drawn (narrow)"
-        yield bars(ages.stored_bars, 0, ages.oldest, title, ages.drawn_bars)
+        yield drawn.bars(ages.stored_bars, 0, ages.oldest, title, ages.drawn_bars)
     if (draws := summary.draws) is not None:
         oldest = int(np.flatnonzero(draws.ages)[-1]) + 1
         shown = np.add.reduceat(draws.ages[:oldest], np.arange(0, oldest, -(-oldest // BARS)))
-        yield bars(shown.tolist(), 0, draws.length * oldest / PARTS, "ages when drawn in this run")
-        yield histogram(draws.counts[draws.counts > 0], "how often each drawn step was")
+        yield drawn.bars(shown.tolist(), 0, draws.length * oldest / PARTS, "ages when drawn in this run")
+        yield drawn.histogram(draws.counts[draws.counts > 0], "how often each drawn step was")
     if priorities is not None:
-        shares = np.diff((0.0, *priorities.curve)).tolist()
-        yield bars(shares, 0, priorities.known, "priorities: shares of the mass, largest first")
+        yield drawn.bars(priorities.shares, 0, priorities.known, "priorities: shares of the mass, largest first")
     for entry in summary.entries:
         if 0 < entry.size <= WIDE and is_told(entry.key):
-            yield histogram(entry.sample.ravel(), entry.name)
+            yield drawn.histogram(entry.sample.ravel(), entry.name)
+
+
+def _gallery(summary: Summary, drawn: Pictures) -> Iterator[str]:
+    """Yield each chosen episode, folded: its frames, and its numbers over its steps."""
+    content, episodes = summary.content, summary.episodes
+    if episodes is None:
+        return
+    image = next((leaf for path, leaf in content.leaves.items() if path[0] != "next" and is_image(leaf)), None)
+    for number in chosen(episodes).tolist():
+        env, begin, length = (int(column[number]) for column in (episodes.env, episodes.begin, episodes.length))
+        told = (
+            f"{ENDS[episodes.end[number]]} after {length:,} steps, return {episodes.returned[number]:.4g} "
+            f"(environment {env}, from its step {begin:,}{'' if episodes.whole[number] else ', not whole'})"
+        )
+        shown = "" if image is None else "".join(_frames(content, image, env, begin, length))
+        for path, leaf in content.leaves.items():
+            width = leaf[:1].numel()
+            if is_told(path) and 0 < width <= len(COLOURS) and not leaf[:1].is_complex():
+                rows = content.steps(leaf, env, begin, begin + min(length, STEPS))
+                shown += drawn.lines(rows.reshape(-1, width).double().numpy(), printable(".".join(path)))
+        yield f"<details><summary>{escape(told)}</summary><div>{shown}</div></details>"
+
+
+def chosen(episodes: Episodes) -> Ints:
+    """Return which episodes are shown: the newest, and of the whole ones those of the highest and lowest returns."""
+    whole = np.flatnonzero(episodes.whole)
+    order = whole[np.argsort(episodes.returned[whole], kind="stable")]
+    newest = np.arange(len(episodes))[::-1][:OF_EACH]
+    picked = [*newest.tolist(), *order[::-1][:OF_EACH].tolist(), *order[:OF_EACH].tolist()]
+    return np.array([*dict.fromkeys(picked)], np.int64)
+
+
+def is_image(leaf: Leaf) -> bool:
+    """Return whether an entry is an image: bytes of at least 16 x 16 pixels."""
+    shape = leaf[:1].shape[1:]
+    return leaf[:1].dtype is torch.uint8 and sum(side >= LEAST for side in shape) >= 2
+
+
+def _frames(content: Content, leaf: Leaf, env: int, begin: int, length: int) -> Iterator[str]:
+    from matplotlib.image import imsave
+
+    for at in np.unique(np.linspace(0, length - 1, min(FRAMES, length)).astype(np.int64)).tolist():
+        with io.BytesIO() as file:
+            image = pixels(content.steps(leaf, env, begin + at, begin + at + 1)[0])
+            imsave(file, image, format="png", cmap="gray", vmin=0, vmax=255)
+            data = base64.b64encode(file.getvalue()).decode()
+        yield f'<img alt="step {at}" title="step {at}" src="data:image/png;base64,{data}">'
+
+
+def pixels(image: Tensor) -> NDArray[np.uint8]:
+    """Return an image as ``[H, W]`` or ``[H, W, 3]``: of a stack the newest, of what has no three colours the last."""
+    while image.ndim > 3:
+        image = image[-1]
+    found: NDArray[np.uint8] = image.numpy()
+    if found.ndim == 2:
+        return found
+    if found.shape[0] < found.shape[2]:
+        found = np.moveaxis(found, 0, -1)
+    return found if found.shape[2] == 3 else found[..., -1]
+
+
+def is_told(path: entries.Path) -> bool:
+    """Return whether an entry is drawn: no flag, and no observation a second time."""
+    return (
+        path[-1] not in FLAGS and "collector" not in path and (path[0] != "next" or path[-1] in ("reward", "rewards"))
+    )

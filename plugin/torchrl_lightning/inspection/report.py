@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +12,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from torchrl_lightning.fitting import Fault
-from torchrl_lightning.inspection.content import Unreadable, contents_in, unreadable
+from torchrl_lightning.inspection.content import Content, contents_in, unreadable
 from torchrl_lightning.inspection.findings import findings
 from torchrl_lightning.inspection.summary import Summary, summarize
 from torchrl_lightning.inspection.tables import tables
@@ -113,25 +113,25 @@ def inspect_state(state: Any, name: str | Path, *, last: int | None = None) -> I
     Raises:
         Fault: There is none in it, or one is not as its counters say.
     """
-    summaries: list[Summary] = []
-    lines: list[str] = []
-    for content in contents_in(state, str(name), last):
-        if isinstance(content, Unreadable):
-            lines.append(content.line)
-            continue
-        try:
-            summaries.append(summarize(content))
-        except Exception as error:  # numbers may be anything
-            lines.append(unreadable(content.name, error).line)
-    return inspection_of(summaries, lines, name)
+    return inspect_contents(contents_in(state, str(name), last), name)
 
 
-def inspection_of(summaries: Sequence[Summary], lines: Sequence[str], name: str | Path) -> Inspection:
-    """Return what was read, with a line for each buffer that cannot be shown.
+def inspect_contents(contents: Iterable[Content | str], name: str | Path) -> Inspection:
+    """Look inside buffers; a text is the line that says why one of them cannot be shown.
 
     Raises:
         Fault: None can be shown.
     """
+    summaries: list[Summary] = []
+    lines: list[str] = []
+    for content in contents:
+        if isinstance(content, str):
+            lines.append(content)
+            continue
+        try:
+            summaries.append(summarize(content))
+        except Exception as error:  # numbers may be anything
+            lines.append(unreadable(content.name, error))
     if not summaries and lines:
         others = f"; {len(lines) - 1} more cannot be shown either" if len(lines) > 1 else ""
         raise Fault(f"{lines[0]}{others}.")

@@ -1,0 +1,138 @@
+"""The rows of one entry of a state, of which pieces are read: a tensor, or an object that replaces one."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from torchrl_lightning.files import Rows, StoredRows
+from torchrl_lightning.fitting import Fault
+from torchrl_lightning.images import stack_axis
+
+Ints = NDArray[np.int64]
+
+
+class Leaf(Protocol):
+    """Rows of one entry, of which pieces are read."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, part: slice) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Chained:
+    """The rows of several tensors, one behind the other, each in the dtype of the first."""
+
+    parts: Sequence[Tensor]
+
+    def __len__(self) -> int:
+        return sum(map(len, self.parts))
+
+    def __getitem__(self, part: slice) -> Tensor:
+        """Join the rows of a piece."""
+        start, stop, _ = part.indices(len(self))
+        found, begin = [self.parts[0][:0]], 0
+        for rows in self.parts:
+            found.append(rows[max(start - begin, 0) : max(stop - begin, 0)].to(self.parts[0].dtype))
+            begin += len(rows)
+        return torch.cat(found)
+
+
+def shape_of(leaf: Any) -> torch.Size:
+    """Return the shape of the rows of an entry."""
+    found: torch.Size = torch.Size([len(leaf), *leaf.leaf.shape[1:]]) if isinstance(leaf, Rows) else leaf.shape
+    return found
+
+
+def checked(leaf: Any, name: str, dtypes: Collection[torch.dtype], *shape: int | None) -> Any:
+    """Return a leaf of a state; raise Fault unless it has one of the dtypes and the shape (None for any size)."""
+    is_leaf = isinstance(leaf, Tensor | StoredRows | Rows) and len(shape_of(leaf)) > 0
+    sizes, dtype = (list(shape_of(leaf)), leaf[:0].dtype) if is_leaf else ([], type(leaf).__name__)
+    wanted = [size if want is None else want for want, size in zip_longest(shape, sizes)]
+    if sizes != wanted or dtype not in dtypes:
+        expected = " or ".join(map(str, dtypes))
+        raise Fault(f"{name} must be {expected} of the shape {[*shape]}, got {dtype} of {sizes}")
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf
+
+
+def read_rows(leaf: Leaf, ascending: Ints, size: int) -> Iterator[Tensor]:
+    """Read some rows in ascending order, and at most ``size`` neighbours at a time."""
+    at = 0
+    while at < len(ascending):
+        begin = int(ascending[at])
+        end = int(np.searchsorted(ascending, begin + size))
+        rows = leaf[begin : int(ascending[end - 1]) + 1]
+        yield rows if len(rows) == end - at else rows[torch.from_numpy(ascending[at:end] - begin)]
+        at = end
+
+
+@dataclass(frozen=True)
+class FrameRows:
+    """Stacks that are put together when they are read.
+
+    Attributes:
+        numbers: The numbers of the frames of each stack, ``[count, K]``.
+        ring: The frames below number ``spares_from``, ``[n, bytes]``.
+        spares: The other frames.
+        spares_from: The number of the first of them.
+        shape: The shape of one stack.
+        dtype: Its dtype.
+        axis: The axis of the stack that the frames are joined along.
+    """
+
+    numbers: Any
+    ring: Any
+    spares: Any
+    spares_from: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    axis: int
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, part: slice) -> Tensor:
+        """Read some of the stacks, which are next to each other."""
+        numbers = self.numbers[part]
+        found, place = np.unique(numbers.numpy(), return_inverse=True)
+        if len(found) and found[0] < 0:
+            raise Fault("a step shows a frame with a negative number")
+        frames = [self.ring[:0]]
+        for source, first, behind in ((self.ring, 0, self.spares_from), (self.spares, self.spares_from, 1 << 31)):
+            rows = found[(found >= first) & (found < behind)] - first
+            if len(rows) and rows[-1] >= len(source):
+                raise Fault(f"a step shows frame {int(rows[-1]) + first}, which is not stored")
+            frames += read_rows(source, rows, len(found))
+        stacks = torch.cat(frames)[torch.from_numpy(place.reshape(-1))].view(self.dtype)
+        if not self.axis:
+            return stacks.view(len(numbers), *self.shape)
+        height, width, channels = self.shape
+        count = numbers.shape[1]
+        joined = stacks.view(len(numbers), count, height, width, channels // count).movedim(1, 3)
+        return joined.reshape(len(numbers), *self.shape)
+
+
+def frame_rows(numbers: Any, frames: Any, max_size: int, num_envs: int, frame_stack: Any) -> FrameRows:
+    """Return the stacks of an entry of which a state holds the numbers of frames and the frames.
+
+    Raises:
+        ValueError: The state is not as a storage of frames writes it.
+    """
+    stack = frames.get("stack") if isinstance(frames, Mapping) else None
+    if not isinstance(stack, Tensor) or stack.ndim != 4 or type(frame_stack) is not int or frame_stack < 1:
+        raise Fault("its frames lack the shape of a stack of images")
+    shape, axis = tuple(stack.shape[1:]), stack_axis(stack.shape[1:])
+    size = stack.numel() * stack.element_size() // frame_stack
+    if not size or shape[axis] % frame_stack:
+        raise Fault(f"its stacks of the shape {list(shape)} are not made of {frame_stack} frames")
+    checked(numbers, "the numbers of its frames", [torch.int32], None, frame_stack)
+    rows = [checked(frames.get(name), f"its {name}", [torch.uint8], None, size) for name in ("frames", "spares")]
+    return FrameRows(numbers, *rows, max_size + frame_stack * num_envs, shape, stack.dtype, axis)
