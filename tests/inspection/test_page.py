@@ -17,7 +17,7 @@ from tensordict import TensorDict
 
 from torchrl_lightning import ExperienceBuffer, PrioritizedSampler, RingStorage, inspect_buffer
 from torchrl_lightning.inspection.page import chosen, pixels
-from torchrl_lightning.inspection.pictures import Pictures
+from torchrl_lightning.inspection.pictures import bars, histogram, lines
 from torchrl_lightning.inspection.tables import title_of
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -162,19 +162,17 @@ def drawn(picture: str) -> list[np.ndarray]:
 
 
 def test_pictures_of_nothing_of_one_and_of_what_is_not_finite():
-    pictures, nan = Pictures(), np.array([np.nan])
-    assert pictures.histogram(nan, "none") == ""
-    (one,) = drawn(pictures.histogram(np.r_[nan, np.ones(3)], "one"))
+    nan = np.array([np.nan])
+    assert histogram(nan, "none") == ""
+    (one,) = drawn(histogram(np.r_[nan, np.ones(3)], "one"))
     assert one.tolist() == [[0, 80], [0, 0], [216, 0], [216, 80]]
-    assert [line.tolist() for line in drawn(pictures.lines(np.full((1, 2), np.inf), "a < b"))] == [
-        [[0, 79], [240, 79]]
-    ] * 2
+    assert [line.tolist() for line in drawn(lines(np.full((1, 2), np.inf), "a < b"))] == [[[0, 79], [240, 79]]] * 2
     peaks = np.zeros((5000, 1))
     peaks[[7, 4001]] = 1.0
-    (line,) = drawn(pictures.lines(peaks, "x"))
+    (line,) = drawn(lines(peaks, "x"))
     assert len(line) == 120
     assert (line[:, 1] == 1).sum() == 2  # at the top
-    (empty,) = drawn(pictures.bars([0, 0], 0, 1, "empty"))
+    (empty,) = drawn(bars([0, 0], 0, 1, "empty"))
     assert (empty[:, 1] == 80).all()
 
 
@@ -183,9 +181,9 @@ def test_pictures_of_nothing_of_one_and_of_what_is_not_finite():
     [[1e30, -1e30, 0.5], [1.7e308, -1.7e308], [1e30] * 3, [1e-45, 2e-45], [np.inf, 1.0], [2.0**60, 2.0**60 + 512]],
 )
 def test_numbers_of_any_size_stay_inside_their_picture(values):
-    pictures, numbers = Pictures(), np.array(values)
+    numbers = np.array(values)
     with np.errstate(all="raise"):
-        for picture in (pictures.histogram(numbers, "x"), pictures.lines(numbers[:, None], "x")):
+        for picture in (histogram(numbers, "x"), lines(numbers[:, None], "x")):
             for points in drawn(picture):
                 assert len(points)
                 assert (points >= 0).all()

@@ -26,8 +26,9 @@ def saved_panels(
     # A figure of its own, without pyplot: no display is looked for and no global state is left behind.
     from matplotlib.figure import Figure
 
-    plain = {"text.parse_math": False, "text.usetex": False, "axes.formatter.use_mathtext": False}
-    with matplotlib.rc_context({**plain, "svg.hashsalt": "panels"}), warnings.catch_warnings():
+    style: Any = {"text.parse_math": False, "text.usetex": False, "axes.formatter.use_mathtext": False}
+    style["svg.hashsalt"] = "panels"  # equal curves make equal files
+    with matplotlib.rc_context(style), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing from", UserWarning)  # a name in any script
         columns = count if count < 4 else min(math.ceil(math.sqrt(count)), 3)
         rows = -(-count // columns)

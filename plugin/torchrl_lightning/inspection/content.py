@@ -104,28 +104,38 @@ class Content:
     @property
     def is_newest(self) -> NDArray[np.bool_]:
         """Whether each of these steps is the newest one of its environment."""
-        return self.position == self.behind[self.env] - 1
+        held = self.behind - self.first
+        newest = np.zeros(self.looked_at, np.bool_)
+        newest[held.cumsum()[held > 0] - 1] = True
+        return newest
 
     @cached_property
-    def _rows(self) -> Ints:
-        rows = self._rows_of(self.env, self.position)
-        if len(rows) and not 0 <= rows.min() <= rows.max() < self.count:
-            raise Fault(f"positions must lead to the {self.count:,} filled cells, got cell {rows.max():,}")
-        return rows
+    def cell(self) -> Ints:
+        """The cell of each of these steps."""
+        return self._cell_of(self.env, self.position)
 
-    @cached_property
-    def _order(self) -> Ints:
-        """The places of these steps in the order of their rows."""
-        return np.argsort(self._rows, kind="stable")
-
-    def _rows_of(self, env: Ints | int, position: Ints) -> Ints:
-        """Return the rows of the entries that hold steps of environments."""
+    def _cell_of(self, env: Ints | int, position: Ints) -> Ints:
         cell: Ints = position % self.length * self.num_envs + env
+        return cell
+
+    def _row_of(self, cell: Ints) -> Ints:
         return cell if self.cells is None else np.searchsorted(self.cells, cell)
+
+    @cached_property
+    def _by_row(self) -> tuple[Ints, Ints]:
+        """The places of these steps in the order of their rows, and the rows."""
+        rows = self._row_of(self.cell)
+        begin, end = int(rows.min(initial=self.count)), int(rows.max(initial=-1)) + 1
+        if len(rows) and not 0 <= begin < end <= self.count:
+            raise Fault(f"positions must lead to the {self.count:,} filled cells, got cell {end - 1:,}")
+        step = np.full(max(0, end - begin), -1)  # of each row
+        step[rows - begin] = np.arange(len(rows))
+        order = step[step >= 0]
+        return order, rows[order]
 
     def pieces(self, leaf: Leaf) -> Iterator[Tensor]:
         """Read an entry of the steps that are looked at, in the order of their rows, a few megabytes at a time."""
-        return read_rows(leaf, self._rows[self._order], max(1, PIECE // max(32, leaf[:1].nbytes)))
+        return read_rows(leaf, self._by_row[1], max(1, PIECE // max(32, leaf[:1].nbytes)))
 
     def column(self, leaf: Leaf) -> NDArray[Any]:
         """Read the first number of an entry at each step, in the order of :attr:`env`."""
@@ -135,7 +145,7 @@ class Content:
         first = first.real if first.is_complex() else first
         found = (first.double() if first.is_floating_point() else first).numpy()
         numbers: NDArray[Any] = np.empty_like(found)
-        numbers[self._order] = found
+        numbers[self._by_row[0]] = found
         return numbers
 
     def steps(self, leaf: Leaf, env: int, begin: int, end: int) -> Tensor:
@@ -143,7 +153,7 @@ class Content:
         found = [leaf[:0]]
         while begin < end:
             stop = min(end, begin - begin % self.length + self.length)  # the end of the ring
-            rows = self._rows_of(env, np.arange(begin, stop))
+            rows = self._row_of(self._cell_of(env, np.arange(begin, stop)))
             found.append(leaf[int(rows[0]) : int(rows[-1]) + 1][torch.from_numpy(rows - rows[0])])
             begin = stop
         return torch.cat(found)
@@ -294,10 +304,11 @@ def _index(known: Any, count: int, num_envs: int) -> Index | None:
 def _stacked(leaves: Mapping[Path, Any], storage: Mapping[str, Any], num_envs: int) -> dict[Path, Leaf]:
     """Return the entries, with images instead of the numbers of frames if each frame is stored once."""
     found, frames = dict(leaves), storage.get("frames")
-    for path, numbers in leaves.items() if isinstance(frames, Mapping) else ():
+    names = frames if isinstance(frames, Mapping) else {}
+    for path, numbers in leaves.items():
         name = ".".join(path[1:] if path[0] == "next" else path)
-        if name in frames:
-            found[path] = frame_rows(numbers, frames[name], storage["max_size"], num_envs, storage.get("frame_stack"))
+        if name in names:
+            found[path] = frame_rows(numbers, names[name], storage["max_size"], num_envs, storage.get("frame_stack"))
     return found if storage["count"] else {}
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from torchrl_lightning.inspection.episodes import CUT, RUNNING, TERMINATED
-from torchrl_lightning.inspection.summary import WIDE, Summary
+from torchrl_lightning.inspection.summary import ACTIONS, WIDE, Summary
 
 BOUND = 0.5  # the share of an action's values at their bounds, from which it is told
 ALONE = 100  # steps below which nothing is said of what never happens
@@ -76,7 +76,7 @@ def _ends(summary: Summary) -> Iterator[str]:
 
 
 def _actions(summary: Summary) -> Iterator[str]:
-    action = summary.entry("action", "actions")
+    action = summary.entry(*ACTIONS)
     if action is None or summary.content.looked_at < ALONE or not len(action.sample):
         return
     if action.counts:

@@ -134,5 +134,6 @@ def frame_rows(numbers: Any, frames: Any, max_size: int, num_envs: int, frame_st
     if not size or shape[axis] % frame_stack:
         raise Fault(f"its stacks of the shape {list(shape)} are not made of {frame_stack} frames")
     checked(numbers, "the numbers of its frames", [torch.int32], None, frame_stack)
-    rows = [checked(frames.get(name), f"its {name}", [torch.uint8], None, size) for name in ("frames", "spares")]
-    return FrameRows(numbers, *rows, max_size + frame_stack * num_envs, shape, stack.dtype, axis)
+    ring = checked(frames.get("frames"), "its frames", [torch.uint8], None, size)
+    spares = checked(frames.get("spares"), "its spares", [torch.uint8], None, size)
+    return FrameRows(numbers, ring, spares, max_size + frame_stack * num_envs, shape, stack.dtype, axis)

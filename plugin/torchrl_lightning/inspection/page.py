@@ -20,7 +20,7 @@ from torchrl_lightning.inspection.draws import PARTS
 from torchrl_lightning.inspection.episodes import ENDS, Episodes
 from torchrl_lightning.inspection.findings import findings
 from torchrl_lightning.inspection.leaves import Ints, Leaf
-from torchrl_lightning.inspection.pictures import COLOURS, DARK_COLOURS, Pictures, pictures
+from torchrl_lightning.inspection.pictures import COLOURS, DARK_COLOURS, bars, histogram, lines
 from torchrl_lightning.inspection.summary import BARS, WIDE, Summary
 from torchrl_lightning.inspection.tables import entry_rows, facts, title_of
 from torchrl_lightning.untrusted import printable
@@ -76,13 +76,12 @@ def write_page(summaries: Sequence[Summary], path: Path, unreadable: Sequence[st
 
 def fragment(summaries: Sequence[Summary], unreadable: Sequence[str] = ()) -> str:
     """Return the body of the page, as a notebook shows it."""
-    with pictures() as drawn:
-        parts = "".join(part for summary in summaries for part in _parts(summary, drawn))
+    parts = "".join(part for summary in summaries for part in _parts(summary))
     parts += "".join(f'<p class="wrong">{escape(line)}</p>' for line in unreadable)
     return f'<div class="inspection"><style>{STYLE}</style>{parts}</div>'
 
 
-def _parts(summary: Summary, drawn: Pictures) -> Iterator[str]:
+def _parts(summary: Summary) -> Iterator[str]:
     yield f"<h1>{escape(title_of(summary))}</h1>"
     wrong = "".join(f"<li>{escape(finding)}</li>" for finding in findings(summary))
     yield f'<ul class="wrong">{wrong}</ul>' if wrong else "<p>Nothing looks wrong.</p>"
@@ -91,8 +90,8 @@ def _parts(summary: Summary, drawn: Pictures) -> Iterator[str]:
     if known := facts(summary):
         yield f"<table>{''.join(map(_row, known))}</table>"
     yield "<h2>Pictures</h2>"
-    yield from _pictures(summary, drawn)
-    if episodes := "".join(_gallery(summary, drawn)):
+    yield from _pictures(summary)
+    if episodes := "".join(_gallery(summary)):
         yield f"<h2>Episodes: the newest, the best, the worst</h2>{episodes}"
 
 
@@ -100,27 +99,27 @@ def _row(cells: Sequence[str], kind: str = "td") -> str:
     return f"<tr>{''.join(f'<{kind}>{escape(cell)}</{kind}>' for cell in cells)}</tr>"
 
 
-def _pictures(summary: Summary, drawn: Pictures) -> Iterator[str]:
+def _pictures(summary: Summary) -> Iterator[str]:
     episodes, ages, priorities = summary.episodes, summary.ages, summary.priorities
     if episodes is not None and episodes.whole.any():
-        yield drawn.histogram(episodes.returned[episodes.whole], "returns of whole episodes")
-        yield drawn.histogram(episodes.length[episodes.whole], "their lengths")
+        yield histogram(episodes.returned[episodes.whole], "returns of whole episodes")
+        yield histogram(episodes.length[episodes.whole], "their lengths")
     if ages is not None:
         title = "ages: stored (wide), drawn (narrow)"
-        yield drawn.bars(ages.stored_bars, 0, ages.oldest, title, ages.drawn_bars)
+        yield bars(ages.stored_bars, 0, ages.oldest, title, ages.drawn_bars)
     if (draws := summary.draws) is not None:
         oldest = int(np.flatnonzero(draws.ages)[-1]) + 1
         shown = np.add.reduceat(draws.ages[:oldest], np.arange(0, oldest, -(-oldest // BARS)))
-        yield drawn.bars(shown.tolist(), 0, draws.length * oldest / PARTS, "ages when drawn in this run")
-        yield drawn.histogram(draws.counts[draws.counts > 0], "how often each drawn step was")
+        yield bars(shown.tolist(), 0, draws.length * oldest / PARTS, "ages when drawn in this run")
+        yield histogram(draws.counts[draws.counts > 0], "how often each drawn step was")
     if priorities is not None:
-        yield drawn.bars(priorities.shares, 0, priorities.known, "priorities: shares of the mass, largest first")
+        yield bars(priorities.shares, 0, priorities.known, "priorities: shares of the mass, largest first")
     for entry in summary.entries:
         if 0 < entry.size <= WIDE and is_told(entry.key):
-            yield drawn.histogram(entry.sample.ravel(), entry.name)
+            yield histogram(entry.sample.ravel(), entry.name)
 
 
-def _gallery(summary: Summary, drawn: Pictures) -> Iterator[str]:
+def _gallery(summary: Summary) -> Iterator[str]:
     """Yield each chosen episode, folded: its frames, and its numbers over its steps."""
     content, episodes = summary.content, summary.episodes
     if episodes is None:
@@ -137,7 +136,7 @@ def _gallery(summary: Summary, drawn: Pictures) -> Iterator[str]:
             width = leaf[:1].numel()
             if is_told(path) and 0 < width <= len(COLOURS) and not leaf[:1].is_complex():
                 rows = content.steps(leaf, env, begin, begin + min(length, STEPS))
-                shown += drawn.lines(rows.reshape(-1, width).double().numpy(), printable(".".join(path)))
+                shown += lines(rows.reshape(-1, width).double().numpy(), printable(".".join(path)))
         yield f"<details><summary>{escape(told)}</summary><div>{shown}</div></details>"
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import io
-import re
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
@@ -18,96 +16,81 @@ COLOURS = ("#3366aa", "#cc6633", "#339966", "#aa3377", "#888833", "#6644bb", "#2
 DARK_COLOURS = ("#77aaee", "#ee9966", "#66cc99", "#dd77aa", "#bbbb66", "#aa99ee", "#66bbcc", "#aaaaaa")
 
 
-class Pictures:
-    """The pictures of one page, each a ``<figure>``.
-
-    One figure of matplotlib draws them all, because making a figure takes longer than drawing. It has no axes: the
-    numbers may have any size, so that they are scaled here, and the ends of their range are texts of the page.
-    """
-
-    def __init__(self) -> None:
-        from matplotlib.backends.backend_svg import FigureCanvasSVG
-        from matplotlib.figure import Figure
-
-        self._canvas = FigureCanvasSVG(Figure((WIDTH / 72, HEIGHT / 72), dpi=72, frameon=False))
-
-    def bars(self, heights: Sequence[float], low: float, high: float, title: str, second: Sequence[float] = ()) -> str:
-        """Draw bars over equal parts of a range, and narrower ones of a second series before them."""
-        most = max([*heights, *second, 1e-12])
-        drawn = []
-        for series, width, colour in [(heights, 0.9, COLOURS[0]), (second, 0.4, COLOURS[1])][: 1 + bool(second)]:
-            across = np.add.outer(np.arange(len(series)), (0, 0, width, width)) * (WIDTH / len(series))
-            drawn.append((across, np.outer(series, (0, 1, 1, 0)) * (HEIGHT / most), {"fc": colour, "ec": "none"}))
-        return self._figure(drawn, title, low, high)
-
-    def histogram(self, values: NDArray[Any], title: str, parts: int = 32) -> str:
-        """Draw how many of some numbers are in each part of their range; return nothing if none is finite."""
-        values = np.asarray(values.real, np.float64)
-        values = values[np.isfinite(values)]
-        if not values.size:
-            return ""
-        low, high = float(values.min()), float(values.max())
-        # Above, float64 does not hold every whole number.
-        if max(-low, high) < 1 << 52 and (values % 1 == 0).all():  # as many whole numbers in each part
-            width = -(-int(high - low + 1) // parts)
-            counts = np.bincount((values - low).astype(np.int64) // width)
-        else:
-            counts, _ = np.histogram(_scaled(values, low, high), parts)
-        return self.bars(counts.tolist(), low, high, title)
-
-    def lines(self, columns: NDArray[Any], title: str) -> str:
-        """Draw columns ``[n, k]`` over their rows; of many rows, the least and the largest number of each part."""
-        shown = np.asarray(columns.real, np.float64)
-        finite = shown[np.isfinite(shown)]
-        low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
-        shown = np.nan_to_num(shown, nan=low, posinf=high, neginf=low)
-        if len(shown) > POINTS:
-            begins = np.linspace(0, len(shown), POINTS // 2, endpoint=False).astype(np.int64)
-            extremes = [extreme.reduceat(shown, begins, axis=0) for extreme in (np.minimum, np.maximum)]
-            shown = np.stack(extremes, 1).reshape(-1, shown.shape[1])
-        shown = shown.repeat(2, 0) if len(shown) == 1 else shown
-        # Smaller differences are rounding.
-        heights = _scaled(shown, low, high) if high / 2 - low / 2 > 5e-13 else np.zeros_like(shown)
-        across, up = np.linspace(0, WIDTH, len(shown)), 1 + heights * (HEIGHT - 2)
-        looks = [{"fill": False, "ec": colour, "lw": 1, "joinstyle": "round"} for colour in COLOURS]
-        drawn = [(across, column, looks[number % len(looks)]) for number, column in enumerate(up.T)]
-        return self._figure(drawn, f"{title}: {low:.4g} to {high:.4g}", 0, len(columns) - 1)
-
-    def _figure(self, drawn: Iterable[tuple[Any, Any, dict[str, Any]]], title: str, low: float, high: float) -> str:
-        """Return paths, in points of the picture, between a caption and the ends of the range."""
-        from matplotlib.patches import PathPatch
-        from matplotlib.path import Path
-        from matplotlib.transforms import IdentityTransform
-
-        figure = self._canvas.figure
-        figure.clear()
-        for across, up, look in drawn:
-            path = Path(np.column_stack((across.ravel(), up.ravel())).round(1))
-            figure.add_artist(PathPatch(path, transform=IdentityTransform(), **look))
-        with io.StringIO() as file:
-            self._canvas.print_svg(file, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
-            svg = file.getvalue()
-        # Without the head of a file, and without ids, which a page may hold only once.
-        svg = re.sub(r' id="\w+"', "", svg[svg.index("<g ") : svg.rindex("</svg>")])
-        for number, colour in enumerate(COLOURS):
-            svg = svg.replace(colour, f"var(--colour-{number})")
-        return (
-            f'<figure><figcaption>{escape(title)}</figcaption><svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img">'
-            f"<title>{escape(title)}</title>{svg}</svg><div><span>{low:.4g}</span><span>{high:.4g}</span></div></figure>"
-        )
+def bars(heights: Sequence[float], low: float, high: float, title: str, second: Sequence[float] = ()) -> str:
+    """Draw bars over equal parts of a range, and narrower ones of a second series before them."""
+    most = max([*heights, *second, 1e-12])
+    drawn = []
+    for series, width in [(heights, 0.9), (second, 0.4)][: 1 + bool(second)]:
+        across = np.add.outer(np.arange(len(series)), (0, 0, width, width)) * (WIDTH / len(series))
+        drawn.append((across.ravel(), np.outer(series, (0, 1, 1, 0)).ravel() * (HEIGHT / most)))
+    return _figure(drawn, title, low, high, is_filled=True)
 
 
-@contextmanager
-def pictures() -> Iterator[Pictures]:
-    """Draw without the user's style of matplotlib, so that equal numbers make equal pictures."""
-    import matplotlib
+def histogram(values: NDArray[Any], title: str, parts: int = 32) -> str:
+    """Draw how many of some numbers are in each part of their range; return nothing if none is finite."""
+    values = np.asarray(values.real, np.float64)
+    values = values[np.isfinite(values)]
+    if not values.size:
+        return ""
+    low, high = float(values.min()), float(values.max())
+    # Above, float64 does not hold every whole number.
+    if max(-low, high) < 1 << 52 and (values % 1 == 0).all():  # as many whole numbers in each part
+        width = -(-int(high - low + 1) // parts)
+        counts = np.bincount((values - low).astype(np.int64) // width)
+    else:
+        counts, _ = np.histogram(_scaled(values, low, high), parts)
+    return bars(counts.tolist(), low, high, title)
 
-    paths = {key: matplotlib.rcParamsDefault[key] for key in matplotlib.rcParamsDefault if key.startswith("path.")}
-    with matplotlib.rc_context({**paths, "svg.hashsalt": "inspection"}):
-        yield Pictures()
+
+def lines(columns: NDArray[Any], title: str) -> str:
+    """Draw columns ``[n, k]`` over their rows; of many rows, the least and the largest number of each part."""
+    shown = np.asarray(columns.real, np.float64)
+    finite = shown[np.isfinite(shown)]
+    low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
+    shown = np.nan_to_num(shown, nan=low, posinf=high, neginf=low)
+    if len(shown) > POINTS:
+        begins = np.linspace(0, len(shown), POINTS // 2, endpoint=False).astype(np.int64)
+        extremes = [extreme.reduceat(shown, begins, axis=0) for extreme in (np.minimum, np.maximum)]
+        shown = np.stack(extremes, 1).reshape(-1, shown.shape[1])
+    shown = shown.repeat(2, 0) if len(shown) == 1 else shown
+    # Smaller differences are rounding.
+    heights = _scaled(shown, low, high) if high / 2 - low / 2 > 5e-13 else np.zeros_like(shown)
+    across, up = np.linspace(0, WIDTH, len(shown)), 1 + heights * (HEIGHT - 2)
+    return _figure([(across, column) for column in up.T], f"{title}: {low:.4g} to {high:.4g}", 0, len(columns) - 1)
 
 
 def _scaled(values: NDArray[np.float64], low: float, high: float) -> NDArray[np.float64]:
     """Return values between 0 and 1; halves do not overflow where the range does."""
     span = high / 2 - low / 2
     return (values / 2 - low / 2) / span if span > 0 else np.zeros_like(values)
+
+
+def _figure(paths: Iterable[tuple[Any, Any]], title: str, low: float, high: float, *, is_filled: bool = False) -> str:
+    """Return paths, in points of the picture, between a caption and the ends of the range.
+
+    The renderer of matplotlib draws them without a figure, which would take three times as long, and without the user's
+    style, so that equal numbers make equal pictures.
+    """
+    from matplotlib.backends.backend_svg import RendererSVG
+    from matplotlib.colors import to_rgb
+    from matplotlib.path import Path
+    from matplotlib.transforms import IdentityTransform
+
+    with io.StringIO() as file:
+        renderer = RendererSVG(WIDTH, HEIGHT, file, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+        look = renderer.new_gc()
+        look.set_linewidth(0 if is_filled else 1)
+        for number, points in enumerate(paths):
+            colour = COLOURS[number % len(COLOURS)]
+            look.set_foreground(colour)
+            path = Path(np.column_stack(points).round(1))
+            renderer.draw_path(look, path, IdentityTransform(), to_rgb(colour) if is_filled else None)
+        renderer.finalize()
+        svg = file.getvalue()
+    svg = svg[svg.index("<path") : svg.rindex("</svg>")]
+    for number, colour in enumerate(COLOURS):
+        svg = svg.replace(colour, f"var(--colour-{number})")
+    return (
+        f'<figure><figcaption>{escape(title)}</figcaption><svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img">'
+        f"<title>{escape(title)}</title>{svg}</svg><div><span>{low:.4g}</span><span>{high:.4g}</span></div></figure>"
+    )

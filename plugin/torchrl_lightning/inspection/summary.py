@@ -22,6 +22,7 @@ MOST = 200_000_000  # cells that are looked at
 SAMPLED = 4096  # rows of an entry that pictures and quantiles are made of
 WIDE = 64  # numbers of a row, above which it counts as an image
 BARS = 32
+ACTIONS = ("action", "actions")
 VALUES = 64  # of a discrete action
 
 
@@ -42,7 +43,7 @@ class Entry:
         constant: How many numbers of a row are the same in all steps.
         size: Numbers of a row.
         sample: Some rows ``[n, size]``, one alone of what is wide, evenly spread over time.
-        counts: How often each integer from ``low`` on is there, where there are few.
+        counts: How often each integer from ``low`` on is there, of an action that is one of few.
     """
 
     key: tuple[str, ...]
@@ -136,8 +137,9 @@ def summarize(content: Content) -> Summary:
         )
     with np.errstate(all="ignore"):  # numbers may be infinite, or too large for their sums
         entries = tuple(_entry(content, path, leaf) for path, leaf in content.leaves.items())
-        ages = _ages(content) if content.kind == "replay buffer" and content.looked_at else None
-        return Summary(content, entries, episodes_in(content), ages, _priorities(content))
+        mass = _known(content.mass)
+        ages = _ages(content, mass) if content.kind == "replay buffer" and content.looked_at else None
+        return Summary(content, entries, episodes_in(content), ages, _priorities(mass))
 
 
 def _entry(content: Content, path: tuple[str, ...], leaf: Leaf) -> Entry:
@@ -168,7 +170,7 @@ def _entry(content: Content, path: tuple[str, ...], leaf: Leaf) -> Entry:
         low, high = torch.minimum(low, least.double()), torch.maximum(high, most.double())
     number = moments.count
     counts: tuple[int, ...] = ()
-    if number and size == 1 and not dtype.is_floating_point and float(high - low) < VALUES:
+    if number and size == 1 and path[-1] in ACTIONS and not dtype.is_floating_point and float(high - low) < VALUES:
         column = content.column(leaf).astype(np.int64)
         counts = tuple(np.bincount(column - column.min()).tolist())
     return Entry(
@@ -199,29 +201,25 @@ def _moments(values: Tensor) -> Moments:
     return Moments(len(flat), mean, flat.square_().sum(dtype=torch.float64))
 
 
-def _ages(content: Content) -> Ages:
+def _known(mass: Leaf | None) -> NDArray[np.float64]:
+    """Return the priority of each cell, 0 if it cannot be drawn; nothing if there are none."""
+    found = np.zeros(0) if mass is None else mass[:].double().numpy()
+    return np.where((found > 0) & (found < np.inf), found, 0.0)
+
+
+def _ages(content: Content, mass: NDArray[np.float64]) -> Ages:
     age = content.behind[content.env] - 1 - content.position
-    mass = np.ones(len(age))
-    if content.mass is not None:
-        cell = content.position % content.length * content.num_envs + content.env
-        known = _known(content.mass)
-        mass = np.append(known, 0.0)[np.minimum(cell, len(known))]
-    span = age // -(-(int(age.max()) + 1) // BARS)
-    stored, drawn = np.bincount(span, minlength=BARS) / len(age), np.bincount(span, mass, BARS)
+    drawn_by = np.ones(len(age)) if content.mass is None else np.append(mass, 0.0)[np.minimum(content.cell, len(mass))]
+    oldest = int(age.max())
+    span = age // -(-(oldest + 1) // BARS)
+    stored, drawn = np.bincount(span, minlength=BARS) / len(age), np.bincount(span, drawn_by, BARS)
     total = float(drawn.sum()) or 1.0
-    drawn_age = float((age * mass).sum() / total)
-    return Ages(int(age.max()), float(age.mean()), drawn_age, tuple(stored.tolist()), tuple((drawn / total).tolist()))
+    mean = float(np.dot(age, drawn_by)) / total
+    return Ages(oldest, float(age.mean()), mean, tuple(stored.tolist()), tuple((drawn / total).tolist()))
 
 
-def _known(mass: Leaf) -> NDArray[np.float64]:
-    """Return the priority of each cell, 0 if it cannot be drawn."""
-    found = mass[:].double().numpy()
-    return np.where(np.isfinite(found) & (found > 0), found, 0.0)
-
-
-def _priorities(content: Content) -> Priorities | None:
-    mass = np.zeros(0) if content.mass is None else np.sort(_known(content.mass))[::-1]
-    mass = mass[: np.count_nonzero(mass)]
+def _priorities(mass: NDArray[np.float64]) -> Priorities | None:
+    mass = np.sort(mass[mass > 0])[::-1]
     if not len(mass):
         return None
     sums = np.append(0.0, mass.cumsum())  # the largest first
