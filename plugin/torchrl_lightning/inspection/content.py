@@ -128,8 +128,8 @@ class Content:
         begin, end = int(rows.min(initial=self.count)), int(rows.max(initial=-1)) + 1
         if len(rows) and not 0 <= begin < end <= self.count:
             raise Fault(f"positions must lead to the {self.count:,} filled cells, got cell {end - 1:,}")
-        step = np.full(max(0, end - begin), -1)  # of each row
-        step[rows - begin] = np.arange(len(rows))
+        step = np.full(max(0, end - begin), -1, np.int32)  # of each row
+        step[rows - begin] = np.arange(len(rows), dtype=np.int32)
         order = step[step >= 0]
         return order, rows[order]
 
