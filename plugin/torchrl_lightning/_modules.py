@@ -20,6 +20,13 @@ def hold(module: nn.Module, **parts: Any) -> None:
     module.__dict__.update(parts)
 
 
+def owner_of(thing: object, name: str) -> type | None:
+    """Return the class whose method of a name a thing has; None if it has none, or one of its own."""
+    if name in vars(thing):
+        return None
+    return next((kind for kind in type(thing).__mro__ if name in vars(kind)), None)
+
+
 class EvaluationMode:
     """Put modules into evaluation mode for a block, and each submodule back into its own mode afterwards.
 

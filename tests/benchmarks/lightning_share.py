@@ -36,6 +36,7 @@ from torch import Tensor
 
 from torchrl_lightning import ExperienceBuffer, OnPolicyDataModule, ReplayDataModule, RingStorage
 from torchrl_lightning.learn import DQNModule, MLPNetwork, PPOModule
+from torchrl_lightning.learn.analytic import update_for
 
 NUM_ENVS, EPOCHS = 8, 9
 
@@ -159,6 +160,7 @@ def by_hand(cls: type, data: Any) -> float:
     data.setup("fit")
     module.build(data.specs)
     module.raw = module.configure_optimizers()
+    module._update = update_for(module)
     began = 0.0
     for epoch in range(EPOCHS):
         trainer.current_epoch = epoch

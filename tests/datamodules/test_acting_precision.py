@@ -41,7 +41,7 @@ from torchrl_lightning import (
     VTraceModule,
 )
 from torchrl_lightning.learn import CNNNetwork, MLPNetwork, RecurrentNetwork, build_squashed_actor
-from torchrl_lightning.learn.compiled_layers import CompiledLayers
+from torchrl_lightning.learn.analytic.acting import CompiledLayers
 from torchrl_lightning.learn.networks import MLPEncoder
 
 FOUR = spaces.Box(-1.0, 1.0, (4,), np.float32)
@@ -359,7 +359,7 @@ class Squashing(PPOModule):
         super().build(specs)
         self.actor_network = build_squashed_actor(specs, NETWORKS["mlp"])
         with torch.no_grad():
-            self.actor_network.head.stack[-1].bias.fill_(1.5)  # deep in the tanh
+            self.actor_network.head.layers.linear.bias.fill_(1.5)  # deep in the tanh
         return self
 
 
@@ -430,7 +430,7 @@ def test_only_the_policy_acts_under_autocast(
         return forward(self, *entries)
 
     monkeypatch.setattr(MLPEncoder, "forward", noted)
-    monkeypatch.setattr(CompiledLayers, "hold", lambda self: False)
+    monkeypatch.setattr(CompiledLayers, "refresh", lambda self: False)
     network, env = MLPNetwork([8]), partial(Watched, BOX if case == "sac" else None)
     options = {"seed": 1, "eval_episodes": 1, "updates_per_step": updates, "num_envs": 2}
     if case == "ppo":

@@ -23,6 +23,12 @@ def parameters(module: nn.Module) -> Tensor:
     return nn.utils.parameters_to_vector(module.parameters()).detach().clone()
 
 
+class ListensToBackward(L.Callback):
+    """Waits for backward passes, so that autograd makes them."""
+
+    def on_after_backward(self, *_: Any) -> None: ...
+
+
 class SaveAt(L.Callback):
     """Writes a checkpoint when a hook is called the ``count``-th time, or in an epoch; then the run ends or fails."""
 

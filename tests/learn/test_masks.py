@@ -157,13 +157,6 @@ def test_what_does_not_look_at_masks_is_refused() -> None:
         trainer(max_epochs=1).fit(agent, datamodule=replay_data(env=Doors))
 
 
-def test_gradients_by_hand_know_no_masks() -> None:
-    for module in (PPOModule(MLPNetwork([8])), DQNModule(MLPNetwork([8]))):
-        module.build(specs_of("discrete"))
-        with pytest.raises(ValueError, match="No masks are known"):
-            module.by_hand({}, 8)
-
-
 class Closed(Doors):
     def show(self) -> dict[str, Any]:
         observation = super().show()

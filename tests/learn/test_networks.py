@@ -16,7 +16,6 @@ from torchrl_lightning import (
     PPOModule,
     RecurrentNetwork,
     ReplayDataModule,
-    SACModule,
 )
 from torchrl_lightning.learn.q_networks import ActionValue, CriticEnsemble
 
@@ -67,14 +66,6 @@ def test_layers_are_normalised_before_their_activation_also_in_critics_side_by_s
         hidden = critic.encoder.layers[:2](critic.encoder.flat(*entries, action))
         assert torch.allclose(hidden.mean(-1), torch.zeros(5), atol=1e-5)
         assert torch.allclose(hidden.std(-1, correction=0), torch.ones(5), atol=1e-3)
-
-
-def test_normalised_layers_are_left_to_autograd_and_to_the_module():
-    module = SACModule(MLPNetwork([8], "relu", layer_norm=True)).build(BOX)
-    module.configure_optimizers()
-    gradients = {key: view for group in module._groups.values() for key, view in group.memory().items()}
-    with pytest.raises(ValueError, match="LayerNorm"):
-        module.by_hand(gradients, 4)
 
 
 @pytest.mark.parametrize("shape", [(4, 12, 10), (12, 10, 4), (12, 10)])

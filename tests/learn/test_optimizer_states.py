@@ -15,7 +15,7 @@ from torch import nn, optim
 from kit.runs import parameters, trainer
 from torchrl_lightning import OnPolicyDataModule
 from torchrl_lightning.learn import MLPNetwork, PPOModule
-from torchrl_lightning.learn.adam import LeanAdam
+from torchrl_lightning.learn.analytic import LeanAdam
 from torchrl_lightning.learn.optimizer_states import check_optimizer_states, copied_optimizer
 
 OPTIMIZERS: dict[str, Callable[[Any], optim.Optimizer]] = {

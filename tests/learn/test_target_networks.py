@@ -11,7 +11,7 @@ from torch import nn
 from kit.learners import data_of, learner
 from kit.runs import trainer
 from torchrl_lightning.learn import RecurrentNetwork
-from torchrl_lightning.learn.flat_parameters import lay_flat
+from torchrl_lightning.learn.analytic import OptimizedParameters
 from torchrl_lightning.learn.target_networks import TargetNetworks
 
 
@@ -33,7 +33,8 @@ def test_parameters_follow_by_a_share_and_running_means_are_copied(flat: bool, t
     owner = nn.ModuleDict({"first": first, "second": second})
     owner["targets"] = targets = TargetNetworks({"first": first, "second": second})
     if flat:
-        lay_flat(list(first.parameters()))
+        parts = [list(first.parameters())]  # lays them flat
+        OptimizedParameters(torch.optim.SGD(parts[0], lr=0.1), parts)
     for change in (lambda: None, lambda: owner.to(torch.float64), lambda: copy.deepcopy(owner)):
         copied = change()
         for part in (first, second):

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch import distributions as D
@@ -15,16 +14,12 @@ from torchrl.modules import IndependentNormal, OneHotCategorical, TanhNormal
 
 from torchrl_lightning.environments.autocast import HALF, to_single
 from torchrl_lightning.environments.specs import spec_fields
-from torchrl_lightning.kernels.compiled import jitted
-from torchrl_lightning.kernels.perceptron import choose_categorically, choose_clipped
-from torchrl_lightning.learn.compiled_layers import CompiledLayers
 from torchrl_lightning.learn.distributions import (
     ClippedNormal,
     MultiCategorical,
     clipped_normal_log_prob,
     normal_entropy,
 )
-from torchrl_lightning.learn.flat_parameters import addresses
 from torchrl_lightning.learn.networks import choices, orthogonal
 from torchrl_lightning.ranges import one_of
 
@@ -80,18 +75,6 @@ class ActionHead(nn.Module):
         action = dist.deterministic_sample if deterministic else draw()
         return action, dist.log_prob(action)
 
-    @property
-    def stack(self) -> list[nn.Module | None]:
-        """What it computes of features, in order."""
-        return [self.hidden, self.layers]
-
-    def compiled_sample(self, layers: CompiledLayers) -> Callable[[bool], tuple[Tensor, Tensor]] | None:
-        """Return ``sample`` of what compiled layers read (``deterministic`` or not), the same tensors each time.
-
-        None where it is not compiled.
-        """
-        return None
-
     def evaluate(self, parameters: Parameters, action: Tensor) -> tuple[Tensor, Tensor]:
         """Return log-probabilities ``[*B]`` and entropies ``[*B]``, some of the latter estimated from a sample."""
         dist = self.distribution(parameters)
@@ -112,21 +95,6 @@ class CategoricalHead(ActionHead):
             # What torch.multinomial draws for one sample of each row, without its checks of the probabilities.
             action = (logits.exp() / torch.empty_like(logits).exponential_()).argmax(-1, keepdim=True)
         return action.squeeze(-1), logits.gather(-1, action).squeeze(-1)
-
-    def compiled_sample(self, layers: CompiledLayers) -> Callable[[bool], tuple[Tensor, Tensor]]:
-        """Return ``sample`` of what compiled layers read: the same random numbers."""
-        rows = len(layers.arguments[0])
-        action, log_prob = torch.empty(rows, dtype=torch.int64), torch.empty(rows, dtype=torch.float32)
-        noise = torch.empty(rows, layers.outputs, dtype=torch.float32)
-        kernel, arrays = jitted(choose_categorically), (noise.numpy(), action.numpy(), log_prob.numpy())
-
-        def sample(deterministic: bool) -> tuple[Tensor, Tensor]:
-            if not deterministic:
-                noise.exponential_()
-            kernel(*layers.arguments, not deterministic, *arrays)
-            return action, log_prob
-
-        return sample
 
     def evaluate(self, parameters: Parameters, action: Tensor) -> tuple[Tensor, Tensor]:
         """Return log-probabilities ``[*B]`` and entropies ``[*B]``."""
@@ -161,31 +129,6 @@ class ClippedNormalHead(ActionHead):
             action = loc if deterministic else torch.addcmul(loc, torch.randn_like(loc), scale)
             action = action.clamp(self.low, self.high)
         return action, clipped_normal_log_prob(action, loc, scale, log_scale, self.low, self.high)
-
-    @property
-    def stack(self) -> list[nn.Module | None]:
-        """What it computes of features, in order."""
-        return [self.hidden, self.layers.mean]
-
-    def compiled_sample(self, layers: CompiledLayers) -> Callable[[bool], tuple[Tensor, Tensor]]:
-        """Return ``sample`` of what compiled layers read: the same random numbers."""
-        rows = len(layers.arguments[0])
-        noise, action, log_prob = (
-            torch.empty(rows, layers.outputs, dtype=torch.float32),
-            torch.empty(rows, layers.outputs, dtype=torch.float32),
-            torch.empty(rows, dtype=torch.float32),
-        )
-        shape, arrays = np.empty(5, np.int64), (action.numpy(), log_prob.numpy())
-        kernel, drawn, layer = jitted(choose_clipped), noise.numpy(), self.layers
-
-        def sample(deterministic: bool) -> tuple[Tensor, Tensor]:
-            if not deterministic:
-                noise.normal_()
-            shape[:] = addresses((layer.center, layer.half_range, layer.log_std, self.low, self.high))
-            kernel(*layers.arguments, not deterministic, drawn, shape, *arrays)
-            return action, log_prob
-
-        return sample
 
     def evaluate(self, parameters: Parameters, action: Tensor) -> tuple[Tensor, Tensor]:
         """Return log-probabilities ``[*B]`` and entropies before clipping ``[*B]``."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any
 
 from tensordict import TensorDictBase
@@ -20,7 +19,7 @@ from torchrl_lightning.entries import path_of
 from torchrl_lightning.environments.masks import action_mask, allowed_values
 from torchrl_lightning.keys import ACTION_MASK, BOOKKEEPING, FEATURES
 from torchrl_lightning.learn.action_heads import ActionHead, Parameters, build_head
-from torchrl_lightning.learn.compiled_layers import CompiledLayers, defines_both
+from torchrl_lightning.learn.analytic import bind_inputs
 from torchrl_lightning.learn.network_protocol import Network
 from torchrl_lightning.learn.networks import MLPNetwork, mlp, orthogonal
 from torchrl_lightning.torch_defaults import check_default_dtype
@@ -31,6 +30,11 @@ _DETERMINISTIC = {InteractionType.RANDOM: False, InteractionType.DETERMINISTIC: 
 def acts_deterministically() -> bool | None:
     """Return whether actions are modes or samples, as ``interaction_type()`` says; None if they are neither."""
     return _DETERMINISTIC.get(interaction_type() or InteractionType.RANDOM)
+
+
+def bound_call(policy: Any, step: TensorDictBase) -> Callable[[], dict[NestedKey, Tensor]]:
+    """Return ``act_on`` of a policy for a step ``[N]`` whose tensors stay the same, compiled if the policy is known."""
+    return bind_inputs(policy, step) or (lambda: policy.act_on(step))
 
 
 class Actor(ProbabilisticActor):
@@ -101,27 +105,8 @@ class Actor(ProbabilisticActor):
         return found if len(keys) == len(found) else {key: found[key] for key in keys}
 
     def standing(self, step: TensorDictBase) -> Callable[[], dict[NestedKey, Tensor]]:
-        """Return :meth:`act_on` of a step ``[N]`` on the CPU whose tensors stay the same and are overwritten.
-
-        It may return the same tensors each time. Perceptrons and some heads are compiled, equal to the module's own to
-        float error, for as long as the module is what it is now.
-        """
-        head = self.head
-        sample = layers = None
-        if not self.masked and defines_both(head, "compiled_sample", "sample"):
-            with suppress(ValueError):
-                layers = CompiledLayers([step.get(key) for key in self.trunk.in_keys], self.trunk, head, head.stack)
-                sample = head.compiled_sample(layers)
-        if layers is None or sample is None:
-            return lambda: self.act_on(step)
-
-        def act() -> dict[NestedKey, Tensor]:
-            deterministic = acts_deterministically()
-            if deterministic is None or not layers.hold():
-                return self.act_on(step)
-            return self._written(sample(deterministic))
-
-        return act
+        """Return :meth:`act_on` of a step ``[N]`` on the CPU whose tensors stay the same and are overwritten."""
+        return bound_call(self, step)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Write the action, its log-probability and, where there is one, the next recurrent state."""

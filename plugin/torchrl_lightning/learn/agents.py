@@ -6,7 +6,7 @@ import copy
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import cache, cached_property
+from functools import cache
 from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 import torch
@@ -16,13 +16,11 @@ from lightning.pytorch.trainer.states import TrainerFn
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
+from torchrl_lightning._modules import owner_of
 from torchrl_lightning.fitting import Fault, check_precision, require_fit
 from torchrl_lightning.keys import ACTION_MASK
-from torchrl_lightning.learn.adam import LeanAdam
-from torchrl_lightning.learn.by_hand import HandGradients, UpdatesByHand
-from torchrl_lightning.learn.compiled_layers import defines_both
+from torchrl_lightning.learn.analytic import LeanAdam, OptimizedParameters, settled_parameters, update_for
 from torchrl_lightning.learn.dry_run import ROWS, dry_run, network_faults
-from torchrl_lightning.learn.flat_parameters import OptimizedParameters, settled_parameters
 from torchrl_lightning.learn.optimizer_states import (
     check_optimizer_states,
     configured_optimizers,
@@ -163,8 +161,8 @@ class AgentModule(PickledByValue, Settings, ReportingModule):
 
         A subclass that builds other networks is not tried: its outputs are unknown.
         """
-        is_ours = self.dry_run_of is not None and defines_both(self, "network_outputs", self.dry_run_of)
-        if is_ours and not self.passed_dry_run:
+        owner = None if self.dry_run_of is None else owner_of(self, self.dry_run_of)
+        if owner is not None and owner is owner_of(self, "network_outputs") and not self.passed_dry_run:
             check_precision(trainer)
             dry_run(self, specs, trainer.strategy.root_device, trainer.precision_plugin.forward_context())
             self.passed_dry_run = True
@@ -340,10 +338,14 @@ class AgentModule(PickledByValue, Settings, ReportingModule):
                     scaler.step(optimizer.optimizer)
         return norms
 
-    def minimise(self, terms: Mapping[str, Tensor], *, inner: bool = False) -> None:
-        """Update on the sum of the entries ``loss_...`` (or ``loss``); report all entries and the gradient norms."""
+    def minimise(self, terms: Mapping[str, Tensor | float], *, inner: bool = False) -> None:
+        """Update on the sum of the entries ``loss_...`` (or ``loss``); report all entries and the gradient norms.
+
+        The gradients of entries that are numbers have been written already.
+        """
         losses = [value for name, value in terms.items() if name == "loss" or name.startswith("loss_")]
-        norms = self.update(sum(losses[1:], start=losses[0]), inner=inner)
+        loss = sum(losses[1:], start=losses[0])
+        norms = self.update(loss, inner=inner) if isinstance(loss, Tensor) else self.step_optimizers(inner=inner)
         self.accumulate({**terms, **norms})
 
     def report(self) -> dict[str, float]:
@@ -366,35 +368,26 @@ class TermsModule(AgentModule):
     def terms(self, batch: Any) -> Any:
         """Return the parts of the loss (``loss_...``) on a batch, and diagnostics; pure, so that it can be compiled."""
 
-    def rows_by_hand(self, batch: Any) -> int | None:
-        """Return of how many rows a batch is whose gradients may be written down; None where they are autograd's."""
-        return None
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._update: Callable[[Any], Any] | None = None
 
-    def by_hand(self, gradients: Mapping[nn.Parameter, Tensor], rows: int) -> HandGradients:
-        """Return what writes the gradients of ``terms`` on batches of so many rows; a ValueError if nothing does.
-
-        A class that has ``terms`` of its own has its own, or none.
-        """
-        raise ValueError(f"{type(self).__name__} has no gradients that are written down.")
-
-    @cached_property
-    def _updates_by_hand(self) -> UpdatesByHand:
-        return UpdatesByHand(self)
-
-    def build_optimizers(
-        self,
-        actor: list[nn.Parameter],
-        critic: list[nn.Parameter],
-        critic_optimizer: OptimizerFactory | None = None,
-    ) -> list[torch.optim.Optimizer]:
-        """Return one optimizer over all parameters, or a second one over the critics' own."""
-        vars(self).pop("_updates_by_hand", None)  # of another fit
-        return super().build_optimizers(actor, critic, critic_optimizer)
+    def on_train_start(self) -> None:
+        """Look for a way to compute gradients without autograd, which equals it to float error."""
+        super().on_train_start()
+        self._update = update_for(self)
 
     def on_train_end(self) -> None:
-        """Forget what belongs to this fit alone."""
+        """Release the memory of this fit."""
         super().on_train_end()
-        vars(self).pop("_updates_by_hand", None)
+        self._update = None
+
+    def write_gradients(self, batch: Any) -> Any:
+        """Write the gradients of a batch and return ``terms`` as numbers; None, and nothing is done, if autograd must.
+
+        :meth:`minimise` takes these terms as those of ``compute``.
+        """
+        return None if self._update is None else self._update(batch)
 
     def compute(self, batch: Any) -> Any:
         """Return ``terms``, compiled if asked for."""

@@ -298,17 +298,13 @@ class ActorCriticModule(TermsModule):
                 self._learn(part, inner=number > 0)
 
     def _learn(self, batch: TensorDictBase, *, inner: bool) -> None:
-        made = self._updates_by_hand(batch)
-        terms = self.compute(batch) if made is None else made
+        terms = self.write_gradients(batch) or self.compute(batch)
         if self.intrinsic is not None:
             terms["loss_intrinsic_predictor"] = self.intrinsic.loss(batch)
         if self.should_stop(terms):
             self._stopped = True
             return
-        if made is None:
-            self.minimise(terms, inner=inner)
-        else:
-            self.accumulate({**terms, **self.step_optimizers(inner=inner)})
+        self.minimise(terms, inner=inner)
         key = self.critic.out_keys[0]
         value, target = batch.get(key, None), batch.get(target_key(key), None)
         if value is not None and target is not None:

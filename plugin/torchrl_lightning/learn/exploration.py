@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from tensordict import TensorDictBase
 from tensordict.nn import InteractionType, TensorDictModuleBase
@@ -14,17 +12,12 @@ from tensordict.nn.probabilistic import interaction_type
 from tensordict.utils import NestedKey
 from torch import Tensor, nn
 
-from torchrl_lightning._compat import buffers_of
 from torchrl_lightning.environments.masks import allowed_values, draw_choice
-from torchrl_lightning.kernels.compiled import jitted
-from torchrl_lightning.kernels.perceptron import choose_greedily, choose_noisily
 from torchrl_lightning.keys import ACTION_MASK, FEATURES
-from torchrl_lightning.learn.compiled_layers import CompiledLayers, defines_both
-from torchrl_lightning.learn.flat_parameters import addresses
+from torchrl_lightning.learn.actors import bound_call
 from torchrl_lightning.learn.trunks import RecurrentTrunk
 from torchrl_lightning.ranges import fraction
 
-Compiled = tuple[CompiledLayers, Callable[[bool], Tensor]]
 DETERMINISTIC = (InteractionType.DETERMINISTIC, InteractionType.MODE, InteractionType.MEAN)
 
 
@@ -63,6 +56,8 @@ class ExploringPolicy(TensorDictModuleBase):
     """
 
     amount: Tensor
+    exponent = 1.0
+    """The power of ``amount`` with which it explores."""
 
     def __init__(
         self, network: TensorDictModuleBase, memory: RecurrentTrunk | None = None, *, masked: bool = False
@@ -91,25 +86,8 @@ class ExploringPolicy(TensorDictModuleBase):
         }
 
     def standing(self, step: TensorDictBase) -> Callable[[], dict[NestedKey, Tensor]]:
-        """Return :meth:`act_on` of a step ``[N]`` on the CPU whose tensors stay the same and are overwritten.
-
-        It may return the same tensor each time. Perceptrons are compiled, equal to the module's own to float error, for
-        as long as the module is what it is now.
-        """
-        compiled: Compiled | None = None
-        if self.memory is None and not self._masks and defines_both(self, "compiled_act", "act"):
-            with suppress(ValueError):
-                compiled = self.compiled_act([step.get(key) for key in self.keys])
-        if compiled is None:
-            return lambda: self.act_on(step)
-        layers, act = compiled
-
-        def act_compiled() -> dict[NestedKey, Tensor]:
-            if not layers.hold():
-                return self.act_on(step)
-            return {"action": act(interaction_type() not in DETERMINISTIC)}
-
-        return act_compiled
+        """Return :meth:`act_on` of a step ``[N]`` on the CPU whose tensors stay the same and are overwritten."""
+        return bound_call(self, step)
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Write action and next recurrent states."""
@@ -120,13 +98,6 @@ class ExploringPolicy(TensorDictModuleBase):
     def act(self, entries: list[Tensor], explore: bool) -> Tensor:
         """Return actions for observation entries (or a memory's features)."""
         raise NotImplementedError
-
-    def compiled_act(self, entries: list[Tensor]) -> Compiled:
-        """Return compiled layers, and ``act`` of what lies in these entries; a ValueError if it is not compiled.
-
-        A class that has an ``act`` of its own has its own, or none.
-        """
-        raise ValueError(f"{type(self).__name__} is not compiled.")
 
 
 class EpsilonGreedyPolicy(ExploringPolicy):
@@ -152,7 +123,7 @@ class EpsilonGreedyPolicy(ExploringPolicy):
         masked: bool = False,
     ) -> None:
         super().__init__(network, memory, masked=masked)
-        self.spread, self.exponent = spread, 1.0
+        self.spread = spread
         self.amount.fill_(fraction(epsilon, "epsilon"))
 
     def use_worker(self, number: int, count: int) -> None:
@@ -174,25 +145,6 @@ class EpsilonGreedyPolicy(ExploringPolicy):
             return action
         return nn.functional.one_hot(action, values.shape[-1]).to(self.network.action_dtype)
 
-    def compiled_act(self, entries: list[Tensor]) -> Compiled:
-        """Return compiled layers, and ``act`` with the same random numbers."""
-        network, rows = self.network, len(entries[0])
-        if not defines_both(network, "compiled_values", "values") or network.action_space != "categorical":
-            raise ValueError("Only numbers of actions are compiled.")
-        layers = network.compiled_values(entries)
-        chance, (others, action) = torch.zeros(rows, dtype=torch.float32), torch.empty(2, rows, dtype=torch.int64)
-        amounts = buffers_of(self)
-        kernel, arrays = jitted(choose_greedily), (chance.numpy(), others.numpy(), action.numpy())
-
-        def act(explore: bool) -> Tensor:
-            if explore:
-                chance.uniform_()
-                others.random_(0, layers.outputs)
-            kernel(*layers.arguments, amounts["amount"].item() ** self.exponent if explore else -1.0, *arrays)
-            return action
-
-        return layers, act
-
 
 class StochasticPolicy(ExploringPolicy):
     """Samples of the network's own distribution; its mean under deterministic exploration."""
@@ -201,15 +153,6 @@ class StochasticPolicy(ExploringPolicy):
         """Return actions ``[*B, A]``."""
         head = self.network.head
         return head.act(head(self.network.trunk.encoder(*entries)), deterministic=not explore)
-
-    def compiled_act(self, entries: list[Tensor]) -> Compiled:
-        """Return compiled layers, and ``act`` with the same random numbers."""
-        head, trunk = self.network.head, self.network.trunk
-        if not defines_both(head, "compiled_act", "act"):
-            raise ValueError(f"{type(head).__name__} is not compiled.")
-        layers = CompiledLayers(entries, trunk, head, head.stack)
-        act = head.compiled_act(layers)
-        return layers, lambda explore: act(not explore)
 
 
 class NoisyPolicy(ExploringPolicy):
@@ -222,22 +165,3 @@ class NoisyPolicy(ExploringPolicy):
         if explore:
             squashed = (squashed + torch.randn_like(squashed) * self.amount).clamp(-1.0, 1.0)
         return head.scale(squashed)
-
-    def compiled_act(self, entries: list[Tensor]) -> Compiled:
-        """Return compiled layers, and ``act`` with the same random numbers."""
-        head, trunk = self.network.head, self.network.trunk
-        if not defines_both(head, "stack", "squashed"):
-            raise ValueError(f"{type(head).__name__} is not compiled.")
-        layers = CompiledLayers(entries, trunk, head, head.stack)
-        noise, action = torch.empty(2, len(entries[0]), layers.outputs, dtype=torch.float32)
-        amounts = buffers_of(self)
-        kernel, shape, drawn, chosen = jitted(choose_noisily), np.empty(2, np.int64), noise.numpy(), action.numpy()
-
-        def act(explore: bool) -> Tensor:
-            if explore:
-                noise.normal_()
-            shape[:] = addresses((head.center, head.half_range))
-            kernel(*layers.arguments, amounts["amount"].item() if explore else 0.0, drawn, shape, chosen)
-            return action
-
-        return layers, act

@@ -23,7 +23,6 @@ from torchrl_lightning.learn.exploration import ExploringPolicy
 from torchrl_lightning.learn.memory import refreshed_states, remember
 from torchrl_lightning.learn.network_protocol import Network, described_network
 from torchrl_lightning.learn.networks import MLPNetwork
-from torchrl_lightning.learn.q_learning_by_hand import rows_of
 from torchrl_lightning.learn.reports import train_names
 from torchrl_lightning.learn.target_networks import TargetNetworks
 from torchrl_lightning.learn.transitions import Entries, Transitions, read_transitions
@@ -178,10 +177,6 @@ class OffPolicyModule(TermsModule):
         others = [parameter for group in groups.values() for parameter in group]
         return self.build_optimizers(others, critic, self.critic_optimizer)
 
-    def rows_by_hand(self, batch: Transitions) -> int | None:
-        """Return how many transitions a batch holds; None if they are no plain ones."""
-        return rows_of(batch)
-
     def follow_schedules(self) -> None:
         """Set learning rates and exploration from the frames, so that a resumed run has the same."""
         super().follow_schedules()
@@ -197,15 +192,11 @@ class OffPolicyModule(TermsModule):
         """Make an update on each batch of this step, and write the TD errors into it."""
         for number, part in enumerate(updates_of(batch)):
             transitions = read_transitions(part, self._keys, self.gamma, self._state_keys, masked=self.masked)
-            inner, states, made = number > 0, None, self._updates_by_hand(transitions)
-            if made is None:
-                terms, errors = self.compute(transitions)
-                if self.memory is not None and self.refresh_states:
-                    states = refreshed_states(transitions, self.memory)
-                self.minimise(terms, inner=inner)
-            else:
-                figures, errors = made
-                self.accumulate({**figures, **self.step_optimizers(inner=inner)})
+            terms, errors = self.write_gradients(transitions) or self.compute(transitions)
+            states = None
+            if self.memory is not None and self.refresh_states:
+                states = refreshed_states(transitions, self.memory)
+            self.minimise(terms, inner=number > 0)
             self.updates += 1
             if self.updates % self.target_interval == 0 and self.targets is not None:
                 self.targets.follow(self.tau)

@@ -7,13 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from tensordict import TensorDictBase
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchrl_lightning.keys import REPLAYED
 from torchrl_lightning.learn.base import ActorCriticModule, require, standardizer
-from torchrl_lightning.learn.by_hand import HandGradients
 from torchrl_lightning.learn.losses import clipped_surrogate_loss, kl_estimate, policy_gradient_loss
-from torchrl_lightning.learn.ppo_by_hand import gradients_of, rows_of
 from torchrl_lightning.learn.reports import train_names
 from torchrl_lightning.learn.schedules import Schedule, as_schedule
 from torchrl_lightning.settings import Finite, NotNegative, Positive, Switch
@@ -210,14 +208,6 @@ class PPOModule(EntropyModule):
             "kl_approx_k1": -own_mean(moved, batch),
             "clip_fraction": own_mean((moved.expm1().abs() > self.clip_epsilon).float(), batch),
         }
-
-    def rows_by_hand(self, batch: TensorDictBase) -> int | None:
-        """Return how many steps a mini-batch holds; None if they are no plain ones."""
-        return rows_of(batch, self.policy.trunk.in_keys)
-
-    def by_hand(self, gradients: Mapping[nn.Parameter, Tensor], rows: int) -> HandGradients:
-        """Return what writes the gradients of ``terms``; a ValueError where they are not those of two perceptrons."""
-        return gradients_of(self, gradients, rows)
 
     def should_stop(self, terms: Mapping[str, Tensor]) -> bool:
         """Return whether the policy has moved too far from the one that acted; all ranks decide alike."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Annotated, Any
 
 import torch
@@ -12,7 +11,6 @@ from torch import Tensor, nn
 
 from torchrl_lightning.environments.masks import allowed_values
 from torchrl_lightning.learn.agents import OptimizerFactory
-from torchrl_lightning.learn.by_hand import HandGradients
 from torchrl_lightning.learn.exploration import EpsilonGreedyPolicy, FramesDecay, NoisyPolicy, StochasticPolicy
 from torchrl_lightning.learn.losses import (
     Distance,
@@ -26,7 +24,6 @@ from torchrl_lightning.learn.losses import (
 from torchrl_lightning.learn.network_protocol import Network, described_network
 from torchrl_lightning.learn.networks import MLPNetwork
 from torchrl_lightning.learn.off_policy import OffPolicyModule, Terms
-from torchrl_lightning.learn.q_learning_by_hand import ChoiceGradients, NoisyGradients, SquashedGradients
 from torchrl_lightning.learn.q_networks import ActionValue, CriticEnsemble, build_q_network
 from torchrl_lightning.learn.reports import train_names
 from torchrl_lightning.learn.squashed import build_deterministic_actor, build_squashed_actor
@@ -144,14 +141,6 @@ class DQNModule(OffPolicyModule):
             terms["loss_margin"] = self.margin_coeff * batch.mean(torch.where(batch.source > 0, behind, 0.0))
         return terms, error
 
-    def by_hand(self, gradients: Mapping[nn.Parameter, Tensor], rows: int) -> HandGradients:
-        """Return what writes the gradients of ``terms``; a ValueError where they are not those of a perceptron."""
-        if self.masked:
-            raise ValueError("No masks are known.")
-        if self.margin_coeff:
-            raise ValueError("No margins are known.")
-        return ChoiceGradients(self, gradients, rows)
-
     def exploration(self, frames: int) -> float:
         """Return epsilon."""
         return self.epsilon(frames)
@@ -261,10 +250,6 @@ class SACModule(OffPolicyModule):
             terms |= {"value": batch.mean(values[0]), "entropy": -batch.mean(log_prob), "alpha": alpha}
         return terms, error
 
-    def by_hand(self, gradients: Mapping[nn.Parameter, Tensor], rows: int) -> HandGradients:
-        """Return what writes the gradients of ``terms``; a ValueError where they are not those of perceptrons."""
-        return SquashedGradients(self, gradients, rows)
-
     def configure_optimizers(self) -> list[torch.optim.Optimizer]:
         """Return the optimizers of the base, and one for the temperature if it has its own."""
         optimizers = super().configure_optimizers()
@@ -368,10 +353,6 @@ class TD3Module(OffPolicyModule):
             action = actor.head(actor.trunk.encoder(*now))
             terms["loss_actor"] = -batch.mean(self.critics.judge(now, action, 1)[0])
         return terms, error
-
-    def by_hand(self, gradients: Mapping[nn.Parameter, Tensor], rows: int) -> HandGradients:
-        """Return what writes the gradients of ``terms``; a ValueError where they are not those of perceptrons."""
-        return NoisyGradients(self, gradients, rows)
 
     def idle_parameters(self) -> list[nn.Parameter]:
         """Return the policy's parameters if its update is delayed."""

@@ -16,7 +16,6 @@ from torchrl_lightning._modules import hold
 from torchrl_lightning.keys import FEATURES
 from torchrl_lightning.learn.action_heads import Ranged, action_name
 from torchrl_lightning.learn.actors import linear_head, observation_entries
-from torchrl_lightning.learn.compiled_layers import CompiledLayers
 from torchrl_lightning.learn.network_protocol import Network, encodes_actions
 from torchrl_lightning.learn.networks import MLPEncoder, MLPNetwork
 from torchrl_lightning.learn.squashed import DEFAULT_NETWORK, action_range
@@ -53,10 +52,6 @@ class QNetwork(QValueActor):
     def values(self, entries: Entries) -> Tensor:
         """Return the action values ``[*B, A]`` of observation entries."""
         return self.head(self.trunk.encoder(*entries))
-
-    def compiled_values(self, entries: Entries) -> CompiledLayers:
-        """Return ``values`` as compiled layers; a ValueError where they are not compiled."""
-        return CompiledLayers(entries, self.trunk, self.head, [self.head])
 
 
 def build_q_network(

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 from tensordict.nn import TensorDictModule, TensorDictModuleBase, TensorDictSequential
 from torch import Tensor, nn
@@ -14,8 +12,6 @@ from torchrl.data import Bounded, Categorical, TensorSpec, Unbounded
 from torchrl.modules import TanhNormal
 
 from torchrl_lightning._modules import hold
-from torchrl_lightning.kernels.compiled import jitted
-from torchrl_lightning.kernels.perceptron import choose_squashed
 from torchrl_lightning.keys import FEATURES
 from torchrl_lightning.learn.action_heads import (
     POLICY_GAIN,
@@ -27,8 +23,6 @@ from torchrl_lightning.learn.action_heads import (
     check_widths,
 )
 from torchrl_lightning.learn.actors import Actor, trunk_and_layers
-from torchrl_lightning.learn.compiled_layers import CompiledLayers
-from torchrl_lightning.learn.flat_parameters import addresses
 from torchrl_lightning.learn.network_protocol import Network
 from torchrl_lightning.learn.networks import MLPNetwork, orthogonal
 
@@ -67,6 +61,11 @@ def action_range(spec: TensorSpec, *, allow_constants: bool = False) -> tuple[Te
     )
 
 
+def furthest(dtype: torch.dtype) -> float:
+    """Return the greatest number behind a tanh, as TorchRL's: the action stays invertible."""
+    return 1.0 - torch.finfo(dtype).resolution
+
+
 class _MeanAndLogStd(nn.Module):
     def __init__(self, features: int, size: int) -> None:
         super().__init__()
@@ -85,6 +84,8 @@ class SquashedHead(ActionHead, Ranged):
     """
 
     log_range: Tensor
+    limits = (*LOG_STD_RANGE, furthest(torch.float32))
+    """The bounds of the logarithm of a deviation, and the greatest number behind the tanh in float32."""
 
     def __init__(self, features: int, spec: TensorSpec, hidden: nn.Module | None = None) -> None:
         center, half_range = action_range(spec)
@@ -99,29 +100,6 @@ class SquashedHead(ActionHead, Ranged):
         loc, std = parameters
         preimage = loc if deterministic else torch.addcmul(loc, std, torch.randn_like(loc))
         return self.scale(self._tanh(preimage))
-
-    @property
-    def stack(self) -> list[nn.Module | None]:
-        """What it computes of features, in order."""
-        *hidden, last = self.layers.children() if isinstance(self.layers, nn.Sequential) else [self.layers]
-        return [*hidden, getattr(last, "linear", last)]
-
-    def compiled_act(self, layers: CompiledLayers) -> Callable[[bool], Tensor]:
-        """Return ``act`` of what compiled layers read (``deterministic`` or not), the same tensor each time."""
-        rows, size = len(layers.arguments[0]), layers.outputs // 2
-        noise, action = torch.empty(2, rows, size, dtype=torch.float32)
-        shape = np.empty(2, np.int64)
-        limits = tuple(map(np.float32, (*LOG_STD_RANGE, furthest(action))))
-        kernel, drawn, chosen = jitted(choose_squashed), noise.numpy(), action.numpy()
-
-        def act(deterministic: bool) -> Tensor:
-            if not deterministic:
-                noise.normal_()
-            shape[:] = addresses((self.center, self.half_range))
-            kernel(*layers.arguments, not deterministic, drawn, shape, limits, chosen)
-            return action
-
-        return act
 
     def rsample(self, parameters: Parameters) -> tuple[Tensor, Tensor]:
         """Return actions ``[*B, A]`` and their log-probabilities ``[*B]``, both differentiable."""
@@ -147,13 +125,8 @@ class SquashedHead(ActionHead, Ranged):
 
     @staticmethod
     def _tanh(preimage: Tensor) -> Tensor:
-        limit = furthest(preimage)
+        limit = furthest(preimage.dtype)
         return preimage.tanh().clamp(-limit, limit)
-
-
-def furthest(values: Tensor) -> float:
-    """Return the greatest number behind a tanh, as TorchRL's: the action stays invertible."""
-    return 1.0 - torch.finfo(values.dtype).resolution
 
 
 class DeterministicHead(Ranged):
@@ -164,11 +137,6 @@ class DeterministicHead(Ranged):
         self.set_range(*action_range(spec))
         last = orthogonal(nn.Linear(features, self.center.numel()), POLICY_GAIN)
         self.layers = last if hidden is None else nn.Sequential(hidden, last)
-
-    @property
-    def stack(self) -> list[nn.Module | None]:
-        """What it computes of features, in order, in front of the tanh."""
-        return [self.layers]
 
     def squashed(self, features: Tensor) -> Tensor:
         """Return actions ``[*B, A]`` in [-1, 1]."""

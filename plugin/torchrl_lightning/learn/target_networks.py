@@ -7,11 +7,11 @@ from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from torchrl_lightning._compat import buffers_of, interpolate_all_, persistent_buffers
+from torchrl_lightning._compat import buffers_of, persistent_buffers
 from torchrl_lightning._modules import EvaluationMode
-from torchrl_lightning.learn.flat_parameters import addresses, alike, lay_flat, merged, settled_parameters
+from torchrl_lightning.learn.analytic import SoftUpdate
 
 
 class TargetNetworks(nn.Module):
@@ -26,7 +26,7 @@ class TargetNetworks(nn.Module):
         for name, network in networks.items():
             self.add_module(name, deepcopy(network).requires_grad_(False))
         online = [parameter for network in networks.values() for parameter in network.parameters()]
-        self._parameter_pairs = online, list(self.parameters())
+        self._soft_update = SoftUpdate(self, online)
         self._buffer_pairs: list[tuple[Any, nn.Module, str]] = [
             (ours, theirs, name)
             for key, network in networks.items()
@@ -34,8 +34,6 @@ class TargetNetworks(nn.Module):
             for name in persistent_buffers(ours)
         ]
         self.evaluation = EvaluationMode(self)
-        self._addresses: list[int] = []
-        self._runs: tuple[list[Tensor], list[Tensor]] = [], []
 
     if TYPE_CHECKING:
 
@@ -47,13 +45,7 @@ class TargetNetworks(nn.Module):
 
         What else a state dict of the networks holds, such as running means, is copied.
         """
-        online, own = self._parameter_pairs
-        if addresses([*online, *own]) != self._addresses:
-            # Where the followed parameters lie in one tensor, these do too, and all move at once.
-            for members in alike(own, settled_parameters(self)):
-                lay_flat(members)
-            self._runs, self._addresses = merged(online, own), addresses([*online, *own])
-        interpolate_all_(self._runs[1], self._runs[0], tau)
+        self._soft_update(tau)
         for ours, theirs, name in self._buffer_pairs:
             buffer = buffers_of(theirs)[name]
             if buffer is not None:

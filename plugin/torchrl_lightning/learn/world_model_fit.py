@@ -11,9 +11,8 @@ from torch import Tensor
 
 from torchrl_lightning.dynamics import DynamicsTargets
 from torchrl_lightning.dynamics.scaler import check_finite
-from torchrl_lightning.learn.adam import LeanAdam
+from torchrl_lightning.learn.analytic import LeanAdam, OptimizedParameters
 from torchrl_lightning.learn.ensembles import Widths
-from torchrl_lightning.learn.flat_parameters import OptimizedParameters
 from torchrl_lightning.learn.terminations import TerminationCheck
 from torchrl_lightning.learn.world_models import WorldModel, WorldModelSettings
 from torchrl_lightning.settings import Count, Switch, setting

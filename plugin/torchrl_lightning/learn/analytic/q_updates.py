@@ -1,4 +1,4 @@
-"""The gradients of DQN, SAC and TD3, written down."""
+"""The gradients of DQN, SAC and TD3."""
 
 from __future__ import annotations
 
@@ -8,84 +8,51 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from torchrl_lightning.kernels import perceptron_gradients as kernels
 from torchrl_lightning.kernels.compiled import jitted
-from torchrl_lightning.learn.by_hand import (
-    DISTANCES,
+from torchrl_lightning.learn.analytic import kernels
+from torchrl_lightning.learn.analytic.perceptrons import (
     Array,
+    GradBuffers,
     Gradients,
-    HandGradients,
     Memory,
     Perceptron,
-    Slopes,
+    Unsupported,
     array_of,
-    of_modules,
-    vectors_of,
+    perceptron_of,
+    perceptrons_of,
+    require_class,
 )
-from torchrl_lightning.learn.compiled_layers import activation_number
-from torchrl_lightning.learn.q_networks import CriticEnsemble, QNetwork
-from torchrl_lightning.learn.squashed import LOG_STD_RANGE, DeterministicHead, SquashedHead, furthest
-from torchrl_lightning.learn.transitions import Transitions
+from torchrl_lightning.learn.analytic.updates import DISTANCES, AnalyticUpdate, vectors_of
 
 Seen = tuple[Array, Array]
 """Observations of a batch, and their successors."""
 
 
-def rows_of(batch: Transitions) -> int | None:
-    """Return how many plain transitions a batch holds; None if it holds others."""
-    for each in (batch.reward, batch.weight, batch.discount):
-        if isinstance(each, Tensor) and each.dtype is not torch.float32:
-            return None
-    plain = batch.mask is None and batch.reward.ndim == 1 and batch.reward.is_cpu
-    plain = plain and batch.action.dtype in (torch.int64, torch.float32)
-    return len(batch.reward) if plain else None
+class TransitionUpdate(AnalyticUpdate):
+    """A loss of transitions ``[B]``."""
 
-
-def of_critics(critics: Any, gradients: Gradients | None = None) -> list[Perceptron]:
-    """Return the critics of an ensemble as perceptrons; a ValueError if they are none."""
-    pairs, kinds = list(zip(critics.weights, critics.biases, strict=True)), [0] * len(critics.weights)
-    flat, place = getattr(critics, "flat", None), -1
-    for layer in critics._layers:
-        if isinstance(layer, tuple):
-            place += 1
-        else:
-            kinds[place] = activation_number(layer)
-    if flat is None or not flat.vectors:
-        raise ValueError("Only critics of vectors and an action are perceptrons.")
-    found = []
-    for number in range(critics.size):
-        layers = [
-            (array_of(w)[number], array_of(b)[number, 0], kind) for (w, b), kind in zip(pairs, kinds, strict=True)
-        ]
-        to = (
-            []
-            if gradients is None
-            else [(gradients[w][number].numpy(), gradients[b][number, 0].numpy()) for w, b in pairs]
-        )
-        found.append(Perceptron(layers, to))
-    return found
-
-
-class TransitionGradients(HandGradients):
-    """The gradients of an agent's loss on batches of ``rows`` transitions.
-
-    Args:
-        module: The agent.
-        gradients: Where they go.
-        rows: B.
-    """
-
-    def __init__(self, module: Any, gradients: Gradients, rows: int) -> None:
-        followed = [getattr(module, name) for name in module.followed]
-        super().__init__(rows, module.policy.network, *followed, module.targets)
-        self.module = module
+    def bind(self, gradients: Gradients) -> list[nn.Module]:
+        """Find the networks."""
+        agent, rows = self.agent, self.rows
+        if agent.memory is not None:
+            raise Unsupported("No memories are known.")
         self.evenly = np.full(rows, 1.0 / rows, np.float32)
         self.constant = np.empty(rows, np.float32)
-        self.kind = DISTANCES[module.loss_function]
+        self.distance = DISTANCES[agent.loss_function]
+        return [agent.policy.network, *(getattr(agent, name) for name in agent.followed), agent.targets]
 
-    def __call__(self, batch: Transitions) -> tuple[dict[str, float], Tensor]:
+    def count(self, batch: Any) -> int | None:
+        """Return the number of transitions of a batch; None if some are masked, or parts of sequences."""
+        for each in (batch.reward, batch.weight, batch.discount):
+            if isinstance(each, Tensor) and each.dtype is not torch.float32:
+                return None
+        plain = batch.mask is None and batch.reward.ndim == 1 and batch.reward.is_cpu
+        plain = plain and batch.action.dtype in (torch.int64, torch.float32)
+        return len(batch.reward) if plain else None
+
+    def write(self, batch: Any) -> tuple[dict[str, float], Tensor]:
         """Write the gradients; return the parts of the loss and diagnostics, and the absolute errors ``[B]``."""
         discount = batch.discount
         if isinstance(discount, Tensor):
@@ -107,49 +74,51 @@ class TransitionGradients(HandGradients):
         """
 
 
-class ChoiceGradients(TransitionGradients):
-    """Those of DQN."""
+class DQNUpdate(TransitionUpdate):
+    """DQN over one number for each action."""
 
-    def __init__(self, module: Any, gradients: Gradients, rows: int) -> None:
-        super().__init__(module, gradients, rows)
-        online, target = module.q_network, module.targets.q_network
-        if type(online) is not QNetwork or online.action_space != "categorical":
-            raise ValueError("Only numbers of actions are known.")
-        self.online = of_modules(online.trunk, [online.head], gradients)
-        self.target = of_modules(target.trunk, [target.head])
-        self.memory, self.after = self.online.memory(rows), self.online.memory(rows)
-        self.chosen = self.online.memory(rows) if module.double_q else self.after
+    def bind(self, gradients: Gradients) -> list[nn.Module]:
+        """Find the network and its target."""
+        watched, agent = super().bind(gradients), self.agent
+        online, target = agent.q_network, agent.targets.q_network
+        require_class(online, "QNetwork")
+        if agent.masked or agent.margin_coeff or online.action_space != "categorical":
+            raise Unsupported("Neither masks, margins nor one-hot actions are known.")
+        self.online = perceptron_of(online.trunk, online.head, gradients)
+        self.target = perceptron_of(target.trunk, target.head)
+        self.memory, self.after = self.online.memory(self.rows), self.online.memory(self.rows)
+        self.chosen = self.online.memory(self.rows) if agent.double_q else self.after
         self.d = np.empty_like(self.memory[-1])
         self._learn = jitted(kernels.learn_choices)
+        return watched
 
     def learn(self, seen: Seen, action: Array, step: Any, weight: Array, error: Array) -> dict[str, float]:
         """Write them."""
         now, then = seen
         after = self.target.forward(then, self.after)
-        chooser = self.online.forward(then, self.chosen) if self.module.double_q else after
+        chooser = self.online.forward(then, self.chosen) if self.agent.double_q else after
         values = self.online.forward(now, self.memory)
-        loss, mean = self._learn(values, after, chooser, action.reshape(-1), step, weight, self.kind, self.d, error)
+        loss, mean = self._learn(values, after, chooser, action.reshape(-1), step, weight, self.distance, self.d, error)
         self.online.backward(now, self.memory, self.d, self.every)
         return {"loss_value": loss, "value": mean}
 
 
-class ActorCriticGradients(TransitionGradients):
-    """What those of SAC and TD3 share: critics of an observation and an action, and an actor that is judged by them."""
+class ActorCriticUpdate(TransitionUpdate):
+    """Critics of an observation and an action, and an actor that they judge: the parts that SAC and TD3 share."""
 
-    def __init__(self, module: Any, gradients: Gradients, rows: int) -> None:
-        super().__init__(module, gradients, rows)
-        actor, targets = module.actor_network, module.targets
-        if any(type(each) is not CriticEnsemble for each in (module.critics, targets.critics)):
-            raise ValueError("Only the ensemble of our own is known.")
-        self.critics, self.targets = of_critics(module.critics, gradients), of_critics(targets.critics)
-        self.actor = of_modules(actor.trunk, actor.head.stack, gradients)
+    def bind(self, gradients: Gradients) -> list[nn.Module]:
+        """Find actor and critics."""
+        watched, agent, rows = super().bind(gradients), self.agent, self.rows
+        actor = agent.actor_network
+        self.critics, self.targets = perceptrons_of(agent.critics, gradients), perceptrons_of(agent.targets.critics)
+        self.actor = perceptron_of(actor.trunk, actor.head, gradients)
         self.center, self.half = array_of(actor.head.center), array_of(actor.head.half_range)
         self.features, self.actions = len(self.actor.layers[0][0]), len(self.center)
         # Little memory, for all of it wanders through the caches with each update: only what the actor's loss reads
         # again outlasts the next forward pass.
-        slopes: Slopes = {}
-        self.acting = self.actor.memory(rows, slopes)
-        self.memories = [each.memory(rows, slopes) for each in self.critics]
+        buffers: GradBuffers = {}
+        self.acting = self.actor.memory(rows, buffers)
+        self.memories = [each.memory(rows, buffers) for each in self.critics]
         self.passing = self.memories[:1] * len(self.critics)
         self.x, self.other = np.empty((2, rows, self.features + self.actions), np.float32)
         self.chosen = self.other[:, self.features :]
@@ -157,6 +126,7 @@ class ActorCriticGradients(TransitionGradients):
         self.d, self.slopes = np.empty_like(self.values), np.empty((rows, self.actions), np.float32)
         self.target, self.log_prob = np.zeros((2, rows), np.float32)
         self.noise = torch.empty(rows, self.actions)
+        return watched
 
     def evaluate(self, critics: list[Perceptron], memories: list[Memory], observation: Array, x: Array) -> Array:
         """Return the values ``[N, B]`` of actions that lie in ``x`` already."""
@@ -181,7 +151,7 @@ class ActorCriticGradients(TransitionGradients):
 
     def _learn_critic(self, critic: Perceptron, memory: Memory, d: Array, weight: Array, error: Array) -> Any:
         values = critic.forward(self.x, memory)[:, 0]
-        found = jitted(kernels.learn_values)(values, self.target, weight, self.kind, d, error)
+        found = jitted(kernels.learn_values)(values, self.target, weight, self.distance, d, error)
         critic.backward(self.x, memory, d[:, None], self.every)
         return found
 
@@ -191,23 +161,23 @@ class ActorCriticGradients(TransitionGradients):
         self.slopes[rows] = self.critics[number].backward_to(self.memories[number], rows, d, self.actions)
 
 
-class SquashedGradients(ActorCriticGradients):
-    """Those of SAC."""
+class SACUpdate(ActorCriticUpdate):
+    """SAC over a Normal behind a tanh."""
 
-    def __init__(self, module: Any, gradients: Gradients, rows: int) -> None:
-        super().__init__(module, gradients, rows)
-        head = module.actor_network.head
-        if type(head) is not SquashedHead:
-            raise ValueError(f"{type(head).__name__} is not known.")
-        self.limits = tuple(map(np.float32, (*LOG_STD_RANGE, furthest(self.noise))))
-        self.log_range, self.best = float(head.log_range), np.empty(rows, np.int64)
-        self.pulled = np.empty((rows, 2 * self.actions), np.float32)
-        self.to_alpha = gradients.get(module.log_alpha)
+    def bind(self, gradients: Gradients) -> list[nn.Module]:
+        """Find the networks."""
+        watched, head = super().bind(gradients), self.agent.actor_network.head
+        require_class(head, "SquashedHead")
+        self.limits = tuple(map(np.float32, head.limits))
+        self.log_range, self.best = float(head.log_range), np.empty(self.rows, np.int64)
+        self.pulled = np.empty((self.rows, 2 * self.actions), np.float32)
+        self.to_alpha = gradients.get(self.agent.log_alpha)
+        return watched
 
     def learn(self, seen: Seen, action: Array, step: Any, weight: Array, error: Array) -> dict[str, float]:
         """Write them."""
         now, then = seen
-        log_alpha = self.module.log_alpha.item()
+        log_alpha = self.agent.log_alpha.item()
         alpha = math.exp(log_alpha)
         self._sample(then)
         terms = self.learn_critics(seen, action, step, alpha, weight, error)
@@ -221,7 +191,7 @@ class SquashedGradients(ActorCriticGradients):
         self.actor.backward(now, self.acting, self.pulled, self.every)
         terms["loss_actor"] = -gain
         if self.to_alpha is not None:
-            slope = -(mean + (self.module.target_entropy or 0.0))
+            slope = -(mean + (self.agent.target_entropy or 0.0))
             self.to_alpha.fill_(slope)
             terms["loss_alpha"] = slope * log_alpha
         return {**terms, "entropy": -mean, "alpha": alpha}
@@ -233,23 +203,23 @@ class SquashedGradients(ActorCriticGradients):
         return out
 
 
-class NoisyGradients(ActorCriticGradients):
-    """Those of TD3."""
+class TD3Update(ActorCriticUpdate):
+    """TD3 over a deterministic actor."""
 
-    def __init__(self, module: Any, gradients: Gradients, rows: int) -> None:
-        super().__init__(module, gradients, rows)
-        target = module.targets.actor_network
-        if any(type(each.head) is not DeterministicHead for each in (module.actor_network, target)):
-            raise ValueError(f"{type(target.head).__name__} is not known.")
-        self.target_actor = of_modules(target.trunk, target.head.stack)
+    def bind(self, gradients: Gradients) -> list[nn.Module]:
+        """Find the networks."""
+        watched, target = super().bind(gradients), self.agent.targets.actor_network
+        require_class(self.agent.actor_network.head, "DeterministicHead")
+        self.target_actor = perceptron_of(target.trunk, target.head)
+        return watched
 
     def learn(self, seen: Seen, action: Array, step: Any, weight: Array, error: Array) -> dict[str, float]:
         """Write them."""
-        module, (now, then) = self.module, seen
+        agent, (now, then) = self.agent, seen
         out, noise = self.target_actor.forward(then, self.acting), self.noise.normal_().numpy()
-        jitted(kernels.smooth)(out, noise, module.policy_noise, module.noise_clip, self.chosen)
+        jitted(kernels.smooth)(out, noise, agent.policy_noise, agent.noise_clip, self.chosen)
         terms = self.learn_critics(seen, action, step, 0.0, weight, error)
-        self.resting = set() if module.take_turn() else set(module.actor_network.parameters())
+        self.resting = set() if agent.take_turn() else set(agent.actor_network.parameters())
         if not self.resting:
             chosen = np.tanh(self.actor.forward(now, self.acting), out=self.chosen)
             values = self.evaluate(self.critics[:1], self.memories, now, self.other)[0]

@@ -1,0 +1,45 @@
+"""Faster equals of what torch computes for small perceptrons on one CPU: updates, acting and optimizers.
+
+The rest of the package imports only from here. Anything that is not known is left to torch.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from torchrl_lightning.learn.analytic.acting import bind_inputs as bind_inputs
+from torchrl_lightning.learn.analytic.optimization import LeanAdam as LeanAdam
+from torchrl_lightning.learn.analytic.optimization import OptimizedParameters as OptimizedParameters
+from torchrl_lightning.learn.analytic.optimization import SoftUpdate as SoftUpdate
+from torchrl_lightning.learn.analytic.optimization import settled_parameters as settled_parameters
+from torchrl_lightning.learn.analytic.perceptrons import Unsupported, defining_class
+from torchrl_lightning.learn.analytic.ppo_update import PPOUpdate
+from torchrl_lightning.learn.analytic.q_updates import DQNUpdate, SACUpdate, TD3Update
+from torchrl_lightning.learn.analytic.updates import AnalyticUpdate
+
+logger = logging.getLogger(__name__)
+_UPDATES: dict[str, type[AnalyticUpdate]] = {
+    "DQNModule": DQNUpdate,
+    "SACModule": SACUpdate,
+    "TD3Module": TD3Update,
+    "PPOModule": PPOUpdate,
+}
+
+
+def update_for(agent: Any) -> AnalyticUpdate | None:
+    """Return a function that writes the gradients of an agent's loss without autograd.
+
+    Args:
+        agent: An agent in a fit, which has its trainer, networks and optimizers.
+
+    Returns:
+        The function of a batch; it returns None if autograd has to compute that batch. None instead of it if autograd
+        has to compute each batch: the agent is not one of ours over perceptrons, or the run needs more.
+    """
+    kind = _UPDATES.get(defining_class(agent, "terms"))
+    try:
+        return None if kind is None else kind(agent)
+    except Unsupported as reason:
+        logger.debug("Autograd computes the gradients of %s: %s", type(agent).__name__, reason)
+        return None
