@@ -343,9 +343,11 @@ class AgentModule(PickledByValue, Settings, ReportingModule):
 
         The gradients of entries that are numbers have been written already.
         """
-        losses = [value for name, value in terms.items() if name == "loss" or name.startswith("loss_")]
-        loss = sum(losses[1:], start=losses[0])
-        norms = self.update(loss, inner=inner) if isinstance(loss, Tensor) else self.step_optimizers(inner=inner)
+        loss: Any = None
+        for name, value in terms.items():
+            if name == "loss" or name.startswith("loss_"):
+                loss = value if loss is None else loss + value
+        norms = self.step_optimizers(inner=inner) if isinstance(loss, float) else self.update(loss, inner=inner)
         self.accumulate({**terms, **norms})
 
     def report(self) -> dict[str, float]:
@@ -370,28 +372,25 @@ class TermsModule(AgentModule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._update: Callable[[Any], Any] | None = None
+        self._update: Callable[[Any], Any] = autograd
 
     def on_train_start(self) -> None:
         """Look for a way to compute gradients without autograd, which equals it to float error."""
         super().on_train_start()
-        self._update = update_for(self)
+        self._update = update_for(self) or autograd
 
     def on_train_end(self) -> None:
         """Release the memory of this fit."""
         super().on_train_end()
-        self._update = None
-
-    def write_gradients(self, batch: Any) -> Any:
-        """Write the gradients of a batch and return ``terms`` as numbers; None, and nothing is done, if autograd must.
-
-        :meth:`minimise` takes these terms as those of ``compute``.
-        """
-        return None if self._update is None else self._update(batch)
+        self._update = autograd
 
     def compute(self, batch: Any) -> Any:
         """Return ``terms``, compiled if asked for."""
         return compiled(type(self).terms)(self, batch) if self.compiled else self.terms(batch)
+
+
+def autograd(batch: Any) -> None:
+    """Write no gradients: :meth:`TermsModule.compute` and autograd do."""
 
 
 @contextmanager

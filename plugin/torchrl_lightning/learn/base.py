@@ -298,7 +298,7 @@ class ActorCriticModule(TermsModule):
                 self._learn(part, inner=number > 0)
 
     def _learn(self, batch: TensorDictBase, *, inner: bool) -> None:
-        terms = self.write_gradients(batch) or self.compute(batch)
+        terms = self._update(batch) or self.compute(batch)
         if self.intrinsic is not None:
             terms["loss_intrinsic_predictor"] = self.intrinsic.loss(batch)
         if self.should_stop(terms):

@@ -192,7 +192,7 @@ class OffPolicyModule(TermsModule):
         """Make an update on each batch of this step, and write the TD errors into it."""
         for number, part in enumerate(updates_of(batch)):
             transitions = read_transitions(part, self._keys, self.gamma, self._state_keys, masked=self.masked)
-            terms, errors = self.write_gradients(transitions) or self.compute(transitions)
+            terms, errors = self._update(transitions) or self.compute(transitions)
             states = None
             if self.memory is not None and self.refresh_states:
                 states = refreshed_states(transitions, self.memory)

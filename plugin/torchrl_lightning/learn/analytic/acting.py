@@ -91,7 +91,7 @@ class CompiledLayers:
             self._copied = list(zip(x.split(widths, 1), entries, strict=True))
         self._guard = ModuleGuard(trunk, head)
         self._levels = [*(layer._parameters for layer in linear), *levels]
-        self._shapes = [parameter.shape for parameter in self._parameters()]
+        self._shapes = [value.shape for level in self._levels for value in level.values()]
         self._addresses: list[int] = []
         shapes = [[*layer.weight.shape[::-1], kind] for layer, kind in zip(linear, activations, strict=True)]
         self._table = np.zeros((len(linear) + 1, 5), np.int64)
@@ -105,12 +105,9 @@ class CompiledLayers:
         """Return memory of each row."""
         return torch.empty(self.rows, *shape, dtype=dtype)
 
-    def _parameters(self) -> list[Tensor]:
-        return [value for level in self._levels for value in level.values() if value is not None]
-
     def refresh(self) -> bool:
         """Follow what was moved and overwritten; return False if the modules are not those of construction."""
-        found = self._parameters()
+        found = [value for level in self._levels for value in level.values() if value is not None]
         places = list(map(Tensor.data_ptr, found))
         if places != self._addresses:
             if [parameter.shape for parameter in found] != self._shapes or not all(map(is_plain, found)):

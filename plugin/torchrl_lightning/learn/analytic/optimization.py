@@ -6,6 +6,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -27,6 +28,10 @@ def _uncompiled(method: Callable[..., Any]) -> Any:
         return (method if "torch._dynamo" in sys.modules else plain)(self, *args, **kwargs)
 
     return call
+
+
+_SETTINGS = ("lr", "weight_decay", "eps", "amsgrad", "maximize")
+_settings_of = itemgetter(*_SETTINGS)
 
 
 class LeanAdam(o.Adam):
@@ -60,38 +65,35 @@ class LeanAdam(o.Adam):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._is_plain():
-            with torch.no_grad():
-                for group in self.param_groups:
-                    self._step_group(group)
-        else:
+        hooks = self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks
+        if (
+            any((*hooks, _global_optimizer_pre_hooks, _global_optimizer_post_hooks))
+            or "found_inf" in vars(self)
+            or not all(map(_is_plain, self.param_groups))
+        ):
             ordinary = o.Adam.step
             if not getattr(ordinary, "hooked", False):
                 ordinary = o.Optimizer.profile_hook_step(ordinary)
             ordinary(self)
+            return loss
+        with torch.no_grad():
+            for group in self.param_groups:
+                columns: tuple[list[Tensor], ...] = [], [], [], [], [], []
+                self._init_group(group, *columns)
+                if columns[0]:
+                    torch._foreach_add_(columns[-1], 1)
+                    beta1, beta2 = group["betas"]
+                    settings = dict(zip(_SETTINGS, _settings_of(group), strict=True))
+                    torch._fused_adam_(*columns, beta1=beta1, beta2=beta2, **settings)
         return loss
 
     step.hooked = True  # type: ignore[attr-defined]  # torch wraps a step without this mark, by label and hooks
 
-    def _is_plain(self) -> bool:
-        hooks = self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks
-        if any((*hooks, _global_optimizer_pre_hooks, _global_optimizer_post_hooks)) or "found_inf" in vars(self):
-            return False
-        for group in self.param_groups:
-            first = group["params"][0].device
-            if not group["fused"] or group["decoupled_weight_decay"] or any(p.device != first for p in group["params"]):
-                return False
-        return True
 
-    def _step_group(self, group: dict[str, Any]) -> None:
-        columns: tuple[list[Tensor], ...] = [], [], [], [], [], []
-        self._init_group(group, *columns)
-        if not columns[0]:
-            return
-        torch._foreach_add_(columns[-1], 1)
-        beta1, beta2 = group["betas"]
-        settings = {name: group[name] for name in ("lr", "weight_decay", "eps", "amsgrad", "maximize")}
-        torch._fused_adam_(*columns, beta1=beta1, beta2=beta2, **settings)
+def _is_plain(group: dict[str, Any]) -> bool:
+    first, *others = group["params"]
+    is_own = group["fused"] and not group["decoupled_weight_decay"]
+    return is_own and not (others and any(each.device != first.device for each in others))
 
 
 # They treat each number alone, so that it does not matter where a parameter begins. Subclasses may do anything.

@@ -61,7 +61,7 @@ class AnalyticUpdate(ABC):
         rows = self.count(batch) if self._is_supported else None
         if rows is None:
             return None
-        if rows != self.rows or addresses(self._parameters) != self._addresses:
+        if rows != self.rows or list(map(Tensor.data_ptr, self._parameters)) != self._addresses:
             try:
                 self._build(rows)
             except Unsupported:
