@@ -18,7 +18,7 @@ from torchrl.envs import ExplorationType, set_exploration_type
 from kit.specs import BOX, DISCRETE, ONE_HOT, TWO_CHOICES, specs_of
 from torchrl_lightning.collectors import GymnasiumCollector
 from torchrl_lightning.environments.policies import standing_call
-from torchrl_lightning.learn import DQNModule, MLPNetwork, PPOModule, RecurrentNetwork, SACModule, TD3Module
+from torchrl_lightning.learn import Actor, DQNModule, MLPNetwork, PPOModule, RecurrentNetwork, SACModule, TD3Module
 from torchrl_lightning.learn.exploration import EpsilonGreedyPolicy
 
 ROWS = 5
@@ -194,6 +194,19 @@ def test_a_subclass_that_acts_otherwise_is_not_bypassed() -> None:
             return torch.full((len(entries[0]),), 2)
 
     policy = Last(DQNModule().build(DISCRETE).q_network)
+    call = standing_call(policy, step_for(policy))
+    assert call is not None
+    assert call()["action"].tolist() == [2] * ROWS
+
+
+def test_an_actor_that_chooses_otherwise_is_not_bypassed() -> None:
+    class Last(Actor):
+        def choose(self, *arguments: Any) -> dict[Any, Tensor]:
+            chosen = super().choose(*arguments)
+            return {**chosen, "action": torch.full_like(chosen["action"], 2)}
+
+    policy = PPOModule().build(DISCRETE).policy
+    policy.__class__ = Last
     call = standing_call(policy, step_for(policy))
     assert call is not None
     assert call()["action"].tolist() == [2] * ROWS
