@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from torchrl_lightning._compat import logger_connector
-from torchrl_lightning._modules import clock_of
+from torchrl_lightning.protocols import DataApi
 from torchrl_lightning.ranks import gathered
 
 EVALUATION, TRAINING = "eval/", "train/"
@@ -25,7 +25,7 @@ class _RowsOverClock:
 
     def __call__(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         if metrics and "step" not in metrics:  # Lightning writes a row over a metric of this name
-            clock = clock_of(getattr(self._trainer, "datamodule", None))
+            clock = DataApi.of_run(self._trainer).clock
             step = step if clock is None else clock[0]
         connector = logger_connector(self._trainer)
         type(connector).log_metrics(connector, metrics, step)

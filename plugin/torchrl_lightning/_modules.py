@@ -54,10 +54,3 @@ class EvaluationMode:
         """Switch it back."""
         for module in self._switched.pop():
             module.__dict__.update(training=True)
-
-
-def clock_of(data: object) -> tuple[int, str] | None:
-    """Return what a DataModule counts a run's time by, and in what unit; None if it counts nothing."""
-    frames = getattr(data, "frames", None)
-    clock: tuple[int, str] | None = getattr(data, "clock", None if frames is None else (frames, "frames"))
-    return clock

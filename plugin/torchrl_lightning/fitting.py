@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from torchrl_lightning.protocols import DataApi, LearnerApi
+
 
 class Fault(ValueError):
     """What is wrong with a run and not with the program; its message, one line, is all that its user needs to see."""
@@ -36,18 +38,18 @@ def require_stream(learner: Any, data: Any) -> None:
 
     A learner names the stream in ``learns_from``, a DataModule in ``serves``; who names none is not asked.
     """
-    wanted, served = getattr(learner, "learns_from", None), getattr(data, "serves", None)
-    if wanted is None or served is None or wanted == served:
+    wanted, served = LearnerApi.of(learner), DataApi.of(data)
+    if wanted.learns_from is None or served.serves is None or wanted.learns_from == served.serves:
         return
     raise MisfitError(
         f"{type(learner).__name__} does not learn from the {type(data).__name__}; choose a stream for it, such as "
-        f"{learner.stream_for_it}, or a learner for this stream, such as {data.learner_for_it}."
+        f"{wanted.stream_for_it}, or a learner for this stream, such as {served.learner_for_it}."
     )
 
 
 def check_precision(trainer: Any) -> None:
     """Validate a trainer's precision; raise ValueError if the policy could not act in it as it learns."""
-    precision, plugin = str(trainer.precision), getattr(trainer, "precision_plugin", None)
+    precision, plugin = str(trainer.precision), trainer.precision_plugin
     if precision.endswith("-true") and precision != "32-true":
         raise ValueError(
             f"precision={precision!r} makes Lightning rebuild each TensorDict without its batch size and "
@@ -68,7 +70,7 @@ def learning_dtype(trainer: Any) -> Any:
         >>> learning_dtype(Trainer(accelerator="cpu", precision="bf16-mixed", logger=False, barebones=True))
         torch.bfloat16
     """
-    plugin = getattr(trainer, "precision_plugin", None)
+    plugin = None if trainer is None else trainer.precision_plugin
     if plugin is None:
         return None
     import torch

@@ -106,12 +106,13 @@ def lack_of(error: BaseException) -> str | None:
     """
     if not isinstance(error, OSError | RuntimeError) or isinstance(error, Fault):
         return None
-    if str(getattr(error, "filename", None)).startswith(SHARED_MEMORY) or "shared memory(shm)" in str(error):
+    system = error if isinstance(error, OSError) else OSError()
+    if str(system.filename).startswith(SHARED_MEMORY) or "shared memory(shm)" in str(error):
         return (
             f"{SHARED_MEMORY}, which holds the memory that processes share, is full or cannot be written ({error}); "
             f"enlarge it (mount -o remount,size=2g {SHARED_MEMORY}; docker run --shm-size=2g), or do without processes."
         )
-    number, said = getattr(error, "errno", None), getattr(error, "strerror", None)
+    number, said = system.errno, system.strerror
     if number in (errno.EMFILE, errno.ENFILE):
         return f"no more files can be opened ({said}); allow more before the run (ulimit -n), or take fewer processes."
     if number == errno.EAGAIN:

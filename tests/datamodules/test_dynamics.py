@@ -280,7 +280,7 @@ def test_a_stored_number_that_is_not_finite_names_its_column(side, tmp_path, mon
 
 def test_several_ranks_are_refused(tmp_path):
     data = model_data()
-    data.trainer = SimpleNamespace(precision="32-true", world_size=2, global_rank=0)
+    data.trainer = SimpleNamespace(precision="32-true", precision_plugin=None, world_size=2, global_rank=0)
     with pytest.raises(ValueError, match="fits one model to one buffer, but the trainer has 2 ranks"):
         data.setup("fit")
     data.close()

@@ -54,6 +54,7 @@ from torchrl_lightning import (
 from torchrl_lightning.datamodules.evaluation import check_evaluation, first_checked, view_of, view_of_collector
 from torchrl_lightning.environments import spawn_seed
 from torchrl_lightning.learn import DQNModule, MLPNetwork
+from torchrl_lightning.protocols import CollectorApi
 
 SIZES = {"num_envs": 2, "frames_per_batch": 64}
 
@@ -278,7 +279,7 @@ def test_what_is_out_of_reach_is_left_alone() -> None:
     vectorized = gym.make_vec("CartPole-v1", 2, "vector_entry_point")
     assert view_of(vectorized).wrappers is None
     assert difference(vectorized, ready(Shift), given=False) is None
-    assert view_of_collector(iter([])) is None
+    assert view_of_collector(CollectorApi.of(iter([]))) is None
 
 
 def cart_pole(*around):

@@ -87,7 +87,7 @@ def rollout(trajectories, done) -> TensorDict:
 
 
 def test_a_trajectory_keeps_its_number() -> None:
-    origins = RowOrigins(InterleavedWorkers)
+    origins = RowOrigins(InterleavedWorkers.num_workers)
     assert env_ids(origins.numbered(rollout([[4, 4], [5, 7]], [[0, 1], [1, 0]]))).tolist() == [0, 1]
     assert env_ids(origins.numbered(rollout([[6, 6], [8, 8]], [[0, 0], [0, 1]]))).tolist() == [0, 2]
     assert env_ids(origins.numbered(rollout([[7, 7], [9, 9]], [[0, 0], [0, 0]]))).tolist() == [1, 2]
@@ -96,10 +96,10 @@ def test_a_trajectory_keeps_its_number() -> None:
 
 def test_rows_that_join_several_workers_are_refused() -> None:
     with pytest.raises(ValueError, match="joins the steps of several workers in one row"):
-        RowOrigins(InterleavedWorkers).numbered(rollout([[1, 1, 2, 2]], [[0, 0, 0, 0]]))
+        RowOrigins(InterleavedWorkers.num_workers).numbered(rollout([[1, 1, 2, 2]], [[0, 0, 0, 0]]))
 
 
 def test_a_collector_without_workers_needs_no_numbers() -> None:
     given = rollout([[1, 1], [2, 2]], [[0, 0], [0, 0]])
-    assert RowOrigins(object()).numbered(given) is given
+    assert RowOrigins(1).numbered(given) is given
     assert env_ids(given) is None

@@ -28,6 +28,7 @@ from torchrl_lightning import (
     RingWriter,
     SequenceSampler,
 )
+from torchrl_lightning.protocols import CollectorApi
 from torchrl_lightning.replay.prepared import PreparedRows
 from torchrl_lightning.replay.successors import equal_rows
 
@@ -421,7 +422,7 @@ def test_a_data_module_compares_nothing_while_our_collector_fills_it(
     module.setup("fit")
     checks = module.buffer.writer.check_successors
     collector = GymnasiumCollector("CartPole-v1", None, num_envs=2, frames_per_batch=frames)
-    stream = module._rollouts(collector)
+    stream = module._rollouts(CollectorApi.of(collector))
     assert not module.buffer.writer.check_successors
     assert next(iter(stream)) is not None
     module.close()

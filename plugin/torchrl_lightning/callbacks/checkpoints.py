@@ -13,13 +13,13 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from torchrl_lightning._logging import EVALUATION
-from torchrl_lightning._modules import clock_of
 from torchrl_lightning.callbacks.checkpoint_io import write_atomically
 from torchrl_lightning.callbacks.monitors import check_monitor, episode_metrics, unknown_metric
 from torchrl_lightning.callbacks.sparse import SparseCallback
 from torchrl_lightning.environments.faults import EnvironmentFault
 from torchrl_lightning.fitting import Fault
 from torchrl_lightning.interrupts import interrupts
+from torchrl_lightning.protocols import DataApi
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ class LastCheckpoint(SparseCallback, Checkpoint):
         """Start watching; nothing has been learned by a run that fails earlier."""
         self._training = True
         self._began = self._evaluated = trainer.fit_loop.total_batch_idx
-        self._collected = clock_of(getattr(trainer, "datamodule", None))
+        self._collected = DataApi.of_run(trainer).clock
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the state that was evaluated."""
@@ -96,8 +96,8 @@ class LastCheckpoint(SparseCallback, Checkpoint):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Write the state while collector and buffer are still alive, and log where, unless it is as it began."""
         training, self._training = self._training, False
-        state = trainer.fit_loop.total_batch_idx, clock_of(getattr(trainer, "datamodule", None))
-        if not training or getattr(trainer, "fast_dev_run", False) or state == (self._began, self._collected):
+        state = trainer.fit_loop.total_batch_idx, DataApi.of_run(trainer).clock
+        if not training or _is_trial(trainer) or state == (self._began, self._collected):
             return
         reason = type(exception).__name__
         if trainer.world_size > 1:
@@ -136,8 +136,13 @@ class LastCheckpoint(SparseCallback, Checkpoint):
             files.save_checkpoint({**checkpoint, "callbacks": behind}, self.path)
 
     def _save(self, trainer: Trainer) -> None:
-        if not getattr(trainer, "fast_dev_run", False):
+        if not _is_trial(trainer):
             trainer.save_checkpoint(self.path, weights_only=False)
+
+
+def _is_trial(trainer: Any) -> bool:
+    """Return whether a trainer only runs a few batches and must not write anything."""
+    return bool(trainer.fast_dev_run)
 
 
 def _would_fail_again(exception: BaseException) -> bool:
@@ -151,9 +156,9 @@ def _states(trainer: Trainer) -> dict[str, Any]:
     return {callback.state_key: state for callback in _callbacks(trainer) if (state := callback.state_dict())}
 
 
-def _callbacks(trainer: Trainer) -> list[Any]:
-    found: list[Any] = getattr(trainer, "callbacks")  # noqa: B009  # Lightning gives it no type
-    return found
+def _callbacks(trainer: Any) -> list[Any]:
+    callbacks: list[Any] = trainer.callbacks
+    return callbacks
 
 
 def evaluate(trainer: Trainer) -> None:

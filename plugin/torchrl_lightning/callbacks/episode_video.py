@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
@@ -12,21 +11,10 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torchrl_lightning.callbacks.sparse import SparseCallback
 from torchrl_lightning.collectors.films import check_film
 from torchrl_lightning.fitting import Fault
+from torchrl_lightning.protocols import DataApi
 from torchrl_lightning.ranges import Checked, integer
 
 logger = logging.getLogger(__name__)
-
-
-@runtime_checkable
-class Films(Protocol):
-    """What films an episode of what it evaluates in."""
-
-    eval_env: Any
-    clock: tuple[int, str]
-
-    def film(self, policy: Any, path: Path) -> None:
-        """Write the video."""
-        ...
 
 
 class EpisodeVideo(SparseCallback):
@@ -60,9 +48,10 @@ class EpisodeVideo(SparseCallback):
         """Refuse what cannot be filmed, before anything is trained."""
         if stage != "fit" or not trainer.is_global_zero:
             return
-        data = _data(trainer)
-        if not isinstance(data, Films):
-            raise Fault(f"a video is of what an ExperienceDataModule evaluates in, not of a {type(data).__name__}.")
+        data = DataApi.of_run(trainer)
+        if data.film is None or data.clock is None:
+            kind = type(data.part).__name__
+            raise Fault(f"a video is of what an ExperienceDataModule evaluates in, not of a {kind}.")
         check_film(data.eval_env)
         self._evaluations = 0
 
@@ -73,14 +62,12 @@ class EpisodeVideo(SparseCallback):
         self._evaluations += 1
         if (self._evaluations - 1) % self.every_n_evaluations:
             return
-        data = _data(trainer)
+        data = DataApi.of_run(trainer)
+        assert data.film is not None
+        assert data.clock is not None
         count, unit = data.clock
         path = self.dirpath / f"{unit}_{count:09d}.mp4"
         try:
             data.film(pl_module.policy, path)
         except OSError as error:  # a run does not end for a video
             logger.warning("%s is not written: %s", path, error)
-
-
-def _data(trainer: Trainer) -> Any:
-    return getattr(trainer, "datamodule", None)

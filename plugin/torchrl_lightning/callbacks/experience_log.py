@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 
 from torchrl_lightning._logging import count_rows_by_clock, count_rows_by_lightning, publish
-from torchrl_lightning._modules import clock_of
 from torchrl_lightning.callbacks.sparse import SparseCallback
+from torchrl_lightning.protocols import DataApi
 from torchrl_lightning.ranges import Checked, integer
 
 
@@ -57,16 +56,16 @@ class ExperienceLog(SparseCallback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start counting frames per second."""
         self._began = time.perf_counter()
-        self._counted = (clock_of(getattr(trainer, "datamodule", None)) or (0,))[0]
+        self._counted = (DataApi.of_run(trainer).clock or (0,))[0]
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write one row."""
-        data: Any = getattr(trainer, "datamodule", None)
-        clock = clock_of(data)
+        data = DataApi.of_run(trainer)
+        clock = data.clock
         if clock is None or (trainer.current_epoch + 1) % self.every_n_epochs:
             return
         now, (count, unit) = time.perf_counter(), clock
-        metrics = dict(getattr(data, "metrics", dict)())
+        metrics = dict(data.metrics())
         metrics[f"{unit}_per_second"] = (count - self._counted) / max(now - self._began, 1e-9)
         self._began, self._counted = now, count
         publish(trainer, metrics)

@@ -11,9 +11,9 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 
-from torchrl_lightning._modules import clock_of
 from torchrl_lightning.callbacks.sparse import SparseCallback
 from torchrl_lightning.kernels.compiled import COMPILING, when_compiling
+from torchrl_lightning.protocols import DataApi
 from torchrl_lightning.ranges import Checked, not_negative
 
 BAR_FORMAT = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
@@ -69,10 +69,10 @@ class FramesProgressBar(SparseCallback, ProgressBar):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Open the bar, at the frames that a resumed run has already collected."""
-        data = self._data(trainer)
-        if data is None or not self._enabled:
+        data = DataApi.of_run(trainer)
+        if data.clock is None or data.total_frames is None or not self._enabled:
             return
-        total, (count, unit) = data.total_frames if data.total_frames > 0 else None, clock_of(data) or (0, "")
+        total, (count, unit) = data.total_frames if data.total_frames > 0 else None, data.clock
         self._interval = max(self.refresh_every, 0.0 if sys.stderr.isatty() else SECONDS_BETWEEN_LINES)
         self._refreshed = time.monotonic()
         self._warm = False
@@ -116,18 +116,18 @@ class FramesProgressBar(SparseCallback, ProgressBar):
             self._bar.set_description_str(COMPILING)
 
     def _refresh(self, trainer: Trainer) -> None:
-        bar, data = self._bar, self._data(trainer)
-        if bar is None or data is None:
+        bar, data = self._bar, DataApi.of_run(trainer)
+        if bar is None or data.clock is None:
             return
         bar.set_description_str(TRAINING, refresh=False)
-        metrics: dict[str, Any] = getattr(data, "metrics", dict)()
+        metrics = data.metrics()
         shown = {"return": metrics.get("train/return"), "eval": trainer.callback_metrics.get("eval/return")}
         text = {name: f"{float(x):.1f}" for name, x in shown.items() if x is not None}
         if dead := metrics.get("collector/deaths"):
             text["deaths"] = f"{dead:.0f}"
         text |= {name.removeprefix(DEMOS): f"{x:.3g}" for name, x in metrics.items() if name.startswith(DEMOS)}
         bar.set_postfix(text, refresh=False)
-        count, _ = clock_of(data) or (0, "")
+        count, _ = data.clock
         # The last rollout may exceed total_frames.
         if bar.total is not None:
             bar.total = max(bar.total, count)
@@ -147,8 +147,3 @@ class FramesProgressBar(SparseCallback, ProgressBar):
         if self._bar is not None:
             self._bar.close()
             self._bar = None
-
-    @staticmethod
-    def _data(trainer: Trainer) -> Any:
-        data = getattr(trainer, "datamodule", None)
-        return None if clock_of(data) is None or getattr(data, "total_frames", None) is None else data

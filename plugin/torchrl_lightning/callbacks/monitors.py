@@ -5,10 +5,12 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 from torchrl_lightning._logging import EVALUATION, TRAINING
 from torchrl_lightning.fitting import Fault
+from torchrl_lightning.protocols import DataApi, LearnerApi
 from torchrl_lightning.suggestions import did_you_mean, nearest
 
 _PACKAGE = __name__.partition(".")[0]
@@ -28,13 +30,13 @@ def check_monitor(monitor: Any, trainer: Any, module: Any) -> None:
     if not isinstance(monitor, str):
         raise Fault(f"monitor={monitor!r} must be the name of a metric, such as eval/return.")
     if not monitor.startswith(TRAINING):
-        known = getattr(module, "evaluation_metrics", ())
+        known = LearnerApi.of(module).evaluation_metrics
         all_are_known = monitor.startswith(EVALUATION) and _evaluates_alone(trainer, module)
         if monitor not in known and (all_are_known or nearest(monitor, known) is not None):
             raise unknown_metric(monitor, known)
         return
     of_episodes = episode_metrics(trainer)
-    known = (*of_episodes, *getattr(module, "training_metrics", ()))
+    known = (*of_episodes, *LearnerApi.of(module).training_metrics)
     if monitor in known:
         return
     # A module of the user's own may log a metric whose name resembles a loss of ours.
@@ -65,8 +67,7 @@ def _suggestion(monitor: str, known: Iterable[str]) -> str:
 
 def episode_metrics(trainer: Any) -> tuple[str, ...]:
     """Return the names of what a DataModule says about finished episodes, none if it does not say them."""
-    names: tuple[str, ...] = getattr(getattr(trainer, "datamodule", None), "episode_metrics", ())
-    return names
+    return DataApi.of_run(trainer).episode_metrics
 
 
 def _evaluates_alone(trainer: Any, module: Any) -> bool:
@@ -81,20 +82,20 @@ def _evaluates_alone(trainer: Any, module: Any) -> bool:
 
 def _trains_alone(trainer: Any, module: Any) -> bool:
     """Return whether nothing of the user's own takes part in training that could log a metric."""
-    data = getattr(trainer, "datamodule", None)
-    parts = (module, data, getattr(data, "buffer", None), getattr(data, "make_collector", None))
-    is_listed = bool(getattr(module, "training_metrics", ()))
-    return is_listed and data is not None and all(map(_is_ours, parts)) and _has_known_callbacks(trainer)
+    data = DataApi.of_run(trainer)
+    parts = (module, data.part, data.buffer, data.make_collector or None)
+    is_listed = bool(LearnerApi.of(module).training_metrics)
+    return is_listed and data.part is not None and all(map(_is_ours, parts)) and _has_known_callbacks(trainer)
 
 
 def _has_known_callbacks(trainer: Any) -> bool:
-    packages = {type(callback).__module__.partition(".")[0] for callback in getattr(trainer, "callbacks", ())}
+    packages = {type(callback).__module__.partition(".")[0] for callback in trainer.callbacks}
     return packages <= {"lightning", _PACKAGE}
 
 
 def _is_ours(part: Any) -> bool:
     """Return whether an object, or the class or function in a partial, is ours; None counts as ours."""
-    part = getattr(part, "func", part)
+    part = part.func if isinstance(part, partial) else part
     owner = part if inspect.isclass(part) or inspect.isroutine(part) else type(part)
     return part is None or owner.__module__.partition(".")[0] == _PACKAGE
 

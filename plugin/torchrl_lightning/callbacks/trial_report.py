@@ -10,10 +10,10 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
-from torchrl_lightning._modules import clock_of
 from torchrl_lightning.callbacks.monitors import check_monitor
 from torchrl_lightning.callbacks.sparse import SparseCallback
 from torchrl_lightning.fitting import Fault
+from torchrl_lightning.protocols import DataApi
 from torchrl_lightning.records import ENDED_EARLY
 
 logger = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ class TrialReport(SparseCallback):
         value = trainer.callback_metrics.get(self.monitor)
         if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking or value is None:
             return
-        count, unit = clock_of(getattr(trainer, "datamodule", None)) or (trainer.global_step, "updates")
+        count, unit = DataApi.of_run(trainer).clock or (trainer.global_step, "updates")
         is_bad = False
         if self._trial is not None:
             self._trial.report(float(value), count)

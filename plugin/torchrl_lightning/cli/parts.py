@@ -21,6 +21,7 @@ from torchrl_lightning.fitting import MisfitError, require_fit
 from torchrl_lightning.learn.agents import AgentModule
 from torchrl_lightning.learn.dry_run import NetworkFault, network_faults
 from torchrl_lightning.learn.loading import CONFIG
+from torchrl_lightning.protocols import DataApi, LearnerApi
 from torchrl_lightning.records import COMMAND
 from torchrl_lightning.suggestions import did_you_mean
 
@@ -172,7 +173,7 @@ class GivenSettings(Callback):
         if changes_rates(self.differing):
             self._set_rates(trainer)
         # Within an epoch its own schedules stay where they were, if nothing of the learner's was changed.
-        follow = getattr(pl_module, "follow_schedules", None)
+        follow = LearnerApi.of(pl_module).follow_schedules
         if follow is not None and any(name.startswith("model.") for name in self.differing):
             follow()
         for name, restored in self._present(trainer).items():
@@ -187,7 +188,7 @@ class GivenSettings(Callback):
         found: dict[str, Any] = {}
         for name in self.differing:
             group, *path = name.split(".")
-            value: Any = getattr(trainer, "datamodule", None) if group == "data" else None
+            value: Any = DataApi.of_run(trainer).part if group == "data" else None
             for attribute in path:
                 value = getattr(value, attribute, None)
             if isinstance(value, bool | int | float | str):

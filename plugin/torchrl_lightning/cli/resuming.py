@@ -25,6 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 from torchrl_lightning.cli.checks import TRUST, UsageError
 from torchrl_lightning.cli.replacing import replace_part, targets_in, targets_of, within
 from torchrl_lightning.limits import OVERRIDES
+from torchrl_lightning.protocols import LearnerApi
 from torchrl_lightning.records import COMMAND
 
 # Of the present run, whatever the checkpoint says.
@@ -334,7 +335,7 @@ def check_checkpoint(
 
 def copies(model: Any, data: Any) -> Callable[[], Any] | None:
     """Return what makes copies of a model, with the networks that it would build for a DataModule."""
-    if not hasattr(model, "build"):
+    if LearnerApi.of(model).build is None:
         return None
     specs, options = data.specs, data.build_options
     return lambda: copy.deepcopy(model).build(specs, **copy.deepcopy(options))

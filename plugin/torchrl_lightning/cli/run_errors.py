@@ -34,9 +34,9 @@ def storage_error(error: BaseException) -> str | None:
 paths.log_dir=FOLDER.
     """
     remedy = _REMEDIES.get(error.errno or 0) if isinstance(error, OSError) else None
-    if remedy is None:
+    if not isinstance(error, OSError) or remedy is None:
         return None
-    said = str(error).removeprefix(f"[Errno {getattr(error, 'errno', None)}] ").rstrip(".")
+    said = str(error).removeprefix(f"[Errno {error.errno}] ").rstrip(".")
     return f"{' '.join(said.split())}. {remedy}"
 
 

@@ -72,6 +72,8 @@ class CollectorBase(Stated):
         "batches": Attribute(whole(), "_batches"),
         "seed": Attribute(whole()),
     }
+    flags_beginnings = True
+    """Whether ``is_init`` and ``done`` mark the start of each trajectory."""
     _plays = False  # whether there is a replay, which goes on where a restored collector does
     _states: Mapping[NestedKey, Tensor]  # recurrent states of what goes on
 
@@ -178,6 +180,7 @@ class CollectorBase(Stated):
         return {key: found[dotted(key)] for key in self._states}
 
     def __repr__(self) -> str:
-        names = "num_envs", "frames_per_batch", "frames", "total_frames"
-        sizes = "".join(f", {name}={getattr(self, name)}" for name in names)
-        return f"{type(self).__name__}(env={self._env_source}{sizes})"
+        return (
+            f"{type(self).__name__}(env={self._env_source}, num_envs={self.num_envs}, "
+            f"frames_per_batch={self.frames_per_batch}, frames={self.frames}, total_frames={self.total_frames})"
+        )

@@ -19,10 +19,11 @@ from torchrl.envs.utils import ExplorationType
 from torchrl_lightning.collectors._base import CollectorBase, check_acting, check_random_frames, check_replay
 from torchrl_lightning.collectors.gymnasium import GymnasiumCollector
 from torchrl_lightning.environments.played import Array, FollowedReplaySource
-from torchrl_lightning.environments.policies import KnowsWorker, Policy, load_weights, policy_device
+from torchrl_lightning.environments.policies import Policy, load_weights, policy_device
 from torchrl_lightning.environments.seeds import check_seed, spawn_seed, spawn_seeds
 from torchrl_lightning.environments.vector_env import check_env_source, vectorization_of
 from torchrl_lightning.keys import ENV_IDS, TRAJ_IDS
+from torchrl_lightning.protocols import PolicyApi
 from torchrl_lightning.state import Attribute, InPlace, whole
 
 
@@ -43,8 +44,8 @@ class Worker:
         self.replay = kwargs.get("replay")
         self.number, self.count = number, count
         for part in self.policy.modules() if isinstance(self.policy, nn.Module) else ():
-            if isinstance(part, KnowsWorker):
-                part.use_worker(number, count)
+            if (use_worker := PolicyApi.of(part).use_worker) is not None:
+                use_worker(number, count)
         self.collector = GymnasiumCollector(env, self.policy, **kwargs)
         frames = begun * self.collector.frames_per_batch
         # A rollout begins at most as many trajectories as it has frames and environments.

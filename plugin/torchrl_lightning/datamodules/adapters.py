@@ -14,6 +14,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from torchrl_lightning.callbacks.sparse import SparseCallback
 from torchrl_lightning.interrupts import interrupts
+from torchrl_lightning.protocols import LearnerApi
 
 logger = logging.getLogger(__name__)
 
@@ -55,15 +56,14 @@ class DataHooks(SparseCallback):
         self.data = data
         self._monitors = WaitingMonitors()
 
-    def attach(self, trainer: Trainer) -> None:
+    def attach(self, trainer: Any) -> None:
         """Put this callback before all others of a trainer, once."""
-        callbacks: list[Any] = getattr(trainer, "callbacks")  # noqa: B009  # Lightning gives it no type
-        if self not in callbacks:
-            callbacks.insert(0, self)
+        if self not in trainer.callbacks:
+            trainer.callbacks.insert(0, self)
 
-    def is_of(self, trainer: Trainer) -> bool:
+    def is_of(self, trainer: Any) -> bool:
         """Return whether the trainer fits with this DataModule: it may fit with another one later."""
-        return getattr(trainer, "datamodule", None) is self.data
+        return trainer.datamodule is self.data
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Hold Ctrl-C until the run is between two steps; of several ranks, each would stop at another step."""
@@ -104,7 +104,7 @@ class DataHooks(SparseCallback):
 
     def _later(self, trainer: Trainer, pl_module: LightningModule) -> tuple[str, ...]:
         """Return metrics that come with the first episode that ends, in training or in an evaluation."""
-        evaluated: tuple[str, ...] = getattr(pl_module, "evaluation_metrics", ())
+        evaluated = LearnerApi.of(pl_module).evaluation_metrics
         is_evaluated = not trainer.enable_validation or any(name in trainer.callback_metrics for name in evaluated)
         return (*self.data.episode_metrics, *(() if is_evaluated else evaluated))
 

@@ -34,7 +34,7 @@ from torchrl_lightning.datamodules.episodes import FinishedEpisodes
 from torchrl_lightning.datamodules.evaluation import first_checked, view_of_collector
 from torchrl_lightning.datamodules.feed import Feed
 from torchrl_lightning.datamodules.frames import FrameClock
-from torchrl_lightning.datamodules.learner import acting, build_learner
+from torchrl_lightning.datamodules.learner import build_learner
 from torchrl_lightning.datamodules.loaders import LoadersDataModule
 from torchrl_lightning.datamodules.normalization import Normalization
 from torchrl_lightning.datamodules.rebuilding import TO_GIVE, RebuildableDataModule, RunState
@@ -47,6 +47,7 @@ from torchrl_lightning.environments.seeds import check_seed
 from torchrl_lightning.environments.specs import specs_state
 from torchrl_lightning.environments.threads import kept_threads
 from torchrl_lightning.fitting import check_precision, learning_dtype, require_stream
+from torchrl_lightning.protocols import CollectorApi
 from torchrl_lightning.ranges import budget, optional
 from torchrl_lightning.ranks import gathered, state_of_rank
 from torchrl_lightning.settings import Count, Positive, Settings, Switch, among, setting
@@ -201,7 +202,7 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
 
     def metrics(self) -> dict[str, float]:
         """Metrics of the last rollout or epoch: means over what ended in it, ``time/*`` seconds, and those of parts."""
-        return {**self._clock.metrics(), **self._feed.metrics(), **self._metrics}
+        return {**self._clock.metrics(), **self._feed.api.metrics(), **self._metrics}
 
     # ------------------------------------------------------------------ Lightning's hooks
 
@@ -267,6 +268,7 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
 
     def close(self) -> None:
         """Close collector, worker processes and environment; may be called at any time and repeatedly."""
+        self._acting = None
         try:
             self._feed.close()
         finally:
@@ -410,20 +412,19 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
         else:  # some of TorchRL's take threads of this process
             self._feed.open(lambda: self._users_collector(policy), policy=policy, inside=kept_threads())
 
-    def _own_collector(self, policy: Any) -> tuple[Any, Iterator[TensorDictBase]]:
+    def _own_collector(self, policy: Any) -> tuple[CollectorApi, Iterator[TensorDictBase]]:
         env = self._wrap_env(self._environments.built())
         policy = self._of_raw(self._wrap_policy(policy))
-        collector = own_collector(env, policy, **self._collector_options())
+        collector = CollectorApi.of(own_collector(env, policy, **self._collector_options()))
         return collector, self._rollouts(collector)
 
-    def _users_collector(self, policy: Any) -> tuple[Any, Iterator[TensorDictBase]]:
+    def _users_collector(self, policy: Any) -> tuple[CollectorApi, Iterator[TensorDictBase]]:
         assert self.make_collector is not None
         policy = self._of_raw(self._wrap_policy(policy))
-        collector = call_with_policy(self.make_collector, policy, **self._users_collector_options())
+        collector = CollectorApi.of(call_with_policy(self.make_collector, policy, **self._users_collector_options()))
         self._environments.follow_collector(collector)
-        self._clock.check_end(self.trainer, getattr(collector, "total_frames", -1))
-        view = view_of_collector(collector)
-        if view is not None and self.trainer is not None:  # without one nothing chooses by evaluations
+        self._clock.check_end(self.trainer, collector.total_frames)
+        if self.trainer is not None and (view := view_of_collector(collector)) is not None:  # else nothing chooses
             self._environments.check_evaluation(view)
         return collector, first_checked(self._rollouts(collector), self._environments.specs)
 
@@ -436,9 +437,9 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
         """Return a policy or critic under the autocast of the training step."""
         return with_autocast(module, learning_dtype(self.trainer))
 
-    def _rollouts(self, collector: Any) -> Iterator[TensorDictBase]:
+    def _rollouts(self, collector: CollectorApi) -> Iterator[TensorDictBase]:
         """Return the stream of a collector's rollouts."""
-        return iter(collector)
+        return iter(collector.part)
 
     def _collect(self, policy: Any) -> TensorDictBase | None:
         """Return the next rollout ``[N, T]``; None when the collector has ended."""
@@ -453,8 +454,7 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
         rollout = self._feed.next()
         if rollout is None:
             logger.warning("the collector ended after %d frames; training stops.", self.frames)
-            if self.trainer is not None:
-                self.trainer.should_stop = True
+            self._stop()
         return rollout
 
     def evaluate(self, policy: Any, episodes: int | None = None, *, deterministic: bool | None = None) -> TensorDict:
@@ -482,9 +482,6 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
 
     def _evaluation(self) -> Iterator[TensorDictBase]:
         yield self.evaluate(self._module().policy)
-
-    def _module(self) -> Any:
-        return acting(self.trainer, type(self).__name__)
 
     def __str__(self) -> str:
         # Lightning's own version iterates the loaders, which would step the environments.

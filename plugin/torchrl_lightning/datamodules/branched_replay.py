@@ -9,10 +9,10 @@ import torch
 from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 
-from torchrl_lightning.datamodules.learner import Imagines
 from torchrl_lightning.datamodules.mixed_replay import MixedReplay
 from torchrl_lightning.dynamics import HoldoutSplit
 from torchrl_lightning.entries import describe, nearest
+from torchrl_lightning.protocols import LearnerApi
 from torchrl_lightning.ranges import integer
 from torchrl_lightning.replay import ExperienceBuffer, RingStorage
 from torchrl_lightning.settings import Count, Settings, setting
@@ -165,7 +165,7 @@ class BranchedReplay(Settings, Stated, Nameable):
 
     def misfit(self, specs: Any, learner: Any) -> str | None:
         """Return why it does not fit a learner; None if it does."""
-        if learner is None or all(getattr(learner, name, None) is not None for name in ("fit_dynamics", "imagine")):
+        if learner is None or LearnerApi.of(learner).can_imagine:
             return None
         return (
             f"{type(learner).__name__} imagines no branches for {type(self).__name__}; choose a learner that does, "
@@ -194,7 +194,7 @@ class BranchedReplay(Settings, Stated, Nameable):
                 "another fraction, or raise warmup_frames."
             )
 
-    def prepare(self, module: Imagines) -> None:
+    def prepare(self, module: Any) -> None:
         """Have the module fit its world model and imagine branches, where enough rows have been written."""
         written = self.buffer.writer.write_count
         if self.fits and written - self._fitted_at < self.frames_per_fit:

@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from torchrl_lightning._compat import attached
+from torchrl_lightning.protocols import LearnerApi, SourceApi
 from torchrl_lightning.ranges import fraction
 
 B = TypeVar("B")
-NAMES = ("gamma", "gamma_intrinsic")
 
 
 def learner_discounts(learner: Any) -> dict[str, float]:
@@ -30,7 +30,8 @@ def learner_discounts(learner: Any) -> dict[str, float]:
         >>> learner_discounts(DQNModule(gamma=0.9)), learner_discounts(PPOModule())
         ({'gamma': 0.9}, {})
     """
-    found = {name: getattr(learner, name, None) for name in NAMES}
+    abilities = LearnerApi.of(learner)
+    found = {"gamma": abilities.gamma, "gamma_intrinsic": abilities.gamma_intrinsic}
     return {
         name: float(fraction(value, f"{type(learner).__name__}.{name}"))
         for name, value in found.items()
@@ -66,7 +67,10 @@ def build_buffer(make: Callable[..., B], learner: Any, *, trial: bool = False, *
 def check_discount(source: Any, learner: Any) -> None:
     """Refuse a buffer, or a source over several, that discounts otherwise than the learner, by a ValueError."""
     discount = learner_discounts(learner).get("gamma")
-    for buffer in getattr(source, "buffers", [source]) if discount is not None else ():
+    if discount is None:
+        return
+    buffers = SourceApi.of(source).buffers
+    for buffer in [source] if buffers is None else buffers:
         for own in _applied(buffer):
             _check("gamma", own, discount, learner)
 

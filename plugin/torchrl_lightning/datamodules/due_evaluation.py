@@ -56,12 +56,11 @@ class DueEvaluation(SparseCallback):
     def count(self, value: int) -> None:
         self.data.num_evaluations = value
 
-    def attach(self, trainer: Trainer) -> None:
+    def attach(self, trainer: Any) -> None:
         """Put this callback behind all others of a trainer, once, so that they are ready for an evaluation."""
-        callbacks: list[Any] = getattr(trainer, "callbacks")  # noqa: B009  # Lightning gives it no type
-        if self not in callbacks:
-            callbacks.append(self)
-            callbacks.insert(0, _EvaluationBounds(self))  # before those that write checkpoints
+        if self not in trainer.callbacks:
+            trainer.callbacks.append(self)
+            trainer.callbacks.insert(0, _EvaluationBounds(self))  # before those that write checkpoints
 
     def reopen(self, trainer: Any) -> bool:
         """Have Lightning resume within the evaluation that was due; return whether there is one.
@@ -72,16 +71,14 @@ class DueEvaluation(SparseCallback):
             loop = trainer.fit_loop.epoch_loop
             for batches in (loop.batch_progress.current, loop.batch_progress.total):
                 batches.completed = batches.processed
-            episodes = loop.val_loop.batch_progress.current
-            episodes.ready, episodes.started, episodes.processed, episodes.completed = 1, 1, 0, 0
-            total = loop.val_loop.batch_progress.total
-            total.ready = total.started = total.completed + 1
-            total.processed = total.completed
+            episodes, over = loop.val_loop.batch_progress, loop.val_loop.batch_progress.total.completed
+            episodes.current.load_state_dict({"ready": 1, "started": 1, "processed": 0, "completed": 0})
+            episodes.total.load_state_dict({"ready": over + 1, "started": over + 1, "processed": over})
         return self._was_due
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Evaluate now if the interrupted run was about to end, because Lightning evaluates only at intervals."""
-        if not self._was_due or getattr(trainer, "datamodule", None) is not self.data:
+        if not self._was_due or trainer.datamodule is not self.data:
             return
         self._was_due = False
         if should_validate(trainer):

@@ -15,7 +15,6 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 
 from torchrl_lightning._compat import new_tensordict
-from torchrl_lightning.collectors._base import CollectorBase
 from torchrl_lightning.datamodules.adapters import FitHooks
 from torchrl_lightning.datamodules.base import ExperienceDataModule
 from torchrl_lightning.datamodules.episodes import ends_of
@@ -31,6 +30,7 @@ from torchrl_lightning.environments.origins import ring_ids
 from torchrl_lightning.fitting import require_fit
 from torchrl_lightning.interrupts import interrupts
 from torchrl_lightning.keys import REPEATED
+from torchrl_lightning.protocols import CollectorApi, LearnerApi
 from torchrl_lightning.ranges import integer, optional
 from torchrl_lightning.replay import ExperienceBuffer
 from torchrl_lightning.settings import Count, Positive, Switch, derived, setting
@@ -53,9 +53,9 @@ class DynamicsDataModule(ExperienceDataModule):
     they do not divide. ``val_dataloader`` yields the held out rows ``[B]``, the same to all members, and
     ``test_dataloader`` finished episodes of the policy. The entries of a batch are views of one block.
 
-    What the module may have beside ``policy`` is in :mod:`torchrl_lightning.datamodules.learner`: ``begin_fit`` and
-    ``fit_is_over``, and ``check_transitions``. Frames are collected when Lightning asks for
-    the loader of an epoch, because its number of batches grows; for that, ``setup`` sets the trainer's
+    The module may have ``check_transitions``, ``begin_fit`` and ``fit_is_over`` beside ``policy``; see
+    :class:`torchrl_lightning.protocols.LearnerApi`. Frames are collected when Lightning asks for the loader of an
+    epoch, because its number of batches grows; for that, ``setup`` sets the trainer's
     ``reload_dataloaders_every_n_epochs``, and it leaves out the sanity check, before which nothing can be held out.
 
     Args:
@@ -272,17 +272,17 @@ class DynamicsDataModule(ExperienceDataModule):
         # Of a run that max_steps ended, Lightning counts the epoch as done, and goes on behind its last batch.
         return resumed and trainer.fit_loop.restarting and batches_served(self.trainer) > 0
 
-    def _rollouts(self, collector: Any) -> Iterator[TensorDictBase]:
-        if isinstance(collector, CollectorBase):
+    def _rollouts(self, collector: CollectorApi) -> Iterator[TensorDictBase]:
+        if collector.flags_beginnings:
             self._feed.trust_rows(self.buffer)
         return super()._rollouts(collector)
 
-    def _next_pass(self, module: Any) -> None:
+    def _next_pass(self, learner: LearnerApi) -> None:
         """Go on with the fit for another pass, or collect and begin another fit."""
         self._metrics = {}
         if self._fit_is_over():
             began = time.perf_counter()
-            if not self._collect_frames(module.policy):
+            if not self._collect_frames(learner.policy):
                 return
             collected = time.perf_counter()
             self.split.extend(self.buffer.writer)
@@ -293,16 +293,16 @@ class DynamicsDataModule(ExperienceDataModule):
                 **self._episodes.summary(),
             }
             self.publish_metrics()
-            if check := getattr(module, "check_transitions", None):
-                check(self.buffer.storage.get(self.buffer.writer.rings.filled_cells()))
-            if begin := getattr(module, "begin_fit", None):
-                begin(self.targets)
+            if learner.check_transitions is not None:
+                learner.check_transitions(self.buffer.storage.get(self.buffer.writer.rings.filled_cells()))
+            if learner.begin_fit is not None:
+                learner.begin_fit(self.targets)
         self.epochs_of_fit += 1
 
     def _fit_is_over(self) -> bool:
         """Return whether there is no fit to go on with."""
         is_new = not self.fits or self.epochs_of_fit >= self.max_epochs_per_fit
-        return is_new or bool(getattr(self._module(), "fit_is_over", False))
+        return is_new or self._module().fit_is_over
 
     def _is_spent(self) -> bool:
         """Return whether all frames are collected, and the fit to them is over."""
@@ -402,14 +402,16 @@ class DynamicsDataModule(ExperienceDataModule):
     def fingerprint(self, learner: Any = None) -> dict[str, Any]:
         """Add the kind and capacity of the buffer, the columns, and what the batches of a fit depend on."""
         buffer = self._any_buffer(learner)
-        names = ("batch_size", "num_members", "frames_per_fit", "warmup_frames")
         return {
             **super().fingerprint(learner),
             "buffer": type(buffer).__name__,
             "capacity": int(buffer.storage.max_size),
             "input_columns": ", ".join(self.targets.input_columns),
             "target_columns": ", ".join(self.targets.target_columns),
-            **{name: getattr(self, name) for name in names},
+            "batch_size": self.batch_size,
+            "num_members": self.num_members,
+            "frames_per_fit": self.frames_per_fit,
+            "warmup_frames": self.warmup_frames,
             "validation_fraction": self.split.validation_fraction,
             "max_validation": self.split.max_validation,
         }

@@ -13,7 +13,6 @@ from typing import Any
 from gymnasium.vector import VectorEnv
 from torchrl.envs import EnvBase
 
-from torchrl_lightning.collectors._base import CollectorBase
 from torchrl_lightning.datamodules.evaluation import EnvironmentView, check_evaluation, view_of
 from torchrl_lightning.environments import (
     EnvironmentRecipe,
@@ -28,6 +27,7 @@ from torchrl_lightning.environments.next_step import with_known_resets
 from torchrl_lightning.environments.policies import clips_actions
 from torchrl_lightning.environments.vector_env import vectorization_of
 from torchrl_lightning.memory import check_room
+from torchrl_lightning.protocols import CollectorApi
 
 logger = logging.getLogger(__name__)
 
@@ -87,9 +87,9 @@ class RunEnvironments:
         """Validate that actions have a Box if collection clips them; raise ValueError if they have none."""
         check_clipping(self.specs.action_format, self.specs.action)
 
-    def follow_collector(self, collector: object) -> None:
+    def follow_collector(self, collector: CollectorApi) -> None:
         """Clip actions as a built collector does if its factory has no parameter ``clip_actions``."""
-        if isinstance(collector, CollectorBase) and not self._knows_clipping:
+        if collector.clip_actions is not None and not self._knows_clipping:
             self._clips = collector.clip_actions
 
     def restore_clipping(self, state: Mapping[str, Any], *, evaluates: bool) -> None:

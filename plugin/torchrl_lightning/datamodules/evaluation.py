@@ -21,6 +21,7 @@ from torchrl_lightning.environments.next_step import KnownResets
 from torchrl_lightning.environments.recipe import differences, plain
 from torchrl_lightning.environments.specs import COUNTERS, layers, spec_fields
 from torchrl_lightning.environments.torchrl_env import PlayingTransform
+from torchrl_lightning.protocols import CollectorApi
 
 # They guard, cut, record or draw an episode; what the policy sees and earns in each step stays the same.
 _NEUTRAL_WRAPPERS = (
@@ -74,11 +75,11 @@ class EnvironmentView:
     transforms: tuple[str, ...] | None = None
 
 
-def view_of_collector(collector: Any) -> EnvironmentView | None:
+def view_of_collector(collector: CollectorApi) -> EnvironmentView | None:
     """Return what is seen of the environment that a collector steps; None if it shows none."""
-    env, specs = getattr(collector, "env", None), getattr(collector, "specs", None)
-    if isinstance(env, VectorEnv | EnvBase):
-        return view_of(env)
+    if isinstance(collector.env, VectorEnv | EnvBase):
+        return view_of(collector.env)
+    specs = collector.specs
     return EnvironmentView(specs) if isinstance(specs, EnvironmentSpecs) else None
 
 

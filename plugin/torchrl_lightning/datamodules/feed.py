@@ -11,9 +11,9 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from torchrl_lightning._modules import EvaluationMode
-from torchrl_lightning.collectors._base import CollectorBase
 from torchrl_lightning.environments.origins import RowOrigins, Trajectories
 from torchrl_lightning.interrupts import interrupts
+from torchrl_lightning.protocols import CollectorApi
 
 
 class KeepsSums(Protocol):
@@ -48,17 +48,17 @@ class Feed:
         *sums: What keeps sums over episodes, for a collector that may lose some.
 
     Attributes:
-        collector: The collector, as long as there is one.
+        collector: The collector, as long as there is one; its abilities are in ``api``.
         trajectories: Finds trajectories that a user's collector cuts; None if flags tell all beginnings.
     """
 
     def __init__(self, *sums: KeepsSums) -> None:
         self.collector: Any = None
+        self.api = CollectorApi.of(None)
         self.trajectories: Trajectories | None = None
         self._sums = sums
-        self._lost: list[int] = []  # environments whose unfinished episodes the collector has lost
         self._stream: Iterator[TensorDictBase] | None = None
-        self._origins = RowOrigins(None)
+        self._origins = RowOrigins(1)
         self._until_closed = ExitStack()
         self._is_resumed = False  # whether the next collector takes what is kept
         self._rng: Tensor | None = None  # of a checkpoint, until the run goes on
@@ -67,7 +67,7 @@ class Feed:
 
     def open(
         self,
-        build: Callable[[], tuple[Any, Iterator[TensorDictBase]]],
+        build: Callable[[], tuple[CollectorApi, Iterator[TensorDictBase]]],
         *,
         policy: Any = None,
         inside: AbstractContextManager[Any] | None = None,
@@ -83,15 +83,14 @@ class Feed:
         if inside is not None:
             self._until_closed.enter_context(inside)
         self.trajectories = Trajectories()
-        self.collector, stream = build()
-        if isinstance(self.collector, CollectorBase):
+        self.api, stream = build()
+        self.collector = self.api.part
+        if self.api.flags_beginnings:
             self.trajectories = None
         self._stream = stream if policy is None else self._acting(stream, policy)
-        self._origins = RowOrigins(self.collector)
-        self._lost = getattr(self.collector, "lost_envs", [])
-        restore = getattr(self.collector, "load_state_dict", None)
-        if self._is_resumed and self._kept is not None and restore is not None:
-            restore(self._kept)
+        self._origins = RowOrigins(self.api.num_workers)
+        if self._is_resumed and self._kept is not None and self.api.load_state_dict is not None:
+            self.api.load_state_dict(self._kept)
         self._kept, self._is_resumed, self._rng, self._before = None, False, None, None
         if rng is not None:
             torch.set_rng_state(rng)
@@ -115,10 +114,9 @@ class Feed:
         """Return the next rollout as the collector delivers it; None when it has ended."""
         assert self._stream is not None
         rollout = next(self._stream, None)
-        if self._lost:
-            lost = torch.tensor(self._lost)
-            self._lost.clear()
-            self.forget_unfinished(lost)
+        if lost := self.api.lost_envs:
+            self.forget_unfinished(torch.tensor(lost))
+            lost.clear()
         return rollout
 
     def forget_unfinished(self, env_ids: Tensor) -> None:
@@ -147,7 +145,7 @@ class Feed:
 
         Until the rollout is accepted, checkpoints hold the states of collector and generator before it.
         """
-        if interrupts.between_steps and isinstance(self.collector, CollectorBase) and not self.collector.replays:
+        if interrupts.between_steps and self.api.flags_beginnings and not self.api.replays:
             self._before = self.kept, self.rng
             with interrupts.not_held():
                 yield
@@ -161,7 +159,7 @@ class Feed:
 
     def _acting(self, stream: Iterator[TensorDictBase], policy: Any) -> Iterator[TensorDictBase]:
         """Draw with the policy's newest weights and in evaluation mode; copies in other processes are not reached."""
-        mode, take_weights = EvaluationMode(policy), getattr(self.collector, "update_policy_weights_", None)
+        mode, take_weights = EvaluationMode(policy), self.api.update_policy_weights_
         while True:
             if take_weights is not None:
                 take_weights()
@@ -170,11 +168,6 @@ class Feed:
             if rollout is None:
                 return
             yield rollout
-
-    def metrics(self) -> dict[str, float]:
-        """Return what the collector tells of itself, if it does."""
-        tell: Callable[[], dict[str, float]] | None = getattr(self.collector, "metrics", None)
-        return {} if tell is None else tell()
 
     def numbered(self, rollout: TensorDictBase) -> TensorDictBase:
         """Return a rollout ``[N, T]``, or ``[T]`` of one environment, as ``[N, T]`` that says whose rows it holds."""
@@ -190,6 +183,7 @@ class Feed:
     def close(self) -> None:
         """Shut the collector down."""
         collector, self.collector, self._stream = self.collector, None, None
+        self.api = CollectorApi.of(None)
         with self._until_closed:
             if collector is not None:
                 collector.shutdown()
@@ -210,8 +204,7 @@ class Feed:
             return self._before[0]
         if self.collector is None:
             return None if self._kept is None else dict(self._kept)
-        has_state = getattr(self.collector, "load_state_dict", None) is not None
-        return dict(self.collector.state_dict()) if has_state else None
+        return None if self.api.load_state_dict is None else dict(self.collector.state_dict())
 
     @kept.setter
     def kept(self, state: Mapping[str, Any] | None) -> None:

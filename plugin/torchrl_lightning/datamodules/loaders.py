@@ -14,8 +14,10 @@ from lightning.pytorch import Trainer
 from torchrl_lightning._logging import count_rows_by_clock, count_rows_by_lightning, publish
 from torchrl_lightning.datamodules.due_evaluation import DueEvaluation
 from torchrl_lightning.datamodules.frames import FrameClock
+from torchrl_lightning.datamodules.learner import acting
 from torchrl_lightning.entries import is_tensordict
 from torchrl_lightning.interrupts import interrupts
+from torchrl_lightning.protocols import LearnerApi
 
 logger = logging.getLogger(__name__)
 
@@ -55,8 +57,7 @@ def is_there(batch: Any, device: torch.device) -> bool:
 
 def batches_served(trainer: Any) -> int:
     """Return how many batches of this epoch were served before a checkpoint that was written within it."""
-    loop = getattr(trainer, "fit_loop", None)
-    return loop.epoch_loop.batch_progress.current.ready if loop is not None else 0
+    return 0 if trainer is None else int(trainer.fit_loop.epoch_loop.batch_progress.current.ready)
 
 
 def reopen_epoch(trainer: Trainer) -> None:
@@ -91,6 +92,7 @@ class LoadersDataModule(L.LightningDataModule):
 
     _clock: FrameClock
     _due: DueEvaluation
+    _acting: LearnerApi | None = None
     episode_metrics: ClassVar[tuple[str, ...]] = ("train/return", "train/length", "train/episodes")
     """Metrics that :meth:`metrics` has from the first episode on that ends in training."""
 
@@ -131,6 +133,12 @@ class LoadersDataModule(L.LightningDataModule):
     @property
     def _learner(self) -> Any:
         return self.trainer.lightning_module if self.trainer is not None else None
+
+    def _module(self) -> LearnerApi:
+        """Return the abilities of the module that is fitted; they are read once in a fit."""
+        if self._acting is None or self._acting.part is not self._learner:
+            self._acting = acting(self.trainer, type(self).__name__)
+        return self._acting
 
     @property
     def batches_per_epoch(self) -> int:
@@ -186,8 +194,13 @@ class LoadersDataModule(L.LightningDataModule):
         """Stop training if all frames are collected; return whether this call stopped it."""
         if self.trainer is None or self.trainer.should_stop or not self._is_spent():
             return False
-        self.trainer.should_stop = True
+        self._stop()
         return True
+
+    def _stop(self) -> None:
+        """Stop training behind the present step, if a trainer runs."""
+        if self.trainer is not None:
+            self.trainer.should_stop = True
 
     def _is_spent(self) -> bool:
         """Return whether nothing is left to collect, and to learn from."""

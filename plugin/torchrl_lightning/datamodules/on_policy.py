@@ -24,6 +24,7 @@ from torchrl_lightning.datamodules.updates_per_step import UpdatesDataModule
 from torchrl_lightning.environments.origins import env_ids
 from torchrl_lightning.fitting import require_fit
 from torchrl_lightning.keys import REPLAYED
+from torchrl_lightning.protocols import CollectorApi, LearnerApi
 from torchrl_lightning.ranges import integer, optional
 from torchrl_lightning.rollout import GAEBuffer, RolloutBuffer
 from torchrl_lightning.settings import Count, setting
@@ -165,19 +166,19 @@ class OnPolicyDataModule(UpdatesDataModule):
 
     def _epoch(self) -> Iterator[TensorDictBase | UpdateBatches]:
         self._begin_step()
-        module, buffer = self._module(), self.buffer
+        learner, buffer = self._module(), self.buffer
         trainer: Any = self.trainer
         made, end = self._begin_epoch()
-        learner = self._as_learned(module.policy), self._as_learned(getattr(module, "critic", None))
+        networks = self._as_learned(learner.policy), self._as_learned(learner.critic)
         resumed, self._resumed = self._resumed, None
         if resumed is not None and (made > 0 or resumed["epoch"] == trainer.current_epoch):
             self._feed.restore_rng()
         else:
             resumed = None
             # A run limited by max_steps restarts after its last batch, and a module may end an epoch early.
-            if made >= end or self.stop_if_spent() or not self._fill(module, buffer, *learner):
+            if made >= end or self.stop_if_spent() or not self._fill(learner, buffer, *networks):
                 return
-        batches = self._passes(buffer, learner, resumed, made)
+        batches = self._passes(buffer, networks, resumed, made)
         yield from self._steps(partial(self._draw, batches, end), made, end)
 
     def _draw(self, batches: Iterator[tuple[int, TensorDictBase]], end: int, update: int) -> TensorDictBase | None:
@@ -190,7 +191,7 @@ class OnPolicyDataModule(UpdatesDataModule):
                 return batch
         return None
 
-    def _fill(self, module: Any, buffer: RolloutBuffer, actor: Any, critic: Any) -> bool:
+    def _fill(self, learner: LearnerApi, buffer: RolloutBuffer, actor: Any, critic: Any) -> bool:
         """Collect a rollout and estimate its advantages; return whether there is one."""
         began = time.perf_counter()
         if self.collector is None:  # a module may have built its policy only now
@@ -203,13 +204,13 @@ class OnPolicyDataModule(UpdatesDataModule):
         cut, ids = self.reset_at_each_batch, env_ids(rollout)
         parts = self._feed.in_parts(rollout, ids)
         seen = self._normalization.rollout(rollout, parts, ids, cut=cut, gamma=buffer.gamma)
-        buffer.insert_data_slice(seen, copy=not getattr(self.collector, "gives_rollouts_away", False))
+        buffer.insert_data_slice(seen, copy=not self._feed.api.gives_rollouts_away)
         buffer.hooks.note_collected(rollout)
-        if annotate := getattr(module, "annotate", None):
-            annotate(buffer.rollout)
+        if learner.annotate is not None:
+            learner.annotate(buffer.rollout)
         buffer.before_gradients(actor, critic)
         seconds = {"time/collect": collected - began, "time/estimate": time.perf_counter() - collected}
-        self._metrics = {**seconds, **buffer.metrics(getattr(self.collector, "policy_version", None))}
+        self._metrics = {**seconds, **buffer.metrics(self._feed.api.policy_version)}
         if ids is None or int(ids.min()) >= 0:  # else, whose episodes these are is unknown
             for part in parts:
                 if part.begun is not None:
@@ -224,7 +225,7 @@ class OnPolicyDataModule(UpdatesDataModule):
         return True
 
     def _passes(
-        self, buffer: RolloutBuffer, learner: tuple[Any, Any], resumed: dict[str, Any] | None, served: int
+        self, buffer: RolloutBuffer, networks: tuple[Any, Any], resumed: dict[str, Any] | None, served: int
     ) -> Iterator[tuple[int, TensorDictBase]]:
         """Yield the numbered batches of all passes over the rollout, starting with the pass that was interrupted.
 
@@ -235,7 +236,7 @@ class OnPolicyDataModule(UpdatesDataModule):
                 # Draw the order of the pass again.
                 buffer.generator.set_state(resumed["generator"].cpu())
             elif number > 0:
-                buffer.before_epoch(*learner)
+                buffer.before_epoch(*networks)
             self._note_pass(buffer, number)
             batches = buffer.generate_batches(self.num_mini_batch, self.mini_batch_size, 1, self.shuffle)
             yield from enumerate(batches, number * self.num_mini_batch)
@@ -285,9 +286,9 @@ class OnPolicyDataModule(UpdatesDataModule):
             )
         return {**options, "replay": replay}
 
-    def _own_collector(self, policy: Any) -> tuple[Any, Iterator[TensorDictBase]]:
+    def _own_collector(self, policy: Any) -> tuple[CollectorApi, Iterator[TensorDictBase]]:
         # One of the user's may act with older weights than those by whose values is learned.
-        valued = getattr(self._module(), "valued_policy", None) if self.buffer.keeps_values else None
+        valued = self._module().valued_policy if self.buffer.keeps_values else None
         return super()._own_collector(policy if valued is None else valued)
 
     def _wrap_env(self, env: VectorEnv | EnvBase) -> Any:

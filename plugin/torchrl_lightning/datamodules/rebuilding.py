@@ -52,6 +52,8 @@ class RebuildableDataModule(PickledByValue):
     NOT_IN_FILES: ClassVar[tuple[str, ...]] = ("env", "eval_env")
     """Arguments that no checkpoint sets, because they may name modules and folders."""
 
+    _arguments: dict[str, Any] | None = None
+    """The arguments of the outermost constructor, until they are stored."""
     _is_set_up = False
     _held: dict[str, Any] | None = None
     """A state that waits for ``setup``."""
@@ -63,7 +65,7 @@ class RebuildableDataModule(PickledByValue):
 
     def _store_settings(self) -> None:
         """Fill ``hparams`` from the arguments of the outermost constructor, and note which arguments they lack."""
-        arguments = vars(self).pop("_arguments")
+        arguments, self._arguments = self._arguments or {}, None
         parameters = inspect.signature(type(self).__init__).parameters
         hparams = {name: _plain(value) for name, value in arguments.items() if name not in self.NOT_IN_FILES}
         hparams = {name: value for name, value in hparams.items() if value is not _NOT_PLAIN}
@@ -165,10 +167,12 @@ class RebuildableDataModule(PickledByValue):
             cast(L.LightningDataModule, self).load_state_dict(state)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "trainer": None}  # as Lightning's modules, which are attached to a trainer again
+        # As Lightning's modules, which are attached to a trainer again.
+        return {**vars(self), "trainer": None, "_acting": None}
 
     def _user_values(self) -> dict[str, Any]:
-        values = {name: vars(self)[name] for name in self.NOT_IN_FILES if name in vars(self)}
+        own = vars(self)
+        values = {name: own[name] for name in self.NOT_IN_FILES if name in own}
         return {name: value for name, value in values.items() if _plain(value) is _NOT_PLAIN} | {
             **super()._user_values()
         }
@@ -179,8 +183,8 @@ def _recorded(init: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(init)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        if "_arguments" not in vars(self):
-            vars(self)["_arguments"] = _named(init, self, args, kwargs)
+        if self._arguments is None:
+            self._arguments = _named(init, self, args, kwargs)
         init(self, *args, **kwargs)
 
     return __init__

@@ -15,15 +15,14 @@ from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-from torchrl_lightning.collectors._base import CollectorBase
 from torchrl_lightning.datamodules.adapters import ReplayHooks
 from torchrl_lightning.datamodules.dataset import BesideData, BufferedDataset, refuse_collection
 from torchrl_lightning.datamodules.discounts import check_discount, discount_of
 from torchrl_lightning.datamodules.environments import is_ready
-from torchrl_lightning.datamodules.sequences import check_windows, has_recurrent_network, serves_as_drawn
+from torchrl_lightning.datamodules.sequences import check_windows, serves_as_drawn
 from torchrl_lightning.datamodules.snapshots import BufferSnapshots, check_folder
 from torchrl_lightning.datamodules.source_buffers import buffers_of, check_first_fit, check_transforms, set_goals
-from torchrl_lightning.datamodules.sources import BatchSource, RowStore, build_source, check_rows, check_source, no_keys
+from torchrl_lightning.datamodules.sources import BatchSource, build_source, check_rows, check_source
 from torchrl_lightning.datamodules.steps import LentSteps, Steps, check_resets, plain_batch, read_batch, steps_in
 from torchrl_lightning.datamodules.updates_per_step import UpdatesDataModule
 from torchrl_lightning.datamodules.write_back import check_collected_keys, check_later_keys, check_stored_keys
@@ -31,6 +30,7 @@ from torchrl_lightning.demonstrations.dataset import dataset_path
 from torchrl_lightning.entries import nested_keys
 from torchrl_lightning.fitting import require_fit
 from torchrl_lightning.interrupts import interrupts
+from torchrl_lightning.protocols import CollectorApi, LearnerApi, SourceApi, no_keys
 from torchrl_lightning.ranges import exact_ratio, integer, not_negative, optional, positive
 from torchrl_lightning.ranks import of_first_rank
 from torchrl_lightning.replay import ExperienceBuffer
@@ -148,13 +148,13 @@ class ReplayDataModule(UpdatesDataModule):
         self._refilled = 0  # frames that are collected anew, because a checkpoint held no buffer
         self._dataset: BufferedDataset | None = None  # until the buffer is filled
         self._source: Any = None  # a BatchSource, from setup on
-        self._rows: RowStore | None = None  # the source, where it keeps the rows itself
+        self._rows: Any = None  # the source, where it keeps the rows itself
         self._kept_rows: Any = None  # what rows are written to: the buffer, or such a source
         self._writes = True  # whether rollouts are written here, not where they are collected
         self._prepare: Callable[[Any], None] | None = None  # what the source does before each batch
         self._lent: LentSteps | None = None  # that were written last
         self._lends_rows = False  # whether the collector delivers its steps in the layout of the rings
-        self._is_drawn = False  # whether a batch is on its way to the module
+        self._is_drawn = False  # whether a batch is on its way to the learner
         self._served: TensorDictBase | None = None  # the batch that is being learned from
         self._resumed: TensorDictBase | None = None  # the one that a resumed run begins with
         self._rewritten: Callable[[Any], Sequence[NestedKey]] = no_keys  # that the learner rewrites
@@ -203,14 +203,14 @@ class ReplayDataModule(UpdatesDataModule):
     def _build_parts(self) -> None:
         super()._build_parts()
         self.buffer = buffer = self._any_buffer(trial=False)
-        if self._source is None:
-            self._source = self._source_over(buffer, self._learner)
+        self._source = self._source_over(buffer, self._learner)
         data = buffer if self.dataset_share is None else self._source.buffers[1]
         set_goals(buffers_of(self._source, buffer), self._environments.goals)
-        self._rows = self._source if isinstance(self._source, RowStore) else None
+        abilities = SourceApi.of(self._source)
+        self._rows = self._source if abilities.keeps_rows else None
         self._kept_rows = buffer if self._rows is None else self._rows
-        self._prepare = getattr(self._source, "prepare", None)
-        self._rewritten = getattr(self._learner, "rewritten_keys", self._rewritten)
+        self._prepare = abilities.prepare
+        self._rewritten = LearnerApi.of(self._learner).rewritten_keys
         self._gamma, self._ranks = discount_of(self._learner, buffer), self.world_size
         if not len(buffer) and not self.updates:
             data.generator.manual_seed(self._spawn_seed("dataset"))
@@ -232,13 +232,13 @@ class ReplayDataModule(UpdatesDataModule):
         yield "buffer.transform"
         check_transforms([buffer], self._environments.goals, self.specs, learner)
         yield "source"
-        source = self._source_over(buffer, learner) if self._source is None else self._source
+        source = self._source_over(buffer, learner)
         require_fit(source, self.specs, learner)
         check_first_fit(source, None if self.updates else self._warm_steps, self.seed, self._spawn_seed)
         check_transforms(buffers_of(source, buffer)[1:], self._environments.goals, self.specs, learner)
         check_rows(source, self._normalization.is_on and self._writes_there(source))
         yield "buffer.sampler"
-        recurrent = has_recurrent_network(learner) and serves_as_drawn(self, learner)
+        recurrent = LearnerApi.of(learner).has_memory and serves_as_drawn(self, learner)
         for number, each in enumerate(buffers_of(source, buffer)):
             check_windows(each, None if number else self._warm_steps, recurrent)
         yield "write_back"
@@ -265,14 +265,14 @@ class ReplayDataModule(UpdatesDataModule):
         return batch
 
     def _epoch(self) -> Iterator[TensorDictBase | UpdateBatches]:
-        module = self._module()
+        learner = self._module()
         self._feed.restore_rng()
         dataset, self._dataset = self._dataset, None
         if dataset is not None:
-            dataset.write(module.policy, self._note if self._normalization.is_on and not self.updates else None)
+            dataset.write(learner.policy, self._note if self._normalization.is_on and not self.updates else None)
         self._seconds = {"time/collect": 0.0, "time/sample": 0.0}
         made, end = self._begin_epoch()
-        yield from self._steps(partial(self._draw, module, end), made, end)
+        yield from self._steps(partial(self._draw, learner, end), made, end)
 
     def _end_update(self) -> bool:
         if self._is_spent():
@@ -285,11 +285,11 @@ class ReplayDataModule(UpdatesDataModule):
         self.take_back()
         super().end_step()
 
-    def _draw(self, module: Any, end: int, update: int) -> TensorDictBase | None:
+    def _draw(self, learner: LearnerApi, end: int, update: int) -> TensorDictBase | None:
         """Collect what an update of an epoch of ``end`` waits for, and return its batch; None if collection ended."""
         began = time.perf_counter()
         while self._waits_for_frames() or not len(self._kept_rows):
-            if not self._collect_frames(module):
+            if not self._collect_frames(learner):
                 return None
             if interrupts.pending and interrupts.between_steps:
                 interrupts.check()
@@ -297,7 +297,7 @@ class ReplayDataModule(UpdatesDataModule):
         batch, self._resumed = self._resumed, None
         if batch is None:
             if self._prepare is not None:
-                self._prepare(module)
+                self._prepare(learner.part)
             batch = self._source.draw(self.batch_size)
             if not self.updates:
                 check_stored_keys(self.write_back, self.buffer, batch)
@@ -312,8 +312,8 @@ class ReplayDataModule(UpdatesDataModule):
         if (is_spent := self._is_spent()) or update + 1 == end:
             self._metrics = {**self._seconds, **self._episodes.summary()}
             self.publish_metrics()
-        if is_spent and self.trainer is not None:
-            self.trainer.should_stop = True
+        if is_spent:
+            self._stop()
         return batch
 
     def _waits_for_frames(self) -> bool:
@@ -325,11 +325,11 @@ class ReplayDataModule(UpdatesDataModule):
         """Return whether all frames are collected and all updates that they allow are served."""
         return self._clock.is_spent and self._waits_for_frames()
 
-    def _collect_frames(self, module: Any) -> bool:
+    def _collect_frames(self, learner: LearnerApi) -> bool:
         """Step the environments once more; return False when the collector has ended."""
         if self._feed.collector is None:
-            check_collected_keys(self.write_back, self, self._environments.built(), module.policy)
-            self._open(module.policy)
+            check_collected_keys(self.write_back, self, self._environments.built(), learner.policy)
+            self._open(learner.policy)
         if (rollout := self._next_rollout()) is None:
             return False
         if not self._lends_rows:
@@ -360,13 +360,14 @@ class ReplayDataModule(UpdatesDataModule):
     def _note(self, rollout: TensorDictBase, ids: Tensor | None, *, cut: bool = False) -> None:
         self._normalization.note(rollout, ids, cut=cut, gamma=self._gamma)
 
-    def _rollouts(self, collector: Any) -> Iterator[TensorDictBase]:
+    def _rollouts(self, collector: CollectorApi) -> Iterator[TensorDictBase]:
         """Return a stream whose memory, in the layout of the rings, is the same each time, where that is possible."""
-        self._writes = getattr(collector, "service", None) is None
-        if isinstance(collector, CollectorBase):
+        self._writes = collector.service is None
+        if collector.flags_beginnings:
             self._feed.trust_rows(self.buffer)
-        self._lends_rows = self._kept_rows.takes_rows and getattr(collector, "lends_rows", False)
-        return collector.reused_rows(left_out_of(self.buffer)) if self._lends_rows else super()._rollouts(collector)
+        self._lends_rows = self._kept_rows.takes_rows and collector.lends_rows
+        lent = collector.part.reused_rows(left_out_of(self.buffer)) if self._lends_rows else None
+        return super()._rollouts(collector) if lent is None else iter(lent)
 
     def take_back(self) -> None:
         """Pass priorities and rewritten entries of the batch, if one was learned from, to the buffer."""
@@ -379,8 +380,10 @@ class ReplayDataModule(UpdatesDataModule):
         if keys:
             self._source.write_back(batch, keys)
 
-    def _source_over(self, buffer: ExperienceBuffer, learner: Any) -> BatchSource:
-        """Build what batches are drawn from; refuse what cannot be drawn from."""
+    def _source_over(self, buffer: ExperienceBuffer, learner: Any) -> Any:
+        """Return the source; build it over a buffer if there is none, and raise an error if it is not a source."""
+        if self._source is not None:
+            return self._source
         folder = self._root / "service" / (f"rank_{self._rank}" if self.world_size > 1 else "")
         source = buffer if self.make_source is None else build_source(self.make_source, buffer, folder)
         check_source(source, learner, normalizes=bool(self.normalize_observation), has_data=self.dataset is not None)
@@ -397,7 +400,7 @@ class ReplayDataModule(UpdatesDataModule):
     def _writes_there(self, source: Any) -> bool:
         """Return whether the collector writes into a source that keeps the rows, and not this process."""
         make = self.make_collector
-        return make is not None and isinstance(source, RowStore) and "service" in signature(make).parameters
+        return make is not None and SourceApi.of(source).keeps_rows and "service" in signature(make).parameters
 
     def teardown(self, stage: str) -> None:
         """Save what a source of its own holds before it ends; for a checkpoint that is written behind the fit."""
@@ -416,8 +419,7 @@ class ReplayDataModule(UpdatesDataModule):
     # ------------------------------------------------------------------ state
 
     def __getstate__(self) -> dict[str, Any]:
-        # The learner is attached again by setup(); the steps are the collector's memory.
-        return {**super().__getstate__(), "_rewritten": no_keys, "_lent": None}
+        return {**super().__getstate__(), "_rewritten": no_keys, "_lent": None}  # of the learner and of the collector
 
     def fingerprint(self, learner: Any = None) -> dict[str, Any]:
         """Add the kind and capacity of the buffer, and what the ratio of frames to updates depends on."""
@@ -435,8 +437,7 @@ class ReplayDataModule(UpdatesDataModule):
 
     def imagines(self, learner: Any) -> bool:
         """Return whether batches hold what a learner's world model imagines."""
-        source = self._source_over(self._any_buffer(learner), learner) if self._source is None else self._source
-        return getattr(source, "prepare", None) is not None
+        return SourceApi.of(self._source_over(self._any_buffer(learner), learner)).prepare is not None
 
     def _parts_state(self) -> dict[str, Any]:
         if self.buffer is None or self._kept == "none":
@@ -466,8 +467,7 @@ class ReplayDataModule(UpdatesDataModule):
             self._snapshots.load(buffer, own["snapshot"])
         self.buffer = buffer
         if "source" in own:
-            if self._source is None:
-                self._source = self._source_over(buffer, self._learner)
+            self._source = self._source_over(buffer, self._learner)
             self._source.load_state_dict(own["source"])
 
     def _loaded(self, own: dict[str, Any]) -> None:

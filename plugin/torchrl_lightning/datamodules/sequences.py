@@ -9,6 +9,7 @@ from tensordict.utils import NestedKey
 from torchrl.data import RandomSampler, SamplerWithoutReplacement
 
 from torchrl_lightning.environments.policies import recurrent_states
+from torchrl_lightning.protocols import LearnerApi, PolicyApi, SamplerApi
 from torchrl_lightning.replay import PrioritizedSampler, SequenceSampler, UniformSampler
 from torchrl_lightning.rollout.values import is_recurrent
 
@@ -18,27 +19,22 @@ HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch
 
 def stores_states(policy: Any, keys: Sequence[NestedKey]) -> bool:
     """Return whether a policy reads or declares one of the recurrent states ``keys``."""
-    return is_recurrent([*getattr(policy, "in_keys", ()), *recurrent_states(policy, 1)], keys)
-
-
-def has_recurrent_network(learner: Any) -> bool:
-    """Return whether a learner of ours is described to have a memory; also before its networks are built."""
-    return bool(getattr(getattr(learner, "network", None), "recurrent", False))
+    return is_recurrent([*PolicyApi.of(policy).in_keys, *recurrent_states(policy, 1)], keys)
 
 
 def serves_as_drawn(data: Any, learner: Any) -> bool:
     """Return whether batches reach a learner's loss as they were drawn: no hook of the user's own may reshape them."""
     hooks = [getattr(part, name, None) for part in (data, learner) for name in HOOKS]
-    makers = (str(getattr(hook, "__module__", "")).partition(".")[0] for hook in hooks if hook is not None)
+    makers = (str(hook.__module__).partition(".")[0] for hook in hooks if hook is not None)
     return all(maker in ("torchrl_lightning", "lightning", "pytorch_lightning") for maker in makers)
 
 
 def acts_recurrently(learner: Any, keys: Sequence[NestedKey]) -> bool:
     """Return whether a learner's policy is known to be recurrent: by its network's description, or once it is built."""
-    if has_recurrent_network(learner):
+    abilities = LearnerApi.of(learner)
+    if abilities.has_memory:
         return True
-    is_built = getattr(learner, "is_built", True)
-    policy = getattr(learner, "policy", None) if is_built else None
+    policy = None if abilities.is_built is False else abilities.policy
     return policy is not None and stores_states(policy, keys)
 
 
@@ -109,7 +105,7 @@ def check_windows(buffer: Any, steps: int | None, recurrent: bool) -> None:
     length = length or 1
     pads = isinstance(sampler, SequenceSampler) and sampler.episode_ends == "pad"
     needed = sampler.burn_in + 1 if pads else length
-    needed += getattr(sampler, "num_earliest_frames_ignored", 0)
+    needed += SamplerApi.of(sampler).num_earliest_frames_ignored
     num_envs = getattr(buffer.writer, "num_envs", 1)  # one of TorchRL's knows no environments
     room = buffer.storage.max_size // num_envs
     if needed > room:

@@ -8,14 +8,15 @@ from typing import Any
 from torchrl_lightning.datamodules.branched_replay import BranchedReplay
 from torchrl_lightning.environments.goals import EnvironmentGoals
 from torchrl_lightning.fitting import require_fit
+from torchrl_lightning.protocols import SourceApi
 from torchrl_lightning.replay import ExperienceBuffer
 from torchrl_lightning.replay.episode_transform import tell, transforms_in
 
 
 def buffers_of(source: Any, buffer: ExperienceBuffer) -> Sequence[ExperienceBuffer]:
     """Return the buffers that a source draws from, the one that is collected into first."""
-    buffers: Sequence[ExperienceBuffer] = getattr(source, "buffers", [buffer])
-    return buffers
+    buffers = SourceApi.of(source).buffers
+    return [buffer] if buffers is None else buffers
 
 
 def set_goals(buffers: Sequence[ExperienceBuffer], goals: EnvironmentGoals) -> None:

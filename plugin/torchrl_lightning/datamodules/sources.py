@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from inspect import signature
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
-from torch import Tensor
 
 from torchrl_lightning.datamodules.discounts import check_discount
+from torchrl_lightning.protocols import SourceApi
 
 
 class BatchSource(Protocol):
@@ -34,25 +34,6 @@ class BatchSource(Protocol):
         """Continue from it."""
 
 
-@runtime_checkable
-class RowStore(Protocol):
-    """A source that keeps rows of its own: what is collected is written there, and the buffer stays empty."""
-
-    takes_rows: bool
-
-    def extend(self, data: TensorDictBase, env_ids: Tensor | None = None) -> Any:
-        """Write steps, as :meth:`~torchrl_lightning.ExperienceBuffer.extend` does."""
-
-    def __len__(self) -> int:
-        """Return how many rows there are."""
-
-    def metrics(self) -> dict[str, float]:
-        """Return what it tells of itself."""
-
-    def shutdown(self) -> None:
-        """End what it runs; may be called again."""
-
-
 def build_source(make: Callable[..., Any], buffer: Any, folder: Path) -> Any:
     """Build a source over a buffer, which is handed a folder if it takes one that is not bound yet."""
     bound = make.keywords if isinstance(make, partial) else {}
@@ -67,11 +48,6 @@ def check_rows(source: Any, are_missed: bool) -> None:
             "normalize_observation and normalize_reward need the rows, which this collector writes straight into "
             f"the {type(source).__name__}. Leave them out, or take collector=process."
         )
-
-
-def no_keys(batch: TensorDictBase) -> Sequence[NestedKey]:
-    """Return no keys, for a learner that rewrites none."""
-    return ()
 
 
 def check_source(source: Any, learner: Any, *, normalizes: bool, has_data: bool) -> None:
@@ -91,16 +67,17 @@ def check_source(source: Any, learner: Any, *, normalizes: bool, has_data: bool)
     wanted = [name for name in vars(BatchSource) if not name.startswith("_")]
     if lacking := [name for name in wanted if getattr(source, name, None) is None]:
         raise TypeError(f"source= gave a {type(source).__name__}, which has no {', '.join(lacking)}.")
-    if normalizes and getattr(source, "prepare", None) is not None:
+    abilities = SourceApi.of(source)
+    if normalizes and abilities.prepare is not None:
         raise ValueError(
             f"{type(source).__name__} shows the module what is stored, but normalize_observation has it "
             "learn from other numbers; leave it out."
         )
-    if not isinstance(source, RowStore):
+    if not abilities.keeps_rows:
         return
     if has_data:
         raise ValueError(
             f"dataset= fills the buffer, but {type(source).__name__} keeps the rows elsewhere; leave one of them out."
         )
-    if getattr(source, "samples_per_insert", None) is not None:
+    if abilities.samples_per_insert is not None:
         raise ValueError("samples_per_insert says the same as frames_per_update of the DataModule; leave it out.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import pairwise
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -16,6 +16,7 @@ from torchrl_lightning.datamodules.feed import Feed, Part
 from torchrl_lightning.environments.next_step import tells_resets
 from torchrl_lightning.environments.origins import Trajectories, cut_off, ring_ids
 from torchrl_lightning.keys import ENV_IDS, VALID
+from torchrl_lightning.protocols import SamplerApi, SourceApi
 from torchrl_lightning.replay import ExperienceBuffer
 from torchrl_lightning.replay.prepared import PreparedRows
 from torchrl_lightning.state import wrong
@@ -49,20 +50,11 @@ def check_resets(env: Any, buffer: ExperienceBuffer, ranks: int) -> None:
             f"{env.unwrapped} has AutoresetMode.NEXT_STEP, with which {ranks} ranks would collect different numbers of "
             "frames. Give env= an id, or AutoresetMode.SAME_STEP."
         )
-    if not getattr(buffer.sampler, "reads_rings", False):
+    if not SamplerApi.of(buffer.sampler).reads_rings:
         raise ValueError(
             f"{env.unwrapped} has AutoresetMode.NEXT_STEP, whose rows fill the rings unevenly, which "
             f"{type(buffer.sampler).__name__} cannot read. Take a UniformSampler, or give env= an id."
         )
-
-
-@runtime_checkable
-class CutsTrajectories(Protocol):
-    """Something that keeps rows, and whose trajectories can be cut."""
-
-    def cut(self, env_ids: Tensor | None = None) -> None:
-        """End the running trajectories of environments."""
-        ...
 
 
 class Steps:
@@ -167,8 +159,8 @@ def _cut(buffer: Any, env_ids: Tensor) -> None:
     if isinstance(buffer, ExperienceBuffer):
         with buffer.locked():
             buffer.writer.cut(env_ids)
-    elif isinstance(buffer, CutsTrajectories):
-        buffer.cut(env_ids)
+    elif (cut := SourceApi.of(buffer).cut) is not None:
+        cut(env_ids)
 
 
 class LentSteps:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
@@ -16,8 +16,8 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.callbacks.spike import SpikeDetection
 
-from torchrl_lightning.datamodules.learner import BuildsNetworks
 from torchrl_lightning.fitting import MisfitError
+from torchrl_lightning.protocols import LearnerApi
 from torchrl_lightning.torch_defaults import check_default_device, check_gradients_allowed
 
 _FOR_MANUAL_OPTIMIZATION: dict[type[Callback], str] = {
@@ -45,7 +45,7 @@ def check_surroundings(trainer: Any, learner: Any) -> None:
 
 def check_trainer(trainer: Any, learner: Any) -> None:
     """Validate a trainer's callbacks and settings; raise MisfitError if one of them cannot have its effect."""
-    name = type(learner).__name__
+    name, builds_networks = type(learner).__name__, LearnerApi.of(learner).is_built is not None
     for callback in trainer.callbacks:
         kind = type(callback).__name__
         if isinstance(callback, BatchSizeFinder):
@@ -58,7 +58,7 @@ def check_trainer(trainer: Any, learner: Any) -> None:
                 f"callbacks must not hold a {kind}, which needs automatic optimization, but {name} has "
                 f"automatic_optimization=False. {remedy}."
             )
-        if isinstance(learner, BuildsNetworks) and (remedy := _remedy(callback, _FOR_OWN_NETWORKS)):
+        if builds_networks and (remedy := _remedy(callback, _FOR_OWN_NETWORKS)):
             raise MisfitError(
                 f"callbacks must not hold a {kind}, which exchanges parameters that {name} updates in place. {remedy}."
             )
@@ -90,13 +90,18 @@ def check_batches(trainer: Any, training: int, validation: int) -> None:
             )
     limit = limits[2]
     served = min(training, limit) if isinstance(limit, int) else int(training * limit)
-    interval = vars(trainer).get("val_check_interval", 1.0)  # which a trainer that evaluates by time does not have
+    interval = val_check_interval(trainer)
     per_epoch = trainer.check_val_every_n_epoch is not None and trainer.limit_val_batches > 0
     if isinstance(interval, int) and per_epoch and 0 < served < interval:
         raise MisfitError(
             f"val_check_interval must be at most {served}, the training batches of the first epoch, got {interval}. "
             "Lower it, or give check_val_every_n_epoch=None, with which it counts batches of the whole run."
         )
+
+
+def val_check_interval(trainer: Any) -> int | float:
+    """Return the setting of a trainer; its default if the trainer evaluates by time, because it has none then."""
+    return cast(int | float, vars(trainer).get("val_check_interval", 1.0))
 
 
 def is_endless(trainer: Any) -> bool:

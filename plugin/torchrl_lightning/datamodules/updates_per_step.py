@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 from torchrl_lightning.datamodules.adapters import StepHooks, outside_autocast
 from torchrl_lightning.datamodules.base import ExperienceDataModule
 from torchrl_lightning.datamodules.loaders import Batches, batches_served
+from torchrl_lightning.datamodules.trainer_checks import val_check_interval
 from torchrl_lightning.interrupts import interrupts
 from torchrl_lightning.ranges import integer, optional
 from torchrl_lightning.state import Attribute, whole
@@ -106,7 +107,7 @@ def _reason_for_one(trainer: Any, learner: Any) -> str | None:
         return f"{name} does not declare loops_over_updates = True beside its training_step"
     if trainer.max_steps != -1 or trainer.min_steps:
         return "max_steps or min_steps counts them"
-    interval = vars(trainer).get("val_check_interval", 1.0)  # which a trainer that evaluates by time does not have
+    interval = val_check_interval(trainer)
     if interval != 1.0 or isinstance(interval, int):
         return f"val_check_interval={interval} counts them"
     if trainer.limit_train_batches != 1.0 or isinstance(trainer.limit_train_batches, int):
@@ -133,9 +134,9 @@ def _sees_updates(part: Any) -> bool:
     harmless = not isinstance(part, Callback) or isinstance(part, ProgressBar | Checkpoint | Timer)
     for name in HOOKS:
         hook = getattr(part, name, None)
-        if hook is None or getattr(hook, "__func__", hook) is getattr(Callback, name, None):
+        if hook is None or hook.__module__ == Callback.__module__:
             continue
-        maker = str(getattr(hook, "__module__", "")).partition(".")[0]
+        maker = str(hook.__module__).partition(".")[0]
         if maker != "torchrl_lightning" and not (maker == "lightning" and harmless):
             return True
     return False

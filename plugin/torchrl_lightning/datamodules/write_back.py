@@ -12,6 +12,7 @@ from torchrl.envs import EnvBase
 from torchrl_lightning.entries import leaves_of, path_of
 from torchrl_lightning.environments.policies import recurrent_states
 from torchrl_lightning.keys import ACTION, FLAGS, IS_INIT, NEXT, RETURN, REWARD, STEP_TYPE
+from torchrl_lightning.protocols import PolicyApi
 from torchrl_lightning.replay import ExperienceBuffer
 
 STORED = frozenset({ACTION, *FLAGS, REWARD[-1], IS_INIT, RETURN, STEP_TYPE})
@@ -39,7 +40,7 @@ def check_collected_keys(keys: Sequence[NestedKey] | None, data: Any, env: Any, 
         env: Its environment.
         policy: The policy that collects.
     """
-    outputs, buffer = getattr(policy, "out_keys", None), data.buffer
+    outputs, buffer = PolicyApi.of(policy).out_keys, data.buffer
     is_known = data.make_collector is None and data.dataset is None and not isinstance(env, EnvBase)
     if not keys or outputs is None or not is_known or type(buffer).extend is not ExperienceBuffer.extend:
         return

@@ -12,6 +12,7 @@ from torchrl_lightning.demonstrations.replay import LogProb
 from torchrl_lightning.entries import path_of
 from torchrl_lightning.environments.policies import Outputs, Policy, bare_call, policy_outputs
 from torchrl_lightning.keys import ACTION, DEMO_ACTION, REPLAYED
+from torchrl_lightning.protocols import PolicyApi
 from torchrl_lightning.ranges import one_of
 
 
@@ -46,14 +47,15 @@ class DemonstrationActor(TensorDictModuleBase):
     def __init__(self, policy: Policy, log_prob: LogProb = "deterministic") -> None:
         super().__init__()
         self.log_prob: LogProb = one_of(log_prob, "log_prob", get_args(LogProb))
-        if log_prob == "current" and not hasattr(policy, "get_dist"):
+        abilities = PolicyApi.of(policy)
+        if log_prob == "current" and abilities.get_dist is None:
             raise TypeError(
                 "The policy must offer get_dist(td), as TorchRL's ProbabilisticActor does, to tell how likely replayed "
                 f"actions are, got {type(policy).__name__}; give log_prob='deterministic' to do without."
             )
         self.policy = policy
-        self.in_keys: list[NestedKey] = list(getattr(policy, "in_keys", []))
-        self.out_keys: list[NestedKey] = list(getattr(policy, "out_keys", []))
+        self.in_keys: list[NestedKey] = list(abilities.in_keys)
+        self.out_keys: list[NestedKey] = list(abilities.out_keys or ())
 
     def act_on(self, step: TensorDictBase) -> Outputs:
         """Return what is written into a step, and write nothing."""

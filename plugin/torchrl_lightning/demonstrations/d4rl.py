@@ -70,13 +70,15 @@ def d4rl_demonstrations(
 
 def _arrays(file: Any, path: Path, limit: int) -> dict[str, Array]:
     """Read the entries of a file, ``[T, ...]`` each."""
+    from h5py import Dataset
+
     found = {name: file[name] for name in (*NEEDED, *OTHERS) if name in file}
     if missing := [name for name in NEEDED if name not in found]:
         raise ValueError(f"{path} was refused: it lacks {' and '.join(missing)}, which D4RL's files have.")
+    # A group has neither, and an empty data set no shape.
+    shapes = {name: entry.shape or () if isinstance(entry, Dataset) else () for name, entry in found.items()}
     for name, entry in found.items():
-        # Of a group, and of texts and compounds, neither is known.
-        kind, shape = getattr(getattr(entry, "dtype", None), "kind", ""), getattr(entry, "shape", ())
-        if kind not in tuple("biuf") or shape[:1] != getattr(found["rewards"], "shape", ())[:1] or not shape:
+        if not shapes[name] or shapes[name][:1] != shapes["rewards"][:1] or entry.dtype.kind not in "biuf":
             raise ValueError(f"{path} was refused: {name!r} in it is no array of numbers with a row for each reward.")
     check_declared(found.values(), path, limit)
     return {name: entry[()] for name, entry in found.items()}

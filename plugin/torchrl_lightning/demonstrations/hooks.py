@@ -32,6 +32,7 @@ from torchrl_lightning.environments.origins import env_ids
 from torchrl_lightning.environments.recipe import EnvironmentRecipe
 from torchrl_lightning.files import check_writable
 from torchrl_lightning.keys import REPLAYED, VALUE
+from torchrl_lightning.protocols import EnvsApi
 from torchrl_lightning.ranges import check_defaults, integer
 from torchrl_lightning.ranks import gathered, of_first_rank, this_rank
 from torchrl_lightning.rollout.hooks import RolloutHooks
@@ -121,7 +122,7 @@ class DemonstrationHooks(Stated, RolloutHooks):
         """Prepare to replay demonstrations in an environment, and read the directories."""
         specs, of_env = demonstration_specs(env)
         if self.frame_skip is None:
-            told = (getattr(self.settings.envs, "env_kwargs", None) or {}).get("frame_skip")
+            told = (EnvsApi.of(self.settings.envs).env_kwargs or {}).get("frame_skip")
             self.frame_skip = of_env if told is None else integer(told, "frame_skip")
         check_saved_dtypes(self.settings.demo_dtypes, specs)
         if self.settings.target_agent_demos_dir is None:

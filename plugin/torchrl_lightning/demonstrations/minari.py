@@ -150,8 +150,10 @@ def _check_files(folder: Path, dataset: Any, limit: int) -> None:
 
 def _datasets(group: Any) -> list[Any]:
     """Return the data sets of a group, at any level."""
+    from h5py import Dataset
+
     entries: list[Any] = []
-    group.visititems(lambda _, entry: entries.append(entry) if hasattr(entry, "shape") else None)
+    group.visititems(lambda _, entry: entries.append(entry) if isinstance(entry, Dataset) else None)
     return entries
 
 

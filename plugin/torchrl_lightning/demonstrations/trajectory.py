@@ -85,7 +85,8 @@ class Demonstration:
 
     def _checked_ends(self, owner: str) -> tuple[bool | None, bool | None]:
         terminated, truncated = (
-            optional(boolean)(getattr(self, name), f"{owner}: {name}") for name in ("terminated", "truncated")
+            optional(boolean)(value, f"{owner}: {name}")
+            for name, value in (("terminated", self.terminated), ("truncated", self.truncated))
         )
         told = self.metadata.get("terminated")
         if terminated is None and truncated is None and type(told) is bool:

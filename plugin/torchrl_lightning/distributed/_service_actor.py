@@ -224,7 +224,7 @@ class ServiceActor:
             self._buffer.load_state_dict(state["buffer"])
         except (FileNotFoundError, KeyError, TypeError, ValueError) as error:
             raise ServiceFault(f"The replay service's snapshot {folder} cannot be read: {error}.") from error
-        self._limiter.inserted, self._limiter.drawn = inserted, drawn
+        self._limiter.restore(inserted, drawn)
         self._sessions, self._acknowledged = sessions, dict(sessions)
         self._number = _number_of(folder) + 1
 

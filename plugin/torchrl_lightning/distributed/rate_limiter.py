@@ -97,6 +97,10 @@ class RateLimiter:
             )
         return optional(check)(value, name)
 
+    def restore(self, inserted: int, drawn: int) -> None:
+        """Continue after so many rows."""
+        self.inserted, self.drawn = inserted, drawn
+
     def admits_insert(self, rows: int) -> bool:
         """Return whether so many rows may be written now."""
         self._largest_insert = max(self._largest_insert, rows)

@@ -22,6 +22,7 @@ from torchrl_lightning.distributed._wire import Learned, as_arrays, packed, unpa
 from torchrl_lightning.distributed.cluster import ServiceFault, installed, joined
 from torchrl_lightning.distributed.rate_limiter import RateLimiter
 from torchrl_lightning.keys import INDEX, MASK, SOURCE
+from torchrl_lightning.protocols import SamplerApi
 from torchrl_lightning.ranges import boolean, check_defaults, integer
 from torchrl_lightning.ranks import this_rank
 from torchrl_lightning.replay import ExperienceBuffer
@@ -381,7 +382,7 @@ def _check_buffer(buffer: ExperienceBuffer, shards: int) -> None:
         raise ValueError(f"A replay service begins with an empty buffer, but this one holds {len(buffer)} rows.")
     if num_envs % shards:
         raise ValueError(f"shards={shards} cannot share {num_envs} environments out evenly; take a divisor.")
-    if shards > 1 and not getattr(buffer.sampler, "reads_rings", False):
+    if shards > 1 and not SamplerApi.of(buffer.sampler).reads_rings:
         raise ValueError(
             f"With shards={shards} each fills some of the rings alone, but {type(buffer.sampler).__name__} wants all "
             "evenly filled; take one of ours, or shards=1."

@@ -20,6 +20,7 @@ from torchrl_lightning.entries import check_tensordict, entry_of, keyed_leaves, 
 from torchrl_lightning.environments import environment_specs
 from torchrl_lightning.environments.specs import space_to_spec
 from torchrl_lightning.keys import BOOKKEEPING, NEXT, REPEATED
+from torchrl_lightning.protocols import EnvsApi
 from torchrl_lightning.ranges import Check, boolean, integer
 from torchrl_lightning.replay import ExperienceBuffer, RingStorage, RingWriter
 from torchrl_lightning.rollout.names import to_documented
@@ -110,7 +111,7 @@ class MBReplayBuffer(ExperienceBuffer, DocumentedVerbs):
         transform: Transform | None = None,
     ) -> None:
         size = integer(size, "size")
-        num_envs = getattr(envs, "num_envs", None) if num_envs is None else num_envs
+        num_envs = EnvsApi.of(envs).num_envs if num_envs is None else num_envs
         self._num_envs = None if num_envs is None else integer(num_envs, "num_envs")
         self.autoreset = boolean(autoreset, "autoreset")
         self.actor, self.algorithm, self.envs = actor, algorithm, envs

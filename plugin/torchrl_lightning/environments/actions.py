@@ -227,7 +227,7 @@ class ActionFormat:
 
     def state_dict(self) -> dict[str, Any]:
         """Return it as tensors and plain data, which ``torch.load(weights_only=True)`` reads."""
-        bounds = {name: getattr(self, name) for name in ("low", "high")}
+        bounds = {"low": self.low, "high": self.high}
         return {
             "shape": list(self.shape),
             "dtype": self.dtype.name,

@@ -14,6 +14,7 @@ from torch.distributions import Distribution
 
 from torchrl_lightning.environments.policies import Outputs, bare_call, policy_device, policy_outputs
 from torchrl_lightning.keys import ACTION, LOG_PROB
+from torchrl_lightning.protocols import PolicyApi
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -31,8 +32,9 @@ class AutocastModule(TensorDictModuleBase):
     def __init__(self, module: Any, dtype: torch.dtype) -> None:
         super().__init__()
         self.module, self.dtype = module, dtype
-        self.in_keys: list[NestedKey] = list(getattr(module, "in_keys", []))
-        self.out_keys: list[NestedKey] = list(getattr(module, "out_keys", []))
+        abilities = PolicyApi.of(module)
+        self.in_keys: list[NestedKey] = list(abilities.in_keys)
+        self.out_keys: list[NestedKey] = list(abilities.out_keys or ())
 
     def act_on(self, step: TensorDictBase) -> Outputs:
         """Return the entries that the module writes into a step ``[*B]``, and write nothing."""

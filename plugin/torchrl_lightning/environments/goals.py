@@ -33,10 +33,10 @@ class EnvironmentGoals:
         True
     """
 
-    def __init__(self, source: Any) -> None:
+    def __init__(self, source: Any, env: gym.Env[Any, Any] | None = None) -> None:
         self._source = source
-        self._env: Any = None
-        self._is_own = True  # built here
+        self._env: Any = env
+        self._is_own = env is None  # built here
 
     @classmethod
     def of(cls, method: GoalFunction) -> Self | None:
@@ -44,9 +44,7 @@ class EnvironmentGoals:
         owner = getattr(method, "__self__", None)
         if not isinstance(owner, gym.Env):
             return None
-        goals = cls(owner if owner.spec is None else partial(gym.make, owner.spec))
-        goals._env, goals._is_own = owner, False
-        return goals
+        return cls(owner if owner.spec is None else partial(gym.make, owner.spec), owner)
 
     def find(self, name: str) -> GoalFunction | None:
         """Return the outermost method of this name; None where there is none."""

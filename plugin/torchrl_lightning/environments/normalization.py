@@ -23,6 +23,7 @@ from torchrl_lightning.kernels.scan import LIKE
 from torchrl_lightning.kernels.scan_rows import floats_at
 from torchrl_lightning.keys import ACTION_MASK
 from torchrl_lightning.moments import Moments, precision_of
+from torchrl_lightning.protocols import PolicyApi
 from torchrl_lightning.ranges import Checked, not_negative, positive
 from torchrl_lightning.state import check_state, number, same, sequence
 
@@ -256,8 +257,8 @@ class NormalizedPolicy(TensorDictModuleBase):
     def __init__(self, policy: Policy, normalizer: ObservationNormalizer) -> None:
         super().__init__()
         self.policy, self.normalizer = policy, normalizer
-        self.in_keys = list(getattr(policy, "in_keys", []))
-        self.out_keys = list(getattr(policy, "out_keys", []))
+        abilities = PolicyApi.of(policy)
+        self.in_keys, self.out_keys = list(abilities.in_keys), list(abilities.out_keys or ())
 
     def act_on(self, step: TensorDictBase) -> Outputs:
         """Return what the policy writes into a step ``[N]``, and write nothing."""

@@ -23,8 +23,8 @@ class RowOrigins:
     beginning to its end. Without those either, every number is -1, which means unknown.
     """
 
-    def __init__(self, collector: object) -> None:
-        self._has_workers = getattr(collector, "num_workers", 1) > 1
+    def __init__(self, num_workers: int) -> None:
+        self._has_workers = num_workers > 1
         self._open: dict[int, int] = {}  # trajectories that go on, and their numbers
         self._free: set[int] = set()  # numbers whose trajectory has ended
         self._count = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from tensordict import TensorDictBase, unravel_key
@@ -17,32 +17,16 @@ from torchrl_lightning._modules import device_of
 from torchrl_lightning.entries import Path, join, level_of, path_of
 from torchrl_lightning.environments.actions import ActionFormat
 from torchrl_lightning.environments.faults import EnvironmentFault
+from torchrl_lightning.protocols import PolicyApi
 
 Policy = Callable[[TensorDictBase], TensorDictBase]
 Outputs = Mapping[NestedKey, Tensor]
 """What a policy writes: tensors ``[N, *]``, without private keys."""
 
 
-@runtime_checkable
-class KnowsWorker(Protocol):
-    """A policy, or a part of one, that acts otherwise in each worker of a collector."""
-
-    def use_worker(self, number: int, count: int) -> None:
-        """Act as worker ``number`` of ``count``."""
-
-
-@runtime_checkable
-class KnowsClipping(Protocol):
-    """A policy that knows whether the environment gets its actions clipped, as one of ``load_policy`` does."""
-
-    @property
-    def clip_actions(self) -> bool:
-        """Whether actions are clipped to their Box."""
-
-
 def clips_actions(policy: object) -> bool:
-    """Return whether a policy asks for its actions to be clipped."""
-    return isinstance(policy, KnowsClipping) and policy.clip_actions is True
+    """Return whether a policy asks for its actions to be clipped, as one of ``load_policy`` may do."""
+    return PolicyApi.of(policy).clip_actions is True
 
 
 def bare_call(policy: object) -> Callable[[TensorDictBase], Outputs] | None:
@@ -155,7 +139,7 @@ def acted(policy: Policy, step: TensorDictBase, device: torch.device, form: Acti
     if action is None:
         raise KeyError("The policy does not write 'action'. Name it in the policy's out_keys.")
     if action.is_floating_point() and bool(action.isnan().any()):
-        read = {key: step.get(key) for key in getattr(policy, "in_keys", ())}
+        read = {key: step.get(key) for key in PolicyApi.of(policy).in_keys}
         check_finite({f"observation {key!r}": value for key, value in read.items() if value is not None})
         raise ValueError(
             "The policy chose NaN actions: its weights are not finite. Look at the learning rate and the gradient norm."
@@ -245,7 +229,7 @@ def unsaid(
 
     So what is stored has the same entries when the policy acts, as with TorchRL's collectors.
     """
-    named: Collection[NestedKey] | None = getattr(policy, "out_keys", None)
+    named = PolicyApi.of(policy).out_keys
     apart = {"action", *states}
     if named is not None and {unravel_key(key) for key in named} <= apart:
         return {}

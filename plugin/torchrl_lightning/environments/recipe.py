@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import partial
@@ -340,7 +340,7 @@ def _resolved(part: Any, argument: str) -> Callable[..., Any]:
         return part
     module, _, name = part["_target_"].rpartition(".")
     try:
-        target = getattr(importlib.import_module(module), name)
+        target = pkgutil.resolve_name(f"{module}:{name}")
     except (ImportError, AttributeError, ValueError) as error:
         raise _unknown(argument, part["_target_"], error) from error
     arguments = {key: value for key, value in part.items() if not key.startswith("_")}

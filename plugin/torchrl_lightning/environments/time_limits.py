@@ -78,6 +78,16 @@ class TimedCalls:
         """Return whether the running call has exceeded its limit."""
         return monotonic() - max(self.begun, self.sigterm) >= self.limit + grace
 
+    def end_soon(self) -> None:
+        """Limit the seconds from SIGTERM, which has come now."""
+        self.limit, self.sigterm = self.after_sigterm, monotonic()
+
+    def interrupt(self) -> None:
+        """Interrupt the running call by a signal, once."""
+        if self.interrupted != self.begun:
+            self.interrupted = self.begun
+            signal.pthread_kill(self.thread, signal.SIGURG)
+
     @property
     def is_ending(self) -> bool:
         """Return whether SIGTERM has come since the environment was made."""
@@ -120,16 +130,15 @@ class _Watchdog:
         while True:
             if self._sees_sigterm():
                 for calls in self._alive():
-                    calls.limit, calls.sigterm = calls.after_sigterm, monotonic()
+                    calls.end_soon()
             for calls in self._alive():
                 if calls.is_overdue(_GRACE):
                     self.tell(calls.line())
                     if not calls.is_ending:
                         faulthandler.dump_traceback(2)
                     os._exit(128 + signal.SIGTERM if calls.is_ending else 1)
-                if calls.is_overdue() and calls.thread == self._main and calls.interrupted != calls.begun:
-                    calls.interrupted = calls.begun
-                    signal.pthread_kill(calls.thread, signal.SIGURG)
+                if calls.is_overdue() and calls.thread == self._main:
+                    calls.interrupt()
 
     def _sees_sigterm(self) -> bool:
         """Wait for the next look at the calls; return whether SIGTERM has come."""

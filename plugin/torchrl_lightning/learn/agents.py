@@ -29,6 +29,7 @@ from torchrl_lightning.learn.optimizer_states import (
 from torchrl_lightning.learn.reports import ReportingModule, train_names
 from torchrl_lightning.learn.schedules import ConstantSchedule, Schedule, as_schedule, progress_of
 from torchrl_lightning.parts import PickledByValue
+from torchrl_lightning.protocols import DataApi
 from torchrl_lightning.ranges import Check
 from torchrl_lightning.seal import check_seal, seal, with_own_numbers
 from torchrl_lightning.settings import FinitePositive, Positive, Settings, setting
@@ -119,7 +120,7 @@ class AgentModule(PickledByValue, Settings, ReportingModule):
 
     def misfit(self, data: Any) -> str | None:
         """Return why it does not fit a DataModule; None if it does."""
-        specs = getattr(data, "specs", None)
+        specs = DataApi.of(data).specs
         if self.honours_masks or specs is None or ACTION_MASK not in specs.observation:
             return None
         return (
@@ -138,7 +139,8 @@ class AgentModule(PickledByValue, Settings, ReportingModule):
             RuntimeError: The DataModule has no specs.
         """
         check_precision(self.trainer)
-        specs = getattr(self._data, "specs", None)
+        data = DataApi.of(self._data)
+        specs = data.specs
         if not self.is_built:
             if specs is None:
                 raise RuntimeError(
@@ -146,7 +148,7 @@ class AgentModule(PickledByValue, Settings, ReportingModule):
                     f"{type(self._data).__name__}; fit with one of our DataModules, or call `build(specs)` first"
                 )
             with network_faults(self, specs):
-                self.build(specs, **getattr(self._data, "build_options", {}))
+                self.build(specs, **data.build_options)
         # A policy that is loaded from a file has no trainer, but a stand-in.
         trainer: Any = self.trainer
         if specs is not None and isinstance(trainer, Trainer) and trainer.state.fn == TrainerFn.FITTING:
@@ -176,9 +178,8 @@ class AgentModule(PickledByValue, Settings, ReportingModule):
         """Refuse a checkpoint that is damaged, or another environment's, before it is loaded, by a ValueError."""
         check_seal(checkpoint, "the checkpoint")
         state = checkpoint.get(type(self._data).__qualname__)
-        check_state = getattr(self._data, "check_state", None)
-        if state is not None and check_state is not None:
-            check_state(state)
+        if state is not None:
+            DataApi.of(self._data).check_state(state)
         self._unchecked_states = None
         trainer: Any = self._trainer
         if self.is_built and isinstance(trainer, Trainer) and trainer.state.fn == TrainerFn.FITTING:

@@ -26,6 +26,7 @@ from torchrl_lightning.learn.reports import train_names
 from torchrl_lightning.learn.rnd import RandomNetworkDistillation
 from torchrl_lightning.learn.schedules import Schedule, as_schedule
 from torchrl_lightning.learn.transitions import missing
+from torchrl_lightning.protocols import DataApi
 from torchrl_lightning.ranges import check_defaults
 from torchrl_lightning.settings import Finite, FinitePositive, NotNegative, Positive, Switch, setting
 from torchrl_lightning.updates import UpdateBatches, updates_of
@@ -112,10 +113,11 @@ class ActorCriticModule(TermsModule):
         super().setup(stage)
         if stage != "fit":
             return
-        standardized_by = standardizer(self._data)
+        data = DataApi.of(self._data)
+        standardized_by = data.advantages_standardized_by
         if self.normalize_advantage is None:
             self._standardizes = standardized_by is None
-        frames, batches = (getattr(self._data, name, None) for name in ("frames_per_batch", "num_mini_batch"))
+        frames, batches = data.frames_per_batch, data.num_mini_batch
         if self._standardizes and frames is not None and frames == batches:
             raise ValueError(
                 f"num_mini_batch must be below frames_per_batch={frames} where advantages are standardised within each "
@@ -313,12 +315,6 @@ class ActorCriticModule(TermsModule):
     def should_stop(self, terms: Mapping[str, Tensor]) -> bool:
         """Return whether to skip this update and the rest of the epoch."""
         return False
-
-
-def standardizer(data: Any) -> str | None:
-    """Return what standardises advantages over whole rollouts, by the name that a DataModule gives it; else None."""
-    name: str | None = getattr(data, "advantages_standardized_by", None)
-    return name
 
 
 def require(batch: TensorDictBase, key: NestedKey) -> Tensor:

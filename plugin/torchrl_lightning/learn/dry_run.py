@@ -26,6 +26,7 @@ from torchrl_lightning.learn.network_protocol import EncoderNetwork
 from torchrl_lightning.learn.q_networks import ActionValue
 from torchrl_lightning.learn.target_networks import TargetNetworks
 from torchrl_lightning.learn.trunks import RecurrentTrunk, Trunk
+from torchrl_lightning.protocols import LearnerApi
 
 ROWS = 2
 LARGEST_COPY = 50 << 20
@@ -61,7 +62,7 @@ def network_faults(agent: Any, specs: Any) -> Iterator[None]:
     except (Fault, MisfitError):
         raise
     except Exception as error:
-        network = getattr(agent, "network", None)
+        network = LearnerApi.of(agent).network
         described = network.described if isinstance(network, EncoderNetwork) else network
         frames = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
         is_users = not type(described).__module__.startswith("torchrl_lightning.")
@@ -125,7 +126,7 @@ def _run(agent: Any, specs: Any, device: torch.device, *, with_gradients: bool) 
 def _encoders(agent: Any) -> Iterator[tuple[nn.Module, Sequence[NestedKey]]]:
     """Yield each encoder of observations that the agent trains, and the keys of its entries."""
     children = [child for child in agent.children() if not isinstance(child, TargetNetworks)]
-    roots = [*children, *(part for part in (agent.policy, getattr(agent, "critic", None)) if part is not None)]
+    roots = [*children, *(part for part in (agent.policy, LearnerApi.of(agent).critic) if part is not None)]
     seen: set[int] = set()
     for part in (part for root in roots if isinstance(root, nn.Module) for part in root.modules()):
         if isinstance(part, Trunk):
@@ -179,7 +180,7 @@ def _check_encoder(
 
 
 def _fault(agent: Any, specs: Any, expected: str, got: str, advice: str = "") -> NetworkFault:
-    network: Any = getattr(agent, "network", None)
+    network = LearnerApi.of(agent).network
     network = network.described if isinstance(network, EncoderNetwork) else network
     entries = ", ".join(
         f"{'.'.join(key) if isinstance(key, tuple) else key} {list(spec.shape)} {spec.dtype}"

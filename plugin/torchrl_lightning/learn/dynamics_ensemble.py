@@ -22,6 +22,7 @@ from torchrl_lightning.learn.reports import train_names
 from torchrl_lightning.learn.terminations import TerminationCheck
 from torchrl_lightning.learn.world_env import WorldModelEnvironment
 from torchrl_lightning.learn.world_models import WorldModel, WorldModelSettings
+from torchrl_lightning.protocols import DataApi
 from torchrl_lightning.settings import Count, setting
 
 STATE = "dynamics_ensemble"
@@ -88,6 +89,8 @@ class DynamicsEnsemble(WorldModelSettings, TermsModule):
         *train_names("loss_error", "loss_variance", "loss_bounds", "loss_decay", "loss_terminated", "error"),
     )
 
+    _policy: TensorDictModuleBase | None = None  # until it is asked for
+
     num_elites: Count | None = None
     planner: Annotated[Planner, plans] = setting(default=None)
 
@@ -138,7 +141,7 @@ class DynamicsEnsemble(WorldModelSettings, TermsModule):
         Raises:
             RuntimeError: The DataModule serves no dynamics.
         """
-        if "targets" in getattr(self._data, "build_options", ()):
+        if "targets" in DataApi.of(self._data).build_options:
             super().configure_model()
         elif not self.is_built and isinstance(self._data, LightningDataModule):
             raise RuntimeError(
@@ -148,7 +151,7 @@ class DynamicsEnsemble(WorldModelSettings, TermsModule):
 
     def misfit(self, data: Any) -> str | None:
         """Return that the DataModule or the trainer leave a setting without effect; None if none is."""
-        if self.terminated is not None and getattr(data, "terminated", False) is True:
+        if self.terminated is not None and DataApi.of(data).terminated is True:
             return (
                 f"data.terminated must be left at its default False beside the function terminated= of "
                 f"{type(self).__name__}, got True, which has no effect. Leave it out, or leave the function out."
@@ -162,12 +165,12 @@ class DynamicsEnsemble(WorldModelSettings, TermsModule):
     def policy(self) -> TensorDictModuleBase:
         """The planner over what is kept of the ensemble."""
         model = self.require_built(self.world_model)
-        planner = self.__dict__.get("_policy")
+        planner = self._policy
         if planner is None or self._policy_device != model.elites.device:
             # Not registered: a state dict holds the networks once.
             built = self.planner(WorldModelEnvironment(model, model.elites.device))
             if (draw_on := getattr(built, "draw_on", None)) is not None:  # as the one before, or by the run's seed
-                seed = getattr(self._data, "seed", None)
+                seed = DataApi.of(self._data).seed
                 draw_on(planner, None if seed is None else spawn_seed(seed, "planner"))
             planner = built
             hold(self, _policy=planner)

@@ -158,9 +158,10 @@ class GaussianEnsemble(nn.Module):
     @torch.no_grad()
     def standardise(self, inputs: StandardScaler, targets: StandardScaler) -> None:
         """Set mean and deviation of inputs and targets."""
-        for name, scaler in (("input", inputs), ("target", targets)):
-            getattr(self, f"{name}_mean").copy_(scaler.mean)
-            getattr(self, f"{name}_std").copy_(scaler.std)
+        self.input_mean.copy_(inputs.mean)
+        self.input_std.copy_(inputs.std)
+        self.target_mean.copy_(targets.mean)
+        self.target_std.copy_(targets.std)
 
 
 def softly_bounded(values: Tensor, low: Tensor, high: Tensor) -> Tensor:

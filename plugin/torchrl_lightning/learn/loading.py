@@ -30,6 +30,7 @@ from torchrl_lightning.environments.policies import recurrent_states
 from torchrl_lightning.environments.specs import EnvironmentSpecs, specs_from_state
 from torchrl_lightning.keys import ACTION_MASK
 from torchrl_lightning.learn.weights import check_finite, check_weights
+from torchrl_lightning.protocols import LearnerApi
 from torchrl_lightning.seal import check_seal
 from torchrl_lightning.torch_defaults import float32_by_default
 from torchrl_lightning.trust import check_config, target_named, without_folders
@@ -241,7 +242,7 @@ def policy_in(
     state, specs, normalizer = _environment_in(stored, path)
     # All that a module reads of its trainer before there is anything to fit.
     data = SimpleNamespace(specs=specs if normalizer is None else normalizer.specs)
-    trainer = SimpleNamespace(datamodule=data, precision="32-true", world_size=1, global_rank=0)
+    trainer = SimpleNamespace(datamodule=data, precision="32-true", precision_plugin=None, world_size=1, global_rank=0)
     if module is None:
         module = _module_in(stored, path, trainer, trusted=trusted)
     module.trainer = trainer
@@ -257,7 +258,7 @@ def policy_in(
         ) from error
     finally:
         module.trainer = None
-    if not callable(getattr(module, "policy", None)):
+    if not callable(LearnerApi.of(module).policy):
         raise TypeError(f"{type(module).__name__} has no attribute `policy`, the TensorDict module that acts")
     policy = module.policy if normalizer is None else NormalizedPolicy(module.policy, normalizer)
     return LoadedPolicy(policy, specs, deterministic=deterministic, environment=state["fingerprint"]["environment"])

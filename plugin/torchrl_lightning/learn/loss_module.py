@@ -75,6 +75,7 @@ class LossModuleAgent(AgentModule):
 
     dry_run_of = "build"
     loops_over_updates = True
+    _policy: nn.Module | None = None  # until the loss is built
 
     loss: LossModule | Callable[[Any], LossModule] = setting(kw_only=False)
     networks: Mapping[str, Callable[[Any, Network], nn.Module]] | None = None
@@ -177,12 +178,12 @@ class LossModuleAgent(AgentModule):
     @property
     def policy(self) -> Any:
         """What acts."""
-        return self.require_built(self.__dict__.get("_policy"))
+        return self.require_built(self._policy)
 
     @property
     def critic(self) -> Any:
         """The loss's ``critic_network``, for a buffer that estimates values; None where it has none."""
-        self.require_built(self.__dict__.get("_policy"))
+        self.require_built(self._policy)
         return self._critic
 
     def configure_optimizers(self) -> list[torch.optim.Optimizer]:

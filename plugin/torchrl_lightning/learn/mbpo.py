@@ -16,6 +16,7 @@ from torchrl_lightning.learn.q_learning import SACModule
 from torchrl_lightning.learn.reports import train_names
 from torchrl_lightning.learn.world_model_fit import WorldModelFit
 from torchrl_lightning.learn.world_models import WorldModel
+from torchrl_lightning.protocols import DataApi
 from torchrl_lightning.settings import derived, otherwise, setting
 
 
@@ -78,7 +79,7 @@ class MBPOModule(SACModule):
 
     def misfit(self, data: Any) -> str | None:
         """Return that nobody has it imagine, or that it cannot; None if it can and does."""
-        imagines = getattr(data, "imagines", None)
+        imagines = DataApi.of(data).imagines
         if imagines is None:
             return super().misfit(data)
         if imagines(self):

@@ -68,7 +68,7 @@ class OffPolicyModule(TermsModule):
     loops_over_updates = True
     stream_for_it = "data=uniform (ReplayDataModule)"
     followed: ClassVar[Sequence[str]]
-    _policy: ExploringPolicy  # from ``build`` on
+    _policy: ExploringPolicy | None = None  # until it is built
 
     network: Annotated[Network, described_network(lambda: MLPNetwork([256, 256], "relu"))] = setting(
         default=None, kw_only=False
@@ -149,7 +149,7 @@ class OffPolicyModule(TermsModule):
     @property
     def policy(self) -> ExploringPolicy:
         """The policy: exploring, or exploiting under ``ExplorationType.DETERMINISTIC``."""
-        return self.require_built(self.__dict__.get("_policy"))
+        return self.require_built(self._policy)
 
     def observed(self, step: TensorDictBase) -> Entries:
         """Return the input of actor and critics for observations ``[B]``: entries, or the features of the memory."""
@@ -163,7 +163,7 @@ class OffPolicyModule(TermsModule):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         # The unregistered policy moves with the module, also outside of a fit.
         super()._apply(fn, recurse)
-        policy = self.__dict__.get("_policy")
+        policy = self._policy
         if policy is not None:
             policy._apply(fn, recurse)
         return self
@@ -184,6 +184,7 @@ class OffPolicyModule(TermsModule):
 
     def explore(self) -> None:
         """Set the policy's amount of exploration from the frames collected so far."""
+        assert self._policy is not None
         self._policy.amount.fill_(self.exploration(self.frames))
 
     # -- learning ---------------------------------------------------------------------------------------------------

@@ -10,10 +10,11 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from torchrl_lightning.keys import REPLAYED
-from torchrl_lightning.learn.base import ActorCriticModule, require, standardizer
+from torchrl_lightning.learn.base import ActorCriticModule, require
 from torchrl_lightning.learn.losses import clipped_surrogate_loss, kl_estimate, policy_gradient_loss
 from torchrl_lightning.learn.reports import train_names
 from torchrl_lightning.learn.schedules import Schedule, as_schedule
+from torchrl_lightning.protocols import DataApi
 from torchrl_lightning.settings import Finite, NotNegative, Positive, Switch
 
 logger = logging.getLogger(__name__)
@@ -165,8 +166,8 @@ class PPOModule(EntropyModule):
     def setup(self, stage: str) -> None:
         """Refuse what does not fit, and announce settings without effect."""
         super().setup(stage)
-        data = self._data
-        replays = getattr(getattr(data, "buffer", None), "replay", None) is not None  # whose ratio is not 1
+        data = DataApi.of(self._data)
+        replays = getattr(data.buffer, "replay", None) is not None  # its ratio is not 1
         value, schedule = self._coefficients["clip_epsilon"]
         usual = self.settings_of_class["clip_epsilon"].default, as_schedule("constant")
         if stage == "fit" and (value, schedule) != usual and _learns_once(data) and not replays:
@@ -179,14 +180,15 @@ class PPOModule(EntropyModule):
 
     def misfit(self, data: Any) -> str | None:
         """Return which setting does not fit how a DataModule serves or standardises rollouts; None if all fit."""
-        if _learns_once(data):
-            for name in ("target_kl", "clip_value"):
-                if (value := getattr(self, name)) is not None:
+        abilities = DataApi.of(data)
+        if _learns_once(abilities):
+            for name, value in (("target_kl", self.target_kl), ("clip_value", self.clip_value)):
+                if value is not None:
                     return (
                         f"{name} must be None with one update of each rollout, got {value}: nothing has changed before "
                         "that update. Raise num_epochs or num_mini_batch, or leave it out."
                     )
-        standardized_by = standardizer(data) if self.normalize_advantage is False else None
+        standardized_by = abilities.advantages_standardized_by if self.normalize_advantage is False else None
         if standardized_by is None:
             return super().misfit(data)
         return (
@@ -217,10 +219,9 @@ class PPOModule(EntropyModule):
         return float(divergence) > 1.5 * self.target_kl
 
 
-def _learns_once(data: Any) -> bool:
+def _learns_once(data: DataApi) -> bool:
     """Return whether a DataModule serves one update of each rollout, by the policy that acted in it."""
-    is_current = getattr(data, "make_collector", None) is None  # a user's collector may act with older weights
-    return is_current and getattr(data, "updates_of_epoch", 2) == 1
+    return not data.make_collector and data.updates_of_epoch == 1  # a user's collector may act with older weights
 
 
 def own_mean(values: Tensor, batch: TensorDictBase) -> Tensor:

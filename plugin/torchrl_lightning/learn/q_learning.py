@@ -28,6 +28,7 @@ from torchrl_lightning.learn.q_networks import ActionValue, CriticEnsemble, buil
 from torchrl_lightning.learn.reports import train_names
 from torchrl_lightning.learn.squashed import build_deterministic_actor, build_squashed_actor
 from torchrl_lightning.learn.transitions import Transitions
+from torchrl_lightning.protocols import DataApi
 from torchrl_lightning.settings import (
     Count,
     Finite,
@@ -97,12 +98,13 @@ class DQNModule(OffPolicyModule):
 
     def misfit(self, data: Any) -> str | None:
         """Return which setting needs workers, or marked demonstrations, that a DataModule lacks; None if all fit."""
-        if self.epsilon_spread and getattr(data, "make_collector", self) is None:
+        abilities = DataApi.of(data)
+        if self.epsilon_spread and abilities.make_collector is None:
             return (
                 f"epsilon_spread must be 0 without collector=, got {self.epsilon_spread}: it is by how much the "
                 "workers of a collector differ, and here there is one. Leave it out, or give data.collector=."
             )
-        if not self.margin_coeff or getattr(data, "dataset_share", None) is not None:
+        if not self.margin_coeff or abilities.dataset_share is not None:
             return super().misfit(data)
         return (
             f"margin_coeff={self.margin_coeff} weighs demonstrations in each batch, but no share of it is theirs; give "

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from torchrl_lightning._compat import buffers_of
 from torchrl_lightning._logging import TRAINING, count_rows_by_clock, count_rows_by_lightning, publish
-from torchrl_lightning._modules import clock_of
 from torchrl_lightning.learn.schedules import progress_of
+from torchrl_lightning.protocols import DataApi
 from torchrl_lightning.ranges import Check
 
 
@@ -161,7 +161,7 @@ class ReportingModule(L.LightningModule):
         metrics = self._named({**self.metric_sums.flush(), **self.report()})
         self.epoch_metrics = metrics
         publish(self.trainer, metrics)
-        step = (clock_of(self._data) or (self.global_step,))[0]
+        step = (DataApi.of(self._data).clock or (self.global_step,))[0]
         for logger in self.trainer.loggers:
             logger.log_metrics(metrics, step=step)
 

@@ -16,6 +16,7 @@ from torchrl.data.replay_buffers.samplers import ConsumingSampler
 from torchrl_lightning.entries import check_tensordict, name_of, nested_keys, path_of
 from torchrl_lightning.kernels.indices import last_of_each
 from torchrl_lightning.keys import NEXT, REPEATED
+from torchrl_lightning.protocols import SamplerApi
 from torchrl_lightning.replay.cells import check_values
 from torchrl_lightning.replay.priority_samplers import prioritized_in
 from torchrl_lightning.replay.rewrites import plan_entries
@@ -113,7 +114,7 @@ def drop_later(info: dict[Any, Any]) -> None:
 
 def left_out_of(buffer: Any) -> list[str]:
     """Return the entries of a rollout that a buffer has no use for, unless its sampler reads them."""
-    key = getattr(buffer.sampler, "traj_key", None)
+    key = SamplerApi.of(buffer.sampler).traj_key
     needed = key[0] if isinstance(key, tuple) else key
     return [name for name in REPEATED if name != needed]
 
@@ -181,8 +182,9 @@ def check_lengths(buffer: Any) -> None:
             f"n_steps must be at most max_size / num_envs = {length}, got {buffer.n_steps}: no return would be that "
             "long. Raise max_size, or lower n_steps."
         )
-    window = getattr(sampler, "batch_length", None)  # samplers of TorchRL have none
-    if window is not None and window > length and getattr(sampler, "episode_ends", "inside") != "pad":
+    abilities = SamplerApi.of(sampler)
+    window = abilities.batch_length
+    if window is not None and window > length and abilities.episode_ends != "pad":
         raise ValueError(
             f"batch_length must be at most max_size / num_envs = {length}, got {window}: no window would be that long. "
             "Raise max_size, or take shorter windows."

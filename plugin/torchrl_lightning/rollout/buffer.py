@@ -20,6 +20,7 @@ from torchrl_lightning.estimators import IntrinsicRewardNormalizer
 from torchrl_lightning.files import read_state, write_state
 from torchrl_lightning.keys import CURRENT_LOG_PROB, INTRINSIC_REWARD, NORMALIZED_REWARD, REPEATED
 from torchrl_lightning.parts import ConstructorSignature, fresh_generator
+from torchrl_lightning.protocols import EnvsApi
 from torchrl_lightning.ranges import Check, fraction
 from torchrl_lightning.rollout.batches import pruned, sequences, split_epoch
 from torchrl_lightning.rollout.estimates import GAE, INTRINSIC, Estimator, Stream
@@ -139,7 +140,7 @@ class RolloutBuffer(Settings, Stated, TensorDictReplayBuffer, DocumentedVerbs):
     ) -> None:
         self.generator = generator = fresh_generator() if generator is None else generator
         self.envs, self.recurrent_keys = envs, recurrent_keys
-        num_envs = getattr(envs, "num_envs", None) if num_envs is None else num_envs
+        num_envs = EnvsApi.of(envs).num_envs if num_envs is None else num_envs
         super()._init_bases(
             storage=RolloutStorage(size, num_envs=num_envs, device=device),
             sampler=MinibatchSampler(generator=generator),

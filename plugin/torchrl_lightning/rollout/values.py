@@ -16,6 +16,7 @@ from torchrl_lightning._modules import EvaluationMode, device_of
 from torchrl_lightning.entries import join, keys_below, next_key, under
 from torchrl_lightning.environments.origins import id_changes
 from torchrl_lightning.keys import DONE, IS_INIT, RECURRENT_STATE, TERMINATED
+from torchrl_lightning.protocols import PolicyApi
 from torchrl_lightning.rollout.batches import device_in, sequences
 
 RECURRENT_KEYS: tuple[NestedKey, ...] = (RECURRENT_STATE,)
@@ -219,7 +220,7 @@ def current_log_prob(
     recurrent_keys: Collection[NestedKey] = RECURRENT_KEYS,
 ) -> Tensor:
     """Return ``log π(a|s)`` of the stored actions under the current actor, which has ``get_dist``, ``[T, N]``."""
-    get_dist = getattr(actor, "get_dist", None)
+    get_dist = PolicyApi.of(actor).get_dist
     if get_dist is None:
         raise TypeError(
             f"The actor must offer get_dist(td) as TorchRL's ProbabilisticActor does, got {type(actor).__name__}."

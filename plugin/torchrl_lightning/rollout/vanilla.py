@@ -11,6 +11,7 @@ from torch import Tensor
 
 from torchrl_lightning.entries import Key
 from torchrl_lightning.keys import ADVANTAGE, TARGET, VALUE
+from torchrl_lightning.protocols import EnvsApi
 from torchrl_lightning.ranges import Check, integer, optional
 from torchrl_lightning.rollout.buffer import RolloutBuffer
 from torchrl_lightning.rollout.estimates import Estimator, MonteCarlo, Steps, Stream
@@ -93,8 +94,8 @@ class VanillaOnPolicyBuffer(RolloutBuffer):
         self.stream = Stream(
             value=self.value_key, advantage=self.advantage_key, target=self.value_target_key, bootstrap=self.bootstrap
         )
-        told = (getattr(self.envs, "env_kwargs", None) or {}).get("frame_stack")
-        stacks = (self.frame_stack, told, getattr(self.envs, "frame_stack", None), 1)
+        envs = EnvsApi.of(self.envs)
+        stacks = (self.frame_stack, (envs.env_kwargs or {}).get("frame_stack"), envs.frame_stack, 1)
         self.frame_stack = integer(next(each for each in stacks if each is not None), "frame_stack")
 
     @property

@@ -201,7 +201,7 @@ class BufferBase(ExperienceBuffer):
             return same
         check_tensordict(data)
         found = {name: width_of(data, key) for name, key in WIDTHS.items()}
-        expected = {name: found[name] if getattr(self, name) is None else getattr(self, name) for name in WIDTHS}
+        expected = {name: found[name] if width is None else width for name, width in self._dims.items()}
         wrong = [
             f"{key!r} has {width} numbers, expected {name}={expected[name]}"
             for name, key in (*WIDTHS.items(), ("state_dim", COLUMNS["next_states"]))
@@ -253,12 +253,18 @@ class BufferBase(ExperienceBuffer):
             raise RuntimeError(f"There is no one position in uneven rings, {positions}; use dumps.")
         return int(positions[0]) % self.writer.length * self.writer.num_envs
 
+    @property
+    def _dims(self) -> dict[str, int | None]:
+        """The numbers in a state, an action and a recurrent state, as far as they are known."""
+        return {"state_dim": self.state_dim, "action_dim": self.action_dim, "hidden_dim": self.hidden_dim}
+
     # ------------------------------------------------------------------ state and files
 
     def metadata(self) -> dict[str, Any]:
         """Return Velora's seven entries: ``capacity``, the three sizes, ``position``, ``size``, ``device``."""
         return {
-            **{name: getattr(self, name) for name in DIMS},
+            "capacity": self.capacity,
+            **self._dims,
             "position": self.position,
             "size": len(self),
             "device": None if self.device is None else str(self.device),
@@ -269,7 +275,7 @@ class BufferBase(ExperienceBuffer):
             shapes = shapes_of(self.metadata())
             return {name: torch.zeros(0, width or 0, dtype=torch.float32) for name, (_, width) in shapes.items()}
         experience = self.experience(self.storage.get(slice(None)))
-        return {name: getattr(experience, name) for name in NAMES}
+        return {name: experience.get(name) for name in NAMES}
 
     def state_dict(self, *, copy: bool = True) -> dict[str, Any]:
         """Return Velora's six tensors (the filled rows), beside the exact state that ``load_state_dict`` takes.
@@ -283,15 +289,16 @@ class BufferBase(ExperienceBuffer):
 
     def _check_together(self, values: Mapping[str, Any]) -> None:
         super()._check_together(values)
+        own = self._dims
         for name, width in _widths(values).items():
-            if getattr(self, name) not in (None, width):
-                raise ValueError(f"The state has {name}={width}, this buffer has {name}={getattr(self, name)}.")
+            if own[name] not in (None, width):
+                raise ValueError(f"The state has {name}={width}, this buffer has {name}={own[name]}.")
 
     def put_state(self, values: Mapping[str, Any]) -> None:
         """Take over what is stored, and the widths of its rows."""
         super().put_state(values)
-        for name, width in _widths(values).items():
-            setattr(self, name, width)
+        dims = {**self._dims, **_widths(values)}
+        self.state_dim, self.action_dim, self.hidden_dim = (dims[name] for name in WIDTHS)
 
     def save(self, dirpath: str | Path, prefix: str = "buffer_") -> None:
         """Write ``<prefix>metadata.json`` and ``<prefix>state.safetensors``, which Velora reads.

@@ -1,0 +1,329 @@
+"""The optional abilities of objects that users may write themselves: learners, collectors, DataModules and sources.
+
+Each class is a typed view of one kind of object and names all that the package asks of it. An object that lacks an
+ability has the default. ``of`` reads the fields once; properties are read at each use, because they change in a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
+
+if TYPE_CHECKING:  # commands that train nothing import this file, too
+    from pathlib import Path
+
+    from tensordict import TensorDictBase
+    from tensordict.utils import NestedKey
+
+
+T = TypeVar("T")
+
+
+def no_keys(batch: TensorDictBase) -> Sequence[NestedKey]:
+    """Return no keys, for a learner that rewrites no entries."""
+    return ()
+
+
+def nothing(*_: Any) -> None:
+    """Do nothing."""
+
+
+@dataclass(frozen=True)
+class _View:
+    part: Any
+
+    @classmethod
+    def of(cls, part: Any) -> Self:
+        """Read the abilities of an object; None has only defaults."""
+        return cls(part, **{each.name: getattr(part, each.name, each.default) for each in fields(cls)[1:]})
+
+    def _now(self, name: str, default: T) -> T:
+        value: T = getattr(self.part, name, default)
+        return value
+
+
+@dataclass(frozen=True)
+class LearnerApi(_View):
+    """A LightningModule that our DataModules serve; only ``policy`` and ``training_step`` are required.
+
+    Attributes:
+        part: The LightningModule.
+        build: Build the networks for the specs of an environment, once; ``configure_model`` calls it.
+        annotate: Add entries to a time-major rollout ``[T, N]`` before its advantages are estimated.
+        rewritten_keys: Return the entries of a replayed batch that the learner has rewritten; they are stored.
+        fit_dynamics: Fit a world model to transitions ``[N]``, validated by others ``[V]``.
+        imagine: Return the transitions ``[N]`` of branches that start at observations ``[R]``, up to a length.
+        check_transitions: Validate all stored transitions ``[N]`` before ``begin_fit``.
+        begin_fit: Start a fit of a model; the argument is the :class:`~torchrl_lightning.dynamics.DynamicsTargets`.
+        follow_schedules: Set learning rates and coefficients from the progress of the run.
+        learns_from: The stream that it learns from, as a DataModule names it in ``serves``; any, if None.
+        stream_for_it: A stream to suggest.
+        gamma: The discount, if the learner owns it.
+        gamma_intrinsic: The discount of intrinsic rewards, if the learner owns it.
+        evaluation_metrics: All metrics that an evaluation logs.
+        training_metrics: All metrics ``train/...``; empty if not all are known.
+    """
+
+    build: Callable[..., Any] | None = None
+    annotate: Callable[[TensorDictBase], None] | None = None
+    rewritten_keys: Callable[[TensorDictBase], Sequence[NestedKey]] = no_keys
+    fit_dynamics: Callable[[TensorDictBase, TensorDictBase], None] | None = None
+    imagine: Callable[[TensorDictBase, int], TensorDictBase] | None = None
+    check_transitions: Callable[[TensorDictBase], None] | None = None
+    begin_fit: Callable[[Any], None] | None = None
+    follow_schedules: Callable[[], None] | None = None
+    learns_from: str | None = None
+    stream_for_it: str = ""
+    gamma: Any = None
+    gamma_intrinsic: Any = None
+    evaluation_metrics: tuple[str, ...] = ()
+    training_metrics: tuple[str, ...] = ()
+
+    @property
+    def is_built(self) -> bool | None:
+        """Whether the networks exist; None if ``configure_model`` is not known to build them."""
+        return None if self.build is None else self._now("is_built", None)
+
+    @property
+    def policy(self) -> Any:
+        """The TensorDict module that writes the action; None without one."""
+        return self._now("policy", None)
+
+    @property
+    def can_imagine(self) -> bool:
+        """Whether it has a world model."""
+        return self.fit_dynamics is not None and self.imagine is not None
+
+    @property
+    def critic(self) -> Any:
+        """The critic; None without one."""
+        return self._now("critic", None)
+
+    @property
+    def valued_policy(self) -> Any:
+        """The policy that also writes the critic's values, which costs little more than acting; None without one."""
+        return self._now("valued_policy", None)
+
+    @property
+    def fit_is_over(self) -> bool:
+        """Whether the fit of the model ends with this epoch."""
+        return self._now("fit_is_over", False)
+
+    @property
+    def network(self) -> Any:
+        """The description of the network, by which the learner builds its layers; None without one."""
+        return self._now("network", None)
+
+    @property
+    def has_memory(self) -> bool:
+        """Whether the network is described as recurrent, also before it is built."""
+        return bool(getattr(self.network, "recurrent", False))
+
+
+@dataclass(frozen=True)
+class PolicyApi(_View):
+    """A policy or critic: a TensorDict module, or any function of a TensorDict.
+
+    Attributes:
+        part: The policy.
+        in_keys: The entries that it reads, if it names them.
+        out_keys: The entries that it writes, if it names them.
+        get_dist: Return the distribution over actions in a TensorDict.
+        clip_actions: Whether the environment gets its actions clipped to their Box.
+        use_worker: Act as one worker of a collector, by its number and the number of workers.
+    """
+
+    in_keys: Sequence[NestedKey] = ()
+    out_keys: Sequence[NestedKey] | None = None
+    get_dist: Callable[[TensorDictBase], Any] | None = None
+    clip_actions: bool = False
+    use_worker: Callable[[int, int], None] | None = None
+
+
+@dataclass(frozen=True)
+class SamplerApi(_View):
+    """A sampler of a replay buffer, ours or TorchRL's.
+
+    Attributes:
+        part: The sampler.
+        reads_rings: Whether it draws from unevenly filled rings.
+        batch_length: The number of steps in a window; None for single steps.
+        episode_ends: The meaning of the end of an episode within a window.
+        num_earliest_frames_ignored: The number of oldest steps of each environment that are not drawn.
+        traj_key: The entry that holds ids of trajectories.
+    """
+
+    reads_rings: bool = False
+    batch_length: int | None = None
+    episode_ends: str = "inside"
+    num_earliest_frames_ignored: int = 0
+    traj_key: NestedKey | None = None
+
+
+@dataclass(frozen=True)
+class EnvsApi(_View):
+    """The vector environment that a documented buffer is given, which need not be Gymnasium's.
+
+    Attributes:
+        part: The environment; None without one.
+        num_envs: The number of environments.
+        env_kwargs: The arguments of each environment.
+        frame_stack: The number of stacked frames in an observation.
+    """
+
+    num_envs: int | None = None
+    env_kwargs: Mapping[str, Any] | None = None
+    frame_stack: int | None = None
+
+
+@dataclass(frozen=True)
+class CollectorApi(_View):
+    """A collector, ours, TorchRL's or a user's own: an iterable of rollouts with a method ``shutdown``.
+
+    Attributes:
+        part: The collector.
+        flags_beginnings: Whether ``is_init`` and ``done`` mark the start of each trajectory.
+        replays: Whether recorded steps are replayed in some environments.
+        clip_actions: Whether actions are clipped to their Box; None if it is unknown.
+        num_workers: The number of processes that step environments.
+        total_frames: The frames after which it ends; -1 for never.
+        lends_rows: Whether ``reused_rows`` yields the same steps in the layout of a replay buffer.
+        gives_rollouts_away: Whether each rollout has memory of its own.
+        service: The service that rollouts are written to in other processes.
+        lost_envs: Environments that have lost their unfinished episode; the reader empties the list.
+        update_policy_weights_: Copy the learner's weights into the policy that acts.
+        load_state_dict: Restore a state; without it the collector has no state.
+        metrics: Return the collector's metrics.
+    """
+
+    flags_beginnings: bool = False
+    replays: bool = False
+    clip_actions: bool | None = None
+    num_workers: int = 1
+    total_frames: int = -1
+    lends_rows: bool = False
+    gives_rollouts_away: bool = False
+    service: Any = None
+    lost_envs: list[int] | None = None
+    update_policy_weights_: Callable[[], None] | None = None
+    load_state_dict: Callable[[Mapping[str, Any]], Any] | None = None
+    metrics: Callable[[], dict[str, float]] = dict
+
+    @property
+    def env(self) -> Any:
+        """The environment that it steps; None if it is out of reach."""
+        return self._now("env", None)
+
+    @property
+    def specs(self) -> Any:
+        """The specs of its environments; None if they are unknown."""
+        return self._now("specs", None)
+
+    @property
+    def policy_version(self) -> int | None:
+        """How often weights were published; None if they are not counted."""
+        return self._now("policy_version", None)
+
+
+@dataclass(frozen=True)
+class SourceApi(_View):
+    """A source of batches, which only has to have the methods of a ``BatchSource``.
+
+    Attributes:
+        part: The source.
+        buffers: The buffers that it draws from, the one that is collected into first; None if they are unknown.
+        prepare: Prepare the next batch with the LightningModule, e.g. let it imagine rows.
+        samples_per_insert: How often each row is drawn, if the source decides that.
+        extend: Write steps as the buffer does, if the source keeps rows of its own; the buffer then stays empty.
+        cut: End the running trajectories of environments in these rows.
+        metrics: Return metrics of these rows.
+        shutdown: End its processes; may be called again.
+    """
+
+    buffers: Sequence[Any] | None = None
+    prepare: Callable[[Any], None] | None = None
+    samples_per_insert: float | None = None
+    extend: Callable[..., Any] | None = None
+    cut: Callable[[Any], None] | None = None
+    metrics: Callable[[], dict[str, float]] | None = None
+    shutdown: Callable[[], None] | None = None
+
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether it keeps rows of its own; then it has ``takes_rows`` and a length, too."""
+        return None not in (self.extend, self.metrics, self.shutdown)
+
+
+@dataclass(frozen=True)
+class DataApi(_View):
+    """A DataModule as learners and callbacks read it, ours or a user's own.
+
+    Attributes:
+        part: The DataModule; None without one.
+        serves: The name of the stream that it serves.
+        learner_for_it: A learner to suggest.
+        total_frames: The number of frames after which training stops, -1 for never.
+        seed: The seed of the run.
+        buffer: The buffer, once it is built.
+        make_collector: The setting ``collector``; False if there is no such setting.
+        frames_per_batch: The setting of this name.
+        num_mini_batch: The setting of this name.
+        updates_of_epoch: The number of updates in an epoch.
+        dataset_share: The setting of this name.
+        terminated: The setting of this name.
+        eval_env: The environment of evaluations.
+        film: Write a video of one episode of a policy in that environment.
+        imagines: Return whether batches hold rows that a learner's world model imagines.
+        check_state: Validate a state of a checkpoint before it is loaded.
+        metrics: Return the metrics of the last rollout or epoch.
+        episode_metrics: The names of metrics that exist from the first finished episode on.
+    """
+
+    serves: str | None = None
+    learner_for_it: str = ""
+    total_frames: int | None = None
+    seed: int | None = None
+    buffer: Any = None
+    make_collector: Callable[..., Any] | Literal[False] | None = False
+    frames_per_batch: int | None = None
+    num_mini_batch: int | None = None
+    updates_of_epoch: int | None = None
+    dataset_share: float | None = None
+    terminated: Any = False
+    eval_env: Any = None
+    film: Callable[[Any, Path], None] | None = None
+    imagines: Callable[[Any], bool] | None = None
+    check_state: Callable[[Any], None] = nothing
+    metrics: Callable[[], Mapping[str, float]] = dict
+    episode_metrics: tuple[str, ...] = ()
+
+    @classmethod
+    def of_run(cls, trainer: Any) -> Self:
+        """Read the abilities of a trainer's DataModule."""
+        return cls.of(getattr(trainer, "datamodule", None))
+
+    @property
+    def frames(self) -> int | None:
+        """The number of collected frames; None if they are not counted."""
+        return self._now("frames", None)
+
+    @property
+    def clock(self) -> tuple[int, str] | None:
+        """The count that loggers use as their step, and its unit; None if nothing is counted."""
+        return self._now("clock", None if self.frames is None else (self.frames, "frames"))
+
+    @property
+    def specs(self) -> Any:
+        """The specs of one environment; None if they are unknown."""
+        return self._now("specs", None)
+
+    @property
+    def build_options(self) -> Mapping[str, Any]:
+        """The arguments of a learner's ``build`` beside the specs."""
+        return self._now("build_options", {})
+
+    @property
+    def advantages_standardized_by(self) -> str | None:
+        """The name of the buffer that standardises advantages over each rollout; None if none does."""
+        return self._now("advantages_standardized_by", None)
