@@ -28,6 +28,7 @@ from kit.runs import trainer
 from torchrl_lightning import DynamicsEnsemble, ExperienceLog, MLPNetwork, PPOModule
 from torchrl_lightning._compat import logger_connector
 from torchrl_lightning.cli.curves import read_source
+from torchrl_lightning.protocols import DataApi
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The number of training batches"),
@@ -200,20 +201,19 @@ def test_without_frames_lightning_counts(tmp_path: Path) -> None:
 
 
 def test_only_rows_cost_a_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Logging(TinyActorCritic):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            self.log("mine/loss", loss, on_step=True, on_epoch=True)
+            return loss
+
     asked: list[None] = []
-
-    def clock_of(data: Any) -> tuple[int, str]:
-        asked.append(None)
-        return 64, "frames"
-
-    for module in ("_logging", "callbacks.experience_log"):
-        monkeypatch.setattr(f"torchrl_lightning.{module}.clock_of", clock_of)
+    monkeypatch.setattr(DataApi, "clock", property(lambda data: asked.append(None) or (64, "frames")))
     settings: dict[str, Any] = {"callbacks": [ExperienceLog()], "logger": DummyLogger(), "log_every_n_steps": 8}
-    trainer(tmp_path, max_epochs=1, limit_val_batches=0, **settings).fit(
-        TinyActorCritic(), datamodule=rollouts(num_epochs=8)
-    )
-    # Of 16 updates none logs; the callback asks when training begins and for its own row.
-    assert len(asked) == 2
+    run = trainer(tmp_path, max_epochs=1, limit_val_batches=0, **settings)
+    run.fit(Logging(), datamodule=rollouts(num_epochs=8, updates_per_step=1))
+    # Of 16 updates two are logged, and the epoch; besides the callback asks when training begins and for its own row.
+    assert len(asked) == 5
 
 
 def tell(module: Any, data: Any) -> dict[str, Any]:

@@ -210,9 +210,7 @@ class RolloutBuffer(Settings, Stated, TensorDictReplayBuffer, DocumentedVerbs):
     @property
     def is_recurrent(self) -> bool:
         """Whether mini-batches are whole environments: as configured, else if a recurrent state is stored."""
-        if self.recurrent is not None:
-            return self.recurrent
-        return self.storage.layout.holds(self.recurrent_keys)
+        return self.storage.layout.holds(self.recurrent_keys) if self.recurrent is None else self.recurrent
 
     # ---- what is estimated ------------------------------------------------------------------------------------------
 
