@@ -169,7 +169,7 @@ class OnPolicyDataModule(UpdatesDataModule):
         learner, buffer = self._module(), self.buffer
         trainer: Any = self.trainer
         made, end = self._begin_epoch()
-        networks = self._as_learned(learner.policy), self._as_learned(learner.critic)
+        networks = self._as_learned(learner.part.policy), self._as_learned(learner.critic)
         resumed, self._resumed = self._resumed, None
         if resumed is not None and (made > 0 or resumed["epoch"] == trainer.current_epoch):
             self._feed.restore_rng()
