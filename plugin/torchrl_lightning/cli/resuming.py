@@ -1,6 +1,7 @@
 """What a checkpoint says of the run that wrote it, how a resumed run is composed of it, and whether it fits that run.
 
-Imports nothing heavy.
+A setting of the command wins over the checkpoint's, and that over the presets in ``conf/``. ``changed_settings.py``
+does the same for what a state restores, such as learning rates. Imports nothing heavy.
 """
 
 from __future__ import annotations

@@ -47,7 +47,8 @@ def train(cfg: DictConfig) -> float:
     from lightning.pytorch.utilities.exceptions import SIGTERMException
 
     from torchrl_lightning.cli.beginning import beginning_of
-    from torchrl_lightning.cli.parts import GivenSettings, KeptConfig, build_part, check_parts
+    from torchrl_lightning.cli.changed_settings import ChangedSettings
+    from torchrl_lightning.cli.parts import KeptConfig, build_part, check_parts
     from torchrl_lightning.cli.resuming import check_checkpoint, needs_trust, told_differences
     from torchrl_lightning.cli.slurm import requeued_on_signal
     from torchrl_lightning.learn.weights import bounded_tensors
@@ -64,7 +65,7 @@ def train(cfg: DictConfig) -> float:
     callbacks = [*(build_part(cfg, f"callbacks.{name}") for name in cfg.callbacks), kept]
     differ = {} if stored is None else told_differences(stored, cfg.ckpt_path, kept.config)
     if differ:
-        callbacks.append(GivenSettings(differ))
+        callbacks.append(ChangedSettings(differ))
     beginning = beginning_of(cfg, differ)
     if beginning is not None:
         callbacks.append(beginning)

@@ -1,0 +1,83 @@
+"""The settings that a resumed run changes win over those that its checkpoint restores, learning rates included."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from torchrl_lightning.cli.checks import UsageError
+from torchrl_lightning.cli.resuming import changes_rates
+from torchrl_lightning.protocols import DataApi, LearnerApi
+
+
+class ChangedSettings(Callback):
+    """Let the settings that a resumed run changes win over those that the checkpoint restores, or refuse them.
+
+    Args:
+        differing: The names of these settings. Those of optimizers and their schedules stay as they were restored if
+            none of them is among these.
+    """
+
+    # What a torch scheduler has done so far, beside what it was told to do.
+    _PROGRESS = frozenset(
+        ("last_epoch", "_step_count", "_last_lr", "best", "num_bad_epochs", "cooldown_counter", "T_cur", "T_i")
+    )
+
+    def __init__(self, differing: Iterable[str]) -> None:
+        super().__init__()
+        self.differing = list(differing)
+        self._built: dict[str, Any] = {}
+        self._groups: list[list[dict[str, Any]]] = []
+        self._schedulers: list[dict[str, Any]] = []
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Keep what the DataModule was built with; its state is restored after this."""
+        self._built = self._present(trainer)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Keep what the optimizers and schedulers were made with; their states are restored after this."""
+        self._groups = [
+            [{key: value for key, value in group.items() if key != "params"} for group in each.param_groups]
+            for each in trainer.optimizers
+        ]
+        self._schedulers = [copy.deepcopy(each.scheduler.state_dict()) for each in trainer.lr_scheduler_configs]
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Put it into effect, at the place in the schedule that was reached; refuse what a state has overwritten."""
+        if changes_rates(self.differing):
+            self._set_rates(trainer)
+        # Within an epoch its own schedules stay where they were, if nothing of the learner's was changed.
+        follow = LearnerApi.of(pl_module).follow_schedules
+        if follow is not None and any(name.startswith("model.") for name in self.differing):
+            follow()
+        for name, restored in self._present(trainer).items():
+            if restored != self._built.get(name, restored):
+                raise UsageError(
+                    f"{name}={self._built[name]} would not take effect: it is a part of the state that the checkpoint "
+                    f"restores, {restored}. Leave it out, or start anew without ckpt_path."
+                )
+
+    def _present(self, trainer: Trainer) -> dict[str, Any]:
+        """Return the present values of the DataModule's settings that differ, as far as they are plain attributes."""
+        found: dict[str, Any] = {}
+        for name in self.differing:
+            group, *path = name.split(".")
+            value: Any = DataApi.of_run(trainer).part if group == "data" else None
+            for attribute in path:
+                value = getattr(value, attribute, None)
+            if isinstance(value, bool | int | float | str):
+                found[name] = value
+        return found
+
+    def _set_rates(self, trainer: Trainer) -> None:
+        for optimizer, groups in zip(trainer.optimizers, self._groups, strict=True):
+            for group, given in zip(optimizer.param_groups, groups, strict=True):
+                initial, wanted = (each.get("initial_lr", each["lr"]) for each in (group, given))
+                reached = group["lr"] / initial if initial else 1.0
+                group.update(given, lr=wanted * reached, **{"initial_lr": wanted} if "initial_lr" in group else {})
+        for config, given in zip(trainer.lr_scheduler_configs, self._schedulers, strict=True):
+            told = {key: value for key, value in given.items() if key not in self._PROGRESS}
+            config.scheduler.load_state_dict({**config.scheduler.state_dict(), **told})
