@@ -342,10 +342,6 @@ has_global_hooks = _has_any_global_hook
 """Return whether hooks are registered that run with every torch module."""
 forward_hooks = attrgetter("_forward_hooks", "_forward_pre_hooks")
 """Return the hooks that run with a torch module's forward pass: two dicts."""
-hooks_of = attrgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-"""Return all hooks that run with a torch module: four dicts."""
-buffers_of = attrgetter("_buffers")
-"""Return the buffers of a torch module itself, by name; reading one as an attribute takes ten times as long."""
 interpolate_all_ = torch._foreach_lerp_
 """Move tensors towards others by a fraction."""
 env_observations = attrgetter("_env_obs")
@@ -365,3 +361,8 @@ collates_nothing = _collate_id
 def persistent_buffers(module: torch.nn.Module) -> set[str]:
     """Return the names of the buffers of a torch module itself that its state dict holds."""
     return module._buffers.keys() - module._non_persistent_buffers_set
+
+
+def buffers_of(module: torch.nn.Module) -> dict[str, Any]:
+    """Return the buffers of a torch module itself, by name; reading one as an attribute takes ten times as long."""
+    return module._buffers

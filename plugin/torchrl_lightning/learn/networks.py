@@ -17,7 +17,6 @@ from torchrl.data import Binary, Categorical
 from torchrl.data import MultiCategorical as MultiCategoricalSpec
 from torchrl.modules import BatchRenorm1d
 
-from torchrl_lightning._compat import hooks_of
 from torchrl_lightning.images import channels_are_last
 from torchrl_lightning.learn.network_protocol import Network
 from torchrl_lightning.learn.trunks import RecurrentTrunk
@@ -70,7 +69,7 @@ class MLP(nn.Sequential):
     def forward(self, input: Tensor) -> Tensor:
         """Map ``[*B, F]`` to ``[*B, H]``."""
         for layer in self._modules.values():
-            if any(hooks_of(layer)):
+            if layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks:
                 input = layer(input)
             elif type(layer) is nn.Linear:
                 input = F.linear(input, layer.weight, layer.bias)
