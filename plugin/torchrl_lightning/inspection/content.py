@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from torch import Tensor
 from torchrl_lightning.entries import Path, leaves_of
 from torchrl_lightning.files import Rows, StoredRows
 from torchrl_lightning.fitting import Fault
-from torchrl_lightning.inspection.leaves import Chained, Ints, Leaf, checked, frame_rows, read_rows, shape_of
+from torchrl_lightning.inspection.leaves import Chained, Ints, Leaf, checked, frame_rows, rows_of, shape_of
 from torchrl_lightning.limits import SHOWN_BUFFERS, SHOWN_ENTRIES
 from torchrl_lightning.untrusted import MESSAGE_LIMIT, printable
 
@@ -37,12 +37,6 @@ class Index:
     column: Leaf
     done: Leaf
     is_open: NDArray[np.bool_]
-
-    def ends(self, content: Content) -> NDArray[np.bool_]:
-        """Return whether each step is the last one of an episode that does not continue."""
-        begins = content.column(self.column) >= content.position
-        newest = content.is_newest
-        return np.where(newest, ~self.is_open[content.env], np.r_[begins[1:], False])
 
 
 @dataclass(frozen=True)
@@ -71,7 +65,7 @@ class Content:
     length: int
     first: Ints = field(repr=False)
     behind: Ints = field(repr=False)
-    cells: Ints | None = field(default=None, repr=False)
+    cells: Leaf | None = field(default=None, repr=False)
     mass: Leaf | None = field(default=None, repr=False)
     index: Index | None = field(default=None, repr=False)
 
@@ -90,71 +84,62 @@ class Content:
         found = [path for path in self.leaves if path[-1] in names and (below is None or path[0] == below)]
         return min(found, key=lambda path: (path[0] != "next", len(path)), default=None)
 
-    @cached_property
-    def env(self) -> Ints:
-        """The environment of each step that is looked at: one environment behind the other, each in order of time."""
-        return np.repeat(np.arange(self.num_envs), self.behind - self.first)
+    def walk(self, row_bytes: int) -> Iterator[tuple[Ints, Ints, Ints, Ints]]:
+        """Find the steps that are looked at, in the order of their rows.
 
-    @cached_property
-    def position(self) -> Ints:
-        """The position of each of these steps in its environment."""
-        held = self.behind - self.first
-        return np.arange(self.looked_at) - np.repeat(held.cumsum() - self.behind, held)
+        Args:
+            row_bytes: Bytes of memory for a row; as many rows at a time as a piece holds.
 
-    @property
-    def is_newest(self) -> NDArray[np.bool_]:
-        """Whether each of these steps is the newest one of its environment."""
-        held = self.behind - self.first
-        newest = np.zeros(self.looked_at, np.bool_)
-        newest[held.cumsum()[held > 0] - 1] = True
-        return newest
+        Yields:
+            Rows, their cells, and of the steps in them the environments and the ages: 0 of the newest step.
 
-    @cached_property
-    def cell(self) -> Ints:
-        """The cell of each of these steps."""
-        return self._cell_of(self.env, self.position)
-
-    def _cell_of(self, env: Ints | int, position: Ints) -> Ints:
-        cell: Ints = position % self.length * self.num_envs + env
-        return cell
-
-    def _row_of(self, cell: Ints) -> Ints:
-        return cell if self.cells is None else np.searchsorted(self.cells, cell)
-
-    @cached_property
-    def _by_row(self) -> tuple[Ints, Ints]:
-        """The places of these steps in the order of their rows, and the rows."""
-        rows = self._row_of(self.cell)
-        begin, end = int(rows.min(initial=self.count)), int(rows.max(initial=-1)) + 1
-        if len(rows) and not 0 <= begin < end <= self.count:
-            raise Fault(f"positions must lead to the {self.count:,} filled cells, got cell {end - 1:,}")
-        step = np.full(max(0, end - begin), -1, np.int32)  # of each row
-        step[rows - begin] = np.arange(len(rows), dtype=np.int32)
-        order = step[step >= 0]
-        return order, rows[order]
+        Raises:
+            Fault: Not all of these steps are in the filled cells.
+        """
+        size = max(1, PIECE // row_bytes)
+        held, newest, number, last = self.behind - self.first, self.behind - 1, 0, -1
+        for begin in range(0, self.count if self.looked_at else 0, size):
+            rows = np.arange(begin, min(begin + size, self.count))
+            cells = rows if self.cells is None else self.cells[begin : begin + size].numpy()
+            low, high = int(cells[0]) // self.num_envs, int(cells[-1]) // self.num_envs
+            if not ((newest - low) % self.length < held + high - low).any():
+                continue
+            slot = cells // self.num_envs
+            env = cells - slot * self.num_envs
+            age = newest[env] - slot
+            age -= age // self.length * self.length
+            valid = age < held[env]
+            if self.cells is not None:
+                valid &= np.diff(cells, prepend=last) > 0
+                last = cells[-1]
+            number += int(valid.sum())
+            found = rows, cells, env, age
+            if not valid.all():
+                found = rows[valid], cells[valid], env[valid], age[valid]
+            if len(found[0]):
+                yield found
+        if number != self.looked_at:
+            raise Fault(f"positions must lead to the {self.count:,} filled cells, got {number:,} of {self.looked_at:,}")
 
     def pieces(self, leaf: Leaf) -> Iterator[Tensor]:
         """Read an entry of the steps that are looked at, in the order of their rows, a few megabytes at a time."""
-        return read_rows(leaf, self._by_row[1], max(1, PIECE // max(32, leaf[:1].nbytes)))
-
-    def column(self, leaf: Leaf) -> NDArray[Any]:
-        """Read the first number of an entry at each step, in the order of :attr:`env`."""
-        if not leaf[:1].numel():
-            return np.zeros(self.looked_at)
-        first = torch.cat([rows.reshape(len(rows), -1)[:, 0].clone() for rows in self.pieces(leaf)])
-        first = first.real if first.is_complex() else first
-        found = (first.double() if first.is_floating_point() else first).numpy()
-        numbers: NDArray[Any] = np.empty_like(found)
-        numbers[self._by_row[0]] = found
-        return numbers
+        row_bytes = max(32, leaf[:1].nbytes)
+        if self.looked_at == self.count:
+            size = max(1, PIECE // row_bytes)
+            yield from (leaf[begin : begin + size] for begin in range(0, self.count, size))
+        else:
+            yield from (rows_of(leaf, rows) for rows, *_ in self.walk(row_bytes))
 
     def steps(self, leaf: Leaf, env: int, begin: int, end: int) -> Tensor:
         """Read the steps ``begin`` to ``end`` of an environment from an entry, ``[n, ...]``."""
         found = [leaf[:0]]
         while begin < end:
             stop = min(end, begin - begin % self.length + self.length)  # the end of the ring
-            rows = self._row_of(self._cell_of(env, np.arange(begin, stop)))
-            found.append(leaf[int(rows[0]) : int(rows[-1]) + 1][torch.from_numpy(rows - rows[0])])
+            rows = np.arange(begin, stop) % self.length * self.num_envs + env
+            if (cells := self.cells) is not None:
+                first = bisect_left(range(self.count), rows[0], key=lambda row: int(cells[row : row + 1]))
+                rows = first + np.searchsorted(cells[first : first + int(rows[-1] - rows[0]) + 1].numpy(), rows)
+            found.append(rows_of(leaf, rows))
             begin = stop
         return torch.cat(found)
 
@@ -276,7 +261,7 @@ def _rings(
     else:
         first, length = _numbers(writer["oldest"], "oldest"), _count(writer["length"], "length", 1)
         behind = _numbers(writer["positions"], "positions", len(first))
-        cells = None if storage["cells"] is None else _numbers(storage["cells"], "cells", count)
+        cells = None if storage["cells"] is None else checked(storage["cells"], "cells", [torch.int64], count)
         index = _index(writer.get("index"), count, len(first))
     held = behind - first
     if not len(held) or (first < 0).any() or (held < 0).any() or (behind > 1 << 61).any() or (held > length).any():

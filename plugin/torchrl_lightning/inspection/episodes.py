@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from torchrl_lightning.entries import Path
 from torchrl_lightning.inspection.content import Content
-from torchrl_lightning.inspection.leaves import Ints
+from torchrl_lightning.inspection.leaves import Ints, Leaf, numbers_of
 
 ENDS = ("running", "terminated", "truncated", "done", "cut")
 RUNNING, TERMINATED, TRUNCATED, DONE, CUT = range(len(ENDS))
@@ -53,23 +54,44 @@ def episodes_in(content: Content) -> Episodes | None:
     if (index is None and done is None) or content.kind == "storage" or not content.looked_at:
         return None
 
-    def column(path: Path | None) -> NDArray[Any]:
-        return np.zeros(content.looked_at) if path is None else content.column(content.leaves[path])
+    def leaf_of(path: Path | None) -> Leaf:
+        return torch.zeros(1).expand(content.count) if path is None else content.leaves[path]
 
-    env, position = content.env, content.position
-    flagged = (column(done) if index is None else content.column(index.done)) != 0
-    ended = flagged if index is None else index.ends(content)
-    last = np.flatnonzero(ended | content.is_newest)
+    flags = leaf_of(done) if index is None else index.done
+    reward = leaf_of(content.find("reward", "rewards"))
+    kinds = [leaf_of(content.find(name, below="next")) for name in ("terminated", "truncated")]
+    found: list[list[NDArray[Any]]] = []
+    for rows, _, env, age in content.walk(16):
+        order = np.argsort(env.astype(np.min_scalar_type(content.num_envs)), kind="stable")
+        rows, env, age = rows[order], env[order], age[order]
+        flagged = numbers_of(flags, rows) != 0
+        is_last = np.r_[(np.diff(env) != 0) | (np.diff(age) != -1), True]  # of an episode, or of its steps in these rows
+        if index is None:
+            begins = flagged  # unused
+            is_last |= flagged
+        else:
+            begins = numbers_of(index.column, rows) >= content.behind[env] - 1 - age
+            is_last[:-1] |= begins[1:]
+        last = np.flatnonzero(is_last)
+        first = np.r_[0, last[:-1] + 1]
+        returned = np.add.reduceat(numbers_of(reward, rows), first, dtype=np.float64)
+        ends = [numbers_of(leaf, rows[last]) != 0 for leaf in kinds]
+        found.append([env[last], age[last], last - first + 1, returned, flagged[last], begins[first], *ends])
+    # Join the parts of an episode that lies in several pieces.
+    columns = [np.concatenate(column) for column in zip(*found, strict=True)]
+    order = np.lexsort((-columns[1], columns[0]))
+    env, age, length, returned, flagged, begins, terminated, truncated = (column[order] for column in columns)
+    ended = flagged if index is None else np.where(age == 0, ~index.is_open[env], np.r_[begins[1:], False])
+    last = np.flatnonzero(ended | (age == 0))
     first = np.r_[0, last[:-1] + 1]
-    terminated, truncated = (
-        column(content.find(name, below="next"))[last] != 0 for name in ("terminated", "truncated")
-    )
-    returned = np.add.reduceat(column(content.find("reward", "rewards")), first, dtype=np.float64)
-    kinds = {RUNNING: ~ended[last], CUT: ~flagged[last], TERMINATED: terminated, TRUNCATED: truncated}
-    end = np.select([*kinds.values()], [*kinds], DONE)
+    length, returned = np.add.reduceat(length, first), np.add.reduceat(returned, first)
+    env, ended = env[last], ended[last]
+    position = content.behind[env] - 1 - age[last]
+    begin = position - length + 1
+    choices = {RUNNING: ~ended, CUT: ~flagged[last], TERMINATED: terminated[last], TRUNCATED: truncated[last]}
+    end = np.select([*choices.values()], [*choices], DONE)
     # An episode begins at the first step that was ever written; but a rollout continues the one before.
-    begins = (position[first] > content.first[env[first]]) | ((position[first] == 0) & (content.kind != "rollout"))
-    columns = (env[last], position[first], last - first + 1, returned, end.astype(np.int8), begins & ended[last])
-    order = np.lexsort((~ended[last], position[last]))
-    ordered: list[Any] = [values[order] for values in columns]
+    whole = ended & ((begin > content.first[env]) | ((begin == 0) & (content.kind != "rollout")))
+    order = np.lexsort((~ended, position))
+    ordered: list[Any] = [column[order] for column in (env, begin, length, returned, end.astype(np.int8), whole)]
     return Episodes(*ordered)

@@ -63,14 +63,31 @@ def checked(leaf: Any, name: str, dtypes: Collection[torch.dtype], *shape: int |
     return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 
+def rows_of(leaf: Leaf, rows: Ints) -> Tensor:
+    """Read some rows, in their order, of a piece that holds them all."""
+    begin = int(rows.min())
+    piece = leaf[begin : int(rows.max()) + 1]
+    return piece[torch.from_numpy(rows - begin)]
+
+
+def numbers_of(leaf: Leaf, rows: Ints) -> NDArray[Any]:
+    """Read the first number of some rows of an entry; zeros if its rows hold none."""
+    if not leaf[:1].numel():
+        return np.zeros(len(rows))
+    begin = int(rows.min())
+    piece = leaf[begin : int(rows.max()) + 1]
+    first = piece.reshape(len(piece), -1)[:, 0]
+    first = first.real if first.is_complex() else first
+    numbers: NDArray[Any] = (first.double() if first.is_floating_point() else first).numpy()[rows - begin]
+    return numbers
+
+
 def read_rows(leaf: Leaf, ascending: Ints, size: int) -> Iterator[Tensor]:
     """Read some rows in ascending order, and at most ``size`` neighbours at a time."""
     at = 0
     while at < len(ascending):
-        begin = int(ascending[at])
-        end = int(np.searchsorted(ascending, begin + size))
-        rows = leaf[begin : int(ascending[end - 1]) + 1]
-        yield rows if len(rows) == end - at else rows[torch.from_numpy(ascending[at:end] - begin)]
+        end = int(np.searchsorted(ascending, ascending[at] + size))
+        yield rows_of(leaf, ascending[at:end])
         at = end
 
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from torchrl_lightning.fitting import Fault
-from torchrl_lightning.inspection.content import Content
+from torchrl_lightning.inspection.content import PIECE, Content
 from torchrl_lightning.inspection.draws import Draws
 from torchrl_lightning.inspection.episodes import Episodes, episodes_in
 from torchrl_lightning.inspection.leaves import Leaf
@@ -137,9 +137,8 @@ def summarize(content: Content) -> Summary:
         )
     with np.errstate(all="ignore"):  # numbers may be infinite, or too large for their sums
         entries = tuple(_entry(content, path, leaf) for path, leaf in content.leaves.items())
-        mass = _known(content.mass)
-        ages = _ages(content, mass) if content.kind == "replay buffer" and content.looked_at else None
-        return Summary(content, entries, episodes_in(content), ages, _priorities(mass))
+        ages = _ages(content) if content.kind == "replay buffer" and content.looked_at else None
+        return Summary(content, entries, episodes_in(content), ages, _priorities(content.mass))
 
 
 def _entry(content: Content, path: tuple[str, ...], leaf: Leaf) -> Entry:
@@ -171,8 +170,10 @@ def _entry(content: Content, path: tuple[str, ...], leaf: Leaf) -> Entry:
     number = moments.count
     counts: tuple[int, ...] = ()
     if number and size == 1 and path[-1] in ACTIONS and not dtype.is_floating_point and float(high - low) < VALUES:
-        column = content.column(leaf).astype(np.int64)
-        counts = tuple(np.bincount(column - column.min()).tolist())
+        least = min(int(rows.long().min()) for rows in content.pieces(leaf))
+        spread = max(int(rows.long().max()) for rows in content.pieces(leaf)) - least + 1
+        parts = (torch.bincount(rows.long().reshape(-1) - least, minlength=spread) for rows in content.pieces(leaf))
+        counts = tuple(torch.stack([*parts]).sum(0).tolist())
     return Entry(
         path,
         tuple(first.shape[1:]),
@@ -201,31 +202,55 @@ def _moments(values: Tensor) -> Moments:
     return Moments(len(flat), mean, flat.square_().sum(dtype=torch.float64))
 
 
-def _known(mass: Leaf | None) -> NDArray[np.float64]:
-    """Return the priority of each cell, 0 if it cannot be drawn; nothing if there are none."""
-    found = np.zeros(0) if mass is None else mass[:].double().numpy()
-    return np.where((found > 0) & (found < np.inf), found, 0.0)
+def _known(mass: Leaf, begin: int, end: int) -> NDArray[Any]:
+    """Return the priorities of some cells, 0 if one cannot be drawn."""
+    known: NDArray[Any] = np.zeros(end - begin, mass[:0].numpy().dtype)
+    found = mass[begin:end].numpy()
+    known[: len(found)] = np.where((found > 0) & (found < np.inf), found, 0)
+    return known
 
 
-def _ages(content: Content, mass: NDArray[np.float64]) -> Ages:
-    age = content.behind[content.env] - 1 - content.position
-    drawn_by = np.ones(len(age)) if content.mass is None else np.append(mass, 0.0)[np.minimum(content.cell, len(mass))]
-    oldest = int(age.max())
-    span = age // -(-(oldest + 1) // BARS)
-    stored, drawn = np.bincount(span, minlength=BARS) / len(age), np.bincount(span, drawn_by, BARS)
-    total = float(drawn.sum()) or 1.0
-    mean = float(np.dot(age, drawn_by)) / total
-    return Ages(oldest, float(age.mean()), mean, tuple(stored.tolist()), tuple((drawn / total).tolist()))
+def _ages(content: Content) -> Ages:
+    oldest = int((content.behind - content.first).max()) - 1
+    width = -(-(oldest + 1) // BARS)
+    stored, drawn, total, drawn_total = np.zeros(BARS), np.zeros(BARS), 0.0, 0.0
+    for _, cells, _, age in content.walk(16):
+        begin, span, drawn_by = int(cells[0]), age // width, None
+        if content.mass is not None:
+            drawn_by = _known(content.mass, begin, int(cells[-1]) + 1)[cells - begin].astype(np.float64)
+        stored += np.bincount(span, minlength=BARS)
+        drawn += np.bincount(span, drawn_by, BARS)
+        total += float(age.sum())
+        drawn_total += float(age.sum() if drawn_by is None else np.dot(age, drawn_by))
+    stored_sum, drawn_sum = float(stored.sum()), float(drawn.sum()) or 1.0
+    bars = [tuple((part / number).tolist()) for part, number in ((stored, stored_sum), (drawn, drawn_sum))]
+    return Ages(oldest, total / stored_sum, drawn_total / drawn_sum, *bars)
 
 
-def _priorities(mass: NDArray[np.float64]) -> Priorities | None:
-    mass = np.sort(mass[mass > 0])[::-1]
-    if not len(mass):
+def _priorities(leaf: Leaf | None) -> Priorities | None:
+    if leaf is None:
         return None
-    sums = np.append(0.0, mass.cumsum())  # the largest first
+    mass, known = np.empty(len(leaf), leaf[:0].numpy().dtype), 0
+    for begin in range(0, len(leaf), PIECE // 16):
+        part = _known(leaf, begin, min(begin + PIECE // 16, len(leaf)))
+        part = part[part > 0]
+        mass[known : known + len(part)] = part
+        known += len(part)
+    if not known:
+        return None
+    mass = mass[:known]
+    mass.sort()
+    mass = mass[::-1]  # the largest first
+    edges = np.linspace(0, known, BARS + 1).astype(np.int64)
+    sums, scaled_sum, squares = np.zeros(BARS + 1), 0.0, 0.0
+    for number in range(BARS):
+        part = mass[edges[number] : edges[number + 1]].astype(np.float64)
+        sums[number + 1] = np.append(sums[number], part).cumsum()[-1]
+        scaled = part / float(mass[0])  # whose squares neither overflow nor vanish
+        scaled_sum, squares = scaled_sum + float(scaled.sum()), squares + float(np.dot(scaled, scaled))
     total = float(sums[-1])
-    half = int(np.searchsorted(sums, total / 2))
-    scaled = mass / mass[0]  # whose squares neither overflow nor vanish
-    effective = float(scaled.sum()) ** 2 / float(np.dot(scaled, scaled))
-    shares = np.diff(sums[np.linspace(0, len(mass), BARS + 1).astype(np.int64)]) / total
-    return Priorities(len(mass), float(mass[0]) / total, half, effective, tuple(shares.tolist()))
+    block = int(np.searchsorted(sums[1:], total / 2))
+    inside = np.append(sums[block], mass[edges[block] : edges[block + 1]]).cumsum()
+    half = int(edges[block] + np.searchsorted(inside, total / 2))
+    shares = np.diff(sums) / total
+    return Priorities(known, float(mass[0]) / total, half, scaled_sum**2 / squares, tuple(shares.tolist()))
