@@ -65,7 +65,8 @@ def episodes_in(content: Content) -> Episodes | None:
         order = np.argsort(env.astype(np.min_scalar_type(content.num_envs)), kind="stable")
         rows, env, age = rows[order], env[order], age[order]
         flagged = numbers_of(flags, rows) != 0
-        is_last = np.r_[(np.diff(env) != 0) | (np.diff(age) != -1), True]  # of an episode, or of its steps in these rows
+        # Of an episode, or of its steps in these rows.
+        is_last = np.r_[(np.diff(env) != 0) | (np.diff(age) != -1), True]
         if index is None:
             begins = flagged  # unused
             is_last |= flagged

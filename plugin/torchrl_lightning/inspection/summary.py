@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -170,10 +171,10 @@ def _entry(content: Content, path: tuple[str, ...], leaf: Leaf) -> Entry:
     number = moments.count
     counts: tuple[int, ...] = ()
     if number and size == 1 and path[-1] in ACTIONS and not dtype.is_floating_point and float(high - low) < VALUES:
-        least = min(int(rows.long().min()) for rows in content.pieces(leaf))
-        spread = max(int(rows.long().max()) for rows in content.pieces(leaf)) - least + 1
-        parts = (torch.bincount(rows.long().reshape(-1) - least, minlength=spread) for rows in content.pieces(leaf))
-        counts = tuple(torch.stack([*parts]).sum(0).tolist())
+        begin = min(int(rows.long().min()) for rows in content.pieces(leaf))
+        end = max(int(rows.long().max()) for rows in content.pieces(leaf)) + 1
+        parts = [torch.bincount(rows.long().ravel() - begin, minlength=end - begin) for rows in content.pieces(leaf)]
+        counts = tuple(torch.stack(parts).sum(0).tolist())
     return Entry(
         path,
         tuple(first.shape[1:]),
