@@ -61,7 +61,7 @@ def episodes_in(content: Content) -> Episodes | None:
     reward = leaf_of(content.find("reward", "rewards"))
     kinds = [leaf_of(content.find(name, below="next")) for name in ("terminated", "truncated")]
     found: list[list[NDArray[Any]]] = []
-    for rows, _, env, age in content.walk(16):
+    for rows, _, env, age in content.walk(32):
         order = np.argsort(env.astype(np.min_scalar_type(content.num_envs)), kind="stable")
         rows, env, age = rows[order], env[order], age[order]
         flagged = numbers_of(flags, rows) != 0

@@ -63,15 +63,15 @@ def checked(leaf: Any, name: str, dtypes: Collection[torch.dtype], *shape: int |
     return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 
-def rows_of(leaf: Leaf, rows: Ints) -> Tensor:
-    """Read some rows, in their order, of a piece that holds them all."""
-    begin = int(rows.min())
-    piece = leaf[begin : int(rows.max()) + 1]
-    return piece[torch.from_numpy(rows - begin)]
+def rows_of(leaf: Leaf, ascending: Ints) -> Tensor:
+    """Read some rows in ascending order."""
+    begin = int(ascending[0])
+    rows = leaf[begin : int(ascending[-1]) + 1]
+    return rows if len(rows) == len(ascending) else rows[torch.from_numpy(ascending - begin)]
 
 
 def numbers_of(leaf: Leaf, rows: Ints) -> NDArray[Any]:
-    """Read the first number of some rows of an entry; zeros if its rows hold none."""
+    """Read the first number of some rows of an entry, in any order; zeros if its rows hold none."""
     if not leaf[:1].numel():
         return np.zeros(len(rows))
     begin = int(rows.min())

@@ -215,7 +215,7 @@ def _ages(content: Content) -> Ages:
     oldest = int((content.behind - content.first).max()) - 1
     width = -(-(oldest + 1) // BARS)
     stored, drawn, total, drawn_total = np.zeros(BARS), np.zeros(BARS), 0.0, 0.0
-    for _, cells, _, age in content.walk(16):
+    for _, cells, _, age in content.walk(32):
         begin, span, drawn_by = int(cells[0]), age // width, None
         if content.mass is not None:
             drawn_by = _known(content.mass, begin, int(cells[-1]) + 1)[cells - begin].astype(np.float64)
