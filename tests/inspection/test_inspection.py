@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -219,6 +220,22 @@ def test_a_buffer_of_a_billion_cells_is_refused_by_one_line_that_says_the_mend()
         inspect_state(storage, "it")
     assert "\n" not in str(error.value)
     assert inspect_state(storage, "it", last=1000).summaries[0].content.looked_at == 1000
+
+
+def test_the_memory_of_an_inspection_does_not_grow_with_the_cells():
+    def peak_of(count):
+        numbers, flags = torch.zeros(1, 1).expand(count, 1), torch.zeros(1, 1, dtype=torch.bool).expand(count, 1)
+        data = {"observation": numbers, "next": {"reward": numbers, "done": flags}}
+        storage = {"max_size": count, "count": count, "cells": None, "cursor": 0, "data": data}
+        writer = {"positions": torch.full((4,), count // 4), "oldest": torch.zeros(4).long(), "length": count // 4}
+        tracemalloc.start()
+        try:
+            assert inspect_state({"storage": storage, "writer": writer}, "it").summaries[0].content.count == count
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    assert peak_of(2_000_000) < 1.2 * peak_of(500_000)
 
 
 def test_a_summary_is_told_without_its_samples():
