@@ -1,4 +1,7 @@
-"""What our parts have beyond TorchRL's: a constructor that can be read, and a generator that travels to processes."""
+"""Mixins that our parts have beyond TorchRL's: a readable constructor, and a generator that travels to processes.
+
+:func:`integers_below` and :func:`uniform` draw the random numbers of torch's functions in half of the time on the CPU.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,10 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any, Self, cast
 
 import cloudpickle
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 _BY_VALUE: ContextVar[frozenset[int]] = ContextVar("parts that are being pickled by value", default=frozenset())
 
@@ -127,3 +133,23 @@ class OwnGenerator:
 
     def __getstate__(self) -> dict[str, Any]:
         return dict(self.__dict__)  # TorchRL's samplers refuse to travel, and leave their generator out
+
+
+def integers_below(high: int, count: int, generator: torch.Generator | None) -> Tensor:
+    """Draw what ``torch.randint(high, (count,))`` draws, on the generator's device."""
+    try:
+        return torch.from_numpy(np.empty(count, np.int64)).random_(0, high, generator=generator)
+    except RuntimeError:  # a generator of another device; asking for it first would cost as much as the draw
+        device = None if generator is None else generator.device
+        return torch.randint(high, (count,), generator=generator, device=device)
+
+
+def uniform(count: int, generator: torch.Generator, dtype: Any = np.float64) -> NDArray[Any]:
+    """Draw what ``torch.rand(count)`` draws on the generator's device."""
+    shares: NDArray[Any] = np.empty(count, dtype)
+    tensor = torch.from_numpy(shares)
+    try:
+        tensor.uniform_(generator=generator)
+    except RuntimeError:  # as above
+        tensor.copy_(torch.rand(count, dtype=tensor.dtype, generator=generator, device=generator.device))
+    return shares

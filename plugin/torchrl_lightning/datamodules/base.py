@@ -33,9 +33,8 @@ from torchrl_lightning.datamodules.environments import RunEnvironments
 from torchrl_lightning.datamodules.episodes import FinishedEpisodes
 from torchrl_lightning.datamodules.evaluation import first_checked, view_of_collector
 from torchrl_lightning.datamodules.feed import Feed
-from torchrl_lightning.datamodules.frames import FrameClock
 from torchrl_lightning.datamodules.learner import build_learner
-from torchrl_lightning.datamodules.loaders import LoadersDataModule
+from torchrl_lightning.datamodules.loaders import FrameClock, LoadersDataModule
 from torchrl_lightning.datamodules.normalization import Normalization
 from torchrl_lightning.datamodules.rebuilding import TO_GIVE, RebuildableDataModule, RunState
 from torchrl_lightning.datamodules.shares import envs_of_rank, share_of

@@ -26,8 +26,7 @@ from torchrl_lightning.protocols import SamplerApi
 from torchrl_lightning.ranges import boolean, check_defaults, integer
 from torchrl_lightning.ranks import this_rank
 from torchrl_lightning.replay import ExperienceBuffer
-from torchrl_lightning.replay.layout import left_out_of, time_major
-from torchrl_lightning.replay.priority_samplers import prioritized_in
+from torchrl_lightning.replay.layout import left_out_of, prioritized_in, time_major
 from torchrl_lightning.state import sequence, wrong
 from torchrl_lightning.trust import Nameable
 

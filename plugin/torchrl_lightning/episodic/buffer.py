@@ -25,8 +25,8 @@ from torchrl_lightning.kernels.indices import integers
 from torchrl_lightning.ranges import Checked, integer
 from torchrl_lightning.replay.buffer import ExperienceBuffer
 from torchrl_lightning.replay.episode_index import NO_INDEX_HINT, EpisodeIndex
+from torchrl_lightning.replay.layout import prioritized_in
 from torchrl_lightning.replay.prioritized import PrioritizedSampler
-from torchrl_lightning.replay.priority_samplers import prioritized_in
 from torchrl_lightning.replay.steps import StepsMissing, check_steps, steps_between, steps_of
 from torchrl_lightning.replay.storage import RingStorage
 

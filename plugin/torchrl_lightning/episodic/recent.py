@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -14,9 +14,8 @@ from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_lightning.kernels import windows
 from torchrl_lightning.kernels.compiled import jitted
-from torchrl_lightning.parts import check_generator
+from torchrl_lightning.parts import check_generator, uniform
 from torchrl_lightning.ranges import Checked, boolean, check_defaults, exact_ratio, fraction, integer
-from torchrl_lightning.replay.draws import Own, uniform
 from torchrl_lightning.replay.prioritized import PrioritizedSampler
 from torchrl_lightning.replay.rings import NO_INDEX
 from torchrl_lightning.replay.sequences import SequenceSampler
@@ -156,7 +155,7 @@ class RecentSampler(SequenceSampler):
             self.prioritized.generator = value
 
     def sample(
-        self, storage: Storage, batch_size: int, batch_length: int | Own | None = "own"
+        self, storage: Storage, batch_size: int, batch_length: int | Literal["own"] | None = "own"
     ) -> tuple[Tensor, dict[Any, Any]]:
         """Draw windows, as :meth:`SequenceSampler.sample` does.
 

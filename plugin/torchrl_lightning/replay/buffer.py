@@ -27,14 +27,16 @@ from torchrl_lightning.replay.episode_transform import EpisodeTransform, bind, t
 from torchrl_lightning.replay.layout import (
     check_parts,
     drop_later,
+    hold_priorities,
     plan_write_back,
+    prioritized_in,
     ring_writer,
     small_storage,
+    takes_priorities,
     time_major,
 )
 from torchrl_lightning.replay.n_step import FoldsSteps, NStepReturns
 from torchrl_lightning.replay.priorities import reduce_priorities
-from torchrl_lightning.replay.priority_samplers import hold_priorities, prioritized_in, takes_priorities
 from torchrl_lightning.replay.rings import Rings
 from torchrl_lightning.replay.sharing import ShareableBuffer, T
 from torchrl_lightning.replay.storage import RingStorage

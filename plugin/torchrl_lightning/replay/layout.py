@@ -1,4 +1,4 @@
-"""Which parts make a buffer, and in which order the rows of several environments are written."""
+"""Build and validate the parts of a buffer, find its prioritized sampler, and order rows of several environments."""
 
 from __future__ import annotations
 
@@ -11,20 +11,39 @@ import torch
 from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
-from torchrl.data.replay_buffers.samplers import ConsumingSampler
+from torchrl.data.replay_buffers.samplers import ConsumingSampler, Sampler
 
 from torchrl_lightning.entries import check_tensordict, name_of, nested_keys, path_of
 from torchrl_lightning.kernels.indices import last_of_each
 from torchrl_lightning.keys import NEXT, REPEATED
 from torchrl_lightning.protocols import SamplerApi
 from torchrl_lightning.replay.cells import check_values
-from torchrl_lightning.replay.priority_samplers import prioritized_in
+from torchrl_lightning.replay.prioritized import PrioritizedSampler
 from torchrl_lightning.replay.rewrites import plan_entries
 from torchrl_lightning.replay.rings import Rings
 from torchrl_lightning.replay.storage import RingStorage
 from torchrl_lightning.replay.writer import RingWriter
 
 logger = logging.getLogger(__name__)
+
+
+def prioritized_in(sampler: Sampler) -> PrioritizedSampler | None:
+    """Return the one of our samplers that keeps priorities: this one, or the one that it holds as ``prioritized``."""
+    found = getattr(sampler, "prioritized", sampler)
+    return found if isinstance(found, PrioritizedSampler) else None
+
+
+def takes_priorities(sampler: Sampler) -> bool:
+    """Return whether a sampler, ours or one of TorchRL's, draws by priorities."""
+    keeper = getattr(sampler, "prioritized", sampler)
+    return keeper is not None and type(keeper).update_priority is not Sampler.update_priority
+
+
+def hold_priorities(sampler: Sampler | None, max_size: int) -> None:
+    """Let a sampler with priorities keep them for so many cells, unless it was built with a ``max_capacity``."""
+    found = None if sampler is None else prioritized_in(sampler)
+    if found is not None and "table" not in vars(found):
+        found.table = found.make_table(max_size)
 
 
 def time_major(data: TensorDictBase, width: int, time_dim: int | None) -> TensorDictBase:

@@ -17,7 +17,7 @@ from torchrl_lightning.kernels.indices import last_of_each
 from torchrl_lightning.kernels.scan import LIKE, Backend
 from torchrl_lightning.kernels.segment_tree import MaxSegmentTree, MinSegmentTree, SumSegmentTree
 from torchrl_lightning.memory import allocate, zeros
-from torchrl_lightning.replay.draws import uniform
+from torchrl_lightning.parts import uniform
 from torchrl_lightning.replay.starts import EVERYWHERE, Starts
 from torchrl_lightning.replay.steps import Ints
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -19,7 +19,6 @@ from torchrl_lightning._compat import SamplerHooks
 from torchrl_lightning.entries import nested_key
 from torchrl_lightning.kernels.indices import integers
 from torchrl_lightning.ranges import Checked, boolean, integer, not_negative, one_of, optional
-from torchrl_lightning.replay.draws import Own
 from torchrl_lightning.replay.priorities import REDUCTIONS, Priorities, reduce_priorities
 from torchrl_lightning.replay.rings import Rings, rings_in, stored_cells
 from torchrl_lightning.replay.starts import Starts
@@ -222,7 +221,7 @@ class PrioritizedSampler(Stated, SamplerHooks, _PrioritizedSampler):
         return float(max(self.initial_priority, self.table.maximum))
 
     def sample(
-        self, storage: Storage, batch_size: int, batch_length: int | Own | None = "own"
+        self, storage: Storage, batch_size: int, batch_length: int | Literal["own"] | None = "own"
     ) -> tuple[Any, dict[str, Any]]:
         """Draw cells, as :meth:`UniformSampler.sample` does, or windows.
 

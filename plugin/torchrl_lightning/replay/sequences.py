@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -17,8 +17,8 @@ from torchrl_lightning._compat import SamplerHooks
 from torchrl_lightning.entries import Path, leaves_of, nested_keys, path_of, tree_of, under
 from torchrl_lightning.kernels import windows
 from torchrl_lightning.kernels.compiled import jitted
+from torchrl_lightning.parts import uniform
 from torchrl_lightning.ranges import Checked, integer, one_of
-from torchrl_lightning.replay.draws import Own, uniform
 from torchrl_lightning.replay.episode_index import NO_INDEX_HINT, EpisodeIndex
 from torchrl_lightning.replay.rings import NO_INDEX
 from torchrl_lightning.replay.steps import StepsMissing
@@ -127,7 +127,7 @@ class SequenceSampler(Stated, SamplerHooks, Sampler):
         self._list: NDArray[np.float64] = np.empty(0)
 
     def sample(
-        self, storage: Storage, batch_size: int, batch_length: int | Own | None = "own"
+        self, storage: Storage, batch_size: int, batch_length: int | Literal["own"] | None = "own"
     ) -> tuple[Tensor, dict[Any, Any]]:
         """Draw windows.
 

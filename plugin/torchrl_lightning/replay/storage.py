@@ -31,10 +31,10 @@ from torchrl_lightning.entries import (
 from torchrl_lightning.files import Rows
 from torchrl_lightning.kernels.indices import integers
 from torchrl_lightning.memory import check_room, map_cells, reserve
+from torchrl_lightning.parts import integers_below
 from torchrl_lightning.ranges import Check, integer, optional
 from torchrl_lightning.replay import processes
 from torchrl_lightning.replay.cells import Cells, Names, check_values
-from torchrl_lightning.replay.draws import integers_below
 from torchrl_lightning.replay.n_step import NStepReturns
 from torchrl_lightning.replay.pickling import PickledCells
 from torchrl_lightning.replay.rewrites import plan_entries

@@ -10,8 +10,8 @@ from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_lightning._compat import SamplerHooks
+from torchrl_lightning.parts import integers_below
 from torchrl_lightning.ranges import Checked, boolean, integer
-from torchrl_lightning.replay.draws import integers_below
 from torchrl_lightning.replay.rings import rings_in, uneven_rings
 from torchrl_lightning.replay.steps import StepsMissing
 from torchrl_lightning.state import GENERATOR, Attribute, Stated, flag

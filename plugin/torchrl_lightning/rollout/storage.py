@@ -1,4 +1,4 @@
-"""The storage of one rollout: time-major ``[T, N]``, plus the one step after the last."""
+"""The storage of one rollout: time-major ``[T, N]``, plus the one step after the last; and the roles of its entries."""
 
 from __future__ import annotations
 
@@ -17,19 +17,55 @@ from torchrl_lightning.entries import (
     Schema,
     Tree,
     describe,
+    join,
     keyed_leaves,
     map_leaves,
     path_of,
     schema_difference,
     to_tensordict,
     tree_of,
+    under,
 )
-from torchrl_lightning.keys import DONE, NEXT
+from torchrl_lightning.keys import DONE, FLAGS, NEXT, REWARD
 from torchrl_lightning.memory import check_room, packed_tree, unpacked_tree
 from torchrl_lightning.parts import is_spawning
 from torchrl_lightning.ranges import Check, integer, optional
-from torchrl_lightning.rollout.layout import RolloutLayout
 from torchrl_lightning.state import Attribute, Stated, mapping, same, whole
+
+
+class RolloutLayout:
+    """The roles of a rollout's entries.
+
+    Args:
+        schema: shape and dtype of each entry.
+
+    Attributes:
+        finite: entries that must be finite: reward and values.
+        handed_on: entries of a successor that the step after it begins with, as that step names them: all but rewards,
+            flags and values.
+    """
+
+    def __init__(self, schema: Schema) -> None:
+        self.schema = schema
+        paths = [path_of(key) for key in schema]
+        self.finite: list[NestedKey] = [
+            REWARD,
+            *(join((), path) for path in paths if path[0].endswith("state_value")),
+        ]
+        self.handed_on: list[NestedKey] = [
+            join((), path[1:])
+            for path in paths
+            if path[0] == NEXT
+            and path[1] not in ("reward", *FLAGS)
+            and not path[1].endswith(("state_value", "_reward"))
+        ]
+        self._held: dict[tuple[NestedKey, ...], bool] = {}
+
+    def holds(self, roots: tuple[NestedKey, ...]) -> bool:
+        """Return whether there is an entry at or below one of these keys."""
+        if roots not in self._held:
+            self._held[roots] = any(under(key, root) for key in self.schema for root in roots)
+        return self._held[roots]
 
 
 def _check_of_num_envs(storage: Any) -> Check:

@@ -24,8 +24,7 @@ from torchrl_lightning.entries import (
 from torchrl_lightning.environments.origins import changed_ids
 from torchrl_lightning.keys import COLLECTOR, DONE, IS_INIT, TERMINATED, TRAJ_IDS, VALID
 from torchrl_lightning.rollout.batches import viewed
-from torchrl_lightning.rollout.layout import RolloutLayout
-from torchrl_lightning.rollout.storage import RolloutStorage
+from torchrl_lightning.rollout.storage import RolloutLayout, RolloutStorage
 from torchrl_lightning.state import Stated
 
 _HOW = (

@@ -14,9 +14,7 @@ from torchrl_lightning.learn.analytic.optimization import OptimizedParameters as
 from torchrl_lightning.learn.analytic.optimization import SoftUpdate as SoftUpdate
 from torchrl_lightning.learn.analytic.optimization import settled_parameters as settled_parameters
 from torchrl_lightning.learn.analytic.perceptrons import Unsupported, defining_class
-from torchrl_lightning.learn.analytic.ppo_update import PPOUpdate
-from torchrl_lightning.learn.analytic.q_updates import DQNUpdate, SACUpdate, TD3Update
-from torchrl_lightning.learn.analytic.updates import AnalyticUpdate
+from torchrl_lightning.learn.analytic.updates import AnalyticUpdate, DQNUpdate, PPOUpdate, SACUpdate, TD3Update
 
 logger = logging.getLogger(__name__)
 _UPDATES: dict[str, type[AnalyticUpdate]] = {

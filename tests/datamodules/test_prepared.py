@@ -10,8 +10,8 @@ from torchrl.envs import RewardScaling
 from kit.rings import ring
 from kit.seeds import generator
 from kit.states import differences
+from torchrl_lightning.datamodules.steps import PreparedRows
 from torchrl_lightning.replay import PrioritizedSampler
-from torchrl_lightning.replay.prepared import PreparedRows
 
 
 def make_rows(*shape: int) -> TensorDict:
