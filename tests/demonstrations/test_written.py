@@ -30,7 +30,7 @@ from torchrl_lightning import (
     write_dataset,
 )
 from torchrl_lightning.cli.checks import one_line
-from torchrl_lightning.demonstrations.buffered import buffers_in
+from torchrl_lightning.demonstrations.dataset import buffers_in
 from torchrl_lightning.environments import make_environment
 
 minari = pytest.importorskip("minari")

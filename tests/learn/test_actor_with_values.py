@@ -18,7 +18,7 @@ from kit.runs import SaveAt, parameters
 from kit.specs import specs_of
 from torchrl_lightning import GAEBuffer, GymnasiumCollector, VTraceBuffer
 from torchrl_lightning.learn import A2CModule, CNNNetwork, MLPNetwork, PPOModule, RandomNetworkDistillation
-from torchrl_lightning.learn.actor_with_values import ActorWithValues
+from torchrl_lightning.learn.actors import ActorWithValues
 
 SMALL = CNNNetwork([4, 4, 4], [2, 2, 2], [1, 1, 1], [8])
 SPECS = specs_of(Categorical(3), pixels=Unbounded((2, 7, 7)))

@@ -243,7 +243,7 @@ def test_a_module_without_a_policy_is_named(tmp_path, stored):
         ("gymnasium.wrappers.TimeAwareObservation", True),
         ("gymnasium.wrappers.stateful_observation.TimeAwareObservation", True),
         ("gymnasium.wrappers.common.TimeAwareObservation", False),
-        ("torchrl_lightning.environments.goal_reward.GoalReward", True),
+        ("torchrl_lightning.environments.goals.GoalReward", True),
         ("gymnasium.wrappers.RecordVideo", False),
         ("gymnasium.wrappers.rendering.RecordVideo", False),
         ("torchrl.envs.RewardScaling", True),

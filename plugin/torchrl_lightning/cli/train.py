@@ -30,7 +30,7 @@ def train(cfg: DictConfig) -> float:
     from hydra.core.hydra_config import HydraConfig
 
     from torchrl_lightning.cli.checks import check_command, check_config, is_trusted, stored_run
-    from torchrl_lightning.cli.run_errors import run_errors
+    from torchrl_lightning.cli.mistakes import run_errors
     from torchrl_lightning.cli.run_folder import RunRecord, is_follower, locked
 
     check_command(cfg)

@@ -26,7 +26,14 @@ from torchrl_lightning.datamodules.arguments import (
     environment_name,
     run_fingerprint,
 )
-from torchrl_lightning.datamodules.collection import call_with_policy, clipping_of, collector_options, own_collector
+from torchrl_lightning.datamodules.collection import (
+    call_with_policy,
+    clipping_of,
+    collector_options,
+    envs_of_rank,
+    own_collector,
+    share_of,
+)
 from torchrl_lightning.datamodules.discounts import build_buffer
 from torchrl_lightning.datamodules.due_evaluation import DueEvaluation
 from torchrl_lightning.datamodules.environments import RunEnvironments
@@ -37,7 +44,6 @@ from torchrl_lightning.datamodules.learner import build_learner
 from torchrl_lightning.datamodules.loaders import FrameClock, LoadersDataModule
 from torchrl_lightning.datamodules.normalization import Normalization
 from torchrl_lightning.datamodules.rebuilding import TO_GIVE, RebuildableDataModule, RunState
-from torchrl_lightning.datamodules.shares import envs_of_rank, share_of
 from torchrl_lightning.datamodules.trainer_checks import check_surroundings
 from torchrl_lightning.environments import EnvironmentSpecs, spawn_seed
 from torchrl_lightning.environments.autocast import with_autocast

@@ -21,8 +21,16 @@ from torchrl_lightning.datamodules.discounts import check_discount, discount_of
 from torchrl_lightning.datamodules.environments import is_ready
 from torchrl_lightning.datamodules.sequences import check_windows, serves_as_drawn
 from torchrl_lightning.datamodules.snapshots import BufferSnapshots, check_folder
-from torchrl_lightning.datamodules.source_buffers import buffers_of, check_first_fit, check_transforms, set_goals
-from torchrl_lightning.datamodules.sources import BatchSource, build_source, check_rows, check_source
+from torchrl_lightning.datamodules.sources import (
+    BatchSource,
+    buffers_of,
+    build_source,
+    check_first_fit,
+    check_rows,
+    check_source,
+    check_transforms,
+    set_goals,
+)
 from torchrl_lightning.datamodules.steps import LentSteps, Steps, check_resets, plain_batch, read_batch, steps_in
 from torchrl_lightning.datamodules.updates_per_step import UpdatesDataModule
 from torchrl_lightning.datamodules.write_back import check_collected_keys, check_later_keys, check_stored_keys

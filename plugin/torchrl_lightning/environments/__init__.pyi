@@ -1,8 +1,8 @@
 """The exported names. This list is the only one: ``_lazy`` and type checkers read it."""
 
 from .frame_stack import FrameStack as FrameStack
-from .goal_reward import GoalReward as GoalReward
-from .info_mask import ActionMaskFromInfo as ActionMaskFromInfo
+from .goals import GoalReward as GoalReward
+from .masks import ActionMaskFromInfo as ActionMaskFromInfo
 from .played import FollowedReplaySource as FollowedReplaySource
 from .played import ReplayedRows as ReplayedRows
 from .played import ReplaySource as ReplaySource

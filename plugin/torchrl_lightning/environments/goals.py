@@ -1,10 +1,10 @@
-"""What an environment says of goals: its ``compute_reward`` and ``compute_terminated``, apart from those that run."""
+"""Goal functions of an environment: its ``compute_reward`` and ``compute_terminated``, apart from running ones."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Self
+from typing import Any, Self, SupportsFloat
 
 import gymnasium as gym
 from gymnasium.vector import SyncVectorEnv, VectorEnv, VectorWrapper
@@ -87,3 +87,21 @@ def _single(source: Any) -> Any:
     while isinstance(env, VectorWrapper):
         env = env.env
     return env.envs[0] if isinstance(env, SyncVectorEnv) else env
+
+
+class GoalReward(gym.Wrapper[Any, Any, Any, Any]):
+    """Give a reward of 1 for the step that terminates an episode and 0 for every other, also for one that truncates it.
+
+    For environments that terminate at their goal and nowhere else, such as ``MountainCar-v0``.
+
+    Examples:
+        >>> env = GoalReward(gym.make("MountainCar-v0"))
+        >>> _ = env.reset(seed=0)
+        >>> env.step(0)[1]
+        0.0
+    """
+
+    def step(self, action: Any) -> tuple[Any, SupportsFloat, bool, bool, dict[str, Any]]:
+        """Step the environment, and replace its reward."""
+        observation, _, terminated, truncated, info = self.env.step(action)
+        return observation, float(terminated), terminated, truncated, info

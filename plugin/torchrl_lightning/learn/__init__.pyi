@@ -1,7 +1,7 @@
 """The exported names. This list is the only one: ``_lazy`` and type checkers read it."""
 
-from .actor_with_values import ActorWithValues as ActorWithValues
 from .actors import Actor as Actor
+from .actors import ActorWithValues as ActorWithValues
 from .actors import Critic as Critic
 from .actors import build_actor as build_actor
 from .actors import build_critic as build_critic
@@ -49,7 +49,7 @@ from .schedules import CosineSchedule as CosineSchedule
 from .schedules import LinearSchedule as LinearSchedule
 from .squashed import build_deterministic_actor as build_deterministic_actor
 from .squashed import build_squashed_actor as build_squashed_actor
-from .unhealthy import UnhealthyBody as UnhealthyBody
+from .terminations import UnhealthyBody as UnhealthyBody
 from .world_env import WorldModelEnvironment as WorldModelEnvironment
 from .world_model_fit import WorldModelFit as WorldModelFit
 from .world_models import OutsideBox as OutsideBox

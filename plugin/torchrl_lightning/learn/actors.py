@@ -1,4 +1,7 @@
-"""Actors and critics built from specs: TorchRL's ``ProbabilisticActor`` with a fast forward, and ``ValueOperator``."""
+"""Actors and critics built from specs: TorchRL's ``ProbabilisticActor`` with a fast forward, and ``ValueOperator``.
+
+:class:`ActorWithValues` runs both over one trunk.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ from torchrl.modules import ProbabilisticActor, ValueOperator
 from torchrl_lightning._modules import hold
 from torchrl_lightning.entries import path_of
 from torchrl_lightning.environments.masks import action_mask, allowed_values
+from torchrl_lightning.environments.policies import bare_call, policy_outputs
 from torchrl_lightning.keys import ACTION_MASK, BOOKKEEPING, FEATURES
 from torchrl_lightning.learn.action_heads import ActionHead, Parameters, build_head
 from torchrl_lightning.learn.analytic import bind_inputs
@@ -274,3 +278,42 @@ def build_critic(
         trunks = [network.trunk(*entries) for _ in range(len(out_keys) if separate else 1)]
     heads = [linear_head(network, trunks[0].features, 1) for _ in out_keys]
     return Critic(heads, out_keys, trunks, shared=network.shared)
+
+
+class ActorWithValues(TensorDictModuleBase):
+    """An actor that also writes the values of a critic over its trunk, which runs once for both.
+
+    A rollout then holds what its critic said of each step, so that only the successors of its last steps are left for
+    an estimate of advantages.
+
+    Args:
+        actor: Acts.
+        critic: Shares the actor's trunk.
+    """
+
+    def __init__(self, actor: Actor, critic: Critic) -> None:
+        super().__init__()
+        self.actor, self.critic = actor, critic
+        self.in_keys, self.out_keys = list(actor.in_keys), [*actor.out_keys, *critic.out_keys]
+
+    def act_on(self, step: TensorDictBase) -> dict[NestedKey, Tensor]:
+        """Return what ``forward`` writes, and write nothing."""
+        actor, critic, deterministic = self.actor, self.critic, acts_deterministically()
+        if deterministic is None or bare_call(actor) is None:
+            written, values = policy_outputs(actor, step.copy()), critic.values(step)
+        else:
+            features, states = actor.trunk.step(step)
+            written = actor.choose(features, states, step, deterministic)
+            values = critic.values_of(features)
+        return {**written, **dict(zip(critic.out_keys, values, strict=True))}
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Write what the actor writes, and the values."""
+        for key, value in self.act_on(tensordict).items():
+            tensordict.set(key, value)
+        return tensordict
+
+    def get_dist(self, tensordict: TensorDictBase) -> D.Distribution:
+        """Return the actor's distribution over actions, writing nothing."""
+        distribution: Any = self.actor.get_dist(tensordict)
+        return distribution

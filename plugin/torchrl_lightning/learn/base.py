@@ -15,8 +15,7 @@ from torch import Tensor
 from torchrl.modules import set_recurrent_mode
 
 from torchrl_lightning.keys import COLLECTOR, INTRINSIC_TARGET, INTRINSIC_VALUE, MASK, TARGET, VALUE
-from torchrl_lightning.learn.actor_with_values import ActorWithValues
-from torchrl_lightning.learn.actors import Actor, Critic, build_actor, build_critic
+from torchrl_lightning.learn.actors import Actor, ActorWithValues, Critic, build_actor, build_critic
 from torchrl_lightning.learn.agents import OptimizerFactory, TermsModule
 from torchrl_lightning.learn.dry_run import ROWS
 from torchrl_lightning.learn.losses import Distance, critic_loss, standardized

@@ -19,9 +19,8 @@ from torchrl_lightning._compat import SamplerHooks
 from torchrl_lightning.entries import nested_key
 from torchrl_lightning.kernels.indices import integers
 from torchrl_lightning.ranges import Checked, boolean, integer, not_negative, one_of, optional
-from torchrl_lightning.replay.priorities import REDUCTIONS, Priorities, reduce_priorities
+from torchrl_lightning.replay.priorities import REDUCTIONS, Priorities, Starts, reduce_priorities
 from torchrl_lightning.replay.rings import Rings, rings_in, stored_cells
-from torchrl_lightning.replay.starts import Starts
 from torchrl_lightning.replay.steps import StepsMissing
 from torchrl_lightning.state import GENERATOR, Attribute, Stated, anything, check_state, number, tensor, whole, wrong
 

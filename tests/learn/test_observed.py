@@ -6,8 +6,8 @@ import torch
 from gymnasium import spaces
 from torchrl.data import Composite
 
-from torchrl_lightning.environments.observed import observed_entries
 from torchrl_lightning.environments.specs import space_to_spec
+from torchrl_lightning.learn.loading import observed_entries
 
 
 def specs_of(space):
