@@ -383,8 +383,7 @@ class ReplayDataModule(UpdatesDataModule):
             return
         self._snapshot = None
         self._source.update_tensordict_priority(batch)
-        keys = self._rewritten(batch) if self.write_back is None else self.write_back
-        if keys:
+        if keys := self._rewritten(batch) if self.write_back is None else self.write_back:
             self._source.write_back(batch, keys)
 
     def _source_over(self, buffer: ExperienceBuffer, learner: Any) -> Any:
@@ -423,8 +422,6 @@ class ReplayDataModule(UpdatesDataModule):
         finally:
             super().close()
 
-    # ------------------------------------------------------------------ state
-
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_rewritten": no_keys, "_lent": None}  # of the learner and of the collector
 
@@ -457,8 +454,7 @@ class ReplayDataModule(UpdatesDataModule):
     def save_buffer(self) -> bool:
         """Write the buffer, where it is kept beside the checkpoint, and return whether it is.
 
-        Lightning's trainer does so for each checkpoint, whose :meth:`state_dict` then refers to it. A buffer that has
-        not changed is not written twice.
+        It is written for each checkpoint, whose :meth:`state_dict` refers to it, unless it has not changed since.
         """
         if self.buffer is None or self._kept != "beside":
             return False
