@@ -182,7 +182,7 @@ def test_runs_with_other_settings_are_passed_over_without_a_word(other: str, hom
 
 def test_each_run_of_a_sweep_takes_its_own_whatever_the_order_of_settings(home: Path) -> None:
     last = run_folder(home) / "checkpoints" / "last.ckpt"
-    done = call("train", "--multirun", "ckpt_path=auto", *GIVEN[-2::-1], "seed=3,4", cwd=home)
+    done = call("train", "--multirun", "ckpt_path=auto", GIVEN[-2], *GIVEN[:-2], "seed=3,4", cwd=home)
     assert done.returncode == 0, done.stderr
     records = home.glob("logs/train/sweep_*/*/*/*/.hydra/config.yaml")
     kept = {path.parts[-4]: OmegaConf.load(path).ckpt_path for path in records}

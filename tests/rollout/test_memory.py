@@ -16,7 +16,7 @@ BYTES = 2 * (10 + 3 * 4)
 def test_too_little_memory_is_an_error_that_names_both_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "free_bytes", lambda device, folder: 5 * BYTES)
     storage = RolloutStorage(6)
-    with pytest.raises(ValueError, match=rf"size=6\).*{6.0 * BYTES}.*{5.0 * BYTES}"):
+    with pytest.raises(ValueError, match=rf"size=6\).*{6 * BYTES} bytes.*{5 * BYTES} bytes"):
         storage.allocate(ROW)
     assert storage.data is None
     assert storage.num_envs is None

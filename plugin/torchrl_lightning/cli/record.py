@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
-import pkgutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -142,7 +142,7 @@ def scripted_policy(path: str, env: Any, *, clip_actions: bool = False) -> Polic
 
     module, _, name = path.partition(":")
     try:
-        function: Callable[[Any], Any] = pkgutil.resolve_name(f"{module}:{name}")
+        function: Callable[[Any], Any] = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise UsageError(f"policy={path}: expected MODULE:FUNCTION, such as planner:act; {error}.") from error
     made = make_environment(env, 1, vectorization="sync", own_number=True)
