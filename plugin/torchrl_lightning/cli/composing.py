@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, Quote, QuotedString
+from hydra.core.override_parser.types import IntervalSweep, Override, Quote, QuotedString
 from hydra.errors import ConfigCompositionException, HydraException
 from hydra.plugins.config_source import ConfigResult, ConfigSource
 from hydra.types import RunMode
@@ -159,10 +159,21 @@ class CommandLoader(ConfigLoader):
         except HydraException as error:
             if not str(error).startswith("You must specify"):  # a sweep may leave a group open
                 raise
+        mode = RunMode.RUN
         with suppress(HydraException):
             config = self._hydra.load_configuration(config_name, overrides, RunMode.MULTIRUN, True, False)
-            return config.hydra.mode or RunMode.RUN
-        return RunMode.RUN
+            mode = config.hydra.mode or mode
+        if mode == RunMode.RUN:  # Hydra will refuse the sweep; a misspelt name in it is the more probable mistake
+            self._compose(self._first_values(overrides), _Request(self._hydra, config_name, mode, True, True))
+        return mode
+
+    def _first_values(self, lines: list[str]) -> list[str]:
+        """Return overrides in which each sweep is its first value."""
+        parsed = OverridesParser.create(config_loader=self._hydra).parse_overrides(lines)
+        return [
+            f"{each.get_key_element()}={_first_value(each)}" if each.is_sweep_override() else str(each.input_line)
+            for each in parsed
+        ]
 
     def load_configuration(
         self,
@@ -389,6 +400,11 @@ def _as_integer(match: re.Match[str]) -> str:
 def _parsed(lines: list[str]) -> list[Override]:
     overrides: list[Override] = OverridesParser.create().parse_overrides(lines)
     return overrides
+
+
+def _first_value(sweep: Override) -> str:
+    value = sweep.value()
+    return str(value.start) if isinstance(value, IntervalSweep) else next(iter(sweep.sweep_string_iterator()))
 
 
 def _lines(overrides: list[Override]) -> list[str]:
