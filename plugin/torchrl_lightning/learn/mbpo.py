@@ -1,4 +1,4 @@
-"""The agent that learns from branches which its own world model imagines."""
+"""MBPO: an agent that learns from branches imagined by its world model."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from torchrl_lightning.settings import derived, otherwise, setting
 class MBPOModule(SACModule):
     """MBPO (Janner et al., 2019): soft actor-critic on short branches that a world model imagines from real states.
 
-    The policy acts in the environment and in the world model alike. When to fit the world model, where branches begin,
-    how long they are, and how they are mixed with real experience says a :class:`~torchrl_lightning.BranchedReplay`, as
-    ``source=`` of a ``ReplayDataModule``. All that was learnt is in a checkpoint.
+    The policy acts in the environment and in the world model. A :class:`~torchrl_lightning.BranchedReplay`, as
+    ``source=`` of a ``ReplayDataModule``, configures when to fit the world model, where branches start, their length
+    and their share of a batch. A checkpoint contains all networks and the world model.
 
     Args:
         network: Network in front of the heads; two layers of 256 rectified units by default.
-        dynamics: How the world model is built and fitted; by default as in the paper.
-        num_critics: As in :class:`SACModule`, like everything that is not named here.
+        dynamics: Settings of the world model and its fit; by default as in the paper.
+        num_critics: As in :class:`SACModule`, like all arguments that are not listed here.
 
     Raises:
-        TypeError: The network is a ``RecurrentNetwork``, whose states nobody imagines; when the networks are built: the
-            actions are not bounded floating-point vectors.
+        TypeError: The network is a ``RecurrentNetwork``: the world model does not imagine recurrent states. When the
+            networks are built: the actions are not bounded floating-point vectors.
         ValueError: When a fit is set up: an observation is discrete.
 
     Examples:
@@ -57,19 +57,19 @@ class MBPOModule(SACModule):
         if self.network.recurrent:
             raise TypeError("MBPOModule imagines observations, but no recurrent states; take an MLPNetwork.")
         self.world_model: WorldModel | None = None
-        # Of the last fit: the elites' errors on held out rows, infinite before the first; and its epochs.
+        # Results of the last fit: validation errors of the elites (infinite before the first fit) and number of epochs.
         self.register_buffer("errors", torch.full((self.dynamics.num_elites,), torch.inf))
         self.register_buffer("epochs_of_fit", torch.zeros((), dtype=torch.int64))
 
     def build(self, specs: Any) -> Self:
-        """Build networks, targets and world model for an environment's specs, once; return the module."""
+        """Build networks, targets and world model for an environment's specs and return the module; only once."""
         if self.world_model is None:
             super().build(specs)
             self.world_model = self.dynamics.build(specs)
         return self
 
     def setup(self, stage: str) -> None:
-        """Refuse several ranks, whose world models would differ, by a ValueError."""
+        """Raise a ValueError if the trainer has several ranks, because their world models would differ."""
         if stage == "fit" and self.trainer.world_size > 1:
             raise ValueError(
                 f"MBPOModule fits one world model to one buffer, but the trainer has {self.trainer.world_size} ranks; "
@@ -78,7 +78,7 @@ class MBPOModule(SACModule):
         super().setup(stage)
 
     def misfit(self, data: Any) -> str | None:
-        """Return that nobody has it imagine, or that it cannot; None if it can and does."""
+        """Return an error message if the DataModule does not imagine with this module or cannot, else None."""
         imagines = DataApi.of(data).imagines
         if imagines is None:
             return super().misfit(data)
@@ -93,26 +93,26 @@ class MBPOModule(SACModule):
     # -- the world model --------------------------------------------------------------------------------------------
 
     def fit_dynamics(self, training: TensorDictBase, validation: TensorDictBase) -> None:
-        """Fit the world model to transitions ``[N]``, judged by others ``[V]``; see :meth:`WorldModelFit.fit`."""
+        """Fit the world model to transitions ``[N]``, validated on ``[V]`` others; see :meth:`WorldModelFit.fit`."""
         errors, epochs = self.dynamics.fit(self.require_built(self.world_model), training, validation)
         self.errors.copy_(errors)
         self.epochs_of_fit.fill_(epochs)
 
     @torch.no_grad()
     def imagine(self, start: TensorDictBase, length: int) -> TensorDictBase:
-        """Follow the policy in the world model, for ``length`` steps or until an episode terminates.
+        """Follow the policy in the world model for ``length`` steps or until termination.
 
         Args:
-            start: Where branches begin: observations ``[R]``.
-            length: Steps of a branch.
+            start: Observations ``[R]`` at the start of the branches.
+            length: Maximum number of steps of a branch.
 
         Returns:
-            Transitions ``[N]``, step by step, as a collector would give them; a branch that is cut off goes on. The
-            world model goes on from what it predicts; what the policy sees of it, and what is kept, has the dtypes of
-            real observations, integers rounded.
+            Transitions ``[N]``, ordered by step, in the format of a collector. A branch that reaches ``length`` is not
+            marked as done. The world model continues from its unrounded predictions. The policy and the transitions get
+            them in the dtypes of real observations, with rounded integers.
 
         Raises:
-            RuntimeError: What it imagines is not finite.
+            RuntimeError: A prediction is not finite.
         """
         model, act = self.require_built(self.world_model), self._acting()
         targets, device = model.targets, model.elites.device
@@ -144,7 +144,7 @@ class MBPOModule(SACModule):
         return imagined
 
     def _acting(self) -> Callable[[list[Tensor], bool], Tensor]:
-        """Return the policy's ``act`` in the precision in which it acts in the environment."""
+        """Return the policy's ``act`` in the precision of its actions in the environment."""
         act: Callable[[list[Tensor], bool], Tensor] = self.policy.act
         dtype = None if self._trainer is None else learning_dtype(self.trainer)
         if dtype is None:
@@ -157,7 +157,7 @@ class MBPOModule(SACModule):
         return act_under_autocast
 
     def report(self) -> dict[str, float]:
-        """Add the elites' mean error on held out rows, and the epochs of the last fit."""
+        """Return the base metrics, the elites' mean validation error and the number of epochs of the last fit."""
         return {
             **super().report(),
             "dynamics_error": float(self.errors.mean()),

@@ -1,4 +1,4 @@
-"""Recurrent memory for off-policy losses: stored sequences to features of both ends of each transition."""
+"""Recurrent memory of off-policy losses: compute features before and after each transition of stored sequences."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torchrl_lightning.learn.trunks import RecurrentTrunk
 
 
 def successor_layout(boundary: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Arrange a window's steps and final successors as one sequence that a memory can run over.
+    """Arrange the steps and successors of windows as one sequence for a recurrent network.
 
-    The successor of a step is the next step, except before a boundary ``[B, T]`` (the next step belongs to another
-    episode) and at the end, where it is not part of the window: there it is inserted. An episode begins after it, so
-    that it does not disturb what follows. Return the positions of the steps ``[B, T]``, of their successors ``[B, T]``,
-    and what lies at each position ``[B, L]``: ``t`` for step t, ``T + t`` for its successor.
+    Usually the successor of a step is the next step. At the end of the window, and before a boundary ``[B, T]`` where
+    another episode follows, the successor is inserted. An episode start follows it, so it does not affect later steps.
+    Return the positions of the steps ``[B, T]``, the positions of their successors ``[B, T]``, and the source of each
+    position ``[B, L]``: ``t`` for step t, ``T + t`` for its successor.
     """
     batch, length = boundary.shape
     ends = boundary.clone()
@@ -33,15 +33,15 @@ def successor_layout(boundary: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def remember(batch: Transitions, online: RecurrentTrunk, target: RecurrentTrunk) -> Transitions:
-    """Replace the observations of sequences ``[B, T]`` by a memory's features.
+    """Replace the observations of sequences ``[B, T]`` by the features of a memory.
 
-    The memory starts from the state that was stored before the first step (Kapturowski et al., 2019) and is reset
-    wherever an episode begins. Each successor is seen with the memory of all steps before it, also at an episode's end.
-    Steps whose successor lies several steps ahead and beyond the window are masked out: what lies between is unknown.
-    Only the features that ``online`` gives the steps keep their gradient.
+    The memory starts from the state stored before the first step (Kapturowski et al., 2019) and is reset at each
+    episode start. The features of a successor include the memory of all steps before it, also at the end of an episode.
+    An n-step transition is masked if its successor is beyond the window, because the steps between are unknown. Only
+    the ``online`` features of the steps have a gradient.
 
     Raises:
-        ValueError: The batch is not one of sequences, or they are too short to hold successors.
+        ValueError: The batch has no sequences, or they are too short to contain successors.
     """
     if batch.reward.ndim != 2:
         raise ValueError(
@@ -54,7 +54,7 @@ def remember(batch: Transitions, online: RecurrentTrunk, target: RecurrentTrunk)
     length = batch.reward.shape[1]
     boundary = batch.done.clone()
     if batch.steps is not None:
-        boundary &= batch.steps == 1  # the flag belongs to a later step
+        boundary &= batch.steps == 1  # with several steps, done belongs to a later step
     boundary[:, :-1] |= batch.is_init[:, 1:]
     if batch.mask is not None:
         boundary[:, :-1] |= batch.mask[:, :-1] & ~batch.mask[:, 1:]  # padding follows
@@ -83,11 +83,11 @@ def remember(batch: Transitions, online: RecurrentTrunk, target: RecurrentTrunk)
 
 
 def _last_steps(boundary: Tensor, steps: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return each transition's last step, and the mask of those whose successors are known, both ``[B, T]``."""
+    """Return the last step of each transition, and the mask of transitions with a known successor, both ``[B, T]``."""
     length, most = steps.shape[1], int(steps.max())
     first = 0 if mask is None else int(mask.any(0).long().argmax())
     if first + most >= length:
-        # Only the ends of episodes would remain.
+        # Only transitions at the ends of episodes would remain.
         raise ValueError(
             f"sequences of {length} steps, of which {first} only warm up, hold no successor that lies {most} steps "
             "ahead; draw longer ones (batch_length of the SequenceSampler), or learn from shorter returns (n_steps)"
@@ -98,7 +98,7 @@ def _last_steps(boundary: Tensor, steps: Tensor, mask: Tensor | None) -> tuple[T
     last = torch.arange(length, device=steps.device) + steps - 1
     seen = last < length
     last = last.clamp(max=length - 1)
-    # The entry after the end of a piece is what was stored with it: valid only if it lies one step ahead.
+    # The entry after the end of a piece is the stored successor of one step: valid only for one-step transitions.
     seen &= (pieces.gather(1, last) == pieces) & (~ends | (steps == 1)).gather(1, last)
     return last, seen if mask is None else mask & seen
 
@@ -106,8 +106,8 @@ def _last_steps(boundary: Tensor, steps: Tensor, mask: Tensor | None) -> tuple[T
 def refreshed_states(batch: Transitions, memory: RecurrentTrunk) -> tuple[Entries, Entries]:
     """Return the states before and after each step, recomputed with the current memory.
 
-    Stored states grow stale as the memory learns, and a window begins with one (Kapturowski et al., 2019, section 3).
-    The state before the first step is kept: recomputing it would need the steps before the window.
+    Stored states become stale as the memory learns, and each window starts with a stored state (Kapturowski et al.,
+    2019, section 3). The state before the first step is kept: recomputing it would need earlier steps.
     """
     assert batch.is_init is not None
     assert batch.states is not None

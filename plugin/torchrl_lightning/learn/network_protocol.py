@@ -1,4 +1,4 @@
-"""The contract between agents and networks: settings that build an encoder of observations."""
+"""The interface between agents and networks: settings that build an encoder of observations."""
 
 from __future__ import annotations
 
@@ -15,41 +15,41 @@ from torchrl_lightning.ranges import Check
 class Network(Protocol):
     """Settings from which agents build the layers in front of their heads; a subclass needs only ``encoder``.
 
-    Actors and critics read observations through ``encoder``, which never gets an action. Critics of actions (SAC, TD3)
-    join the action to the features, unless the network defines ``action_encoder``, too.
+    Actors and critics encode observations with ``encoder``; it never gets an action. Action critics (SAC, TD3)
+    concatenate the action with the features, unless the network also defines ``action_encoder``.
     """
 
     recurrent: ClassVar[bool] = False
-    """Whether its trunk is a ``RecurrentTrunk``, which remembers."""
+    """True if the trunk is a ``RecurrentTrunk``."""
     costly: ClassVar[bool] = False
-    """Whether its layers take longer than calling them does: nobody runs them twice over the same step."""
+    """True if the layers take longer than a module call; agents then never run them twice on the same step."""
     shared: bool = False
-    """Whether the actor and the critic of an on-policy agent share the encoder."""
+    """True if the actor and the critic of an on-policy agent share the encoder."""
     head_sizes: Sequence[int] = ()
-    """Widths of the layers behind the features, in front of each head's last one."""
+    """Widths of the layers between the features and the last layer of each head."""
     activation: str = "relu"
     """Activation of these layers."""
 
     def encoder(self, specs: Sequence[Any]) -> nn.Module:
         """Build a module that maps observation entries ``[*B, *F_i]`` to features ``[*B, H]``.
 
-        The module has an integer attribute ``features``, H. The entries are sorted by their keys.
+        The module has an integer attribute ``features``, H. The entries are sorted by key.
         """
 
     def action_encoder(self, specs: Sequence[Any], action: Any) -> nn.Module:
-        """Build a module that maps observation entries and an action, in units of half its range, to features.
+        """Build a module that maps observation entries and an action (in units of half its range) to features.
 
-        Optional, for critics whose first layer reads both. A class that overrides ``encoder`` only, has none.
+        Optional, for critics that read both in their first layer. A class that overrides only ``encoder`` lacks it.
         """
         raise TypeError(f"{type(self).__name__} has no action_encoder; it must be defined beside encoder.")
 
     def trunk(self, keys: Sequence[Any], specs: Sequence[Any]) -> TensorDictModuleBase:
-        """Build the TensorDict module from observation keys to features."""
+        """Build the TensorDict module that maps observation keys to features."""
         return Trunk(self.encoder(specs), keys)
 
 
 class EncoderNetwork(Network):
-    """Complete an object that has only ``encoder(specs)`` by the default settings of :class:`Network`."""
+    """Add the default settings of :class:`Network` to an object that defines only ``encoder(specs)``."""
 
     def __init__(self, described: Any) -> None:
         self.described = described
@@ -61,7 +61,7 @@ class EncoderNetwork(Network):
 
 
 def encodes_actions(network: Network) -> bool:
-    """Return whether ``action_encoder`` belongs to the network's ``encoder``, which a subclass may have overridden."""
+    """Return whether ``action_encoder`` belongs to the same class as ``encoder``, which a subclass may override."""
     if "encoder" in getattr(network, "__dict__", ()):
         return False
     methods = {"encoder", "action_encoder"}
@@ -70,7 +70,7 @@ def encodes_actions(network: Network) -> bool:
 
 
 def described_network(make: Callable[[], Network]) -> Check:
-    """Return a check of a network, for an annotation; ``make`` builds the default, for None."""
+    """Return a check of a network for an annotation; ``make`` builds the default network for None."""
 
     def checked(value: Any, name: str) -> Network:
         if value is None:

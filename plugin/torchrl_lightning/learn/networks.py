@@ -1,4 +1,4 @@
-"""Layers, encoders of observations, and the small configuration objects that build them from an environment's specs."""
+"""Layers, observation encoders, and the configuration objects that build encoders from an environment's specs."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ _CONVOLUTIONS = (
     (12, (32, 64, 64), (4, 3, 2), (2, 2, 1)),
     (4, (16, 32, 64), (2, 2, 2), (1, 1, 1)),
 )
-"""Least side of an image, and its channels, kernels and strides."""
+"""Smallest side of an image in pixels, followed by its channels, kernels and strides."""
 _MANY_WEIGHTS = 4_000_000
-# Only activations without options; any other module is called as a module.
+# Only activations without options. MLP calls any other layer as a module.
 _FUNCTIONS: dict[type[nn.Module], Callable[[Tensor], Tensor]] = {nn.ReLU: torch.relu, nn.Tanh: torch.tanh}
 
 
 def orthogonal(layer: nn.Module, gain: float = math.sqrt(2.0)) -> nn.Module:
-    """Give a linear or convolutional layer orthogonal weights and zero biases (Saxe et al., 2014); return it."""
+    """Initialize a linear or convolutional layer with orthogonal weights and zero biases (Saxe et al., 2014)."""
     weight, bias = getattr(layer, "weight", None), getattr(layer, "bias", None)
     if isinstance(weight, Tensor):
         nn.init.orthogonal_(weight, gain)
@@ -55,15 +55,15 @@ def orthogonal(layer: nn.Module, gain: float = math.sqrt(2.0)) -> nn.Module:
 
 INITIALIZATIONS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "orthogonal": orthogonal,
-    "uniform": lambda layer: layer,  # as torch made it
+    "uniform": lambda layer: layer,  # PyTorch's default
 }
 
 
 class MLP(nn.Sequential):
     """``nn.Sequential`` that computes plain linear layers, tanh and relu without calling a module for each.
 
-    On a handful of rows the calls cost as much as the arithmetic. Layers that were replaced, parametrized or given
-    hooks of their own are called as modules; of the process-wide hooks only those on the whole network run.
+    On a few rows, a module call costs as much as the arithmetic. Replaced or parametrized layers and layers with hooks
+    are still called as modules. Process-wide hooks run only for the whole network.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -79,7 +79,7 @@ class MLP(nn.Sequential):
 
 
 def check_widths(value: Any, name: str) -> None:
-    """Refuse anything but widths of layers, by an error that names them."""
+    """Validate the widths of layers; raise an error with the setting's name if one is invalid."""
     if isinstance(value, str) or not isinstance(value, Sequence):
         raise TypeError(f"{name} must list the width of each layer, such as [64, 64], got {value!r}.")
     for width in value:
@@ -87,7 +87,7 @@ def check_widths(value: Any, name: str) -> None:
 
 
 def check_layers(network: Any) -> None:
-    """Refuse a description whose layers cannot be built."""
+    """Validate a network's layer settings; raise an error if the layers cannot be built."""
     for name in ("hidden_sizes", "head_sizes"):
         check_widths(getattr(network, name, ()), name)
     one_of(network.activation, "activation", ACTIVATIONS)
@@ -101,20 +101,20 @@ def mlp(
     initialization: str = "orthogonal",
     layer_norm: bool = False,
 ) -> MLP:
-    """Build hidden layers as :class:`MLPNetwork` describes them; without hidden sizes it is the identity."""
+    """Build hidden layers as in :class:`MLPNetwork`; without hidden sizes the module is the identity."""
     check_widths(hidden_sizes, "hidden_sizes")
     act, layers = ACTIVATIONS[one_of(activation, "activation", ACTIVATIONS)], []
     initialize = INITIALIZATIONS[one_of(initialization, "initialization", INITIALIZATIONS)]
     for width in hidden_sizes:
         in_features, inputs = int(width), in_features
-        # Without scale and shift of its own, so that critics side by side, whose weights are stacked, share it.
+        # Without scale and shift, because the critics of an ensemble share this layer and stack only their weights.
         norm = [nn.LayerNorm(in_features, elementwise_affine=False)] if layer_norm else []
         layers += [initialize(nn.Linear(inputs, in_features)), *norm, act()]
     return MLP(*layers)
 
 
 class FlatEntries:
-    """Flatten and concatenate observation entries: vectors and bits as they are, choices as one-hot."""
+    """Flatten and concatenate observation entries; vectors and bits are unchanged, categories become one-hot."""
 
     def __init__(self, specs: Sequence[Any]) -> None:
         self.classes = [choices(spec) for spec in specs]
@@ -141,7 +141,7 @@ class FlatEntries:
 
 
 def choices(spec: Any) -> list[int]:
-    """Return how many values each number of an entry has; none where it is no choice."""
+    """Return the number of categories of each element of an entry; an empty list if the entry is not categorical."""
     if isinstance(spec, MultiCategoricalSpec):
         return [int(n) for n in spec.nvec.flatten()]
     if isinstance(spec, Binary) or not isinstance(spec, Categorical):
@@ -150,10 +150,10 @@ def choices(spec: Any) -> list[int]:
 
 
 class Encoder(nn.Module):
-    """A module over observation entries, which it reads in the dtype of its own parameters.
+    """A module that converts observation entries to the dtype of its parameters and encodes them.
 
     Attributes:
-        dtype: That dtype; it follows ``double()``, ``to(dtype)`` and the like.
+        dtype: Dtype of the parameters; ``double()``, ``to(dtype)`` and similar calls change it.
     """
 
     def __init__(self) -> None:
@@ -187,7 +187,7 @@ class MLPEncoder(Encoder):
 
 
 class BatchRenormEncoder(Encoder):
-    """A perceptron over the concatenated observation entries, and what each layer reads renormalised by batches."""
+    """A perceptron over the concatenated observation entries with batch renormalisation before each layer."""
 
     def __init__(self, specs: Sequence[Any], network: BatchRenormNetwork) -> None:
         super().__init__()
@@ -212,8 +212,8 @@ class BatchRenormEncoder(Encoder):
 class CNNEncoder(Encoder):
     """Convolutions over one pixel entry (uint8 is divided by 255), concatenated with the other entries as vectors.
 
-    Images may be ``[C, H, W]`` or ``[H, W, C]``, told apart as
-    :func:`~torchrl_lightning.images.channels_are_last` does, or ``[H, W]`` where no other is there.
+    Images have shape ``[C, H, W]`` or ``[H, W, C]``; :func:`~torchrl_lightning.images.channels_are_last` decides which.
+    An entry ``[H, W]`` is an image only if no entry has three dimensions.
     """
 
     def __init__(self, specs: Sequence[Any], network: CNNNetwork) -> None:
@@ -273,7 +273,7 @@ class CNNEncoder(Encoder):
         elif not self.channels_last:
             image = image.movedim(-3, -1)
         batch = image.shape[:-3]
-        # With the channels of a pixel side by side in memory, 256 images take up to a third less time on a CPU.
+        # If the channels of a pixel are adjacent in memory, 256 images take up to a third less time on a CPU.
         image = image.contiguous().reshape(-1, *image.shape[-3:])
         image = image.to(self.dtype).div_(255.0) if image.dtype is torch.uint8 else image.to(self.dtype)
         features = self.convolutions(image.movedim(-1, -3)).reshape(*batch, -1)
@@ -291,14 +291,14 @@ class MLPNetwork(Network, Nameable):
         hidden_sizes: Width of each hidden layer.
         activation: Name of the activation: elu, gelu, leaky_relu, relu, silu or tanh.
         shared: Whether actor and critic share the hidden layers.
-        head_sizes: Width of further layers, which actor and critic do not share.
-        initialization: First weights of these layers: ``"orthogonal"`` with gain sqrt(2), and biases of zero; or both
-            ``"uniform"`` within 1 / sqrt(inputs), as PyTorch makes them, with which values start nearer to zero.
-        layer_norm: Standardise what each hidden layer computes, before its activation (Ba et al., 2016), which keeps
-            critics from overestimating actions that their data lack (Ball et al., 2023); without scale and shift.
+        head_sizes: Width of the layers between features and outputs; actor and critic do not share them.
+        initialization: Initial weights. ``"orthogonal"``: gain sqrt(2) and zero biases. ``"uniform"``: PyTorch's default,
+            weights and biases within 1 / sqrt(inputs); initial values are then closer to zero.
+        layer_norm: Normalise the output of each hidden layer before its activation (Ba et al., 2016), without scale and
+            shift. Critics then overestimate actions outside their data less (Ball et al., 2023).
 
     Raises:
-        ValueError: a width is not positive, or there is no such activation or initialization.
+        ValueError: A width is not positive, or the activation or initialization is unknown.
 
     Examples:
         >>> from torchrl.data import Unbounded
@@ -321,7 +321,7 @@ class MLPNetwork(Network, Nameable):
         return MLPEncoder(specs, list(self.hidden_sizes), self.activation, self.initialization, self.layer_norm)
 
     def action_encoder(self, specs: Sequence[Any], action: Any) -> nn.Module:
-        """Build the encoder of these entries and an action, which it reads as one more vector."""
+        """Build the encoder of these entries and an action; it reads the action as an additional vector."""
         return self.encoder([*specs, action])
 
 
@@ -332,8 +332,8 @@ class BatchRenormNetwork(Network, Nameable):
     Args:
         hidden_sizes: Width of each hidden layer.
         activation: Name of the activation: elu, gelu, leaky_relu, relu, silu or tanh.
-        momentum: Share of a batch in the running moments.
-        warmup_steps: Batches before the running moments take part in training.
+        momentum: Weight of a batch in the running moments.
+        warmup_steps: Number of batches before training uses the running moments.
         shared: Whether actor and critic share the hidden layers.
 
     Examples:
@@ -357,7 +357,7 @@ class BatchRenormNetwork(Network, Nameable):
         return BatchRenormEncoder(specs, self)
 
     def action_encoder(self, specs: Sequence[Any], action: Any) -> nn.Module:
-        """Build the encoder of these entries and an action, which it reads as one more vector."""
+        """Build the encoder of these entries and an action; it reads the action as an additional vector."""
         return self.encoder([*specs, action])
 
 
@@ -365,17 +365,18 @@ class BatchRenormNetwork(Network, Nameable):
 class CNNNetwork(Network, Nameable):
     """Convolutions over pixels, shared by actor and critic.
 
-    The default convolutions depend on the shorter side of the image: from 36 pixels on those of Mnih et al. (2015),
-    from 12 on kernels of 4, 3, 2 with strides 2, 2, 1, and below three of 2 with stride 1.
+    The default convolutions depend on the shorter side of the image. From 36 pixels they are those of Mnih et al.
+    (2015). From 12 pixels the kernels are 4, 3, 2 with strides 2, 2, 1. For smaller images, three kernels of 2 have
+    stride 1.
 
     Args:
-        channels: Output channels of each convolution; None depends on the image.
-        kernels: Kernel size of each convolution; None depends on the image.
-        strides: Stride of each convolution; None depends on the image.
+        channels: Output channels of each convolution; None selects them by the image size.
+        kernels: Kernel size of each convolution; None selects them by the image size.
+        strides: Stride of each convolution; None selects them by the image size.
         hidden_sizes: Width of each hidden layer after the convolutions.
         activation: Name of the activation: elu, gelu, leaky_relu, relu, silu or tanh.
         shared: Whether actor and critic share all of these layers.
-        head_sizes: Width of further layers, which actor and critic do not share.
+        head_sizes: Width of the layers between features and outputs; actor and critic do not share them.
 
     Raises:
         ValueError: channels, kernels and strides have different lengths, or an activation is unknown.
@@ -401,7 +402,7 @@ class CNNNetwork(Network, Nameable):
         self.convolutions(_CONVOLUTIONS[0][0])
 
     def convolutions(self, side: int) -> tuple[Sequence[int], Sequence[int], Sequence[int]]:
-        """Return channels, kernels and strides for images whose shorter side has so many pixels."""
+        """Return channels, kernels and strides for images with this shorter side in pixels."""
         _, *defaults = next(row for row in _CONVOLUTIONS if side >= row[0] or row is _CONVOLUTIONS[-1])
         given = self.channels, self.kernels, self.strides
         found = [usual if own is None else own for own, usual in zip(given, defaults, strict=True)]
@@ -415,7 +416,7 @@ class CNNNetwork(Network, Nameable):
         return CNNEncoder(specs, self)
 
     def action_encoder(self, specs: Sequence[Any], action: Any) -> nn.Module:
-        """Build the encoder of these entries and an action, which it reads as one more vector."""
+        """Build the encoder of these entries and an action; it reads the action as an additional vector."""
         return self.encoder([*specs, action])
 
 
@@ -423,16 +424,16 @@ class CNNNetwork(Network, Nameable):
 class RecurrentNetwork(Network, Nameable):
     """A GRU or an LSTM over another network's features; actor and critic always share it.
 
-    One memory for both keeps the critic a function of what a rollout records: given a row's observation and
-    ``recurrent_state``, it needs no state of its own.
+    With one memory for both, the critic needs only the recorded observation and ``recurrent_state`` of a row. It has no
+    recurrent state of its own.
 
     Args:
         cell: ``"gru"`` or ``"lstm"``.
         hidden_size: Width of the recurrent state.
         num_layers: Number of recurrent layers.
         encoder_network: Network in front of the cell; one layer of ``hidden_size`` by default.
-        head_sizes: Width of further layers, which actor and critic do not share.
-        activation: Name of the activation of those layers.
+        head_sizes: Width of the layers between features and outputs; actor and critic do not share them.
+        activation: Name of the activation of these layers.
 
     Examples:
         >>> from torchrl.data import Unbounded
@@ -455,7 +456,7 @@ class RecurrentNetwork(Network, Nameable):
         check_layers(self)
 
     def encoder(self, specs: Sequence[Any]) -> nn.Module:
-        """Build the encoder that comes before the recurrent layers."""
+        """Build the encoder in front of the recurrent layers."""
         return (self.encoder_network or MLPNetwork([self.hidden_size])).encoder(specs)
 
     def trunk(self, keys: Sequence[Any], specs: Sequence[Any]) -> TensorDictModuleBase:

@@ -1,4 +1,4 @@
-"""The LightningModule around an off-policy loss: networks from specs, updates, target networks, exploration."""
+"""The base LightningModule of off-policy agents: networks, updates, target networks and exploration."""
 
 from __future__ import annotations
 
@@ -31,34 +31,34 @@ from torchrl_lightning.protocols import UpdateBatches, updates_of
 from torchrl_lightning.settings import Count, Fraction, Share, setting
 
 STATE = "off_policy"
-# Input of networks behind a memory; not ``features``, which their own trunks write.
+# Input key of networks behind a memory. ``features`` is taken: these networks' own trunks write it.
 Terms = dict[str, Tensor]
 
 
 class OffPolicyModule(TermsModule):
     """An agent that learns from the batches of a replay buffer.
 
-    The networks are built in ``configure_model`` from ``trainer.datamodule.specs``, or by ``build(specs)`` without a
-    trainer; those named in ``followed`` are followed by the copies in ``targets``. Each batch gets its absolute TD
-    errors under ``td_error``; its ``priority_weight``, ``mask``, ``gamma`` and ``steps_to_next_obs`` are honoured. With
-    a ``RecurrentNetwork`` batches are sequences ``[B, T]`` with stored recurrent states. Subclasses build the networks,
-    and say in ``terms`` what they minimise, in functions of :mod:`torchrl_lightning.learn.losses`. Where the networks
-    of our agents are perceptrons on one CPU, their gradients are computed without autograd, equal to float error.
+    ``configure_model`` builds the networks from ``trainer.datamodule.specs``; without a trainer call ``build(specs)``.
+    ``targets`` holds a target network for each name in ``followed``. A training step writes the absolute TD errors into
+    the batch as ``td_error``. It uses the entries ``priority_weight``, ``mask``, ``gamma`` and ``steps_to_next_obs``.
+    With a ``RecurrentNetwork``, batches are sequences ``[B, T]`` with stored recurrent states. Subclasses build the
+    networks and return the loss in ``terms``, with the functions of :mod:`torchrl_lightning.learn.losses`. If the
+    networks are perceptrons on one CPU, our agents compute gradients without autograd, equal up to float error.
 
     Args:
         network: Network in front of the heads; two layers of 256 rectified units by default.
         gamma: Discount of one step.
         critic_optimizer: A separate optimizer for the critics' parameters; optional.
-        tau: Fraction by which the target networks move towards the online ones at each of their updates.
-        target_interval: Updates between two updates of the target networks.
-        refresh_states: Recompute the recurrent states of each batch with the current ``RecurrentNetwork``;
-            ``ReplayDataModule`` then replaces the stored ones, so that they do not grow stale.
-        compile: Compute the loss by ``torch.compile``. On one CPU core that took 0.88 of the time for DQN, but 1.25 for
-            SAC and 1.29 for TD3.
-        learning_rate: As in :class:`AgentModule`, like everything that is not named here.
+        tau: Step size of the soft update from the online to the target networks.
+        target_interval: Number of updates between two updates of the target networks.
+        refresh_states: Recompute the recurrent states of each batch with the current ``RecurrentNetwork``.
+            ``ReplayDataModule`` then replaces the stored states, so that they do not become stale.
+        compile: Compile the loss with ``torch.compile``. On one CPU core this multiplied the time by 0.88 for DQN, 1.25
+            for SAC and 1.29 for TD3.
+        learning_rate: As in :class:`AgentModule`, like all arguments that are not listed here.
 
     Raises:
-        ValueError: An interval is below 1, ``tau`` is not in (0, 1], or there are no states to refresh.
+        ValueError: An interval is below 1, ``tau`` is not in (0, 1], or no states exist to refresh.
     """
 
     CONFIG_NAME: ClassVar[str | None] = None
@@ -68,7 +68,7 @@ class OffPolicyModule(TermsModule):
     loops_over_updates = True
     stream_for_it = "data=uniform (ReplayDataModule)"
     followed: ClassVar[Sequence[str]]
-    _policy: ExploringPolicy | None = None  # until it is built
+    _policy: ExploringPolicy | None = None  # set by build
 
     network: Annotated[Network, described_network(lambda: MLPNetwork([256, 256], "relu"))] = setting(
         default=None, kw_only=False
@@ -92,7 +92,7 @@ class OffPolicyModule(TermsModule):
                 "the layers of actor and critic. Leave it out."
             )
         self.updates = 0
-        self.masked = False  # whether the environment says which actions it allows
+        self.masked = False  # True if observations have an action_mask
         self.memory: RecurrentTrunk | None = None
         self.targets: TargetNetworks | None = None
         self._keys: list[NestedKey] = []
@@ -101,31 +101,31 @@ class OffPolicyModule(TermsModule):
 
     @abstractmethod
     def build_networks(self, specs: Any, network: Network) -> ExploringPolicy:
-        """Build the networks as attributes of the module; return the policy that explores with them."""
+        """Build the networks as attributes of the module and return the exploring policy."""
 
     @abstractmethod
     def parameter_groups(self) -> dict[str, list[nn.Parameter]]:
         """Return the parameters of ``actor`` (if any), ``critic`` and other learnt parts."""
 
     def memory_parameters(self) -> list[nn.Parameter]:
-        """Return the parameters of the memory, if there is one; the critics' loss trains them."""
+        """Return the parameters of the memory, if any; the critics' loss trains them."""
         return [] if self.memory is None else list(self.memory.parameters())
 
     def exploration(self, frames: int) -> float:
-        """Return the policy's amount of exploration after ``frames`` frames."""
+        """Return the amount of exploration after ``frames`` frames."""
         return 0.0
 
     # -- networks ---------------------------------------------------------------------------------------------------
 
     @property
     def is_built(self) -> bool:
-        """Whether the networks exist."""
+        """True after the networks are built."""
         return self.targets is not None
 
     def build(self, specs: Any) -> Self:
-        """Build networks and targets for an environment's specs, once; return the module.
+        """Build networks and targets for an environment's specs and return the module; later calls change nothing.
 
-        Actions that the algorithm does not support are a TypeError.
+        Raise a TypeError if the algorithm does not support the action space.
         """
         if self.targets is None:
             keys, entries = observation_entries(specs)
@@ -134,12 +134,12 @@ class OffPolicyModule(TermsModule):
             if network.recurrent:
                 memory: Any = network.trunk(keys, entries)
                 self.memory, self._state_keys = memory, list(memory.state_keys)
-                # Behind the memory everything is built as for an environment whose observations are its features.
+                # The agent's own networks read the memory's features as if they were the environment's observations.
                 shown = Composite({REMEMBERED: Unbounded(memory.features)})
                 specs = SimpleNamespace(observation=shown, action=specs.action)
                 network = MLPNetwork(list(network.head_sizes), network.activation)
             policy = self.build_networks(specs, network)
-            # Not registered: a state dict holds the networks once, here.
+            # Not registered, because the state dict already holds the networks as attributes of this module.
             hold(self, _policy=policy)
             names = [*self.followed, *(["memory"] if self.memory is not None else [])]
             self.targets = TargetNetworks({name: getattr(self, name) for name in names})
@@ -148,11 +148,11 @@ class OffPolicyModule(TermsModule):
 
     @property
     def policy(self) -> ExploringPolicy:
-        """The policy: exploring, or exploiting under ``ExplorationType.DETERMINISTIC``."""
+        """The policy: it explores, or exploits under ``ExplorationType.DETERMINISTIC``."""
         return self.require_built(self._policy)
 
     def observed(self, step: TensorDictBase) -> Entries:
-        """Return the input of actor and critics for observations ``[B]``: entries, or the features of the memory."""
+        """Return the input of actor and critics for observations ``[B]``: the entries, or the memory's features."""
         entries = [step.get(key) for key in self._keys]
         if self.memory is None:
             return entries
@@ -161,7 +161,7 @@ class OffPolicyModule(TermsModule):
         return [self.memory.run(sequence, is_init.reshape(1, -1), [state[:1] for state in states]).squeeze(0)]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        # The unregistered policy moves with the module, also outside of a fit.
+        # The policy is not registered, so nn.Module does not move it.
         super()._apply(fn, recurse)
         policy = self._policy
         if policy is not None:
@@ -171,26 +171,26 @@ class OffPolicyModule(TermsModule):
     # -- optimizers and schedules -----------------------------------------------------------------------------------
 
     def configure_optimizers(self) -> list[torch.optim.Optimizer]:
-        """Return one optimizer, or a second one for the critics' parameters."""
+        """Return one optimizer, or two if the critics have their own."""
         groups = self.parameter_groups()
         critic = groups.pop("critic")
         others = [parameter for group in groups.values() for parameter in group]
         return self.build_optimizers(others, critic, self.critic_optimizer)
 
     def follow_schedules(self) -> None:
-        """Set learning rates and exploration from the frames, so that a resumed run has the same."""
+        """Set learning rates and exploration from the frames, so that a resumed run has the same values."""
         super().follow_schedules()
         self.explore()
 
     def explore(self) -> None:
-        """Set the policy's amount of exploration from the frames collected so far."""
+        """Set the policy's amount of exploration from the number of collected frames."""
         assert self._policy is not None
         self._policy.amount.fill_(self.exploration(self.frames))
 
     # -- learning ---------------------------------------------------------------------------------------------------
 
     def training_step(self, batch: TensorDictBase | UpdateBatches, batch_idx: int) -> None:
-        """Make an update on each batch of this step, and write the TD errors into it."""
+        """Update on each batch of this step and write the TD errors into it."""
         for number, part in enumerate(updates_of(batch)):
             transitions = read_transitions(part, self._keys, self.gamma, self._state_keys, masked=self.masked)
             terms, errors = self._update(transitions) or self.compute(transitions)
@@ -207,7 +207,7 @@ class OffPolicyModule(TermsModule):
             self.explore()
 
     def _rewrite(self, batch: TensorDictBase, states: tuple[Entries, Entries]) -> None:
-        """Write refreshed states into a batch; states after each step only where it holds them, one step ahead."""
+        """Write refreshed states into a batch; write the next states only for stored keys and one-step transitions."""
         written: list[NestedKey] = []
         levels: list[tuple[str, ...]] = [()] if "steps_to_next_obs" in batch else [(), ("next",)]
         for prefix, values in zip(levels, states, strict=False):
@@ -220,12 +220,12 @@ class OffPolicyModule(TermsModule):
         self._rewritten = batch, written
 
     def rewritten_keys(self, batch: TensorDictBase) -> list[NestedKey]:
-        """Return the entries of a batch that the training step has rewritten, which its buffer is to store."""
+        """Return the keys that the training step has rewritten in a batch, for the buffer to store."""
         rewritten, keys = self._rewritten
         return keys if batch is rewritten else []
 
     def compute(self, batch: Transitions) -> tuple[Terms, Tensor]:
-        """Return ``terms`` of a batch as it was read: behind the memory, if there is one, and compiled if asked for."""
+        """Return ``terms`` of a batch, compiled if configured; a memory first replaces the batch's observations."""
         targets = self.require_built(self.targets)
         with targets.evaluation:
             if self.memory is not None:
@@ -235,21 +235,21 @@ class OffPolicyModule(TermsModule):
 
     @abstractmethod
     def terms(self, batch: Transitions) -> tuple[Terms, Tensor]:
-        """Return the parts of the loss (``loss_...``) and diagnostics, scalars, and the absolute errors ``[*B]``."""
+        """Return scalar losses (``loss_...``) and diagnostics, and the absolute errors ``[*B]``."""
 
     def report(self) -> dict[str, float]:
-        """Return learning rate and exploration."""
+        """Return the base metrics, the exploration and the number of updates."""
         return {**super().report(), "exploration": float(self.policy.amount), "updates": float(self.updates)}
 
     # -- state ------------------------------------------------------------------------------------------------------
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Save the count of updates, on which delays and target networks depend, and the exploration."""
+        """Save the exploration and the number of updates, which determines delays and target updates."""
         super().on_save_checkpoint(checkpoint)
         checkpoint[STATE] = {"updates": self.updates, "exploration": float(self.policy.amount)}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restore them; refuse the checkpoint of another environment, or, by a KeyError, of another kind of module."""
+        """Restore this state; raise a KeyError for the checkpoint of a module that is not off-policy."""
         super().on_load_checkpoint(checkpoint)
         if STATE not in checkpoint:
             raise KeyError(f"the checkpoint has no {STATE!r}: it was not written by an off-policy module")

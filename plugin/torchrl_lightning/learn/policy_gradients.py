@@ -1,4 +1,4 @@
-"""Agents that follow the policy gradient: REINFORCE with a baseline, advantage actor-critic, IMPALA's, and PPO."""
+"""On-policy agents: REINFORCE with a baseline, A2C, V-trace (IMPALA) and PPO."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class ReinforceModule(ActorCriticModule):
-    """REINFORCE with a learnt baseline (Williams, 1992); arguments as of :class:`ActorCriticModule`.
+    """REINFORCE with a learnt baseline (Williams, 1992); arguments as in :class:`ActorCriticModule`.
 
     Examples:
         >>> from torchrl_lightning import environment_specs, make_vector_env
@@ -38,7 +38,7 @@ class ReinforceModule(ActorCriticModule):
     critic_coeff: NotNegative = 1.0
 
     def terms(self, batch: TensorDictBase) -> dict[str, Tensor]:
-        """Return the policy gradient's objective and the baseline's loss."""
+        """Return the policy gradient loss, the baseline's loss and the entropy."""
         log_prob, entropy, values = self.evaluate(batch)
         critics = self.critic_terms(batch, values)
         return {
@@ -50,12 +50,12 @@ class ReinforceModule(ActorCriticModule):
 
 
 class EntropyModule(ActorCriticModule):
-    """An actor and a critic whose objective has an entropy bonus.
+    """Base of actor-critic agents with an entropy bonus.
 
     Args:
         entropy_coeff: Weight of the entropy bonus.
         entropy_schedule: Schedule of ``entropy_coeff`` over frames.
-        critic_coeff: As in :class:`ActorCriticModule`, like everything that is not named here.
+        critic_coeff: As in :class:`ActorCriticModule`, like all arguments that are not listed here.
     """
 
     training_metrics = (
@@ -72,7 +72,7 @@ class EntropyModule(ActorCriticModule):
         self.add_coefficient("entropy_coeff", self.entropy_coeff, self.entropy_schedule)
 
     def entropy_terms(self, entropy: Tensor) -> dict[str, Tensor]:
-        """Return the entropy bonus as a loss, which costs no gradient where it weighs 0, and the entropy."""
+        """Return the entropy bonus as a loss, without a gradient if its weight is 0, and the entropy."""
         mean = entropy.mean()
         weighs = self._coefficients["entropy_coeff"][0] != 0.0
         return {
@@ -82,7 +82,7 @@ class EntropyModule(ActorCriticModule):
 
 
 class A2CModule(EntropyModule):
-    """Advantage actor-critic (Mnih et al., 2016); arguments as of :class:`EntropyModule`.
+    """Advantage actor-critic (Mnih et al., 2016); arguments as in :class:`EntropyModule`.
 
     Examples:
         >>> from torchrl_lightning import environment_specs, make_vector_env
@@ -94,7 +94,7 @@ class A2CModule(EntropyModule):
     training_metrics = (*EntropyModule.training_metrics, *train_names("ratio_deviation"))
 
     def terms(self, batch: TensorDictBase) -> dict[str, Tensor]:
-        """Return the policy gradient's objective, the entropy bonus and the critics' losses."""
+        """Return the policy gradient loss, the entropy bonus and the critic's losses."""
         log_prob, entropy, values = self.evaluate(batch)
         terms = {
             "loss_objective": policy_gradient_loss(log_prob, self.advantage(batch)),
@@ -103,7 +103,7 @@ class A2CModule(EntropyModule):
         }
         behaviour = batch.get("action_log_prob", None)
         if behaviour is not None:
-            # |rho - 1|: how far the policy is from the one that acted; zero on fresh data.
+            # |rho - 1|: distance between current and behaviour policy; zero on fresh data.
             terms["ratio_deviation"] = own_mean((log_prob.detach() - behaviour).expm1().abs(), batch)
         return terms
 
@@ -111,9 +111,9 @@ class A2CModule(EntropyModule):
 class VTraceModule(A2CModule):
     """Policy gradient and value regression on V-trace targets (IMPALA, Espeholt et al., 2018).
 
-    ``VTraceBuffer`` provides ``advantage`` and ``value_target``, corrected for the difference between the policy that
-    acted and the current one; the losses are then those of A2C. Logs ``train/ratio_deviation``, the mean of
-    |pi / mu - 1|.
+    ``VTraceBuffer`` computes ``advantage`` and ``value_target`` and corrects them for the difference between the
+    behaviour policy mu and the current policy pi. The losses are those of A2C. The module logs
+    ``train/ratio_deviation``, the mean of |pi / mu - 1|.
 
     Examples:
         >>> from torchrl_lightning import environment_specs, make_vector_env
@@ -126,20 +126,20 @@ class VTraceModule(A2CModule):
 class PPOModule(EntropyModule):
     r"""PPO with a clipped objective (Schulman et al., 2017).
 
-    It logs two estimates of the KL divergence between the policy that acted, \(\mu\), and the current one, \(\pi\), of
-    steps that the policy made itself. With \(\rho = \pi(a|s) / \mu(a|s)\), ``train/kl_approx`` is the mean of
-    \(\rho - 1 - \log\rho\). It is never negative, and ``target_kl`` is compared with it. ``train/kl_approx_k1`` is the
-    mean of \(-\log\rho\), which TorchRL's losses call ``kl_approx``. They are k3 and k1 of Schulman (2020),
+    It logs two estimates of the KL divergence between the behaviour policy \(\mu\) and the current policy \(\pi\), over
+    the steps of the policy (not replayed ones). Let \(\rho = \pi(a|s) / \mu(a|s)\). ``train/kl_approx`` is the mean of
+    \(\rho - 1 - \log\rho\), is never negative, and is compared with ``target_kl``. ``train/kl_approx_k1`` is the mean
+    of \(-\log\rho\); TorchRL's losses call it ``kl_approx``. These are the estimators k3 and k1 of Schulman (2020),
     Approximating KL Divergence, http://joschu.net/blog/kl-approx.html.
 
     Args:
         network: Network in front of the heads; ``MLPNetwork()`` by default.
         clip_epsilon: Clipping range of the probability ratio around 1.
         clip_schedule: Schedule of ``clip_epsilon`` over frames.
-        normalize_advantage: Standardise the advantage within each mini-batch; None does so unless the buffer has
-            standardised it over the rollout. False over such a buffer is refused.
-        target_kl: Skip an update and the rest of its epoch if ``kl_approx`` of its mini-batch exceeds 1.5 times this.
-        entropy_coeff: As in :class:`EntropyModule`, like everything that is not named here.
+        normalize_advantage: Standardise the advantage within each mini-batch. None standardises unless the buffer has
+            standardised over the rollout. False raises an error if the buffer has.
+        target_kl: Skip an update and the rest of its epoch if its ``kl_approx`` exceeds 1.5 times this value.
+        entropy_coeff: As in :class:`EntropyModule`, like all arguments that are not listed here.
 
     Examples:
         >>> from torchrl_lightning import environment_specs, make_vector_env
@@ -164,10 +164,10 @@ class PPOModule(EntropyModule):
         self.add_coefficient("clip_epsilon", self.clip_epsilon, self.clip_schedule)
 
     def setup(self, stage: str) -> None:
-        """Refuse what does not fit, and announce settings without effect."""
+        """Validate the settings against the data, and warn about settings without effect."""
         super().setup(stage)
         data = DataApi.of(self._data)
-        replays = getattr(data.buffer, "replay", None) is not None  # its ratio is not 1
+        replays = getattr(data.buffer, "replay", None) is not None  # replayed steps make the ratio differ from 1
         value, schedule = self._coefficients["clip_epsilon"]
         usual = self.settings_of_class["clip_epsilon"].default, as_schedule("constant")
         if stage == "fit" and (value, schedule) != usual and _learns_once(data) and not replays:
@@ -179,7 +179,7 @@ class PPOModule(EntropyModule):
             )
 
     def misfit(self, data: Any) -> str | None:
-        """Return which setting does not fit how a DataModule serves or standardises rollouts; None if all fit."""
+        """Return an error message if a setting does not fit the DataModule's rollouts, else None."""
         abilities = DataApi.of(data)
         if _learns_once(abilities):
             for name, value in (("target_kl", self.target_kl), ("clip_value", self.clip_value)):
@@ -198,7 +198,7 @@ class PPOModule(EntropyModule):
         )
 
     def terms(self, batch: TensorDictBase) -> dict[str, Tensor]:
-        """Return the clipped objective, the entropy bonus and the critics' losses, and how far the policy moved."""
+        """Return the clipped objective, entropy bonus, critic's losses, KL estimates and clip fraction."""
         log_prob, entropy, values = self.evaluate(batch)
         log_ratio = log_prob - require(batch, "action_log_prob")
         moved = log_ratio.detach()
@@ -212,7 +212,7 @@ class PPOModule(EntropyModule):
         }
 
     def should_stop(self, terms: Mapping[str, Tensor]) -> bool:
-        """Return whether the policy has moved too far from the one that acted; all ranks decide alike."""
+        """Return whether the KL divergence from the behaviour policy exceeds its limit; the same on all ranks."""
         if self.target_kl is None:
             return False
         divergence = self.trainer.strategy.reduce(terms["kl_approx"], reduce_op="mean")
@@ -220,14 +220,14 @@ class PPOModule(EntropyModule):
 
 
 def _learns_once(data: DataApi) -> bool:
-    """Return whether a DataModule serves one update of each rollout, by the policy that acted in it."""
-    return not data.make_collector and data.updates_of_epoch == 1  # a user's collector may act with older weights
+    """Return whether a DataModule serves one update of each rollout, collected by the current policy."""
+    return not data.make_collector and data.updates_of_epoch == 1  # a user's collector may use older weights
 
 
 def own_mean(values: Tensor, batch: TensorDictBase) -> Tensor:
-    """Return the mean of values ``[*B]`` over the steps that the policy made itself; 0 where all were replayed.
+    """Return the mean of values ``[*B]`` over the policy's own steps; 0 if all steps were replayed.
 
-    What is stored as the log-probability of a replayed action does not say how likely the policy was to take it.
+    The stored log-probability of a replayed action is not the behaviour policy's probability of that action.
     """
     replayed = batch.get(REPLAYED, None)
     if replayed is None:

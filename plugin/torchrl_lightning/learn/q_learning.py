@@ -1,4 +1,4 @@
-"""Agents that learn action values from replayed transitions: deep Q-learning, soft actor-critic, and TD3."""
+"""Agents that learn action values from replayed transitions: DQN, SAC and TD3."""
 
 from __future__ import annotations
 
@@ -47,22 +47,22 @@ class DQNModule(OffPolicyModule):
     It minimises \(d(Q(s, a), r + \gamma \bar Q(s', a^*))\) with the target network \(\bar Q\); \(a^*\) is the best
     action of the target network or, if double, of the online one, among those that an ``action_mask`` allows.
 
-    With a ``RecurrentNetwork`` it is R2D2's learner (Kapturowski et al., 2019): sequences, stored states,
-    burn-in by mask.
+    With a ``RecurrentNetwork`` this is the learner of R2D2 (Kapturowski et al., 2019): sequences with stored states
+    and masked burn-in steps.
 
     Args:
         network: Network in front of the heads; two layers of 64 rectified units by default.
-        double: Let the online network choose the successor's action.
+        double: Select the next action with the online network.
         dueling: Use separate heads for state values and advantages.
         loss_function: ``"smooth_l1"``, ``"l2"`` or ``"l1"``.
         epsilon_start: Initial probability of a random action.
         epsilon_end: Final probability.
-        epsilon_frames: Frames over which it moves from the initial to the final one.
-        epsilon_spread: By how much the workers of a collector differ: worker ``i`` of ``N`` explores with the power
-            ``1 + epsilon_spread * i / (N - 1)`` of that probability, as the actors of Ape-X (Horgan et al., 2018).
-        margin_coeff: Weight of DQfD's loss (Hester et al., 2018) on the rows that are a ``dataset_share`` of the batch.
-        margin: By how much an action that was shown is to be better than others there.
-        gamma: As in :class:`OffPolicyModule`, here and below.
+        epsilon_frames: Number of frames from the initial to the final probability.
+        epsilon_spread: Difference between the workers of a collector: worker ``i`` of ``N`` explores with that
+            probability to the power ``1 + epsilon_spread * i / (N - 1)``, as in Ape-X (Horgan et al., 2018).
+        margin_coeff: Weight of DQfD's margin loss (Hester et al., 2018) on demonstrations, a batch's ``dataset_share``.
+        margin: Margin of the demonstrated action's value over the other actions' values.
+        gamma: As in :class:`OffPolicyModule`, like the following arguments.
 
     Examples:
         >>> from torchrl_lightning import environment_specs, make_vector_env
@@ -97,7 +97,7 @@ class DQNModule(OffPolicyModule):
         self.epsilon = FramesDecay(self.epsilon_start, self.epsilon_end, self.epsilon_frames)
 
     def misfit(self, data: Any) -> str | None:
-        """Return which setting needs workers, or marked demonstrations, that a DataModule lacks; None if all fit."""
+        """Return an error message if a setting needs workers or demonstrations that the DataModule lacks, else None."""
         abilities = DataApi.of(data)
         if self.epsilon_spread and abilities.make_collector is None:
             return (
@@ -117,15 +117,15 @@ class DQNModule(OffPolicyModule):
         return EpsilonGreedyPolicy(self.q_network, self.memory, spread=self.epsilon_spread, masked=self.masked)
 
     def network_outputs(self, step: TensorDictBase) -> list[Tensor]:
-        """Return the values of all actions."""
+        """Return the action values."""
         return [self.q_network.values(self.observed(step))]
 
     def parameter_groups(self) -> dict[str, list[nn.Parameter]]:
-        """Return everything as ``critic``."""
+        """Return all parameters as ``critic``."""
         return {"critic": [*self.q_network.parameters(), *self.memory_parameters()]}
 
     def terms(self, batch: Transitions) -> tuple[Terms, Tensor]:
-        """Return the loss and the mean value, and the absolute errors ``[*B]``."""
+        """Return the loss, the mean value and the optional margin loss, and the absolute errors ``[*B]``."""
         network, targets = self.q_network, self.require_built(self.targets)
         every, one_hot = network.values(batch.now), network.action_space == "one_hot"
         values = value_of_action(every, batch.action, one_hot=one_hot)
@@ -138,7 +138,7 @@ class DQNModule(OffPolicyModule):
         loss, error = batch.td_loss(values, target, self.loss_function)
         terms = {"loss_value": loss, "value": batch.mean(values.detach())}
         if self.margin_coeff:
-            assert batch.source is not None  # or it does not fit
+            assert batch.source is not None  # misfit() has checked it
             behind = margin_loss(every, batch.action, self.margin, one_hot=one_hot)
             terms["loss_margin"] = self.margin_coeff * batch.mean(torch.where(batch.source > 0, behind, 0.0))
         return terms, error
@@ -151,23 +151,23 @@ class DQNModule(OffPolicyModule):
 class SACModule(OffPolicyModule):
     r"""SAC with a learnt temperature (Haarnoja et al., 2018); continuous bounded actions.
 
-    It minimises, with target critics \(\bar Q_i\) and \(a' \sim \pi(s')\), \(\tilde a \sim \pi(s)\):
+    It minimises these losses, with target critics \(\bar Q_i\), \(a' \sim \pi(s')\) and \(\tilde a \sim \pi(s)\):
     critics \(\sum_i d(Q_i(s, a), r + \gamma (\min_j \bar Q_j(s', a') - \alpha \log\pi(a'|s')))\),
     actor \(\alpha \log\pi(\tilde a|s) - \min_i Q_i(s, \tilde a)\),
     temperature \(-\log\alpha\,(\log\pi(\tilde a|s) + \bar H)\).
 
-    With a ``RecurrentNetwork``, actor and critics share the features of a memory, which starts from the stored states
-    and is trained by the critics' loss.
+    With a ``RecurrentNetwork``, actor and critics share the features of a memory. The memory starts from the stored
+    states, and the critics' loss trains it.
 
     Args:
         network: Network in front of the heads; two layers of 256 rectified units by default.
-        num_critics: Number of critics; the smallest of their values is used.
+        num_critics: Number of critics; the losses use the minimum of their values.
         alpha: Initial temperature.
-        learn_alpha: Learn the temperature, so that the entropy follows ``target_entropy``.
+        learn_alpha: Learn the temperature so that the entropy approaches ``target_entropy``.
         target_entropy: Target entropy in nats; minus the number of action dimensions by default.
-        alpha_optimizer: A separate optimizer for the temperature, as a callable; optional.
+        alpha_optimizer: A factory of a separate optimizer for the temperature; optional.
         loss_function: ``"l2"``, ``"smooth_l1"`` or ``"l1"``.
-        gamma: As in :class:`OffPolicyModule`, here and below.
+        gamma: As in :class:`OffPolicyModule`, like the following arguments.
 
     Examples:
         >>> from torchrl_lightning import environment_specs, make_vector_env
@@ -211,13 +211,13 @@ class SACModule(OffPolicyModule):
         return StochasticPolicy(self.actor_network, self.memory)
 
     def network_outputs(self, step: TensorDictBase) -> list[Tensor]:
-        """Return the log-probabilities of sampled actions, and the critics' values of these."""
+        """Return the log-probabilities of sampled actions, and the critics' values of these actions."""
         entries, actor = self.observed(step), self.actor_network
         action, log_prob = actor.head.rsample(actor.head(actor.trunk.encoder(*entries)))
         return [log_prob, self.critics(entries, action)]
 
     def parameter_groups(self) -> dict[str, list[nn.Parameter]]:
-        """Return actor, critics (with the memory) and temperature."""
+        """Return the parameters of the actor, the critics (with the memory) and the temperature."""
         groups = {
             "actor": list(self.actor_network.parameters()),
             "critic": [*self.critics.parameters(), *self.memory_parameters()],
@@ -227,13 +227,13 @@ class SACModule(OffPolicyModule):
         return groups
 
     def follow_schedules(self) -> None:
-        """Set learning rates, and a temperature that is not learnt: a checkpoint holds the one of its run."""
+        """Set learning rates and a constant temperature, because a checkpoint may have loaded another temperature."""
         super().follow_schedules()
         if not isinstance(self.log_alpha, nn.Parameter):
             self.log_alpha.fill_(math.log(self.alpha))
 
     def terms(self, batch: Transitions) -> tuple[Terms, Tensor]:
-        """Return the parts of the loss and diagnostics, and the greatest absolute errors ``[*B]``."""
+        """Return losses and diagnostics, and the maximum absolute errors of the critics ``[*B]``."""
         encoder, head, critics = self.actor_network.trunk.encoder, self.actor_network.head, self.critics
         alpha = self.log_alpha.detach().exp()
         with torch.no_grad():
@@ -253,7 +253,7 @@ class SACModule(OffPolicyModule):
         return terms, error
 
     def configure_optimizers(self) -> list[torch.optim.Optimizer]:
-        """Return the optimizers of the base, and one for the temperature if it has its own."""
+        """Return the optimizers of the base class, and the temperature's optimizer if it is separate."""
         optimizers = super().configure_optimizers()
         if self.alpha_optimizer is not None:
             assert isinstance(self.log_alpha, nn.Parameter)
@@ -264,22 +264,22 @@ class SACModule(OffPolicyModule):
 class TD3Module(OffPolicyModule):
     r"""TD3 (Fujimoto et al., 2018); continuous bounded actions.
 
-    It minimises, with target networks \(\bar Q_i, \bar\pi\) and clipped noise \(\epsilon\):
+    It minimises these losses, with target networks \(\bar Q_i, \bar\pi\) and clipped noise \(\epsilon\):
     critics \(\sum_i d(Q_i(s, a), r + \gamma \min_j \bar Q_j(s', \bar\pi(s') + \epsilon))\), actor \(-Q_1(s, \pi(s))\).
 
     All noise is in units of half the action range. ``target_interval`` also delays the policy, as in the paper.
 
     Args:
         network: Network in front of the heads; two layers of 256 rectified units by default.
-        num_critics: Number of critics; the smallest of their values is used.
+        num_critics: Number of critics; the target uses the minimum of their values.
         noise: Initial standard deviation of the exploration noise.
         noise_end: Final standard deviation; ``noise`` by default.
-        noise_frames: Frames over which it moves from the initial to the final one.
+        noise_frames: Number of frames from the initial to the final standard deviation.
         policy_noise: Standard deviation of the noise on target actions.
-        noise_clip: Bound of that noise.
+        noise_clip: Bound of the target noise.
         loss_function: ``"l2"``, ``"smooth_l1"`` or ``"l1"``.
-        target_interval: Updates between two updates of the policy and of the target networks.
-        gamma: As in :class:`OffPolicyModule`, here and below.
+        target_interval: Number of updates between two updates of the policy and of the target networks.
+        gamma: As in :class:`OffPolicyModule`, like the following arguments.
 
     Examples:
         >>> from torchrl_lightning import environment_specs, make_vector_env
@@ -321,24 +321,24 @@ class TD3Module(OffPolicyModule):
         return [self.critics(entries, actor.head(actor.trunk.encoder(*entries)))]
 
     def parameter_groups(self) -> dict[str, list[nn.Parameter]]:
-        """Return actor and critics (with the memory)."""
+        """Return the parameters of the actor and of the critics (with the memory)."""
         return {
             "actor": list(self.actor_network.parameters()),
             "critic": [*self.critics.parameters(), *self.memory_parameters()],
         }
 
     def compute(self, batch: Transitions) -> tuple[Terms, Tensor]:
-        """Return ``terms``; the policy's part only at every ``target_interval``-th update."""
+        """Return ``terms``; they contain the policy's loss only at every ``target_interval``-th update."""
         self.take_turn()
         return super().compute(batch)
 
     def take_turn(self) -> bool:
-        """Settle whether this update is one of the policy, too, and return it."""
+        """Return whether this update also updates the policy, and store the result for ``terms``."""
         self._moves_actor = (self.updates + 1) % self.target_interval == 0
         return self._moves_actor
 
     def terms(self, batch: Transitions) -> tuple[Terms, Tensor]:
-        """Return the parts of the loss and the mean value, and the greatest absolute errors ``[*B]``."""
+        """Return the losses and the mean value, and the maximum absolute errors of the critics ``[*B]``."""
         targets = self.require_built(self.targets)
         with torch.no_grad():
             actor = targets.actor_network
@@ -361,5 +361,5 @@ class TD3Module(OffPolicyModule):
         return [] if self._moves_actor else list(self.actor_network.parameters())
 
     def exploration(self, frames: int) -> float:
-        """Return the deviation of the exploration noise."""
+        """Return the standard deviation of the exploration noise."""
         return self.deviation(frames)

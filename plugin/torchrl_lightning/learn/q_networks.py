@@ -1,4 +1,4 @@
-"""Action values: one for each discrete action (DQN), or of an observation and a continuous action (SAC, TD3)."""
+"""Q networks: values of all discrete actions (DQN), or the value of one continuous action (SAC, TD3)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from torchrl_lightning.ranges import integer
 
 
 class DuelingHead(nn.Module):
-    r"""\(Q(s, a) = V(s) + A(s, a) - \mathrm{mean}_b A(s, b)\), two streams of layers (Wang et al., 2016)."""
+    r"""\(Q(s, a) = V(s) + A(s, a) - \mathrm{mean}_b A(s, b)\) with separate layers for V and A (Wang et al., 2016)."""
 
     def __init__(self, features: int, actions: int, network: Network) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class DuelingHead(nn.Module):
 
 
 class QNetwork(QValueActor):
-    """A trunk and a head as TorchRL's ``QValueActor``; ``values`` runs them without a TensorDict."""
+    """A trunk and a head as TorchRL's ``QValueActor``; ``values`` computes the action values without a TensorDict."""
 
     def __init__(
         self, trunk: TensorDictModuleBase, head: nn.Module, spec: Categorical | OneHot, out_key: str = "action_value"
@@ -57,16 +57,16 @@ class QNetwork(QValueActor):
 def build_q_network(
     specs: Any, network: Network | None = None, *, dueling: bool = False, out_key: str = "action_value"
 ) -> QNetwork:
-    """Build the network of DQN.
+    """Build the Q network of DQN.
 
     Args:
-        specs: As of :func:`build_actor`.
-        network: As there.
+        specs: As in :func:`build_actor`.
+        network: As in :func:`build_actor`.
         dueling: Whether state values and advantages have separate heads.
-        out_key: Where it writes the values of all actions.
+        out_key: Key of the values of all actions.
 
     Raises:
-        TypeError: The action is not one choice among several.
+        TypeError: The action space is not a single discrete choice.
 
     Examples:
         >>> from torchrl_lightning import environment_specs, make_vector_env
@@ -90,7 +90,7 @@ def _one_choice(spec: Any) -> Any:
 
 
 class _Atoms(nn.Module):
-    """Logarithms of the probabilities of each atom, ``[*B, K, A]``."""
+    """A head that returns the log-probabilities of the atoms, ``[*B, K, A]``."""
 
     def __init__(self, layers: nn.Module, atoms: int) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class _Atoms(nn.Module):
 
 
 class DistributionalQNetwork(DistributionalQValueActor):
-    """A trunk and a head as TorchRL's ``DistributionalQValueActor``; ``values`` are the means, without a TensorDict."""
+    """A trunk and a head as TorchRL's ``DistributionalQValueActor``; ``values`` returns means without a TensorDict."""
 
     def __init__(
         self, trunk: TensorDictModuleBase, head: nn.Module, spec: Categorical | OneHot, support: Tensor
@@ -121,18 +121,18 @@ class DistributionalQNetwork(DistributionalQValueActor):
 def build_distributional_q_network(
     specs: Any, network: Network | None = None, *, atoms: int = 51, low: float = -10.0, high: float = 10.0
 ) -> DistributionalQNetwork:
-    """Build the network of C51 (Bellemare et al., 2017).
+    """Build the Q network of C51 (Bellemare et al., 2017).
 
     Args:
-        specs: As of :func:`build_actor`.
-        network: As there.
-        atoms: How many returns it tells the probability of.
-        low: The least of them.
-        high: The greatest.
+        specs: As in :func:`build_actor`.
+        network: As in :func:`build_actor`.
+        atoms: Number of atoms of the return distribution.
+        low: Smallest atom.
+        high: Largest atom.
 
     Raises:
-        TypeError: The action is not one choice among several.
-        ValueError: There are fewer than two atoms, or ``low`` is not below ``high``.
+        TypeError: The action space is not a single discrete choice.
+        ValueError: ``atoms`` is below two, or ``low`` is not below ``high``.
 
     Examples:
         >>> from torchrl_lightning import environment_specs, make_vector_env
@@ -149,10 +149,10 @@ def build_distributional_q_network(
 
 
 class ActionValue(Ranged):
-    """Q(s, a) of observation entries and an action, the latter in units of its range.
+    """Q(s, a) of observation entries and an action; the action is scaled to units of its range.
 
-    A network with ``action_encoder`` reads both in its first layer. The features of other networks are concatenated
-    with the action in front of layers of ``head_sizes``, or of one layer as wide as the features.
+    A network with ``action_encoder`` reads both in its first layer. For other networks, layers of ``head_sizes`` (by
+    default one layer as wide as the features) read the features concatenated with the action.
     """
 
     def __init__(self, specs: Any, network: Network, outputs: int = 1) -> None:
@@ -170,7 +170,7 @@ class ActionValue(Ranged):
             self.last = linear_head(network, features + specs.action.shape.numel(), outputs, sizes)
 
     def forward(self, *entries: Tensor) -> Tensor:
-        """Map observation entries and action ``[*B, *F_i]`` to the value ``[*B, 1]``."""
+        """Map observation entries and the action, ``[*B, *F_i]``, to the value ``[*B, 1]``."""
         observed, action = entries[:-1], (entries[-1] - self.center) / self.half_range
         if self.encodes_action:
             return self.last(self.encoder(*observed, action))
@@ -179,9 +179,9 @@ class ActionValue(Ranged):
 
 
 def build_action_critic(specs: Any, network: Network | None = None, *, quantiles: int = 1) -> ValueOperator:
-    """Build one critic of SAC or TD3: it writes ``state_action_value``; arguments as of :func:`build_squashed_actor`.
+    """Build one critic of SAC or TD3 with output ``state_action_value``; arguments as in :func:`build_squashed_actor`.
 
-    With several ``quantiles`` it is one of TQC, ``[*B, quantiles]``.
+    With several ``quantiles`` it is a critic of TQC with output ``[*B, quantiles]``.
 
     Examples:
         >>> from torchrl_lightning import environment_specs, make_vector_env
@@ -195,9 +195,9 @@ def build_action_critic(specs: Any, network: Network | None = None, *, quantiles
 
 
 class CriticEnsemble(Ranged):
-    """Several critics of one kind, each with its own first weights, as one module.
+    """Several critics with the same architecture and different initial weights, as one module.
 
-    Perceptrons run as batched matrix products over stacked weights, other encoders one after the other.
+    Perceptrons run as batched matrix products over stacked weights, other encoders one after another.
     """
 
     critics: nn.ModuleList | None
@@ -215,7 +215,7 @@ class CriticEnsemble(Ranged):
         self.set_range(first.center, first.half_range)
         for same in zip(*(_layers_of(critic) for critic in critics), strict=True):
             if isinstance(same[0], nn.Linear):
-                # [N, in, out]: products and gradients of this layout need no copies.
+                # [N, in, out]: matrix products and gradients in this layout need no copies.
                 self.weights.append(nn.Parameter(torch.stack([layer.weight.detach().mT for layer in same])))
                 self.biases.append(nn.Parameter(torch.stack([layer.bias.detach() for layer in same]).unsqueeze(1)))
                 self._layers.append((self.weights[-1], self.biases[-1]))
@@ -229,7 +229,7 @@ class CriticEnsemble(Ranged):
         return torch.stack([critic(*entries, action) for critic in self.critics]).squeeze(-1)
 
     def judge(self, entries: Entries, action: Tensor, count: int | None = None) -> Tensor:
-        """Return the values ``[N, *B]`` of all or of the first ``count`` critics; no gradient flows to the critics."""
+        """Return the values ``[N, *B]`` of all or of the first ``count`` critics without a gradient to the critics."""
         count = self.size if count is None else count
         if self.critics is None:
             fixed = [
@@ -252,7 +252,7 @@ class CriticEnsemble(Ranged):
         for layer in layers:
             if isinstance(layer, tuple):
                 weight, bias = layer
-                # To a single number, a batched product takes three times as long as the sum that it is.
+                # With one output, a batched matrix product takes three times as long as the equivalent sum.
                 single = weight.shape[-1] == 1
                 x = (x * weight.mT).sum(-1, keepdim=True) + bias if single else torch.baddbmm(bias, x, weight)
             else:
@@ -261,6 +261,6 @@ class CriticEnsemble(Ranged):
 
 
 def _layers_of(critic: ActionValue) -> list[nn.Module]:
-    """Return the linear layers and activations of a perceptron, in the order in which they run."""
+    """Return the linear layers and activations of a perceptron in execution order."""
     parts = [*critic.encoder.modules(), *critic.last.modules()]
     return [part for part in parts if not isinstance(part, nn.Sequential | MLPEncoder)]
