@@ -292,8 +292,8 @@ class MLPNetwork(Network, Nameable):
         activation: Name of the activation: elu, gelu, leaky_relu, relu, silu or tanh.
         shared: Whether actor and critic share the hidden layers.
         head_sizes: Width of the layers between features and outputs; actor and critic do not share them.
-        initialization: Initial weights. ``"orthogonal"``: gain sqrt(2) and zero biases. ``"uniform"``: PyTorch's default,
-            weights and biases within 1 / sqrt(inputs); initial values are then closer to zero.
+        initialization: Initial weights. ``"orthogonal"``: gain sqrt(2) and zero biases. ``"uniform"``, PyTorch's
+            default: weights and biases within 1 / sqrt(inputs); initial values are then closer to zero.
         layer_norm: Normalise the output of each hidden layer before its activation (Ba et al., 2016), without scale and
             shift. Critics then overestimate actions outside their data less (Ball et al., 2023).
 

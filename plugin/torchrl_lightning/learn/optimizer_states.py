@@ -1,7 +1,7 @@
 """Validate stored optimizer states against a run's optimizers before anything is loaded.
 
-torch's fused kernels index the moments by the size of the parameters, so that a moment of another size is read and
-written outside its memory. :meth:`torch.optim.Optimizer.load_state_dict` compares only the number of parameters.
+torch's fused kernels index the moments by the size of the parameters. A moment of another size would make them read and
+write outside its memory. :meth:`torch.optim.Optimizer.load_state_dict` compares only the number of parameters.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from torchrl_lightning.seal import is_plain
 
 _REMEDY = "Resume from another checkpoint, or start again without ckpt_path"
 _SCHEDULED = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr", "param_names"}
-_NUMBERS = {"H_diag", "t", "prev_loss"}  # of LBFGS, which keeps them as numbers or as tensors
-_TRIAL_ITERATIONS = 4  # fill the history of LBFGS
+_NUMBERS = {"H_diag", "t", "prev_loss"}  # LBFGS stores them as numbers or as tensors
+_TRIAL_ITERATIONS = 4  # enough to fill the history of LBFGS
 _PARTS = {"state", "param_groups"}
 
 
@@ -46,7 +46,7 @@ def check_optimizer_states(optimizers: Sequence[Optimizer], states: Any) -> None
 
 
 def check_adam_state(optimizer: Optimizer, state: Any) -> None:
-    """Validate a state for an optimizer of Adam's kind by the shapes of its parameters; see the function above."""
+    """Validate a state of an Adam-like optimizer against its parameters' shapes; raise a ValueError if it differs."""
     name = f"the state of {type(optimizer).__name__}"
     groups = check_groups(optimizer, state, name)
     expected = []
@@ -60,7 +60,7 @@ def check_adam_state(optimizer: Optimizer, state: Any) -> None:
 
 
 def check_groups(optimizer: Optimizer, state: Any, name: str) -> list[Mapping[str, Any]]:
-    """Validate the parameter groups of a state; return them without their parameters."""
+    """Validate the parameter groups of a state and return them without their parameters."""
     if not isinstance(state, Mapping) or not set(state) >= _PARTS:
         raise ValueError(f"{name} must hold 'state' and 'param_groups', as torch writes them. {_REMEDY}.")
     groups, own = state["param_groups"], optimizer.param_groups
@@ -91,7 +91,7 @@ def check_groups(optimizer: Optimizer, state: Any, name: str) -> list[Mapping[st
 
 
 def _is_setting(value: Any, own: Any) -> bool:
-    """Return whether a stored setting has the kind of this run's setting."""
+    """Return whether the type of a stored setting fits this run's setting."""
     if isinstance(own, Tensor) or isinstance(value, Tensor):
         return _is_number(value) and (isinstance(own, Tensor) or _is_number(own)) and _is_scalar(value)
     if isinstance(own, list | tuple):
@@ -124,7 +124,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _trial(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]], name: str) -> list[dict[str, Any]]:
-    """Step an optimizer of copied parameters with stored settings; return the state of each parameter."""
+    """Step an optimizer of copied parameters with stored settings and return the state of each parameter."""
     parameters: list[nn.Parameter] = []
     for group, stored in zip(optimizer.param_groups, groups, strict=True):
         group.update(stored)
@@ -133,10 +133,10 @@ def _trial(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]], name: str)
         parameters += group["params"]
     try:
         with torch.random.fork_rng(devices=[]):
-            for number, parameter in enumerate(parameters):  # values that no optimizer takes for a minimum
+            for number, parameter in enumerate(parameters):  # no optimizer takes these values for a minimum
                 parameter.data = torch.full_like(parameter, 1.0 + number, memory_format=torch.preserve_format)
             optimizer.step(lambda: _quadratic(parameters))  # type: ignore[arg-type, return-value]
-    except Exception as error:  # settings in a file make optimizers raise anything
+    except Exception as error:  # settings from a file may raise any error
         reason = " ".join(str(error).split())[:200]
         raise ValueError(
             f"{name} has settings with which {type(optimizer).__name__} cannot step: {type(error).__name__}: {reason}. "
@@ -167,7 +167,7 @@ def _compare(expected: Sequence[Mapping[str, Any]], state: Mapping[str, Any], na
         entries, where = stored.get(number, {}), f"{name}['state'][{number}]"
         if not isinstance(entries, Mapping):
             raise ValueError(f"{where} must be a dict, got a {type(entries).__name__}. {_REMEDY}.")
-        if not entries:  # a parameter that has had no gradient yet
+        if not entries:  # the parameter has not had a gradient yet
             continue
         required = {key for key, value in own.items() if value is not None and not isinstance(value, list)}
         if not required <= set(entries) or not set(entries) <= set(own):
@@ -251,13 +251,13 @@ def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:
 
 
 def copied_optimizer(optimizer: Optimizer) -> Optimizer:
-    """Return an optimizer of the same kind and settings over copies of the parameters, without a state and hooks."""
+    """Return an optimizer with the same type and settings over copied parameters, without state and hooks."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     memo: dict[int, Any] = {id(each): nn.Parameter(each.detach().clone()) for each in parameters}
     memo[id(optimizer.state)] = defaultdict(dict)
     copied: Optimizer = type(optimizer).__new__(type(optimizer))
     for name, value in vars(optimizer).items():
-        if name == "step":  # of a scheduler, which has wrapped the method of the original
+        if name == "step":  # a scheduler has wrapped the original's method
             continue
         is_hook = name.startswith("_optimizer_") and name.endswith("_hooks")
         vars(copied)[name] = OrderedDict() if is_hook else copy.deepcopy(value, memo)
@@ -265,7 +265,7 @@ def copied_optimizer(optimizer: Optimizer) -> Optimizer:
 
 
 def configured_optimizers(configured: Any) -> list[Optimizer]:
-    """Return the optimizers among the values that ``configure_optimizers`` may return."""
+    """Return the optimizers in a return value of ``configure_optimizers``."""
     if isinstance(configured, Optimizer):
         return [configured]
     if isinstance(configured, Mapping):

@@ -1,4 +1,4 @@
-"""Planners: policies that try action sequences in a world model and take the first action of a good one."""
+"""Planners: policies that evaluate action sequences in a world model and take the first action of a good sequence."""
 
 from __future__ import annotations
 
@@ -30,20 +30,21 @@ from torchrl_lightning.state import generator as generator_state
 
 
 class ShootingPlanner(Settings, OwnGenerator, TensorDictModuleBase):
-    """Base of planners, which write ``action`` for observations ``[]`` or ``[N]``.
+    """Base class of planners; a planner writes ``action`` for observations ``[]`` or ``[N]``.
 
-    A planner draws what it tries. While exploring, each plan takes a seed from :attr:`generator`, whose state is part
-    of the planner's. Under deterministic exploration the seed is made of the observations and the one that the
-    generator began with: the same observations give the same actions, but no two steps try the same disturbances, whose
-    chance errors would add up over an episode. Torch's global generator stays as it is.
+    A planner draws random candidates. While exploring, each plan takes its seed from :attr:`generator`; the planner's
+    state contains the generator's state. Under deterministic exploration the seed is computed from the observations and
+    the generator's initial seed. Equal observations then give equal actions. Different steps still draw different
+    random numbers, because equal ones would let sampling errors add up over an episode. Torch's global generator is
+    unchanged.
 
-    The world model is a part of the planner: it has its parameters, moves with it, and is in its state dict.
+    The world model is a submodule: its parameters, device moves and state dict are part of the planner's.
 
     Args:
         env: The world model as an environment.
         horizon: Steps to plan ahead, H.
-        candidates: Action sequences tried at a time, K.
-        particles: How often each is tried, of which the returns are averaged.
+        candidates: Number of action sequences per iteration, K.
+        particles: Number of rollouts per sequence; the planner averages their returns.
     """
 
     HANDED_OVER: ClassVar[tuple[str, ...]] = ("env",)
@@ -63,25 +64,25 @@ class ShootingPlanner(Settings, OwnGenerator, TensorDictModuleBase):
     def __post_init__(self) -> None:
         super().__post_init__()
         env = self.env
-        del self.env  # of which the world model alone is a part of the planner
+        del self.env  # only its world model is part of the planner
         self.model = env.world_model
-        # Not registered: the state of the transform is its owner's.
+        # Not registered, because the owner of the transform saves its state.
         hold(self, targets=env.targets)
         draws = self.model.sample or len(self.model.elites) > 1
         self.require_effect("particles", draws, "a world model with several elites or sample=True")
         self.action_spec: TensorSpec = env.action_spec
         self.in_keys: list[NestedKey] = list(env.targets.observation_keys)
         self.out_keys: list[NestedKey] = ["action"]
-        # Collectors ask a policy's tensors where it computes.
+        # Collectors read a policy's device from its tensors.
         self.register_buffer("origin", torch.zeros((), dtype=torch.float32, device=env.device), persistent=False)
 
     @abstractmethod
     def plan(self, observation: Tensor, starts: Tensor | None) -> Tensor:
-        """Return the action ``[N, *A]`` of observations ``[N, O]``, of which some start an episode (``[N]`` bool)."""
+        """Return the action ``[N, *A]`` of observations ``[N, O]``; ``starts`` marks episode starts (``[N]`` bool)."""
 
     @torch.no_grad()
     def act_on(self, step: TensorDictBase) -> dict[NestedKey, Tensor]:
-        """Return the action of a step by key, writing nothing."""
+        """Return the action of a step by key without writing it."""
         observation, starts = self.targets.observation(step), step.get("is_init", None)
         rows = observation.reshape(-1, observation.shape[-1])
         with IsolatedRng(self._next_seed(rows), self.origin.device):
@@ -98,11 +99,11 @@ class ShootingPlanner(Settings, OwnGenerator, TensorDictModuleBase):
         rows = observation[:, None, None].expand(*shape, -1).flatten(0, 2)
         tried = actions.movedim(2, 0).unsqueeze(3).expand(self.horizon, *shape, *actions.shape[3:]).flatten(1, 3)
         returns = self.model.returns(rows, tried).view(shape).mean(-1)
-        # Where a model diverges, the sequence is no good one; sorting would take infinity or NaN for the largest.
+        # If the model diverges, the sequence is bad; sorting would take infinity or NaN for the largest return.
         return returns.where(returns.isfinite(), -torch.inf)
 
     def _next_seed(self, observation: Tensor) -> int:
-        """Return what the next plan is drawn by."""
+        """Return the seed of the next plan."""
         if interaction_type() in DETERMINISTIC:
             shown = observation.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
             return numbered_seed(self.generator.initial_seed(), crc32(shown))
@@ -114,7 +115,7 @@ class ShootingPlanner(Settings, OwnGenerator, TensorDictModuleBase):
         return moved
 
     def draw_on(self, before: Any, seed: int | None) -> None:
-        """Draw as the planner before this one would have; where that drew nothing, by a seed, if there is one."""
+        """Continue with the previous planner's generator; without one, seed this generator unless ``seed`` is None."""
         generator = getattr(before, "generator", None)
         if generator is not None:
             self.generator = generator
@@ -126,19 +127,19 @@ class ShootingPlanner(Settings, OwnGenerator, TensorDictModuleBase):
         return {"generator": self.generator.get_state()}
 
     def set_extra_state(self, state: Any) -> None:
-        """Restore it; a ValueError if it is none."""
+        """Restore the generator's state; raise a ValueError if the state is invalid."""
         check_state(state, {"generator": generator_state(self.generator.device)}, "planner")
         self.generator.set_state(state["generator"].cpu())
 
 
 class RandomShootingPlanner(ShootingPlanner):
-    """Take the first action of the best of ``candidates`` random sequences, drawn from the action spec.
+    """Take the first action of the best of ``candidates`` random sequences from the action spec.
 
     Args:
-        env: As in :class:`ShootingPlanner`, with the other arguments.
+        env: As in :class:`ShootingPlanner`, like the other arguments.
 
     Raises:
-        ValueError: A number is out of range, or has no effect.
+        ValueError: A number is out of range or has no effect.
         TypeError: The actions have no finite bounds.
     """
 
@@ -162,25 +163,24 @@ class RandomShootingPlanner(ShootingPlanner):
 
 
 class CrossEntropyPlanner(ShootingPlanner):
-    r"""Fit a Gaussian over action sequences to the best of its samples, several times over.
+    r"""Fit a Gaussian over action sequences to its best samples, in several iterations.
 
-    \(a^k \sim \mathcal N(\mu, \sigma^2)\), clipped to the bounds; \(\mu, \sigma\) become mean and deviation of those
-    ``elites`` sequences whose summed rewards are largest; the action is \(\mu_0\) in the end (Botev et al., 2013). For
-    actions in [-1, 1] the numbers are those of TorchRL's ``CEMPlanner`` over the same environment, which builds a
-    TensorDict for each step of each rollout and takes several times as long.
+    Samples \(a^k \sim \mathcal N(\mu, \sigma^2)\) are clipped to the bounds. \(\mu, \sigma\) become the mean and the
+    standard deviation of the ``elites`` sequences with the largest returns. The action is the final \(\mu_0\) (Botev et
+    al., 2013). For actions in [-1, 1] the result equals that of TorchRL's ``CEMPlanner`` over the same environment,
+    which takes several times as long because it builds a TensorDict for each step of each rollout.
 
     Args:
-        candidates: Sequences drawn in each iteration.
-        elites: How many of them the Gaussian is fitted to.
-        iterations: How often.
-        initial_std: First deviation, in units of half the action range.
-        warm_start: Begin with the previous step's mean, shifted by a step, instead of the middle of the range.
-        noise: Deviation of what is added to the action while exploring, in units of half the action range.
-        env: As in :class:`ShootingPlanner`, like everything that is not named here.
+        candidates: Number of sequences per iteration.
+        elites: Number of best sequences for the fit of the Gaussian.
+        iterations: Number of iterations.
+        initial_std: Initial standard deviation, in units of half the action range.
+        warm_start: Start from the previous step's mean, shifted by a step, instead of the middle of the range.
+        noise: Standard deviation of the exploration noise on the action, in units of half the action range.
+        env: As in :class:`ShootingPlanner`, like all arguments that are not listed here.
 
     Raises:
-        ValueError: A number is out of range or has no effect, or there are fewer than two elites or more than
-            candidates.
+        ValueError: A number is out of range or has no effect, ``elites`` is below two or above ``candidates``.
         TypeError: The actions are not bounded floating-point vectors.
     """
 
@@ -209,7 +209,7 @@ class CrossEntropyPlanner(ShootingPlanner):
             ) from None
         self.register_buffer("center", center, persistent=False)
         self.register_buffer("half_range", half_range, persistent=False)
-        # Evaluation in between must not disturb the plans of exploration.
+        # One plan for exploration and one for evaluation, so that evaluation does not change exploration.
         self._plans: dict[bool, Tensor] = {}
 
     def plan(self, observation: Tensor, starts: Tensor | None) -> Tensor:
@@ -233,7 +233,7 @@ class CrossEntropyPlanner(ShootingPlanner):
         return action.clamp(low, high)
 
     def _first_mean(self, rows: int, starts: Tensor | None, explores: bool) -> Tensor:
-        """Return the first means ``[N, 1, H, A]``: the middle, or where a plan goes on."""
+        """Return the initial means ``[N, 1, H, A]``: the middle of the range, or an episode's previous plan, shifted."""
         middle = self.center.expand(rows, 1, self.horizon, -1)
         plan = self._plans.get(explores)
         plan = None if plan is None else plan.to(middle.device)

@@ -1,4 +1,4 @@
-"""A trained policy as a folder of plain files that others load: safetensors, JSON and a card; also as a repository."""
+"""Save and load a trained policy as a folder of plain files (safetensors, JSON, model card) or as a hub repository."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ VERSION = 1
 _WEIGHTS, _CONTENT, _CARD = "model.safetensors", "config.json", "README.md"
 _TENSOR = "__tensor__"
 _REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
-# What a checkpoint holds for a run that goes on, and who only acts does without.
+# Entries of a checkpoint that only a resumed run needs, not a policy.
 _OF_RUNS = {
     *("epoch", "global_step", "pytorch-lightning_version", "loops", "callbacks", "optimizer_states", "lr_schedulers"),
     *("hparams_name", "hyper_parameters", "hparams_type", "MixedPrecision", CONFIG, COMMAND, SEAL),
@@ -45,21 +45,21 @@ _OF_DATA = ("fingerprint", "specs", "normalization")
 
 @printable_errors()
 def save_pretrained(run: str | Path, folder: str | Path, *, name: str | None = None, trusted: bool = False) -> None:
-    """Write a run's policy into a folder, for :func:`from_pretrained`: weights, config and card, and no pickle.
+    """Write a run's policy into a folder for :func:`from_pretrained`: weights, config and model card, without a pickle.
 
-    The files are ``model.safetensors``, ``config.json`` and ``README.md``, which has score, settings and how to run it.
+    The files are ``model.safetensors``, ``config.json`` and ``README.md`` with the score, the settings and the usage.
 
     Args:
-        run: The folder of a run, whose best checkpoint is taken, else its last; or a checkpoint.
-        folder: Where the files go; those of these names are replaced, all or none.
-        name: What the card calls it; the folder by default.
-        trusted: Whether the checkpoint may name classes of other packages, such as your own. Whoever loads the
-            policy then needs ``trusted=True``, too.
+        run: A run's folder, for its best checkpoint or else its last; or a checkpoint.
+        folder: Output folder. Existing files of these names are all replaced, or none if an error occurs.
+        name: Title of the card; the folder's name by default.
+        trusted: Whether the checkpoint may name classes of other packages, such as your own. Loading the policy then
+            also needs ``trusted=True``.
 
     Raises:
-        ValueError: There is no checkpoint; or it has no config or no specs, as one without the command has none; or it
-            names classes of other packages and is not trusted; or the folder is one that this has written.
-        TypeError: The checkpoint holds something else than plain data for its module.
+        ValueError: No checkpoint exists; or it lacks the config or the specs (the command writes them); or it names
+            classes of other packages and is not trusted; or ``run`` is already a folder written by this function.
+        TypeError: The checkpoint contains values other than plain data for its module.
 
     Examples:
         >>> save_pretrained("logs/run", "cartpole")  # doctest: +SKIP
@@ -76,8 +76,8 @@ def save_pretrained(run: str | Path, folder: str | Path, *, name: str | None = N
         raise ValueError(f"{path} holds no environment specs: it was not written through one of our DataModules")
     try:
         model = without_folders(_model_in(stored, path, trusted=False))
-        trusted = False  # is not needed
-    except ValueError as error:  # it names classes of the user's own
+        trusted = False  # not needed: no class is from another package
+    except ValueError as error:  # it names classes of other packages
         if not trusted:
             raise ValueError(f"{error}. If you trust whoever made it, say trusted=True") from error
         model = without_folders(_model_in(stored, path, trusted=True))
@@ -92,7 +92,7 @@ def save_pretrained(run: str | Path, folder: str | Path, *, name: str | None = N
         raise ValueError(f"{path} does not say for how many frames it was trained; name another checkpoint") from error
     policy = policy_in({**kept, CONFIG: {"model": model}}, path, deterministic=True, trusted=trusted)
     tensors: dict[str, Tensor] = {}
-    content = json.loads(json.dumps(_apart(kept, "", tensors)))  # as it will be read
+    content = json.loads(json.dumps(_apart(kept, "", tensors)))  # as a reader of the file gets it
     sealed = _joined(content, tensors)
     seal(sealed, *sealed)
     settings = {group: without_folders(stored[CONFIG][group]) for group in ("model", "data") if group in stored[CONFIG]}
@@ -119,21 +119,21 @@ def _model_in(stored: Mapping[str, Any], path: Path, *, trusted: bool) -> dict[s
 
 
 def push_to_hub(run: str | Path, repo: str, *, private: bool | None = None, trusted: bool = False) -> str:
-    """Publish a run's policy as a repository of Hugging Face's hub, which is made if it is not there.
+    """Publish a run's policy as a repository on the Hugging Face Hub; create the repository if it does not exist.
 
-    Who publishes is whom ``huggingface_hub`` is logged in as, with the extra ``hub``.
+    This needs the extra ``hub`` and uses the account that ``huggingface_hub`` is logged in to.
 
     Args:
-        run: As of :func:`save_pretrained`.
+        run: As in :func:`save_pretrained`.
         repo: ``owner/name``.
-        private: Whether a new repository is private; None for what the owner has as default.
-        trusted: As of :func:`save_pretrained`.
+        private: Whether a new repository is private; None uses the owner's default.
+        trusted: As in :func:`save_pretrained`.
 
     Returns:
-        Where it is.
+        URL of the repository.
 
     Raises:
-        ValueError: The name is none, or as of :func:`save_pretrained`.
+        ValueError: The repository name is invalid; or as in :func:`save_pretrained`.
         ImportError: The extra is missing.
 
     Examples:
@@ -159,20 +159,20 @@ def from_pretrained(
     trusted: bool = False,
     limit: int = PRETRAINED_BYTES,
 ) -> LoadedPolicy:
-    """Load a policy that :func:`save_pretrained` or :func:`push_to_hub` has written, to act with it on the CPU.
+    """Load a policy written by :func:`save_pretrained` or :func:`push_to_hub`, for acting on the CPU.
 
-    Nothing in it is run, and no pickle is read. It may name the classes that a checkpoint may name.
+    No code of the policy runs, and no pickle is read. It may name the same classes as a checkpoint.
 
     Args:
-        source: A folder, or ``owner/name`` of a repository on Hugging Face's hub, with the extra ``hub``.
-        module: As of :func:`load_policy`, like ``deterministic`` and ``trusted``.
-        revision: Which one of a repository: a branch, a tag or a commit; its newest by default.
+        source: A folder, or ``owner/name`` of a repository on the Hugging Face Hub (needs the extra ``hub``).
+        module: As in :func:`load_policy`, like ``deterministic`` and ``trusted``.
+        revision: Branch, tag or commit of a repository; the newest by default.
         deterministic: Whether the policy takes the mode of its distribution instead of a sample.
-        trusted: Whether it may name classes of other packages, such as your own, which are then imported and built.
-        limit: How many bytes the file of the weights may have; a larger one is not fetched.
+        trusted: Whether it may name classes of other packages, such as your own; they are then imported and built.
+        limit: Maximum size of the weights file in bytes; a larger file is not downloaded.
 
     Raises:
-        ValueError: There is none, it is too large, damaged or foreign, or as of :func:`load_policy`.
+        ValueError: The policy is missing, too large, damaged or foreign; or as in :func:`load_policy`.
         ImportError: The extra is missing.
 
     Examples:
@@ -184,7 +184,7 @@ def from_pretrained(
 
 
 def is_pretrained(source: str | Path) -> bool:
-    """Return whether something is to be read by :func:`read_pretrained`, and is no run, nor a checkpoint."""
+    """Return whether :func:`read_pretrained` reads this source, which is then neither a run nor a checkpoint."""
     if not Path(source).exists():
         return _REPOSITORY.fullmatch(str(source)) is not None
     return (Path(source) / _CONTENT).is_file()
@@ -194,7 +194,7 @@ def is_pretrained(source: str | Path) -> bool:
 def read_pretrained(
     source: str | Path, *, revision: str | None = None, limit: int = PRETRAINED_BYTES
 ) -> dict[str, Any]:
-    """Read what a folder or a repository holds of a checkpoint; arguments and errors as of :func:`from_pretrained`."""
+    """Read a folder or a repository as a checkpoint's entries; arguments and errors as in :func:`from_pretrained`."""
     limits = {_CONTENT: PRETRAINED_CONTENT, _WEIGHTS: limit}
     read = _local if Path(source).is_dir() else _downloaded
     paths = read(str(source), limits, revision)
@@ -204,7 +204,7 @@ def read_pretrained(
         tensors = safetensors.torch.load(paths[_WEIGHTS].read_bytes())
         stored = {**_joined(written["content"], tensors), CONFIG: written[CONFIG], SEAL: written[SEAL]}
         check_seal(stored, str(source))
-    except Exception as error:  # a damaged or hostile file makes the readers of JSON and safetensors raise anything
+    except Exception as error:  # damaged or hostile files raise any error
         reason = " ".join(str(error).split())[:300]
         raise ValueError(f"{source} holds no policy of ours: {type(error).__name__}: {reason}") from error
     return stored
@@ -229,7 +229,7 @@ def _downloaded(source: str, limits: Mapping[str, int], revision: str | None) ->
     try:
         found = hub.HfApi().get_paths_info(source, list(limits), revision=revision)
         sizes = {each.path: each.size for each in found}
-    except Exception as error:  # by whatever the client and the network raise
+    except Exception as error:  # the client and the network raise any error
         raise _not_fetched(source, error) from error
     for name, most in limits.items():
         if not isinstance(sizes.get(name), int):
@@ -262,7 +262,7 @@ def _hub() -> Any:
 
 
 def _apart(node: Any, name: str, tensors: dict[str, Tensor]) -> Any:
-    """Return plain data with names in the place of tensors, which are put aside; weights keep their own names."""
+    """Return plain data with names instead of tensors and add the tensors to ``tensors``; weights keep their names."""
     if isinstance(node, Tensor):
         name = name.removeprefix("state_dict/")
         tensors[name] = node.detach().cpu().clone().contiguous()
@@ -277,7 +277,7 @@ def _apart(node: Any, name: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def _joined(node: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Return plain data with the tensors that it names."""
+    """Return plain data in which the named tensors replace their names."""
     if isinstance(node, dict):
         if set(node) == {_TENSOR}:
             return tensors[node[_TENSOR]]

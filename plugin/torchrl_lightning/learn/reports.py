@@ -1,4 +1,4 @@
-"""Reporting of LightningModules over environment frames: means over an epoch, and evaluation episodes."""
+"""Metrics of LightningModules over environment frames: means of an epoch, and evaluation episodes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torchrl_lightning.ranges import Check
 
 
 def train_names(*names: str) -> tuple[str, ...]:
-    """Return the names of metrics of training as loggers get them.
+    """Return the names of training metrics as loggers receive them.
 
     Examples:
         >>> train_names("entropy")
@@ -30,7 +30,7 @@ def train_names(*names: str) -> tuple[str, ...]:
 
 
 class MetricSums:
-    """Running means of scalar tensors, and the variance that a value prediction explains; a key costs 1 us."""
+    """Running means of scalar tensors, and the explained variance of a value prediction; adding a key takes 1 us."""
 
     def __init__(self) -> None:
         self._values: dict[str, list[Tensor | float]] = {}
@@ -42,7 +42,7 @@ class MetricSums:
             self._values.setdefault(name, []).append(value.detach() if isinstance(value, Tensor) else value)
 
     def add_prediction(self, prediction: Tensor, target: Tensor) -> None:
-        """Add values and their targets, of any equal shape; both are kept as they are until ``flush``."""
+        """Add values and their targets of equal shape; both are kept without a copy until ``flush``."""
         self._predictions.append((prediction.detach(), target.detach()))
 
     def explained_variance(self) -> float | None:
@@ -56,7 +56,7 @@ class MetricSums:
         return 1.0 - unexplained / variance if variance > 1e-12 else None
 
     def means(self) -> dict[str, float]:
-        """Return the means so far; empty if there is nothing since the last ``flush``."""
+        """Return the means so far; empty if nothing was added since the last ``flush``."""
         means = {name: _mean(values) for name, values in self._values.items()}
         explained = self.explained_variance()
         if explained is not None:
@@ -79,19 +79,19 @@ def _mean(values: list[Tensor | float]) -> float:
 
 
 class ReportingModule(L.LightningModule):
-    """Accumulate metrics, write them to the loggers when an epoch ends, and log evaluation episodes."""
+    """Accumulate metrics, write them to the loggers at the end of an epoch, and log evaluation episodes."""
 
     evaluation_metrics: ClassVar[tuple[str, ...]] = ("eval/return", "eval/return_std", "eval/length", "eval/success")
-    """What :meth:`validation_step` logs, the last one where an environment says it."""
+    """Metrics of :meth:`validation_step`; the last one only if the environment reports success."""
 
     training_metrics: ClassVar[tuple[str, ...]] = ()
-    """All metrics ``train/...`` that a run of this class may log; empty if not all are known."""
+    """All metrics ``train/...`` of a run of this class; empty if not all are known."""
 
     checks_of_attributes: ClassVar[Mapping[str, tuple[Check, str] | None]] = {}
-    """What checks an attribute that is a setting, and the name of the setting."""
+    """Check and setting name of each attribute that is a setting."""
 
     loops_over_updates: ClassVar[bool] = False
-    """Whether ``training_step`` learns from each batch of :func:`~torchrl_lightning.updates_of`."""
+    """True if ``training_step`` learns from each batch of :func:`~torchrl_lightning.updates_of`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class ReportingModule(L.LightningModule):
         self.epoch_metrics: dict[str, float] = {}
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Keep the signature of ``training_step``: Lightning asks for it at each step, for a tenth of its own time."""
+        """Cache the signature of ``training_step``: Lightning inspects it at each step, for a tenth of its own time."""
         super().__init_subclass__(**kwargs)
         step = vars(cls).get("training_step")
         if inspect.isfunction(step):
@@ -108,7 +108,7 @@ class ReportingModule(L.LightningModule):
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; bypass PyTorch's registries for the current hook's name.
 
-        Lightning notes the name of each hook on the module, more than thirty times a step.
+        Lightning sets the name of each hook on the module, more than thirty times a step.
         """
         if name == "_current_fx_name":
             self.__dict__[name] = value
@@ -120,12 +120,12 @@ class ReportingModule(L.LightningModule):
 
     @property
     def frames(self) -> int:
-        """Environment frames collected so far; 0 if the DataModule does not count them."""
+        """Number of environment frames collected so far; 0 if the DataModule does not count them."""
         return int(getattr(self._data, "frames", 0))
 
     @property
     def progress(self) -> float:
-        """Fraction of the run that is done; 0 if its end is unknown."""
+        """Completed fraction of the run; 0 if its end is unknown."""
         return (progress_of(self._trainer) if self._trainer is not None else None) or 0.0
 
     @property
@@ -133,30 +133,30 @@ class ReportingModule(L.LightningModule):
         return None if self._trainer is None else getattr(self.trainer, "datamodule", None)
 
     def accumulate(self, metrics: Mapping[str, Tensor | float]) -> None:
-        """Add scalars to this epoch's means, logged as ``train/...`` when it ends."""
+        """Add scalars to this epoch's means; the end of the epoch logs them as ``train/...``."""
         self.metric_sums.add(metrics)
 
     def report(self) -> dict[str, float]:
-        """Return further metrics of the ending epoch."""
+        """Return additional metrics of the ending epoch."""
         return {}
 
     def setup(self, stage: str) -> None:
-        """Let the rows that Lightning writes have the DataModule's count of frames as their step."""
+        """Use the DataModule's frame count as the step of the rows that Lightning logs."""
         count_rows_by_clock(self.trainer)
 
     def teardown(self, stage: str) -> None:
-        """Leave the rows to Lightning again."""
+        """Use Lightning's own step again for the rows that it logs."""
         count_rows_by_lightning(self.trainer)
 
     def on_validation_start(self) -> None:
-        """Let callbacks that look at the end of this evaluation monitor the means of the epoch so far."""
+        """Publish the means of the epoch so far, so that callbacks can monitor them at the end of this evaluation."""
         if self.trainer.state.fn == TrainerFn.FITTING and (means := self.metric_sums.means()):
             publish(self.trainer, self._named({**means, **self.report()}))
 
     def on_train_epoch_end(self) -> None:
-        """Write the epoch's means to the loggers, over the frames collected so far, and let callbacks monitor them.
+        """Log the epoch's means over the frames collected so far, and publish them for callbacks.
 
-        Not by ``self.log``, which costs about 0.4 ms for each key: a tenth of the learning time of a small agent.
+        ``self.log`` would take about 0.4 ms for each key, a tenth of the learning time of a small agent.
         """
         metrics = self._named({**self.metric_sums.flush(), **self.report()})
         self.epoch_metrics = metrics
@@ -170,7 +170,7 @@ class ReportingModule(L.LightningModule):
         return {f"{TRAINING}{name}": value for name, value in metrics.items()}
 
     def validation_step(self, batch: TensorDictBase, batch_idx: int) -> None:
-        """Log the returns and lengths ``[E]`` of finished evaluation episodes, and how many succeeded, if they say."""
+        """Log returns and lengths ``[E]`` of finished evaluation episodes, and the success rate if it is reported."""
         returns, lengths = batch.get("episode_return").float(), batch.get("episode_length").float()
         metrics: dict[str, Any] = {
             "eval/return": returns.mean(),

@@ -1,4 +1,4 @@
-"""Random network distillation: prediction error of a fixed random network as a reward for novelty."""
+"""Random network distillation: the prediction error for a fixed random network as an intrinsic reward."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from torchrl_lightning.settings import Count, Settings, Share, derived, otherwis
 class RandomNetworkDistillation(Settings, nn.Module):
     r"""Random network distillation (Burda et al., 2019).
 
-    A predictor learns the output of a fixed, randomly initialised target network; its error on the next observation is
+    A predictor learns the output of a fixed, randomly initialised target network. Its error on the next observation is
     the intrinsic reward:
     \(r^{int} = \frac{1}{d}\lVert f(\tilde o') - \hat f(\tilde o') \rVert^2\).
     Observations are whitened by running moments over all observations so far:
@@ -64,7 +64,7 @@ class RandomNetworkDistillation(Settings, nn.Module):
         self._target_mode = EvaluationMode()
 
     def build(self, specs: Any) -> RandomNetworkDistillation:
-        """Build both networks and the running moments for an environment's specs, once; return the module."""
+        """Build both networks and the running moments for an environment's specs and return the module; only once."""
         if self.target is None:
             pairs = zip(*observation_entries(specs), strict=True)
             filled = [(key, entry) for key, entry in pairs if entry.shape.numel()]
@@ -77,7 +77,7 @@ class RandomNetworkDistillation(Settings, nn.Module):
             self.whitened = [not isinstance(entry, Categorical) and entry.dtype is not torch.bool for entry in entries]
             self.target, self.predictor = self._embedding(entries), self._embedding(entries)
             self.target.requires_grad_(False)
-            # The target is fixed: dropout in it would be noise in the predictor's labels.
+            # The target is fixed: dropout would add noise to the predictor's labels.
             self._target_mode = EvaluationMode(self.target)
             self.register_buffer("count", torch.zeros((), dtype=torch.float64))
             for i, entry in enumerate(entries):
@@ -136,7 +136,7 @@ class RandomNetworkDistillation(Settings, nn.Module):
     def annotate(self, rollout: TensorDictBase) -> None:
         """Update the moments with a rollout ``[T, N]`` and add its raw ``("next", "intrinsic_reward")`` ``[T, N, 1]``.
 
-        The rollout may be on another device than the networks; it stays there.
+        The rollout and the networks may be on different devices; the rollout is not moved.
         """
         entries = self._next_observations(rollout)
         home, there = entries[0].device, self.count.device
@@ -153,7 +153,7 @@ class RandomNetworkDistillation(Settings, nn.Module):
         return (self._built(self.predictor)(*whitened) - target).square().mean(-1)
 
     def loss(self, batch: TensorDictBase) -> Tensor:
-        """Return the predictor's mean squared error on a mini-batch, or on a random part of it."""
+        """Return the predictor's mean squared error on a mini-batch, or on a random fraction of it."""
         error = self._error(self._next_observations(batch)).reshape(-1)
         if self.update_fraction < 1.0:
             kept = (torch.rand_like(error) < self.update_fraction).to(error.dtype)

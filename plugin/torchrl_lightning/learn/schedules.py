@@ -12,7 +12,7 @@ Schedule = Callable[[float], float]
 
 @dataclass(frozen=True)
 class ConstantSchedule:
-    """The factor 1 throughout.
+    """The constant factor 1.
 
     Examples:
         >>> ConstantSchedule()(0.5)
@@ -26,7 +26,7 @@ class ConstantSchedule:
 
 @dataclass(frozen=True)
 class LinearSchedule:
-    """From 1 down to ``final`` in a straight line.
+    """Decrease linearly from 1 to ``final``.
 
     Examples:
         >>> LinearSchedule(final=0.5)(0.5)
@@ -42,7 +42,7 @@ class LinearSchedule:
 
 @dataclass(frozen=True)
 class CosineSchedule:
-    """From 1 down to ``final`` along half a cosine (Loshchilov and Hutter, 2017).
+    """Decrease from 1 to ``final`` along half a cosine (Loshchilov and Hutter, 2017).
 
     Examples:
         >>> round(CosineSchedule()(0.5), 3)
@@ -60,7 +60,7 @@ _NAMED: dict[str, Schedule] = {"constant": ConstantSchedule(), "linear": LinearS
 
 
 def as_schedule(schedule: str | Schedule | None) -> Schedule:
-    """Return a schedule by name, or the given function itself; None is constant."""
+    """Return the schedule with this name, or the given function itself; None is constant."""
     if schedule is None:
         return ConstantSchedule()
     if not isinstance(schedule, str):
@@ -73,10 +73,10 @@ def as_schedule(schedule: str | Schedule | None) -> Schedule:
 
 
 def progress_of(trainer: Any) -> float | None:
-    """Return the share of a run that is done; ``None`` where nothing says when it ends.
+    """Return the completed fraction of a run; None if its end is unknown.
 
-    It is the share of the DataModule's ``total_frames``; where there are none, of the trainer's ``max_epochs`` or
-    ``max_steps``, whichever is reached first.
+    It is the fraction of the DataModule's ``total_frames``, if set. Otherwise it is the fraction of the trainer's
+    ``max_epochs`` or ``max_steps``, whichever is reached first.
     """
     data = getattr(trainer, "datamodule", None)
     total = getattr(data, "total_frames", None) or -1

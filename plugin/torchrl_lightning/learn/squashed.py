@@ -1,4 +1,4 @@
-"""Actors within finite bounds: a state-dependent Normal behind a tanh (SAC), and a deterministic one (TD3)."""
+"""Actors for bounded actions: a state-dependent Normal with tanh (SAC), and a deterministic actor (TD3)."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ _CONSTANT = 0.5 * math.log(2.0 * math.pi) + 2.0 * math.log(2.0)
 
 
 def action_range(spec: TensorSpec, *, allow_constants: bool = False) -> tuple[Tensor, Tensor]:
-    """Return middle and half of the range of one vector of actions, ``[A]`` each.
+    """Return the middle and half the width of an action vector's range, ``[A]`` each.
 
     Args:
         spec: The spec of an action.
-        allow_constants: Accept components with one value only, whose half is 0.
+        allow_constants: Accept components with only one value; half their width is 0.
 
     Raises:
-        TypeError: The actions are not such a vector, or have no bounds.
-        ValueError: A component has one value only.
+        TypeError: The actions are not a floating-point vector with finite bounds.
+        ValueError: A component has only one value.
     """
     if isinstance(spec, Bounded) and spec.dtype.is_floating_point and len(spec.shape) == 1:
         low, high = bounds_of(spec)
@@ -62,7 +62,7 @@ def action_range(spec: TensorSpec, *, allow_constants: bool = False) -> tuple[Te
 
 
 def furthest(dtype: torch.dtype) -> float:
-    """Return the greatest number behind a tanh, as TorchRL's: the action stays invertible."""
+    """Return the largest tanh output, as in TorchRL: below 1, so that the action stays invertible."""
     return 1.0 - torch.finfo(dtype).resolution
 
 
@@ -77,15 +77,15 @@ class _MeanAndLogStd(nn.Module):
 
 
 class SquashedHead(ActionHead, Ranged):
-    r"""The Normal of mean and deviation \(\mu(s), \sigma(s)\) behind a tanh, \(a = c + h \tanh u\).
+    r"""A Normal with mean \(\mu(s)\) and standard deviation \(\sigma(s)\), squashed by \(a = c + h \tanh u\).
 
     \(\log\pi(a|s) = \log\mathcal N(u) - \sum_i \log(h_i (1 - \tanh^2 u_i))\) (Haarnoja et al., 2018, appendix C).
-    Samples and log-probabilities are those of TorchRL's ``TanhNormal``, without its objects.
+    Samples and log-probabilities equal those of TorchRL's ``TanhNormal``, without its distribution objects.
     """
 
     log_range: Tensor
     limits = (*LOG_STD_RANGE, furthest(torch.float32))
-    """The bounds of the logarithm of a deviation, and the greatest number behind the tanh in float32."""
+    """Bounds of the log standard deviation, and the largest tanh output in float32."""
 
     def __init__(self, features: int, spec: TensorSpec, hidden: nn.Module | None = None) -> None:
         center, half_range = action_range(spec)
@@ -114,8 +114,8 @@ class SquashedHead(ActionHead, Ranged):
     def sample(self, parameters: Parameters, deterministic: bool) -> tuple[Tensor, Tensor]:
         """Return actions ``[*B, A]`` and log-probabilities ``[*B]``.
 
-        These are computed from the actions, as a learner does with stored ones, and not from the exact samples before
-        the tanh.
+        The log-probabilities are computed from the actions, as for stored actions, and not from the samples before the
+        tanh.
         """
         if deterministic:
             return super().sample(parameters, deterministic)
@@ -130,7 +130,7 @@ class SquashedHead(ActionHead, Ranged):
 
 
 class DeterministicHead(Ranged):
-    """One linear layer and a tanh, scaled to the action range; ``hidden`` are layers in front."""
+    """One linear layer and a tanh, scaled to the action range; ``hidden`` layers come before the linear layer."""
 
     def __init__(self, features: int, spec: TensorSpec, hidden: nn.Module | None = None) -> None:
         super().__init__()
@@ -148,7 +148,7 @@ class DeterministicHead(Ranged):
 
 
 class DeterministicActor(TensorDictSequential):
-    """A trunk and a deterministic head; writes ``action``."""
+    """A trunk and a deterministic head; it writes ``action``."""
 
     def __init__(self, trunk: TensorDictModuleBase, head: DeterministicHead) -> None:
         super().__init__(trunk, TensorDictModule(head, in_keys=[FEATURES], out_keys=["action"]))
@@ -156,9 +156,9 @@ class DeterministicActor(TensorDictSequential):
 
 
 def build_squashed_actor(specs: Any, network: Network | None = None) -> Actor:
-    """Build the actor of SAC: mean and deviation both depend on the observation.
+    """Build the actor of SAC; mean and standard deviation depend on the observation.
 
-    Arguments as of :func:`build_actor`; the network has two layers of 256 rectified units by default.
+    Arguments as in :func:`build_actor`; the default network has two layers of 256 rectified units.
 
     Raises:
         TypeError: The actions are not bounded floating-point vectors.
@@ -174,7 +174,7 @@ def build_squashed_actor(specs: Any, network: Network | None = None) -> Actor:
 
 
 def build_deterministic_actor(specs: Any, network: Network | None = None) -> DeterministicActor:
-    """Build the actor of TD3; arguments and errors as of ``build_squashed_actor``.
+    """Build the actor of TD3; arguments and errors as in ``build_squashed_actor``.
 
     Examples:
         >>> from torchrl_lightning import environment_specs, make_vector_env

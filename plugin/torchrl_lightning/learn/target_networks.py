@@ -1,4 +1,4 @@
-"""Target networks: copies that follow the networks which learn."""
+"""Target networks: slowly updated copies of trained networks."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from torchrl_lightning.learn.analytic import SoftUpdate
 
 
 class TargetNetworks(nn.Module):
-    r"""Copies of networks that follow them, \(\bar\theta \leftarrow \bar\theta + \tau (\theta - \bar\theta)\).
+    r"""Copies of networks with soft updates, \(\bar\theta \leftarrow \bar\theta + \tau (\theta - \bar\theta)\).
 
-    They lie here under the networks' names and have no gradient; the networks themselves are not registered here.
-    Compute with them inside ``with targets.evaluation``: Lightning warns of modules that are always in evaluation mode.
+    The copies have the networks' names and no gradient. The networks themselves are not registered here. Run the copies
+    inside ``with targets.evaluation``: Lightning warns about modules that are always in evaluation mode.
     """
 
     def __init__(self, networks: Mapping[str, nn.Module]) -> None:
@@ -41,9 +41,9 @@ class TargetNetworks(nn.Module):
 
     @torch.no_grad()
     def follow(self, tau: float) -> None:
-        """Move parameters towards those of the networks by a fraction ``tau``; with 1 they become equal.
+        """Move the copies' parameters towards the networks by a fraction ``tau``; 1 makes them equal.
 
-        What else a state dict of the networks holds, such as running means, is copied.
+        Persistent buffers of the networks, such as running means, are copied.
         """
         self._soft_update(tau)
         for ours, theirs, name in self._buffer_pairs:

@@ -1,4 +1,4 @@
-"""Ends of episodes in world models: a check against stored ends, and the rules of Gymnasium's MuJoCo bodies."""
+"""Terminations in world models: a check against stored terminations, and the rules of Gymnasium's MuJoCo bodies."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _logger = logging.getLogger(__name__)
 
 @dataclass
 class TerminationCheck:
-    """Compare a world model's termination function with stored transitions, and say once where they disagree."""
+    """Compare a world model's termination function with stored transitions, and warn once if they disagree."""
 
     is_said: bool = False
 
     @torch.no_grad()
     def __call__(self, model: WorldModel, *parts: TensorDictBase) -> None:
-        """Compare transitions ``[N]`` in parts; those that no model may learn from are left out."""
+        """Compare transitions ``[N]`` in parts, without the rows that are unusable for the model."""
         targets, known = model.targets, model.terminated
         if self.is_said or any(entry_of(part, targets.terminated_key) is None for part in parts):
             return
@@ -65,12 +65,12 @@ class TerminationCheck:
 
 
 class _Health(NamedTuple):
-    """Bounds of the first numbers of an observation, and of all behind them."""
+    """Bounds of the first elements of an observation, and of all other elements."""
 
     bounds: tuple[tuple[float, float], ...]
     others: tuple[float, float] = (-math.inf, math.inf)
-    inclusive: bool = False  # on the bound a body is healthy
-    finite: bool = False  # and every number of it finite
+    inclusive: bool = False  # a body on its bound is healthy
+    finite: bool = False  # all elements must be finite
 
 
 _BODIES = {
@@ -83,16 +83,16 @@ _BODIES = {
 
 
 class UnhealthyBody(Nameable):
-    """Terminate where a body of Gymnasium's MuJoCo environments has fallen, by the rules of its environment's defaults.
+    """Terminate when a body of Gymnasium's MuJoCo environments has fallen, by its environment's default rules.
 
-    The observations are those that the environment shows by default: without the position along the ground, the height
-    first. The hopper's rule for its velocities cannot be seen, as the environment clips what it shows of them.
+    It expects the default observations of the environment: height first, without the position along the ground. The
+    hopper's rule for velocities cannot be checked, because the environment clips the observed velocities.
 
     Args:
         body: ``hopper``, ``walker2d``, ``ant``, ``humanoid`` or ``inverted_pendulum``, in versions 4 and 5.
 
     Raises:
-        ValueError: It is another body.
+        ValueError: The body is unknown.
 
     Source:
         ``is_healthy`` of https://github.com/Farama-Foundation/Gymnasium/tree/main/gymnasium/envs/mujoco

@@ -1,4 +1,4 @@
-"""The entries of a batch that an off-policy loss reads, as plain tensors."""
+"""The tensors that an off-policy loss reads from a batch."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ Entries = list[Tensor]
 
 @dataclass(slots=True)
 class Transitions:
-    """The tensors of a batch of transitions ``[*B]``; flags and rewards without their trailing dimension."""
+    """The tensors of a batch of transitions ``[*B]``; flags and rewards lack their trailing dimension."""
 
     now: Entries  # observation entries [*B, *F]
-    after: Entries  # those of the true successor, as the online networks see them
-    after_target: Entries  # the same, as the target networks see them
+    after: Entries  # entries of the true successor, input of the online networks
+    after_target: Entries  # the same entries, input of the target networks
     action: Tensor  # [*B, *A]
     reward: Tensor  # summed over the steps between now and after
     terminated: Tensor  # whether after is terminal, so that its value is 0
-    done: Tensor | None  # whether the episode ends there for any reason
-    discount: float | Tensor  # factor of the value of after; a tensor where the number of steps differs
+    done: Tensor | None  # whether the episode ends at after, for any reason
+    discount: float | Tensor  # factor of the value of after; a tensor if the number of steps varies
     weight: Tensor | None = None  # importance weights, if the batch has any
     mask: Tensor | None = None  # valid steps; all if None
     # For recurrent networks:
-    is_init: Tensor | None = None  # whether an episode begins at now
+    is_init: Tensor | None = None  # whether an episode starts at now
     states: Entries | None = None  # recurrent states before now
     steps: Tensor | None = None  # number of steps from now to after; one if None
-    allowed: Tensor | None = None  # which actions are, after [*B, A]; all if None
-    source: Tensor | None = None  # the number of the buffer that a row is from, of several; 0 for the one of its own
+    allowed: Tensor | None = None  # actions allowed after the step [*B, A]; all if None
+    source: Tensor | None = None  # number of the row's source buffer, 0 for the agent's own; None for one buffer
 
     @property
     def fixed(self) -> Entries:
@@ -54,18 +54,18 @@ class Transitions:
         return torch.where(self.terminated, self.reward, going_on)
 
     def td_loss(self, values: Tensor, target: Tensor, distance: str) -> tuple[Tensor, Tensor]:
-        """Return the mean of the TD loss over the valid steps, and the absolute errors ``[*B]``."""
+        """Return the mean TD loss over the valid steps, and the absolute errors ``[*B]``."""
         if self.mask is None and self.weight is None:
             return td_loss(values, target, distance, reduction="mean")
         loss, error = td_loss(values, target, distance, self.mask)
         return self.mean(loss), error
 
     def mean(self, loss: Tensor) -> Tensor:
-        r"""Return the mean over the valid steps, \(\sum_i w_i l_i / \sum_i w_i\), as TorchRL reduces a loss."""
+        r"""Return the mean over the valid steps, \(\sum_i w_i l_i / \sum_i w_i\), the same reduction as TorchRL's."""
         if self.mask is None and self.weight is None:
             return loss.mean()
         if self.mask is not None:
-            # Select, do not multiply: masked steps may hold NaN, and nan * 0 is nan.
+            # Select instead of multiplying: masked steps may be NaN, and nan * 0 is nan.
             loss = torch.where(self.mask, loss, 0.0)
         weight = loss.new_ones(()).expand_as(loss) if self.weight is None else self.weight
         if self.mask is not None:
@@ -83,12 +83,12 @@ def read_transitions(
 ) -> Transitions:
     """Read the entries that a loss needs from transitions ``[B]`` or sequences ``[B, T]``.
 
-    The discount is the batch's own ``gamma`` if it has one, else ``gamma`` to the power of its ``steps_to_next_obs``
-    (both are written by TorchRL's ``MultiStepTransform``), else ``gamma``. ``mask`` marks the valid steps,
-    ``priority_weight`` weights them;
-    if ``masked``, the successors' ``action_mask`` says what is allowed there. What is missing is named by a KeyError.
+    The discount is the batch's ``gamma`` entry if present, else the argument ``gamma`` to the power of the batch's
+    ``steps_to_next_obs``, else ``gamma``. TorchRL's ``MultiStepTransform`` writes both entries. ``mask`` marks valid
+    steps and ``priority_weight`` weights them. If ``masked``, the successors' ``action_mask`` marks allowed actions. A
+    KeyError names a missing entry.
     """
-    # Looked at as plain dicts: a TensorDict's `get` costs two microseconds, and there are a dozen entries.
+    # Read as plain dicts: a TensorDict's `get` takes two microseconds, and a batch has a dozen entries.
     entries = level_of(batch)
     if "next" not in entries:
         raise missing(batch, "next", "off-policy losses learn from transitions")
@@ -133,7 +133,7 @@ def read_transitions(
 
 
 def _entries(level: Mapping[str, Any], keys: Sequence[NestedKey], batch: TensorDictBase) -> Entries:
-    """Return these entries of a batch, looked up from one of its levels."""
+    """Return these entries of a batch, starting from one of its levels."""
     entries = []
     for key in keys:
         found: Any = level
@@ -146,5 +146,5 @@ def _entries(level: Mapping[str, Any], keys: Sequence[NestedKey], batch: TensorD
 
 
 def missing(batch: TensorDictBase, key: NestedKey, hint: str) -> KeyError:
-    """Return the error of an entry that a batch lacks: what it has instead, and how to mend it."""
+    """Return a KeyError for a missing entry of a batch, with the existing entries and a remedy."""
     return KeyError(f"the batch has no {key!r}, only {sorted(map(str, batch.keys(True, True)))}; {hint}")

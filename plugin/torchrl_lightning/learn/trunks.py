@@ -1,4 +1,4 @@
-"""Trunks: TensorDict modules from observations to the features that heads read."""
+"""Trunks: TensorDict modules that map observations to features for heads."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def feature_count(encoder: nn.Module) -> int:
 
 
 class Trunk(TensorDictModuleBase):
-    """An encoder, which has an integer attribute ``features``, over observation entries as a TensorDict module."""
+    """An encoder of observation entries as a TensorDict module; the encoder has an integer attribute ``features``."""
 
     recurrent = False
     state_keys: Sequence[NestedKey] = ()
@@ -42,11 +42,11 @@ class Trunk(TensorDictModuleBase):
         self.out_keys: list[NestedKey] = [FEATURES]
 
     def step(self, tensordict: TensorDictBase) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return the features ``[*B, H]`` and the next recurrent states, if there are any, writing nothing."""
+        """Return the features ``[*B, H]`` and the next recurrent states, if any, without writing them."""
         return self.encoder(*[tensordict.get(key) for key in self.in_keys]), ()
 
     def read(self, tensordict: TensorDictBase) -> Tensor:
-        """Return the features ``[*B, H]``, writing nothing."""
+        """Return the features ``[*B, H]`` without writing them."""
         return self.step(tensordict)[0]
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
@@ -61,11 +61,11 @@ class Trunk(TensorDictModuleBase):
 class RecurrentTrunk(Trunk):
     r"""An encoder followed by TorchRL's ``GRUModule`` or ``LSTMModule``.
 
-    Single steps (the default) take each row's own state, zeroed where ``is_init``:
+    Single steps (the default) take each row's own state, zeroed if ``is_init``:
     \(h_{t+1}, y_t = \mathrm{cell}(x_t, (1 - \mathrm{init}_t) h_t)\).
-    Sequences ``[B, T]`` (inside ``torchrl.modules.set_recurrent_mode``) take the first state of each row and run on,
-    starting from zero wherever ``is_init`` says that an episode begins. The state of a GRU is a tensor ``[*B, L, H]``,
-    that of an LSTM a nested TensorDict of ``h`` and ``c``.
+    Sequences ``[B, T]`` (inside ``torchrl.modules.set_recurrent_mode``) start from the first state of each row, and
+    from zero at each step with ``is_init``. The state of a GRU is a tensor ``[*B, L, H]``. The state of an LSTM is a
+    nested TensorDict with ``h`` and ``c``.
     """
 
     recurrent = True
@@ -109,7 +109,7 @@ class RecurrentTrunk(Trunk):
         return states
 
     def step(self, tensordict: TensorDictBase) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return features ``[*B, H]`` and the next states, writing nothing."""
+        """Return features ``[*B, H]`` and the next states without writing them."""
         encoded = self.encoder(*[tensordict.get(key) for key in self.observation_keys])
         is_init = tensordict.get("is_init")
         states = self._states(tensordict, is_init)
@@ -132,20 +132,20 @@ class RecurrentTrunk(Trunk):
 
     @staticmethod
     def _hidden(states: Sequence[Tensor]) -> Any:
-        """Return states ``[B, L, H]`` as torch's cells want them, ``[L, B, H]``."""
+        """Return states ``[B, L, H]`` in the layout of torch's cells, ``[L, B, H]``."""
         turned = tuple(state.transpose(0, 1).contiguous() for state in states)
         return turned[0] if len(turned) == 1 else turned
 
     def run(self, entries: Sequence[Tensor], is_init: Tensor, states: Sequence[Tensor]) -> Tensor:
-        """Return the features ``[B, T, H]`` of sequences; an episode begins from zero where ``is_init`` says so.
+        """Return the features ``[B, T, H]`` of sequences; the state is zero at each step with ``is_init``.
 
-        Entries are ``[B, T, *F]`` each, ``is_init`` is ``[B, T]``, states before the first steps ``[B, L, H]`` each.
+        Each entry is ``[B, T, *F]``, ``is_init`` is ``[B, T]``, and each state before the first steps is ``[B, L, H]``.
         """
         encoded, (rows, length) = self.encoder(*entries), is_init.shape
         states = [state.masked_fill(is_init[:, 0].reshape(-1, 1, 1), 0.0) for state in states]
         if not bool(is_init[:, 1:].any()):
             return self._cells(encoded, self._hidden(states))[0]
-        # Each episode is a row of its own, padded behind.
+        # Each episode becomes a row of its own, padded at the end.
         starts = is_init.clone()
         starts[:, 0] = True
         starts = starts.flatten()
@@ -165,8 +165,8 @@ class RecurrentTrunk(Trunk):
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Return the states ``[B, T, L, H]`` before and after each step of sequences, without a gradient.
 
-        They are computed step by step, because torch's cells return the state after the last step only. Arguments as
-        of ``run``.
+        The states are computed step by step, because torch's cells return only the state after the last step. Arguments
+        as in ``run``.
         """
         encoded, fresh = self.encoder(*entries), is_init.reshape(*is_init.shape, 1, 1)
         before: list[Sequence[Tensor]] = []

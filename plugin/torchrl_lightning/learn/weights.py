@@ -1,4 +1,4 @@
-"""Weights from a file, compared with the networks that they are for before these take any memory."""
+"""Check weights from a file against their networks before the networks take any memory."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from torch import Tensor, nn
 from torchrl_lightning._compat import TorchDispatchMode, tree_leaves, tree_map
 from torchrl_lightning.limits import BUILT_LEAST, BUILT_PER_BYTE, OPERATIONS_LEAST, OPERATIONS_PER_WEIGHT
 
-# Where agents keep the network that acts: our own, and those over TorchRL's losses.
+# State dict prefixes of the acting network: in our agents, and in agents with TorchRL losses.
 _ACTOR = "actor_network."
 _ACTORS = (_ACTOR, "loss.actor_network_params.")
-_TARGETS = "targets"  # what follows the networks of an agent
+_TARGETS = "targets"  # attribute with an agent's target networks
 
 
 def check_weights(make: Callable[[], nn.Module], stored: Mapping[str, Any], *, own: bool = False) -> None:
-    """Refuse weights that networks do not have, lack, or have in other sizes, and those that are no numbers.
+    """Validate stored weights; raise a ValueError if names or sizes differ from the networks', or if one is not finite.
 
     Args:
-        make: Builds the networks. They are built without memory, so that a file cannot ask for more than it brings.
-        stored: What holds the weights as ``state_dict``.
-        own: Whether they may be built in memory where they cannot be without: those of a class of the user's.
+        make: Builds the networks. They are built without memory, so that a file cannot demand more than its own size.
+        stored: Mapping with the weights as ``state_dict``.
+        own: Whether to build the networks in memory if they cannot be built without it, such as those of user classes.
 
     Raises:
         ValueError: The weights do not fit; the message names the first that differs.
@@ -37,14 +37,14 @@ def check_weights(make: Callable[[], nn.Module], stored: Mapping[str, Any], *, o
 def beginning_weights(
     make: Callable[[], nn.Module], stored: Mapping[str, Any], *, own: bool = False
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return with which weights networks begin, and the names of those parts that begin anew.
+    """Return the initial weights of networks, and the names of parts that keep their random initial weights.
 
-    All weights are those of the same learner. Of another learner it is the actor alone, under its name here, if there
-    is one on both sides and nothing else has to follow it, as target networks do.
+    For the same learner these are all weights. For another learner they are only the actor's weights, renamed for these
+    networks. This needs an actor on both sides and networks without target networks or a TorchRL loss.
 
     Args:
         make: See :func:`check_weights`.
-        stored: What holds the weights.
+        stored: Mapping with the weights as ``state_dict``.
         own: See :func:`check_weights`.
 
     Raises:
@@ -59,7 +59,7 @@ def beginning_weights(
         _check_same(weights, here, "the networks differ")
         check_finite(networks, weights)
         return dict(weights), []
-    derived = {name for name, _ in networks.named_buffers()}  # of the environment, which TorchRL's losses keep
+    derived = {name for name, _ in networks.named_buffers()}  # of the environment; TorchRL's losses save them
     actor = {_ACTOR + name.removeprefix(root): each for name, each in weights.items() if name.startswith(root)}
     actor = {name: each for name, each in actor.items() if name in here or name not in derived}
     _check_same(actor, {name: each for name, each in here.items() if name.startswith(_ACTOR)}, "the actors differ")
@@ -88,7 +88,7 @@ def _built(make: Callable[[], nn.Module], own: bool, weights: Mapping[str, Any])
                 raise ValueError(f"the networks differ: {error.__cause__}") from error
             reason = error
         try:
-            if own:  # such as a network of the user's that reads values while it is built
+            if own:  # a user's network may read values while it is built
                 return make()
         except RuntimeError as error:
             reason = error
@@ -99,10 +99,10 @@ class TooManyTensorsError(ValueError):
     """Modules make more or larger tensors than their stored weights explain."""
 
 
-class bounded_tensors(TorchDispatchMode):  # a context, like torch.no_grad
-    """Raise :class:`TooManyTensorsError` before tensors are made that stored weights do not explain.
+class bounded_tensors(TorchDispatchMode):  # used as a context, like torch.no_grad
+    """Raise :class:`TooManyTensorsError` before modules make tensors that stored weights do not explain.
 
-    Initialisation makes a few temporary tensors for each weight, and targets are further copies.
+    Initialisation makes a few temporary tensors for each weight, and target networks are further copies.
 
     Args:
         weights: The stored weights.
@@ -110,7 +110,7 @@ class bounded_tensors(TorchDispatchMode):  # a context, like torch.no_grad
 
     def __init__(self, weights: Any) -> None:
         super().__init__()
-        # A file may hold anything in the place of its weights; that is refused where they are compared.
+        # A file may have any value instead of weights; the later comparison rejects it.
         values = weights.values() if isinstance(weights, Mapping) else ()
         tensors = [each for each in values if isinstance(each, Tensor)]
         self.stored = sum(each.nbytes for each in tensors)
@@ -119,14 +119,14 @@ class bounded_tensors(TorchDispatchMode):  # a context, like torch.no_grad
         self.operations_left = OPERATIONS_PER_WEIGHT * len(tensors) + OPERATIONS_LEAST
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Count an operation, and the bytes of new tensors by a run on the meta device."""
+        """Count an operation, and the bytes of its new tensors by a run on the meta device."""
         kwargs = kwargs or {}
         self.operations_left -= 1
         if self.operations_left < 0:
             raise TooManyTensorsError("the config builds many more parts than the checkpoint has weights")
         schema = func._schema
         if schema.is_mutable or any(each.alias_info is not None for each in schema.returns):
-            return func(*args, **kwargs)  # nothing new is allocated
+            return func(*args, **kwargs)  # allocates nothing
         is_factory = any(each.name == "device" for each in schema.arguments)
         shapes = _on_meta(func, args, {**kwargs, "device": torch.device("meta")} if is_factory else kwargs)
         largest = max(shapes, key=lambda each: each.nbytes, default=None)
@@ -146,7 +146,7 @@ class bounded_tensors(TorchDispatchMode):  # a context, like torch.no_grad
 
 
 def _on_meta(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """Return the results of an operation without memory; none if it depends on values."""
+    """Return the results of an operation on the meta device; an empty list if it depends on values."""
 
     def without_memory(value: Any) -> Any:
         return value.to("meta") if isinstance(value, Tensor) else value
@@ -174,7 +174,7 @@ def _check_same(weights: Mapping[str, Any], networks: Mapping[str, Any], what: s
 
 
 def check_finite(networks: nn.Module, weights: Mapping[str, Any]) -> None:
-    """Refuse weights for learnt parameters that are infinite or no numbers, by a ValueError that names the first."""
+    """Raise a ValueError that names the first learnt parameter with infinite or NaN weights."""
     for name, _ in networks.named_parameters():
         weight = weights.get(name)
         if isinstance(weight, Tensor) and not torch.isfinite(weight).all():

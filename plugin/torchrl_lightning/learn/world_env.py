@@ -1,4 +1,4 @@
-"""A world model as a TorchRL environment, for TorchRL's rollouts, planners and transforms."""
+"""A world model as a TorchRL environment for rollouts, planners and transforms."""
 
 from __future__ import annotations
 
@@ -22,15 +22,14 @@ from torchrl_lightning.parts import ConstructorSignature
 class WorldModelEnvironment(ModelBasedEnvBase):
     """Step a :class:`WorldModel` as an environment of any batch size.
 
-    Observations are entries of the real environment's names and shapes, without its bounds; all are float64 if one of
-    the environment's is float64 or an integer, else float32. An episode ends where the world model says that it
-    terminates. With ``propagation="trajectory"`` the entry ``member`` says which elite a row belongs to; it is dealt at
-    ``reset``, or at the first step of rows that lack it. ``reset`` keeps the observations that it is given, and draws
-    them from their spec where there are none.
+    Observations have the real environment's keys and shapes, without its bounds. All are float64 if one of the
+    environment's is float64 or an integer, else float32. An episode ends when the world model predicts a termination.
+    With ``propagation="trajectory"`` the entry ``member`` is the elite of a row. ``reset`` assigns it, or else the
+    first step does. ``reset`` keeps given observations; without them it samples observations from their spec.
 
     Args:
         world_model: The world model.
-        device: Where it computes.
+        device: Device of the environment.
 
     Examples:
         >>> from torchrl_lightning import DynamicsTargets, GaussianEnsemble, environment_specs, make_vector_env
@@ -46,12 +45,12 @@ class WorldModelEnvironment(ModelBasedEnvBase):
     targets: DynamicsTargets
 
     def __new__(cls, world_model: WorldModel, device: torch.device | str = "cpu") -> Self:
-        """Take what the constructor takes; TorchRL's hides it from readers and configs."""
+        """Define the constructor's signature, because TorchRL's is hidden from readers and configs."""
         return super().__new__(world_model, device=device)
 
     def __init__(self, world_model: WorldModel, device: torch.device | str = "cpu") -> None:
         super().__init__(world_model, device=device)
-        # Not registered: the state of the transform is its owner's.
+        # Not registered, because the owner of the transform saves its state.
         targets = world_model.targets
         hold(self, targets=targets)
         entries = targets.split(torch.zeros(world_model.observations, dtype=targets.column_dtype)).items()
@@ -78,7 +77,7 @@ class WorldModelEnvironment(ModelBasedEnvBase):
         action = targets.action(tensordict.get("action"), shape).reshape(shape.numel(), -1)
         member = None
         if self._keeps_member:
-            if MEMBER not in tensordict:  # a state that does not change: TorchRL takes it along from here
+            if MEMBER not in tensordict:  # TorchRL copies this constant state to later steps
                 tensordict.set(MEMBER, self._deal(shape))
             member = tensordict.get(MEMBER).flatten()
         with torch.no_grad():

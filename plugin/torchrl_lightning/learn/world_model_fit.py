@@ -1,4 +1,4 @@
-"""How a world model is built of an ensemble, and fitted to stored transitions in one go."""
+"""Build a world model from an ensemble, and fit it to stored transitions in one call."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from torchrl_lightning.trust import Nameable
 
 
 class WorldModelFit(WorldModelSettings, Nameable):
-    """Build a world model, and fit it to transitions until rows that it has not seen say that it is enough.
+    """Build a world model, and fit it to transitions until its errors on validation rows stop improving.
 
-    What :class:`~torchrl_lightning.DynamicsEnsemble` learns epoch by epoch of Lightning's is learnt here between two
-    updates of an agent, by the same loss: each member on rows of its own, drawn with replacement, in another order each
-    epoch. A fit goes on from what the last one kept, with a new optimizer.
+    The loss is that of :class:`~torchrl_lightning.DynamicsEnsemble`, which learns over epochs of Lightning. This class
+    fits between two updates of an agent. Each member learns from its own rows, drawn with replacement, in a new order
+    each epoch. A fit starts from the members that the last fit kept, with a new optimizer.
 
     Args:
         hidden_sizes: Width of each hidden layer.
-        num_members: Members of the ensemble.
-        num_elites: How many of the best members the world model consists of.
+        num_members: Number of members of the ensemble.
+        num_elites: Number of best members in the world model.
         batch_size: Rows of each member in a batch.
-        max_epochs: Most epochs of a fit.
-        learn_terminated: Whether the ensemble learns where episodes terminate, instead of a function ``terminated``.
-        activation: As in :class:`WorldModelSettings`, like everything that is not named here.
+        max_epochs: Maximum number of epochs of a fit.
+        learn_terminated: Whether the ensemble learns terminations instead of using a function ``terminated``.
+        activation: As in :class:`WorldModelSettings`, like all arguments that are not listed here.
 
     Raises:
-        ValueError: A number is out of range, there are fewer members than elites, terminations are both given and to be
-            learnt, or a setting has no effect with the others; when it is built: ``terminated`` fails.
+        ValueError: A number is out of range, ``num_elites`` exceeds ``num_members``, both ``terminated`` and
+            ``learn_terminated`` are set, or a setting has no effect. When it is built: ``terminated`` fails.
 
     Examples:
         >>> from torchrl_lightning import environment_specs, make_vector_env
@@ -66,19 +66,19 @@ class WorldModelFit(WorldModelSettings, Nameable):
         self._check_terminations = TerminationCheck()
 
     def build(self, specs: Any) -> WorldModel:
-        """Build the world model of an environment, whose reward it learns, for its ``EnvironmentSpecs``."""
+        """Build the world model of an environment from its ``EnvironmentSpecs``; the ensemble learns the reward."""
         targets = DynamicsTargets(specs.observation, specs.action, terminated=self.learn_terminated)
         ensemble = self.new_ensemble(self.num_members, targets).requires_grad_(False)
         return self.new_world_model(ensemble, targets, self.num_elites)
 
     def fit(self, model: WorldModel, training: TensorDictBase, validation: TensorDictBase) -> tuple[Tensor, int]:
-        """Fit a world model to transitions ``[N]``, judged by others ``[V]``.
+        """Fit a world model to transitions ``[N]``, validated on other transitions ``[V]``.
 
         Returns:
-            The elites' mean squared errors on the latter, standardised, ``[E]``; and how many epochs it took.
+            The elites' mean squared validation errors ``[E]``, standardised, and the number of epochs.
 
         Raises:
-            ValueError: There are no transitions, or a number is NaN or infinite; names its column.
+            ValueError: No transitions are given, or a value is NaN or infinite; the message names its column.
             RuntimeError: The fit diverged.
         """
         device, targets = model.elites.device, model.targets.fit(training)

@@ -1,4 +1,4 @@
-"""World models: what an ensemble of dynamics networks predicts for observations and actions, many rows at once."""
+"""World models: predictions of an ensemble of dynamics networks for observations and actions, many rows at a time."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from torchrl_lightning.settings import Count, FinitePositive, Fraction, NotNegat
 from torchrl_lightning.trust import Nameable
 
 Terminated = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Maps observations, actions and next observations ``[R, D]``, as the columns of :class:`DynamicsTargets` show them, to
-whether the episode has terminated, ``[R]`` or ``[R, 1]`` bool. Observations are float64 if an entry of the
-environment's is float64 or an integer."""
+"""Maps observations, actions and next observations ``[R, D]``, in the columns of :class:`DynamicsTargets`, to
+termination flags, ``[R]`` or ``[R, 1]`` bool. Observations are float64 if an entry of the environment's is float64 or
+an integer."""
 propagations = among("step", "trajectory")
 Propagation = Annotated[str, propagations]
 
 
 class OutsideBox(Nameable):
-    """Terminate where the next observation leaves a box.
+    """Terminate when the next observation leaves a box.
 
     Args:
-        low: The least value of each number of the observation; None has no bound.
-        high: The largest values.
+        low: The smallest value of each element of the observation; None for no bound.
+        high: The largest value of each element; None for no bound.
 
     Raises:
-        ValueError: The two are of different lengths, hold no bound, or a lower bound is above the upper one; when it is
-            called: an observation has another number of columns.
+        ValueError: The lengths differ, no bound is given, or a lower bound is above the upper one. When it is called:
+            the number of columns of an observation differs.
 
     Examples:
         >>> fallen = OutsideBox([-2.4, None], [2.4, None])
@@ -67,21 +67,21 @@ class OutsideBox(Nameable):
 
 
 class WorldModelSettings(Settings):
-    """What a world model is made of, and when a fit of it is over.
+    """Settings of a world model and of its fit.
 
     Args:
         hidden_sizes: Width of each hidden layer.
         activation: Name of the activation.
-        probabilistic: Whether members predict variances; else they minimise squared errors.
-        propagation: Whether a row's member is drawn anew at each ``"step"``, or once for a ``"trajectory"``.
-        sample: Whether the world model draws from a member's Gaussian instead of taking its mean.
-        terminated: Maps observations, actions and next observations to whether an episode has terminated, such as
-            :class:`~torchrl_lightning.OutsideBox`. A warning says where it disagrees with the stored transitions. If
-            None, the ensemble learns where episodes terminate if it is served that; else none ever does.
-        learning_rate: Of Adam.
+        probabilistic: Whether members predict variances; otherwise they minimise squared errors.
+        propagation: Draw a row's member at each ``"step"``, or once for a ``"trajectory"``.
+        sample: Whether the world model samples from a member's Gaussian instead of taking its mean.
+        terminated: Maps observations, actions and next observations to termination flags, for example
+            :class:`~torchrl_lightning.OutsideBox`. A warning is logged if it disagrees with the stored transitions. If
+            None, the ensemble learns terminations if its data contain them; otherwise no row terminates.
+        learning_rate: Learning rate of Adam.
         weight_decay: Factor of the squared weights in the loss.
-        patience: Epochs without improvement after which a fit is over.
-        min_improvement: Share of a member's smallest error by which it must fall to count.
+        patience: Number of epochs without improvement that ends a fit.
+        min_improvement: Minimum relative decrease of a member's smallest error that counts as an improvement.
     """
 
     hidden_sizes: Widths = setting(default=(200, 200, 200), kw_only=False)
@@ -97,19 +97,19 @@ class WorldModelSettings(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # The default of `sample` differs between subclasses; means beside sample=False agree.
+        # The default of `sample` differs between subclasses. sample=False without variances is consistent.
         self.require_effect("sample", self.probabilistic or not self.sample, "probabilistic=True")
         self.require_effect("activation", self.hidden_sizes, "hidden_sizes")
 
     def new_ensemble(self, num_members: int, targets: DynamicsTargets) -> GaussianEnsemble:
-        """Build an ensemble of so many members for what it predicts."""
+        """Build an ensemble with this number of members for these inputs and targets."""
         sizes = num_members, len(targets.input_columns), len(targets.target_columns)
         learns = targets.has_terminated and self.terminated is None
         ends_by = len(targets.observation_columns) if learns else 0
         return GaussianEnsemble(*sizes, self.hidden_sizes, self.activation, self.probabilistic, ends_by)
 
     def new_world_model(self, ensemble: GaussianEnsemble, targets: DynamicsTargets, num_elites: int) -> WorldModel:
-        """Return an ensemble as a world model, at first of its first members."""
+        """Build a world model from an ensemble; its first members are the initial elites."""
         if self.terminated is not None:
             targets.check_function(self.terminated, "terminated")
         sample = self.sample and self.probabilistic
@@ -118,23 +118,23 @@ class WorldModelSettings(Settings):
 
 
 class WorldModel(nn.Module):
-    r"""Predict \(s' = s + f(s, a)\), reward and termination by one elite member of an ensemble for each row.
+    r"""Predict \(s' = s + f(s, a)\), reward and termination with one elite member of an ensemble for each row.
 
-    Rows are dealt out evenly among the elites at random: at each step (TS1 of Chua et al., 2018), or once for a whole
-    trajectory (TS-infinity).
+    Rows are assigned to the elites at random in equal parts: at each step (TS1 of Chua et al., 2018), or once for a
+    whole trajectory (TS-infinity).
 
     Args:
         ensemble: Maps standardised inputs to standardised targets.
-        targets: What inputs and targets it was trained on; the rewards are those of its reward function, if it has one,
-            else the last target.
-        terminated: The termination function. If None, a row terminates where its member holds that for more likely than
-            not by the predicted next observation; nothing does if the ensemble has not learnt terminations.
+        targets: Inputs and targets of its training. The reward comes from their reward function, if any, else from the
+            last target.
+        terminated: The termination function. If None, a row terminates if its member gives this a probability above one
+            half at the predicted next observation. Without learnt terminations no row terminates.
         propagation: ``"step"`` or ``"trajectory"``.
-        sample: Whether next observations and rewards are drawn from the member's Gaussian; else its mean is taken.
-        num_elites: How many members predict, the first ones before any fit; all if None.
+        sample: Whether to sample next observations and rewards from the member's Gaussian instead of taking its mean.
+        num_elites: Number of predicting members, before any fit the first ones; all if None.
 
     Raises:
-        ValueError: A setting is out of range, or has no effect on this ensemble.
+        ValueError: A setting is out of range or has no effect on this ensemble.
     """
 
     elites: Tensor
@@ -162,7 +162,7 @@ class WorldModel(nn.Module):
         self.ensemble, self.terminated, self.sample = ensemble, terminated, sample
         self.learns_terminated = ensemble.ends is not None and terminated is None
         self.observations = len(targets.observation_columns)
-        # Not registered: the state of the transform is its owner's.
+        # Not registered, because the owner of the transform saves its state.
         hold(self, targets=targets)
         self.register_buffer("elites", torch.arange(elites))
         self._layers: list[tuple[Tensor, Tensor]] = []
@@ -172,16 +172,16 @@ class WorldModel(nn.Module):
 
     @torch.no_grad()
     def keep_improved(self, ensemble: GaussianEnsemble, errors: Tensor, best: Tensor, min_improvement: float) -> bool:
-        """Take over the members of an ensemble that have improved, and choose the elites.
+        """Copy the improved members of an ensemble into this model and select the elites by their best errors.
 
         Args:
-            ensemble: What is being fitted.
-            errors: Its members' errors on held out rows, ``[M]``.
-            best: Their smallest ones so far ``[M]``, which are lowered in place.
-            min_improvement: Share of it by which a member's error must have fallen to count.
+            ensemble: The ensemble that is being fitted.
+            errors: Its members' validation errors, ``[M]``.
+            best: The members' smallest errors so far ``[M]``; improved errors are written in place.
+            min_improvement: Minimum relative decrease of a member's error that counts as an improvement.
 
         Returns:
-            Whether any has improved.
+            Whether any member has improved.
         """
         improved = errors < best * (1.0 - min_improvement)
         if not improved.any():
@@ -192,13 +192,13 @@ class WorldModel(nn.Module):
         return True
 
     def prepare(self) -> None:
-        """Take the elites' weights as they are now; the methods below do not look whether they have changed."""
+        """Copy the elites' current weights if they have changed; ``predict`` does not check this."""
         parts = [*self.ensemble.parameters(), *self.ensemble.buffers(), self.elites]
         made_of = tuple((id(part), part._version) for part in parts)
         if made_of == self._made_of:
             return
         ensemble, self._made_of = self.ensemble, made_of
-        # Plain attributes: to look a part of a module up takes as long as a small operation.
+        # Plain attributes, because looking up a submodule takes as long as a small operation.
         self._size, self._activation = len(self.elites), ensemble.activation.forward
 
         def of_elites(values: Tensor) -> Tensor:
@@ -215,11 +215,11 @@ class WorldModel(nn.Module):
         self._layers = layers_of(ensemble)
         if ensemble.probabilistic and self.sample:
             self._bounds = of_elites(ensemble.min_log_variance), of_elites(ensemble.max_log_variance)
-        elif ensemble.probabilistic:  # nobody asks for the variances
+        elif ensemble.probabilistic:  # means need no variance outputs
             weight, bias = self._layers[-1]
             self._layers[-1] = weight[..., : ensemble.outputs], bias[..., : ensemble.outputs]
-        # Both scales become part of the first and the last layer. The inputs' mean does not: at a large offset the
-        # product of mean and weights would cancel against that of inputs and weights, and leave their rounding.
+        # Both scales are folded into the first and the last layer. The input mean is not: a large mean in the bias
+        # would subtract two large products and leave mostly rounding errors.
         self._input_mean, self._actions = ensemble.input_mean, ensemble.inputs - self.observations
         self._dtype = self._layers[0][0].dtype
         scale_inputs(self._layers)
@@ -232,20 +232,20 @@ class WorldModel(nn.Module):
             scale_inputs(self._end_layers)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        self._made_of = ()  # weights that move to another device stay the same objects
+        self._made_of = ()  # prepare() would not notice: moved weights are the same objects
         return super()._apply(fn, recurse)
 
     def deal(self, rows: int) -> Tensor:
-        """Return an elite's number ``[R]`` for each row, as many rows for each elite, at random."""
+        """Return a random elite's number ``[R]`` for each row, in equal parts."""
         return self._places(rows) // -(-rows // len(self.elites))
 
     def step(self, observation: Tensor, action: Tensor, members: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Predict a step of rows ``[R]``, with the elites' weights as they are now.
+        """Predict a step of rows ``[R]`` with the elites' current weights.
 
         Args:
             observation: Observations as columns, ``[R, O]``.
             action: Actions as columns, ``[R, A]``; discrete ones are one-hot.
-            members: The number of each row's elite ``[R]``; dealt at random if None.
+            members: The number of each row's elite ``[R]``; random if None.
 
         Returns:
             Next observations ``[R, O]``, rewards ``[R]``, and whether the episode has terminated ``[R]``.
@@ -278,20 +278,19 @@ class WorldModel(nn.Module):
         return following, reward, terminated(observation, action, following).reshape(rows)
 
     def returns(self, observation: Tensor, actions: Tensor) -> Tensor:
-        """Return the summed rewards ``[R]``, until the episode terminates, of action sequences.
+        """Return the rewards ``[R]`` of action sequences, summed until the episode terminates.
 
         Args:
-            observation: Where each begins, as columns ``[R, O]``.
-            actions: As the environment takes them, ``[H, R, *A]``.
+            observation: First observation of each sequence, as columns ``[R, O]``.
+            actions: Actions in the environment's format, ``[H, R, *A]``.
         """
         self.prepare()
         shown = self.targets.action(actions, actions.shape[:2])
         columns = (shown - self._input_mean[self.observations :]).to(self._dtype)
         if self.targets.reward is not None or self.terminated is not None:
             columns = torch.cat((columns, shown), -1)
-        # The state is the observation less its mean, and the sum of rewards in a last column. It lies in the order of
-        # the elites: to deal its rows anew is to shuffle it, which takes less than to put each row to its elite and
-        # back.
+        # The state is the observation minus its mean; its last column is the sum of rewards. Rows are ordered by elite,
+        # so that one shuffle assigns them again. Moving each row to its elite and back would take longer.
         mean = self._input_mean[: self.observations]
         state = F.pad((observation - mean).to(self._dtype), (0, 1))
         mean, elites, rows = mean.to(observation.dtype), self._size, len(observation)
@@ -315,13 +314,13 @@ class WorldModel(nn.Module):
     def _advance(
         self, state: Tensor, action: Tensor, ended: Tensor | None, mean: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """Step the state ``[R, O + 1]``; return it, and what has ended.
+        """Step the state ``[R, O + 1]``; return it and the mask of terminated episodes.
 
         Args:
-            state: Observations less their mean; the last column is the sum of rewards.
-            action: Actions less their mean, and behind them as they are if a function needs them.
-            ended: Which episodes have ended.
-            mean: The mean of observations ``[O]``, in the dtype of those that functions are given.
+            state: Observations minus their mean; the last column is the sum of rewards.
+            action: Actions minus their mean, followed by the unchanged actions if a function needs them.
+            ended: Mask of episodes that have already terminated.
+            mean: The mean of observations ``[O]``, in the dtype of the functions' inputs.
         """
         observation, width = state[:, :-1], self._actions
         action, shown = action[:, :width], action[:, width:]
@@ -340,14 +339,14 @@ class WorldModel(nn.Module):
         return state, now if now is None or ended is None else ended | now
 
     def _places(self, rows: int) -> Tensor:
-        """Return a place ``[R]`` for each row in equal shares of the elites, which lie one after the other."""
+        """Return a random slot ``[R]`` for each row; each elite has an equal block of consecutive slots."""
         elites = len(self.elites)
         return torch.randperm(-(-rows // elites) * elites, device=self.elites.device)[:rows]
 
     def predict(self, x: Tensor) -> Tensor:
-        """Map inputs less their mean ``[E, R, I]`` of each elite to targets ``[E, R, O]``, which are not standardised.
+        """Map each elite's inputs minus their mean, ``[E, R, I]``, to targets ``[E, R, O]`` in original units.
 
-        Where terminations are learnt, a last column holds their logits.
+        If terminations are learnt, the last column is their logit.
         """
         now, (*hidden, (weight, bias)) = x, self._layers
         for each, its_bias in hidden:
