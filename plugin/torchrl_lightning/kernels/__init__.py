@@ -1,4 +1,4 @@
-"""Compiled kernels and the trees and scans over them: one way to compile, no data of a buffer."""
+"""Compiled kernels, and the segment trees and scans built on them; this package does not depend on buffers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compiled bounds of actions: what lies beyond a bound only by rounding is set to it."""
+"""Compiled action bounds: set values that exceed a bound only by rounding to the bound."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from typing import Any
 
 
 def set_to_bounds(actions: Any, bounds: Any) -> None:
-    """Set numbers beyond a bound to the bound, in place, except those farther outside (numba).
+    """Set values that exceed a bound by rounding to the bound, in place; values farther outside stay (numba).
 
     Args:
         actions: ``[N, F]``; NaN stays.
-        bounds: Lower bounds, upper bounds, and the numbers below and above which an action stays, ``[4, F]``.
+        bounds: Lower bounds, upper bounds, smallest and largest value to correct, ``[4, F]``.
     """
     for i in range(actions.shape[0]):
         for j in range(actions.shape[1]):

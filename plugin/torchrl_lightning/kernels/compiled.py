@@ -1,7 +1,7 @@
-"""The one way to compile a kernel.
+"""Compile kernels with numba.
 
-A kernel is a plain function. What it calls, of ours, is compiled with it, and numba's own functions have a name here:
-numba is imported when the first kernel is needed and not before, which takes half a second.
+A kernel is a plain function. The package's functions that it calls are compiled with it. numba's own functions have
+placeholders here, so that numba is imported with the first kernel only; the import takes half a second.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _WHEN_COMPILING: list[Callable[[], None]] = []
 
 
 def in_any_order(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Mark a kernel whose sums and products may be taken in any order, as vectors of numbers need it; return it.
+    """Allow the compiler to reorder a kernel's sums and products, so that it can vectorise them; return the kernel.
 
-    What is not a number stays so.
+    NaN and infinity are still computed correctly.
     """
     _IN_ANY_ORDER.add(function)
     return function
@@ -30,7 +30,7 @@ def in_any_order(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @functools.cache
 def jitted(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a kernel with what it calls, once per process and cached on disk.
+    """Compile a kernel and the functions that it calls, once per process, with a cache on disk.
 
     Examples:
         >>> def double(x):
@@ -48,7 +48,7 @@ def jitted(function: Callable[..., Any]) -> Callable[..., Any]:
     function = FunctionType(function.__code__, {**known, **called}, function.__name__, None, function.__closure__)
     try:
         return numba.njit(function, cache=True, **options)
-    except RuntimeError:  # numba finds no folder that it may write its cache to
+    except RuntimeError:  # numba finds no writable folder for its cache
         return numba.njit(function, **options)
 
 
@@ -61,9 +61,9 @@ def _numba() -> Any:
 
 
 def when_compiling(action: Callable[[], None]) -> Callable[[], None]:
-    """Call ``action`` whenever a kernel begins to be compiled, instead of a line in the log; return what ends this.
+    """Call ``action`` instead of logging when compilation of a kernel starts; return a function that removes it.
 
-    Compiling all kernels of a run can take many seconds. Those that are read from the cache on disk are not compiled.
+    Compiling all kernels of a run can take many seconds. Kernels from the cache on disk are not compiled.
     """
     _WHEN_COMPILING.append(action)
     return lambda: _WHEN_COMPILING.remove(action)
@@ -97,21 +97,21 @@ def _callee(value: Any) -> Any:
 
 
 class Intrinsic:
-    """The name of a function that only a compiled kernel can call."""
+    """The placeholder of a function that only a compiled kernel can call."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
     def __call__(self, *arguments: Any) -> Any:
-        """Refuse the call: Python cannot do what the processor does."""
+        """Raise a TypeError, because Python cannot run this function."""
         raise TypeError(f"{self.name} is called by compiled kernels alone; call the kernel through jitted().")
 
 
-prefetch = Intrinsic("prefetch")  # of an address: asks for its cache line without waiting for it, whatever the address
-copy_bytes = Intrinsic("copy_bytes")  # of two addresses, to and from, and a size
-load = Intrinsic("load")  # of an address: the int64 that lies there
-pointer = Intrinsic("pointer")  # of an address, as what ``carray`` takes
-carray = Intrinsic("carray")  # of a pointer, a shape and a dtype: the array there
+prefetch = Intrinsic("prefetch")  # (address): requests its cache line without waiting; any address is valid
+copy_bytes = Intrinsic("copy_bytes")  # (target address, source address, size)
+load = Intrinsic("load")  # (address): the int64 at this address
+pointer = Intrinsic("pointer")  # (address): a pointer for ``carray``
+carray = Intrinsic("carray")  # (pointer, shape, dtype): the array at this pointer
 
 
 @functools.cache
@@ -128,7 +128,7 @@ def _intrinsics() -> dict[str, Any]:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             kind = ir.FunctionType(ir.VoidType(), [byte_pointer, number, number, number])
             function = builder.module.declare_intrinsic("llvm.prefetch", [byte_pointer], kind)
-            # To read, into the nearest cache, data.
+            # For reading (0), into the nearest cache (3), data (1).
             builder.call(function, [builder.inttoptr(arguments[0], byte_pointer), number(0), number(3), number(1)])
             return context.get_dummy_value()
 

@@ -1,8 +1,8 @@
-"""Compiled readings of rings: which step lies in a cell, and where its episode begins and ends.
+"""Compiled queries on rings: the step in a cell, and the first and last step of its episode.
 
-Kernels get ``rings`` as the cells of a ring, the next position of every environment, and below which one nothing is
-stored, ``[N]``; and ``episodes`` as the arrays of the episode index. They ask for many steps at once: numba counts
-references to each array at each call.
+The argument ``rings`` of kernels holds the cells of a ring, the next position of each environment, ``[N]``, and the
+lowest valid position of each environment, ``[N]``. ``episodes`` holds the arrays of the episode index. Kernels process
+many steps in one call, because numba counts references to each array at each call.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import numpy as np
 
 
 def steps_of(cells: Any, length: int, positions: Any, env: Any, position: Any) -> None:
-    """Tell which steps lie in cells (numba).
+    """Write the environments and positions of the steps in cells (numba).
 
     Args:
         cells: the cells, ``[n]``.
         length: cells of a ring.
-        positions: next position of every environment, ``[N]``.
-        env: receives environments, ``[n]``.
-        position: receives positions, ``[n]``; below the oldest stored one where a cell holds nothing.
+        positions: next position of each environment, ``[N]``.
+        env: output: environments, ``[n]``.
+        position: output: positions, ``[n]``; below the oldest stored position if the cell is empty.
     """
     width = len(positions)
     for i in range(len(cells)):
@@ -30,21 +30,21 @@ def steps_of(cells: Any, length: int, positions: Any, env: Any, position: Any) -
 
 
 def locate(env: Any, position: Any, rings: Any, episodes: Any, first: Any, last: Any) -> None:
-    """Tell where the episodes of stored steps begin and end (numba).
+    """Write the first and last positions of the episodes of stored steps (numba).
 
     Args:
-        env: environments, ``[n]``.
-        position: their steps, ``[n]``.
-        rings: see above.
-        episodes: the same.
-        first: receives the position of the first step, ``[n]``, which may not be stored any more.
-        last: receives the position of the last step, ``[n]``.
+        env: environments of the steps, ``[n]``.
+        position: positions of the steps, ``[n]``.
+        rings: see the module.
+        episodes: see the module.
+        first: output: position of the episode's first step, ``[n]``; this step may be overwritten already.
+        last: output: position of the episode's last step, ``[n]``.
     """
     (length, positions, floor), (column, _, begin, running, headless_end) = rings, episodes
     width = len(positions)
     for i in range(len(env)):
         e = env[i]
-        # A first step notes its own position or a later one, any other step where its episode began.
+        # A first step stores its own position or its episode's last one. Other steps store the first one.
         first[i] = start = min(column[position[i] % length * width + e], position[i])
         if running[e] and start == begin[e]:
             last[i] = positions[e] - 1
@@ -57,20 +57,20 @@ def locate(env: Any, position: Any, rings: Any, episodes: Any, first: Any, last:
 def bounds(
     env: Any, position: Any, rings: Any, episodes: Any, clip: bool, relative: bool, first: Any, last: Any
 ) -> bool:
-    """Tell where the episodes of steps begin and end (numba), after checking that they are stored.
+    """Write the first and last positions of the episodes of steps (numba), if all steps are stored.
 
     Args:
-        env: what :func:`locate` gets, here and below.
-        position: the same.
-        rings: the same.
-        episodes: the same.
-        clip: let episodes begin at their oldest stored step.
-        relative: count from the steps on to their last ones.
-        first: receives the position of the first step, ``[n]``; nothing if it is empty.
-        last: receives the position of the last step, ``[n]``.
+        env: as in :func:`locate`.
+        position: as in :func:`locate`.
+        rings: as in :func:`locate`.
+        episodes: as in :func:`locate`.
+        clip: replace the first position by the oldest stored one if the first step is overwritten.
+        relative: write the distance from the step to the last position instead of the position.
+        first: output: position of the first step, ``[n]``; not written if empty.
+        last: output: position of the last step, ``[n]``.
 
     Returns:
-        Whether all steps are stored; if not, nothing was received.
+        Whether all steps are stored; if not, nothing is written.
     """
     length, positions, floor = rings
     for i in range(len(env)):

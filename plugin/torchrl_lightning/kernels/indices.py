@@ -1,4 +1,4 @@
-"""Indices as every part takes them: whole numbers, of which the last counts where one comes twice."""
+"""Index conversion and duplicates: indices are integers, and the last of equal indices counts."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 def integers(value: Any, name: str, device: torch.device | None = None) -> Tensor:
-    """Read integers of any shape as int64; an empty list is allowed.
+    """Return integers of any shape as int64; an empty list is allowed.
 
     Raises:
-        TypeError: they are fractions, flags or not numbers at all; the message begins with their name.
+        TypeError: the values are floats, booleans or not numbers; the message starts with ``name``.
     """
     try:
         found = torch.as_tensor(value, device=device)
@@ -24,7 +24,7 @@ def integers(value: Any, name: str, device: torch.device | None = None) -> Tenso
 
 
 def last_of_each(index: Tensor) -> Tensor:
-    """Return the places of the last occurrence of each distinct index."""
+    """Return the position of the last occurrence of each distinct index."""
     unique, inverse = torch.unique(index, return_inverse=True)
     places = torch.arange(index.numel(), device=index.device)
     return torch.zeros_like(unique).scatter_reduce_(0, inverse, places, "amax", include_self=False)

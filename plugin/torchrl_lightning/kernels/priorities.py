@@ -1,4 +1,4 @@
-"""Compiled kernels over priorities: one call for a whole draw, one for a whole write."""
+"""Compiled kernels for priorities: one call to sample a batch, one call to write priorities."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ NOTHING = np.empty(0, np.int32)
 def write(
     table: Any, starts: Any, index: Any, priority: Any, drawn: Any, new: bool, power: tuple[float, float, float]
 ) -> tuple[int, int, int, float, int]:
-    """Set priorities and the sum tree over their powers (numba), after checking everything.
+    """Set priorities and the sum tree over their powers (numba), after validating all arguments.
 
-    New cells were just written, and get one priority for all of them. Otherwise each has its own, and those that hold
-    nothing or are no longer of the generation ``drawn``, if that is given, are left alone; so is -1. Outside of
-    ``starts`` (see :class:`Starts`) leaves are zero.
+    New cells were just written; they all get the same priority. Otherwise each cell gets its own. The kernel then skips
+    empty cells and cells of another generation than ``drawn`` (if given). It always skips -1. Leaves outside of
+    ``starts`` (see :class:`Starts`) are zero.
 
     Returns:
-        Place of the first bad index or priority, or -1; how many of the cells held nothing before; by how much the
-        number of leaves that are not zero has changed; the largest priority, unless the cells are new; the last cell.
+        Position of the first invalid index or priority, or -1; number of previously empty cells; change of the number
+        of nonzero leaves; the largest priority (0 if the cells are new); the last cell.
     """
     (nodes, priorities, generations), (eps, alpha, limit), (begin, end, length) = table, power, starts
     count, width, stride = len(index), len(nodes) // 2, 0 if new else 1
@@ -76,21 +76,22 @@ def draw(
     stamps: Any,
     windows: Any,
 ) -> None:
-    """Draw cells, or where windows begin, and give each its importance weight and its generation (numba).
+    """Sample cells or starts of windows, with their importance weights and generations (numba).
 
     Args:
-        table: nodes of the sum tree, whose total is positive, priorities (only fetched, for the update that follows)
-            and generations.
-        mass: uniform numbers in [0, 1), ``[B]``; used up.
-        stratified: each number falls into a share of its own.
+        table: nodes of the sum tree (its sum is positive), priorities (only prefetched for the following update), and
+            generations.
+        mass: uniform numbers in [0, 1), ``[B]``; overwritten.
+        stratified: draw each cell from its own stratum.
         beta: the weights are ``(leaf / base) ** -beta``.
-        base: what leaves are divided by; zero takes the smallest of the batch.
-        cells: is filled, ``[B]``, or ``[B * T]`` with windows one after the other.
-        weights: is filled, the same; steps repeat what is known of the first of their window, here and below.
-        stamps: is filled, the same, with generations.
-        windows: None for single cells, for which numba compiles a kernel without all that is below; otherwise the steps
-            of a window, how many cells further the next one lies, the number of cells, behind which the first one comes
-            again, the number of leaves that are not zero, and what is filled with leaves over the mean of these.
+        base: divisor of the leaves; zero selects the smallest leaf of the batch.
+        cells: output: cells, ``[B]``; with windows ``[B * T]``, one window after another.
+        weights: output: importance weights, like ``cells``; steps repeat the values of their window's first step, here
+            and below.
+        stamps: output: generations, like ``cells``.
+        windows: None for single cells, so that numba compiles a kernel without windows. Otherwise: steps of a window,
+            distance between cells of successive steps, number of cells (the last one is followed by the first), number
+            of nonzero leaves, and the output for leaves divided by the mean nonzero leaf.
     """
     nodes, priorities, generations = table
     count, width, total = len(mass), len(nodes) // 2, nodes[1]
@@ -114,7 +115,7 @@ def draw(
     if windows is not None:
         steps, stride, size, nonzero, ratios = windows
         scale = nonzero / total
-        for i in range(count - 1, -1, -1):  # what is read lies before all that is written
+        for i in range(count - 1, -1, -1):  # backwards, to read each entry before it is overwritten
             cell, weight, stamp, ratio = cells[i], weights[i], stamps[i], mass[i] * scale
             for place in range(i * steps, (i + 1) * steps):
                 cells[place], weights[place], stamps[place], ratios[place] = cell, weight, stamp, ratio

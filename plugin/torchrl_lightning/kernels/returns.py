@@ -1,4 +1,4 @@
-"""Compiled sums of rewards in cells: the returns of episodes that have ended, and n-step returns."""
+"""Compiled sums of rewards in cells: returns of ended episodes, and n-step returns."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from torchrl_lightning.kernels.scan_rows import scan_rows
 def write_returns(
     cells: Any, rings: Any, episodes: Any, reward: Any, ends: Any, at_zero: bool, shift: int, factors: Any, out: Any
 ) -> bool:
-    """Write the returns of the episodes that end in some cells (numba).
+    """Write the returns of the episodes that end in these cells (numba).
 
     Args:
-        cells: the cells, ``[n]``; those in which no episode ends are passed over.
-        rings: what :func:`locate` gets, here and below.
-        episodes: the same.
-        reward: of all cells, ``[C, F]``.
-        ends: whether nothing comes after a step, of all cells, ``[C]``.
-        at_zero: whether that is said by a zero.
-        shift: how many rows before its reward the step is to which a reward belongs.
-        factors: gamma, and lowest and highest reward that counts.
-        out: receives the returns, ``[C, F]``.
+        cells: the cells, ``[n]``; cells without an episode end are skipped.
+        rings: as in :func:`locate`.
+        episodes: as in :func:`locate`.
+        reward: rewards of all cells, ``[C, F]``.
+        ends: markers of terminal steps in all cells, ``[C]``.
+        at_zero: whether zero marks a terminal step; otherwise nonzero does.
+        shift: number of rows from a step to its reward.
+        factors: gamma, and the bounds to which rewards are clipped.
+        out: output: returns, ``[C, F]``.
 
     Returns:
-        Whether an episode ends in any of them.
+        Whether an episode ends in one of the cells.
     """
     (length, positions, floor), (gamma, lowest, highest) = rings, factors
     width, features = len(positions), reward.shape[1]
@@ -40,7 +40,7 @@ def write_returns(
     for i in range(count):
         env, end = ids[i], final[i]
         low = max(first[i], positions[env] - length, floor[env]) + shift
-        known = end - low + 1  # rows up to the last one after which nothing comes
+        known = end - low + 1  # rows up to the last terminal step
         while known > 0 and (ends[(low + known - 1) % length * width + env] == 0) != at_zero:
             known -= 1
         if known <= 0:
@@ -63,18 +63,18 @@ def write_returns(
 def fold_rows(
     cells: Any, rings: Any, episodes: Any, how: Any, rewards: Any, last: Any, total: Any, steps: Any, gamma: Any
 ) -> None:
-    """Fold steps with those that follow them in their episodes (numba); the last four arrays are filled.
+    """Sum the rewards of n steps from each cell within its episode (numba).
 
     Args:
-        cells: where the first steps are, any shape ``[*B]``.
-        rings: as above.
-        episodes: the same.
-        how: most steps, and the discount of each.
-        rewards: of all cells, ``[cells, *F]``.
-        last: cells of the last steps, ``[*B]``.
-        total: discounted sums of rewards, ``[*B, *F]``.
-        steps: numbers of steps, ``[*B]``.
-        gamma: discounts after them, ``[*B]``.
+        cells: cells of the first steps, any shape ``[*B]``.
+        rings: as in :func:`locate`.
+        episodes: as in :func:`locate`.
+        how: maximum number of steps, and the discount of one step.
+        rewards: rewards of all cells, ``[cells, *F]``.
+        last: output: cells of the last steps, ``[*B]``.
+        total: output: discounted sums of rewards, ``[*B, *F]``.
+        steps: output: numbers of steps, ``[*B]``.
+        gamma: output: discounts after the last steps, ``[*B]``.
     """
     (length, positions, _), (most, factor) = rings, how
     chosen, width, size = cells.reshape(-1), len(positions), len(rewards)

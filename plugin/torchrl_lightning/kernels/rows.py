@@ -1,4 +1,4 @@
-"""Compiled writing and reading of cells: all leaves, positions and the episode index in one call."""
+"""Compiled writing and reading of cells: one call for all leaves, positions and the episode index."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torchrl_lightning.memory import LINE
 NO_LEAVES = (np.empty(0, np.int64), np.empty((0, 2), np.int64))
 NO_FLAGS = np.empty((0, 0), np.bool_)
 
-AHEAD = 8  # rows whose memory is asked for before they are read
+AHEAD = 8  # rows that are prefetched before they are read
 
 
 def write_steps(
@@ -30,29 +30,29 @@ def write_steps(
     done: Any,
     init: Any,
 ) -> None:
-    """Write steps of some environments, time-major (numba). No signal of Python interrupts it.
+    """Write steps of some environments, time-major (numba). Python's signals cannot interrupt it.
 
     Args:
-        sources: addresses of the rows of each leaf, ``[L]``; none for rows that are in their cells already.
+        sources: address of the rows of each leaf, ``[L]``; empty if the rows are already in their cells.
         leaves: address of the cells and bytes of a row of each leaf, ``[L, 2]``.
-        cells: receives where the rows went, ``[steps * M]``.
+        cells: output: cell of each row, ``[steps * M]``.
         ids: the environments, ``[M]``.
-        together: whether they are all environments in order, at the same position: rows are copied in one piece.
-        steps: how many of each.
+        together: whether ``ids`` are all environments in order at the same position; then rows are copied as one block.
+        steps: number of steps of each environment.
         length: cells of a ring.
-        positions: of the next steps, ``[num_envs]``; moved.
-        floor: nothing is stored below, ``[num_envs]``; moved.
+        positions: next position of each environment, ``[num_envs]``; updated.
+        floor: lowest valid position of each environment, ``[num_envs]``; updated.
         counters: rows written, restart offset, and version of the rings; the first and the last are increased.
-        episodes: arrays of the episode index; empty if there is none.
-        done: whether a step ends its episode, ``[steps, M]``; empty if there is no index.
-        init: whether a step begins one even if the one before did not end, ``[steps, M]``; may be empty.
+        episodes: arrays of the episode index; may be empty.
+        done: whether a step ends its episode, ``[steps, M]``; empty without an episode index.
+        init: whether a step starts an episode even if the previous step did not end one, ``[steps, M]``; may be empty.
     """
     column, done_column, begin, running, headless_end = episodes
     count, num_envs = len(ids), len(positions)
     for i in range(count):
         env = ids[i]
         start, lowest = positions[env], floor[env]
-        # What will be overwritten is forgotten first.
+        # Mark the overwritten steps as invalid before the copy.
         floor[env] = max(lowest, start + steps - length)
         for step in range(steps):
             position = start + step
@@ -67,7 +67,7 @@ def write_steps(
                     column[begin[env] % length * num_envs + env] = position - 1
                 else:
                     headless_end[env] = position - 1
-            # The oldest step goes; was it the first of its episode, which knows where that ends?
+            # If the overwritten step was the first of its episode, keep the episode's last position, which it stores.
             if oldest == position - length and column[cell] >= oldest:
                 headless_end[env] = column[cell]
             if not running[env]:
@@ -79,7 +79,7 @@ def write_steps(
                     column[begin[env] % length * num_envs + env] = position
                 else:
                     headless_end[env] = position
-    skipped = max(0, steps - length)  # the later ones would overwrite them
+    skipped = max(0, steps - length)  # later steps would overwrite these
     for leaf in range(len(sources)):
         source, (target, size) = sources[leaf], leaves[leaf]
         if together:
@@ -103,16 +103,16 @@ def gather(targets: Any, leaves: Any, middle: int, cells: int, after: int, count
     """Read cells (numba).
 
     Args:
-        targets: addresses that the rows go to, ``[L]``.
+        targets: output address of each leaf, ``[L]``.
         leaves: address of the cells and bytes of a row of each leaf, ``[L, 2]``.
-        middle: from this leaf on, the cells ``after`` are read.
-        cells: address of the numbers of the cells, int64.
-        after: address of as many others, or the same.
-        count: how many.
-        limit: cells from this one on are refused, and negative ones.
+        middle: leaves from this one on read the cells ``after``.
+        cells: address of the cell numbers, int64.
+        after: address of the second cell numbers, int64; may equal ``cells``.
+        count: number of cells.
+        limit: number of cells in the buffer; larger or negative cell numbers are invalid.
 
     Returns:
-        Place of the first refused cell, or -1.
+        Position of the first invalid cell, or -1.
     """
     index = np.empty(count, np.int64)
     for leaf in range(len(leaves)):
@@ -123,7 +123,7 @@ def gather(targets: Any, leaves: Any, middle: int, cells: int, after: int, count
                 if index[i] < 0 or index[i] >= limit:
                     return i
         target, (source, size) = targets[leaf], leaves[leaf]
-        # A copy of a known size is one instruction.
+        # A copy of a constant size is one instruction.
         if size == 1:
             for i in range(count):
                 copy_bytes(target + i, source + index[i], 1)

@@ -1,17 +1,17 @@
-"""The one linear recurrence under every return, advantage and filter of this package.
+"""The linear recurrence of every return, advantage and filter of this package.
 
     reverse:  y[t] = x[t] + c[t] * y[t+1],   y[T]  = initial
     forward:  y[t] = x[t] + c[t] * y[t-1],   y[-1] = initial
 
-On the CPU it is one numba pass over ``[T, N]``. Everywhere else, and under autograd, it is a torch scan: a loop over
-time while that is short, and above that two levels (scan inside blocks, scan over the blocks' carries, combine), which
-needs ``O(log T)`` times a few kernels instead of ``T``.
+On the CPU it is one numba pass over ``[T, N]``. On other devices, and under autograd, it is a torch scan: for short
+sequences a loop over time, for longer ones two levels (scan inside blocks, scan over the blocks' carries, combine).
+The two levels need ``O(log T)`` times a few kernels instead of ``T``.
 
-An estimator has a compiled kernel of its own, so that temporal-difference errors, recurrence and targets are one pass.
-It goes over its rows in blocks that stay in the first-level cache: flat loops write ``x`` and ``c`` into the outputs,
-:func:`scan_rows` runs the recurrence in place, and flat loops finish the block. So the same kernel is fast from one
-environment to thousands. It gets addresses, not arrays: to turn seven tensors into arrays takes longer than to estimate
-a small rollout.
+Each estimator has its own compiled kernel: temporal-difference errors, recurrence and targets are one pass. It
+processes its rows in blocks that fit into the first-level cache: flat loops write ``x`` and ``c`` into the outputs,
+:func:`scan_rows` runs the recurrence in place, and flat loops finish the block. The same kernel is therefore fast from
+one environment to thousands. It gets addresses instead of arrays: converting seven tensors to arrays takes longer than
+estimating a small rollout.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ from torchrl_lightning.kernels.scan_rows import block_of, floats_at, scan_rows
 Backend: TypeAlias = Literal["auto", "numba", "torch"]
 
 BLOCK = 8  # time steps in a block of the two-level scan
-SHORT = 16  # up to here a loop over time is faster than two levels
+SHORT = 16  # up to this length a loop over time is faster than two levels
 
 BOOL = torch.bool
 LIKE: dict[torch.dtype, NDArray[Any]] = {
     torch.float32: np.empty(0, np.float32),
     torch.float64: np.empty(0, np.float64),
 }
-"""The types that the kernels are compiled for; the array tells a kernel which one its addresses point to."""
+"""The dtypes of the compiled kernels; the array gives a kernel the type behind its addresses."""
 
 
 def runs_on_numba(x: Tensor, *others: Tensor) -> bool:
-    """Return whether the compiled kernels can serve these tensors: CPU, float32 or float64, no gradient wanted."""
+    """Return whether the compiled kernels support these tensors: CPU, float32 or float64, no gradient needed."""
     return x.is_cpu and x.dtype in LIKE and not _wants_gradient(x, *others)
 
 
 def is_plain(floats: tuple[Tensor, ...], flags: tuple[Tensor, ...]) -> bool:
-    """Return at once whether a kernel can read these as they are: one shape, contiguous on the CPU, no gradient.
+    """Return quickly whether a kernel can read these tensors: one shape, contiguous on the CPU, no gradient.
 
-    False says only that somebody must look closer. This is most of what a small rollout's estimate costs, so it
-    compares what a tensor answers from a field and calls nothing else.
+    False only means that a full check is needed. This function takes most of the time of a small rollout's estimate, so
+    it compares only fields of the tensors and calls nothing else.
     """
     first = floats[0]
     if type(first) is not Tensor or first.dtype not in LIKE:
@@ -67,7 +67,7 @@ def is_plain(floats: tuple[Tensor, ...], flags: tuple[Tensor, ...]) -> bool:
 
 
 def as_plain(x: Tensor) -> Tensor:
-    """Detach and copy what a kernel cannot read as it is; numpy refuses what has no memory of its own."""
+    """Detach a tensor and make it contiguous for a kernel; numpy raises an error for tensors without own memory."""
     return torch.from_numpy(x.detach().contiguous().numpy())
 
 
@@ -82,25 +82,25 @@ def discounted_scan(
 ) -> Tensor:
     """Run the first-order linear recurrence ``y[t] = x[t] + discount[t] * y[t+1]`` along one dimension.
 
-    With ``reverse=False`` it runs forward in time, ``y[t] = x[t] + discount[t] * y[t-1]``. The values are not
-    inspected: a NaN spreads to every element that depends on it.
+    With ``reverse=False`` it runs forward in time, ``y[t] = x[t] + discount[t] * y[t-1]``. Values are not checked: a
+    NaN spreads to every element that depends on it.
 
     Args:
         x: the inputs, any shape with at least one dimension, floating point.
         discount: a number, a scalar tensor or a tensor that broadcasts to the shape of ``x``.
-        initial: the value after the last step (before the first one when forward), zero by default; a number or a
+        initial: the value after the last step (before the first one if forward), zero by default; a number or a
             tensor that broadcasts to the shape of ``x`` without ``dim``.
-        reverse: from the last step to the first.
-        dim: the dimension of time.
+        reverse: run from the last step to the first.
+        dim: the time dimension.
         backend: ``"numba"`` (CPU, float32 and float64, no gradient), ``"torch"`` (any device, differentiable in ``x``,
-            ``discount`` and ``initial``), or ``"auto"``, which takes numba where it can.
+            ``discount`` and ``initial``), or ``"auto"``, numba if possible.
 
     Returns:
         A new tensor with the shape, dtype and device of ``x``.
 
     Raises:
         TypeError: ``x`` is not a floating-point tensor, or a tensor argument has another dtype.
-        ValueError: an argument does not broadcast, lies on another device, or the backend cannot serve it.
+        ValueError: an argument does not broadcast or is on another device, or the backend does not support it.
 
     >>> import torch
     >>> discounted_scan(torch.tensor([1.0, 1.0, 1.0]), 0.5)
@@ -151,7 +151,7 @@ def _check(x: Tensor, dim: int, backend: str) -> None:
 
 
 def _expand(name: str, value: float | Tensor, like: Tensor) -> Tensor:
-    """Bring a number or a tensor to a scalar tensor or the shape of ``like``, in its dtype and on its device."""
+    """Convert a number or a tensor to a scalar tensor or the shape of ``like``, with its dtype and device."""
     if not isinstance(value, Tensor):
         return torch.tensor(value, dtype=like.dtype, device=like.device)
     if value.dim() == 0:
@@ -171,7 +171,7 @@ def _expand(name: str, value: float | Tensor, like: Tensor) -> Tensor:
 
 
 def run_rows(kernel: Callable[..., Any], tensors: tuple[Tensor, ...], *factors: float) -> Any:
-    """Call a compiled kernel with the addresses of plain tensors, their time steps, size and type, and the factors."""
+    """Call a compiled kernel with the addresses of plain tensors, their time steps, size and type, and factors."""
     x = tensors[0]
     return jitted(kernel)(*map(Tensor.data_ptr, tensors), x.shape[0], x.numel(), LIKE[x.dtype], *factors)
 
@@ -220,14 +220,14 @@ def _scan_into(y: Tensor, x: Tensor, c: Tensor, initial: Tensor | None, reverse:
     if steps <= SHORT:
         _loop_into(y, x, c, initial, reverse)
         return
-    # The ragged rest lies on the side that is computed last, so that no padding is needed.
+    # The incomplete block is on the side that is computed last, so that no padding is needed.
     rest = steps % BLOCK
     bulk, tail = (slice(rest, None), slice(0, rest)) if reverse else (slice(0, steps - rest), slice(steps - rest, None))
     blocks, width = steps // BLOCK, x.shape[1]
     xb, cb, yb = x[bulk].reshape(blocks, BLOCK, width), c[bulk].reshape(blocks, BLOCK, -1), y[bulk]
     local = yb.view(blocks, BLOCK, width)
     _loop_into(local.transpose(0, 1), xb.transpose(0, 1), cb.transpose(0, 1), None, reverse)
-    reach = torch.zeros_like(cb)  # what remains, at each step, of a value that enters the block
+    reach = torch.zeros_like(cb)  # at each step, the factor of a value that enters the block
     _loop_into(reach.transpose(0, 1), reach.transpose(0, 1), cb.transpose(0, 1), cb.new_ones(()), reverse)
 
     exit_step = 0 if reverse else BLOCK - 1  # the step of a block that is computed last
@@ -252,7 +252,7 @@ def _loop_into(y: Tensor, x: Tensor, c: Tensor, initial: Tensor | None, reverse:
 
 
 class _LinearRecurrence(torch.autograd.Function):
-    """The scan as one node of the graph: its gradient is the same scan in the other direction."""
+    """The scan as one autograd node: its gradient is the same scan in the other direction."""
 
     @staticmethod
     def forward(x: Tensor, c: Tensor, initial: Tensor | None, reverse: bool) -> Tensor:
@@ -270,7 +270,7 @@ class _LinearRecurrence(torch.autograd.Function):
         (g,) = gradients
         c, initial, y = ctx.saved_tensors
         reverse = ctx.reverse
-        # y[t] feeds the step computed after it through that step's discount; the first factor meets no carry.
+        # y[t] enters the step computed after it with that step's discount; the first discount multiplies no carry.
         shifted = torch.roll(c, 1 if reverse else -1, 0)
         g_x = _torch_scan(g, shifted, None, not reverse)
         g_c = g_initial = None

@@ -1,4 +1,4 @@
-"""The recurrence and its blocks as compiled kernels call them: flat rows at an address."""
+"""The recurrence and its blocks, for calls from compiled kernels: flat rows at an address."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ import numpy as np
 
 from torchrl_lightning.kernels.compiled import carray, pointer
 
-ELEMENTS = 1024  # of a kernel's block, or one row where that is longer
+ELEMENTS = 1024  # in a kernel's block, or one row if it is longer
 
 
 def floats_at(address: int, low: int, high: int, like: Any) -> Any:
-    """View the numbers from ``low`` to ``high`` of an array of the type of ``like``."""
+    """View elements ``low`` to ``high`` of the array at an address, with the dtype of ``like``."""
     return carray(pointer(address + low * like.itemsize), (high - low,), like.dtype)
 
 
 def bools_at(address: int, low: int, high: int) -> Any:
-    """View the flags from ``low`` to ``high`` of an array of bool."""
+    """View elements ``low`` to ``high`` of the bool array at an address."""
     return carray(pointer(address + low), (high - low,), np.bool_)
 
 
 def block_of(steps: int, size: int) -> tuple[int, int]:
-    """Return the length of a row and of a block of whole rows, in elements; at least 1, so that one can step by it."""
+    """Return the lengths of a row and of a block of whole rows, in elements; a block has at least 1 element."""
     width = size // max(1, steps)
     return width, max(1, width, ELEMENTS - ELEMENTS % max(1, width))
 
 
 def row_is_finite(row: Any) -> bool:
-    """Return whether a recurrence that only multiplies has met neither NaN nor infinity: either reaches this row."""
+    """Return whether a row is finite; earlier NaN or infinite values of a multiplying recurrence would reach it."""
     zero = row.dtype.type(0.0)
     check = zero
     for i in range(len(row)):
@@ -39,7 +39,7 @@ def row_is_finite(row: Any) -> bool:
 def scan_rows(y: Any, c: Any, carry: Any, width: int, reverse: bool) -> None:
     """Run ``y[t] += c[t] * y[t+1]`` in place over flat rows of ``width``; ``carry`` is the row before the first."""
     rows = len(y) // width
-    if width == 1:  # a chain that never leaves its register
+    if width == 1:  # keeps the carry in a register
         previous = carry[0]
         for k in range(rows):
             t = rows - 1 - k if reverse else k

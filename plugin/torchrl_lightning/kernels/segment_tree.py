@@ -1,10 +1,10 @@
-"""Sums, minima and maxima over an array that changes in few places: batched segment trees.
+"""Sums, minima and maxima of an array with few changes at a time: batched segment trees.
 
-A tree over ``capacity`` leaves is one tensor of ``2 * width`` nodes, ``width`` being the next power of two: node ``i``
-has the children ``2i`` and ``2i + 1``, the leaves lie at ``width + index`` in the order of their indices. Updates and
-searches go level by level over the whole batch, so that the memory accesses of a level do not wait for one another:
-numba on the CPU, torch anywhere else. Inner nodes are always computed from their children, never by difference: they
-are a function of the leaves alone, and rounding cannot pile up. Numba's walks keep only every third level.
+A tree over ``capacity`` leaves is one tensor of ``2 * width`` nodes. ``width`` is the next power of two. Node ``i`` has
+the children ``2i`` and ``2i + 1``; leaf ``index`` is node ``width + index``. Updates and searches process a batch level
+by level, so that the memory accesses of a level do not wait for each other. numba runs them on the CPU, torch on other
+devices. Inner nodes are always computed from their children, never by differences. They depend only on the leaves, so
+rounding errors do not accumulate. numba's kernels store only every third level.
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ OPERATORS: dict[Any, str] = {
     torch.max: "max",
     torch.maximum: "max",
 }
-"""The operations that may be given as torch's functions."""
+"""Names of the operations that are given as torch functions."""
 
 
 class SegmentTree(Stated):
-    """The sum, minimum or maximum over an array, kept up to date in ``O(log capacity)`` for each changed element.
+    """The sum, minimum or maximum of an array, updated in ``O(log capacity)`` for each changed element.
 
-    Every leaf starts at ``initial``; so the minimum of a new tree is 0 until each leaf has been set.
+    Every leaf starts at ``initial``. The minimum of a new tree is therefore 0 until each leaf has been set.
 
     Args:
         capacity: number of leaves, any positive number.
-        op: ``"sum"``, ``"min"`` or ``"max"``; or ``torch.add``, ``torch.min`` (``torch.minimum``), ``torch.max``
-            (``torch.maximum``), which name the same.
-        dtype: ``torch.float64`` or ``torch.float32``, or the name of one.
-        device: where the nodes live.
-        name: how errors call this tree.
+        op: ``"sum"``, ``"min"`` or ``"max"``; or the equivalent ``torch.add``, ``torch.min`` (``torch.minimum``),
+            ``torch.max`` (``torch.maximum``).
+        dtype: ``torch.float64`` or ``torch.float32``, or its name.
+        device: device of the nodes.
+        name: name of this tree in error messages.
         initial: value of a leaf that was never set.
-        backend: ``"numba"`` (CPU), ``"torch"`` (any device) or ``"auto"``, which takes numba where it can.
+        backend: ``"numba"`` (CPU), ``"torch"`` (any device) or ``"auto"``, numba if possible.
 
     Raises:
         TypeError: the dtype is not one of the two, or the capacity is not an integer.
-        ValueError: the capacity is not positive, no leaf may have the initial value, or the operation or the backend is
-            unknown or cannot serve the device.
+        ValueError: the capacity is not positive, the initial value is invalid for a leaf, or the operation or the
+            backend is unknown or does not support the device.
 
     Examples:
         >>> tree = SegmentTree(3, torch.max)
@@ -111,7 +111,7 @@ class SegmentTree(Stated):
         self.clear()
 
     def __getstate__(self) -> dict[str, Any]:
-        # Arrays, because a tensor would be shared with a new process, while the count of nonzero leaves is not.
+        # Arrays, because a new process would share a tensor's memory but not the count of nonzero leaves.
         used, levels, width = len(self._used), [], self._width
         while width:
             levels.append(self._nodes[width : width + used].cpu().numpy().copy())
@@ -138,24 +138,24 @@ class SegmentTree(Stated):
 
     @property
     def device(self) -> torch.device:
-        """Where the nodes live."""
+        """The device of the nodes."""
         return self._nodes.device
 
     @property
     def nodes(self) -> Tensor:
-        """All nodes, for kernels of other modules; code that writes leaves there must call :meth:`count`.
+        """All nodes, for kernels of other modules; code that writes leaves here must call :meth:`count`.
 
-        On the compiled path inner nodes are up to date on every third level above the leaves only, and near the root.
+        With numba, only every third level above the leaves and the levels near the root are up to date.
         """
         return self._nodes
 
     def count(self, change: int) -> None:
-        """Add to the number of leaves that are not zero."""
+        """Change the number of nonzero leaves by ``change``."""
         self._nonzero = self._nonzero + change
 
     @property
     def leaves(self) -> Tensor:
-        """All leaves in order, ``[capacity]``: a view, to be read only."""
+        """All leaves in order, ``[capacity]``: a view for reading only."""
         return self._nodes[self._width : self._width + self.capacity]
 
     def __len__(self) -> int:
@@ -169,10 +169,10 @@ class SegmentTree(Stated):
         return self._nodes[1].clone()
 
     def __getitem__(self, index: Index) -> Tensor:
-        """Return leaves in the shape of ``index``; a scalar for an integer.
+        """Return leaves in the shape of ``index``; a scalar tensor for an integer.
 
         Raises:
-            IndexError: an index lies outside ``[0, capacity)``.
+            IndexError: an index is outside ``[0, capacity)``.
             TypeError: the indices are not integers.
         """
         where = self._index(index)
@@ -183,10 +183,10 @@ class SegmentTree(Stated):
         return self._nodes[self._width + where]
 
     def __setitem__(self, index: Index, values: float | Sequence[float] | Tensor) -> None:
-        """Set leaves, one value for all or one for each index; of an index that comes twice, the last value stays.
+        """Set leaves to one value, or to one value for each index; of equal indices the last value counts.
 
         Raises:
-            IndexError: an index lies outside ``[0, capacity)``.
+            IndexError: an index is outside ``[0, capacity)``.
             TypeError: the indices are not integers.
             ValueError: the numbers of indices and values differ, or a value is NaN, or (sum) negative or infinite.
         """
@@ -201,14 +201,14 @@ class SegmentTree(Stated):
             self.assign(where, new)
 
     def assign(self, index: Tensor, values: Tensor) -> None:
-        """Set leaves from tensors that have the right form: what ``tree[index] = values`` does, less the conversions.
+        """Set leaves like ``tree[index] = values``, without its conversions.
 
         Args:
             index: ``[B]`` int64, on the tree's device.
             values: ``[B]`` or ``[1]``, of the tree's dtype, on its device.
 
         Raises:
-            IndexError: an index lies outside ``[0, capacity)``.
+            IndexError: an index is outside ``[0, capacity)``.
             ValueError: a value is NaN, or (sum) negative or infinite.
 
         Examples:
@@ -239,7 +239,7 @@ class SegmentTree(Stated):
         self._nonzero = int(self.leaves.count_nonzero())
 
     def _fill(self) -> None:
-        """Set every leaf back to its initial value, and the nodes above."""
+        """Set every leaf back to its initial value, and update the nodes above."""
         self._nodes.fill_(self._neutral)
         if self.initial != self._neutral:
             self.leaves.fill_(self.initial)
@@ -259,13 +259,13 @@ class SegmentTree(Stated):
         return self._fitting(tensor(self.dtype, None, anywhere=True)(value, name))
 
     def set_all(self, leaves: Tensor) -> None:
-        """Set the first leaves, and all others back to ``initial``, in ``O(capacity)``.
+        """Set the first leaves, and reset all others to ``initial``, in ``O(capacity)``.
 
         Args:
             leaves: ``[n]`` with ``n <= capacity``.
 
         Raises:
-            ValueError: there are more leaves than the tree holds, or values that no leaf may have.
+            ValueError: there are more leaves than the capacity, or a value is invalid for a leaf.
 
         Examples:
             >>> tree = SumSegmentTree(4)
@@ -279,7 +279,7 @@ class SegmentTree(Stated):
         self._rebuild()
 
     def _fitting(self, leaves: Tensor) -> Tensor:
-        """Return leaves as the tree keeps them, or refuse them."""
+        """Return leaves with the tree's dtype and device; raise a ValueError if they are too many or invalid."""
         new = leaves.to(device=self.device, dtype=self.dtype).reshape(-1)
         if new.numel() > self.capacity:
             raise ValueError(f"{self.name}: got {new.numel()} leaves, but holds {self.capacity}.")
@@ -331,7 +331,7 @@ class _NamedTree(SegmentTree):
 
 
 class SumSegmentTree(_NamedTree):
-    """The sum of an array, and the search for the element in which a partial sum falls.
+    """The sum of an array, and the search for the element that contains a partial sum.
 
     Arguments as in :class:`SegmentTree`.
 
@@ -348,13 +348,13 @@ class SumSegmentTree(_NamedTree):
 
     @property
     def nnz(self) -> int:
-        """How many leaves are not zero."""
+        """Number of nonzero leaves."""
         return int(self._nonzero)
 
     def find_sum_bound(self, thresholds: float | Sequence[float] | Tensor) -> Tensor:
-        """Find for each threshold the smallest ``i`` with ``threshold < leaves[0] + ... + leaves[i]``.
+        """Return for each threshold the smallest ``i`` with ``threshold < leaves[0] + ... + leaves[i]``.
 
-        A leaf that is zero is never found; a threshold equal to the total finds the last leaf that is not.
+        The result is never a zero leaf; a threshold equal to the total gives the last nonzero leaf.
 
         Args:
             thresholds: numbers in ``[0, summary()]``, any shape.
@@ -379,7 +379,7 @@ class SumSegmentTree(_NamedTree):
         return self.descend(wanted.reshape(-1).clone()).view(wanted.shape)
 
     def descend(self, thresholds: Tensor) -> Tensor:
-        """Search as :meth:`find_sum_bound` does, without its checks; overwrites the thresholds.
+        """Search like :meth:`find_sum_bound`, without its checks; overwrites the thresholds.
 
         Args:
             thresholds: ``[B]``, contiguous, of the tree's dtype, on its device, between 0 and a positive total.
@@ -398,7 +398,7 @@ class SumSegmentTree(_NamedTree):
 
 
 class MinSegmentTree(_NamedTree):
-    """The minimum of an array; arguments as in :class:`SegmentTree`, ``initial=math.inf`` leaves unset leaves out.
+    """The minimum of an array; arguments as in :class:`SegmentTree`; ``initial=math.inf`` ignores unset leaves.
 
     Examples:
         >>> tree = MinSegmentTree(2)
@@ -411,7 +411,7 @@ class MinSegmentTree(_NamedTree):
 
 
 class MaxSegmentTree(_NamedTree):
-    """The maximum of an array; arguments as in :class:`SegmentTree`, ``initial=-math.inf`` leaves unset leaves out.
+    """The maximum of an array; arguments as in :class:`SegmentTree`; ``initial=-math.inf`` ignores unset leaves.
 
     Examples:
         >>> tree = MaxSegmentTree(3)

@@ -1,4 +1,4 @@
-"""Updates and searches of a segment tree, level by level over a batch, for numba and for torch."""
+"""Updates and searches of a segment tree, level by level for a batch, with numba and with torch."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ OPERATIONS = {"sum": (SUM, 0.0), "min": (MIN, math.inf), "max": (MAX, -math.inf)
 _PAIRWISE: tuple[Callable[..., Tensor], ...] = (torch.add, torch.minimum, torch.maximum)
 
 LEVELS, FAN = 3, 8
-"""The compiled walks keep only every third level above the leaves (and the first ones below the root): the eight nodes
-below a kept one share a cache line, so that computing the sums between is faster than fetching them."""
+"""The compiled kernels store only every third level above the leaves, and the first levels below the root. The eight
+nodes below a stored node share a cache line, so that computing the sums between is faster than loading them."""
 
-JUMP = 5  # levels that the torch search descends at a time: fewer, larger operations
+JUMP = 5  # levels per step of the torch search: fewer, larger operations
 
 
 def assign(
     nodes: Any, width: int, capacity: int, code: int, index: Any, values: Any, largest: float
 ) -> tuple[int, int]:
-    """Set leaves and recompute their ancestors (numba), after checking everything.
+    """Set leaves and recompute their ancestors (numba), after validating all arguments.
 
     Returns:
-        Place of the first bad index, or the number of indices plus the place of the first bad value, or -1; and by how
-        much the number of leaves that are not zero has changed.
+        Position of the first invalid index, or the number of indices plus the position of the first invalid value, or
+        -1; and the change of the number of nonzero leaves.
     """
     count = len(index)
     stride = 0 if len(values) == 1 else 1
@@ -57,21 +57,21 @@ def assign(
 
 
 def climb(nodes: Any, width: int, code: int, pending: Any, size: int) -> None:
-    """Recompute the kept nodes right above changed leaves, and all kept nodes above those (numba).
+    """Recompute the stored ancestors of changed leaves, level by level (numba).
 
     Args:
-        nodes: of the tree.
+        nodes: nodes of the tree.
         width: number of its leaves.
-        code: of the operation.
-        pending: the nodes to begin with, in any order, zeros where all levels lie above; used up.
-        size: how many of them.
+        code: code of the operation.
+        pending: first nodes to recompute, in any order; zeros if only the levels near the root need it; overwritten.
+        size: number of pending nodes.
     """
     while size > 0 and pending[0] > 0:
         kept, last = 0, -1
         for i in range(size):
             node = pending[i]
             below = node << LEVELS
-            # In pairs, as if the levels between were there.
+            # In pairs, in the same order as with the levels between.
             if code == 0:
                 low = (nodes[below] + nodes[below + 1]) + (nodes[below + 2] + nodes[below + 3])
                 high = (nodes[below + 4] + nodes[below + 5]) + (nodes[below + 6] + nodes[below + 7])
@@ -81,7 +81,7 @@ def climb(nodes: Any, width: int, code: int, pending: Any, size: int) -> None:
                 for other in nodes[below + 1 : below + FAN]:
                     value = min(value, other) if code == 1 else max(value, other)
                 nodes[node] = value
-            # Neighbours share their ancestors: a run of indices thins out on the way up.
+            # Neighbours share ancestors, so a run of indices becomes shorter on each level.
             parent = node >> LEVELS
             kept += int(parent != last)
             pending[kept - 1] = last = parent
@@ -95,14 +95,14 @@ def climb(nodes: Any, width: int, code: int, pending: Any, size: int) -> None:
 
 
 def descend(nodes: Any, width: int, thresholds: Any, found: Any) -> None:
-    """Find the leaf in which each partial sum falls (numba); uses ``thresholds`` up."""
+    """Find the leaf that contains each partial sum (numba); overwrites ``thresholds``."""
     count, top, level = len(thresholds), width, 1
     address, size = nodes.ctypes.data, nodes.itemsize
     while top >= FAN:
         top >>= LEVELS
     found[:] = 1
-    # Rounding may leave a remainder above the right sum, but an empty side is never entered. Without branches: which
-    # way a draw goes cannot be predicted, and a wrong guess costs more than the arithmetic.
+    # Rounding may leave a remainder above the right sum, but an empty side is never entered. Without branches, because
+    # the processor cannot predict them and a wrong prediction costs more than the arithmetic.
     while level < top:
         for i in range(count):
             below = 2 * found[i]
@@ -126,7 +126,7 @@ def descend(nodes: Any, width: int, thresholds: Any, found: Any) -> None:
             right = int(rest >= left) & int(other > 0.0)
             thresholds[i] = rest - right * left
             found[i] = below + right
-            # Where this draw goes on, once all others have come down this level, too.
+            # Prefetch the children of this node; the search reads them after the other draws of this level.
             prefetch(address + (found[i] << LEVELS) * size)
         level <<= LEVELS
     for i in range(count):
@@ -134,20 +134,20 @@ def descend(nodes: Any, width: int, thresholds: Any, found: Any) -> None:
 
 
 def reduce_pairs(code: int, below: Tensor, out: Tensor) -> None:
-    """Compute one whole level from the one below it."""
+    """Compute one whole level from the level below."""
     _PAIRWISE[code](below[0::2], below[1::2], out=out)
 
 
 def assign_torch(
     nodes: Tensor, width: int, capacity: int, code: int, index: Tensor, values: Tensor, largest: float
 ) -> tuple[int, int | Tensor]:
-    """Do what :func:`assign` does, on any device."""
+    """Set leaves like :func:`assign`, on any device."""
     count = index.numel()
     bad = values.isnan() if code != SUM else ~((values >= 0) & (values <= largest))
     bad = torch.cat([(index < 0) | (index >= capacity), bad.expand(count)])
     if bad.any():
         return int(bad.to(torch.uint8).argmax()), 0
-    places = last_of_each(index)  # the order of writes to one element is not defined on every device
+    places = last_of_each(index)  # not every device defines the order of writes to one element
     leaves = index[places] + width
     values = values.expand(count)[places]
     change = values.count_nonzero() - nodes[leaves].count_nonzero()
@@ -166,7 +166,7 @@ def assign_torch(
 
 
 def descend_torch(nodes: Tensor, width: int, thresholds: Tensor) -> Tensor:
-    """Do what :func:`descend` does, on any device, several levels at a time."""
+    """Search like :func:`descend`, on any device, several levels at a time."""
     node = torch.ones(thresholds.shape, dtype=torch.int64, device=nodes.device)
     remaining = width.bit_length() - 1
     while remaining:
@@ -175,7 +175,7 @@ def descend_torch(nodes: Tensor, width: int, thresholds: Tensor) -> Tensor:
         order = torch.arange(fan, device=nodes.device)
         parts = nodes.view(-1, fan).index_select(0, node)
         sums = parts.cumsum(1)
-        # First choice: the first part that holds the threshold; else, after rounding, the last that is not empty.
+        # First choice: the first part that contains the threshold. After rounding: the last nonempty part.
         score = torch.where(thresholds.unsqueeze(1) < sums, 2 * fan - order, order)
         chosen = score.masked_fill_(parts <= 0, -1).argmax(1)
         before = (sums - parts).gather(1, chosen.unsqueeze(1)).squeeze(1)

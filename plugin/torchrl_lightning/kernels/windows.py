@@ -1,7 +1,7 @@
-"""Compiled draws of windows of successive steps.
+"""Compiled sampling of windows of successive steps.
 
-All steps that have room for a window before the newest one of their environment are candidates, ranked by environment,
-then by age.
+A step is a candidate for the start of a window if its environment stores enough later steps. Candidates are ranked by
+environment, then by age.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from torchrl_lightning.kernels.episodes import locate
 
 
 def draw(ranks: Any, relative: bool, rings: Any, episodes: Any, options: Any, cells: Any, mask: Any, found: int) -> int:
-    """Lay out the windows that begin at candidates of these ranks, where those may begin one (numba).
+    """Write the windows that start at candidates with these ranks, if a window may start there (numba).
 
     Args:
-        ranks: of candidates, ``[n]`` float64.
-        relative: whether ranks are shares of their number, in [0, 1).
-        rings: what :func:`episodes.locate` gets, here and below.
-        episodes: the same.
-        options: reach (how far behind its first step a window has to be stored), burn-in, whether windows end with
-            their episode, and whether they are padded.
-        cells: receives windows, ``[B, T]``, from row ``found`` on.
-        mask: receives which steps count, ``[B, T]``.
-        found: how many rows are filled already.
+        ranks: ranks of candidates, ``[n]`` float64.
+        relative: whether ranks are fractions of the number of candidates, in [0, 1).
+        rings: as in :func:`episodes.locate`.
+        episodes: as in :func:`episodes.locate`.
+        options: reach (number of steps that must be stored after a window's first step), burn-in, whether windows end
+            with their episode, and whether they are padded.
+        cells: output: windows, ``[B, T]``, from row ``found`` on.
+        mask: output: valid steps, ``[B, T]``.
+        found: number of rows that are already filled.
 
     Returns:
-        How many rows are filled then; -1 if there are no candidates.
+        Number of filled rows after the call; -1 without candidates.
     """
     length, positions, floor = rings
     reach, burn_in, by_episode, pad = options
@@ -69,7 +69,7 @@ def draw(ranks: Any, relative: bool, rings: Any, episodes: Any, options: Any, ce
 
 
 def all_starts(rings: Any, episodes: Any, options: Any) -> Any:
-    """Return the ranks, as float64, of all candidates that may begin a window (numba): O(stored steps)."""
+    """Return the ranks, as float64, of all candidates at which a window may start (numba): O(stored steps)."""
     (_, positions, _), (reach, _, by_episode, _) = rings, options
     kept, found, rank = np.empty(rings[0] * len(positions), np.float64), 0, 0
     for env in range(len(positions)):
@@ -82,7 +82,7 @@ def all_starts(rings: Any, episodes: Any, options: Any) -> Any:
 
 
 def longest_run(rings: Any, episodes: Any, options: Any) -> int:
-    """Count the steps of the longest stored episode, or of the fullest ring across episodes (numba)."""
+    """Return the number of steps of the longest stored episode, or of the fullest ring across episodes (numba)."""
     by_episode, longest = options[2], 0
     for env in range(len(rings[1])):
         stored, first, last = _runs(env, rings, episodes, by_episode)
@@ -93,7 +93,7 @@ def longest_run(rings: Any, episodes: Any, options: Any) -> int:
 
 
 def _runs(env: int, rings: Any, episodes: Any, by_episode: bool) -> tuple[Any, Any, Any]:
-    """Return all stored steps of an environment, and first and last one of the episode of each (numba)."""
+    """Return all stored steps of an environment, and the first and last step of each one's episode (numba)."""
     length, positions, floor = rings
     stored = np.arange(max(positions[env] - length, floor[env]), positions[env])
     first, last = np.empty_like(stored), np.empty_like(stored)

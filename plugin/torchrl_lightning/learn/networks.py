@@ -365,7 +365,7 @@ class BatchRenormNetwork(Network, Nameable):
 class CNNNetwork(Network, Nameable):
     """Convolutions over pixels, shared by actor and critic.
 
-    The default convolutions depend on the shorter side of the image. From 36 pixels they are those of Mnih et al.
+    The default convolutions depend on the shorter side of the image. From 36 pixels they equal those of Mnih et al.
     (2015). From 12 pixels the kernels are 4, 3, 2 with strides 2, 2, 1. For smaller images, three kernels of 2 have
     stride 1.
 

@@ -233,7 +233,7 @@ class CrossEntropyPlanner(ShootingPlanner):
         return action.clamp(low, high)
 
     def _first_mean(self, rows: int, starts: Tensor | None, explores: bool) -> Tensor:
-        """Return the initial means ``[N, 1, H, A]``: the middle of the range, or an episode's previous plan, shifted."""
+        """Return the initial means ``[N, 1, H, A]``: the middle of the range, or the previous plan, shifted."""
         middle = self.center.expand(rows, 1, self.horizon, -1)
         plan = self._plans.get(explores)
         plan = None if plan is None else plan.to(middle.device)

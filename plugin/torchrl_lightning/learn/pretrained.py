@@ -130,7 +130,7 @@ def push_to_hub(run: str | Path, repo: str, *, private: bool | None = None, trus
         trusted: As in :func:`save_pretrained`.
 
     Returns:
-        URL of the repository.
+        URL of the upload.
 
     Raises:
         ValueError: The repository name is invalid; or as in :func:`save_pretrained`.

@@ -45,7 +45,7 @@ class DQNModule(OffPolicyModule):
     r"""DQN (Mnih et al., 2015), by default double (van Hasselt et al., 2016).
 
     It minimises \(d(Q(s, a), r + \gamma \bar Q(s', a^*))\) with the target network \(\bar Q\); \(a^*\) is the best
-    action of the target network or, if double, of the online one, among those that an ``action_mask`` allows.
+    action of the target network or, if double, of the online one, among the actions that an ``action_mask`` allows.
 
     With a ``RecurrentNetwork`` this is the learner of R2D2 (Kapturowski et al., 2019): sequences with stored states
     and masked burn-in steps.
