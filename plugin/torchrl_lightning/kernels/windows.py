@@ -14,7 +14,7 @@ from torchrl_lightning.kernels.episodes import locate
 
 
 def draw(ranks: Any, relative: bool, rings: Any, episodes: Any, options: Any, cells: Any, mask: Any, found: int) -> int:
-    """Write the windows that start at candidates with these ranks, if a window may start there (numba).
+    """Write the windows that start at candidates with these ranks, if the options allow their episodes (numba).
 
     Args:
         ranks: ranks of candidates, ``[n]`` float64.

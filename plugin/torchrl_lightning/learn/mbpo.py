@@ -62,7 +62,7 @@ class MBPOModule(SACModule):
         self.register_buffer("epochs_of_fit", torch.zeros((), dtype=torch.int64))
 
     def build(self, specs: Any) -> Self:
-        """Build networks, targets and world model for an environment's specs and return the module; only once."""
+        """Build networks, targets and world model for an environment's specs and return the module, once."""
         if self.world_model is None:
             super().build(specs)
             self.world_model = self.dynamics.build(specs)
@@ -78,7 +78,7 @@ class MBPOModule(SACModule):
         super().setup(stage)
 
     def misfit(self, data: Any) -> str | None:
-        """Return an error message if the DataModule does not imagine with this module or cannot, else None."""
+        """Return an error message if the DataModule uses no branches or the world model cannot learn, else None."""
         imagines = DataApi.of(data).imagines
         if imagines is None:
             return super().misfit(data)
@@ -93,7 +93,7 @@ class MBPOModule(SACModule):
     # -- the world model --------------------------------------------------------------------------------------------
 
     def fit_dynamics(self, training: TensorDictBase, validation: TensorDictBase) -> None:
-        """Fit the world model to transitions ``[N]``, validated on ``[V]`` others; see :meth:`WorldModelFit.fit`."""
+        """Fit the world model to transitions ``[N]``, validated on ``[V]``; see :meth:`WorldModelFit.fit`."""
         errors, epochs = self.dynamics.fit(self.require_built(self.world_model), training, validation)
         self.errors.copy_(errors)
         self.epochs_of_fit.fill_(epochs)

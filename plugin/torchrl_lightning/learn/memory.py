@@ -41,7 +41,7 @@ def remember(batch: Transitions, online: RecurrentTrunk, target: RecurrentTrunk)
     the ``online`` features of the steps have a gradient.
 
     Raises:
-        ValueError: The batch has no sequences, or they are too short to contain successors.
+        ValueError: The batch does not contain sequences, or they are too short to contain successors.
     """
     if batch.reward.ndim != 2:
         raise ValueError(

@@ -249,7 +249,7 @@ class OffPolicyModule(TermsModule):
         checkpoint[STATE] = {"updates": self.updates, "exploration": float(self.policy.amount)}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restore this state; raise a KeyError for the checkpoint of a module that is not off-policy."""
+        """Restore this state; raise an error for another environment, a KeyError for another kind of module."""
         super().on_load_checkpoint(checkpoint)
         if STATE not in checkpoint:
             raise KeyError(f"the checkpoint has no {STATE!r}: it was not written by an off-policy module")

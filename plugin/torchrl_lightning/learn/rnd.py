@@ -64,7 +64,7 @@ class RandomNetworkDistillation(Settings, nn.Module):
         self._target_mode = EvaluationMode()
 
     def build(self, specs: Any) -> RandomNetworkDistillation:
-        """Build both networks and the running moments for an environment's specs and return the module; only once."""
+        """Build both networks and the running moments for an environment's specs and return the module, once."""
         if self.target is None:
             pairs = zip(*observation_entries(specs), strict=True)
             filled = [(key, entry) for key, entry in pairs if entry.shape.numel()]
