@@ -1,6 +1,6 @@
-"""Environments: what one is, how it is made, what it may return, and who acts in it.
+"""Environments: how to build, wrap, check and step them, and which policies act in them.
 
-Names are imported when they are asked for: a process that only steps an environment then needs no torch.
+Names are imported at first use, so that a process that only steps an environment does not import torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How an environment takes its actions, and the only conversion between them and those of networks."""
+"""The format of an environment's actions, and the only conversion between them and the actions of networks."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ from torchrl_lightning.kernels.compiled import jitted
 Array = NDArray[Any]
 
 ROUNDING = 1e-5
-"""How far beyond its bounds a number is by rounding, in units of the larger bound; networks compute in float32."""
-HALF_ROUNDING = 2e-2  # of numbers of 16 bits
+"""Largest excess over a bound that counts as rounding, relative to the larger bound; networks compute in float32."""
+HALF_ROUNDING = 2e-2  # for 16-bit numbers
 _HALF = frozenset({np.dtype(np.float16), torch.float16, torch.bfloat16})
-_LARGE = float(2**62)  # floating-point numbers below it have an int64
+_LARGE = float(2**62)  # floating-point numbers up to this size fit int64
 
 
 @dataclass(frozen=True, eq=False)
 class ActionFormat:
     """Shape, dtype, bounds and numbering of the actions that an environment takes.
 
-    Networks compute in float32, count choices from 0 in int64, and give a scalar one dimension. Buffers store what they
-    compute. :meth:`to_environment` turns it into what the environment gets.
+    Networks compute in float32, count choices from 0 in int64, and give a scalar one dimension. Buffers store the
+    networks' actions. :meth:`to_environment` converts them for the environment.
 
     Attributes:
         shape: Shape of one action.
-        dtype: Its NumPy dtype.
-        start: The choice that 0 stands for, or one for each part; 0 for a Box.
-        low: Lower bounds of a Box, of this shape and dtype; None for choices.
+        dtype: NumPy dtype of an action.
+        start: The environment's first choice, or one for each part; 0 for a Box.
+        low: Lower bounds of a Box, with this shape and dtype; None for choices.
         high: Upper bounds.
         spec_shape: Shape of one action of a network.
-        clip: Whether the environment gets actions clipped to their Box.
+        clip: Whether to clip actions to their Box for the environment.
 
     Examples:
         >>> form = ActionFormat.of_space(spaces.Box(-1, 1, (), np.float16))
@@ -68,7 +68,7 @@ class ActionFormat:
 
     @classmethod
     def of_spec(cls, spec: TensorSpec, start: int | tuple[int, ...] = 0) -> ActionFormat:
-        """Return the format of an environment that takes what a TorchRL spec of one action describes."""
+        """Return the format that a TorchRL spec of one action describes."""
         shape, dtype = tuple(spec.shape), torch.empty(0, dtype=spec.dtype).numpy().dtype
         if isinstance(spec, Bounded):
             low, high = (bound.expand(spec.shape).cpu().numpy().copy() for bound in (spec.space.low, spec.space.high))
@@ -81,12 +81,12 @@ class ActionFormat:
 
     @property
     def is_box(self) -> bool:
-        """Whether it has bounds, of which some may be infinite."""
+        """Whether the actions have bounds; some may be infinite."""
         return self.low is not None
 
     @property
     def is_natural(self) -> bool:
-        """Whether shape, dtype and numbering are those of networks, so that only rounding may change an action."""
+        """Whether networks use the same shape, dtype and numbering, so that only rounding may change an action."""
         natural = self.dtype in (np.float32, np.int64, np.bool_) and self.shape == self.spec_shape
         return natural and not self.start
 
@@ -97,34 +97,34 @@ class ActionFormat:
 
     @cached_property
     def _precise(self) -> np.dtype[Any]:
-        """A dtype to compare in."""
+        """The dtype for comparisons with the bounds."""
         return np.promote_types(self.dtype, np.float32) if self.dtype.kind == "f" else np.dtype(np.int64)
 
     @cached_property
     def _bounds(self) -> tuple[Array, Array] | None:
-        """Lower and upper bounds; None without any."""
+        """Lower and upper bounds; None if all are infinite or missing."""
         if self.low is None or self.high is None or (np.isinf(self.low).all() and np.isinf(self.high).all()):
             return None
         return self.low.astype(self._precise), self.high.astype(self._precise)
 
     @cached_property
     def _edges(self) -> dict[bool, tuple[Array, Array]]:
-        """Bounds with the room of rounding around them, of numbers of 16 bits and of others."""
+        """Bounds widened by the tolerance of rounding, for 16-bit numbers (True) and others (False)."""
         low, high = self._bounds or (np.zeros(0), np.zeros(0))
         size = np.maximum(*(np.where(np.isfinite(bound), np.abs(bound), 0) for bound in (low, high)))
-        with np.errstate(over="ignore"):  # beyond the greatest number there is no rounding
+        with np.errstate(over="ignore"):  # a bound near the largest number becomes infinite
             return {half: (low - size * room, high + size * room) for half, room in _ROOMS}
 
     @cached_property
     def _bounds_and_edges(self) -> Array | None:
-        """Bounds and their edges for float32, as the kernel takes them, ``[4, F]``; None without any."""
+        """Bounds and widened bounds for float32 in the layout of the kernel, ``[4, F]``; None without bounds."""
         if self.dtype.kind != "f" or self._bounds is None:
             return None
         return np.stack([*self._bounds, *self._edges[False]]).reshape(4, -1)
 
     @cached_property
     def _fast_dtype(self) -> np.dtype[Any] | None:
-        """The dtype of arrays that keep shape, dtype and numbering; None if there is none."""
+        """The dtype of arrays that need no conversion; None if every array needs one."""
         return self.dtype if self.is_natural and self.dtype.kind != "b" else None
 
     @cached_property
@@ -138,19 +138,19 @@ class ActionFormat:
     @overload
     def to_environment(self, action: Tensor, clip: bool | None = None) -> Tensor: ...
     def to_environment(self, action: Any, clip: bool | None = None) -> Any:
-        """Return actions ``[*B, *spec_shape]`` of a network as the environment takes them, in memory of their own.
+        """Convert actions ``[*B, *spec_shape]`` of a network to the environment's format, always as a copy.
 
-        Shape, dtype and numbering become those of the environment. Floating-point numbers become the nearest integers
-        if it takes integers. A number that exceeds its bound only by rounding is set to the bound. A number farther
-        outside stays outside, unless ``clip`` sets it to the bound, too.
+        The result has the environment's shape, dtype and numbering. Floating-point numbers are rounded if the
+        environment takes integers. A number that exceeds its bound only by rounding is set to the bound. A number
+        farther outside is also set to the bound if ``clip`` is true, else it stays outside.
 
         Args:
             action: An array or a tensor; for a scalar Box ``[N, 1]`` or ``[N]``.
-            clip: Whether to clip actions to their Box; None means as the format's own ``clip``.
+            clip: Whether to clip actions to their Box; None uses the attribute ``clip``.
         """
         if clip is None:
             clip = self.clip
-        if action.dtype is self._fast_dtype and not clip:  # spares most calls at each step of an environment
+        if action.dtype is self._fast_dtype and not clip:  # avoids most function calls at each environment step
             action = action.copy()
             bounds = self._bounds_and_edges
             if bounds is not None:
@@ -197,27 +197,27 @@ class ActionFormat:
 
     @staticmethod
     def _like(action: Any, arrays: Sequence[Array]) -> Sequence[Any]:
-        """Return arrays as what an action is."""
+        """Return arrays unchanged for an array action, or as tensors on the device of a tensor action."""
         if isinstance(action, np.ndarray):
             return arrays
         return [torch.as_tensor(array, device=action.device) for array in arrays]
 
     def single(self, actions: Array) -> Array | np.generic:
-        """Return the only action of a batch ``[1, *shape]`` as Gymnasium's spaces sample it.
+        """Return the only action of a batch ``[1, *shape]`` in the type that Gymnasium's spaces sample.
 
-        That is an array for a scalar Box, and a number for Discrete, which may be the key of a dictionary.
+        A scalar Box needs an array, Discrete a number, because environments may use it as a dictionary key.
         """
         action: Array | np.generic = actions[0, ...] if self.is_box else actions[0]
         return action
 
     def from_environment(self, actions: Array) -> Array:
-        """Return actions ``[T, *shape]`` of an environment as networks count them, ``[T, *spec_shape]``."""
+        """Return environment actions ``[T, *shape]`` in the networks' shape and numbering, ``[T, *spec_shape]``."""
         if self.start:
             actions = actions - np.asarray(self.start)
         return actions.reshape(len(actions), *self.spec_shape) if actions.shape[1:] == self.shape else actions
 
     def outside(self, actions: Tensor) -> Array:
-        """Return where actions that are not clipped would be outside the Box, or NaN, ``[*B, *shape]``."""
+        """Return a mask ``[*B, *shape]`` of numbers that are outside the Box without clipping, or NaN."""
         received = self.to_environment(actions.cpu().numpy(), clip=False)
         if self.low is None or self.high is None:
             return np.zeros(received.shape, bool)
@@ -226,7 +226,7 @@ class ActionFormat:
     # -- state -------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return it as tensors and plain data, which ``torch.load(weights_only=True)`` reads."""
+        """Return the format as tensors and plain data, which ``torch.load(weights_only=True)`` reads."""
         bounds = {"low": self.low, "high": self.high}
         return {
             "shape": list(self.shape),
@@ -238,10 +238,10 @@ class ActionFormat:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any], spec: TensorSpec) -> ActionFormat:
-        """Return the format that :meth:`state_dict` wrote, of an environment whose networks act by a spec.
+        """Return the format that :meth:`state_dict` wrote, for networks with this action spec.
 
         Raises:
-            ValueError: It is not of this spec.
+            ValueError: The format does not fit the spec.
         """
         shape, dtype, start = tuple(map(int, state["shape"])), np.dtype(state["dtype"]), state["start"]
         start = tuple(map(int, start)) if isinstance(start, list) else int(start)
@@ -269,18 +269,18 @@ _ROOMS = ((False, ROUNDING), (True, HALF_ROUNDING))
 
 
 def check_clipping(form: ActionFormat, actions: object) -> None:
-    """Validate that actions have a Box if they should be clipped; raise ValueError if they have none.
+    """Validate that clipped actions have a Box; raise ValueError if they do not.
 
     Args:
-        form: Their format.
-        actions: Their space or spec, for the message.
+        form: The format of the actions.
+        actions: The space or spec of the actions, for the message.
     """
     if form.clip and not form.is_box:
         raise ValueError(f"clip_actions must be False for actions without a Box, got True for {actions}. Leave it out.")
 
 
 def first_action(space: spaces.Space[Any]) -> int | tuple[int, ...]:
-    """Return the action of a space that is 0 for networks and buffers; 0 if the space counts from 0, too."""
+    """Return the first action of a space, which networks and buffers count as 0."""
     start = np.asarray(getattr(space, "start", 0))
     if not start.any():
         return 0
@@ -288,7 +288,7 @@ def first_action(space: spaces.Space[Any]) -> int | tuple[int, ...]:
 
 
 def from_zero(space: spaces.Space[Any]) -> spaces.Space[Any]:
-    """Return a space of as many choices that count from 0."""
+    """Return the space with choices that count from 0."""
     if not first_action(space):
         return space
     space = copy.copy(space)
@@ -297,16 +297,16 @@ def from_zero(space: spaces.Space[Any]) -> spaces.Space[Any]:
 
 
 def network_spec(spec: TensorSpec) -> TensorSpec:
-    """Return the spec of an environment's action as networks compute it: float32, or choices of int64."""
+    """Return the spec of the networks' actions for an environment's action spec: float32, or int64 choices."""
     if spec.dtype.is_floating_point:
         return spec.to(torch.float32)
     return spec.to(torch.int64) if isinstance(spec, Categorical) else spec
 
 
 def half_bounded_drawer(spec: TensorSpec, batch: Sequence[int]) -> Callable[[], Tensor] | None:
-    """Return a function that draws actions ``[*batch, *A]`` of which some bounds are infinite; None for other specs.
+    """Return a function that draws actions ``[*batch, *A]`` for a spec with infinite bounds; None for other specs.
 
-    TorchRL's specs draw NaN or infinity then. A number without a bound on a side is drawn as by Gymnasium's Box.
+    TorchRL's own specs draw NaN or infinity for infinite bounds. Here they are drawn like Gymnasium's Box.
 
     Examples:
         >>> spec = Bounded(torch.tensor([0.0, -torch.inf]), torch.tensor([torch.inf, 1.0]), (2,))

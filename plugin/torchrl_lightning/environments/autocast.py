@@ -22,7 +22,7 @@ HALF = (torch.bfloat16, torch.float16)
 class AutocastModule(TensorDictModuleBase):
     """A policy or critic under autocast on the device of its parameters. It writes float32 instead of half precision.
 
-    Only this module computes in half precision: an environment that computes with torch stays outside.
+    Only this module computes in half precision: autocast does not affect an environment that computes with torch.
 
     Args:
         module: Reads and writes a TensorDict ``[*B]``.
@@ -45,7 +45,7 @@ class AutocastModule(TensorDictModuleBase):
             action = outputs.get(ACTION)
             get_dist = getattr(self, "get_dist", None)
             if action is not None and action.dtype in HALF and LOG_PROB in outputs and get_dist is not None:
-                # The learner evaluates the stored action, whose dtype decides how the distribution computes.
+                # The learner evaluates the stored action, and its dtype sets the precision of the distribution.
                 written[LOG_PROB] = to_single(get_dist(step.copy()).log_prob(written[ACTION]))
         return written
 
@@ -57,7 +57,7 @@ class AutocastModule(TensorDictModuleBase):
 
     @property
     def get_dist(self) -> Callable[[TensorDictBase], Distribution]:
-        """The policy's ``get_dist`` under autocast; an AttributeError if it has none."""
+        """The policy's ``get_dist`` under autocast; raises AttributeError if the policy has no such method."""
         get_dist: Callable[[TensorDictBase], Distribution] = self.module.get_dist
 
         def under_autocast(tensordict: TensorDictBase) -> Distribution:
@@ -67,17 +67,17 @@ class AutocastModule(TensorDictModuleBase):
         return under_autocast
 
     def autocast(self) -> torch.autocast:
-        """Return the context in which the module computes."""
+        """Return the autocast context of the module."""
         return torch.autocast(policy_device(self.module).type, dtype=self.dtype, cache_enabled=False)
 
 
 def to_single(value: Tensor) -> Tensor:
-    """Return half precision as float32, which is exact, and other tensors as they are."""
+    """Convert half precision to float32, which is exact; return other tensors unchanged."""
     return value.float() if value.dtype in HALF else value
 
 
 def with_autocast(module: Any, dtype: torch.dtype | None) -> Any:
-    """Return a module under autocast, unless it is None or computes so already, or there is no dtype."""
+    """Wrap a module in autocast; return it unchanged if it is None or already wrapped, or if ``dtype`` is None."""
     if module is None or dtype is None:
         return module
     parts = module.modules() if isinstance(module, nn.Module) else ()

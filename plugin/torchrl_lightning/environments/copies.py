@@ -1,4 +1,4 @@
-"""Copies of the arrays that pass between an environment and this package: an environment may reuse its own."""
+"""Copy the arrays that pass between an environment and this package, because an environment may reuse its arrays."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PASS_AGAIN = (RepeatAction, StickyAction, MaxAndSkipObservation)
 
 
 def copied(value: Any) -> Any:
-    """Return a copy of an array, also of the arrays in dicts, lists and tuples; other values are returned unchanged.
+    """Return a copy of an array, or of the arrays in dicts, lists and tuples; return other values unchanged.
 
     Examples:
         >>> array = np.zeros(2)
@@ -40,7 +40,7 @@ def copied(value: Any) -> Any:
         for index in np.ndindex(value.shape):
             elements[index] = copied(value[index])
         return elements
-    if isinstance(value, dict | Mapping):  # the usual type first: it is faster to recognise
+    if isinstance(value, dict | Mapping):  # dict first, because its check is faster
         return {key: copied(entry) for key, entry in value.items()}
     if isinstance(value, tuple):
         entries = map(copied, value)
@@ -49,11 +49,11 @@ def copied(value: Any) -> Any:
         return [copied(entry) for entry in value]
     if isinstance(value, np.generic) or not hasattr(value, "__array__"):
         return value
-    return value.clone() if hasattr(value, "clone") else copy.deepcopy(value)  # a tensor; an array of another library
+    return value.clone() if hasattr(value, "clone") else copy.deepcopy(value)  # a tensor, or another library's array
 
 
 class FreshActions(gym.Wrapper[Any, Any, Any, Any], RecordConstructorArgs):
-    """Give the environment a copy of each action: the wrapper around it passes the same array again."""
+    """Pass a copy of each action to the environment, because the outer wrapper passes the same array again."""
 
     def __init__(self, env: gym.Env[Any, Any]) -> None:
         RecordConstructorArgs.__init__(self)
@@ -65,7 +65,7 @@ class FreshActions(gym.Wrapper[Any, Any, Any, Any], RecordConstructorArgs):
 
 
 class FreshObservations(gym.Wrapper[Any, Any, Any, Any], RecordConstructorArgs):
-    """Return a copy of each observation: the wrapper around the environment keeps it beyond the next step."""
+    """Return a copy of each observation, because the outer wrapper keeps it beyond the next step."""
 
     def __init__(self, env: gym.Env[Any, Any]) -> None:
         RecordConstructorArgs.__init__(self)
@@ -83,7 +83,7 @@ class FreshObservations(gym.Wrapper[Any, Any, Any, Any], RecordConstructorArgs):
 
 
 def copy_beneath_wrappers(env: gym.Env[Any, Any]) -> None:
-    """Insert copies beneath those of Gymnasium's wrappers that keep observations or pass an action on again.
+    """Insert copying wrappers below Gymnasium's wrappers that keep observations or pass an action again.
 
     Examples:
         >>> env = FrameStackObservation(gym.make("CartPole-v1"), 2)

@@ -1,4 +1,4 @@
-"""EnvPool's environments, stepped together in C++, as a vector environment that resets in the step of an end."""
+"""Vector environment in mode ``SAME_STEP`` for EnvPool, which steps all copies together in C++."""
 
 from __future__ import annotations
 
@@ -21,19 +21,20 @@ _OURS = {"seed": "seeds come from the run", "num_envs": "num_envs= says it", "en
 
 
 class EnvPoolVectorEnv(VectorEnv[Any, Any, Any]):
-    """Copies of one of EnvPool's environments in mode ``SAME_STEP``; a reset may take some of them.
+    """Copies of an EnvPool environment in mode ``SAME_STEP``; a reset may apply to some of them.
 
-    EnvPool takes seeds where copies are made: they are made at a reset of all, anew where it gives seeds.
-    An episode that ends by itself in the very step of its time limit is truncated alone: EnvPool says no more.
+    EnvPool accepts seeds only when it makes the copies. The first full reset makes them, and each full reset with
+    seeds makes them again. An episode that terminates exactly at its time limit is only marked as truncated, because
+    EnvPool does not report more.
 
     Args:
         task: EnvPool's id.
-        num_envs: how many copies.
-        kwargs: arguments of EnvPool's; ``num_threads`` is 1 if none is given.
+        num_envs: number of copies.
+        kwargs: arguments for EnvPool; ``num_threads`` defaults to 1.
 
     Raises:
         ImportError: EnvPool is not installed.
-        ValueError: EnvPool does not know the id or an argument, or has several players there.
+        ValueError: EnvPool does not know the id or an argument, or the environment has several players.
     """
 
     metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}
@@ -43,7 +44,7 @@ class EnvPoolVectorEnv(VectorEnv[Any, Any, Any]):
         self._kwargs = {"num_threads": 1, **kwargs, "num_envs": num_envs}
         spec = _spec(task, self._kwargs)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of bounds that are rounded
+            warnings.simplefilter("ignore")  # warnings about rounded bounds
             self.single_observation_space, self.single_action_space = spec.observation_space, spec.action_space
         self.observation_space = batch_space(self.single_observation_space, num_envs)
         self.action_space = batch_space(self.single_action_space, num_envs)
@@ -53,7 +54,7 @@ class EnvPoolVectorEnv(VectorEnv[Any, Any, Any]):
     def reset(
         self, *, seed: int | Sequence[int] | None = None, options: Mapping[str, Any] | None = None
     ) -> tuple[Any, dict[str, Any]]:
-        """Begin an episode in all copies, or in those of ``options["reset_mask"]``, which takes no seed."""
+        """Begin an episode in all copies, or without a seed in the copies of ``options["reset_mask"]``."""
         mask = None if options is None else options.get("reset_mask")
         if mask is not None and self._pool is not None:
             if seed is not None:
@@ -65,18 +66,18 @@ class EnvPoolVectorEnv(VectorEnv[Any, Any, Any]):
         if self._pool is None or seed is not None:
             self._make(seed)
         with warnings.catch_warnings(), blaming("reset"):
-            warnings.simplefilter("ignore")  # as above, of a first reset
+            warnings.simplefilter("ignore")  # a first reset also warns about rounded bounds
             self._shown = self._pool.reset()[0]
         return self._shown, {}
 
     def step(self, actions: Array) -> tuple[Any, Array, Array, Array, dict[str, Any]]:
-        """Step every copy, and reset those whose episodes end; ``final_obs`` holds the observations before that."""
+        """Step every copy and reset ended ones; ``final_obs`` holds the observations before the reset."""
         with blaming("step"):
             observation, rewards, terminated, truncated, _ = self._pool.step(actions)
         info = {}
         ended = np.flatnonzero(terminated | truncated)
         if len(ended):
-            # The reset may change the memory of all of these.
+            # The reset may overwrite the memory of these arrays.
             rewards, terminated, truncated = rewards.copy(), terminated.copy(), truncated.copy()
             info["final_obs"] = copied(observation)
             observation = self._restarted(observation, ended)
@@ -111,7 +112,7 @@ class EnvPoolVectorEnv(VectorEnv[Any, Any, Any]):
 
 
 def envpool_task(env: object, env_kwargs: Mapping[str, Any], wrappers: Sequence[Any]) -> tuple[str, dict[str, Any]]:
-    """Return EnvPool's id and arguments; a ValueError names what EnvPool's environments cannot have.
+    """Return EnvPool's id and arguments; raise ValueError for settings that EnvPool does not support.
 
     Examples:
         >>> envpool_task(EnvironmentRecipe("CartPole-v1", time_limit=9), {}, ())
@@ -142,7 +143,7 @@ def envpool_task(env: object, env_kwargs: Mapping[str, Any], wrappers: Sequence[
 
 
 def check_envpool(env: object, env_kwargs: Mapping[str, Any] | None = None, wrappers: Sequence[Any] = ()) -> None:
-    """Refuse what EnvPool does not make, without making it; the errors are those of :class:`EnvPoolVectorEnv`."""
+    """Validate arguments for EnvPool without making the environment; raise the errors of :class:`EnvPoolVectorEnv`."""
     task, kwargs = envpool_task(env, env_kwargs or {}, wrappers)
     _spec(task, kwargs)
 

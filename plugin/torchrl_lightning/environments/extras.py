@@ -1,8 +1,8 @@
-"""Which extra brings the package that an environment misses."""
+"""Look up the extra that installs a missing package of an environment."""
 
 from __future__ import annotations
 
-# What the message about a missing package names, and the extra that brings it.
+# A word in the message about a missing package, and the extra that installs the package.
 _EXTRAS = {
     "Box2D": "box2d",
     "MuJoCo": "mujoco",
@@ -14,7 +14,7 @@ _EXTRAS = {
     "wandb": "wandb",
     "tensorboard": "tensorboard",
 }
-# How names of environments begin that a module registers, that module, and the extra that brings it.
+# Prefix of environment names, the module that registers them, and the extra that installs it.
 _REGISTERED = {
     "ALE/": ("ale_py", "atari"),
     "MiniGrid-": ("minigrid", "minigrid"),
@@ -27,7 +27,7 @@ _REGISTERED = {
 
 
 def extra_for(error: BaseException) -> str:
-    """Return a sentence, behind a blank, that names the extra which mends an error; nothing where none does.
+    """Return a sentence, after a space, that names the extra for a missing package; ``""`` if the extra is unknown.
 
     Examples:
         >>> extra_for(ModuleNotFoundError("No module named 'minigrid'"))
@@ -38,7 +38,7 @@ def extra_for(error: BaseException) -> str:
 
 
 def registered_by(name: str) -> str | None:
-    """Return a sentence that names the module which registers an environment and its extra, None where none is known.
+    """Return a sentence with the module that registers an environment and its extra; None if the module is unknown.
 
     Examples:
         >>> registered_by("ALE/Pong-v5")

@@ -1,4 +1,4 @@
-"""The last images of a Gymnasium environment as one."""
+"""Stack the last images of a Gymnasium environment."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from torchrl_lightning.images import stack_axis
 
 
 class FrameStack(gym.Wrapper[Any, Any, Any, Any]):
-    """Show the last images as one, along their channels; what else there is in a Dict observation stays as it is.
+    """Stack the last images along their channels; other entries of a Dict observation are not changed.
 
     ``[H, W]`` becomes ``[K, H, W]``, ``[C, H, W]`` ``[K * C, H, W]``, and ``[H, W, C]`` ``[H, W, K * C]``.
     An episode begins with ``K`` copies of its first image.
 
     Args:
-        env: an environment that shows images, alone or in a Dict.
-        count: how many, ``K``.
+        env: an environment that observes an image or a Dict with images.
+        count: the number of images, ``K``.
 
     Raises:
-        ValueError: the environment shows no image.
+        ValueError: the observation does not contain an image.
     """
 
     def __init__(self, env: gym.Env[Any, Any], count: int) -> None:
@@ -57,7 +57,7 @@ class FrameStack(gym.Wrapper[Any, Any, Any, Any]):
         return self._stacked(observation, self._count), info
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
-        """Step, and show the newest image behind those before."""
+        """Step the environment, and append its image to the stack."""
         observation, reward, terminated, truncated, info = self.env.step(action)
         return self._stacked(observation, 1), reward, terminated, truncated, info
 
@@ -74,5 +74,5 @@ class FrameStack(gym.Wrapper[Any, Any, Any, Any]):
 
 
 def is_image(shape: Sequence[int]) -> bool:
-    """Return whether frames of this shape are stacked."""
+    """Return whether an entry with this shape is an image: two or three dimensions."""
     return len(shape) in (2, 3)

@@ -1,4 +1,4 @@
-"""Goal functions of an environment: its ``compute_reward`` and ``compute_terminated``, apart from running ones."""
+"""Goal functions of an environment, ``compute_reward`` and ``compute_terminated``, from a separate copy."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from torchrl_lightning.environments.threads import close_environment
 from torchrl_lightning.environments.vector_env import NoGymnasiumEnvironmentError, SingleEnv
 
 GoalFunction = Callable[[Any, Any, Any], Any]
-"""As ``compute_reward`` of a goal environment: of achieved and desired goals, and the step's info."""
+"""A function such as ``compute_reward``, with the achieved goals, the desired goals and the step's info."""
 READY = (gym.Env, VectorEnv, EnvBase)
 
 
 class EnvironmentGoals:
-    """Look up an environment's functions of goals, through its wrappers.
+    """Look up the goal functions of an environment through its wrappers.
 
-    The environment is one of its own, built when a function is looked up first, so that nothing that is stepped
-    changes. A copy, or what another process gets, takes along how it is made: no simulator is pickled.
+    The first look-up builds a separate environment from an id or a factory, so that stepped environments do not
+    change. Pickling stores only the source, not the simulator.
 
     Args:
-        source: an environment id, a factory of one environment, Gymnasium's or TorchRL's, or a ready one.
+        source: an environment id, a factory of one Gymnasium or TorchRL environment, or a ready environment.
 
     Examples:
         >>> EnvironmentGoals("CartPole-v1").find("compute_reward") is None
@@ -40,18 +40,18 @@ class EnvironmentGoals:
 
     @classmethod
     def of(cls, method: GoalFunction) -> Self | None:
-        """Return the goals of the environment that a bound method belongs to; None if it belongs to none."""
+        """Return the goals of the environment that a method is bound to; None for other functions."""
         owner = getattr(method, "__self__", None)
         if not isinstance(owner, gym.Env):
             return None
         return cls(owner if owner.spec is None else partial(gym.make, owner.spec), owner)
 
     def find(self, name: str) -> GoalFunction | None:
-        """Return the outermost method of this name; None where there is none."""
+        """Return the outermost method of this name; None if no wrapper or environment has it."""
         if self._env is None:
             self._env, self._is_own = _single(self._source), not isinstance(self._source, READY)
             if self._is_own and isinstance(self._env, gym.Env):
-                self._env.reset(seed=0)  # some know no goal before
+                self._env.reset(seed=0)  # some environments have a goal only after a reset
         try:
             found: GoalFunction = (
                 self._env.get_wrapper_attr(name) if isinstance(self._env, gym.Env) else getattr(self._env, name)
@@ -61,7 +61,7 @@ class EnvironmentGoals:
         return found
 
     def close(self) -> None:
-        """Close what was built here; the next look builds it anew."""
+        """Close the environment that was built here; the next look-up builds another one."""
         env, self._env = self._env, None
         if env is not None and self._is_own:
             close_environment(env)
@@ -74,7 +74,7 @@ class EnvironmentGoals:
 
 
 def _single(source: Any) -> Any:
-    """Return one environment of a source: Gymnasium's with its wrappers, or the innermost one of TorchRL's."""
+    """Return one environment of a source: a Gymnasium one with its wrappers, or the innermost TorchRL one."""
     env = source
     if not isinstance(source, READY):
         try:
@@ -90,9 +90,9 @@ def _single(source: Any) -> Any:
 
 
 class GoalReward(gym.Wrapper[Any, Any, Any, Any]):
-    """Give a reward of 1 for the step that terminates an episode and 0 for every other, also for one that truncates it.
+    """Return reward 1 for a step that terminates the episode, and 0 for all others, including truncation.
 
-    For environments that terminate at their goal and nowhere else, such as ``MountainCar-v0``.
+    This suits environments that terminate only at their goal, such as ``MountainCar-v0``.
 
     Examples:
         >>> env = GoalReward(gym.make("MountainCar-v0"))

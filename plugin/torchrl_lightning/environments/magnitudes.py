@@ -15,14 +15,14 @@ from torchrl_lightning.environments.policies import is_double
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
 NORMALIZED_MAX = 1e150
-"""Squares of larger numbers exceed float64, so that the variance would be infinite."""
+"""The square of a larger number overflows float64, so that the variance would be infinite."""
 
 
 def magnitude_limits(policy: object, observation: Composite) -> dict[NestedKey, float]:
-    """Return the largest magnitude of each float64 observation that a policy can read; others have no limit.
+    """Return the largest magnitude of each float64 observation that a policy can read; others are not limited.
 
-    A policy without parameters, or with float64 ones, has no limits. Normalised entries become float32 numbers only
-    behind the normaliser.
+    A policy without parameters, or with float64 parameters, has no limits. The limit of normalised entries is larger,
+    because they become float32 only after normalisation.
 
     Args:
         policy: The policy.
@@ -40,7 +40,7 @@ def magnitude_limits(policy: object, observation: Composite) -> dict[NestedKey, 
 
 
 def expected_magnitude(limit: float) -> str:
-    """Return what an error says that a number should have been.
+    """Return the expectation and the remedy for the error about a number beyond its limit.
 
     Args:
         limit: The largest magnitude.

@@ -1,4 +1,4 @@
-"""Which actions an environment allows, as it says by ``action_mask``, an entry of its observation or of info."""
+"""Action masks: the allowed actions in the entry ``action_mask`` of an observation or of info."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from torchrl_lightning.keys import ACTION_MASK, OBSERVATION
 
 
 class ActionMask:
-    """Draws and checks actions under masks ``[*B, A]``, in which zeros forbid; those of several choices lie in a row.
+    """Draw and check actions under masks ``[*B, A]``: 0 forbids; the masks of several choices are concatenated.
 
     Args:
         action: The spec of one action.
 
     Raises:
-        ValueError: It is not made of choices.
+        ValueError: The action is not made of discrete choices.
 
     Examples:
         >>> ActionMask(Categorical(3)).draw(torch.tensor([[False, True, False]]))
@@ -51,11 +51,11 @@ class ActionMask:
         return drawn.reshape(*mask.shape[:-1], *self.shape).to(self.dtype)
 
     def usable(self, mask: Tensor) -> Tensor:
-        """Return masks ``[*B, A]`` in which a choice that has nothing allowed has all."""
+        """Return masks ``[*B, A]`` that allow everything in a choice without an allowed action."""
         return torch.cat([usable(part) for part in mask.split(self.sizes, -1)], -1).to(mask.dtype)
 
     def check(self, mask: Tensor) -> None:
-        """Refuse masks ``[N, A]`` that leave no action, by an EnvironmentFault."""
+        """Validate masks ``[N, A]``; raise EnvironmentFault if a choice has no allowed action."""
         for part in mask.split(self.sizes, -1):
             stuck = ~part.bool().any(-1)
             if bool(stuck.any()):
@@ -66,7 +66,7 @@ class ActionMask:
                 )
 
     def check_actions(self, action: Tensor, mask: Tensor, step: int) -> None:
-        """Refuse actions ``[N, *action]`` that masks ``[N, A]`` forbid, by a ValueError."""
+        """Validate actions ``[N, *action]``; raise ValueError if masks ``[N, A]`` forbid one."""
         chosen = action.reshape(len(mask), -1)
         if self.one_hot:
             chosen = chosen.to(torch.int8).argmax(-1, keepdim=True)
@@ -81,18 +81,18 @@ class ActionMask:
 
 
 def allowed_values(values: Tensor, mask: Tensor) -> Tensor:
-    """Return values or logits ``[*B, A]``, minus infinity where a mask ``[*B, A]`` forbids."""
+    """Return values or logits ``[*B, A]``, with minus infinity for choices that a mask ``[*B, A]`` forbids."""
     return values.masked_fill(~mask.bool(), -math.inf)
 
 
 def draw_choice(mask: Tensor) -> Tensor:
-    """Draw the number ``[*B]`` of an allowed choice under masks ``[*B, A]``, each with the same probability."""
+    """Draw the index ``[*B]`` of an allowed choice under masks ``[*B, A]``, each with the same probability."""
     weights = mask.bool().to(torch.float32)
     return (weights / torch.empty_like(weights).exponential_()).argmax(-1)
 
 
 def usable(mask: Tensor) -> Tensor:
-    """Return a mask as bool, all true where nothing is allowed, as at the end of an episode.
+    """Return a boolean mask; rows without an allowed choice, as at the end of an episode, become all true.
 
     Examples:
         >>> usable(torch.tensor([[1, 0], [0, 0]], dtype=torch.int8))
@@ -104,10 +104,10 @@ def usable(mask: Tensor) -> Tensor:
 
 
 def action_mask(observation: Mapping[Any, Any], action: TensorSpec) -> ActionMask | None:
-    """Return what the entry ``action_mask`` of an observation's specs says of actions; None if there is no such entry.
+    """Return the ActionMask for observation specs with an entry ``action_mask``; None without this entry.
 
     Raises:
-        ValueError: It does not fit the actions.
+        ValueError: The entry does not fit the actions.
     """
     spec = observation.get(ACTION_MASK, None)
     if spec is None:
@@ -124,7 +124,7 @@ def action_mask(observation: Mapping[Any, Any], action: TensorSpec) -> ActionMas
 
 
 def is_mask(spec: TensorSpec | None, action: TensorSpec) -> bool:
-    """Return whether an entry has one whole number or flag for each choice that an action may be."""
+    """Return whether a spec has one integer or flag for each possible choice of an action."""
     sizes = _sizes(action)
     return spec is not None and bool(sizes) and spec.shape == (sum(sizes),) and not spec.dtype.is_floating_point
 
@@ -146,15 +146,15 @@ _MEND = (
 
 
 class ActionMaskFromInfo(gym.Wrapper[Any, Any, Any, Any]):
-    """Show the mask of actions that an environment tells by ``info["action_mask"]`` as an entry of the observation.
+    """Copy the action mask from ``info["action_mask"]`` into the observation.
 
-    An observation that is no Dict becomes the entry ``observation``.
+    An observation that is not a Dict becomes the entry ``observation``.
 
     Args:
-        env: an environment with one choice among actions.
+        env: an environment with a Discrete action space.
 
     Raises:
-        ValueError: its actions are others.
+        ValueError: the action space is not Discrete.
 
     Examples:
         >>> env = ActionMaskFromInfo(gym.make("Taxi-v4"))

@@ -1,4 +1,4 @@
-"""Observations standardised by running moments, and a policy that sees them so."""
+"""Standardise observations by running moments, also in front of a policy."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ EPSILON = 1e-8
 class ObservationNormalizer(nn.Module):
     r"""Standardise entries of observations, \(\mathrm{clip}((x - \bar x) / \sqrt{\mathrm{Var}[x] + \epsilon})\).
 
-    The moments change by :meth:`advance` alone; until then observations are only clipped. What is not normalised stays
-    as it is.
+    Only :meth:`advance` changes the moments. Before its first call, observations are only clipped. Other entries are
+    not changed.
 
     Args:
         specs: Specs of the environment.
-        keys: Which entries; True for all but a mask of actions.
-        clip: Largest absolute value of what comes out.
+        keys: Entries to normalise; True for all except the action mask.
+        clip: Largest absolute value of the result.
         epsilon: Added to variances.
 
     Raises:
-        ValueError: An entry is not there, or has no numbers to be normalised: it counts choices or is boolean.
+        ValueError: An entry is missing, or its values are categorical or boolean.
 
     Examples:
         >>> from torchrl_lightning import environment_specs, make_vector_env
@@ -68,7 +68,7 @@ class ObservationNormalizer(nn.Module):
         self._moments: dict[NestedKey, Moments] = {}
         for place, key in enumerate(self.keys):
             spec = _normalisable(observation, key, keys is True)
-            # What a policy in another process needs travels as buffers.
+            # Buffers, because they are sent to policies in other processes.
             self.register_buffer(f"mean_{place}", torch.zeros(spec.shape, dtype=torch.float64))
             self.register_buffer(f"factor_{place}", torch.ones(spec.shape, dtype=torch.float64))
             self._moments[key] = Moments.none(*spec.shape)
@@ -83,7 +83,7 @@ class ObservationNormalizer(nn.Module):
         return self._moments
 
     def advance(self, moments: Mapping[NestedKey, Moments]) -> None:
-        """Take further samples of each entry into the statistics."""
+        """Merge the moments of further samples of each entry into the statistics."""
         self._set({key: self._moments[key].merged(more) for key, more in moments.items()})
 
     def _set(self, moments: Mapping[NestedKey, Moments]) -> None:
@@ -95,7 +95,7 @@ class ObservationNormalizer(nn.Module):
                 factor.copy_((each.variance + self.epsilon).rsqrt())
 
     def constants(self, key: NestedKey) -> tuple[Tensor, Tensor] | None:
-        """Return the mean of an entry and one over its deviation, float64 ``[*F]``; None if it is not normalised."""
+        """Return the mean and the inverse deviation of an entry, float64 ``[*F]``; None if it is not normalised."""
         return self._constants(key) if key in self._place else None
 
     def _constants(self, key: NestedKey) -> tuple[Tensor, Tensor]:
@@ -113,9 +113,9 @@ class ObservationNormalizer(nn.Module):
         return scaled(value, *self._constants_on(value.device, key), self.clip)
 
     def standing(self, key: NestedKey, value: Tensor) -> tuple[Tensor, Callable[[], None]]:
-        """Return where the normalised entry of a value on the CPU goes, which is overwritten, and what puts it there.
+        """Return an output tensor for a CPU value, and a function that writes the normalised value into it.
 
-        For a few rows this takes half of the time that :meth:`normalized` takes in a run; same bits.
+        For a few rows the function takes half the time of :meth:`normalized`; the results are bit-equal.
         """
         out = torch.empty_like(value, dtype=torch.float32)
 
@@ -125,7 +125,7 @@ class ObservationNormalizer(nn.Module):
         return out, refresh
 
     def normalize_(self, data: TensorDictBase) -> None:
-        """Put normalised entries, and those of ``next``, in the place of raw ones ``[*B, *F]``; others stay."""
+        """Normalise entries ``[*B, *F]`` in place, also those of ``next``; other entries are not changed."""
         parts = [data, data.get("next", None)]
         for part in parts if parts[1] is not None else parts[:1]:
             entries = level_of(part)
@@ -137,17 +137,17 @@ class ObservationNormalizer(nn.Module):
                     part.set(key, self.normalized(key, value))
 
     def moments_state(self) -> dict[str, Any]:
-        """Return clip, epsilon and the moments, as tensors and scalars."""
+        """Return clip, epsilon and the moments as tensors and scalars."""
         entries = [
             {"key": list(path_of(key)), "moments": moments.state_dict()} for key, moments in self._moments.items()
         ]
         return {"clip": self.clip, "epsilon": self.epsilon, "entries": entries}
 
     def load_moments(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`moments_state` returned.
+        """Restore the state that :meth:`moments_state` returned.
 
         Raises:
-            ValueError: It is that of other entries or shapes; nothing is changed then.
+            ValueError: The state has other entries or shapes; nothing is changed then.
         """
         schema = {
             "clip": same(self.clip, "normaliser"),
@@ -165,7 +165,7 @@ class ObservationNormalizer(nn.Module):
 
     @classmethod
     def from_state(cls, specs: EnvironmentSpecs, state: Mapping[str, Any]) -> ObservationNormalizer:
-        """Build the normaliser whose :meth:`moments_state` this is, for the same environment."""
+        """Build a normaliser from the result of :meth:`moments_state`, for the same environment."""
         check_state(state, {"clip": number(0.0), "epsilon": number(0.0), "entries": sequence}, "normaliser")
         keys = [nested_key(entry["key"]) for entry in state["entries"]]
         normalizer = cls(specs, keys, state["clip"], state["epsilon"])
@@ -176,12 +176,13 @@ class ObservationNormalizer(nn.Module):
 def scaled(value: Tensor, mean: Tensor, factor: Tensor, clip: float) -> Tensor:
     r"""Return \(\mathrm{clip}((x - \bar x) f)\) of values ``[*B, *F]``, float32.
 
-    It is computed in the precision of the values (see :func:`~torchrl_lightning.moments.precision_of`), then rounded.
+    The precision of the values applies (see :func:`~torchrl_lightning.moments.precision_of`), then the result is
+    rounded.
 
     Args:
         value: The values.
-        mean: What is subtracted, float64 ``[*F]``.
-        factor: What the difference is multiplied by, float64 ``[*F]``.
+        mean: The subtracted mean, float64 ``[*F]``.
+        factor: The factor of the difference, float64 ``[*F]``.
         clip: The largest absolute value.
     """
     out = torch.empty_like(value, dtype=torch.float32)
@@ -190,7 +191,7 @@ def scaled(value: Tensor, mean: Tensor, factor: Tensor, clip: float) -> Tensor:
 
 
 def _scale_into(out: Tensor, value: Tensor, mean: Tensor, factor: Tensor, clip: float) -> None:
-    # Either way the same operations on each element, so the same bits.
+    # Both branches apply the same operations to each element, so the results are bit-equal.
     if value.dtype in LIKE and value.is_cpu and value.is_contiguous() and not value.requires_grad:
         width = mean.numel()
         rows = value.numel() // width if width else 0
@@ -201,7 +202,7 @@ def _scale_into(out: Tensor, value: Tensor, mean: Tensor, factor: Tensor, clip: 
 
 
 def scaled_by_torch(value: Tensor, mean: Tensor, factor: Tensor, clip: float) -> Tensor:
-    """Return the same as :func:`scaled`, by operations that can be traced."""
+    """Return the result of :func:`scaled`, computed by traceable operations."""
     dtype = precision_of(value.dtype)
     return torch.sub(value, mean.to(dtype)).mul_(factor.to(dtype)).clamp_(-clip, clip).to(torch.float32)
 
@@ -247,11 +248,11 @@ def _normalisable(observation: Composite, key: NestedKey, all_keys: bool) -> Ten
 
 
 class NormalizedPolicy(TensorDictModuleBase):
-    """A policy behind a normaliser: it takes what the environment shows, and the policy sees it normalised.
+    """A policy that reads raw observations, normalises them, and passes them to an inner policy.
 
     Attributes:
-        policy: The policy that sees normalised observations.
-        normalizer: The normaliser, shared with whoever advances it.
+        policy: The inner policy, which reads normalised observations.
+        normalizer: The normaliser; its owner updates the moments.
     """
 
     def __init__(self, policy: Policy, normalizer: ObservationNormalizer) -> None:
@@ -261,14 +262,14 @@ class NormalizedPolicy(TensorDictModuleBase):
         self.in_keys, self.out_keys = list(abilities.in_keys), list(abilities.out_keys or ())
 
     def act_on(self, step: TensorDictBase) -> Outputs:
-        """Return what the policy writes into a step ``[N]``, and write nothing."""
-        # Looked up without asking the module for its parts, which takes a microsecond each.
+        """Return the policy's outputs for a step ``[N]``, and write nothing."""
+        # Read from _modules, because nn.Module's attribute access takes a microsecond.
         policy, given = self._modules.get("policy") or self.policy, self._normalized(step)
         bare = bare_call(policy)
         return policy_outputs(policy, given) if bare is None else bare(given)
 
     def standing(self, step: TensorDictBase) -> Callable[[], Outputs]:
-        """Return :meth:`act_on` of a step ``[N]`` on the CPU whose tensors stay the same and are overwritten."""
+        """Return a call of :meth:`act_on` bound to one CPU step ``[N]``; the caller overwrites its tensors."""
         normalizer = self.normalizer
         if not normalizer.is_flat:
             return lambda: self.act_on(step)
@@ -291,7 +292,7 @@ class NormalizedPolicy(TensorDictModuleBase):
         return act
 
     def get_dist(self, tensordict: TensorDictBase) -> Distribution:
-        """Return the policy's distribution over actions in a TensorDict ``[N]``, whose observations are raw."""
+        """Return the policy's action distribution for a TensorDict ``[N]`` with raw observations."""
         distribution: Distribution = self.policy.get_dist(self._normalized(tensordict))  # type: ignore[attr-defined]
         return distribution
 
@@ -307,12 +308,12 @@ class NormalizedPolicy(TensorDictModuleBase):
         return new_tensordict(entries, step.batch_size)
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Write what the policy writes into a TensorDict ``[N]``, whose observations stay raw."""
+        """Write the policy's outputs into a TensorDict ``[N]``; its observations stay raw."""
         for key, value in self.act_on(tensordict).items():
             tensordict.set(key, value)
         return tensordict
 
 
 def normalizes(policy: object) -> bool:
-    """Return whether a policy takes raw observations and normalises them itself."""
+    """Return whether a policy reads raw observations and normalises them itself."""
     return isinstance(policy, nn.Module) and any(isinstance(part, NormalizedPolicy) for part in policy.modules())

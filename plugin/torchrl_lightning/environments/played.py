@@ -1,4 +1,4 @@
-"""Recorded steps that stand in for those of environments which rest meanwhile."""
+"""Replay recorded steps in some environments of a vector environment, which pause meanwhile."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from torchrl_lightning.environments.copies import copied
 from torchrl_lightning.environments.faults import GuardedCall, blaming, check_returned, position
 
 if TYPE_CHECKING:
-    from tensordict.utils import NestedKey  # a process that only steps an environment needs no torch
+    from tensordict.utils import NestedKey  # a process that only steps an environment does not need torch
 
 Array = NDArray[Any]
 
 
 class ReplayedRows(NamedTuple):
-    """One step of the ``M`` environments that replay it, in their order; shapes are those of spaces or of specs.
+    """One step of the ``M`` replaying environments, in their order, with the shapes of the spaces or specs.
 
     Attributes:
         mask: Which environments replay, ``[N]`` bool.
-        observation: What the policy sees, ``[M, *F]`` for each observation key.
-        action: What is stored as the action, ``[M, *A]``.
-        next_observation: What followed, ``[M, *F]`` each; at an end the last observation of the episode.
+        observation: Input of the policy, ``[M, *F]`` for each observation key.
+        action: The stored action, ``[M, *A]``.
+        next_observation: The next observation, ``[M, *F]`` each; at an end the last one of the episode.
         reward: ``[M]``.
         terminated: ``[M]`` bool.
         truncated: ``[M]`` bool.
-        serial: The numbers of what is replayed, ``[M]``, -1 for none.
-        log_prob: What is stored as the log-probability of the actions, where the policy writes one
-            (``action_log_prob``); None for that of the policy, which must have ``get_dist`` then.
+        serial: The numbers of the replayed recordings, ``[M]``; -1 for none.
+        log_prob: The stored log-probability of the actions, if the policy writes ``action_log_prob``. None computes it
+            by the policy, which then needs ``get_dist``.
     """
 
     mask: Array
@@ -50,54 +50,56 @@ class ReplayedRows(NamedTuple):
 
 
 class ReplaySource(Protocol):
-    """Where replayed steps come from, such as demonstrations.
+    """A source of replayed steps, such as demonstrations.
 
-    A replay begins where an episode begins, and lasts until the replayed episode ends. The environment rests meanwhile,
-    and its own episode, which had just begun, follows; one that cannot rest is stepped unseen, and reset at the end.
+    A replay begins at the start of an episode and lasts until the replayed episode ends. The environment pauses
+    meanwhile, and its own new episode follows. An environment that cannot pause is stepped without storing its steps,
+    and reset at the end.
     """
 
     def __call__(self, starts: Array) -> ReplayedRows | None:
-        """Choose what is replayed in the step that comes, before the policy acts.
+        """Return the replayed rows of the next step, before the policy acts.
 
         Args:
-            starts: Where an episode begins, ``[N]`` bool; what was replayed there before is over (also where the
+            starts: Which environments begin an episode, ``[N]`` bool. Earlier replays there have ended (also after the
                 collector has reset all environments).
 
         Returns:
-            The replayed rows; None if every environment makes the step itself.
+            The replayed rows; None if no environment replays.
         """
         ...
 
     @property
     def playing(self) -> Array:
-        """Where steps are left to replay, ``[N]`` bool: there a restored collector goes on."""
+        """Which environments still have steps to replay, ``[N]`` bool; a restored collector continues these."""
         ...
 
 
 class FollowedReplaySource(ReplaySource, Protocol):
-    """A source of which worker processes have copies, which follow what it replays from."""
+    """A source with copies in worker processes; the copies receive updates of its recordings."""
 
     def for_worker(self, seed: int) -> ReplaySource:
-        """Return a copy that begins anew, with draws of its own; it is pickled, and understands :meth:`follow`."""
+        """Return a picklable copy without running replays and with its own random draws; it supports :meth:`follow`."""
         ...
 
     def contents(self) -> Any:
-        """Return what is replayed from; equal (``==``) as long as nothing of it has changed."""
+        """Return a snapshot of the recordings; snapshots are equal (``==``) as long as the recordings do not change."""
         ...
 
     def news(self, since: Any) -> Any:
-        """Return what a copy that has these :meth:`contents` must be told to have those of now; it is pickled."""
+        """Return a picklable update from an earlier snapshot of :meth:`contents` to the current recordings."""
         ...
 
     def follow(self, news: Any) -> None:
-        """Take over what the original has become."""
+        """Apply an update from the original source."""
         ...
 
 
 class ResumableVectorEnv(SyncVectorEnv):
-    """A ``SyncVectorEnv`` in mode ``SAME_STEP`` that can leave some of its environments as they are in a step.
+    """A ``SyncVectorEnv`` in mode ``SAME_STEP`` that can step only some of its environments.
 
-    It returns what Gymnasium's does, and refuses of a first step, and of the last of each episode, what it would cast.
+    It returns the same values as Gymnasium's class. It validates the first step, and the last step of each episode,
+    because wrong values would be cast silently.
     """
 
     _checks = True
@@ -138,9 +140,9 @@ class ResumableVectorEnv(SyncVectorEnv):
         return self._observations, rewards.copy(), terminated.copy(), truncated.copy(), infos
 
     def step_some(self, actions: Array, resting: Array) -> tuple[Any, Array, Array, Array, dict[str, Any]]:
-        """Step the environments that do not rest; the others show the same observation again, without reward.
+        """Step all environments except ``resting`` ones, which return their last observation again and reward 0.
 
-        Of info there are only the last observations of episodes, ``final_obs``.
+        Info contains only ``final_obs``, the last observations of episodes.
         """
         shown, final = env_observations(self), [None] * self.num_envs
         rewards = np.zeros(self.num_envs)
@@ -174,7 +176,7 @@ class ResumableVectorEnv(SyncVectorEnv):
         check_returned(self.single_observation_space, returned, call, f"environment {index}")
 
     def close_extras(self, **kwargs: Any) -> None:
-        """Close every environment, also behind one that fails to."""
+        """Close every environment, also if one fails to close."""
         faults = []
         for i, env in enumerate(self.envs):
             try:
@@ -187,12 +189,12 @@ class ResumableVectorEnv(SyncVectorEnv):
 
 
 def _zero_dimensional(actions: Array) -> list[Array]:
-    """Return actions ``[N]`` of a scalar Box as the arrays that it contains, which NumPy's numbers are not."""
+    """Return actions ``[N]`` of a scalar Box as zero-dimensional arrays: the Box does not contain NumPy scalars."""
     return [actions[i, ...] for i in range(len(actions))]
 
 
 class Playing:
-    """Follows which of ``num_envs`` environments replay steps of a source; ``where`` are their numbers, ``[M]``."""
+    """Track which of ``num_envs`` environments replay steps of a source; ``where`` has their indices, ``[M]``."""
 
     def __init__(self, source: ReplaySource, num_envs: int) -> None:
         self._source = source
@@ -200,15 +202,15 @@ class Playing:
         self.where: Array = np.flatnonzero(self._none)
 
     def resume(self) -> Array:
-        """Return where a restored source goes on, ``[N]``."""
+        """Return which environments a restored source continues to replay, ``[N]``."""
         self._resting = np.array(self._source.playing, dtype=bool)
         return self._resting
 
     def next_rows(self, starts: Array) -> ReplayedRows | None:
-        """Ask for the rows of the next step; a ValueError if a replay begins or ends in the midst of an episode."""
+        """Return the replayed rows of the next step; raise ValueError if a replay begins or ends within an episode."""
         rows = self._source(starts.copy())
         if self._resting is self._none if rows is None else rows.mask is self._resting:
-            return rows  # as at the step before
+            return rows  # the same environments as at the previous step
         mask = self._none if rows is None else np.asarray(rows.mask, dtype=bool)
         wrong = ~starts & (mask != self._resting)
         if wrong.any():

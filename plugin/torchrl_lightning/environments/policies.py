@@ -1,4 +1,4 @@
-"""What a collector needs to know about a policy: its device, its recurrent states and its weights."""
+"""Policies in collectors: how to call them, and their device, recurrent states and weights."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from torchrl_lightning.protocols import PolicyApi
 
 Policy = Callable[[TensorDictBase], TensorDictBase]
 Outputs = Mapping[NestedKey, Tensor]
-"""What a policy writes: tensors ``[N, *]``, without private keys."""
+"""Output entries of a policy: tensors ``[N, *]``, without private keys."""
 
 
 def clips_actions(policy: object) -> bool:
-    """Return whether a policy asks for its actions to be clipped, as one of ``load_policy`` may do."""
+    """Return whether a policy requires clipped actions; policies of ``load_policy`` may do so."""
     return PolicyApi.of(policy).clip_actions is True
 
 
 def bare_call(policy: object) -> Callable[[TensorDictBase], Outputs] | None:
     """Return a policy's ``act_on``; None if it has none, or if it would bypass a hook or an overridden forward.
 
-    It returns what the policy would write into ``step`` ``[N]``, also ``("next", state)`` of recurrent states, and
-    writes nothing; actions are as ``exploration_type()`` says. Being dispatched by TensorDict takes half of a small
-    network's time. The next step overwrites the entries of ``step``: what is to be remembered must be copied.
+    ``act_on(step)`` returns the policy's outputs for ``step`` ``[N]``, including ``("next", state)`` of recurrent
+    states, and writes nothing. ``exploration_type()`` applies to the actions. This saves TensorDict's dispatch, which
+    takes half of a small network's time. The next step overwrites the entries of ``step``, so copy those to keep.
     """
     if isinstance(policy, nn.Module) and any(forward_hooks(policy)):
         return None
@@ -50,11 +50,11 @@ def bare_call(policy: object) -> Callable[[TensorDictBase], Outputs] | None:
 
 
 def standing_call(policy: object, step: TensorDictBase) -> Callable[[], Outputs] | None:
-    """Return a call of a policy's ``act_on`` for a step on the CPU whose tensors stay the same and are overwritten.
+    """Return a call of a policy's ``act_on`` bound to one CPU step; the caller overwrites its tensors between calls.
 
-    A policy prepares it once by its method ``standing(step)``, whose call may return the same tensors each time. Ask
-    :func:`bare_call` before each call whether there still is an ``act_on``, which is called where nothing is prepared;
-    None if there is none.
+    The policy's method ``standing(step)`` builds the call once; the call may return the same tensors each time.
+    Without this method the call is ``act_on(step)``; without ``act_on`` the result is None. Check with
+    :func:`bare_call` before each call that ``act_on`` still applies.
     """
     bare = bare_call(policy)
     if bare is None:
@@ -74,9 +74,9 @@ def policy_device(policy: object) -> torch.device:
 
 
 def recurrent_states(policy: object, num_envs: int) -> dict[NestedKey, Tensor]:
-    """Collect the recurrent states that the policy's submodules declare by ``make_tensordict_primer``.
+    """Return the initial recurrent states that the policy's submodules declare by ``make_tensordict_primer``.
 
-    Returns the values at the start of an episode, ``[num_envs, *state]`` each; a ValueError if they are not constant.
+    Each has shape ``[num_envs, *state]``. Raise ValueError if an initial state is not constant.
     """
     states: dict[NestedKey, Tensor] = {}
     for primer in recurrent_primers(policy):
@@ -88,30 +88,30 @@ def recurrent_states(policy: object, num_envs: int) -> dict[NestedKey, Tensor]:
                     f"The recurrent state {key!r} starts from drawn or computed values; "
                     "only constant initial states are supported. Set default_value of its primer to a number."
                 )
-            # A primer may have batch dimensions already; the trailing dimensions are the state of one environment.
+            # A primer may already have batch dimensions; the trailing dimensions are the state of one environment.
             shape = spec.shape[len(primer.primers.shape) :]
             states[unravel_key(key)] = torch.full((num_envs, *shape), value or 0.0, dtype=spec.dtype)
     return states
 
 
 def dotted(key: NestedKey) -> str:
-    """Write a key as one name, for a state."""
+    """Return a key as one name with dots, for a state dict."""
     return ".".join(path_of(key))
 
 
 def rows_as(rows: Tensor, value: Tensor) -> Tensor:
-    """Give flags ``[N]`` as many dimensions as values ``[N, *F]`` have."""
+    """Return flags ``[N]`` with the number of dimensions of values ``[N, *F]``."""
     return rows.view(-1, *[1] * (value.ndim - 1))
 
 
 def recurrent_primers(policy: object) -> list[TensorDictPrimer]:
-    """List the primers that the policy's submodules make of their recurrent states; float64 if the policy is."""
+    """Return the primers of the recurrent states of the policy's submodules; float64 for a float64 policy."""
     if not isinstance(policy, nn.Module):
         return []
     primers = get_primers_from_module(policy, warn=False)
     made: list[TensorDictPrimer] = [] if primers is None else list(getattr(primers, "transforms", [primers]))
     if made and is_double(policy):
-        for primer in made:  # which knows nothing of its module's dtype
+        for primer in made:  # TorchRL makes float32 primers, whatever the module's dtype
             specs = primer.primers = primer.primers.clone()
             for key, spec in list(specs.items(include_nested=True, leaves_only=True)):
                 specs[key] = spec.to(torch.float64) if spec.dtype.is_floating_point else spec
@@ -124,14 +124,14 @@ def is_double(policy: object) -> bool:
 
 
 def acted(policy: Policy, step: TensorDictBase, device: torch.device, form: ActionFormat) -> TensorDictBase:
-    """Return a step of a TorchRL environment with what the policy, on its device, writes into it.
+    """Call the policy on its device and write its outputs into a step of a TorchRL environment.
 
-    An action that exceeds its bound by rounding is set to the bound, any other one too if ``form`` clips.
+    An action that exceeds its bound by rounding is set to the bound. If ``form`` clips, so is every other one.
 
     Raises:
-        KeyError: It writes no action.
-        EnvironmentFault: It reads what is not finite.
-        ValueError: Its actions are NaN.
+        KeyError: The policy writes no action.
+        EnvironmentFault: An observation that the policy reads is not finite.
+        ValueError: The actions are NaN.
     """
     here = step.device or torch.device("cpu")
     written = policy(step if here == device else step.to(device))
@@ -154,9 +154,9 @@ def acted(policy: Policy, step: TensorDictBase, device: torch.device, form: Acti
 
 
 def check_finite(values: Mapping[str, Tensor], rollout: bool = False) -> None:
-    """Refuse what a TorchRL environment returned, by name, by an EnvironmentFault if it is not finite.
+    """Validate that named values of a TorchRL environment are finite; raise EnvironmentFault if one is not.
 
-    Of a ``rollout``, ``[N, T, *F]``, it also says where.
+    For values of a ``rollout``, ``[N, T, *F]``, the message also names the step and the environment.
     """
     for name, value in values.items():
         if value.is_floating_point() and not bool(value.isfinite().all()):
@@ -169,9 +169,9 @@ def check_finite(values: Mapping[str, Tensor], rollout: bool = False) -> None:
 
 
 def load_weights(policy: object, weights: object) -> None:
-    """Copy weights into the policy in place: a module, state dict or TensorDict of parameters, else a TypeError.
+    """Copy weights into the policy in place, from a module, a state dict or a TensorDict of parameters.
 
-    ``None``, or the policy itself, changes nothing.
+    ``None``, or the policy itself, changes nothing. Raise TypeError for other types.
     """
     if weights is None or weights is policy:
         return
@@ -190,10 +190,10 @@ def load_weights(policy: object, weights: object) -> None:
 
 
 def check_policy(policy: object) -> None:
-    """Refuse by a TypeError what is not callable, or a plain module from tensors to tensors."""
+    """Validate a policy; raise TypeError if it is not callable, or is a plain torch module that reads tensors."""
     if policy is not None and not callable(policy):
         raise TypeError(f"policy must map a TensorDict to a TensorDict, got {type(policy).__name__}.")
-    # A policy may lack in_keys, but plain torch layers without any module that has them cannot read a TensorDict.
+    # A policy may lack in_keys, but plain torch layers without a submodule that has them cannot read a TensorDict.
     bare = isinstance(policy, nn.Linear | nn.Sequential)
     if isinstance(policy, nn.Module) and bare and not any(hasattr(part, "in_keys") for part in policy.modules()):
         raise TypeError(
@@ -203,7 +203,7 @@ def check_policy(policy: object) -> None:
 
 
 def policy_outputs(policy: Policy, given: TensorDictBase) -> dict[NestedKey, Tensor]:
-    """Call a policy and list what it wrote into what it was given, without keys that have a leading underscore."""
+    """Call a policy and return the entries that it wrote, except keys with a leading underscore."""
     before = dict(_leaves(given))
     written: object = policy(given)
     if not isinstance(written, TensorDictBase):
@@ -225,9 +225,9 @@ def policy_outputs(policy: Policy, given: TensorDictBase) -> dict[NestedKey, Ten
 def unsaid(
     policy: Policy, step: TensorDictBase, device: torch.device, states: Collection[NestedKey]
 ) -> dict[NestedKey, Tensor]:
-    """Return zeros for what a policy would write beside the action, and its next states, where actions are drawn.
+    """Return zeros for the policy's other outputs (not the action or ``states``) in steps with random actions.
 
-    So what is stored has the same entries when the policy acts, as with TorchRL's collectors.
+    Stored steps then have the same entries as when the policy acts, as with TorchRL's collectors.
     """
     named = PolicyApi.of(policy).out_keys
     apart = {"action", *states}

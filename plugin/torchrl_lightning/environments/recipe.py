@@ -1,4 +1,4 @@
-"""How one environment is made, in plain values: for training, evaluation and deployment alike."""
+"""Recipe of one environment in plain values, for training, evaluation and deployment."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ Wrapper = Callable[[Environment], Environment]
 
 
 def _named(part: Any, argument: str) -> Any:
-    """Return a callable, or what names one; what Hydra refuses to call is refused."""
+    """Return a callable, or the mapping that names one; raise ValueError if Hydra refuses to call it."""
     if callable(part):
         return part
     if not isinstance(part, Mapping) or not isinstance(part.get("_target_"), str):
         raise TypeError(f"{argument} is {part!r}; expected a callable, or a mapping with its name as _target_.")
-    # Imported here: processes that step environments are handed a recipe and make none.
+    # Imported here: processes that step environments receive a finished recipe and do not need Hydra.
     from hydra.errors import InstantiationException
 
     try:
         instantiate({"_target_": part["_target_"], "_partial_": True})
     except InstantiationException as error:
-        loading = error.__cause__  # around what was raised by the import
+        loading = error.__cause__  # wraps the exception of the import
         raise _unknown(argument, part["_target_"], (loading and loading.__cause__) or error) from error
     _resolved(part, argument)
     return dict(part)
@@ -51,7 +51,7 @@ def _name_or_named(value: Any, name: str) -> Any:
 
 
 def _list(value: Any, name: str, wanted: str) -> list[Any]:
-    # A text or mapping would become the list of its letters or keys.
+    # list() would split a string into letters and reduce a mapping to its keys.
     if isinstance(value, str | Mapping) or not isinstance(value, Iterable):
         raise TypeError(f"{name} must be a list of {wanted}, got {value!r}. Write [...] around it.")
     return list(value)
@@ -96,45 +96,45 @@ Names = Annotated[Sequence[str], _names]
 class EnvironmentRecipe(Settings, Nameable):
     """Make an environment from its id (or a factory) and settings; picklable, and comparable by its ``repr``.
 
-    What is asked for is laid around the environment from the inside out, in the order of the arguments. Wrappers and a
-    factory may also be given as in a config: a mapping of ``_target_``, the name of a class or function, and its
-    arguments. Around a TorchRL environment go TorchRL's transforms; settings without a fitting one are refused.
+    The settings wrap the environment from the inside out, in the order of the arguments. Wrappers and a factory can
+    also be written as in a config: a mapping with the name of a class or function as ``_target_``, and its arguments.
+    TorchRL environments are wrapped in TorchRL's transforms; a setting without a matching transform is an error.
 
     Args:
         id: an environment id, also ``module:id``, or a factory of one environment, Gymnasium's or TorchRL's.
-        module: the module that registers the id, where the id does not name it.
-        env_kwargs: passed on to :func:`gymnasium.make`, or to the factory.
+        module: the module that registers the id, if the id does not name it.
+        env_kwargs: keyword arguments for :func:`gymnasium.make` or the factory.
         time_limit: steps after which an episode is truncated; the environment's own limit if None. A factory's
-            environment keeps its limit, which may not be smaller.
-        action_repeat: steps for which each action is taken; their rewards are added.
-        wrappers: what takes the environment and returns it wrapped, e.g. partials of Gymnasium's wrappers; what makes
-            a transform, for a TorchRL environment.
-        keep: entries of a Dict observation that are shown; all if None.
-        drop: entries of a Dict observation that are not shown.
-        rename: other names for entries of a Dict observation that are shown: a run keeps some, such as ``reward``, for
-            entries of its own, and TorchRL's specs cannot hold some, such as ``shape``. An entry of a nested Dict is
-            named by its path: ``{arm.shape: form}``. All of ``wrappers``, ``keep`` and ``drop`` see the names before.
-        observe: numbers of a flat observation that are shown, in this order; all if None.
-        flatten: show the observation as one vector.
-        frame_stack: show this many images, the newest last, along their channels.
-        clip_reward: clip rewards to ``[-clip_reward, clip_reward]`` for learning; not if None. Evaluation earns the
+            environment also keeps its own limit, which must not be smaller.
+        action_repeat: number of steps that repeat each action; their rewards are added.
+        wrappers: functions that take the environment and return it wrapped, e.g. partials of Gymnasium's wrappers. For
+            a TorchRL environment: functions that make a transform.
+        keep: entries of a Dict observation that stay in it; all if None.
+        drop: entries to remove from a Dict observation.
+        rename: new names for entries of a Dict observation. Some names are reserved for the entries of a run, such as
+            ``reward``, and TorchRL's specs cannot store others, such as ``shape``. An entry of a nested Dict is named
+            by its path: ``{arm.shape: form}``. ``wrappers``, ``keep`` and ``drop`` use the old names.
+        observe: indices into a flat observation; the selected numbers keep this order. All numbers if None.
+        flatten: flatten the observation into one vector.
+        frame_stack: number of images to stack along their channels, the newest last.
+        clip_reward: clip rewards to ``[-clip_reward, clip_reward]`` for learning; not if None. Evaluation uses the
             rewards of the environment itself, as published scores do.
-        vectorization: how collection steps its copies: ``"sync"``, in this process, or ``"async"``, each in a process
-            of its own (by ``spawn``: a script needs ``if __name__ == "__main__":``), or ``"envpool"``, by EnvPool,
-            around whose environments nothing can be laid. Collectors with workers take ``"sync"``: their workers step
-            the environments. Evaluation stays in this process, and plays Gymnasium's environment of that id where there
-            is one and no ``env_kwargs``.
-        demonstrations_of: ids (or the names of factories) whose demonstrations are taken as of this environment, though
-            they were recorded in another, or with another reward; its own id allows other arguments and wrappers.
-        step_timeout: seconds that making, ``reset``, ``step`` or ``close`` may take; any number if None. What takes
-            longer is interrupted by an error that names it; where it does not return to Python, the process ends with
-            status 1 (143 after SIGTERM). After SIGTERM it has 5 seconds at most. In the process that steps it, code
-            that keeps Python's other threads from running cannot be timed.
+        vectorization: how collection steps the copies. ``"sync"`` steps them in this process, ``"async"`` each in its
+            own process (by ``spawn``: a script needs ``if __name__ == "__main__":``). ``"envpool"`` uses EnvPool, which
+            allows no wrappers. Collectors with workers need ``"sync"``: their workers step the environments. Evaluation
+            stays in this process. With ``"envpool"`` it steps Gymnasium's environment of the same id, unless Gymnasium
+            does not have one or ``env_kwargs`` are set.
+        demonstrations_of: ids (or names of factories). Their demonstrations are accepted for this environment although
+            they were recorded in another one or with another reward. Its own id allows other arguments and wrappers.
+        step_timeout: seconds that making, ``reset``, ``step`` or ``close`` may take; no limit if None. A longer call is
+            interrupted by an error that names it. If it does not return to Python, the process exits with status 1
+            (143 after SIGTERM). A call has at most 5 seconds after SIGTERM. In the process that steps the environment,
+            code that blocks Python's other threads cannot be timed.
 
     Raises:
-        ValueError: a number is out of range, or a target is unknown; when the environment is made, a setting that it
-            does not fit.
-        TypeError: ``id`` or a wrapper is of another kind.
+        ValueError: a number is out of range, or a target is unknown. When the environment is made: a setting does not
+            fit it.
+        TypeError: ``id`` or a wrapper has the wrong type.
 
     Examples:
         >>> recipe = EnvironmentRecipe(
@@ -176,12 +176,12 @@ class EnvironmentRecipe(Settings, Nameable):
                 f"time_limit must be left out beside env_kwargs={dict(self.env_kwargs)}, whose max_episode_steps is "
                 f"the same limit, got {self.time_limit}. Give one of them."
             )
-        # Said in one way, which Gymnasium imports by, in worker processes, too.
+        # One form, which also makes Gymnasium import the module in worker processes.
         if self.module and isinstance(self.id, str) and ":" not in self.id:
             self.id = f"{self.module}:{self.id}"
 
     def __call__(self, **kwargs: Any) -> Any:
-        """Make the environment; ``kwargs``, e.g. ``render_mode``, override those of the recipe."""
+        """Make the environment; ``kwargs``, e.g. ``render_mode``, override the recipe's ``env_kwargs``."""
         kwargs = {**self.env_kwargs, **kwargs}
         if self.step_timeout is None:
             return self._made(kwargs, None)
@@ -252,7 +252,7 @@ class EnvironmentRecipe(Settings, Nameable):
         return f"{type(self).__name__}({id[1]!r}{text})"
 
     def settings(self) -> dict[str, Any]:
-        """Return what is not as by default, as numbers, texts, lists and dicts; what is none of these by its name.
+        """Return the settings that differ from the defaults, as plain data; classes and functions by name.
 
         Examples:
             >>> EnvironmentRecipe("CartPole-v1", wrappers=[partial(TimeLimit, max_episode_steps=9)]).settings()
@@ -262,7 +262,7 @@ class EnvironmentRecipe(Settings, Nameable):
         defaults = {name: each.default for name, each in EnvironmentRecipe.settings_of_class.items()}
         given = {name: plain(value) for name, value in vars(self).items() if value and value != defaults[name]}
         given.pop("module", None)  # the id names it
-        # As classes and functions, however they are given.
+        # One form, whether they were passed as callables or as mappings.
         if not isinstance(self.id, str):
             given["id"] = _target(_resolved(self.id, "id"))
         if self.wrappers:
@@ -281,19 +281,19 @@ def _check_limit(env: Environment, limit: int) -> None:
 
 
 def recipe_of(env: str | Callable[..., Any]) -> EnvironmentRecipe:
-    """Return the recipe of an environment: itself, or one that has an id or a factory alone."""
+    """Return a recipe unchanged, or wrap an id or a factory in a recipe without other settings."""
     return env if isinstance(env, EnvironmentRecipe) else EnvironmentRecipe(env)
 
 
 class SelectObservation(gym.ObservationWrapper[Any, Any, Any]):
-    """Show only some entries of a flat observation, e.g. to hide velocities from a policy with memory.
+    """Select some entries of a flat observation, e.g. to hide velocities from a policy with memory.
 
     Args:
         env: an environment with a one-dimensional Box observation.
-        indices: the entries to show, in this order.
+        indices: indices of the entries, in this order.
 
     Raises:
-        ValueError: if the observation is no flat Box or an index is out of range.
+        ValueError: if the observation is not a flat Box or an index is out of range.
 
     Examples:
         >>> SelectObservation(gym.make("CartPole-v1"), [0, 2]).reset(seed=0)[0].shape
@@ -335,7 +335,7 @@ def _unknown(argument: str, target: str, error: BaseException) -> ValueError:
 
 
 def _resolved(part: Any, argument: str) -> Callable[..., Any]:
-    """Return what a callable is, or a mapping of ``_target_`` and arguments means."""
+    """Return a callable unchanged, or build it from a mapping of ``_target_`` and arguments."""
     if callable(part):
         return part
     module, _, name = part["_target_"].rpartition(".")
@@ -359,7 +359,7 @@ def _wrapped(env: Environment, wrapper: Wrapper, what: str) -> Environment:
 
 
 def plain(value: Any) -> Any:
-    """Return a setting as numbers, texts, lists and dicts; what is none of these by its name, ours by the public one.
+    """Return a setting as plain data (numbers, strings, lists, dicts); other objects by name, ours by the public name.
 
     Examples:
         >>> plain([TimeLimit, partial(TimeLimit, max_episode_steps=9), np.float32(2)])
@@ -384,7 +384,7 @@ def plain(value: Any) -> Any:
 
 
 def _exported(named: Any) -> str | None:
-    """Return the public name of what this package exports, which stays where the module that it lies in does not."""
+    """Return the public name of an export of this package: it stays the same if the object moves to another module."""
     package = __name__.partition(".")[0]
     exports, name = sys.modules[package], named.__qualname__
     if named.__module__.partition(".")[0] != package or getattr(exports, name, None) is not named:
@@ -398,7 +398,7 @@ def _target(part: Callable[..., Any]) -> dict[str, Any]:
 
 
 def differences(there: Any, here: Any, field: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yield the fields in which two plain values differ, with the value of each; None where one lacks it.
+    """Yield the name and both values of each field that differs between two plain values; None if a value lacks it.
 
     Examples:
         >>> list(differences({"stack": 4, "wrappers": [{"low": 0}]}, {"wrappers": [{"low": 1}]}))

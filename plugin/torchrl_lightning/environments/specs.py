@@ -1,4 +1,4 @@
-"""What actor and critic need to know about an environment, in TorchRL's terms and as plain data for checkpoints."""
+"""Observation and action specs of an environment for actors and critics, and their plain form for checkpoints."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ class EnvironmentSpecs:
 
     Attributes:
         observation: One spec for each observation key.
-        action: The spec of one action, as networks compute it: float32, or choices that count from 0 in int64.
+        action: The spec of one action, as networks compute it: float32, or int64 choices that count from 0.
         num_envs: The number of environments.
-        frame_stack: How many images a recipe stacks; None where that is unknown.
-        action_start: The environment's action that 0 stands for, as discrete actions are counted from 0; one for each
-            part of MultiDiscrete ones. ``action_format`` has it, too.
-        action_format: Shape, dtype, bounds and numbering of the actions that the environment takes, and whether these
-            are clipped; by default those of ``action``, not clipped.
+        frame_stack: The number of images that a recipe stacks; None if unknown.
+        action_start: The environment's first discrete action, which networks and buffers count as 0; one number for
+            each part of a MultiDiscrete action. ``action_format`` also has it.
+        action_format: Shape, dtype, bounds and numbering of the environment's actions, and whether they are clipped;
+            by default the format of ``action`` without clipping.
     """
 
     observation: Composite
@@ -67,7 +67,7 @@ class EnvironmentSpecs:
         return list(self.observation.keys(include_nested=True, leaves_only=True))
 
     def with_clipping(self, clip: bool) -> EnvironmentSpecs:
-        """Return specs whose ``action_format`` clips actions to their Box, or does not."""
+        """Return the specs with clipping of actions to their Box switched on or off in ``action_format``."""
         if self.action_format.clip == clip:
             return self
         return replace(self, action_format=replace(self.action_format, clip=clip))
@@ -76,13 +76,13 @@ class EnvironmentSpecs:
 def environment_specs(env: VectorEnv[Any, Any, Any] | EnvBase) -> EnvironmentSpecs:
     """Read the specs of a gymnasium vector environment or of a TorchRL environment.
 
-    They equal those of ``GymEnv(..., categorical_action_encoding=True)``: discrete actions are integers, not one-hot.
-    But collected actions of any floating-point type are float32, and choices are int64 and count from 0.
-    ``action_format`` converts them for the environment.
+    They equal the specs of ``GymEnv(..., categorical_action_encoding=True)``: discrete actions are integers, not
+    one-hot. But all floating-point actions are float32, and choices are int64 and count from 0. ``action_format``
+    converts them for the environment.
 
     Raises:
-        TypeError: The environment is of another kind, or has a space without a spec.
-        ValueError: An observation is named as an entry of a run's own, or is an ``action_mask`` that does not fit.
+        TypeError: The environment has another type, or a space without a spec.
+        ValueError: An observation has a reserved name, or its ``action_mask`` does not fit the actions.
 
     Examples:
         >>> from torchrl_lightning import make_vector_env
@@ -119,9 +119,9 @@ def _gymnasium_specs(env: VectorEnv[Any, Any, Any]) -> EnvironmentSpecs:
 
 
 def space_to_spec(space: spaces.Space[Any], name: str) -> TensorSpec:
-    """Convert a space to the TorchRL spec that ``GymEnv`` gives it; a TypeError if it has none.
+    """Convert a space to the TorchRL spec that ``GymEnv`` uses for it; raise TypeError if no spec exists.
 
-    Choices that start above 0 are some of those from 0 on.
+    Choices that start above 0 are stored in a spec that counts from 0 and has unused first choices.
     """
     if isinstance(space, spaces.Dict):
         return Composite({_key(entry, space): space_to_spec(space[entry], entry) for entry in space})
@@ -149,11 +149,11 @@ def space_to_spec(space: spaces.Space[Any], name: str) -> TensorSpec:
 
 
 def spec_to_space(spec: TensorSpec, start: Any = 0) -> spaces.Space[Any]:
-    """Convert a spec to a space that :func:`space_to_spec` converts to it; a TypeError if there is none.
+    """Convert a spec to a space, the reverse of :func:`space_to_spec`; raise TypeError if no space exists.
 
     Args:
         spec: The spec, without a batch dimension.
-        start: The choice that 0 stands for, or one for each part.
+        start: The first choice of the space, or one for each part.
 
     Examples:
         >>> spec_to_space(Categorical(3), start=1)
@@ -179,7 +179,7 @@ def spec_to_space(spec: TensorSpec, start: Any = 0) -> spaces.Space[Any]:
 
 
 def action_space_of(specs: EnvironmentSpecs) -> spaces.Space[Any]:
-    """Return the space of the actions that an environment takes; a TypeError if there is none."""
+    """Return the space of the environment's own actions; raise TypeError if no space exists."""
     form = specs.action_format
     if form.low is not None and form.high is not None:
         return spaces.Box(form.low, form.high, form.shape, form.dtype.type)
@@ -201,7 +201,7 @@ def observation_leaves(space: spaces.Space[Any]) -> list[tuple[Path, NestedKey, 
 
 
 def _key(name: str, space: spaces.Dict) -> str:
-    # TorchRL calls a lone "state" entry "observation", and so do we.
+    # Like TorchRL, rename "state" to "observation" if no entry has that name.
     return "observation" if name == "state" and "observation" not in space.spaces else name
 
 
@@ -227,11 +227,11 @@ def _box(space: spaces.Box, name: str) -> TensorSpec:
 
 
 def torchrl_specs(env: EnvBase) -> EnvironmentSpecs:
-    """Read the specs of a TorchRL environment, whatever its observations are called."""
+    """Read the specs of a TorchRL environment without checking the names of its observations."""
     observation = env.observation_spec_unbatched.clone().clear_device_()
     with layers(env) as (base, around):
         counted = {key for transform in around for key in _counted(transform)}
-        # What Gymnasium's observe is no bookkeeping.
+        # A Gymnasium observation stays an observation, even if it has the name of a bookkeeping entry.
         observed = set(base.observation_spec.keys()) if isinstance(base, GymWrapper) else set()
     for key in list(observation.keys(include_nested=True, leaves_only=True)):
         path = path_of(key)
@@ -248,19 +248,19 @@ def torchrl_specs(env: EnvBase) -> EnvironmentSpecs:
 
 
 def handed_on(env: EnvBase) -> list[str]:
-    """Return the trees that an environment is given back at each step, as the states of Brax, which nobody observes."""
+    """Return the keys of state trees, such as Brax states, that the environment needs back at each step."""
     states, observation = env.full_state_spec.keys(), env.observation_spec
     return [key for key, spec in observation.items() if isinstance(spec, Composite) and key in states]
 
 
 @contextmanager
 def layers(env: EnvBase) -> Iterator[tuple[EnvBase, list[Transform]]]:
-    """Open the innermost environment, of several alike one more copy, and list the transforms around it, inside out."""
+    """Yield the innermost environment and its transforms, inside out; build one more copy of a batched environment."""
     if isinstance(env, TransformedEnv):
         with layers(env.base_env) as (base, around):
             yield base, [*around, *flat(env.transform)]
     elif isinstance(env, BatchedEnvBase):
-        # Its own may be in other processes.
+        # The environments of the batch may be in other processes.
         one = env.create_env_fn[0](**env.create_env_kwargs[0])
         note_threads(one)
         try:
@@ -273,7 +273,7 @@ def layers(env: EnvBase) -> Iterator[tuple[EnvBase, list[Transform]]]:
 
 
 def flat(transform: Transform) -> Iterator[Transform]:
-    """Yield the transforms that one consists of."""
+    """Yield the parts of a ``Compose``, nested ones included, or the transform itself."""
     if isinstance(transform, transforms.Compose):
         for each in transform:
             yield from flat(each)
@@ -282,7 +282,7 @@ def flat(transform: Transform) -> Iterator[Transform]:
 
 
 def _counted(transform: Transform) -> Iterable[NestedKey]:
-    """Return what a transform adds for the collector, which are no observations."""
+    """Return the keys that a transform adds for the collector; they are not observations."""
     if isinstance(transform, transforms.TensorDictPrimer):
         return transform.primers.keys(True, True)
     return transform.out_keys if isinstance(transform, COUNTERS) else ()
@@ -298,14 +298,14 @@ def specs_state(specs: EnvironmentSpecs) -> dict[str, Any]:
 def specs_from_state(state: Mapping[str, Any]) -> EnvironmentSpecs:
     """Return the specs that :func:`specs_state` wrote."""
     observation, action = spec_from_state(state["observation"]), spec_from_state(state["action"])
-    if "action_format" not in state:  # of an earlier release
+    if "action_format" not in state:  # a file of an earlier release
         return EnvironmentSpecs(observation, action, int(state["num_envs"]), action_start=state.get("action_start", 0))
     form = ActionFormat.from_state(state["action_format"], action)
     return EnvironmentSpecs(observation, action, int(state["num_envs"]), action_format=form)
 
 
 def spec_fields(spec: TensorSpec) -> dict[str, Any]:
-    """Return what tells one leaf from another: kind, shape, dtype, and bounds (tensors) or numbers of choices."""
+    """Return the plain fields of a leaf: kind, shape, dtype, and bounds (tensors) or number of choices."""
     # The exact class: TorchRL derives some kinds of spec from others.
     kind = type(spec).__name__.removesuffix("Continuous").removesuffix("Discrete")
     fields = {"kind": kind, "shape": list(spec.shape), "dtype": str(spec.dtype).removeprefix("torch.")}
@@ -320,7 +320,7 @@ def spec_fields(spec: TensorSpec) -> dict[str, Any]:
 
 
 def spec_state(spec: TensorSpec) -> dict[str, Any]:
-    """Return one spec as tensors and scalars; a TypeError if it is of a kind that no environment of ours has."""
+    """Return one spec as tensors and scalars; raise TypeError if its kind is not supported."""
     if isinstance(spec, Composite):
         return {"kind": "Composite", "entries": {str(key): spec_state(entry) for key, entry in spec.items()}}
     state = spec_fields(spec)
@@ -330,7 +330,7 @@ def spec_state(spec: TensorSpec) -> dict[str, Any]:
 
 
 def spec_from_state(state: Mapping[str, Any]) -> Any:
-    """Return the spec that :func:`spec_state` wrote; a ValueError if it is of an unknown kind."""
+    """Return the spec that :func:`spec_state` wrote; raise ValueError if its kind is unknown."""
     kind = state["kind"]
     if kind == "Composite":
         return Composite({key: spec_from_state(entry) for key, entry in state["entries"].items()})

@@ -1,4 +1,4 @@
-"""TorchRL environments: unbatched ones side by side, and checks of what cannot be trained on."""
+"""Build TorchRL environments for training, batch the unbatched ones, and reject those with unusable data."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from torchrl_lightning.environments.vector_env import (
 )
 from torchrl_lightning.ranges import integer
 
-# Transforms whose data cannot be trusted, why, and what to do instead.
+# Transforms that spoil the data, with the reason and the remedy.
 _REFUSED: dict[type[Transform], str] = {
     VecNorm: "keeps its own statistics in each environment. Take normalize_observation=True of the DataModule",
     VecNormV2: "keeps its own statistics in each environment. Take normalize_observation=True of the DataModule",
@@ -64,19 +64,19 @@ def make_environment(
     vectorization: str | None = None,
     own_number: bool = False,
 ) -> VectorEnv[Any, Any, Any] | EnvBase:
-    """Build what is stepped from an id, a factory of either library's environments, or a ready environment.
+    """Build a vector or batched environment from an id, a factory of Gymnasium or TorchRL, or a ready environment.
 
     Args:
-        env: what :func:`make_vector_env` takes; or a factory of a TorchRL environment, whose unbatched environments
-            are stepped one after another, in a ``SerialEnv``, or each in a process of its own, in a ``ParallelEnv``,
-            and whose batched ones as they are; or a ready TorchRL environment.
-        num_envs: how many; None means one, or as many as a batched or ready environment has.
-        vectorization: that of :func:`make_vector_env`.
-        own_number: a batched environment may have another number than ``num_envs``.
+        env: an argument of :func:`make_vector_env`; or a ready TorchRL environment; or a factory of one. Unbatched
+            environments of the factory are stepped one after another in a ``SerialEnv``, or each in its own process in
+            a ``ParallelEnv``. A batched one is used unchanged.
+        num_envs: number of environments; None means one, or the number of a batched or ready environment.
+        vectorization: as in :func:`make_vector_env`.
+        own_number: accept a batched environment with a number of environments other than ``num_envs``.
 
     Raises:
         ValueError: the number of environments, keys or shapes do not fit, or a transform spoils the data.
-        TypeError: it is neither an id, an environment nor a factory of one.
+        TypeError: ``env`` is not an id, an environment or a factory of one.
 
     Examples:
         >>> from torchrl.envs import GymEnv
@@ -103,22 +103,21 @@ def make_environment(
         return first
     close_environment(first)
     if (vectorization or vectorization_of(env)) == "async":
-        # A run's threads are its own: without a number the environment would take some of them.
+        # Without num_threads, the environment would reduce the number of threads of this process.
         return ParallelEnv(number, env, mp_start_method="spawn", num_threads=torch.get_num_threads())
     return SerialEnv(number, env)
 
 
 def with_bookkeeping(env: EnvBase, policy: object, clip_actions: bool = False) -> EnvBase:
-    """Lay around an environment what marks the starts of episodes, carries recurrent states and converts actions.
+    """Wrap an environment in the missing transforms for episode starts, recurrent states and action conversion.
 
-    What is there already is not added. The environment itself stays as it is. ``clip_actions`` clips the actions that
-    it gets to their bounds.
+    The environment itself is not changed. ``clip_actions`` clips the actions for the environment to their bounds.
     """
     there = set(env.observation_spec.keys(True, True)) | set(env.full_state_spec.keys(True, True))
     added: list[Transform] = [] if "is_init" in there else [InitTracker()]
     added += [primer for primer in recurrent_primers(policy) if not there.issuperset(primer.primers.keys(True, True))]
     form = replace(ActionFormat.of_spec(env.action_spec_unbatched), clip=clip_actions)
-    if not form.is_natural or is_double(policy):  # `acted` has bounded the others
+    if not form.is_natural or is_double(policy):  # `acted` sets the other actions to their bounds
         added.append(ActionConversion(form))
     for transform in added:
         env = TransformedEnv(env, transform, auto_unwrap=False)
@@ -126,17 +125,17 @@ def with_bookkeeping(env: EnvBase, policy: object, clip_actions: bool = False) -
 
 
 def copy_calls(env: EnvBase, index: int | None = None) -> None:
-    """Let an environment and what it wraps copy all that they are given and return: they may reuse, change and keep it.
+    """Make an environment and its base copy all inputs and outputs, because they may reuse, change or keep them.
 
-    Each call notes the number of the environment among several, ``index``, for the message of an error.
+    TorchRL's collectors keep the tensors of every step until the rollout is complete, and its transforms keep some
+    until the next step. Environments in processes that already run are not changed.
 
-    TorchRL's collectors keep the tensors of every step until the rollout is complete, its transforms keep some until
-    the next step. Environments in processes that run already are out of reach.
+    Each call also sets :data:`position` to the number of the environment, ``index``, for error messages.
     """
     base = env
     while isinstance(base, TransformedEnv):
         base = base.base_env
-    if isinstance(base, BatchedEnvBase):  # which copies itself what its environments return
+    if isinstance(base, BatchedEnvBase):  # it copies the outputs of its environments itself
         base.create_env_fn = [
             make if isinstance(make, _CopyingFactory) else _CopyingFactory(make, number)
             for number, make in enumerate(base.create_env_fn)
@@ -146,7 +145,7 @@ def copy_calls(env: EnvBase, index: int | None = None) -> None:
     else:
         _copy_calls_of(base, index)
         if isinstance(base, GymWrapper) and base.wrapper_frame_skip > 1 and not isinstance(base._env, FreshActions):
-            base._env = FreshActions(base._env)  # which gets the same action at each of these steps
+            base._env = FreshActions(base._env)  # each skipped frame gets the same action array
     if env is not base:
         _copy_calls_of(env, index)
 
@@ -167,7 +166,7 @@ def _copied_call(
 
 
 class _CopyingFactory:
-    """Make an environment that copies all that it is given and returns; a class, so that it can be pickled."""
+    """Make an environment that copies its inputs and outputs; a class, so that it can be pickled."""
 
     def __init__(self, make: Any, index: int) -> None:
         self._make, self._index = make, index
@@ -179,7 +178,7 @@ class _CopyingFactory:
 
 
 class ActionConversion(Transform):
-    """Give an environment what a policy computes as its action spec demands it; the rollout keeps the former.
+    """Convert the policy's actions to the environment's action spec; the rollout keeps the policy's actions.
 
     Args:
         form: The format of the environment's actions.
@@ -193,22 +192,22 @@ class ActionConversion(Transform):
         return self.form.to_environment(action)
 
     def transform_input_spec(self, input_spec: Composite) -> Composite:
-        """Return specs in which the action is as networks compute it."""
+        """Return the input specs with the action spec of networks."""
         actions = input_spec["full_action_spec"]
         actions["action"] = network_spec(actions["action"])
         return input_spec
 
 
 class PlayingTransform(Transform):
-    """A transform that plays recorded steps of a source, its ``replay``, in the place of the environment's.
+    """A transform that replaces the environment's steps by recorded steps of its source, ``replay``.
 
-    What a restored source plays goes on through the resets before the next step, once :meth:`resume` was called.
+    After :meth:`resume`, a restored source continues its episodes through the resets before the next step.
     """
 
     replay: Any
 
     def resume(self) -> None:
-        """Let what is being played go on through the next reset."""
+        """Continue the replayed episodes through the next reset."""
         raise NotImplementedError
 
 
@@ -220,7 +219,7 @@ def playing_transforms(env: EnvBase) -> Iterator[PlayingTransform]:
 
 
 class GoingOn(Transform):
-    """Take back, if it is told, that the next reset begins episodes in some environments."""
+    """After :meth:`resume`, let episodes of some environments continue through the next reset."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -228,7 +227,7 @@ class GoingOn(Transform):
         self._states: Mapping[NestedKey, Tensor] = {}
 
     def resume(self, where: Tensor, states: Mapping[NestedKey, Tensor]) -> None:
-        """Let episodes go on (``where``, ``[N]``) through the next reset, with recurrent states ``[N, *state]``."""
+        """Continue the episodes in ``where``, ``[N]``, through the next reset; recurrent states are ``[N, *state]``."""
         self._where, self._states = where, states
 
     def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
@@ -243,7 +242,7 @@ class GoingOn(Transform):
 
 @contextmanager
 def playing_nothing_yet(env: EnvBase) -> Iterator[None]:
-    """Take back afterwards what resets of an environment have drawn to be replayed."""
+    """Restore the replay sources of an environment at the end of the block, because resets may draw from them."""
     before = [(transform.replay, transform.replay.state_dict()) for transform in playing_transforms(env)]
     try:
         yield
@@ -253,7 +252,7 @@ def playing_nothing_yet(env: EnvBase) -> Iterator[None]:
 
 
 def _checked(env: EnvBase, num_envs: int | None, own_number: bool) -> EnvBase:
-    """Return the environment, or say what does not fit."""
+    """Validate and return the environment; raise ValueError for keys, shapes or transforms that do not fit."""
     note_threads(env)
     if any("" in path_of(key) for key in env.observation_spec.keys(True)):
         raise ValueError(f"TorchRL's specs cannot index an observation without a name, ''. {WITHIN}")

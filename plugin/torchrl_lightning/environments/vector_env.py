@@ -42,14 +42,14 @@ def make_vector_env(
     is in ``info["final_obs"]``.
 
     Args:
-        env: A registered id, a factory of one environment, or a ready vector environment, which is returned as it is.
-            Environments that are built here may write everything that they return into the same memory.
-        num_envs: The number of copies; ``None`` means one, or as many as a ready vector environment has.
-        vectorization: ``"sync"`` steps the copies in this process, ``"async"`` gives each copy a process of its own
-            (by ``spawn``: a script needs ``if __name__ == "__main__":``), ``"envpool"`` takes EnvPool's environment of
-            that id and steps all copies together in C++; ``None`` means as the
-            :class:`~torchrl_lightning.EnvironmentRecipe` says, or ``"sync"``. An environment of EnvPool's that
-            Gymnasium does not know, or that has ``env_kwargs``, is EnvPool's even where ``"sync"`` is asked for.
+        env: A registered id, a factory of one environment, or a ready vector environment, which is returned unchanged.
+            Environments that are built here may write all returned values into the same memory.
+        num_envs: The number of copies; ``None`` means one, or the number of a ready vector environment.
+        vectorization: ``"sync"`` steps the copies in this process, ``"async"`` each copy in its own process (by
+            ``spawn``: a script needs ``if __name__ == "__main__":``), ``"envpool"`` steps all copies of EnvPool's
+            environment together in C++. ``None`` uses the value of the :class:`~torchrl_lightning.EnvironmentRecipe`,
+            or ``"sync"``. A recipe for EnvPool stays with EnvPool even for ``"sync"`` if Gymnasium does not know the
+            id or the recipe has ``env_kwargs``.
         env_kwargs: Keyword arguments for the id or the factory.
         wrappers: Functions that wrap each single environment, innermost first.
 
@@ -57,7 +57,7 @@ def make_vector_env(
         ImportError: A package that the environment needs is not installed.
         ValueError: An unknown id, a number of environments that does not fit, or an autoreset mode that would mix
             reset observations into the data.
-        TypeError: Something else than an id, a factory or a vector environment.
+        TypeError: ``env`` is not an id, a factory or a vector environment.
 
     Source:
         https://farama.org/Vector-Autoreset-Mode
@@ -70,7 +70,7 @@ def make_vector_env(
     """
     vectorization = vectorization_of(env, vectorization)
     by_envpool = vectorization == "envpool" and not isinstance(env, VectorEnv)
-    if not by_envpool:  # which looks at what it is given itself
+    if not by_envpool:  # envpool_task checks its own arguments
         check_env_source(env, vectorization, env_kwargs, wrappers)
     if isinstance(env, VectorEnv):
         if env_kwargs or wrappers:
@@ -96,9 +96,9 @@ def make_vector_env(
 
 
 def vectorization_of(env: object, asked: str | None = None) -> str:
-    """Return how copies of an environment are stepped: as is asked for, or as its recipe says; else ``"sync"``.
+    """Return the vectorization: the requested one, or the one of the recipe, or ``"sync"``.
 
-    A recipe of EnvPool's that Gymnasium cannot make stays EnvPool's where ``"sync"`` is asked for.
+    A recipe for EnvPool stays with EnvPool even for ``"sync"`` if Gymnasium cannot make its environment.
     """
     own = env.vectorization if isinstance(env, EnvironmentRecipe) else "sync"
     if asked is None:
@@ -120,10 +120,10 @@ def check_env_source(
     env_kwargs: Mapping[str, Any] | None = None,
     wrappers: Sequence[Any] = (),
 ) -> None:
-    """Check an environment as far as possible without building it: a ValueError for an unknown id.
+    """Validate an environment as far as possible without building it; raise ValueError for an unknown id.
 
-    A TypeError if it is neither an id, a factory nor a vector environment, or an argument is of another kind. What
-    EnvPool is to step is checked whole.
+    Raise TypeError if it is not an id, a factory or a vector environment, or if an argument has the wrong type.
+    Arguments for EnvPool are checked completely.
     """
     if env_kwargs is not None and not isinstance(env_kwargs, Mapping):
         raise TypeError(f"env_kwargs must be a mapping of names and values, got {env_kwargs!r}.")
@@ -167,9 +167,10 @@ def check_env_source(
 
 
 def autoreset_mode(env: VectorEnv[Any, Any, Any]) -> AutoresetMode:
-    """Return the autoreset mode of a vector environment; a ValueError if its data cannot be trusted.
+    """Return the autoreset mode of a vector environment; raise ValueError if its data contains bogus transitions.
 
-    In mode ``NEXT_STEP`` it must tell its ``resets`` (:class:`~torchrl_lightning.environments.next_step.KnownResets`).
+    Mode ``NEXT_STEP`` needs the attribute ``resets`` of
+    :class:`~torchrl_lightning.environments.next_step.KnownResets`.
     """
     mode = env.metadata.get("autoreset_mode")
     if isinstance(mode, str):
@@ -189,7 +190,7 @@ def autoreset_mode(env: VectorEnv[Any, Any, Any]) -> AutoresetMode:
 
 
 class NoGymnasiumEnvironmentError(TypeError):
-    """A factory has built something else than one Gymnasium environment, such as TorchRL's, which it hands on."""
+    """A factory built an object that is not a Gymnasium environment, e.g. a TorchRL one; ``env`` holds the object."""
 
     def __init__(self, env: Any) -> None:
         super().__init__(
@@ -211,7 +212,7 @@ class SingleEnv:
         self.env, self.kwargs, self.wrappers = env, kwargs, wrappers
 
     def __call__(self) -> gymnasium.Env[Any, Any]:
-        """Make it."""
+        """Make the environment."""
         try:
             with blaming("make"):
                 env = gymnasium.make(self.env, **self.kwargs) if isinstance(self.env, str) else self.env(**self.kwargs)
@@ -220,7 +221,7 @@ class SingleEnv:
             raise ImportError(
                 f"The environment {self.env!r} needs what is not installed: {what}.{extra_for(error)}"
             ) from error
-        except gymnasium.error.Error as error:  # of an id that a factory looks up
+        except gymnasium.error.Error as error:  # from gymnasium.make with the id, or within the factory
             raise ValueError(f"The environment {self.env!r} cannot be made: {error}") from error
         except RuntimeError as error:
             if "keys of one spec collides" not in str(error):
