@@ -205,7 +205,7 @@ class ActionFormat:
     def single(self, actions: Array) -> Array | np.generic:
         """Return the only action of a batch ``[1, *shape]`` in the type that Gymnasium's spaces sample.
 
-        A scalar Box needs an array, Discrete a number, because environments may use it as a dictionary key.
+        A scalar Box needs an array. Discrete needs a number, because environments may use it as a dictionary key.
         """
         action: Array | np.generic = actions[0, ...] if self.is_box else actions[0]
         return action

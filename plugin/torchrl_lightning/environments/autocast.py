@@ -57,7 +57,7 @@ class AutocastModule(TensorDictModuleBase):
 
     @property
     def get_dist(self) -> Callable[[TensorDictBase], Distribution]:
-        """The policy's ``get_dist`` under autocast; raises AttributeError if the policy has no such method."""
+        """The policy's ``get_dist`` under autocast; raises AttributeError if the policy does not define it."""
         get_dist: Callable[[TensorDictBase], Distribution] = self.module.get_dist
 
         def under_autocast(tensordict: TensorDictBase) -> Distribution:

@@ -18,7 +18,7 @@ from gymnasium.wrappers import (
     StickyAction,
 )
 
-# Gymnasium's wrappers that keep observations, and those that pass an action on more than once.
+# Gymnasium's wrappers that keep observations, and wrappers that pass an action more than once.
 _KEEP_OBSERVATIONS = (FrameStackObservation, DelayObservation)
 _PASS_AGAIN = (RepeatAction, StickyAction, MaxAndSkipObservation)
 

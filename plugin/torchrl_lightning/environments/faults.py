@@ -1,6 +1,6 @@
-"""Report in one line what an environment raises or returns against its spaces, with its number and the place.
+"""Report errors and invalid return values of environments in one line, with the environment's number and the step.
 
-Whoever calls one of several environments notes its number in :data:`position`. :func:`blame` turns an error of a call
+The caller of one of several environments sets its number in :data:`position`. :func:`blame` turns an error of a call
 into an :class:`EnvironmentFault`, and the loop over the steps adds the step (:meth:`EnvironmentFault.within`).
 """
 
@@ -23,7 +23,7 @@ from torchrl_lightning.fitting import Fault
 
 _CALLS = {"reset": "reset", "step": "step", "_reset": "reset", "_step": "step", "close": "close"}
 _RETURNS = {"reset": "(observation, info)", "step": "(observation, reward, terminated, truncated, info)"}
-# Modules that call environments, and modules of Gymnasium that wrap them.
+# Modules that call environments (_CALLERS), and Gymnasium's modules that wrap them (_AROUND).
 _OURS = __name__.partition(".")[0]
 _LIBRARIES = ("contextlib", "functools", "multiprocessing", "numpy", "tensordict", "torch", "torchrl")
 _CALLERS = (*_LIBRARIES, "gymnasium.vector", _OURS)
@@ -31,7 +31,7 @@ _AROUND = ("gymnasium.core", "gymnasium.utils", "gymnasium.wrappers", "gymnasium
 
 
 class Position(threading.local):
-    """The environment that a thread has called last, and its step of the rollout, if they are known."""
+    """The last environment that a thread called, and its step in the rollout; None if unknown."""
 
     environment: int | None = None
     step: int | None = None
@@ -41,18 +41,18 @@ position = Position()
 
 
 class EnvironmentFault(Fault):
-    """An environment broke the rules of its interface; the message is one line with its number and a remedy.
+    """An environment violated its interface; the message is one line with its number and a remedy.
 
-    If it raised an exception, that is the cause, with the frames of its own code only.
+    An exception of the environment becomes the cause, with only the frames of its own code.
     """
 
     def within(self, place: str) -> Self:
-        """Return the fault with words in front that name the place."""
+        """Put the place in front of the message, and return the fault."""
         self.args = (f"{place}{self}",)
         return self
 
     def sent(self) -> WorkerFault:
-        """Return the fault as another process raises it, with the cause as a note."""
+        """Return the fault in a form for another process, with the cause as a note."""
         fault = WorkerFault(str(self))
         if self.__cause__ is not None:
             fault.add_note("".join(format_exception(self.__cause__)))
@@ -75,14 +75,14 @@ def blaming(call: str, whose: str = "the environment", index: int | None = None)
 
 
 def blame(error: BaseException, call: str, whose: str = "the environment") -> None:
-    """Raise an EnvironmentFault instead of an error of an environment; return if the error is not one.
+    """Raise an EnvironmentFault for an error of an environment; return if the environment did not cause it.
 
-    The environment at the :data:`position` is named by its number. It is also at fault if the error is in the code that
-    called it: that code could not use the returned values.
+    The message has the number of the environment at :data:`position`. The environment is also at fault if the error
+    is in the calling code, because that code could not use the returned values.
 
     Args:
-        error: the error that a call of one environment, or of several, has raised.
-        call: ``make``, ``reset``, ``step`` or ``close``, unless the error shows that it is in another one.
+        error: the exception of a call of one or several environments.
+        call: ``make``, ``reset``, ``step`` or ``close``; the traceback of the error may name another one.
         whose: the name of the environment if its number is not known.
 
     Examples:
@@ -95,7 +95,7 @@ not enough values to unpack (expected 5, got 3); expected (observation, reward, 
 what its step returns.
     """
     if isinstance(error, Fault) or (isinstance(error, SystemExit) and type(error) is not SystemExit):
-        return  # has its message already; ends the process after SIGTERM
+        return  # already reported, or must end the process after SIGTERM
     trace, innermost = error.__traceback__, [frame for frame, _ in walk_tb(error.__traceback__)][-1]
     if (call == "make" and not isinstance(error, TimeoutError)) and (
         isinstance(error, ImportError | gymnasium.error.Error) or _is_of(innermost, ("gymnasium", "torchrl", _OURS))
@@ -124,7 +124,7 @@ what its step returns.
 
 
 def blame_step(error: BaseException, place: str) -> None:
-    """Apply :func:`blame` to an error of a step that TorchRL makes; put words for the place before the message."""
+    """Apply :func:`blame` to an error of a step by TorchRL, and put the place in front of the message."""
     try:
         blame(error, "step")
     except EnvironmentFault as fault:
@@ -143,7 +143,7 @@ def _is_of(frame: FrameType, modules: Iterable[str]) -> bool:
 
 
 def check_returned(space: spaces.Space[Any], returned: Any, call: str, whose: str) -> None:
-    """Refuse what an environment returned from ``reset`` or ``step`` by an EnvironmentFault, if it may not.
+    """Validate the values that ``reset`` or ``step`` returned; raise EnvironmentFault if they violate the interface.
 
     Examples:
         >>> check_returned(spaces.Discrete(2), (0, 1.0, "yes", False, {}), "step", "environment 3")
@@ -181,12 +181,12 @@ def _named(value: Any) -> str:
 
 
 def check_observation(space: spaces.Space[Any], observation: Any, whose: str) -> None:
-    """Refuse an observation of another shape than its space says, or of a dtype that the space's cannot hold.
+    """Validate an observation's shape and dtype against its space.
 
-    Floats of another precision are rounded, and integers of another size cast, as Gymnasium's vector environments do.
+    Floats of another precision and integers of another size are allowed: Gymnasium's vector environments cast them.
 
     Raises:
-        EnvironmentFault: the message names the entry, what came and what was expected.
+        EnvironmentFault: the shape differs or the dtype cannot be cast; the message names the entry and both values.
 
     Examples:
         >>> check_observation(spaces.Box(0, 1, (2,)), [0.0, 1.0, 0.0], "environment 3")
@@ -226,15 +226,15 @@ def _misfit(space: spaces.Space[Any], value: Any, name: str) -> str | None:
 
 
 class GuardedCall:
-    """The ``reset`` or ``step`` of one of several environments, which notes its number in :data:`position`.
+    """The ``reset`` or ``step`` of one of several environments; each call sets its number in :data:`position`.
 
-    The last step of an episode is a copy, because the reset that follows may change it.
+    The last step of an episode is returned as a copy, because the following reset may overwrite it.
 
     Args:
         env: the environment.
         name: ``reset`` or ``step``.
         index: the number of the environment.
-        checks: check the first result, because Gymnasium casts and broadcasts it into shared memory.
+        checks: whether to check the first result, because Gymnasium casts and broadcasts it into shared memory.
     """
 
     def __init__(self, env: gymnasium.Env[Any, Any], name: str, index: int, checks: bool = False) -> None:
@@ -242,7 +242,7 @@ class GuardedCall:
         self._env, self._name, self._index, self._checks = env, name, index, checks
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Make the call."""
+        """Call the environment's method."""
         position.environment = self._index
         returned = self._call(*args, **kwargs)
         if self._checks:

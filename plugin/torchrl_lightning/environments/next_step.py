@@ -1,4 +1,4 @@
-"""Vector environments that reset at the next step: which rows of a step are no steps but resets."""
+"""Track the rows that are resets instead of steps, in vector environments of mode ``NEXT_STEP``."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torchrl_lightning.environments.played import Array
 
 
 class KnownResets(VectorWrapper[Any, Any, Any, Any, Array]):
-    """A vector environment in mode ``NEXT_STEP`` that tells which copies its last step has reset.
+    """A vector environment in mode ``NEXT_STEP`` that stores which copies its last step has reset.
 
-    There the action was ignored and the reward is 0: a row that a rollout cannot leave out, and a replay buffer can.
+    A reset ignores the action and returns reward 0. A rollout must keep this row; a replay buffer can leave it out.
 
     Attributes:
-        resets: Where the last step was a reset, ``[N]`` bool.
+        resets: Which copies the last step has reset, ``[N]`` bool.
 
     Examples:
         >>> import gymnasium
@@ -46,12 +46,12 @@ class KnownResets(VectorWrapper[Any, Any, Any, Any, Array]):
 
 
 def tells_resets(env: Any) -> bool:
-    """Return whether some rows of an environment are resets, as :class:`KnownResets` tells."""
+    """Return whether an environment has the attribute ``resets`` of :class:`KnownResets`."""
     return hasattr(env, "resets")
 
 
 def with_known_resets(env: Any) -> Any:
-    """Return a ready vector environment in mode ``NEXT_STEP`` as one that tells its resets; anything else as it is."""
+    """Wrap a vector environment of mode ``NEXT_STEP`` in :class:`KnownResets`; return anything else unchanged."""
     is_such = isinstance(env, VectorEnv) and env.metadata.get("autoreset_mode") in (
         AutoresetMode.NEXT_STEP,
         AutoresetMode.NEXT_STEP.value,

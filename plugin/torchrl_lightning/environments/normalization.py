@@ -125,7 +125,7 @@ class ObservationNormalizer(nn.Module):
         return out, refresh
 
     def normalize_(self, data: TensorDictBase) -> None:
-        """Normalise entries ``[*B, *F]`` in place, also those of ``next``; other entries are not changed."""
+        """Replace raw entries ``[*B, *F]``, also in ``next``, by normalised ones; other entries are not changed."""
         parts = [data, data.get("next", None)]
         for part in parts if parts[1] is not None else parts[:1]:
             entries = level_of(part)

@@ -1,4 +1,4 @@
-"""Which environment each row of a rollout is from, where several workers collect, and where its episode is cut."""
+"""Track the environment of each rollout row across workers, and the cuts of episodes."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ logger = logging.getLogger(__name__)
 
 
 class RowOrigins:
-    """Number the environments behind the rows of a collector's rollouts.
+    """Add environment numbers to the rows of a collector's rollouts.
 
-    Rollouts of a collector without workers hold the same environments in the same order, and are left as they are. With
-    several workers each rollout states in ``("collector", "env_ids")`` whose rows it holds. Where TorchRL's collectors
-    do not, rows are numbered by ``("collector", "traj_ids")``, so that every trajectory keeps one number from its
-    beginning to its end. Without those either, every number is -1, which means unknown.
+    Rollouts of a collector without workers always contain the same environments in the same order and are not changed.
+    With several workers, ``("collector", "env_ids")`` has the environment of each row. If the collector does not
+    write it, as TorchRL's collectors, the numbers are derived from ``("collector", "traj_ids")``: every trajectory
+    keeps one number from its beginning to its end. If both are missing, every number is -1 (unknown).
     """
 
     def __init__(self, num_workers: int) -> None:
         self._has_workers = num_workers > 1
-        self._open: dict[int, int] = {}  # trajectories that go on, and their numbers
-        self._free: set[int] = set()  # numbers whose trajectory has ended
+        self._open: dict[int, int] = {}  # unfinished trajectories and their numbers
+        self._free: set[int] = set()  # numbers of ended trajectories
         self._count = 0
         self._has_warned = False
 
@@ -78,41 +78,41 @@ class RowOrigins:
 
 
 def id_changes(rollout: TensorDictBase, time_dim: int, last: Tensor | None = None) -> Tensor | None:
-    """Return which steps have another trajectory id than the step before them.
+    """Return a mask of the steps with another trajectory id than the previous step.
 
     Args:
-        rollout: two-dimensional, of time and environments.
-        time_dim: which dimension is time.
+        rollout: two-dimensional, time and environments in either order.
+        time_dim: the dimension of time.
         last: ids of the steps before the rollout, one for each environment; unknown if None.
 
     Returns:
-        Flags of the rollout's shape, or None if it has no ``("collector", "traj_ids")``.
+        Flags with the rollout's shape; None without ``("collector", "traj_ids")``.
     """
     ids: Tensor | None = rollout.get(TRAJ_IDS, None)
     return None if ids is None else changed_ids(ids.reshape(*rollout.shape, -1)[..., 0], time_dim, last)
 
 
 def changed_ids(ids: Tensor, time_dim: int, last: Tensor | None = None) -> Tensor:
-    """Return which ids differ from the one before them; arguments as of :func:`id_changes`."""
+    """Return a mask of the ids that differ from the previous id; arguments as in :func:`id_changes`."""
     before = ids.select(time_dim, 0) if last is None else last.to(ids.device)
     return torch.cat([before.unsqueeze(time_dim), ids], time_dim).diff(dim=time_dim) != 0
 
 
 class Trajectories:
-    """Find trajectories that a collector cuts without an end flag: by ids of trajectories, or by ``is_init``."""
+    """Find trajectories that a collector cuts without an end flag, by trajectory ids or ``is_init``."""
 
     def __init__(self) -> None:
-        self._last: dict[int, int] = {}  # id of each environment
+        self._last: dict[int, int] = {}  # last trajectory id of each environment
 
     def split(self, rollout: TensorDictBase, rings: Tensor | None) -> list[tuple[int, int, list[int]]]:
-        """Split a rollout before the steps that begin other trajectories without a flag.
+        """Split a rollout before each step that begins a trajectory without an end flag before it.
 
         Args:
             rollout: ``[N, T]``.
-            rings: whose rows these are, ``[N]``; None for all environments in order.
+            rings: the environments of the rows, ``[N]``; None for all environments in order.
 
         Returns:
-            First step and end of each part, and the environments whose trajectories are cut before it.
+            Begin and end of each part, and the environments with a trajectory that is cut before the part.
         """
         (width, length), stated = rollout.shape, rollout.get(TRAJ_IDS, None)
         env = list(range(width)) if rings is None else rings.tolist()
@@ -139,16 +139,16 @@ class Trajectories:
 
 
 def env_ids(rollout: TensorDictBase, time_dim: int = 1) -> Tensor | None:
-    """Look up whose steps a rollout holds, ``[N]``; None if it holds those of all environments in order."""
+    """Return the environment of each row of a rollout, ``[N]``; None (all in order) without ``env_ids``."""
     stated: Tensor | None = rollout.get(ENV_IDS, None)
     return None if stated is None else stated.select(time_dim, 0).cpu()
 
 
 def ring_ids(rollout: TensorDictBase, num_envs: int) -> Tensor | None:
-    """Return which of ``num_envs`` rings the rows of a rollout ``[N, T]`` belong to; None for all of them in order.
+    """Return the ring of each row of a rollout ``[N, T]``, out of ``num_envs``; None for all rings in order.
 
     Raises:
-        ValueError: nobody says whose rows they are, or there are more environments.
+        ValueError: the environment of a row is unknown, or its number is not below ``num_envs``.
     """
     ids = env_ids(rollout)
     if ids is None or torch.equal(ids, torch.arange(num_envs)):
@@ -167,7 +167,7 @@ def ring_ids(rollout: TensorDictBase, num_envs: int) -> Tensor | None:
 
 
 def cut_off(rollout: TensorDictBase) -> None:
-    """Mark the last step of each environment as truncated where its episode goes on but will not be seen any more."""
+    """Mark the last step of each unfinished episode as truncated, because its next steps will not be collected."""
     following = rollout["next"]
     open_ended = ~following["done"][:, -1]
     for name in ("truncated", "done"):

@@ -115,7 +115,7 @@ class ResumableVectorEnv(SyncVectorEnv):
         return isinstance(space, Box) and not space.shape
 
     def step(self, actions: Any) -> tuple[Any, Array, Array, Array, dict[str, Any]]:
-        """Step every environment, and reset those whose episodes end."""
+        """Step every environment, and reset ended ones."""
         shown, rewards, terminated, truncated = vector_arrays(self)
         checks = self._checks
         infos: dict[str, Any] = {}

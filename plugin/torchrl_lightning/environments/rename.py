@@ -1,4 +1,4 @@
-"""Other names for entries of a Dict observation."""
+"""Rename entries of a Dict observation."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ WITHIN = (
 
 
 class RenameObservation(gym.ObservationWrapper[Any, Any, Any]):
-    """Show entries of a Dict observation under other names.
+    """Rename entries of a Dict observation.
 
     Args:
         env: an environment with a Dict observation.
-        names: the new name of each entry that gets one. An entry of a nested Dict is named by its path, as
-            ``arm.position``, unless an entry has that name itself; its new name is the last part alone. A name that is
-            no text is given as text.
+        names: the old and new names. An entry of a nested Dict is named by its path, such as ``arm.position``, unless
+            an entry has this name itself. The new name replaces only the last part of the path. Write an old name that
+            is not a string as a string.
 
     Raises:
-        ValueError: the observation is no Dict, an entry is not there, or two would have one name.
+        ValueError: the observation is not a Dict, an entry is missing, or two entries would have the same name.
 
     Examples:
         >>> from gymnasium.wrappers import TimeAwareObservation
@@ -48,13 +48,13 @@ class RenameObservation(gym.ObservationWrapper[Any, Any, Any]):
                 f"rename={dict(names)} names {missing}, which are not there; the environment observes {sorted(paths)}."
             )
         self._names = {paths[old]: new for old, new in names.items()}
-        self._nested = {path[:end] for path in self._names for end in range(1, len(path))}  # hold renamed entries
+        self._nested = {path[:end] for path in self._names for end in range(1, len(path))}  # contain renamed entries
         self._given = names
         self._root = self._new_names(space, ())
         self.observation_space = self._renamed_space(space, ())
 
     def observation(self, observation: Any) -> Any:
-        """Return the same entries under their names."""
+        """Return the same entries under their new names."""
         if self._nested:
             return self._renamed(observation, ())
         return {new: observation[name] for name, new in self._root.items()}
@@ -82,14 +82,14 @@ class RenameObservation(gym.ObservationWrapper[Any, Any, Any]):
 
 
 def entries_of(space: spaces.Space[Any], path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Yield path and space of each entry of a Dict space, nested ones included; nothing of another space."""
+    """Yield path and space of each entry of a Dict space, nested ones included; yield nothing for other spaces."""
     for name, entry in space.spaces.items() if isinstance(space, spaces.Dict) else ():
         yield (*path, name), entry
         yield from entries_of(entry, (*path, name))
 
 
 def check_rename(rename: Any) -> dict[str, str]:
-    """Return the new names of entries, if they can be such: different, and none that a run keeps for itself."""
+    """Validate and return the new names of entries: strings without duplicates or reserved names."""
     pairs = list(rename.items()) if isinstance(rename, Mapping) else None
     if pairs is None or not all(isinstance(new, str) and new for _, new in pairs):
         raise TypeError(f"rename={rename!r} must give entries other names, such as {{reward: last_reward}}.")
@@ -104,7 +104,7 @@ def check_rename(rename: Any) -> dict[str, str]:
 
 
 def new_names(shown: Iterable[str], rename: Mapping[str, str]) -> dict[str, str]:
-    """Return the name that each entry is shown under; a ValueError if one is not there, or two have one name."""
+    """Return the final name of each entry; raise ValueError if an entry is missing or two have the same name."""
     shown = list(shown)
     if missing := [name for name in rename if name not in shown]:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Seeds of the parts of a run, each on a path of its own, and random streams separate from the global ones."""
+"""Derive the seeds of the parts of a run by named paths, and isolate random streams from the global ones."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import numpy as np
 import torch
 
 _INT64 = 0xFFFFFFFFFFFFFFFF
-_INT31 = 0x7FFFFFFF  # some environments hand their seed to C libraries that take 31 bits
+_INT31 = 0x7FFFFFFF  # some environments pass their seed to C libraries that accept only 31 bits
 
 
 def spawn_seeds(seed: int, *path: str | int, count: int) -> list[int]:
-    """Derive the seeds of ``count`` equal parts, such as environments; the first ones do not depend on ``count``.
+    """Derive the seeds of ``count`` equal parts, such as environments; the first seeds do not depend on ``count``.
 
-    Arguments and errors are those of :func:`spawn_seed`.
+    The arguments and errors are the same as in :func:`spawn_seed`.
 
     Examples:
         >>> spawn_seeds(0, "environment", 1, count=3)
@@ -39,14 +39,14 @@ def numbered_seed(seed: int, number: int) -> int:
 def spawn_seed(seed: int, *path: str | int) -> int:
     """Derive the seed of one part of a run from the run's seed.
 
-    Neighbouring seeds, ranks or numbers give unrelated seeds, which adding them up would not.
+    Neighbouring seeds, ranks or numbers give unrelated seeds. Sums of these numbers would give equal seeds.
 
     Args:
-        seed: Seed of the run, or of the part that the path begins at.
-        *path: What the seed is for: a name, then numbers such as rank, worker or batch.
+        seed: Seed of the run, or of the part at the start of the path.
+        *path: Purpose of the seed: a name, then numbers such as rank, worker or batch.
 
     Raises:
-        ValueError: A negative seed.
+        ValueError: The seed is negative.
 
     Examples:
         >>> spawn_seed(0, "evaluation", 0, 1) == spawn_seed(1, "evaluation", 0, 0)
@@ -56,7 +56,7 @@ def spawn_seed(seed: int, *path: str | int) -> int:
 
 
 def check_seed(seed: int | None) -> int:
-    """Return the seed, drawn from torch's global generator if it is None; ValueError if it is no integer from 0 on."""
+    """Return the seed, or draw it from torch's global generator for None; raise ValueError if it is invalid."""
     if seed is None:
         return int(torch.randint(2**31, ()).item())
     try:
@@ -71,8 +71,7 @@ def check_seed(seed: int | None) -> int:
 class IsolatedRng:
     """Run a block with its own torch random stream (None: the global one), and restore the global one afterwards.
 
-    Distributions can only draw from torch's global generators, that of the CPU and that of the device, so these are
-    reseeded for the time being.
+    Distributions can only draw from torch's global generators of CPU and device, so the block reseeds these.
     """
 
     def __init__(self, seed: int | None, device: torch.device) -> None:

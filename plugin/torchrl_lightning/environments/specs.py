@@ -201,7 +201,7 @@ def observation_leaves(space: spaces.Space[Any]) -> list[tuple[Path, NestedKey, 
 
 
 def _key(name: str, space: spaces.Dict) -> str:
-    # Like TorchRL, rename "state" to "observation" if no entry has that name.
+    # Like TorchRL, rename "state" to "observation" if the Dict has no "observation".
     return "observation" if name == "state" and "observation" not in space.spaces else name
 
 

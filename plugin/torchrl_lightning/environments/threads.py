@@ -1,4 +1,4 @@
-"""Environments of TorchRL's and the threads of this process, which stay as they were before an environment started."""
+"""Keep the number of threads of this process when TorchRL environments start and close."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torchrl.envs import EnvBase, ParallelEnv, TransformedEnv
 
 from torchrl_lightning.environments.faults import blaming
 
-# Of each ParallelEnv that was seen before it started: how many threads there were.
+# Number of threads before the start of each ParallelEnv, if this module saw it before.
 _BEFORE: WeakKeyDictionary[EnvBase, int] = WeakKeyDictionary()
 
 
 @contextmanager
 def kept_threads() -> Iterator[None]:
-    """Give the process back the number of threads that it has now, also after an exception."""
+    """Restore the current number of threads at the end of the block, also after an exception."""
     threads = torch.get_num_threads()
     try:
         yield
@@ -28,17 +28,18 @@ def kept_threads() -> Iterator[None]:
 
 
 def note_threads(env: EnvBase) -> None:
-    """Remember how many threads there are, if the environment may take some of them when it starts, and has not yet."""
+    """Store the number of threads if the environment is a ParallelEnv that has not started: its start may reduce it."""
     base = _base(env)
     if isinstance(base, ParallelEnv) and base.is_closed:
         _BEFORE[base] = torch.get_num_threads()
 
 
 def close_environment(env: VectorEnv[Any, Any, Any] | EnvBase) -> None:
-    """Close an environment, if it is open, and give back the threads that it took.
+    """Close an environment, if it is open, and restore the number of threads.
 
-    One of TorchRL's takes them when it starts, and returns others when it closes. What it took of a process that
-    started it before it came here is unknown: there TorchRL's own number stays. What it raises is an EnvironmentFault.
+    A ParallelEnv reduces the number when it starts, and sets another number when it closes. If it started before
+    :func:`note_threads`, the original number is unknown, and TorchRL's number stays. Errors of the environment become
+    EnvironmentFaults.
     """
     if not isinstance(env, EnvBase):
         with blaming("close"):

@@ -1,8 +1,8 @@
 """Limit the seconds that a call of an environment may take.
 
-A call only notes when it began. One thread looks at the running calls: it interrupts a call in the main thread by a
-signal, which raises an exception there, and ends the process if the call does not return even then. An alarm for each
-call (``setitimer``) would need no look, but makes steps of CartPole 20 % slower.
+A call only stores its start time. One watchdog thread checks the running calls. It interrupts an overdue call in the
+main thread by a signal, which raises an exception there. If the call still does not return, the thread ends the
+process. An alarm for each call (``setitimer``) would need no thread, but makes steps of CartPole 20 % slower.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from torchrl_lightning.environments.faults import position
 from torchrl_lightning.processes import after_fork, is_main_thread
 
 _MEND = "Mend the environment, or give it more seconds by step_timeout of its recipe."
-_GRACE = 1.0  # seconds in which an interrupted call has to return
-_PERIOD = 0.1  # seconds between two looks at the running calls
+_GRACE = 1.0  # seconds for an interrupted call to return
+_PERIOD = 0.1  # seconds between two checks of the running calls
 
 
 class OverdueError(TimeoutError):
@@ -43,27 +43,27 @@ class Terminated(SystemExit):
 
 
 class TimedCalls:
-    """Limit the seconds of the calls of one environment, of which at most one is running.
+    """Limit the seconds of the calls of one environment; at most one call runs at a time.
 
     Args:
         seconds: the limit of each call.
-        after_sigterm: the limit from SIGTERM on, if the environment was made before.
+        after_sigterm: the limit after SIGTERM, if the environment was made before it.
     """
 
     def __init__(self, seconds: float, after_sigterm: float = 5.0) -> None:
         self.seconds, self.limit = seconds, seconds
         self.after_sigterm = min(seconds, after_sigterm)
         self.sigterm = -math.inf  # when SIGTERM came
-        self.begun = math.inf  # when the running call began
-        self.interrupted = math.inf  # when the call began that was interrupted last
-        self.thread = get_ident()  # of the running call
-        self.environment: int | None = None  # its number, and the step of the rollout
+        self.begun = math.inf  # start time of the running call
+        self.interrupted = math.inf  # start time of the last interrupted call
+        self.thread = get_ident()  # thread of the running call
+        self.environment: int | None = None  # number of the environment; next line: step of the rollout
         self.step: int | None = None
         _watchdog.add(self)
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Limit the seconds of a block; a block within one of the same environment has no limit of its own."""
+        """Limit the seconds of a block; a nested block of the same environment does not add a limit."""
         if self.begun < math.inf:
             yield
             return
@@ -79,7 +79,7 @@ class TimedCalls:
         return monotonic() - max(self.begun, self.sigterm) >= self.limit + grace
 
     def end_soon(self) -> None:
-        """Limit the seconds from SIGTERM, which has come now."""
+        """Apply the limit after SIGTERM, starting now."""
         self.limit, self.sigterm = self.after_sigterm, monotonic()
 
     def interrupt(self) -> None:
@@ -90,11 +90,11 @@ class TimedCalls:
 
     @property
     def is_ending(self) -> bool:
-        """Return whether SIGTERM has come since the environment was made."""
+        """Return whether the process has received SIGTERM since the environment was made."""
         return self.sigterm > -math.inf
 
     def line(self) -> str:
-        """Return the message about a call that has exceeded its limit."""
+        """Return the error message for a call that has exceeded its limit."""
         whose = "the environment" if self.environment is None else f"environment {self.environment}"
         where = "" if self.step is None else f"At step {self.step} of the rollout, "
         why = "when the process was to end" if self.is_ending else f"in step_timeout={self.seconds:g} seconds"
@@ -107,8 +107,8 @@ class _Watchdog:
     def __init__(self) -> None:
         self.tell: Callable[[str], object] = _write
         self._calls: list[ref[TimedCalls]] = []
-        self._main = 0  # the main thread, if it may be interrupted
-        self._signals = -1  # the read end of the pipe to which Python writes the numbers of signals
+        self._main = 0  # id of the main thread if signals can interrupt it
+        self._signals = -1  # read end of the wake-up pipe: Python writes signal numbers to it
 
     def add(self, calls: TimedCalls) -> None:
         self._calls = [*(known for known in self._calls if known() is not None), ref(calls)]
@@ -118,7 +118,7 @@ class _Watchdog:
         if sys.platform != "win32" and is_main_thread():
             signal.signal(signal.SIGURG, self._interrupt)  # ignored by default
             self._main = get_ident()
-            # Unlike a handler, this needs no main thread that returns to Python, and Lightning may set its handler.
+            # Unlike a handler, this works while the main thread is outside Python. Lightning can still set its handler.
             os.set_blocking(written, False)
             signal.set_wakeup_fd(written, warn_on_full_buffer=False)
         threading.Thread(target=self._run, name="environment-watchdog", daemon=True).start()
@@ -141,8 +141,8 @@ class _Watchdog:
                     calls.interrupt()
 
     def _sees_sigterm(self) -> bool:
-        """Wait for the next look at the calls; return whether SIGTERM has come."""
-        if sys.platform == "win32":  # has no select of pipes
+        """Wait for the next check of the calls; return whether the process has received SIGTERM."""
+        if sys.platform == "win32":  # select does not support pipes
             time.sleep(_PERIOD)
             return False
         ready = select.select([self._signals], [], [], _PERIOD)[0]
@@ -150,7 +150,7 @@ class _Watchdog:
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         for calls in self._alive():
-            if calls.thread == self._main and calls.is_overdue():  # else it has returned meanwhile
+            if calls.thread == self._main and calls.is_overdue():  # the call may have returned meanwhile
                 if calls.is_ending:
                     _write(calls.line())
                     raise Terminated(128 + signal.SIGTERM)
@@ -158,7 +158,7 @@ class _Watchdog:
 
 
 def _write(line: str) -> None:
-    os.write(2, f"\nerror: {line}\n".encode())  # a progress bar may have written a part of its line
+    os.write(2, f"\nerror: {line}\n".encode())  # a progress bar may have left an incomplete line
 
 
 _watchdog = _Watchdog()
@@ -173,12 +173,12 @@ after_fork(_renew)
 
 
 def tell_by(tell: Callable[[str], object]) -> None:
-    """Send the last line of this process to ``tell`` instead of stderr, if a call cannot be interrupted."""
+    """Send the message about a call that cannot be interrupted to ``tell`` instead of stderr."""
     _watchdog.tell = tell
 
 
 class TimedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """An environment with a limit for the seconds of each call.
+    """An environment with a time limit for each call.
 
     Args:
         env: the environment.
@@ -195,7 +195,7 @@ class TimedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
             return self.env.reset(seed=seed, options=options)
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
-        """Step the environment; :meth:`TimedCalls.running` is written out, because a block calls four functions."""
+        """Step the environment; :meth:`TimedCalls.running` is inlined, because its block calls four functions."""
         calls = self._calls
         calls.environment, calls.step = position.environment, position.step
         calls.thread, calls.begun = get_ident(), monotonic()

@@ -1,4 +1,4 @@
-"""TorchRL environments that are batches themselves, stepped as Gymnasium's vector environments are."""
+"""Step batched TorchRL environments like Gymnasium's vector environments."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from torchrl_lightning.keys import FLAGS, REWARD
 
 
 class BatchVectorEnv(VectorEnv[Any, Any, Any]):
-    """A batched TorchRL environment on the CPU, in mode ``SAME_STEP``; a reset may take some of its copies.
+    """A batched TorchRL environment on the CPU, in mode ``SAME_STEP``; a reset may apply to some of its copies.
 
-    Its own ``_step`` and ``_reset`` are called, without what TorchRL does around each, which for small environments
-    takes longer. One seed is that of all copies.
+    It calls the environment's ``_step`` and ``_reset`` directly: TorchRL's code around them takes longer than a small
+    environment itself. All copies share one seed.
 
     Args:
-        env: the environment, of one batch dimension.
+        env: the environment, with one batch dimension.
 
     Raises:
-        TypeError: a spec has no space.
+        TypeError: no Gymnasium space exists for a spec.
     """
 
     metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}
@@ -55,11 +55,11 @@ class BatchVectorEnv(VectorEnv[Any, Any, Any]):
             (path or ("observation",), (self.num_envs, *(space.shape or ())))
             for path, _, space in observation_leaves(self.single_observation_space)
         ]
-        self._state: dict[str, Any] = {}  # what a step begins with
-        self._kept = {*env.observation_spec.keys(), *FLAGS}  # of what it returns, as TorchRL has it
+        self._state: dict[str, Any] = {}  # inputs of the next step
+        self._kept = {*env.observation_spec.keys(), *FLAGS}  # outputs that become inputs of the next step
 
     def reset(self, *, seed: Any = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
-        """Begin an episode in all copies, or in those of ``options["reset_mask"]``."""
+        """Begin an episode in all copies, or in the copies of ``options["reset_mask"]``."""
         mask = None if options is None else options.get("reset_mask")
         with torch.no_grad(), blaming("reset"):
             if seed is not None:
@@ -71,7 +71,7 @@ class BatchVectorEnv(VectorEnv[Any, Any, Any]):
         return self._shown(), {}
 
     def step(self, actions: Array) -> tuple[Any, Array, Array, Array, dict[str, Any]]:
-        """Step every copy, and reset those whose episodes end; ``final_obs`` holds the observations before that."""
+        """Step every copy and reset ended ones; ``final_obs`` holds the observations before the reset."""
         action = torch.from_numpy(actions).clone()  # the environment may change and keep it
         with torch.no_grad(), blaming("step"):
             given = new_tensordict({**self._state, "action": action}, self.env.batch_size)
@@ -83,7 +83,7 @@ class BatchVectorEnv(VectorEnv[Any, Any, Any]):
         self._state = {**self._state, **{name: value for name, value in returned.items() if name in self._kept}}
         info = {}
         if done.any():
-            # The reset may change the memory of all of these.
+            # The reset may overwrite the memory of these tensors.
             info["final_obs"] = copied(self._shown())
             reward, terminated, truncated, done = reward.clone(), terminated.clone(), truncated.clone(), done.clone()
             with torch.no_grad(), blaming("reset"):
@@ -96,7 +96,7 @@ class BatchVectorEnv(VectorEnv[Any, Any, Any]):
         close_environment(self.env)
 
     def _restart(self, which: Tensor) -> None:
-        """Reset some copies, ``[N, 1]``, and keep what the others show."""
+        """Reset the copies in ``which``, ``[N, 1]``, and keep the state of the others."""
         given = new_tensordict({**self._state, "_reset": which.clone()}, self.env.batch_size)
         before = _cloned(self._state)  # the environment may reset all copies in the same memory
         fresh = entries_of(self.env._reset(given))
@@ -121,10 +121,11 @@ class BatchVectorEnv(VectorEnv[Any, Any, Any]):
 
 
 def stepped_together(env: EnvBase) -> BatchVectorEnv | None:
-    """Return a TorchRL environment as one that steps its batch by itself; None if TorchRL has to step it.
+    """Wrap a batched TorchRL environment in :class:`BatchVectorEnv`; return None if TorchRL has to step it.
 
-    That is so for one without a batch, with transforms, of several environments or processes, elsewhere than on the
-    CPU, where what it shows should stay, or with specs that no space tells.
+    TorchRL has to step environments without a batch, with transforms, or with their own ``step``, ``reset`` or
+    ``maybe_reset``; a SerialEnv or ParallelEnv; environments on other devices, because their observations should stay
+    there; and environments with specs that no Gymnasium space can express.
 
     Examples:
         >>> from torchrl.envs import GymEnv
@@ -132,7 +133,7 @@ def stepped_together(env: EnvBase) -> BatchVectorEnv | None:
         True
     """
     while isinstance(env, TransformedEnv) and isinstance(env.transform, Compose) and not len(env.transform):
-        env = env.base_env  # a recipe that asks for nothing
+        env = env.base_env  # a recipe without settings adds an empty Compose
     if (
         isinstance(env, TransformedEnv | BatchedEnvBase)
         or len(env.batch_size) != 1
@@ -148,7 +149,7 @@ def stepped_together(env: EnvBase) -> BatchVectorEnv | None:
 
 
 def _space(spec: TensorSpec) -> spaces.Space[Any]:
-    """Return the space of a spec that has one."""
+    """Return the Gymnasium space of a spec; raise TypeError if no space exists."""
     if isinstance(spec, Composite):
         return spaces.Dict({str(key): _space(entry) for key, entry in spec.items()})
     shape, dtype = tuple(spec.shape), torch.empty(0, dtype=spec.dtype).numpy().dtype
@@ -162,7 +163,7 @@ def _space(spec: TensorSpec) -> spaces.Space[Any]:
     if kind == Bounded.__name__:
         low, high = (bound.expand(shape).numpy() for bound in (spec.space.low, spec.space.high))
         return spaces.Box(low, high, shape, dtype.type)
-    number: Any = np.int64 if dtype.kind == "b" else dtype.type  # of choices
+    number: Any = np.int64 if dtype.kind == "b" else dtype.type  # dtype of choices
     if kind == Categorical.__name__:
         if not shape:
             return spaces.Discrete(spec.space.n, dtype=number)
@@ -173,7 +174,7 @@ def _space(spec: TensorSpec) -> spaces.Space[Any]:
 
 
 def _cloned(entries: Mapping[str, Any]) -> dict[str, Any]:
-    """Return copies of entries of an environment, which may write them again."""
+    """Return copies of an environment's entries, because it may overwrite them."""
     return {name: value.clone() for name, value in entries.items()}
 
 
@@ -185,7 +186,7 @@ def _at(tree: Any, path: Path) -> Tensor:
 
 
 def _merged(which: Tensor, fresh: Any, before: Any) -> Any:
-    """Return an entry ``[N, *F]``: the fresh one where ``which`` ``[N, 1]`` says so."""
+    """Return an entry ``[N, *F]`` with the rows of ``fresh`` where ``which`` ``[N, 1]`` is true, else of ``before``."""
     if isinstance(fresh, TensorDictBase):
         return fresh.where(which[:, 0], before)
     return torch.where(rows_as(which[:, 0], fresh), fresh, before)

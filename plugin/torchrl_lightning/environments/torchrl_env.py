@@ -1,4 +1,4 @@
-"""Build TorchRL environments for training, batch the unbatched ones, and reject those with unusable data."""
+"""Build TorchRL environments for training, batch unbatched ones, and reject environments with unusable data."""
 
 from __future__ import annotations
 

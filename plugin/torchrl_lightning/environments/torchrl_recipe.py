@@ -1,4 +1,4 @@
-"""What an environment recipe asks for, laid around a TorchRL environment by TorchRL's transforms."""
+"""Apply the settings of an environment recipe to a TorchRL environment by TorchRL's transforms."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def transformed(
     clip_reward: float | None,
     calls: TimedCalls | None,
 ) -> EnvBase:
-    """Lay a recipe's settings around the TorchRL environment that it made, from the inside out.
+    """Apply a recipe's settings to the TorchRL environment that it made, from the inside out.
 
-    ``wrappers`` are what makes each transform, by the words that name it in a message, and ``calls`` times those of the
-    environment; the other arguments are those of :class:`~torchrl_lightning.EnvironmentRecipe`.
+    ``wrappers`` maps the name of each transform in error messages to its factory. ``calls`` limits the time of the
+    environment's calls. The other arguments are the settings of :class:`~torchrl_lightning.EnvironmentRecipe`.
 
     Raises:
-        ValueError: a setting does not fit; the message names it and what to take instead.
-        TypeError: it is no TorchRL environment, or what should be a transform is none.
+        ValueError: a setting does not fit; the message names the setting and its replacement.
+        TypeError: ``made`` is not a TorchRL environment, or a wrapper does not make a transform.
     """
     if not isinstance(made, EnvBase):
         raise TypeError(f"id made a {type(made).__name__}; expected a gymnasium.Env or a torchrl EnvBase.")
@@ -87,7 +87,7 @@ def transformed(
 
 
 def _lay(env: TransformedEnv, transform: Transform, what: str) -> None:
-    """Append a transform, and let it show at once whether it fits."""
+    """Append a transform, and run it immediately; raise ValueError if it does not fit."""
     if isinstance(transform, StepCounter):
         with layers(env) as (_, around):
             if any(isinstance(each, StepCounter) for each in around):
@@ -104,7 +104,7 @@ def _lay(env: TransformedEnv, transform: Transform, what: str) -> None:
 
 def _transform(make: Callable[..., Any], what: str) -> Transform:
     if isinstance(make, Transform):
-        return make.clone()  # one environment's alone
+        return make.clone()  # a transform belongs to one environment
     try:
         transform = make()
     except (TypeError, ValueError) as error:

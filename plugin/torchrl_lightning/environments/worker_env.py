@@ -1,4 +1,4 @@
-"""A Gymnasium vector environment whose copies run in processes of their own, the pipes to them, and their errors."""
+"""Gymnasium vector environment with one process for each copy, the pipes to the processes, and their errors."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from torchrl_lightning.environments.faults import EnvironmentFault, WorkerFault,
 from torchrl_lightning.environments.time_limits import OverdueError, TimedCalls, tell_by
 from torchrl_lightning.processes import check_descriptors, end_processes, end_with_parent, how_it_died, is_main_thread
 
-_PATIENCE = 5.0  # seconds that a process has for closing its environment
+_PATIENCE = 5.0  # seconds for a process to close its environment
 Factory = Callable[[], gymnasium.Env[Any, Any]]
 
 
-_STEP, _STEPPED = b"s", b"r"  # how what is not pickled begins; pickles begin otherwise
+_STEP, _STEPPED = b"s", b"r"  # first byte of messages that are not pickled; pickles begin with another byte
 _RESULT = struct.Struct("d??")
 
 
 class StepPipe:
-    """A connection that sends actions, and rewards and ends, as bytes, and all else as ``Connection`` does.
+    """A connection that sends actions, rewards and end flags as bytes, and other messages like ``Connection``.
 
-    Of an environment whose observations go through shared memory, which is what takes long is the pickling of each
-    message. Info is pickled where there is some.
+    Observations go through shared memory, so pickling would take most of a message's time. Only a non-empty info is
+    pickled.
 
     Args:
-        connection: The end of a pipe.
-        space: Of the actions; others than those of one array are pickled.
+        connection: One end of a pipe.
+        space: The action space; actions that are not a single array are pickled.
 
     Examples:
         >>> from multiprocessing import Pipe
@@ -58,10 +58,10 @@ class StepPipe:
         self._dtype = np.dtype(space.dtype) if is_array else None
         self._shape = space.shape or ()
         self._is_box = isinstance(space, spaces.Box)
-        self._steps = False  # whether the message before was a step
+        self._steps = False  # whether the last received message was a step
 
     def send(self, message: Any) -> None:
-        """Send a command, or what became of one."""
+        """Send a command or its result."""
         kind, content = message
         is_array = self._dtype is not None and isinstance(content, np.ndarray | np.generic)
         if kind == "step" and is_array and content.dtype == self._dtype:
@@ -77,7 +77,7 @@ class StepPipe:
         return self._connection.send(message)
 
     def recv(self) -> Any:
-        """Return a command, or what became of one."""
+        """Receive a command or its result."""
         data = self._connection.recv_bytes()
         kind = data[:1]
         self._steps = kind == _STEP
@@ -96,7 +96,7 @@ class StepPipe:
         return bool(self._connection.closed)
 
     def poll(self, timeout: float | None = 0.0) -> bool:
-        """Return whether a message has come."""
+        """Return whether a message has arrived."""
         return bool(self._connection.poll(timeout))
 
     def close(self) -> None:
@@ -105,21 +105,21 @@ class StepPipe:
 
 
 class WorkerVectorEnv(AsyncVectorEnv):
-    """An ``AsyncVectorEnv`` in mode ``SAME_STEP`` that tells in one line which environment failed, and how.
+    """An ``AsyncVectorEnv`` in mode ``SAME_STEP`` that names the failed environment and its error in one line.
 
-    Its processes end when this one does. They have five seconds for closing their environments. With ``step_timeout``
-    nobody waits for ever for one that has stopped.
+    Its processes end when this process ends. They have five seconds to close their environments. ``step_timeout``
+    limits the wait for a process that has stopped.
     """
 
-    processes: list[Any] = []  # until they start
+    processes: list[Any] = []  # empty until the processes start
 
     def __init__(self, factories: Sequence[Factory], step_timeout: float | None = None) -> None:
-        # A process ends a call that takes too long, if it can; else this one does not wait for it.
+        # Each process limits its own calls. This longer limit applies if a process cannot end its call.
         self._waiting = None if step_timeout is None else TimedCalls(2 * step_timeout + _PATIENCE)
-        check_descriptors(len(factories), 2)  # a pipe and what tells its end
+        check_descriptors(len(factories), 2)  # a pipe and the sentinel of each process
         try:
             # copy=False: the caller copies each observation into its own memory immediately.
-            with blaming("close"):  # one is made and closed here
+            with blaming("close"):  # Gymnasium makes and closes one environment here
                 super().__init__(
                     [partial(_guarded, factory, index) for index, factory in enumerate(factories)],
                     copy=False,
@@ -135,7 +135,7 @@ class WorkerVectorEnv(AsyncVectorEnv):
         self.parent_pipes = pipes
 
     def reset_async(self, seed: Any = None, options: Any = None) -> None:
-        """Ask every process for a reset."""
+        """Send every process a reset."""
         try:
             super().reset_async(seed, options)
         except OSError as error:
@@ -152,7 +152,7 @@ class WorkerVectorEnv(AsyncVectorEnv):
             raise self._dead() from error
 
     def step_async(self, actions: Any) -> None:
-        """Ask every process for a step."""
+        """Send every process a step."""
         try:
             super().step_async(actions)
         except OSError as error:
@@ -175,7 +175,7 @@ class WorkerVectorEnv(AsyncVectorEnv):
             raise self._dead() from error
 
     def _dead(self) -> EnvironmentFault:
-        """Return what a process has said that has ended, or how it ended."""
+        """Return the fault that an ended process has sent, or a fault with the reason for its end."""
         ended = wait([process.sentinel for process in self.processes], _PATIENCE)
         if not self.error_queue.empty():
             return self._told(1)
@@ -197,7 +197,7 @@ class WorkerVectorEnv(AsyncVectorEnv):
             raise self._told(len(failed))
 
     def _told(self, count: int) -> EnvironmentFault:
-        """Take what processes have said that failed, and return what the first said."""
+        """Receive the faults of ``count`` failed processes, and return the fault of the first environment."""
         told = sorted([self.error_queue.get(timeout=_PATIENCE) for _ in range(count)], key=itemgetter(0))
         for index, *_ in told:
             self.parent_pipes[index].close()
@@ -205,9 +205,9 @@ class WorkerVectorEnv(AsyncVectorEnv):
         return fault
 
     def close_extras(self, timeout: float | None = None, terminate: bool = False) -> None:
-        """Close every environment, and end the processes: at once, or after they had time for it."""
+        """Close every environment and end the processes, immediately if ``terminate``, else after a grace period."""
         for pipe in self.parent_pipes:
-            with suppress(OSError):  # of a process that has died, or whose fault is told
+            with suppress(OSError):  # the process has died, or its pipe was closed with its fault
                 pipe.send(("close", None))
         end_processes(self.processes, 0.0 if terminate else _PATIENCE)
         for pipe in self.parent_pipes:
@@ -235,7 +235,7 @@ def _run_environment(
     mode: AutoresetMode,
     semaphore: Any,
 ) -> None:
-    """Run one environment as Gymnasium does, and say what it does wrong."""
+    """Run one environment like Gymnasium's worker, and send its errors as faults."""
     end_with_parent(parent, by_signal)
     # Ctrl-C reaches the whole process group; the parent ends the processes.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -264,7 +264,7 @@ def _run_environment(
 
 
 class _Faults:
-    """Sends what an environment did wrong, in the place of what Gymnasium caught."""
+    """An error queue that sends faults of an environment instead of the exceptions that Gymnasium caught."""
 
     def __init__(self, errors: Any) -> None:
         self._errors = errors
