@@ -16,8 +16,8 @@ from torchrl_lightning.images import stack_axis
 class FrameStack(gym.Wrapper[Any, Any, Any, Any]):
     """Stack the last images along their channels; other entries of a Dict observation are not changed.
 
-    ``[H, W]`` becomes ``[K, H, W]``, ``[C, H, W]`` ``[K * C, H, W]``, and ``[H, W, C]`` ``[H, W, K * C]``.
-    An episode begins with ``K`` copies of its first image.
+    The shape ``[H, W]`` becomes ``[K, H, W]``, ``[C, H, W]`` becomes ``[K * C, H, W]``, and ``[H, W, C]`` becomes
+    ``[H, W, K * C]``. An episode begins with ``K`` copies of its first image.
 
     Args:
         env: an environment that observes an image or a Dict with images.

@@ -36,7 +36,7 @@ class EnvironmentGoals:
     def __init__(self, source: Any, env: gym.Env[Any, Any] | None = None) -> None:
         self._source = source
         self._env: Any = env
-        self._is_own = env is None  # built here
+        self._is_own = env is None  # True if the environment is built here
 
     @classmethod
     def of(cls, method: GoalFunction) -> Self | None:

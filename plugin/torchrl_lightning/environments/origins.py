@@ -18,9 +18,9 @@ class RowOrigins:
     """Add environment numbers to the rows of a collector's rollouts.
 
     Rollouts of a collector without workers always contain the same environments in the same order and are not changed.
-    With several workers, ``("collector", "env_ids")`` has the environment of each row. If the collector does not
-    write it, as TorchRL's collectors, the numbers are derived from ``("collector", "traj_ids")``: every trajectory
-    keeps one number from its beginning to its end. If both are missing, every number is -1 (unknown).
+    With several workers, ``("collector", "env_ids")`` has the environment of each row. TorchRL's collectors may not
+    write it; then the numbers are derived from ``("collector", "traj_ids")``: every trajectory keeps one number from
+    its beginning to its end. If both are missing, every number is -1 (unknown).
     """
 
     def __init__(self, num_workers: int) -> None:

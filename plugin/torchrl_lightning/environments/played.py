@@ -130,7 +130,7 @@ class ResumableVectorEnv(SyncVectorEnv):
             if ends or is_cut:
                 if not checks:
                     self._check(returned, "step", i)
-                # The reset may change the memory of both.
+                # The reset may overwrite the memory of the observation and info.
                 infos = info_adder(self)(infos, {"final_obs": copied(shown[i]), "final_info": copied(info)}, i)
                 shown[i], info = env.reset()
             if info:

@@ -359,7 +359,7 @@ def _wrapped(env: Environment, wrapper: Wrapper, what: str) -> Environment:
 
 
 def plain(value: Any) -> Any:
-    """Return a setting as plain data (numbers, strings, lists, dicts); other objects become their public name.
+    """Return a setting as plain data (numbers, strings, lists, dicts); other objects by name, exports by public name.
 
     Examples:
         >>> plain([TimeLimit, partial(TimeLimit, max_episode_steps=9), np.float32(2)])

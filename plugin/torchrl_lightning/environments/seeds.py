@@ -29,7 +29,7 @@ def spawn_seeds(seed: int, *path: str | int, count: int) -> list[int]:
 
 
 def numbered_seed(seed: int, number: int) -> int:
-    """Derive the seed of one of very many equal parts, such as the steps of a run, in a microsecond (SplitMix64)."""
+    """Derive the seed of one of many equal parts, such as the steps of a run, in a microsecond (SplitMix64)."""
     mixed = (seed + (number + 1) * 0x9E3779B97F4A7C15) & _INT64
     mixed = ((mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9) & _INT64
     mixed = ((mixed ^ mixed >> 27) * 0x94D049BB133111EB) & _INT64
