@@ -34,8 +34,8 @@ _RESULT = struct.Struct("d??")
 class StepPipe:
     """A connection that sends actions, rewards and end flags as bytes, and other messages like ``Connection``.
 
-    Observations go through shared memory, so pickling would take most of a message's time. Only a non-empty info is
-    pickled.
+    If observations go through shared memory, pickling would take most of a message's time. Then only a non-empty info
+    is pickled.
 
     Args:
         connection: One end of a pipe.
