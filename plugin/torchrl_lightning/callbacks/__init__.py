@@ -1,4 +1,4 @@
-"""Lightning callbacks that count in environment frames, and what writes checkpoints."""
+"""Lightning callbacks that count environment frames and write checkpoints."""
 
 from __future__ import annotations
 

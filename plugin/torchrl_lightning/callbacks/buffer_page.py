@@ -1,4 +1,4 @@
-"""A page that shows what the buffer holds, renewed while a run trains."""
+"""Write an HTML report of the buffer during training."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ logger = logging.getLogger(__name__)
 
 
 class BufferPage(SparseCallback):
-    """Write a page of what the buffer holds at each evaluation, with how often and how old what is drawn is.
+    """Write an HTML report of the buffer at each evaluation, with the counts and ages of the sampled steps.
 
-    One batch in eight is counted, from the beginning of this run. The page is replaced as a whole, by the first rank.
+    The callback counts every eighth batch from the start of this run. Rank zero replaces the file atomically.
 
     Args:
-        path: The file.
-        last: How many of the newest cells are looked at, at most.
+        path: The HTML file.
+        last: The maximum number of cells to inspect, newest first.
 
     Raises:
         ValueError: ``last`` is not positive.
@@ -47,13 +47,13 @@ class BufferPage(SparseCallback):
         self._batches = 0
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin to count, where a buffer tells the cells of what it draws."""
+        """Start counting samples if the buffer has a writer with cells."""
         writer = getattr(_buffer(trainer), "writer", None)
         length, num_envs = getattr(writer, "length", None), getattr(writer, "num_envs", None)
         self._draws = Draws(length, num_envs) if length and num_envs else None
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Count what is drawn for each update of this step."""
+        """Count the sampled cells of each update in this step."""
         if self._draws is None:
             return
         if isinstance(batch, UpdateBatches):
@@ -62,13 +62,13 @@ class BufferPage(SparseCallback):
             self._note(batch)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write the page, in a fit."""
+        """Write the report during a fit."""
         buffer = _buffer(trainer)
         if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking or not trainer.is_global_zero:
             return
         try:
             found = inspect_buffer(buffer, last=self.last)
-        except ValueError as error:  # a run does not end for a page
+        except ValueError as error:  # a failed report must not end the run
             logger.warning("%s is not written: %s", self.path, error)
             return
         if self._draws is not None and self._draws.number and found.summaries:

@@ -1,4 +1,4 @@
-"""Checkpoints that are replaced as a whole, whatever ends the process that writes them."""
+"""Write checkpoints atomically, so that a killed process never leaves an incomplete file."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from torchrl_lightning.files import replaced_files
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Write checkpoints beside their place, flush them to the disk, and rename them: the old or the new one is there.
+    """Write each checkpoint to a temporary file in the same folder, flush it to disk, and rename it.
 
-    Lightning's own way writes to the system's temporary folder. Where that is another filesystem, the file is copied to
-    its place, so that a process that is killed, or a disk that is full, leaves half of it and no other. What killed
-    processes left behind is removed by the next save into the same folder. Checkpoints that are not local files are
-    written in Lightning's way; removing is Lightning's. Local checkpoints are read within the limits of
-    :mod:`torchrl_lightning.limits`, unless ``weights_only=False`` or classes that you registered by
-    ``torch.serialization.add_safe_globals`` ask for more than plain values.
+    Lightning writes to the system's temporary folder. If that folder is on another filesystem, Lightning copies the
+    file, and a killed process or a full disk leaves an incomplete checkpoint. The next save into the same folder
+    removes the temporary files of killed processes. Lightning itself writes checkpoints that are not local files, and
+    it deletes all checkpoints. Local checkpoints are read within the limits of :mod:`torchrl_lightning.limits`. The
+    limits do not apply with ``weights_only=False``, or after you register classes with
+    ``torch.serialization.add_safe_globals``.
 
-    Our commands have it among ``trainer.plugins``; with :class:`~torchrl_lightning.LastCheckpoint` or
-    :class:`~torchrl_lightning.BestCheckpoint` a trainer that has Lightning's own gets it.
+    Our commands add this plugin to ``trainer.plugins``. :class:`~torchrl_lightning.LastCheckpoint` and
+    :class:`~torchrl_lightning.BestCheckpoint` replace Lightning's default plugin by it.
 
     Examples:
         >>> trainer = Trainer(plugins=[AtomicCheckpointIO()], logger=False)
@@ -43,7 +43,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         """Write a checkpoint.
 
         Raises:
-            OSError: The disk is full or cannot be written to; an earlier checkpoint stays whole.
+            OSError: The disk is full or not writable; an earlier checkpoint stays intact.
         """
         filesystem = get_filesystem(path)
         if storage_options is not None or not isinstance(filesystem, LocalFileSystem):
@@ -55,7 +55,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             with replaced_files(target) as (file,):
                 torch.save(checkpoint, file)
         except (OSError, RuntimeError) as error:
-            failed = error.__context__ if isinstance(error, RuntimeError) else error  # torch tells it in its own way
+            failed = error.__context__ if isinstance(error, RuntimeError) else error  # torch wraps it
             if not isinstance(failed, OSError):
                 raise
             said = f"{failed.strerror or failed}; no checkpoint was written, and what was there stays"
@@ -65,14 +65,14 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         """Read a checkpoint.
 
         Raises:
-            FileNotFoundError: There is none.
-            ValueError: It holds other than plain values and tensors, or exceeds the limits.
+            FileNotFoundError: The file does not exist.
+            ValueError: The checkpoint contains more than plain values and tensors, or exceeds the limits.
         """
         return read_within_limits(path, map_location, weights_only)
 
 
 def read_within_limits(source: Any, map_location: Any, weights_only: bool | None) -> dict[str, Any]:
-    """Read a checkpoint as Lightning does; plain values and tensors in local and open files within the limits."""
+    """Read a checkpoint like Lightning, and apply the limits to local and open files of plain values and tensors."""
     is_path = isinstance(source, str | Path)
     is_local = not is_path or isinstance(get_filesystem(source), LocalFileSystem)
     if weights_only is False or not is_local or _has_own_classes():
@@ -98,11 +98,11 @@ def read_within_limits(source: Any, map_location: Any, weights_only: bool | None
 
 
 def _has_own_classes() -> bool:
-    """Return whether a user has allowed torch to load further classes."""
+    """Return True if the user has registered additional classes for torch to load."""
     return any(not str(getattr(each, "__module__", "")).startswith("torch.") for each in get_safe_globals())
 
 
 def write_atomically(trainer: Trainer) -> None:
-    """Give a trainer that writes checkpoints in Lightning's own way ours."""
+    """Replace Lightning's default checkpoint plugin of a trainer by :class:`AtomicCheckpointIO`."""
     if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
         trainer.strategy.checkpoint_io = AtomicCheckpointIO()

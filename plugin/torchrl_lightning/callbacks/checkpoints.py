@@ -1,4 +1,4 @@
-"""The checkpoint to resume from, and the best one."""
+"""Callbacks that save the last and the best checkpoint."""
 
 from __future__ import annotations
 
@@ -26,34 +26,34 @@ logger = logging.getLogger(__name__)
 
 @runtime_checkable
 class PartOfMore(Protocol):
-    """A callback of a run that is part of something larger.
+    """A callback of a run that belongs to a search.
 
     Attributes:
-        goes_on: How that goes on when the run was stopped.
+        goes_on: How the search continues after the run was stopped.
     """
 
     goes_on: str
 
 
 class LastCheckpoint(SparseCallback, Checkpoint):
-    """Keep the end of a run, however it ends, in one file that each new state replaces.
+    """Save the latest state of a run in one file, also if Ctrl-C or an exception ends the run.
 
-    The state is written after each evaluation, at the end of training, and when Ctrl-C or an exception ends it. A run
-    that resumes from it makes the updates that were left of its last rollout before it collects anew. Lightning's
-    own ``save_last`` writes only where a best checkpoint is written in the same step.
+    The callback saves after each evaluation, at the end of training, and on Ctrl-C or an exception. A resumed run
+    first makes the remaining updates of its last rollout, then collects the next one. Lightning's own ``save_last``
+    saves only in steps that also save a best checkpoint.
 
-    An end that was not evaluated, because it is no multiple of ``check_val_every_n_epoch``, is evaluated, too. Put this
-    callback behind a :class:`BestCheckpoint`, which then chooses among all states, the last one included.
+    If the last epoch is not a multiple of ``check_val_every_n_epoch``, the callback also evaluates the final state.
+    Put this callback after a :class:`BestCheckpoint`, so that the best checkpoint can be the last state.
 
-    With several ranks nothing is written on an exception: it ends one of them while the others wait for its gradients,
-    and a checkpoint needs the state of all. What was written before stays.
+    With several ranks, an exception saves nothing: it ends one rank while the others wait for its gradients, and a
+    checkpoint needs the state of all ranks. The previous checkpoint stays.
 
-    Unlike Lightning's ``OnExceptionCheckpoint`` it never makes a later run resume by itself: pass the file as
+    Unlike Lightning's ``OnExceptionCheckpoint``, the file never makes a later run resume automatically: pass it as
     ``ckpt_path``.
 
     Args:
-        dirpath: The folder to write to, made when it is needed.
-        filename: The file's name without its ending.
+        dirpath: The output folder, created when needed.
+        filename: The file name without its suffix.
 
     Examples:
         >>> str(LastCheckpoint("logs/run").path)
@@ -64,37 +64,37 @@ class LastCheckpoint(SparseCallback, Checkpoint):
         super().__init__()
         self.path = Path(dirpath) / f"{filename}.ckpt"
         self._training = False
-        self._began = self._evaluated = -1  # batches of the whole run, when it began and when it was evaluated last
-        self._collected: tuple[int, str] | None = None  # before it began
+        self._began = self._evaluated = -1  # batches of the whole run at its start and at its last evaluation
+        self._collected: tuple[int, str] | None = None  # clock at the start of training
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Have a trainer that writes in Lightning's own way replace checkpoints as a whole."""
+        """Make the trainer write checkpoints atomically."""
         write_atomically(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start watching; nothing has been learned by a run that fails earlier."""
+        """Start watching: a run that fails earlier has not learned anything."""
         self._training = True
         self._began = self._evaluated = trainer.fit_loop.total_batch_idx
         self._collected = DataApi.of_run(trainer).clock
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write the state that was evaluated."""
+        """Save the evaluated state."""
         if self._training and trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
             self._evaluated = trainer.fit_loop.total_batch_idx
             self._save(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Evaluate the final state, unless that has been done, and write it."""
+        """Save the final state, and evaluate it if it is not yet evaluated."""
         batches = trainer.fit_loop.total_batch_idx
         if batches != self._began:
-            # Also after an evaluation: the last epoch is complete only now.
+            # Save even after an evaluation: the last epoch is complete only now.
             self._save(trainer)
             if batches != self._evaluated and trainer.enable_validation:
                 self._evaluate_beside(trainer)
         self._training = False
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Write the state while collector and buffer are still alive, and log where, unless it is as it began."""
+        """Save the state before collector and buffer close, and log the path; do nothing without new progress."""
         training, self._training = self._training, False
         state = trainer.fit_loop.total_batch_idx, DataApi.of_run(trainer).clock
         if not training or _is_trial(trainer) or state == (self._began, self._collected):
@@ -109,7 +109,7 @@ class LastCheckpoint(SparseCallback, Checkpoint):
             return
         try:
             self._save(trainer)
-        except OSError as error:  # as on a full disk, which may be what has stopped the run
+        except OSError as error:  # for example a full disk, which may also have stopped the run
             logger.error("stopped by %s; its end was not written: %s", reason, error)
             return
         if _would_fail_again(exception):
@@ -122,17 +122,17 @@ class LastCheckpoint(SparseCallback, Checkpoint):
         logger.warning("stopped by %s; %s%s", reason, advice, self.path)
 
     def _evaluate_beside(self, trainer: Trainer) -> None:
-        """Evaluate the state that was written; a run that goes on from it is as if it had not been evaluated here.
+        """Evaluate the saved state without changing it, except for the states of the callbacks.
 
-        Of this evaluation it knows what callbacks have made of it, as which state was the best.
+        The checkpoint then includes the results of this evaluation in callbacks, such as the path of the best state.
         """
-        self._training = False  # it is written already
+        self._training = False  # on_validation_end must not save again
         before = _states(trainer)
         evaluate(trainer)
         behind, files = _states(trainer), trainer.strategy.checkpoint_io
-        # Others may still be writing it.
+        # Other checkpoint plugins may still be writing the file.
         if behind != before and trainer.is_global_zero and isinstance(files, TorchCheckpointIO) and self.path.exists():
-            checkpoint = files.load_checkpoint(self.path, weights_only=False)  # of this process
+            checkpoint = files.load_checkpoint(self.path, weights_only=False)  # written by this process
             files.save_checkpoint({**checkpoint, "callbacks": behind}, self.path)
 
     def _save(self, trainer: Trainer) -> None:
@@ -141,18 +141,18 @@ class LastCheckpoint(SparseCallback, Checkpoint):
 
 
 def _is_trial(trainer: Any) -> bool:
-    """Return whether a trainer only runs a few batches and must not write anything."""
+    """Return True if the trainer only runs a few batches and must not write files."""
     return bool(trainer.fast_dev_run)
 
 
 def _would_fail_again(exception: BaseException) -> bool:
-    """Return whether the same command would end like this again: on an unusable disk, or for a mistake of the user."""
+    """Return True if the same command would fail again: with an unusable disk, or through a user error."""
     is_mistake = isinstance(exception, Fault) and not isinstance(exception, EnvironmentFault)
     return is_mistake or (isinstance(exception, OSError) and not isinstance(exception, TimeoutError | ConnectionError))
 
 
 def _states(trainer: Trainer) -> dict[str, Any]:
-    """Return the states of a trainer's callbacks as a checkpoint holds them."""
+    """Return the states of a trainer's callbacks in the checkpoint format."""
     return {callback.state_key: state for callback in _callbacks(trainer) if (state := callback.state_dict())}
 
 
@@ -162,7 +162,7 @@ def _callbacks(trainer: Any) -> list[Any]:
 
 
 def evaluate(trainer: Trainer) -> None:
-    """Run the evaluation that a fit runs every few epochs, with all its callbacks."""
+    """Run the validation loop of a fit, with all callbacks."""
     loop: Any = trainer.fit_loop.epoch_loop.val_loop
     trainer.validating = True
     try:
@@ -172,11 +172,11 @@ def evaluate(trainer: Trainer) -> None:
 
 
 class BestCheckpoint(SparseCallback, ModelCheckpoint):
-    """Keep the best checkpoint like Lightning's ``ModelCheckpoint``, but of equally good ones keep the latest.
+    """Keep the best checkpoint like Lightning's ``ModelCheckpoint``, and prefer the latest of equal scores.
 
-    Where returns are bounded, the first policy that reaches the bound in a few episodes is rarely the best one. With a
-    monitor ``eval/...``, validations that play no episodes are passed over, as those of a model of the environment.
-    The arguments are those of ``ModelCheckpoint``.
+    If returns are bounded, the first policy that reaches the bound in a few episodes is rarely the best one. With a
+    monitor ``eval/...``, the callback skips validations without episodes, such as the validation of an environment
+    model. It accepts the arguments of ``ModelCheckpoint``.
 
     Examples:
         >>> BestCheckpoint(monitor="eval/return", mode="max").monitor
@@ -186,16 +186,16 @@ class BestCheckpoint(SparseCallback, ModelCheckpoint):
     on_train_batch_end = ModelCheckpoint.on_train_batch_end
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Have a trainer that writes in Lightning's own way replace checkpoints as a whole."""
+        """Validate the monitor, and make the trainer write checkpoints atomically."""
         if self.monitor is not None:
             check_monitor(self.monitor, trainer, pl_module)
         write_atomically(trainer)
         super().setup(trainer, pl_module, stage)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Keep the checkpoint if it is among the best; do nothing where no episodes were played."""
+        """Keep the checkpoint if it is among the best; skip validations without episodes."""
         kind, known = EVALUATION, trainer.callback_metrics
-        expected = (*known, *episode_metrics(trainer))  # the latter from the first episode on that ends
+        expected = (*known, *episode_metrics(trainer))  # the latter are logged once an episode ends
         if self.monitor is not None and self.monitor not in expected and trainer.state.fn == TrainerFn.FITTING:
             played = [name for name in known if name.startswith(kind)]
             if played and not trainer.sanity_checking:
@@ -204,7 +204,7 @@ class BestCheckpoint(SparseCallback, ModelCheckpoint):
             super().on_validation_end(trainer, pl_module)
 
     def check_monitor_top_k(self, trainer: Trainer, current: Tensor | None = None) -> bool:
-        """Return whether the current policy is at least as good as the worst one that is kept."""
+        """Return True if the current policy is at least as good as the worst saved one."""
         kept = self.best_k_models.get(self.kth_best_model_path)
         tie = kept is not None and current is not None and bool(current == kept)
         return tie or super().check_monitor_top_k(trainer, current)

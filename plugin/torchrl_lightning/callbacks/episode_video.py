@@ -1,4 +1,4 @@
-"""Videos of what is evaluated, while a run trains."""
+"""Record videos of evaluation episodes during training."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ logger = logging.getLogger(__name__)
 
 
 class EpisodeVideo(SparseCallback):
-    """Write a video of one episode at each evaluation, or at every n-th, played as the evaluation plays.
+    """Write a video of one episode at every n-th evaluation, with the policy of the evaluation.
 
-    All of a run begin in the same state, which training never sees. Training is the same with and without them. The
-    first rank writes them, named by the frames so far; their pictures are in memory until an episode ends.
+    All videos of a run start in the same state, which training never visits. Recording does not change training. Rank
+    zero writes each video and names it by the number of frames so far. The images of an episode stay in memory until
+    it ends.
 
     Args:
-        dirpath: The folder, made when it is needed.
-        every_n_evaluations: Leave out so many less one, beginning with the first one of this fit.
+        dirpath: The output folder, created when needed.
+        every_n_evaluations: The interval between videos, counted from the first evaluation of this fit.
 
     Raises:
         ValueError: ``every_n_evaluations`` is below 1.
@@ -45,7 +46,7 @@ class EpisodeVideo(SparseCallback):
         self._evaluations = 0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse what cannot be filmed, before anything is trained."""
+        """Validate that the evaluation environment can be recorded, before training."""
         if stage != "fit" or not trainer.is_global_zero:
             return
         data = DataApi.of_run(trainer)
@@ -56,7 +57,7 @@ class EpisodeVideo(SparseCallback):
         self._evaluations = 0
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write a video, in a fit."""
+        """Write a video during a fit."""
         if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking or not trainer.is_global_zero:
             return
         self._evaluations += 1
@@ -69,5 +70,5 @@ class EpisodeVideo(SparseCallback):
         path = self.dirpath / f"{unit}_{count:09d}.mp4"
         try:
             data.film(pl_module.policy, path)
-        except OSError as error:  # a run does not end for a video
+        except OSError as error:  # a failed video must not end the run
             logger.warning("%s is not written: %s", path, error)

@@ -1,4 +1,4 @@
-"""Metrics of each rollout in the loggers, over environment frames."""
+"""Log the metrics of each rollout over environment frames."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ from torchrl_lightning.ranges import Checked, integer
 class ExperienceLog(SparseCallback):
     """Log the DataModule's ``metrics()``: returns, lengths, timings, and the buffer's own metrics.
 
-    It writes to the loggers directly, because ``self.log`` costs about 0.4 ms for each key, which is a tenth of the
-    learning time of a small agent, and adds the same metrics to ``trainer.callback_metrics``, so that other callbacks
-    can monitor them. Metrics that a module logs by ``self.log`` get environment frames as their step, too, as with any
-    of our DataModules, unless the module logs a ``step`` itself. It does nothing with a DataModule that does not count
-    ``frames``.
+    The callback writes to the loggers directly: ``self.log`` costs about 0.4 ms per key, a tenth of a small agent's
+    learning time. It also adds the metrics to ``trainer.callback_metrics``, so that other callbacks can monitor them.
+    Metrics that a module logs with ``self.log`` also get environment frames as their step, unless the module logs
+    ``step`` itself. The callback does nothing if the DataModule does not count ``frames``.
 
     Args:
-        every_n_epochs: Log a row every so many epochs.
+        every_n_epochs: The number of epochs between two logged rows.
 
     Raises:
         ValueError: ``every_n_epochs`` is below 1.
@@ -42,19 +41,19 @@ class ExperienceLog(SparseCallback):
         self._counted = 0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Let the rows that Lightning writes have the DataModule's count as their step."""
+        """Make Lightning log rows with the DataModule's count as their step."""
         count_rows_by_clock(trainer)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Leave the rows to Lightning again."""
+        """Restore Lightning's own step for logged rows."""
         count_rows_by_lightning(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Leave the rows to Lightning again: after an exception it does not call :meth:`teardown`."""
+        """Restore Lightning's own step, because Lightning skips :meth:`teardown` after an exception."""
         self.teardown(trainer, pl_module, "fit")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start counting frames per second."""
+        """Start measuring frames per second."""
         self._began = time.perf_counter()
         self._counted = (DataApi.of_run(trainer).clock or (0,))[0]
 

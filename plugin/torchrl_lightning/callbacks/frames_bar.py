@@ -1,4 +1,4 @@
-"""A progress bar over the environment frames of the whole run."""
+"""Show a progress bar over the environment frames of the whole run."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ TRAINING = "training"
 
 
 class FramesProgressBar(SparseCallback, ProgressBar):
-    """Show frames, frames per second, time left, the latest training and evaluation returns, and demonstrations.
+    """Show frames, frames per second, remaining time, latest training and evaluation returns, and demonstrations.
 
-    Lightning's own bar counts the mini-batches of an epoch, which does not tell how far a run has come. This one shows
-    nothing with a DataModule that does not have ``frames`` and ``total_frames``.
+    Lightning's own bar counts the mini-batches of an epoch, not the progress of the run. This bar stays hidden if the
+    DataModule does not have ``frames`` and ``total_frames``.
 
     Args:
         refresh_every: Seconds between two refreshes; refreshing at each batch would take a tenth of a small update.
-            Where stderr is a file and not a terminal, it is at least ten seconds.
+            The interval is at least ten seconds if stderr is not a terminal.
 
     Examples:
         >>> from lightning.pytorch import Trainer
@@ -59,7 +59,7 @@ class FramesProgressBar(SparseCallback, ProgressBar):
         self._enabled = True
 
     def disable(self) -> None:
-        """Hide the bar; Lightning asks this of all ranks but the first."""
+        """Hide the bar; Lightning calls this on all ranks except rank zero."""
         self._enabled = False
 
     def print(self, *args: Any, sep: str = " ", **kwargs: Any) -> None:
@@ -68,7 +68,7 @@ class FramesProgressBar(SparseCallback, ProgressBar):
             self._bar.write(sep.join(map(str, args)), **kwargs)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Open the bar, at the frames that a resumed run has already collected."""
+        """Open the bar at the number of frames collected so far."""
         data = DataApi.of_run(trainer)
         if data.clock is None or data.total_frames is None or not self._enabled:
             return
@@ -102,16 +102,16 @@ class FramesProgressBar(SparseCallback, ProgressBar):
             self._refresh(trainer)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Close the bar at its last figures, which an evaluation at the end of training may have changed."""
+        """Refresh the bar once more after a final evaluation, then close it."""
         self._refresh(trainer)
         self._close()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Close the bar, so that the terminal is left in order."""
+        """Close the bar, so that the terminal stays usable."""
         self._close()
 
     def _show_compilation(self) -> None:
-        """Name the reason why the bar stands still, as far as nothing has been collected."""
+        """Show that kernels are compiling, until the first frames are collected."""
         if self._bar is not None and not self._warm and self._bar.desc != COMPILING:
             self._bar.set_description_str(COMPILING)
 

@@ -1,4 +1,4 @@
-"""Names of metrics that callbacks monitor."""
+"""Validate the names of metrics that callbacks monitor."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ logger = logging.getLogger(__name__)
 
 
 def check_monitor(monitor: Any, trainer: Any, module: Any) -> None:
-    """Validate the name of a monitored metric before training, as far as the names of all metrics are known.
+    """Validate the name of a monitored metric before training, as far as the metric names are known.
 
-    All metrics of training are known if learner, DataModule, buffer, collector and callbacks are ours or Lightning's,
-    and all metrics of an evaluation if the evaluation and the callbacks are. Otherwise a name that resembles none of
-    ours may be a metric of the user's own: of a metric of training there is a warning.
+    All training metrics are known if learner, DataModule, buffer and collector are ours, and all callbacks are ours or
+    Lightning's. All evaluation metrics are known if this holds for the learner's evaluation and the callbacks.
+    Otherwise, an unfamiliar name may be a metric of the user's code. An unfamiliar training metric logs a warning.
 
     Raises:
-        ValueError: No such metric will be logged.
+        ValueError: The run will not log the metric.
     """
     if not isinstance(monitor, str):
         raise Fault(f"monitor={monitor!r} must be the name of a metric, such as eval/return.")
@@ -39,7 +39,7 @@ def check_monitor(monitor: Any, trainer: Any, module: Any) -> None:
     known = (*of_episodes, *LearnerApi.of(module).training_metrics)
     if monitor in known:
         return
-    # A module of the user's own may log a metric whose name resembles a loss of ours.
+    # A user's module may log a metric with a name similar to one of our losses.
     if _trains_alone(trainer, module) or _resembles(monitor, of_episodes):
         raise unknown_metric(monitor, known)
     logger.warning(
@@ -51,12 +51,12 @@ def check_monitor(monitor: Any, trainer: Any, module: Any) -> None:
 
 
 def unknown_metric(monitor: str, known: Iterable[str]) -> Fault:
-    """Return the error for a metric that is not among the known ones."""
+    """Return the error for an unknown metric."""
     return Fault(f"monitor={monitor}: no such metric is logged{_suggestion(monitor, known)}")
 
 
 def _suggestion(monitor: str, known: Iterable[str]) -> str:
-    """End a message by the metric that is likely the right one, or by all; ``train/`` in front counts for nothing."""
+    """Return the end of a message: the most similar metric or all metrics; ignore the prefix ``train/``."""
     if not monitor.startswith(TRAINING):
         return did_you_mean(monitor, known)
     known = sorted(known)
@@ -66,12 +66,15 @@ def _suggestion(monitor: str, known: Iterable[str]) -> str:
 
 
 def episode_metrics(trainer: Any) -> tuple[str, ...]:
-    """Return the names of what a DataModule says about finished episodes, none if it does not say them."""
+    """Return the DataModule's metric names for finished episodes; empty if it does not declare them."""
     return DataApi.of_run(trainer).episode_metrics
 
 
 def _evaluates_alone(trainer: Any, module: Any) -> bool:
-    """Return whether a learner's evaluation is ours, and no callback could log more in it."""
+    """Return True if all evaluation metrics are known.
+
+    One class defines both the evaluation and the names of its metrics, and all callbacks are ours or Lightning's.
+    """
     owners = (
         next((base for base in type(module).__mro__ if name in vars(base)), None)
         for name in ("validation_step", "evaluation_metrics")
@@ -81,7 +84,7 @@ def _evaluates_alone(trainer: Any, module: Any) -> bool:
 
 
 def _trains_alone(trainer: Any, module: Any) -> bool:
-    """Return whether nothing of the user's own takes part in training that could log a metric."""
+    """Return True if no user code can log a metric in training."""
     data = DataApi.of_run(trainer)
     parts = (module, data.part, data.buffer, data.make_collector or None)
     is_listed = bool(LearnerApi.of(module).training_metrics)
@@ -94,12 +97,12 @@ def _has_known_callbacks(trainer: Any) -> bool:
 
 
 def _is_ours(part: Any) -> bool:
-    """Return whether an object, or the class or function in a partial, is ours; None counts as ours."""
+    """Return True if this package defines the object, or the class or function in a partial; True for None."""
     part = part.func if isinstance(part, partial) else part
     owner = part if inspect.isclass(part) or inspect.isroutine(part) else type(part)
     return part is None or owner.__module__.partition(".")[0] == _PACKAGE
 
 
 def _resembles(name: str, known: Iterable[str]) -> bool:
-    """Return whether a metric is likely one of the known ones; the common group ``train/`` counts for nothing."""
+    """Return True if a name is similar to a known metric; ignore the prefix ``train/``."""
     return nearest(name.removeprefix(TRAINING), [entry.removeprefix(TRAINING) for entry in known]) is not None

@@ -1,4 +1,4 @@
-"""The end of training at an evaluation that is good enough."""
+"""End training when the evaluation score reaches a threshold."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 def _threshold(value: Any, name: str) -> float:
-    """Return a number, infinity included."""
+    """Return the value as a float; raise ValueError if it is not a number. Infinity is valid."""
     if not isinstance(value, int | float) or isinstance(value, bool) or math.isnan(value):
         raise Fault(f"{name} must be a number, got {value!r}.")
     return float(value)
@@ -29,12 +29,12 @@ def _threshold(value: Any, name: str) -> float:
 class StopAtScore(SparseCallback):
     """End training at the first evaluation whose score reaches a threshold.
 
-    Lightning's ``EarlyStopping`` ends it only above the threshold: a score of 500 never exceeds the 500 that CartPole
-    gives at most.
+    Lightning's ``EarlyStopping`` requires a score above the threshold. CartPole's maximum return of 500 would never
+    exceed a threshold of 500.
 
     Args:
-        stopping_threshold: The lowest score that ends training; rounding is allowed for.
-        monitor: The logged metric that is the score.
+        stopping_threshold: The lowest score that ends training, with tolerance for rounding.
+        monitor: The name of the logged metric to use as the score.
 
     Raises:
         ValueError: ``stopping_threshold`` is not a number.
@@ -51,11 +51,11 @@ class StopAtScore(SparseCallback):
         self.stopping_threshold, self.monitor = stopping_threshold, monitor
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Validate the name of the metric; raise ValueError if no such metric will be logged."""
+        """Validate the name of the metric; raise ValueError if the run will not log it."""
         check_monitor(self.monitor, trainer, pl_module)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """End training if the score reaches the threshold; raise a ValueError if an evaluation does not log it."""
+        """End training if the score reaches the threshold; raise ValueError if an evaluation does not log it."""
         if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking:
             return
         metrics = trainer.callback_metrics

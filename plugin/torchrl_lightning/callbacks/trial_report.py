@@ -1,4 +1,4 @@
-"""What a search hears of a run while it trains."""
+"""Report the evaluations of a run to an Optuna search."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ logger = logging.getLogger(__name__)
 
 
 class TrialReport(SparseCallback):
-    """Report each evaluation to an Optuna study, under the number of this run's trial, and end a run that does badly.
+    """Report each evaluation to this run's trial in an Optuna study, and end the run if the pruner rejects it.
 
-    The trial is the running one with this run's settings that no other run has taken. It is reported over environment
-    frames, so that trials are compared where they are evaluated at the same ones. A run that is ended goes on with the
-    evaluation after training, of which it returns the score, and logs when it was ended: Hydra's sweeper knows no
-    pruned trials, and counts it as complete.
+    The callback selects the running trial with this run's settings, unless another run has already claimed it. It
+    reports scores over environment frames, so that the pruner compares trials at equal frames. A pruned run logs when
+    it ended, runs the evaluation after training and returns its score: Hydra's sweeper does not support pruned trials
+    and counts the trial as complete.
 
     Args:
-        study_name: The study, which whoever asked for the trial has made.
-        storage: Where it is kept: a URL, or a storage of Optuna's.
-        overrides: What this run was told, as ``model.gamma=0.9``, by which it finds its trial.
-        folder: Of the run, kept with the trial as ``folder``.
-        monitor: What is reported.
-        pruner: One of Optuna's, which says at each report whether the run does badly; if None, none is ended.
+        study_name: The name of an existing study.
+        storage: The storage of the study: a URL or an Optuna storage.
+        overrides: The overrides of this run, such as ``model.gamma=0.9``. They identify its trial.
+        folder: The folder of the run, stored in the trial as ``folder``.
+        monitor: The name of the reported metric.
+        pruner: An Optuna pruner, which decides at each report whether to end the run; None never ends it.
 
     Source:
         Golovin et al., 2017: Google Vizier, section 3.2.2, for the median rule.
@@ -61,13 +61,13 @@ class TrialReport(SparseCallback):
         self._trial: Any = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Validate the name of the metric and find the trial, before anything is trained."""
+        """Validate the name of the metric and find the trial, before training."""
         check_monitor(self.monitor, trainer, pl_module)
         if stage == "fit" and trainer.is_global_zero:
             self._trial = self._find()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Report, in a fit, and end it where the pruner says so, unless it ends by itself."""
+        """Report the metric during a fit, and end the fit if the pruner rejects it."""
         value = trainer.callback_metrics.get(self.monitor)
         if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking or value is None:
             return
@@ -84,7 +84,7 @@ class TrialReport(SparseCallback):
         logger.info("ended early after %d %s: %s=%.4g is worse than in other trials.", count, unit, self.monitor, value)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Keep with the trial that it was trained to its end: its run was not killed, though nobody knows its score."""
+        """Mark the trial as trained, to distinguish a finished run without a score from a killed run."""
         if stage == "fit" and self._trial is not None:
             self._trial.set_user_attr("trained", True)
 
@@ -110,7 +110,7 @@ class TrialReport(SparseCallback):
 
 
 def _told(params: Mapping[str, Any], overrides: Sequence[str]) -> bool:
-    """Return whether a run was told the settings of a trial, as a sweeper writes them."""
+    """Return True if a run's overrides include all settings of a trial."""
     given = dict(override.split("=", 1) for override in overrides if "=" in override)
     return all(name in given and _same(given[name], str(value)) for name, value in params.items())
 
@@ -118,7 +118,7 @@ def _told(params: Mapping[str, Any], overrides: Sequence[str]) -> bool:
 def _same(given: str, asked: str) -> bool:
     if given == asked:
         return True
-    try:  # numbers such as 1e+16 are rewritten on their way
+    try:  # numbers such as 1e+16 may be formatted differently
         return float(given) == float(asked)
     except ValueError:
         return False
