@@ -18,9 +18,9 @@ logger = logging.getLogger(__name__)
 
 
 class EpisodeVideo(SparseCallback):
-    """Write a video of one episode at every n-th evaluation, with the policy of the evaluation.
+    """Write a video of one episode at every n-th evaluation, played like the evaluation episodes.
 
-    All videos of a run start in the same state, which training never visits. Recording does not change training. Rank
+    All videos of a run start in the same state, which training never sees. Recording does not change training. Rank
     zero writes each video and names it by the number of frames so far. The images of an episode stay in memory until
     it ends.
 

@@ -1,1 +1,1 @@
-"""Console entry points. Their modules import no torch until they run, so that TAB completion stays fast."""
+"""Console entry points. Their modules import torch only when a command runs, so that TAB completion stays fast."""

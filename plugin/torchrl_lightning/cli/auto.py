@@ -1,7 +1,4 @@
-"""Find the checkpoint that ``ckpt_path=auto`` resumes: of the same run, the one with the most frames.
-
-Imports nothing heavy.
-"""
+"""Find the checkpoint for ``ckpt_path=auto``: the one with the most frames of the same run. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -24,21 +21,21 @@ AUTO = "auto"  # value of ckpt_path
 
 
 class _UnusedError(Exception):
-    """A folder, or a checkpoint, is not used; the message is the reason."""
+    """A folder or checkpoint cannot be used; the message is the reason."""
 
 
 def furthest_checkpoint(config: DictConfig, *, this_job: bool) -> Path | None:
     """Find the checkpoint with the most frames among the folders of runs with the same experiment, overrides and seed.
 
-    Of checkpoints with as many frames, that of more steps is chosen, then one that is not the best but the last, then
-    the newest file. A line on stderr names each folder and file that is not used, with the reason.
+    For equal frames, more steps win, then a last checkpoint over a best one, then the newest file. A line on stderr
+    names each unused folder and file, with the reason.
 
     Args:
         config: The composed config, with Hydra's node.
-        this_job: Whether only those of this job of SLURM count.
+        this_job: Search only runs of this SLURM job.
 
     Raises:
-        UsageError: Another process is writing such a folder.
+        UsageError: Another process is writing to one of these folders.
     """
     choices, overrides = recorded_command(config.hydra)
     name = job_name(choices, overrides) if this_job else folder_name(choices, overrides)
@@ -71,12 +68,12 @@ def furthest_checkpoint(config: DictConfig, *, this_job: bool) -> Path | None:
 def _warn(path: Path, reason: Exception) -> None:
     if not is_follower():
         text = str(reason)
-        # Hydra configures logging only when the run begins.
+        # Hydra configures logging only at the start of the run.
         print(f"not resumed: {text if str(path) in text else f'{path}: {text}'}", file=sys.stderr)
 
 
 def _folders(config: DictConfig, name: str, *, this_job: bool) -> Iterator[Path]:
-    """Find the folders of runs that may be alike, by their names, alone and in sweeps, and the one that is given."""
+    """Find run folders by name, of single runs and in sweeps, and the folder given as ``hydra.run.dir``."""
     root, seed = Path(config.paths.log_dir, config.task_name), config.seed
     begin = glob.escape(name) + ("" if this_job else "*")
     for pattern in (f"{begin}/seed_{seed}/*", f"sweep_*/{begin}/seed_{seed}/*"):
@@ -87,7 +84,7 @@ def _folders(config: DictConfig, name: str, *, this_job: bool) -> Iterator[Path]
 
 
 def _is_alike(folder: Path, choices: dict[str, str | None], overrides: Iterable[str]) -> bool:
-    """Return whether the run of a folder was told the same."""
+    """Return True if the run of a folder has the same choices and overrides."""
     record = folder / ".hydra" / "hydra.yaml"
     try:
         if not folder.is_dir():
@@ -128,7 +125,7 @@ def _checkpoints(folder: Path) -> list[Path]:
 
 
 def _progress(path: Path) -> tuple[int, int, bool, int]:
-    """Return how far a run had come when it wrote a checkpoint, in an order in which the largest is resumed."""
+    """Return the progress of a run at a checkpoint as a sort key; the largest key is resumed."""
     try:
         stored, written = read_stored(path, mapped=True, verify=False), path.stat().st_mtime_ns
     except (UsageError, OSError) as error:

@@ -1,6 +1,6 @@
-"""Begin a run with what another has learnt: its weights, and the moments that it normalised by. The rest is new.
+"""Start a run with the weights and normalisation moments of another run. Everything else starts fresh.
 
-Of a run of another learner, such as one that cloned behaviour, the weights are those of its actor.
+If the other run has a different learner, such as behaviour cloning, only the weights of its actor are loaded.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from torchrl_lightning.trust import target_named
 
 
 class Beginning(Callback):
-    """The weights and moments of another run, which are handed over where a fit begins.
+    """Load the weights and moments of another run at the start of a fit.
 
     Args:
-        source: What was asked for: the folder of a run, a checkpoint, or a published policy, in a folder or on a hub.
+        source: A run folder, a checkpoint, or a published policy in a folder or on a hub.
 
     Raises:
-        UsageError: There is none, or it holds no weights of ours.
+        UsageError: The source does not exist, or does not contain weights of this package.
     """
 
     def __init__(self, source: str) -> None:
@@ -38,11 +38,11 @@ class Beginning(Callback):
         except (ValueError, ImportError) as error:
             raise UsageError(f"init_from={source}: {error}.") from error
         self._weights: dict[str, Any] = dict(stored["state_dict"])
-        self._anew: list[str] = []  # the networks that do not begin with them
+        self._anew: list[str] = []  # networks with new weights
         self._config = stored.get(CONFIG)
 
     def check(self, data: Any, model: Any) -> None:
-        """Refuse, by a UsageError, what does not fit, before anything is trained."""
+        """Validate weights and moments before training; raise UsageError if they do not fit this run."""
         try:
             self._check_weights(data, model)
             data.begin_from(self._statistics, trial=True)
@@ -53,7 +53,7 @@ class Beginning(Callback):
 
     @property
     def told(self) -> str:
-        """What is printed of it, once it is checked."""
+        """The line to print after :meth:`check`."""
         what, new = ("actor", f"; new: {', '.join(self._anew)}") if self._anew else ("weights", "")
         return f"begins with the {what} and moments of {self.path}{new}"
 
@@ -63,7 +63,7 @@ class Beginning(Callback):
         try:
             self._weights, self._anew = beginning_weights(make, {"state_dict": self._weights}, own=True)
         except ValueError as error:
-            # Asked only now: weights of another learner may fit, such as those of A2C in PPO.
+            # Compare the learners only on an error: another learner's weights may fit, such as A2C weights in PPO.
             there, here = self._learner(), type(model)
             if there in (None, here):
                 raise
@@ -73,17 +73,17 @@ class Beginning(Callback):
             ) from error
 
     def _learner(self) -> Any:
-        """Return which class of ours has learnt the weights; None where the file does not say."""
+        """Return our class that learned the weights; None if the file does not name it."""
         model = self._config.get("model") if isinstance(self._config, Mapping) else None
         name = model.get("_target_") if isinstance(model, Mapping) else None
         return target_named(name) if isinstance(name, str) else None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Hand them over; networks and optimizers are there by now."""
+        """Load weights and moments; networks and optimizers exist by now."""
         try:
             others = pl_module.state_dict() if self._anew else {}
             pl_module.load_state_dict({**others, **self._weights})
-        except RuntimeError as error:  # of a module of the user's own, which could not be asked before
+        except RuntimeError as error:  # a user's module, which check() cannot try
             raise self._misfit(error) from error
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         data.begin_from(self._statistics)
@@ -94,7 +94,7 @@ class Beginning(Callback):
 
 
 def _read(source: str) -> tuple[str | Path, dict[str, Any]]:
-    """Return where something to begin with lies, and what it holds."""
+    """Return the location of a source and its content."""
     from torchrl_lightning.learn.pretrained import is_pretrained, read_pretrained
 
     if is_pretrained(source):
@@ -106,14 +106,14 @@ def _read(source: str) -> tuple[str | Path, dict[str, Any]]:
 
 
 def beginning_of(cfg: DictConfig, differ: Mapping[str, tuple[Any, Any]]) -> Beginning | None:
-    """Return what a run begins with, if it begins with something and resumes nothing.
+    """Return the ``init_from`` source of a run; None without ``init_from`` or if the run resumes a checkpoint.
 
     Args:
         cfg: The config of the run.
-        differ: In what it differs from that of the checkpoint that it resumes.
+        differ: The settings that differ from the config of the resumed checkpoint.
 
     Raises:
-        UsageError: Its settings contradict each other, or it cannot be read.
+        UsageError: The settings contradict each other, or the source cannot be read.
     """
     resumes = cfg.ckpt_path is not None
     if resumes and differ.get("init_from", (None, None))[1] is not None:

@@ -1,4 +1,4 @@
-"""The settings that a resumed run changes win over those that its checkpoint restores, learning rates included."""
+"""Apply the changed settings of a resumed run over the values restored from its checkpoint."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from torchrl_lightning.protocols import DataApi, LearnerApi
 
 
 class ChangedSettings(Callback):
-    """Let the settings that a resumed run changes win over those that the checkpoint restores, or refuse them.
+    """Apply the changed settings of a resumed run after the checkpoint is restored, or raise UsageError.
 
     Args:
-        differing: The names of these settings. Those of optimizers and their schedules stay as they were restored if
-            none of them is among these.
+        differing: The names of the changed settings. Optimizers and schedules keep their restored settings if none of
+            these names affects them.
     """
 
-    # What a torch scheduler has done so far, beside what it was told to do.
+    # State entries of torch schedulers that record progress; all others are settings.
     _PROGRESS = frozenset(
         ("last_epoch", "_step_count", "_last_lr", "best", "num_bad_epochs", "cooldown_counter", "T_cur", "T_i")
     )
@@ -34,11 +34,11 @@ class ChangedSettings(Callback):
         self._schedulers: list[dict[str, Any]] = []
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Keep what the DataModule was built with; its state is restored after this."""
+        """Record the DataModule's settings before Lightning restores its state."""
         self._built = self._present(trainer)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Keep what the optimizers and schedulers were made with; their states are restored after this."""
+        """Record the settings of optimizers and schedulers before Lightning restores their states."""
         self._groups = [
             [{key: value for key, value in group.items() if key != "params"} for group in each.param_groups]
             for each in trainer.optimizers
@@ -46,10 +46,10 @@ class ChangedSettings(Callback):
         self._schedulers = [copy.deepcopy(each.scheduler.state_dict()) for each in trainer.lr_scheduler_configs]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Put it into effect, at the place in the schedule that was reached; refuse what a state has overwritten."""
+        """Apply the changes at the current point of the schedule; raise UsageError if the state overwrote a setting."""
         if changes_rates(self.differing):
             self._set_rates(trainer)
-        # Within an epoch its own schedules stay where they were, if nothing of the learner's was changed.
+        # Without a change to the learner, its schedules keep their restored values within an epoch.
         follow = LearnerApi.of(pl_module).follow_schedules
         if follow is not None and any(name.startswith("model.") for name in self.differing):
             follow()
@@ -61,7 +61,7 @@ class ChangedSettings(Callback):
                 )
 
     def _present(self, trainer: Trainer) -> dict[str, Any]:
-        """Return the present values of the DataModule's settings that differ, as far as they are plain attributes."""
+        """Return the current values of the DataModule's changed settings, as far as they are plain attributes."""
         found: dict[str, Any] = {}
         for name in self.differing:
             group, *path = name.split(".")

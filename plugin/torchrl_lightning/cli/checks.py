@@ -1,4 +1,4 @@
-"""Refuse mistakes before anything is trained or played, with a message that says how to mend them."""
+"""Check a command before it trains or plays; error messages name the remedy."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FLUSHED = "logger.csv.flush_logs_every_n_steps"  # Lightning divides by it
 
 
 def check_config(cfg: DictConfig) -> None:
-    """Refuse a config that cannot be run, by a :class:`UsageError`."""
+    """Validate a config; raise :class:`UsageError` if it cannot run."""
     for group in ("data", "model", "trainer"):
         node = cfg.get(group)
         if not isinstance(node, DictConfig):
@@ -54,7 +54,7 @@ def check_config(cfg: DictConfig) -> None:
         raise UsageError(f"model.network is {network!r}, expected a config; select it as model/network={chosen}")
     if cfg.eval_checkpoint not in ("best", "last"):
         raise UsageError(f"eval_checkpoint is {cfg.eval_checkpoint!r}; expected 'best' or 'last'.")
-    # Values of the trainer that end a run; Lightning reads -1 as never.
+    # Settings that end a run; Lightning reads -1 as never.
     ends = [cfg.trainer.get("max_epochs", -1), cfg.trainer.get("max_steps", -1), cfg.data.get("total_frames", -1)]
     if not cfg.trainer.get("max_time") and not cfg.trainer.get("fast_dev_run") and all(end == -1 for end in ends):
         end = "trainer.max_epochs=N (or max_steps, max_time)"
@@ -64,7 +64,7 @@ def check_config(cfg: DictConfig) -> None:
 
 
 def check_command(cfg: DictConfig) -> None:
-    """Refuse overrides that would not do what was meant, such as ``+data=gae``; print a note about one that may not."""
+    """Validate overrides; raise UsageError for wrong ones such as ``+data=gae``, and print a note about doubtful ones."""
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 
@@ -77,7 +77,7 @@ def check_command(cfg: DictConfig) -> None:
     for override in overrides:
         added = re.match(rf"\+({'|'.join(_GROUPS)})=(.*)", override)
         if added is not None:
-            # Hydra would merge it over the group's first choice, and over what the experiment says.
+            # Hydra would merge it over the group's first choice and over the experiment's settings.
             raise UsageError(f"{override} would add to what is there; select a group as {added[1]}={added[2]}.")
         own = re.match(r"\+(\w+)=", override)
         if own is not None and f"${{{own[1]}" not in OmegaConf.to_yaml(cfg):
@@ -94,7 +94,7 @@ def check_command(cfg: DictConfig) -> None:
 
 
 def is_trusted(cfg: DictConfig) -> bool:
-    """Return whether this command says ``trusted=true``; raise UsageError if a file says it."""
+    """Return True if the command line sets ``trusted=true``; raise UsageError if a file sets it."""
     from hydra.core.hydra_config import HydraConfig
 
     trusted = cfg.get("trusted", False)
@@ -109,7 +109,7 @@ def is_trusted(cfg: DictConfig) -> bool:
 
 
 def read_stored(path: str | Path, **options: bool) -> dict[str, Any]:
-    """Read a checkpoint by :func:`read_checkpoint`; a missing or damaged file is a UsageError."""
+    """Read a checkpoint with :func:`read_checkpoint`; raise UsageError if the file is missing or damaged."""
     from torchrl_lightning.learn.loading import read_checkpoint
 
     if not Path(path).is_file():
@@ -126,10 +126,10 @@ def stored_run(cfg: DictConfig) -> dict[str, Any]:
 
     path, trusted = Path(cfg.ckpt_path), is_trusted(cfg)
     stored = read_stored(path)
-    if CONFIG not in stored:  # a run with a Trainer of one's own
+    if CONFIG not in stored:  # a run with the user's own Trainer
         return stored
     try:
-        # Without folders: what is composed now says where this run reads and writes.
+        # Skip the folders: the current config defines the folders of this run.
         config_in(stored, path, "data", "model", trusted=trusted)
     except ValueError as error:
         raise UsageError(f"{error}; {TRUST}.") from error

@@ -1,4 +1,4 @@
-"""Run a command over Hydra, and quietly. Imports nothing heavy, so that ``--help`` answers at once."""
+"""Run a command through Hydra with little output. Imports nothing heavy, so that ``--help`` is fast."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from torchrl_lightning.cli.working_directory import append_working_directory, le
 
 
 class _Behind(ExitStack, ContextDecorator):
-    """What a task gives back to the process when it is over."""
+    """Cleanup callbacks that restore the state of the process at the end of a task."""
 
 
 behind = _Behind()
 
 
 def run_command(name: str, task: Callable[[Any], float], *, resumes: bool = False) -> None:
-    """Print the help of a command, or let Hydra compose the config of its name and run the task, once or in a sweep.
+    """Print the help of a command, or compose its config with Hydra and run the task, once or in a sweep.
 
-    If the command ``resumes``, a checkpoint brings the settings of its run, and the task writes the record of its run.
+    If ``resumes`` is true, the settings of a checkpoint's run apply, and the task itself writes the record of its run.
     """
     leave_out_working_directory()
     if {"--help", "-h"} & set(sys.argv[1:]):
@@ -46,18 +46,18 @@ def run_command(name: str, task: Callable[[Any], float], *, resumes: bool = Fals
 
 @contextmanager
 def whole_output() -> Iterator[None]:
-    """Print to the end of a pipe, and end in silence where nobody reads on, as behind ``| head``."""
+    """Flush the output to a pipe, and exit silently if its reader has closed it, such as ``| head``."""
     try:
         yield
         sys.stdout.flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more when it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout again at exit
         sys.exit(128 + signal.SIGPIPE)
 
 
 def use_threads(number: int) -> None:
-    """Compute in so many of torch's threads, and of numpy's, until the task is over."""
-    import numpy  # noqa: F401  # whose library must be there when it is limited
+    """Limit torch and NumPy to a number of threads until the task ends."""
+    import numpy  # noqa: F401  # threadpoolctl limits only loaded libraries
     import torch
     from threadpoolctl import threadpool_limits
 
@@ -69,13 +69,13 @@ def use_threads(number: int) -> None:
 
 
 def quiet() -> None:
-    """Hide TorchRL's messages about storages, Lightning's tips, and warnings about what is done on purpose."""
-    # A log file on a full disk is no reason for a traceback for each line.
+    """Hide TorchRL's storage messages, Lightning's tips, and warnings about deliberate choices."""
+    # Without this, a log file on a full disk causes a traceback for each line.
     behind.callback(setattr, logging, "raiseExceptions", logging.raiseExceptions)
     logging.raiseExceptions = False
     for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
-        # Hydra's own handler writes each message to the terminal and to the log file already. Lightning keeps them from
-        # it where it was imported first.
+        # Hydra's own handler already writes each message to the terminal and the log file. If Lightning was imported
+        # first, it stops its messages from reaching that handler.
         logging.getLogger(name).handlers.clear()
         logging.getLogger(name).propagate = True
     for name in (
@@ -86,11 +86,11 @@ def quiet() -> None:
     ):
         logging.getLogger(name).setLevel(logging.WARNING)
     for message in (
-        # Environments are stepped in this process: data loader workers would act with stale weights.
+        # This process steps the environments: data loader workers would act with stale weights.
         ".*does not have many workers.*",
-        # Lightning reads a name that torch has deprecated.
+        # Lightning uses a name that torch has deprecated.
         ".*LeafSpec.*",
-        # The folder of a resumed run is not empty, as it should be, and one run's best is not another's.
+        # A resumed run correctly finds a non-empty folder, and each run tracks its own best checkpoint.
         ".*directory .* exists and is not empty.*",
         ".*The dirpath has changed from.*",
         # The compiled extension of TorchRL is not needed.

@@ -1,4 +1,4 @@
-"""``torchrl-lightning-evaluate``: play a checkpoint's policy and show how its returns are spread."""
+"""``torchrl-lightning-evaluate``: play a checkpoint's policy and report the distribution of its returns."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def main() -> None:
-    """Run the command; a sweeper gets the mean return of each checkpoint."""
+    """Run the command; return the mean return of a checkpoint to a sweeper."""
     run_command("evaluate", evaluate)
 
 
@@ -70,9 +70,9 @@ def evaluate(cfg: DictConfig) -> float:
 
 
 def run_of(cfg: DictConfig, trusting: str = "trusted=true") -> tuple[Path, dict[str, Any], Any]:
-    """Return the path of the checkpoint that was asked for, what it holds, and its run's config, to play on the CPU.
+    """Return the path and content of the requested checkpoint, and its run's config, adapted to play on the CPU.
 
-    ``trusting`` is how the user of this command says that the checkpoint is trusted.
+    ``trusting`` is the option of this command that marks the checkpoint as trusted. Error messages quote it.
     """
     from omegaconf import OmegaConf
 
@@ -95,14 +95,14 @@ def run_of(cfg: DictConfig, trusting: str = "trusted=true") -> tuple[Path, dict[
     if OmegaConf.select(run, "data.buffer.device") is not None:
         OmegaConf.update(run, "data.buffer.device", "cpu")
     if OmegaConf.select(run, "data.frames_per_update") == 0:
-        OmegaConf.update(run, "data.dataset", "unread")  # to play, no data are: it says that nothing is collected
+        OmegaConf.update(run, "data.dataset", "unread")  # playing reads no data; any value marks offline training
     if OmegaConf.select(run, "data.dataset_share") is not None:
-        OmegaConf.update(run, "data.dataset_share", None)  # of data that are not there
+        OmegaConf.update(run, "data.dataset_share", None)  # the dataset may not exist on this machine
     return checkpoint, stored, run
 
 
 def policy_of(cfg: DictConfig, stored: dict[str, Any], model: Any) -> Any:
-    """Return the policy of the checkpoint that was asked for."""
+    """Return the policy of the requested checkpoint."""
     from torchrl_lightning.cli.checks import UsageError
     from torchrl_lightning.learn.loading import policy_in
 
@@ -113,7 +113,7 @@ def policy_of(cfg: DictConfig, stored: dict[str, Any], model: Any) -> Any:
 
 
 def rebuilt(checkpoint: Path, run: Any, key: str, **arguments: Any) -> Any:
-    """Build a part of a checkpoint's config; whatever is wrong with it is a mistake in the file."""
+    """Build a part of a checkpoint's config; raise UsageError on any error, because the file is wrong."""
     from torchrl_lightning.cli.checks import UsageError
     from torchrl_lightning.cli.parts import build_part
 
@@ -132,7 +132,7 @@ def draw_histogram(returns: Tensor, path: Path, checkpoint: Path) -> None:
     from torchrl_lightning.cli.panels import saved_panels
 
     mean, std = float(returns.mean()), float(returns.std(correction=0))
-    # Equal returns would otherwise stand on an axis of hundredths.
+    # Without a margin, equal returns would get an axis of hundredths.
     low, high = float(returns.min()), float(returns.max())
     margin = max(0.0, 0.01 * max(abs(low), abs(high), 1.0) - (high - low)) / 2
     bins = min(20, max(5, len(returns) // 2))

@@ -1,4 +1,4 @@
-"""``torchrl-lightning-export``: write a run's policy as one file that acts without this package."""
+"""``torchrl-lightning-export``: write a run's policy as one file that runs without this package."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchrl_lightning.cli.working_directory import append_working_directory
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write what the command line asks for; return the exit status."""
+    """Export the policy of a run; return the exit status."""
     parser = argparse.ArgumentParser(
         prog="torchrl-lightning-export",
         description="Write the policy of a run as one file that acts without this package: observations in, as the "
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @behind
 def export(run: str, format: Any, output: str | None, *, trusted: bool) -> None:
-    """Load the policy of a run, and write it."""
+    """Load the policy of a run and write it to a file."""
     from torchrl_lightning.learn.exporting import SUFFIXES, export_policy
     from torchrl_lightning.learn.pretrained import from_pretrained, is_pretrained
 
@@ -73,7 +73,7 @@ def _policy_of_run(run: str, trusted: bool) -> tuple[Any, Path]:
 
 
 def _told(tensors: Mapping[str, Any]) -> str:
-    """Write what a file takes or gives in a few words."""
+    """Format the names, shapes and dtypes of tensors."""
     return ", ".join(
         f"{name} [{', '.join(map(str, tensor['shape']))}] {tensor['dtype']}" for name, tensor in tensors.items()
     )

@@ -1,4 +1,4 @@
-"""The text behind ``--help``, read from the comments in ``conf/``. Imports nothing heavy: composing takes seconds."""
+"""Build the ``--help`` text from the comments in ``conf/``. Imports nothing heavy, because composing takes seconds."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torchrl_lightning._conf import CONF_DIR
 
 _SETTING = re.compile(r"(?P<indent> *)(?P<key>\w+):(?: (?P<value>[^#]*))?(?:# (?P<meaning>.*))?$")
 _CHOICE = re.compile(r"  - (?:override /)?(?P<group>[\w/]+): (?P<option>\w+)(?: # (?P<meaning>.*))?$")
-_SHOWN = ("data", "model", "trainer")  # besides what is at the top of the config
+_SHOWN = ("data", "model", "trainer")  # besides the top level of the config
 
 
 def help_text(name: str) -> str:
-    """Write the help of a command: examples, the groups with their options, the main settings with their meaning."""
+    """Return the help of a command: examples, groups with their options, main settings with their meaning."""
     path = CONF_DIR / f"{name}.yaml"
     chosen = _choices(path)
     parts = [_head(path)]
@@ -31,12 +31,12 @@ def help_text(name: str) -> str:
 
 
 def _head(path: Path) -> str:
-    """Read the comment at the head of a file."""
+    """Return the comment at the top of a file."""
     return "\n".join(line[2:] for line in takewhile(lambda line: line.startswith("#"), _lines(path)))
 
 
 def _choices(path: Path) -> dict[str, str]:
-    """Map the groups of a defaults list to the options that it chooses, those of its experiment included."""
+    """Map the groups of a defaults list to their selected options, including the options of its experiment."""
     matches = [match for match in map(_CHOICE.match, _lines(path)) if match is not None and match["option"] != "null"]
     found = {match["group"]: match["option"] for match in matches}
     experiment = CONF_DIR / "experiment" / f"{found.get('experiment')}.yaml"
@@ -44,14 +44,14 @@ def _choices(path: Path) -> dict[str, str]:
 
 
 def _groups(path: Path) -> Iterator[str]:
-    """Write each group that has a meaning in a defaults list, and its options with a star behind the chosen one."""
+    """Yield each documented group of a defaults list, and its options with a star after the selected one."""
     for match in map(_CHOICE.match, _lines(path)):
         if match is None or not match["meaning"]:
             continue
-        # A defaults list outside of the top names its groups relative to its own.
+        # A defaults list below the top level names groups relative to its own group.
         group = match["group"] if path.parent == CONF_DIR else f"{path.parent.name}/{match['group']}"
         files = sorted((CONF_DIR / group).glob("*.yaml"))
-        # A file `default` that others include is their base, and no choice but where it is the first one.
+        # A `default` file that others include is their base, and an option only if it is selected.
         included = any("  - default" in _lines(file) for file in files)
         hidden = {"default"} - {match["option"]} if included else set()
         names = [file.stem for file in files if file.stem not in hidden]
@@ -63,7 +63,7 @@ def _groups(path: Path) -> Iterator[str]:
 
 
 def _settings(path: Path, chosen: dict[str, str]) -> dict[str, tuple[str, str]]:
-    """Map the settings that have a meaning to their values and meanings, composed in the order of Hydra."""
+    """Map the documented settings to their values and meanings, composed in Hydra's order."""
     found: dict[str, tuple[str, str]] = {}
     files = [(CONF_DIR / group / f"{chosen[group]}.yaml", group) for group in (*_SHOWN, "env") if group in chosen]
     files += [(path, "")]
@@ -80,7 +80,7 @@ def _settings(path: Path, chosen: dict[str, str]) -> dict[str, tuple[str, str]]:
 
 
 def _fields(path: Path, package: str) -> Iterator[tuple[str, str, str]]:
-    """Read key, value and comment of each scalar; after the files that this one includes."""
+    """Yield key, value and comment of each scalar; included files come first."""
     header = re.match(r"# @package (\S+)\n", path.read_text())
     if header is not None:
         package = header[1].replace("_global_", "")

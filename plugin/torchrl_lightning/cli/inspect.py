@@ -1,4 +1,4 @@
-"""``torchrl-lightning-inspect``: what a run's buffer, or demonstrations, hold, and what looks wrong in them."""
+"""``torchrl-lightning-inspect``: summarise a run's buffer or demonstrations, and report suspicious values."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MEND = "name a run, one of its checkpoints, a folder of a saved buffer, or demo
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print what the command line asks for; return the exit status."""
+    """Inspect the given source and print the result; return the exit status."""
     leave_out_working_directory()
     parser = argparse.ArgumentParser(
         prog="torchrl-lightning-inspect",
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @behind
 def inspect(source: str, last: int | None, html: Path | None) -> None:
-    """Print what lies in a source."""
+    """Print the content of a source."""
     from rich.console import Console
 
     quiet()
@@ -61,10 +61,10 @@ def inspect(source: str, last: int | None, html: Path | None) -> None:
 
 
 def look(source: Path, last: int | None = None) -> Inspection:
-    """Look inside what a path names.
+    """Inspect the buffer or demonstrations at a path.
 
     Raises:
-        UsageError: It is nothing of ours, damaged, or holds no buffer.
+        UsageError: The path is missing, damaged, not a file of this package, or does not contain a buffer.
     """
     from torchrl_lightning.demonstrations.files import SUFFIXES
 
@@ -96,7 +96,7 @@ def _in_folder(folder: Path, last: int | None) -> Inspection:
     if checkpoints:
         newest = max(checkpoints, key=lambda path: (path.stat().st_mtime_ns, path.name == "last.ckpt"))
         return _in_checkpoint(newest, folder, last)
-    if saved := _newest_state(folder):  # of a run that has written no checkpoint yet
+    if saved := _newest_state(folder):  # a run without a checkpoint yet
         return inspect_state(read_state(saved, streamed=True), saved, last=last)
     files = sorted(path for path in folder.iterdir() if path.suffix in SUFFIXES and not path.name.startswith("."))
     if files:
@@ -113,7 +113,7 @@ def _newest_state(folder: Path) -> Path | None:
 
 
 def _in_checkpoint(path: Path, run: Path, last: int | None) -> Inspection:
-    """Look at the buffers inside a checkpoint, or beside it, of each rank."""
+    """Inspect the buffer of each rank, inside a checkpoint or next to it."""
     from torchrl_lightning.datamodules.snapshots import snapshot_of
     from torchrl_lightning.files import read_state
     from torchrl_lightning.inspection.content import contents_in, unreadable

@@ -1,4 +1,4 @@
-"""Names of runs: the folder below ``paths.log_dir`` and the line in a picture. Imports nothing heavy."""
+"""Name runs in folders below ``paths.log_dir`` and in plot legends. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 from torchrl_lightning._hydra import register_resolver
 from torchrl_lightning.cli.slurm import job_id
 
-# What ends a run: a resumed run is given a later end than the run that it continues.
+# Settings that end a run: a resumed run has a later end than the original run.
 ENDS = {"data.total_frames", "trainer.max_epochs", "trainer.max_steps", "trainer.max_time"}
 _LONGEST = 120  # characters of a folder's name
-# Groups that name a run without an experiment.
+# Groups that form the name of a run without an experiment.
 _PARTS = ("model", "env", "data")
-# Choices that do not affect learning, so that they tell no runs apart.
+# Choices that do not affect learning, so that they do not distinguish runs.
 _ASIDE = {
     *("seed", "experiment", "ckpt_path", "trusted", "task_name", "eval_episodes", "eval_checkpoint"),
     *("hparams_search", "hydra", "logger", "paths"),
@@ -24,7 +24,7 @@ _ASIDE = {
 
 
 def base_name(choices: Mapping[str, str | None]) -> str:
-    """Name the experiment among Hydra's choices or, without one, the model, the environment and the data.
+    """Return the experiment among Hydra's choices or, without one, model, environment and data joined by underscores.
 
     Examples:
         >>> base_name({"experiment": "ppo_cartpole", "model": "ppo", "env": "cartpole", "data": "gae"})
@@ -37,7 +37,7 @@ def base_name(choices: Mapping[str, str | None]) -> str:
 
 
 def changed_settings(overrides: Iterable[str], choices: Mapping[str, str | None]) -> dict[str, str]:
-    """Map what a command line sets to its overrides, groups first, without the seed and what does not affect learning.
+    """Map each setting that affects learning to its override, groups first; leave out the seed.
 
     Examples:
         >>> changed_settings(["seed=3", "model.gamma=0.9", "env=acrobot"], {"experiment": "ppo_cartpole"})
@@ -60,9 +60,9 @@ def in_order(settings: Mapping[str, str]) -> dict[str, str]:
 
 
 def folder_name(choices: Mapping[str, str | None], overrides: Iterable[str]) -> str:
-    """Join the name and the changed settings of a run but its end, in characters that need no quotes in a command.
+    """Join a run's base name and changed settings, except its end, without characters that need quotes in a shell.
 
-    What is too long for a folder ends in a hash of all of them.
+    A name that is too long for a folder is cut and ends in a hash of all parts.
 
     Examples:
         >>> folder_name({"experiment": "ppo_cartpole"}, ["env=acrobot", "model.network.hidden_sizes=[32,32]"])
@@ -76,7 +76,7 @@ def folder_name(choices: Mapping[str, str | None], overrides: Iterable[str]) -> 
 
 
 def job_name(choices: Mapping[str, str | None], overrides: Iterable[str]) -> str:
-    """Return the folder name of a run; in a batch job of SLURM with a hash of all overrides and the id of the job."""
+    """Return the folder name of a run; a SLURM batch job appends a hash of all overrides and the job id."""
     job, name = job_id(), folder_name(choices, overrides := list(overrides))
     if job is None:
         return name
@@ -88,7 +88,7 @@ def _hash(parts: Iterable[str]) -> str:
 
 
 def told(overrides: Iterable[str]) -> list[str]:
-    """Sort what a run is told, the last word on each setting, without the checkpoint that it resumes.
+    """Sort the overrides of a run, the last one for each setting, without ``ckpt_path`` and ``trusted``.
 
     Examples:
         >>> told(["seed=3", "ckpt_path=auto", "env=acrobot", "seed=4"])
@@ -99,13 +99,13 @@ def told(overrides: Iterable[str]) -> list[str]:
 
 
 def run_folder(path: Path) -> Path | None:
-    """Find the folder of the run that wrote a file: the next one above that holds Hydra's config."""
+    """Return the run folder of a file: the closest parent with Hydra's config; None without one."""
     parents = path.resolve().parents
     return next((folder for folder in parents if (folder / ".hydra" / "config.yaml").is_file()), None)
 
 
 def recorded_command(hydra: Any) -> tuple[dict[str, str | None], list[str]]:
-    """Return the groups chosen and the overrides given from Hydra's record of a run, as they were written."""
+    """Return the selected groups and the unresolved overrides from Hydra's record of a run."""
     from omegaconf import OmegaConf
 
     choices, overrides = (
@@ -115,7 +115,7 @@ def recorded_command(hydra: Any) -> tuple[dict[str, str | None], list[str]]:
 
 
 def register_run_name() -> None:
-    """Register ``${run_name:}``, which Hydra's folders interpolate: the folder name of the current run."""
+    """Register ``${run_name:}``, the folder name of the current run, for use in Hydra's folder settings."""
     from hydra.core.hydra_config import HydraConfig
 
     def run_name() -> str:

@@ -1,4 +1,4 @@
-"""A picture of panels in a file. Imports nothing heavy before it draws."""
+"""Save a figure of several panels. Imports nothing heavy before drawing."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ if TYPE_CHECKING:
 def saved_panels(
     output: Path, count: int, size: tuple[float, float], title: str | None = None
 ) -> Iterator[tuple[Figure, list[Any]]]:
-    """Make a figure of some panels of one size in inches, at most three side by side, and save it after the block.
+    """Create a figure of equal panels, at most three per row, and save it after the block.
 
-    Texts may be names from files, so that they are drawn as they are written; only the title may hold formulas.
+    ``size`` is the size of a panel in inches. Texts may be names from files and are drawn literally; only the title
+    may contain formulas.
     """
     import matplotlib
 
-    # A figure of its own, without pyplot: no display is looked for and no global state is left behind.
+    # A figure without pyplot needs no display and leaves no global state.
     from matplotlib.figure import Figure
 
     style: Any = {"text.parse_math": False, "text.usetex": False, "axes.formatter.use_mathtext": False}
-    style["svg.hashsalt"] = "panels"  # equal curves make equal files
+    style["svg.hashsalt"] = "panels"  # equal curves produce equal files
     with matplotlib.rc_context(style), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph .* missing from", UserWarning)  # a name in any script
+        warnings.filterwarnings("ignore", "Glyph .* missing from", UserWarning)  # names may use any script
         columns = count if count < 4 else min(math.ceil(math.sqrt(count)), 3)
         rows = -(-count // columns)
         figure = Figure(figsize=(size[0] * columns, size[1] * rows), layout="constrained")

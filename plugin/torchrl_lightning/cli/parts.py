@@ -1,4 +1,4 @@
-"""Build what a config describes, say in one line which of its settings does not fit, and keep it in checkpoints."""
+"""Build the parts of a config, name a wrong setting in one line, and save the config in checkpoints."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from torchrl_lightning.learn.loading import CONFIG
 from torchrl_lightning.records import COMMAND
 from torchrl_lightning.suggestions import did_you_mean
 
-# What constructors raise for a bad argument; anything else is a fault of the program and keeps its traceback.
+# Errors that constructors raise for bad arguments; any other error is a bug and keeps its traceback.
 MISTAKES = (ValueError, TypeError, KeyError, ImportError)
-# What to do about messages of other libraries that do not say it.
+# Remedies to append to messages of other libraries.
 _REMEDIES = {
     "No supported gpu backend found": " Say trainer=default to train on the processor, or install a build of PyTorch "
     "that knows this machine's GPU."
@@ -33,7 +33,7 @@ _REMEDIES = {
 
 
 def build_part(cfg: DictConfig, key: str, **arguments: Any) -> Any:
-    """Instantiate the node ``key`` of a config, with further arguments; a UsageError names a refused setting."""
+    """Instantiate the node ``key`` of a config with further arguments; raise UsageError for an invalid setting."""
     from hydra.errors import InstantiationException
     from lightning.fabric.utilities.exceptions import MisconfigurationException
 
@@ -54,13 +54,13 @@ def check_parts(
     compare: Callable[[], None] | None = None,
     trainer: Trainer | None = None,
 ) -> None:
-    """Build environment, buffer and networks once and release them, to name a setting that does not fit.
+    """Build environment, buffer and networks once and release them; raise UsageError for an incompatible setting.
 
-    ``compare`` compares the networks with a checkpoint before they take memory. With a trainer the networks also run
-    forward and backward.
+    ``compare`` compares the networks with a checkpoint before they are allocated. With a trainer, the networks also
+    run forward and backward.
     """
     place = "data"
-    # What is built for a trial must not move the run's own generator.
+    # Building a trial must not advance the run's own random generator.
     with torch.random.fork_rng(devices=[]):
         try:
             for argument in data.check_fit(model):
@@ -71,7 +71,7 @@ def check_parts(
             if (make := copies(model, data)) is not None:
                 with network_faults(model, data.specs):
                     trial = make()
-                # A network for a GPU may not run on the CPU, where the trial is; the trainer tries it there.
+                # The trial runs on the CPU, which may not support a network for a GPU; the trainer tries that on the GPU.
                 on_cpu = trainer is not None and trainer.strategy.root_device.type == "cpu"
                 if isinstance(trial, AgentModule) and on_cpu:
                     trial.try_networks(data.specs, trainer)
@@ -87,7 +87,7 @@ def check_parts(
 
 @contextmanager
 def named(cfg: DictConfig, key: str) -> Iterator[None]:
-    """Name the setting that a mistake is about, at or below a key of the config, by a UsageError."""
+    """Convert errors to a UsageError that names the wrong setting, at or below a key of the config."""
     try:
         yield
     except MISTAKES as error:
@@ -95,7 +95,7 @@ def named(cfg: DictConfig, key: str) -> Iterator[None]:
 
 
 def describe(cfg: DictConfig, key: str, error: BaseException) -> str:
-    """Name the setting that an error is about, as far as its message begins with it, before that message."""
+    """Return an error's message after the full name of its setting, if the message starts with a setting."""
     text = " ".join(str(error.args[0] if isinstance(error, KeyError) and error.args else error).split())
     text += next((remedy for part, remedy in _REMEDIES.items() if part in text), "")
     if isinstance(error, ImportError) and "torchrl-lightning[" not in text:
@@ -104,23 +104,23 @@ def describe(cfg: DictConfig, key: str, error: BaseException) -> str:
     if misspelt is not None:
         text = f"{misspelt[2]} has no {misspelt[1]}{did_you_mean(misspelt[1], dir(import_module(misspelt[2])))}"
     begin = re.match(r"(\w+)(\[\d+\])?", text)
-    # A mistake that shows in the environment may be in a setting beside it.
+    # An error of the environment may be in a sibling setting.
     for holder in filter(None, (key, key.rpartition(".")[0])):
         node = OmegaConf.select(cfg, holder)
         if isinstance(node, DictConfig) and begin is not None and begin[1] in node:
             told = f"{begin[1]}={node[begin[1]]}"
-            # Of a list the message shows the entry itself.
+            # For a list, the message already includes the entry.
             return f"{holder}.{text}" if begin[2] or text.startswith(told) else f"{holder}.{told}: {text}"
     return text if isinstance(error, MisfitError) else f"{key}: {text}"
 
 
 class KeptConfig(Callback):
-    """Put the config of a run into each checkpoint, so that it is of use wherever it lies.
+    """Save the config of a run in each checkpoint, so that the file is usable outside its run folder.
 
     Args:
         cfg: The whole config.
-        choices: The groups of configs that were chosen.
-        overrides: The overrides that were given.
+        choices: The selected option of each config group.
+        overrides: The overrides of the command line.
     """
 
     def __init__(

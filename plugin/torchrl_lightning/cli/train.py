@@ -1,4 +1,4 @@
-"""``torchrl-lightning-train``: train what the config describes, evaluate it and draw its learning curve."""
+"""``torchrl-lightning-train``: train an agent from a config, evaluate it and draw its learning curve."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 
 def main() -> None:
-    """Run the command; a sweeper gets the mean evaluation return of each of its runs, to maximise it."""
+    """Run the command; return the mean evaluation return to a sweeper, which maximises it."""
     run_command("train", train, resumes=True)
 
 
 @behind
 def train(cfg: DictConfig) -> float:
-    """Check what was composed, train, evaluate and report, in this order."""
+    """Check the config, train, evaluate and report, in this order."""
     from hydra.core.hydra_config import HydraConfig
 
     from torchrl_lightning.cli.checks import check_command, check_config, is_trusted, stored_run
@@ -41,7 +41,7 @@ def train(cfg: DictConfig) -> float:
         behind.enter_context(locked(folder := Path(cfg.paths.output_dir)))
         behind.enter_context(run_errors(folder.absolute(), cfg.ckpt_path))
         record.write(folder, replace=False)  # the record of an earlier run stays until this one begins
-    # Now, so that those mistakes are told at once.
+    # The heavy imports follow the checks above, so that config mistakes are reported immediately.
     import_libraries()
     import lightning as L
     from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -71,7 +71,8 @@ def train(cfg: DictConfig) -> float:
         callbacks.append(beginning)
     loggers = [build_part(cfg, f"logger.{name}") for name in cfg.logger]
     trainer = build_part(cfg, "trainer", callbacks=callbacks, logger=loggers)
-    # Lightning loads weights before the data's state; with another environment its error would name tensor shapes.
+    # Compare first: Lightning loads weights before the data's state, and its error for a changed environment would
+    # name only tensor shapes.
     compare = None
     if stored is not None:
         path = Path(cfg.ckpt_path)
@@ -96,7 +97,7 @@ def train(cfg: DictConfig) -> float:
     began = time.perf_counter()
     with requeued_on_signal() if trainer.world_size == 1 else nullcontext():
         trainer.fit(model, datamodule=data, ckpt_path=cfg.ckpt_path)
-        if trainer.received_sigterm:  # in the last batch
+        if trainer.received_sigterm:  # during the last batch
             raise SIGTERMException
     seconds = time.perf_counter() - began
 
@@ -112,7 +113,7 @@ def train(cfg: DictConfig) -> float:
 
 
 def load_weights(model: Any, data: Any, trainer: Any, which: str) -> str | None:
-    """Load the best policy, weights and what it normalises by, and return its path; None if the last one stays."""
+    """Load weights and normalisation moments of the best policy, and return its path; None keeps the last policy."""
     from torchrl_lightning.checkpoint_reader import load_checkpoint
 
     paths = (getattr(callback, "best_model_path", "") for callback in trainer.checkpoint_callbacks)
@@ -128,13 +129,13 @@ def load_weights(model: Any, data: Any, trainer: Any, which: str) -> str | None:
 def report(
     cfg: DictConfig, episodes: TensorDict, checkpoint: str | None, clock: tuple[int, str], seconds: float
 ) -> None:
-    """Draw the learning curve and print where everything is, and how the evaluation went."""
+    """Draw the learning curve, and print the paths of all outputs and the evaluation results."""
     from torchrl_lightning.cli.plot import plot_runs
 
     folder = Path(cfg.paths.output_dir)
     metrics = folder / "csv" / "metrics.csv"
     if metrics.exists():
-        # A run that is shorter than the time between two evaluations has only the returns of its training.
+        # A run shorter than one evaluation interval has only training returns.
         columns = metrics.read_text().partition("\n")[0].split(",")
         metric = next((name for name in ("eval/return", "train/return") if name in columns), None)
         if metric is not None:
@@ -145,9 +146,9 @@ def report(
 
 
 def summary(episodes: TensorDict, clock: tuple[int, str], seconds: float) -> str:
-    """Format the last line of a run, which suits people and scripts."""
+    """Format the last output line of a run, for people and scripts."""
     returns = episodes["episode_return"].double()
-    digits = 1 if returns.abs().max() >= 10 else 3  # of a goal reached or not, tenths say little
+    digits = 1 if returns.abs().max() >= 10 else 3  # one digit is too coarse for a success rate
     count, unit = clock
     mean, std = (f"{value:.{digits}f}" for value in (returns.mean(), returns.std(correction=0)))
     success = f", success rate {episodes['success'].double().mean():.2f}" if "success" in episodes else ""
