@@ -21,9 +21,9 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     """Write each checkpoint to a temporary file in the same folder, flush it to disk, and rename it.
 
     Lightning writes to the system's temporary folder. If that folder is on another filesystem, Lightning copies the
-    file, and a killed process or a full disk leaves an incomplete checkpoint. The next save into the same folder
-    removes the temporary files of killed processes. Lightning itself writes checkpoints that are not local files, and
-    it deletes all checkpoints. Local checkpoints are read within the limits of :mod:`torchrl_lightning.limits`. The
+    file, and a killed process or a full disk leaves only an incomplete checkpoint. The next save into the same folder
+    removes the temporary files of killed processes. Lightning still writes checkpoints that are not local files, and
+    still removes old checkpoints. Local checkpoints are read within the limits of :mod:`torchrl_lightning.limits`. The
     limits do not apply with ``weights_only=False``, or after you register classes with
     ``torch.serialization.add_safe_globals``.
 

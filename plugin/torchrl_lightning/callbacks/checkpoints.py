@@ -204,7 +204,7 @@ class BestCheckpoint(SparseCallback, ModelCheckpoint):
             super().on_validation_end(trainer, pl_module)
 
     def check_monitor_top_k(self, trainer: Trainer, current: Tensor | None = None) -> bool:
-        """Return True if the current policy is at least as good as the worst saved one."""
+        """Return True if the current policy is at least as good as the worst saved policy."""
         kept = self.best_k_models.get(self.kth_best_model_path)
         tie = kept is not None and current is not None and bool(current == kept)
         return tie or super().check_monitor_top_k(trainer, current)

@@ -26,7 +26,7 @@ class EpisodeVideo(SparseCallback):
 
     Args:
         dirpath: The output folder, created when needed.
-        every_n_evaluations: The interval between videos, counted from the first evaluation of this fit.
+        every_n_evaluations: Evaluations from one video to the next, starting with the first evaluation of this fit.
 
     Raises:
         ValueError: ``every_n_evaluations`` is below 1.

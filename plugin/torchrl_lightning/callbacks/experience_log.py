@@ -18,7 +18,8 @@ class ExperienceLog(SparseCallback):
     The callback writes to the loggers directly: ``self.log`` costs about 0.4 ms per key, a tenth of a small agent's
     learning time. It also adds the metrics to ``trainer.callback_metrics``, so that other callbacks can monitor them.
     Metrics that a module logs with ``self.log`` also get environment frames as their step, unless the module logs
-    ``step`` itself. The callback does nothing if the DataModule does not count ``frames``.
+    ``step`` itself; our DataModules do this without the callback. The callback does nothing if the DataModule does not
+    count ``frames``.
 
     Args:
         every_n_epochs: The number of epochs between two logged rows.

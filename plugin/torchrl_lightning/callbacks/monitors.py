@@ -22,7 +22,8 @@ def check_monitor(monitor: Any, trainer: Any, module: Any) -> None:
 
     All training metrics are known if learner, DataModule, buffer and collector are ours, and all callbacks are ours or
     Lightning's. All evaluation metrics are known if one class defines both the learner's evaluation and its metric
-    names, and all callbacks are ours or Lightning's. Otherwise, an unfamiliar name may be a metric of the user's code. An unfamiliar training metric logs a warning.
+    names, and all callbacks are ours or Lightning's. Otherwise, an unfamiliar name may be a metric of the user's code.
+    An unfamiliar training metric logs a warning.
 
     Raises:
         ValueError: The run will not log the metric.

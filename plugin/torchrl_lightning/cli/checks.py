@@ -64,7 +64,7 @@ def check_config(cfg: DictConfig) -> None:
 
 
 def check_command(cfg: DictConfig) -> None:
-    """Validate overrides; raise UsageError for wrong ones such as ``+data=gae``, and print a note about doubtful ones."""
+    """Validate overrides; raise UsageError if one is wrong, such as ``+data=gae``, or print a note if it is unclear."""
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 

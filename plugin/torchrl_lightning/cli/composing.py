@@ -1,4 +1,4 @@
-"""Compose the config of a run that resumes a checkpoint by what the checkpoint's run was composed of."""
+"""Compose configs with Hydra; a resumed run reuses the groups, overrides and settings of its checkpoint's run."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ from torchrl_lightning.cli.resuming import (
 from torchrl_lightning.cli.slurm import is_requeued
 from torchrl_lightning.plain_yaml import check_file
 
-# A number such as 1e5, which Hydra reads as a float, where a setting is an integer.
+# A number such as 1e5: Hydra reads it as a float, but the setting may be an integer.
 _POWER_OF_TEN = re.compile(r"(?<=[=,])\d+(?:\.\d+)?[eE]\+?\d{1,2}(?=,|$)")
 
-_PROVIDERS = {"hydra", "main", "torchrl-lightning", "schema"}  # of the sources of configs, but those of the user
+_PROVIDERS = {"hydra", "main", "torchrl-lightning", "schema"}  # config sources that are not the user's
 
 
 class _Request(NamedTuple):
@@ -67,18 +67,18 @@ class _Request(NamedTuple):
     validate_sweep_overrides: bool = True
 
     def load(self, lines: list[str]) -> DictConfig:
-        """Compose a config as Hydra does."""
+        """Compose a config with Hydra."""
         return self.loader.load_configuration(
             self.config_name, lines, self.run_mode, self.from_shell, self.validate_sweep_overrides
         )
 
     def is_group(self, key: str, lines: list[str]) -> bool:
-        """Return whether a key is a group of configs."""
+        """Return True if a key is a config group."""
         return bool(self.loader.get_group_options(key, config_name=self.config_name, overrides=lines))
 
 
 def _load_limited(load: Callable[[str], ConfigResult], folder: Path, config_path: str) -> ConfigResult:
-    """Load a config file of a folder that is not ours, after a check of its size, depth, aliases and tags."""
+    """Load a config file from outside this package, after a check of its size, depth, aliases and tags."""
     file = folder / f"{config_path.removesuffix('.yaml')}.yaml"
     if file.exists():
         with one_line():
@@ -87,7 +87,7 @@ def _load_limited(load: Callable[[str], ConfigResult], folder: Path, config_path
 
 
 def _limit_files(sources: list[ConfigSource]) -> None:
-    """Limit the files in the folder of ``--config-dir``, which somebody may have sent."""
+    """Check each file in the folder of ``--config-dir`` before loading it, because the folder may be untrusted."""
     ours = {str(CONF_DIR), str(EXPORT_DIR)}
     for source in sources:
         if source.scheme() == "file" and source.path not in ours:
@@ -97,7 +97,7 @@ def _limit_files(sources: list[ConfigSource]) -> None:
 
 
 def _check_search_path(given: list[Override]) -> None:
-    """Check the files of the folders that a command adds by ``hydra.searchpath``; Hydra reads them as it adds them."""
+    """Check all files of the folders in a command's ``hydra.searchpath``, because Hydra reads them immediately."""
     for override in given:
         if override.key_or_group == "hydra.searchpath" and isinstance(folders := override.value(), list):
             for folder in folders:
@@ -107,14 +107,14 @@ def _check_search_path(given: list[Override]) -> None:
 
 
 class CommandLoader(ConfigLoader):
-    """Compose the configs of a command by Hydra's loader: read 1e5 as an integer, replace parts, resume runs.
+    """Wrap Hydra's config loader: read 1e5 as an integer, replace parts, resume runs.
 
-    If ``ckpt_path`` names a checkpoint of ours, the settings of its run come first, so that folder, record and name are
-    those of the trained run.
+    If ``ckpt_path`` names a checkpoint of our commands, the settings of its run come first, so that folder, record and
+    name match the trained run.
 
     Args:
         hydra: Hydra's loader.
-        resumes: Whether the command resumes runs.
+        resumes: True if the command can resume runs.
     """
 
     def __init__(self, hydra: ConfigLoader, *, resumes: bool) -> None:
@@ -122,7 +122,7 @@ class CommandLoader(ConfigLoader):
         _limit_files(hydra.get_sources())
         self._records: dict[Path, Record | None] = {}
         self._ready: DictConfig | None = None
-        self._composed: list[tuple[DictConfig, list[str]]] = []  # with the settings that were left out
+        self._composed: list[tuple[DictConfig, list[str]]] = []  # with the dropped settings
         self._told: set[str] = set()
 
     def get_search_path(self) -> ConfigSearchPath:
@@ -134,7 +134,7 @@ class CommandLoader(ConfigLoader):
         return self._hydra.get_sources()
 
     def list_groups(self, parent_name: str) -> list[str]:
-        """Return the groups below another one."""
+        """Return the groups below a group."""
         return self._hydra.list_groups(parent_name)
 
     def get_group_options(self, group_name: str, *args: Any, **kwargs: Any) -> list[str]:
@@ -142,22 +142,22 @@ class CommandLoader(ConfigLoader):
         return self._hydra.get_group_options(group_name, *args, **kwargs)
 
     def compute_defaults_list(self, config_name: str | None, overrides: list[str], run_mode: RunMode) -> Any:
-        """Return the files that a config is composed of."""
+        """Return the files of a config."""
         return self._hydra.compute_defaults_list(config_name, overrides, run_mode)
 
     def mode(self, config_name: str, overrides: list[str]) -> RunMode:
-        """Return the mode that the config of a command asks for; the config of a single run is composed only once."""
+        """Return the run mode of a command's config; keep the config of a single run for the next load."""
         try:
             if not any(override.is_sweep_override() for override in _parsed(overrides)):
                 config = self.load_configuration(config_name, overrides, RunMode.RUN)
-                if config.hydra.mode is None:  # as Hydra notes it
+                if config.hydra.mode is None:  # record the mode like Hydra
                     config.hydra.mode = RunMode.RUN
                     config.hydra.overrides.hydra.append("hydra.mode=RUN")
                 if config.hydra.mode == RunMode.RUN:
                     self._ready = config
                 return config.hydra.mode
         except HydraException as error:
-            if not str(error).startswith("You must specify"):  # a sweep may leave a group open
+            if not str(error).startswith("You must specify"):  # a sweep may leave a group unselected
                 raise
         mode = RunMode.RUN
         with suppress(HydraException):
@@ -203,7 +203,7 @@ class CommandLoader(ConfigLoader):
         return config
 
     def load_sweep_config(self, master_config: DictConfig, sweep_overrides: list[str]) -> DictConfig:
-        """Compose the config of one run of a sweep; an error names its swept settings."""
+        """Compose the config of one run of a sweep, and add its swept settings to errors."""
         given: Any = OmegaConf.to_container(master_config.hydra.overrides, resolve=False)
         with _noted(line for line in sweep_overrides if line not in given["task"]):
             config = self.load_configuration(
@@ -213,10 +213,10 @@ class CommandLoader(ConfigLoader):
         return config
 
     def _compose(self, lines: list[str], request: _Request) -> DictConfig:
-        """Compose a config; a sweep takes the first option of swept groups and classes if Hydra's choice has an error.
+        """Compose a config; on an error, a sweep uses the first option of its swept groups and classes.
 
-        Hydra leaves swept groups at their defaults, which may lack a setting that all swept options have, as may a
-        part whose class is swept. Each run is composed with its own groups later.
+        Hydra keeps the defaults of swept groups and classes, which may lack a setting that all swept options have.
+        Each run of the sweep is later composed with its own groups.
         """
         try:
             return self._with_parts(lines, request)
@@ -231,7 +231,7 @@ class CommandLoader(ConfigLoader):
         return config
 
     def _first_options(self, lines: list[str], request: _Request) -> dict[str, str]:
-        """Map each override that sweeps over options of a group, or a part's classes, to one that chooses the first."""
+        """Map each override that sweeps over a group's options or a part's classes to an override with the first."""
         return {
             str(override.input_line): f"{override.get_key_element()}={next(iter(override.sweep_string_iterator()))}"
             for override in OverridesParser.create(config_loader=self._hydra).parse_overrides(lines)
@@ -240,12 +240,12 @@ class CommandLoader(ConfigLoader):
         }
 
     def _with_parts(self, lines: list[str], request: _Request) -> DictConfig:
-        """Compose a config, and replace the parts that a file or the command line gives another class."""
+        """Compose a config, and replace the parts that get another class in a file or on the command line."""
         try:
             config = request.load(lines)
             dropped = self._replace_parts(config, request.config_name, lines)
         except ConfigCompositionException as error:
-            # A part with another class may have settings that the schema of the old one lacks.
+            # The new class of a part may have settings that the schema of the old class lacks.
             cause = error.__cause__ or error.__context__
             key = str(cause.full_key) if isinstance(cause, OmegaConfBaseException) else ""
             try:
@@ -271,7 +271,7 @@ class CommandLoader(ConfigLoader):
         return replace_parts(config, sorted(paths), layers)
 
     def _resume(self, overrides: list[str], request: _Request) -> DictConfig:
-        """Compose the config of a run, which may resume another one."""
+        """Compose the config of a run, which may resume another run."""
 
         def composed(lines: list[str]) -> DictConfig:
             return self._compose(lines, request)
@@ -283,13 +283,13 @@ class CommandLoader(ConfigLoader):
             path = None if paths[-1].is_sweep_override() else paths[-1].value()
         else:
             config = composed(overrides)
-            with suppress(OmegaConfBaseException):  # told where the run begins
+            with suppress(OmegaConfBaseException):  # reported at the start of the run
                 path = config.get("ckpt_path")
             if path is None and not is_requeued():
                 return config
         if path == AUTO or (not paths and path is None):
             if request.run_mode == RunMode.MULTIRUN:
-                return composed(overrides)  # each of its runs looks for its own
+                return composed(overrides)  # each run of the sweep finds its own checkpoint
             others = [str(override.input_line) for override in given if override not in paths]
             with one_line():
                 found = furthest_checkpoint(composed([*others, "ckpt_path=null"]), this_job=path is None)
@@ -305,7 +305,7 @@ class CommandLoader(ConfigLoader):
             return _resumed(record, path, given, composed, lambda key: request.is_group(key, overrides))
 
     def _record(self, path: Any, trusted: bool) -> Record | None:
-        """Read the record of a checkpoint once; None where there is none, which is told where the run begins."""
+        """Read the record of a checkpoint once; return None without one. The run itself reports a missing file."""
         if not isinstance(path, str) or not Path(path).is_file():
             return None
         file = Path(path).resolve()
@@ -317,7 +317,7 @@ class CommandLoader(ConfigLoader):
 
 @contextmanager
 def _noted(settings: Iterable[str]) -> Iterator[None]:
-    """Note on an error of Hydra in which run of a sweep it occurred."""
+    """Add a note with the settings of a sweep's run to Hydra's errors."""
     try:
         yield
     except HydraException as error:
@@ -327,7 +327,7 @@ def _noted(settings: Iterable[str]) -> Iterator[None]:
 
 
 def run_command_line(name: str, task: Callable[[Any], Any], arguments: list[str], *, resumes: bool) -> None:
-    """Compose what a command line asks for, and run it once or in a sweep, or print it; by Hydra's public functions."""
+    """Compose the config of a command line, and run the task once or in a sweep, or print the config."""
     options = read_options(arguments)
     if options.hydra_help or options.version or options.experimental_rerun:
         sys.argv[1:] = [each for each in arguments if each not in options.overrides] + options.overrides
@@ -366,13 +366,13 @@ def _resumed(
     composed: Callable[[list[str]], DictConfig],
     is_group: Callable[[str], bool],
 ) -> DictConfig:
-    """Compose what the run of a checkpoint was composed of, with the overrides given behind it."""
+    """Compose the config of a checkpoint's run, and apply the overrides of this command last."""
     check_record(record, path)
     ours = [override for override in given if override.is_hydra_override()]
     mine = [override for override in given if not override.is_hydra_override()]
     lines, theirs = (continued(record, path, some, is_group) for some in (given, ours))
     before = composed(_lines(theirs))
-    # An experiment that is chosen as the run did chooses other groups in its turn.
+    # Selecting the run's experiment may change other groups, so compare again after each choice.
     chosen: list[str] = []
     while missing := missing_choices(record, before.hydra.runtime.choices, chosen):
         chosen.append(missing[0])
@@ -387,12 +387,12 @@ def _resumed(
 
 
 def is_told_to_trust(given: Iterable[Override]) -> bool:
-    """Return whether the overrides of a command contain ``trusted=true``."""
+    """Return True if the overrides of a command contain ``trusted=true``."""
     return any(override.key_or_group == "trusted" and override.value() is True for override in given)
 
 
 def _as_integer(match: re.Match[str]) -> str:
-    """Write a number of a command line as an integer if it is one; fields of floats take it as well."""
+    """Write a whole number of a command line as an integer; float fields accept it as well."""
     number = Decimal(match[0])
     return str(int(number)) if number == int(number) else match[0]
 

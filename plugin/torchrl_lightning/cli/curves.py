@@ -1,4 +1,4 @@
-"""Read the curves of runs from their ``metrics.csv``, and group seeds of one setting."""
+"""Read the curves of runs from their ``metrics.csv``, and group runs with equal settings and different seeds."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ _log = logging.getLogger(__name__)
 
 _SEED = re.compile(r"[-_ ]?seed[-_=]?\d+$", re.IGNORECASE)
 _SERIAL = re.compile(r"(version_)?\d[\d_\-:.T]*$")  # version_3, 2026-11-20_10-30-00, the job numbers of a sweep
-_ENVIRONMENT = ("env", "data.env", "data.env.id")  # what a run is of, whatever experiment it began with
+_ENVIRONMENT = ("env", "data.env", "data.env.id")  # settings that select the environment
 _LOGGER_FOLDERS = {"csv", "csv_logs", "lightning_logs", "logs", "metrics"}
 
 
 @dataclass(frozen=True)
 class Curve:
-    """One metric of one run, from its first row on, or from that of the run that it continues."""
+    """One metric of one run, including the earlier rows of the run that it continues."""
 
     label: str
     path: Path
     x: NDArray[np.float64]
     y: NDArray[np.float64]
-    seed: Any = None  # None where it is unknown or does not matter
-    run: Run | None = None  # None where Hydra recorded none
-    unit: str = "environment frames"  # of Lightning's `step`
-    score: float | None = None  # of the evaluation after training, which may be that of the best checkpoint
-    ended: float | None = None  # after how many frames a search ended it for doing badly
+    seed: Any = None  # None if unknown or irrelevant
+    run: Run | None = None  # None without Hydra's record
+    unit: str = "environment frames"  # unit of Lightning's `step`
+    score: float | None = None  # from the evaluation after training, possibly of the best checkpoint
+    ended: float | None = None  # frames after which a search ended the run for a bad score
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run as Hydra recorded it: its name, its changed settings, its seed and the run that it continues."""
+    """A run in Hydra's record: its name, changed settings, seed and the run that it continues."""
 
     folder: Path
     name: str
@@ -58,13 +58,13 @@ class Run:
 
     @property
     def label(self) -> str:
-        """Name and changed settings, another environment first; runs of one label differ in their seed alone."""
+        """Name and changed settings, a changed environment first; runs with one label differ only in their seed."""
         others = {key: text for key, text in self.settings.items() if key not in _ENVIRONMENT}
         moved = [self.settings[key].partition("=")[2] for key in _ENVIRONMENT if key in self.settings]
         return " ".join((*moved, *["by"] * bool(moved), self.name, *others.values()))
 
     def composed(self, key: str) -> str | None:
-        """Return a choice of a group, or the value of a setting, as the run had it; None where it was not recorded."""
+        """Return the run's option of a group or value of a setting; None if it was not recorded."""
         if key in self.choices:
             return self.choices[key]
         value = raw_value(self.config, key)
@@ -77,9 +77,9 @@ class _Log:
 
     Attributes:
         header: The names of all columns.
-        columns: Some columns: the cells that are filled and finite, by x. The last row of an x counts.
-        begins: The first x of any row.
-        has_epoch: Whether a row that holds the metric holds the epoch, too.
+        columns: The non-empty, finite cells of some columns, by x. The last row of an x counts.
+        begins: The lowest x of all rows.
+        has_epoch: True if a row contains both the metric and the epoch.
     """
 
     header: set[str]
@@ -88,13 +88,13 @@ class _Log:
     has_epoch: bool = False
 
     def last(self, column: str) -> float | None:
-        """Return the last number of a column; None without one."""
+        """Return the last number of a column; None for an empty column."""
         cells = self.columns[column]
         return cells[max(cells)] if cells else None
 
 
 def read_source(source: Path, metric: str, x: str, label: str | None = None) -> list[Curve]:
-    """Read the curves of a file, or of every ``metrics.csv`` below a folder; their settings name them by default."""
+    """Read the curves of a file, or of every ``metrics.csv`` below a folder; the default labels are their settings."""
     if not source.exists():
         raise FileNotFoundError(f"no such file or folder: {source}")
     paths = sorted(source.rglob("metrics.csv")) if source.is_dir() else [source]
@@ -112,7 +112,7 @@ def read_source(source: Path, metric: str, x: str, label: str | None = None) -> 
             xs, ys = xs[order], ys[order]
             name = label or (default_label(path) if run is None else run.label)
             seed = None if run is None or label else run.seed
-            # Lightning adds the epoch to what it counts by updates itself.
+            # Lightning adds the epoch only to rows that it counts in updates.
             unit = "updates" if "updates_per_second" in log.header or log.has_epoch else Curve.unit
             score = log.last(SCORE) if metric == "eval/return" else None
             curves.append(Curve(name, path, xs, ys, seed, run, unit, score, log.last(ENDED_EARLY)))
@@ -129,7 +129,7 @@ def read_source(source: Path, metric: str, x: str, label: str | None = None) -> 
 
 
 def one_of_each_seed(curves: Iterable[Curve]) -> list[Curve]:
-    """Keep one run of each label and seed: the latest, of those that were not ended early if there are any."""
+    """Keep one run of each label and seed: the latest, but prefer runs that were not ended early."""
     chosen: dict[object, Curve] = {}
     for curve in sorted(curves, key=lambda curve: (curve.ended is None, curve.path.stat().st_mtime)):
         same = (curve.label, curve.path.resolve() if curve.seed is None else curve.seed)
@@ -140,7 +140,7 @@ def one_of_each_seed(curves: Iterable[Curve]) -> list[Curve]:
 
 
 def runs_by_label(curves: Iterable[Curve]) -> dict[str, list[Curve]]:
-    """Return one run of each seed, as :func:`one_of_each_seed`, below the label that the seeds share."""
+    """Group the runs of :func:`one_of_each_seed` by label."""
     groups: dict[str, list[Curve]] = {}
     for curve in one_of_each_seed(curves):
         groups.setdefault(curve.label, []).append(curve)
@@ -148,7 +148,7 @@ def runs_by_label(curves: Iterable[Curve]) -> dict[str, list[Curve]]:
 
 
 def default_label(path: Path) -> str:
-    """Name the experiment of a metrics file that has no Hydra config: the part of its path that its seeds share."""
+    """Return the experiment name of a metrics file without Hydra config: the part of its path that its seeds share."""
     parts = [*path.absolute().parent.parts[1:]]
     if path.stem != "metrics":
         parts.append(path.stem)
@@ -160,7 +160,7 @@ def default_label(path: Path) -> str:
 
 
 def _run_of(path: Path, continued_by: frozenset[Path] = frozenset()) -> Run | None:
-    """Read Hydra's record of the run of a file; return ``None`` if there is none or the run continues itself."""
+    """Read Hydra's record of the run of a file; return None without a record or if the run continues itself."""
     folder = run_folder(path)
     if folder is None or folder in continued_by or not (folder / ".hydra" / "hydra.yaml").is_file():
         return None
@@ -172,7 +172,7 @@ def _run_of(path: Path, continued_by: frozenset[Path] = frozenset()) -> Run | No
     if isinstance(checkpoint, str):
         origin = _run_of(Path(cwd) / checkpoint, continued_by | {folder})
     if origin is not None:
-        # A run records its own seed, given or the checkpoint's; those of before recorded what was given alone.
+        # Current runs record the checkpoint's seed if none is given; older runs recorded only a given seed.
         seed = seed if any(override.startswith("seed=") for override in overrides) else origin.seed
         ends = {key: value for key, value in origin.settings.items() if key in ENDS}
         settings = in_order({key: value for key, value in settings.items() if key not in ENDS} | ends)
@@ -182,10 +182,10 @@ def _run_of(path: Path, continued_by: frozenset[Path] = frozenset()) -> Run | No
 
 
 def _recorded(path: Path) -> tuple[dict[str, str | None], list[str], str]:
-    """Return the groups chosen, the overrides given and the working directory of Hydra's record of a run.
+    """Return the selected groups, the overrides and the working directory in Hydra's record of a run.
 
     Raises:
-        ValueError: It is no record of Hydra's.
+        ValueError: The file is not a record of Hydra.
     """
     hydra = read_config(path)
     choices, overrides, cwd = (
@@ -198,11 +198,11 @@ def _recorded(path: Path) -> tuple[dict[str, str | None], list[str], str]:
 
 
 def _read_log(path: Path, run: Run | None, metric: str, x: str) -> _Log:
-    """Read a CSV log, behind the points of the run that it continues up to where it begins.
+    """Read a CSV log, preceded by the earlier points of the run that it continues.
 
     Raises:
-        OSError: It is no regular file.
-        ValueError: It is no CSV file, or a cell holds no number.
+        OSError: The path is not a regular file.
+        ValueError: The file is not a CSV file, or a cell is not a number.
     """
     rows = read_rows(path)
     header = next(rows, (1, []))[1]

@@ -97,7 +97,7 @@ def run_of(cfg: DictConfig, trusting: str = "trusted=true") -> tuple[Path, dict[
     if OmegaConf.select(run, "data.frames_per_update") == 0:
         OmegaConf.update(run, "data.dataset", "unread")  # playing reads no data; any value marks offline training
     if OmegaConf.select(run, "data.dataset_share") is not None:
-        OmegaConf.update(run, "data.dataset_share", None)  # the dataset may not exist on this machine
+        OmegaConf.update(run, "data.dataset_share", None)  # playing does not load the dataset
     return checkpoint, stored, run
 
 

@@ -1,7 +1,7 @@
-"""Turn a mistake into one line: the line of Hydra's or OmegaConf's error that names it, the nearest name, and a hint.
+"""Convert user errors to one line: the relevant line of Hydra's or OmegaConf's error, the nearest name, and a hint.
 
-:func:`reported` surrounds what Hydra composes and begins, :func:`one_line` each task and all other commands. Once a run
-has begun, :func:`run_errors` names a full disk, a deleted folder, and a checkpoint that cannot be restored.
+:func:`reported` wraps Hydra's composition and start, :func:`one_line` wraps each task and all other commands. During a
+run, :func:`run_errors` reports a full disk, a deleted folder, and a checkpoint that cannot be restored.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from torchrl_lightning.processes import lack_of
 from torchrl_lightning.suggestions import did_you_mean, nearest
 from torchrl_lightning.untrusted import MESSAGE_LIMIT, printable
 
-SWEPT = "in the run "  # begins the note of an error that occurred in one run of a sweep
-# Hints on messages of Hydra and OmegaConf, each behind a part of its message; KEY is the setting.
+SWEPT = "in the run "  # prefix of the note on an error in one run of a sweep
+# Map a pattern in a message of Hydra or OmegaConf to a hint; KEY is the setting.
 _HINTS = {
     "value for argument|Sweep parameters": "several values are a sweep: say --multirun, or put a list in [...], a text "
     "in quotes",
@@ -54,7 +54,10 @@ class UsageError(Fault):
 
 
 def plain_errors(task: Callable[[Any], float]) -> Callable[[Any], float]:
-    """Make a task end the program with one line; the decorator of a context holds a generator, which no sweep sends."""
+    """Wrap a task so that user errors end the program with one line.
+
+    This is a function, because a ``contextmanager`` decorator holds a generator, which sweeps cannot pickle.
+    """
 
     @wraps(task)
     def plain_task(cfg: Any) -> float:
@@ -65,27 +68,27 @@ def plain_errors(task: Callable[[Any], float]) -> Callable[[Any], float]:
 
 
 def reported(step: Callable[[], Any]) -> Any:
-    """Take a step, and end the program with one line if Hydra cannot compose or begin a user's config."""
+    """Call a function, and end the program with one line if Hydra cannot compose or start a user's config."""
     from hydra.errors import HydraException, InstantiationException
     from yaml import YAMLError
 
     with one_line():
         try:
             return step()
-        except (Fault, InstantiationException):  # the task names the mistakes in its own config
+        except (Fault, InstantiationException):  # the task reports errors in its own config
             raise
         except HydraException as error:
             raise UsageError(explained(error, sys.argv[1:])) from error
         except (OmegaConfBaseException, YAMLError, OSError, ValueError) as error:
             frames = {frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)}
-            if "plain_task" in frames or error.__cause__ is not None:  # in this process, or in another one of a sweep
+            if "plain_task" in frames or error.__cause__ is not None:  # from the task, here or in a sweep's process
                 raise
             raise UsageError(explained(error, sys.argv[1:])) from error
 
 
 @contextmanager
 def one_line() -> Iterator[None]:
-    """End the program with one line on stderr, not a traceback, on a mistake of its user or on Ctrl-C."""
+    """End the program with one line on stderr, without a traceback, on a user error or Ctrl-C."""
     try:
         yield
     except (Fault, OSError, RuntimeError) as error:
@@ -95,23 +98,23 @@ def one_line() -> Iterator[None]:
         sys.exit(f"error: {plain_message(said)}")
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        sys.exit(130)  # as the shell counts it
+        sys.exit(130)  # the shell's exit status for SIGINT
     except SystemExit as end:
-        if type(end).__name__ != "SIGTERMException":  # Lightning's, which is not imported for it
+        if type(end).__name__ != "SIGTERMException":  # compare by name to avoid importing Lightning
             raise
         print("terminated", file=sys.stderr)
         sys.exit(128 + signal.SIGTERM)
 
 
 def plain_message(text: str) -> str:
-    """Return an error message of at most two lines, without control characters that a file may have brought."""
+    """Return an error message of at most two lines, without control characters from files."""
     first, _, others = text.partition("\n")
     lines = [printable(first, MESSAGE_LIMIT), printable(" ".join(others.split()), MESSAGE_LIMIT)]
     return "\n".join(line for line in lines if line)
 
 
 def read_options(arguments: Sequence[str]) -> Namespace:
-    """Return Hydra's options and, as ``overrides``, the settings of a command line; both may stand in any order.
+    """Return Hydra's options of a command line and, as ``overrides``, its settings, in any order.
 
     Examples:
         >>> read_options(["seed=0,1", "--multirun", "data.num_envs=2", "--config-name", "train"]).overrides
@@ -133,7 +136,7 @@ def read_options(arguments: Sequence[str]) -> Namespace:
 
 
 def explained(error: Exception, arguments: Sequence[str]) -> str:
-    """Return the line of an error that names the mistake, with a hint.
+    """Return the line that identifies an error, with a hint.
 
     Args:
         error: The error of Hydra, OmegaConf or the system.
@@ -160,7 +163,7 @@ def explained(error: Exception, arguments: Sequence[str]) -> str:
 
 
 def _line_and_hint(error: Exception, text: str, arguments: Sequence[str]) -> tuple[str, str]:
-    """Return the line of an error that names the setting, and the hint on it."""
+    """Return the line of an error that names the setting, and a hint."""
     from hydra.errors import OverrideParseException
     from yaml import YAMLError
 
@@ -181,7 +184,7 @@ def _line_and_hint(error: Exception, text: str, arguments: Sequence[str]) -> tup
         words = (argument.lstrip("+").partition("=") for argument in arguments)
         key = next((name for name, _, value in words if name in groups and "null" in value), "")
     if (missing := re.match(r"Key '([^']+)' (?:is )?not in", said)) is not None:
-        key = key if missing[1] in key.split(".") else f"{key}.{missing[1]}"  # in the value of a part
+        key = key if missing[1] in key.split(".") else f"{key}.{missing[1]}"  # the missing key is inside a part's value
         said = f"{key}: there is no such {'group' if '/' in key else 'setting'}"
     said = said if key in said else f"{key}: {said}"
     found = (hint.replace("KEY", key or "NAME") for part, hint in _HINTS.items() if re.search(part, said))
@@ -193,11 +196,11 @@ def _line_and_hint(error: Exception, text: str, arguments: Sequence[str]) -> tup
 
 
 def _did_you_mean(key: str, cause: OmegaConfBaseException | None, groups: list[str]) -> str:
-    """Return the hint on a setting or group that is not there: the nearest one, one of its name, or those beside it."""
+    """Return the hint for an unknown setting or group: the nearest name, the same name elsewhere, or its siblings."""
     beside: Any = None if cause is None or "/" in key else cause.parent_node
     settings = [] if beside is None else list(_settings(OmegaConf.to_container(beside._get_root())))
     names = [*settings, *groups]
-    if key in names:  # it is there, but not as the command says
+    if key in names:  # the name exists, but the command misuses it
         return "."
     if nearest(key, names, 0.8) is None and settings:
         if same := [name for name in settings if name.rpartition(".")[2] == key.rpartition(".")[2]]:
@@ -207,14 +210,14 @@ def _did_you_mean(key: str, cause: OmegaConfBaseException | None, groups: list[s
 
 
 def _groups() -> list[str]:
-    """Return the groups of configs that a command line may choose from."""
+    """Return the config groups that a command line can select."""
     folders = {path.parent for path in CONF_DIR.glob("**/*.yaml")}
     hidden = {CONF_DIR, *EXPORT_DIR.glob("**"), *BASE_DIR.glob("**")}
     return sorted(str(folder.relative_to(CONF_DIR)) for folder in folders - hidden)
 
 
 def _settings(node: object, before: str = "") -> Iterator[str]:
-    """Yield the settings of a config, each with its path."""
+    """Yield the full path of each setting in a config."""
     if not isinstance(node, dict):
         yield before
         return
@@ -229,12 +232,12 @@ _REMEDIES = {
     errno.EFBIG: f"Raise the limit on the size of files (ulimit -f), or {_ELSEWHERE}.",
     errno.EROFS: f"The filesystem is read-only: mount it for writing, or {_ELSEWHERE}.",
 }
-# What reading a state raises that does not fit.
+# Errors that loading an incompatible state raises.
 _RESTORING = (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError, OSError)
 
 
 def storage_error(error: BaseException) -> str | None:
-    """Return the line and the remedy for a file that the system does not let grow; None for another error.
+    """Return message and remedy for a file that the system cannot write or extend; None for another error.
 
     Examples:
         >>> print(storage_error(OSError(errno.EFBIG, "File too large", "last.ckpt")))
@@ -250,7 +253,7 @@ paths.log_dir=FOLDER.
 
 @contextmanager
 def run_errors(folder: Path, checkpoint: Any) -> Iterator[None]:
-    """Raise a Fault for what happens to the files of a run while it is going on.
+    """Raise Fault if the files of a run fail during the run.
 
     Args:
         folder: The folder of the run.
@@ -273,7 +276,7 @@ def run_errors(folder: Path, checkpoint: Any) -> Iterator[None]:
 
 
 def _check_folder(folder: Path, error: OSError) -> None:
-    """Raise a Fault if an error comes from a folder that is gone, or closed, since the run began."""
+    """Raise Fault if the run's folder was deleted or became inaccessible during the run."""
     where = str(error.filename or "")
     if not (folder / ".hydra").is_dir() and (where.startswith(str(folder)) or error.errno == errno.ENOENT):
         raise Fault(
@@ -287,7 +290,7 @@ def _check_folder(folder: Path, error: OSError) -> None:
 
 
 def _is_restoring(error: BaseException) -> bool:
-    """Return whether a state was being restored, by the functions of a traceback; a collector's is restored late."""
+    """Return True if the traceback shows an error while restoring a state; a collector restores its state late."""
     frames = (frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__))
     return any(
         code.co_name == "load_state_dict"

@@ -71,7 +71,7 @@ def check_parts(
             if (make := copies(model, data)) is not None:
                 with network_faults(model, data.specs):
                     trial = make()
-                # The trial runs on the CPU, which may not support a network for a GPU; the trainer tries that on the GPU.
+                # The trial runs on the CPU, which may not support a network for a GPU; the trainer tries it there.
                 on_cpu = trainer is not None and trainer.strategy.root_device.type == "cpu"
                 if isinstance(trial, AgentModule) and on_cpu:
                     trial.try_networks(data.specs, trainer)

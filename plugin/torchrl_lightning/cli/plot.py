@@ -1,4 +1,4 @@
-"""``torchrl-lightning-plot``: draw learning curves, mean and spread over seeds, or compare the runs of a sweep."""
+"""``torchrl-lightning-plot``: draw learning curves with mean and spread over seeds, or compare the runs of a sweep."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 Band: TypeAlias = Literal["range", "std", "iqm", "none"]
 BANDS = get_args(Band)
-_DRAWS = 2000  # of a bootstrap
+_DRAWS = 2000  # bootstrap samples
 
 
 def plot_runs(
@@ -40,35 +40,35 @@ def plot_runs(
     panels: bool = False,
     title: str | None = None,
 ) -> Path:
-    """Draw a metric over environment frames, one line for each label, with its spread over the runs of that label.
+    """Draw a metric over environment frames, with one line per label and its spread over the runs of the label.
 
-    Runs that differ in their seed alone share a label; of several with one seed the latest is drawn, of those that were
-    not ended early if there are any. A resumed run continues the curve of the run whose checkpoint it began with. Runs
-    of one label are interpolated to their common points; where some have ended, the rest goes on. Beside the end of a
-    curve of ``eval/return`` a star shows the mean score of the evaluation after training, which is that of the best
-    checkpoint where a run keeps one.
+    Runs that differ only in their seed share a label. For several runs with one seed, the latest is drawn, but runs
+    that were not ended early take precedence. A resumed run continues the curve of its checkpoint's run. The runs of a
+    label are interpolated to the union of their points. After a run ends, the mean covers the remaining runs. For
+    ``eval/return``, a star at the end of the curve marks the mean score of the evaluation after training. This
+    evaluation uses the best checkpoint if the run keeps one.
 
     Args:
-        sources: CSV files, or folders that are searched for ``metrics.csv`` to any depth.
-        output: The picture; its suffix says which format.
+        sources: CSV files, or folders to search recursively for ``metrics.csv``.
+        output: The output file; its suffix selects the format.
         metric: Column to draw.
-        x: Column to draw it over; Lightning's ``step`` holds environment frames here, or updates where there are none,
-            or where Lightning counts alone (:class:`~torchrl_lightning.ExperienceLog` has it count frames).
-        labels: One for each source; by default the experiment and the overrides of a run without its seed, as Hydra
-            recorded them, or else the folder above ``seed_...``.
+        x: Column of the x axis. Lightning's ``step`` contains environment frames, or updates if the run does not count
+            frames (:class:`~torchrl_lightning.ExperienceLog` makes Lightning count frames).
+        labels: One for each source. The default is the experiment and overrides in Hydra's record, without the seed,
+            or else the folder above ``seed_...``.
         smooth: Length of the centred moving average, in points of a run.
         band: Spread around the mean: ``"range"`` from the lowest to the highest run, ``"std"``, or ``"none"``;
             ``"iqm"`` draws the mean of the middle half of the runs instead, and its bootstrapped 95 % interval.
-        panels: A panel of its own for each label, where returns have different scales.
-        title: Above the picture.
+        panels: Draw each label in a separate panel, for returns with different scales.
+        title: The title above the figure.
 
     Returns:
-        The path of the picture.
+        The path of the output file.
 
     Raises:
-        FileNotFoundError: A source does not exist or holds no ``metrics.csv``.
-        KeyError: No run of a source has the columns; the message names those there are.
-        ValueError: Another argument is out of range or a file is no table of numbers.
+        FileNotFoundError: A source does not exist or does not contain ``metrics.csv``.
+        KeyError: No run of a source has the columns; the message lists the existing columns.
+        ValueError: Another argument is out of range, or a file is not a table of numbers.
     """
     if smooth < 1:
         raise ValueError(f"smooth={smooth} must be at least 1 point.")
@@ -96,16 +96,16 @@ def _smoothed(curve: Curve, length: int) -> Curve:
 
 
 def _together(curves: Iterable[Curve]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Interpolate runs to all their points: x ``[P]`` and values ``[runs, P]``, NaN where a run does not reach."""
+    """Interpolate runs to the union of their points: x ``[P]`` and values ``[runs, P]``, NaN outside a run's range."""
     curves = list(curves)
     grid = np.unique(np.concatenate([curve.x for curve in curves]))
     return grid, np.stack([np.interp(grid, c.x, c.y, left=np.nan, right=np.nan) for c in curves])
 
 
 def interquartile_mean(values: NDArray[Any]) -> NDArray[np.float64]:
-    r"""Return the mean of the middle half of the last axis ``[*B, n]``: \(n / 4\) of the values is cut at each end.
+    r"""Return the mean of the middle half of the last axis ``[*B, n]``, without \(n / 4\) values at each end.
 
-    Where \(n / 4\) is no whole number, the outermost ones that are left count in part (Agarwal et al., 2021).
+    If \(n / 4\) is not an integer, the outermost remaining values count partially (Agarwal et al., 2021).
 
     Examples:
         >>> float(interquartile_mean(np.array([0.0, 1.0, 2.0, 9.0])))
@@ -119,13 +119,13 @@ def interquartile_mean(values: NDArray[Any]) -> NDArray[np.float64]:
 
 
 def bootstrapped(values: NDArray[Any]) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
-    """Return interquartile means over seeds, and the ends of their 95 % intervals, by a bootstrap of fixed draws.
+    """Return interquartile means over seeds and their 95 % intervals, from a bootstrap with a fixed random seed.
 
     Args:
-        values: Scores ``[n, P]``: a row for each seed, NaN where it has none.
+        values: Scores ``[n, P]`` with a row for each seed; NaN for missing scores.
 
     Returns:
-        Three arrays ``[P]``.
+        Three arrays ``[P]``: mean, lower end and upper end of the interval.
     """
     seeds, points = values.shape
     found = np.full((3, points), np.nan)
@@ -169,7 +169,7 @@ def _draw_group(axes: Any, label: str, curves: list[Curve], band: Band, color: s
         mean = np.nanmean(values, axis=0)
     axes.plot(grid, mean, color=color, label=label, linewidth=1.8, marker="o" if len(grid) == 1 else None)
     scores = [curve.score for curve in curves if curve.score is not None]
-    if scores:  # what a table of the runs reports
+    if scores:  # the scores that the table of the runs reports
         score = interquartile_mean(np.array(scores)) if band == "iqm" else np.mean(scores)
         axes.plot(grid[-1], score, color=color, marker="*", markersize=11, clip_on=False, zorder=3)
     if len(curves) == 1 or band == "none":
@@ -183,7 +183,7 @@ def _draw_group(axes: Any, label: str, curves: list[Curve], band: Band, color: s
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Draw what the command line asks for; return the exit status."""
+    """Draw curves or compare runs; return the exit status."""
     leave_out_working_directory()
     parser = argparse.ArgumentParser(
         prog="torchrl-lightning-plot",
@@ -240,7 +240,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(f"learning curve: {plot_runs(**{'output': 'curve.png', **given})}")
     except (OSError, ValueError) as error:
         parser.exit(2, f"{parser.prog}: error: {printable(' '.join(str(error).split()), MESSAGE_LIMIT)}\n")
-    except KeyError as error:  # which prints its message in quotes
+    except KeyError as error:  # str() of a KeyError adds quotes
         parser.exit(2, f"{parser.prog}: error: {printable(error.args[0], MESSAGE_LIMIT)}\n")
     return 0
 

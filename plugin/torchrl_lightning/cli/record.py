@@ -1,4 +1,4 @@
-"""``torchrl-lightning-record``: record demonstrations, show what a directory holds, or write it for Minari."""
+"""``torchrl-lightning-record``: record demonstrations, list a directory of them, or convert them for Minari."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 
 def main() -> None:
-    """Run the command; a sweeper gets the mean return of the demonstrations."""
+    """Run the command; return the mean return of the demonstrations to a sweeper."""
     run_command("record", record)
 
 
 @behind
 def record(cfg: DictConfig) -> float:
-    """Record episodes into a directory, or show the table of one."""
+    """Record episodes into a directory, print the table of a directory, or convert demonstrations."""
     import_libraries()
     from torchrl_lightning.cli.checks import UsageError
     from torchrl_lightning.demonstrations import record_demonstrations
@@ -91,7 +91,7 @@ def _played(cfg: DictConfig, env: Any) -> Iterable[Demonstration]:
 
 
 def _written(cfg: DictConfig, env: Any) -> float:
-    """Write what lies in a path as a data set of Minari's, and return the mean return of what is read again."""
+    """Write demonstrations as a Minari data set, read it again, and return the mean return."""
     from torchrl_lightning.cli.checks import UsageError
     from torchrl_lightning.demonstrations import read_dataset, write_dataset
 
@@ -105,7 +105,7 @@ def _written(cfg: DictConfig, env: Any) -> float:
 
 
 def _environment(cfg: DictConfig) -> Any:
-    """Build the environment's recipe that was chosen, and the environment once; None without one."""
+    """Return the selected environment recipe, after building the environment once; None without a selection."""
     from omegaconf import OmegaConf
 
     from torchrl_lightning.cli.parts import build_part, named
@@ -130,8 +130,8 @@ def _of_checkpoint(cfg: DictConfig) -> tuple[Any, Policy]:
 def scripted_policy(path: str, env: Any, *, clip_actions: bool = False) -> Policy:
     """Import ``module:function``, which maps an observation to an action, as a policy of one environment.
 
-    It gets what the environment shows as numpy arrays: one array, or a dict of them. It must return an action of the
-    environment; with ``clip_actions`` one outside of its bounds, too.
+    The function receives the observation as a NumPy array or a dict of arrays, and must return a valid action of the
+    environment. With ``clip_actions``, the action may exceed the bounds.
     """
     import torch
 
@@ -225,7 +225,7 @@ def _free_path(folder: Path) -> Path:
 
 
 def show_table(folder: Path, env: Any) -> float:
-    """Print what a directory of demonstrations holds, and what is wrong with each; return the mean return."""
+    """Print a table of the demonstrations in a directory, with the error of each; return the mean return."""
     from torchrl_lightning.cli.checks import UsageError
     from torchrl_lightning.demonstrations.files import SUFFIXES
     from torchrl_lightning.demonstrations.recording import demonstration_specs

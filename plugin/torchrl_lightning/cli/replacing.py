@@ -1,4 +1,4 @@
-"""Replace a part of a config by one of another class: settings that were written for the old one do not apply to it."""
+"""Replace a part of a config by a part of another class, without the settings of the old class."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from omegaconf.errors import OmegaConfBaseException
 from torchrl_lightning._schemas import GROUP, schema, schema_data
 
 _TARGET = "_target_"
-_DIRECTIVES = ("_partial_", "_convert_")  # how the program builds a part, of whatever class it is
+_DIRECTIVES = ("_partial_", "_convert_")  # how Hydra builds a part of any class
 
 
 def targets_in(node: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the path of each part in plain data and the class that is named for it, outer parts first.
+    """Yield path and class of each part in plain data, outer parts first.
 
-    A whole group such as ``data`` is no part: another class for it is a subclass, which takes the same settings.
+    A top-level group such as ``data`` is not a part: only a subclass can replace it, with the same settings.
 
     Examples:
         >>> [*targets_in({"data": {"_target_": "a.B", "buffer": {"_target_": "c.D", "sampler": {"_target_": "e.F"}}}})]
@@ -39,7 +39,7 @@ def targets_in(node: Any, path: str = "") -> Iterator[tuple[str, str]]:
 
 
 def targets_of(overrides: Iterable[Override]) -> list[tuple[str, str]]:
-    """Return the path of each part whose class a command line names, and the class."""
+    """Return path and class of each part that gets its class on the command line."""
     return [*targets_in(_plain(command_layer(overrides)))]
 
 
@@ -53,7 +53,7 @@ def command_layer(overrides: Iterable[Override]) -> DictConfig:
 
 
 def file_layers(loader: ConfigLoader, config_name: str | None, lines: list[str]) -> Iterator[Any]:
-    """Yield the settings of each file that a config is composed of, in Hydra's order, below their packages."""
+    """Yield the settings of each file of a composed config, in Hydra's order, below their packages."""
     for default in loader.compute_defaults_list(config_name, lines, RunMode.RUN).defaults:
         path = str(default.config_path)
         source = next((source for source in loader.get_sources() if source.is_config(path)), None)
@@ -65,15 +65,15 @@ def file_layers(loader: ConfigLoader, config_name: str | None, lines: list[str])
 
 
 def renamed_parts(config: DictConfig) -> list[str]:
-    """Return the paths of the parts that have another class than the schema that they were composed by."""
+    """Return the paths of all parts with another class than their schema."""
     return [path for path, target in targets_in(_plain(config)) if _schema_target(config, path) not in (None, target)]
 
 
 def close_schemas(config: DictConfig) -> bool:
-    """Forbid further settings in the parts of a config again; return False if one has a setting that its schema lacks.
+    """Close the schemas of a config again; return False if a part has a setting that its schema lacks.
 
     Args:
-        config: A config that was composed within :func:`~torchrl_lightning._schemas.open_schemas`.
+        config: A config composed within :func:`~torchrl_lightning._schemas.open_schemas`.
     """
     is_whole = True
     for key in config:
@@ -90,31 +90,31 @@ def close_schemas(config: DictConfig) -> bool:
 
 
 def replace_part(config: DictConfig, path: str, target: str) -> None:
-    """Put a new part of a class into a config, with the directives of the old one but without its settings."""
+    """Replace a part of a config by an empty part of a class; keep only the directives of the old part."""
     outer, _, name = path.rpartition(".")
     holder = OmegaConf.select(config, outer)
     old = _plain(holder)[name]
     directives = {key: old[key] for key in _DIRECTIVES if isinstance(old, Mapping) and key in old}
     part = OmegaConf.create({_TARGET: target, **directives}, flags={"struct": False})
-    if target in schema_data():  # whose settings are checked
+    if target in schema_data():  # the schema validates the settings
         part = OmegaConf.structured(schema(target))
     with flag_override(holder, ["struct", "readonly"], False):
         holder[name] = part
 
 
 def replace_parts(config: DictConfig, paths: Iterable[str], layers: Sequence[Any]) -> dict[str, list[str]]:
-    """Give parts whose class a later layer names anew only the settings from that layer on.
+    """Replace parts that get a new class in a later layer, and keep only the settings from that layer on.
 
     Args:
         config: The composed config.
-        paths: The parts, outer ones first.
+        paths: The parts, outer parts first.
         layers: The settings of each file, and of the command line, in order.
 
     Returns:
-        The replaced parts, each with the settings that were written for the old ones and are left out.
+        The replaced parts, each with the dropped settings of its old class.
 
     Raises:
-        ConfigCompositionException: A class of ours has no such setting.
+        ConfigCompositionException: A class of this package does not have the setting.
     """
     dropped: dict[str, list[str]] = {}
     for path in dict.fromkeys(paths):
@@ -146,7 +146,7 @@ def replace_parts(config: DictConfig, paths: Iterable[str], layers: Sequence[Any
 
 
 def within(key: str, outer: str) -> bool:
-    """Return whether a setting is another one or below it."""
+    """Return True if a setting equals ``outer`` or is below it."""
     return key == outer or key.startswith((f"{outer}.", f"{outer}/"))
 
 
@@ -160,7 +160,7 @@ def _part(layer: DictConfig, path: str) -> DictConfig | None:
 
 
 def _schema_target(config: DictConfig, path: str) -> str | None:
-    """Return the class whose schema a part was composed by, or None."""
+    """Return the class of a part's schema, or None."""
     kind: Any = OmegaConf.get_type(OmegaConf.select(config, path))
     found = (str(field.default) for field in fields(kind) if field.name == _TARGET) if is_dataclass(kind) else ()
     return next(iter(found), None)

@@ -1,7 +1,7 @@
-"""What a checkpoint says of the run that wrote it, how a resumed run is composed of it, and whether it fits that run.
+"""Read the record of a checkpoint's run, compose a resumed run from it, and check that the checkpoint fits.
 
-A setting of the command wins over the checkpoint's, and that over the presets in ``conf/``. ``changed_settings.py``
-does the same for what a state restores, such as learning rates. Imports nothing heavy.
+A setting of the command overrides the checkpoint's setting, which overrides the presets in ``conf/``.
+``changed_settings.py`` does the same for settings in restored states, such as learning rates. Imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ from torchrl_lightning.limits import OVERRIDES
 from torchrl_lightning.protocols import LearnerApi
 from torchrl_lightning.records import COMMAND
 
-# Of the present run, whatever the checkpoint says.
+# Settings that always come from the current run, not from the checkpoint.
 _PRESENT = {"ckpt_path", "trusted", "paths", "hparams_search", "hydra"}
-# Of the process, which nobody else's file sets.
+# Process settings that must not come from a file of someone else.
 _PROCESS = {"trainer.profiler", "trainer.detect_anomaly"}
 _PLACES = {"dirpath", "save_dir", "default_root_dir"}
-# They decide where files are written, so they are restored only from a checkpoint that is trusted.
+# These settings decide where files are written, so they are restored only from a trusted checkpoint.
 _PRIVATE = {"callbacks", "logger", "task_name"}
 _TRAINER = {"_target_": "lightning.Trainer", "plugins": [{"_target_": "torchrl_lightning.AtomicCheckpointIO"}]}
-# A resumed run may choose these groups anew: what is trained does not depend on them.
+# Groups that a resumed run may change, because training does not depend on them.
 _FREE_GROUPS = {"hparams_search", "hydra", "logger", "paths"}
 _KEY = r"[A-Za-z_][\w-]*(?:[./][\w-]+)*(?:@[\w.]+)?"
-# Without interpolations, functions of Hydra's grammar and escapes.
+# Overrides without interpolations, functions of Hydra's grammar and escapes.
 _PLAIN = re.compile(rf"(?:~{_KEY}|\+{{0,2}}{_KEY}=[^$()\\\n]{{0,2000}})")
 _OPTION = re.compile(r"[\w/-]+")
 
 
 @dataclass(frozen=True)
 class Record:
-    """What the run of a checkpoint was composed of: its whole config, the groups chosen, the overrides given.
+    """The whole config, selected groups and overrides of a checkpoint's run.
 
-    ``trusted`` says whether this command says ``trusted=true``.
+    ``trusted`` is True if this command sets ``trusted=true``.
     """
 
     config: dict[str, Any]
@@ -58,9 +58,9 @@ class Record:
     trusted: bool = False
 
     def holds(self, key: str) -> bool:
-        """Return whether a setting of the run is one of a resumed run, too.
+        """Return True if a resumed run inherits this setting.
 
-        Equal threads make a resumed run equal bit for bit, but this machine may have fewer cores.
+        An equal number of threads makes a resumed run bit-identical, but this machine may have fewer cores.
         """
         if key == "torch_threads":
             threads = self.config.get(key)
@@ -83,7 +83,7 @@ def plain(node: Any) -> Any:
 
 
 def record_in(stored: Mapping[str, Any], path: str | Path, *, trusted: bool = False) -> Record | None:
-    """Return the record of a checkpoint that was read already; None where its run was not one of our commands'."""
+    """Return the record in the content of a checkpoint; None if our commands did not write it."""
     from torchrl_lightning.learn.loading import CONFIG
 
     config, command = stored.get(CONFIG), stored.get(COMMAND)
@@ -104,10 +104,10 @@ def record_in(stored: Mapping[str, Any], path: str | Path, *, trusted: bool = Fa
 
 
 def kept_overrides(record: Record, path: str | Path) -> list[Override]:
-    """Return the overrides of a run that hold for one that resumes it, parsed.
+    """Return the parsed overrides that a resumed run inherits.
 
-    What is more than a plain value, such as an interpolation, or contradicts the config, is left out: the config has
-    the value. Nothing else than plain text reaches Hydra's grammar.
+    Overrides with more than a plain value, such as an interpolation, are left out, because the config has the value.
+    The same applies to overrides that contradict the config. Only plain text reaches Hydra's parser.
     """
     parser = OverridesParser.create()
     found: list[Override] = []
@@ -137,16 +137,16 @@ def kept_overrides(record: Record, path: str | Path) -> list[Override]:
 def continued(
     record: Record, path: str | Path, given: Iterable[Override], is_group: Callable[[str], bool]
 ) -> list[Override]:
-    """Return the overrides of a resumed run: those of the checkpoint's run, and behind them those of this command.
+    """Return the overrides of a resumed run: the inherited overrides, then the overrides of this command.
 
     Args:
-        record: What the checkpoint says.
+        record: The record of the checkpoint.
         path: The checkpoint.
         given: The overrides of this command.
-        is_group: Whether a key is that of a group of configs.
+        is_group: Return True if a key is a config group.
 
     Raises:
-        UsageError: This command chooses another group than the run did.
+        UsageError: This command selects another option of a group than the run.
     """
     mine: list[Override] = []
     for override in given:
@@ -168,7 +168,7 @@ def continued(
 
 
 def check_record(record: Record, path: str | Path) -> None:
-    """Raise UsageError if a run can only be resumed with ``trusted=true``."""
+    """Raise UsageError if resuming the run requires ``trusted=true``."""
     taken = {key: value for key, value in record.config.items() if record.holds(key)}
     trainer = taken.get("trainer")
     if isinstance(trainer, dict):
@@ -177,7 +177,7 @@ def check_record(record: Record, path: str | Path) -> None:
 
 
 def needs_trust(config: dict[str, Any]) -> bool:
-    """Return whether a run with this config has classes or folders for which its checkpoints need ``trusted=true``."""
+    """Return True if a run's config has classes or folders that require ``trusted=true`` for its checkpoints."""
     try:
         check_record(Record(config, {}, []), "")
     except UsageError:
@@ -187,7 +187,7 @@ def needs_trust(config: dict[str, Any]) -> bool:
 
 
 def missing_choices(record: Record, choices: Mapping[str, str | None], chosen: Collection[str]) -> list[str]:
-    """Return overrides for the groups of the run that YAML chooses otherwise by now, but those chosen already."""
+    """Return overrides that restore the run's groups if YAML now selects other options, without those in ``chosen``."""
     differing = [
         f"{group}={option or 'null'}"
         for group, option in record.choices.items()
@@ -196,20 +196,20 @@ def missing_choices(record: Record, choices: Mapping[str, str | None], chosen: C
         and group in choices
         and choices[group] != option
     ]
-    # The experiment first, which chooses others in its turn.
+    # The experiment comes first, because it selects other groups.
     return sorted(
         (line for line in differing if line not in chosen), key=lambda line: not line.startswith("experiment=")
     )
 
 
 def keep_settings(config: DictConfig, before: DictConfig, record: Record, given: Iterable[Override]) -> None:
-    """Give settings whose YAML has changed since the values of the checkpoint; write them into a composed config.
+    """Restore the checkpoint's values in a composed config for all settings that YAML has changed since.
 
     Args:
-        config: The config to run, of the run's groups and overrides and this command's.
-        before: That of the run's groups and overrides alone.
-        record: What the checkpoint says. What its config has from ``paths``, as the folder, is of the present run.
-        given: The overrides of this command, which win.
+        config: The config to run, composed from the groups and overrides of the run and of this command.
+        before: The config composed only from the groups and overrides of the run.
+        record: The record of the checkpoint. Values from ``paths``, such as the folder, come from the current run.
+        given: The overrides of this command, which take precedence.
     """
     before = before.copy()
     with open_dict(before):
@@ -223,7 +223,7 @@ def keep_settings(config: DictConfig, before: DictConfig, record: Record, given:
                 present = dict(targets_in(OmegaConf.to_container(each)))
                 if present.get(part, target) != target:
                     replace_part(each, part, target)
-    # What is interpolated follows what it names, as far as that explains how it differs.
+    # Restore plain settings first: an interpolated setting then often has the checkpoint's value already.
     for interpolated in (False, True):
         for keys, value in [*_changed(before, record.config, interpolated=interpolated)]:
             name = ".".join(keys)
@@ -234,11 +234,11 @@ def keep_settings(config: DictConfig, before: DictConfig, record: Record, given:
 
 
 def keep_process(config: DictConfig, alone: Callable[[], DictConfig], given: Iterable[Override]) -> None:
-    """Take the settings of the process from this command.
+    """Set the process settings to the values of this command.
 
     Args:
         config: The config to run.
-        alone: Composes what this command says by itself.
+        alone: Compose a config only from this command.
         given: The overrides of this command.
     """
     keys = {_key(override) for override in given}
@@ -249,7 +249,7 @@ def keep_process(config: DictConfig, alone: Callable[[], DictConfig], given: Ite
 
 
 def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Map the settings that differ between two configs to both values, ``"absent"`` where one has none.
+    """Map the settings that differ between two configs to both values; a missing value is ``"absent"``.
 
     Examples:
         >>> differences({"model": {"gamma": 0.9, "tau": 1.0}}, {"model": {"gamma": 0.99, "tau": 1.0}})
@@ -267,7 +267,7 @@ def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> dict[str, 
 def told_differences(
     stored: Mapping[str, Any], path: str | Path, config: Mapping[str, Any]
 ) -> dict[str, tuple[Any, Any]]:
-    """Return in what a config differs from that of a checkpoint that was read, but for the folder of its run."""
+    """Return the differences between a checkpoint's config and a config, except for the run folder."""
     record = record_in(stored, path)
     if record is None:
         return {}
@@ -279,7 +279,7 @@ def told_differences(
 
 
 def changes_rates(differing: Iterable[str]) -> bool:
-    """Return whether one of these settings is a learning rate, or belongs to an optimizer or a schedule.
+    """Return True if one of these settings is a learning rate, or belongs to an optimizer or a schedule.
 
     Examples:
         >>> changes_rates(["seed", "model.optimizer.lr"]), changes_rates(["data.buffer.gamma"])
@@ -299,12 +299,13 @@ def check_checkpoint(
     resumes: bool = False,
     plays: bool = False,
 ) -> None:
-    """Refuse a checkpoint of another environment, capacity, network or number of ranks.
+    """Validate a checkpoint; raise UsageError for another environment, capacity, network or number of ranks.
 
-    With ``plays``, only the environment and the networks are compared, which are all that an evaluation builds.
+    With ``plays``, the check compares only environment and networks, because an evaluation builds nothing else.
 
-    A copy of the model is built without memory. With ``resumes``, the states of the optimizers are compared as well, on
-    a second copy in memory. No ``world_size`` accepts any; ``config`` names the settings that differ.
+    The check builds a copy of the model without memory. With ``resumes``, it also compares the optimizer states, on a
+    second copy in memory. A ``world_size`` of None accepts any number of ranks. If ``config`` is given, the error names
+    the model settings that differ.
     """
     from torchrl_lightning.datamodules.arguments import check_environment
     from torchrl_lightning.learn.agents import AgentModule
@@ -335,7 +336,7 @@ def check_checkpoint(
 
 
 def copies(model: Any, data: Any) -> Callable[[], Any] | None:
-    """Return what makes copies of a model, with the networks that it would build for a DataModule."""
+    """Return a factory of model copies with the networks for a DataModule; None if the model cannot build networks."""
     if LearnerApi.of(model).build is None:
         return None
     specs, options = data.specs, data.build_options
@@ -343,7 +344,7 @@ def copies(model: Any, data: Any) -> Callable[[], Any] | None:
 
 
 def _changed_settings(checkpoint: Path, stored: Mapping[str, Any], config: DictConfig | None) -> str:
-    """Say which settings of the model had other values in the run of a checkpoint, and what that run was given."""
+    """Return a message with the changed model settings and the overrides of a checkpoint's run."""
     record = record_in(stored, checkpoint)
     if record is None:
         return ""
@@ -363,13 +364,13 @@ def _check(config: Mapping[str, Any], path: str | Path, *, trusted: bool) -> Non
 
 
 def _replaced(record: Record, given: Iterable[Override]) -> set[str]:
-    """Return the parts of a run for which a command line names another class."""
+    """Return the parts of a run that get another class on the command line."""
     stored = dict(targets_in(record.config))
     return {part for part, target in targets_of(given) if stored.get(part, target) != target}
 
 
 def _found(config: Any, key: str) -> list[Any]:
-    """Return the value that a config has of a setting, alone in a list; an empty one if it has none."""
+    """Return a list with the value of a setting in a config; an empty list if the setting is missing."""
     for part in key.split("."):
         if not isinstance(config, Mapping) or part not in config:
             return []
@@ -378,7 +379,7 @@ def _found(config: Any, key: str) -> list[Any]:
 
 
 def _agrees(value: Any, config: Any, key: str) -> bool:
-    """Return whether a config holds this value of a setting, or below it all that a mapping says."""
+    """Return True if a setting of a config has this value; a mapping needs to match only its own keys."""
     found = _found(config, key)
     if found and isinstance(value, Mapping):
         return all(_agrees(inside, found[0], part) for part, inside in value.items())
@@ -400,7 +401,7 @@ def _settings(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 def _changed(
     node: DictConfig, kept: Mapping[str, Any], keys: tuple[str, ...] = (), *, interpolated: bool
 ) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Find the settings whose value is not the one that was kept; plain ones, or those with interpolations."""
+    """Yield the settings that differ from the checkpoint: interpolations if ``interpolated``, else plain values."""
     for key, value in kept.items():
         here = (*keys, key)
         child = node._get_node(key, validate_access=False)
@@ -416,11 +417,11 @@ def _changed(
             if lacks or plain(OmegaConf.create({"value": node[key]}))["value"] != value:
                 yield here, value
         except OmegaConfBaseException:
-            continue  # it is known in a running job alone, as the folder is
+            continue  # only a running job has the value, such as the folder
 
 
 def _assign(config: DictConfig, keys: Collection[str], value: Any) -> None:
-    """Set a value, unless this command has removed what holds it or its class no longer has it."""
+    """Set a value, unless this command has removed its parent or its class no longer has the setting."""
     *path, last = keys
     with suppress(OmegaConfBaseException, TypeError):
         holder: Any = reduce(getitem, path, config)

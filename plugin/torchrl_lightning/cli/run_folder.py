@@ -1,7 +1,7 @@
-"""The folder of a run: the lock that says who writes into it, and the record of its config. Imports nothing heavy.
+"""Lock the folder of a run and write the record of its config. Imports nothing heavy.
 
-A lock ends with its process, however that ends. The record has the files that Hydra writes by itself: Hydra would write
-them before it calls the task, also into the folder of another run that is going on.
+The system releases a lock when its process ends for any reason. The record has the files that Hydra writes by default:
+Hydra would write them before it calls the task, even into the folder of another active run.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from torchrl_lightning.cli.checks import UsageError
 
 try:
     import fcntl
-except ImportError:  # pragma: no cover  # Windows has no such locks
+except ImportError:  # pragma: no cover  # Windows does not support these locks
     fcntl = None  # type: ignore[assignment]
 
 FOLDER = ".hydra"
 _NAME = Path(FOLDER) / "lock"
 SWEEP = Path(FOLDER) / "sweep.lock"
-"""Of the folder of a sweep, in which runs have folders of their own."""
+"""Lock file in the folder of a sweep, where each run has its own folder."""
 
 
 @contextmanager
 def locked(folder: Path, name: Path = _NAME) -> Iterator[None]:
-    """Keep other processes from writing into a run's folder.
+    """Lock a run's folder against other processes.
 
-    The lock is POSIX's: the system takes it back when the process ends, also after ``kill -9``, on network
-    filesystems, too, and worker processes do not inherit it.
+    The system releases this POSIX lock when the process ends, even after ``kill -9`` and on network filesystems.
+    Worker processes do not inherit it.
 
     Raises:
-        UsageError: Another process holds it, or the folder cannot be written to.
+        UsageError: Another process holds the lock, or the folder is not writable.
     """
     path = folder / name
     try:
@@ -60,12 +60,12 @@ def locked(folder: Path, name: Path = _NAME) -> Iterator[None]:
 
 
 def _open_own(path: str, flags: int) -> int:
-    """Open the file of a lock, which is emptied, without following a link in a folder that somebody sent."""
+    """Open a lock file without following a link: the file will be truncated, and the folder may be untrusted."""
     return os.open(path, flags | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666)
 
 
 def check_unlocked(folder: Path) -> None:
-    """Refuse a run's folder that another living process is writing, by a UsageError."""
+    """Raise UsageError if another running process is writing to a run's folder."""
     path = folder / _NAME
     if fcntl is None or not path.is_file():
         return
@@ -74,12 +74,12 @@ def check_unlocked(folder: Path) -> None:
 
 
 def has_lock(folder: Path) -> bool:
-    """Return whether a training run was begun in a folder."""
+    """Return True if a training run has started in a folder."""
     return (folder / _NAME).is_file()
 
 
 def is_abandoned(folder: Path) -> bool:
-    """Return whether a run was begun in a folder that no living process is writing."""
+    """Return True if a run has started in a folder and no running process writes to it."""
     try:
         check_unlocked(folder)
     except UsageError:
@@ -88,13 +88,13 @@ def is_abandoned(folder: Path) -> bool:
 
 
 def is_follower() -> bool:
-    """Return whether this is one of several processes of a run, and not the first, which writes its folder."""
+    """Return True if this process is not the first of a distributed run; only the first writes the run's folder."""
     ranks = ("LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "SLURM_PROCID")  # Lightning's, torchrun's and SLURM's
     return any(os.environ.get(name, "0") not in ("", "0") for name in ranks)
 
 
 def _take(file: TextIO, folder: Path) -> None:
-    """Take the lock, which closing the file gives back."""
+    """Acquire the lock; closing the file releases it."""
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -103,7 +103,7 @@ def _take(file: TextIO, folder: Path) -> None:
 
 
 class RunRecord:
-    """The three files of a run, as its config was composed.
+    """The three files that record the composed config of a run.
 
     Args:
         cfg: The config of the task.
@@ -119,11 +119,11 @@ class RunRecord:
             self._contents = {f"{name}.yaml": OmegaConf.to_yaml(node) for name, node in nodes.items()}
 
     def write(self, folder: Path, *, replace: bool = True) -> None:
-        """Write the files below a folder, each of them whole; a process without Hydra has nothing to write.
+        """Write each file atomically below a folder; without Hydra, write nothing.
 
         Args:
             folder: The folder of the run.
-            replace: Whether the record of another run is replaced.
+            replace: Replace the record of another run.
         """
         if not replace and (folder / FOLDER / "config.yaml").exists():
             return
@@ -136,7 +136,7 @@ class RunRecord:
 
 
 def recorded(task: Callable[[Any], float]) -> Callable[[Any], float]:
-    """Return a task that first writes its record, unless its folder belongs to a training run."""
+    """Wrap a task so that it first writes its record, unless its folder belongs to a training run."""
 
     @wraps(task)
     def recorded_task(cfg: Any) -> float:

@@ -1,4 +1,4 @@
-"""What Hydra calls around a sweep and a search."""
+"""Hydra callbacks that prepare the folders of sweeps and searches."""
 
 from __future__ import annotations
 
@@ -14,46 +14,46 @@ from torchrl_lightning.cli.checks import one_line
 from torchrl_lightning.cli.run_folder import SWEEP, is_abandoned, is_follower, locked
 
 _log = logging.getLogger(__name__)
-_held = ExitStack()  # not in the callback, which launchers send to other processes
+_held = ExitStack()  # a module attribute, because launchers pickle the callback
 
 
 class SweepFolder(Callback):
     """Lock the folder of a sweep until it ends, because Hydra writes ``multirun.yaml`` before the first run begins.
 
-    Searches by Optuna are not locked: several processes share the folder of one study.
+    Optuna searches are not locked, because several processes share the folder of one study.
     """
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Lock it; end the program with one line if another process holds it, which Hydra does not catch."""
+        """Lock the folder; exit if another process holds the lock, because Hydra catches all errors but SystemExit."""
         if "study_name" not in config.hydra.sweeper and not is_follower():
             with one_line():
                 _held.enter_context(locked(Path(config.hydra.sweep.dir), SWEEP))
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
-        """Unlock it."""
+        """Unlock the folder."""
         _held.close()
 
 
 class SearchFolder(Callback):
-    """Make the folder of a search, where its study is kept, before the sweeper opens the study.
+    """Create the folder of a search, which contains its study, before the sweeper opens the study.
 
-    Where a search goes on, the trials whose runs were killed while they trained have failed, as far as their folders
-    lie here: nobody else would say so.
+    If the search continues an existing study, this callback marks trials as failed if their runs were killed during
+    training and their folders are on this machine. No other component marks them.
     """
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Make it; where it is there, end what was killed."""
+        """Create the folder, and mark the killed trials of an existing study as failed."""
         Path(config.hydra.sweep.dir).mkdir(parents=True, exist_ok=True)
         end_killed_trials(config.hydra.sweeper.study_name, config.hydra.sweeper.storage)
 
 
 def end_killed_trials(study_name: str, storage: Any) -> None:
-    """Mark the running trials of a study as failed whose runs were killed while they trained."""
+    """Mark running trials of a study as failed if their runs were killed during training."""
     import optuna
 
     try:
         study = optuna.load_study(study_name=study_name, storage=storage)
-    except KeyError:  # it is made with its first trial
+    except KeyError:  # the sweeper creates it with the first trial
         return
     for trial in study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.RUNNING,)):
         folder = trial.user_attrs.get("folder")

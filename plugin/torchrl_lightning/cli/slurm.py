@@ -1,4 +1,4 @@
-"""Batch jobs of SLURM, by the variables that it sets. Imports nothing heavy."""
+"""Detect and requeue SLURM batch jobs through SLURM's environment variables. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ _log = logging.getLogger(__name__)
 
 
 def job_id() -> str | None:
-    """Return the id of the batch job that this process is part of; None elsewhere and in an interactive session."""
+    """Return the id of this process's batch job; None outside SLURM and in an interactive session."""
     job = os.environ.get("SLURM_JOB_ID", "")
-    # As Lightning tells them apart.
+    # Lightning uses the same names for interactive sessions.
     return job if job.isdecimal() and os.environ.get("SLURM_JOB_NAME") not in ("bash", "interactive") else None
 
 
 def is_requeued() -> bool:
-    """Return whether SLURM has started this job before."""
+    """Return True if SLURM has restarted this job."""
     count = os.environ.get("SLURM_RESTART_COUNT", "")
     return job_id() is not None and count.isdecimal() and int(count) > 0
 
 
 @contextmanager
 def requeued_on_signal() -> Iterator[None]:
-    """Let SIGUSR1, by which SLURM announces the end of a job's time, end the block as SIGTERM does; requeue the job.
+    """End the block on SIGUSR1 in the same way as on SIGTERM, and requeue the job.
 
-    Lightning's own handler saves in the midst of whatever is going on, and goes on. With SIGTERM a batch ends and the
-    state is saved before the job is put back.
+    SLURM sends SIGUSR1 before a job's time limit. Lightning's own handler saves in the middle of any operation and
+    continues. SIGTERM ends the current batch and saves the state before the job is requeued.
     """
     asked = False
 

@@ -1,4 +1,4 @@
-"""Pictures of a sweep: its score over each setting, its trials as lines over all of them, and how much each matters."""
+"""Draw a sweep: scores over each setting, trials as lines over all settings, and the importance of each setting."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _SHUFFLES = 1000
 
 @dataclass(frozen=True)
 class _Scale:
-    """Where trials lie on the axis of a setting: ``places`` in numbers, or in categories with ``names``."""
+    """The positions of trials on the axis of a setting: numbers, or indices of categories if there are ``names``."""
 
     places: list[float]
     names: list[str] | None = None
     is_logarithmic: bool = False
 
     def heights(self) -> NDArray[np.float64]:
-        """Return the places between 0 and 1."""
+        """Return the positions scaled to the range from 0 to 1."""
         places = np.log(self.places) if self.is_logarithmic else np.array(self.places, dtype=float)
         return (places - places.min()) / (np.ptp(places) or 1.0)
 
@@ -46,14 +46,14 @@ def _scale(values: Sequence[str]) -> _Scale:
 
 
 def draw_trials(trials: Sequence[Trial], output: str | Path, metric: str = SCORE, title: str | None = None) -> Path:
-    """Draw the score over each setting that varies, with its deviation over the seeds; the best trial stands out.
+    """Draw the score over each varied setting, with its standard deviation over seeds, and highlight the best trial.
 
-    Numbers lie on an axis, which is logarithmic where they span three decades or where that spreads them more evenly;
-    all else lies in categories, and so does a setting whose default was not recorded. Trials of one budget have one
-    marker, beside those of others; that of a trial that was ended early is hollow.
+    A numeric axis is logarithmic if the values span three decades, or span one decade and are more even on a
+    logarithmic scale. All other settings are categories, including settings with an unrecorded default. Each run limit
+    has its own marker. The marker of a trial that was ended early is hollow.
     """
     keys = list(trials[0].settings)
-    # What each trial was to end after, as far as trials differ in it.
+    # The run limit of each trial, as far as the trials differ in it.
     budgets = [", ".join(f"{end}={trial.settings[end]}" for end in ENDS if end in trial.settings) for trial in trials]
     markers = {budget: _MARKERS[i % len(_MARKERS)] for i, budget in enumerate(sorted({*budgets}))}
     looks = {"best": {"color": "C1", "marker": "o"}}
@@ -69,7 +69,7 @@ def draw_trials(trials: Sequence[Trial], output: str | Path, metric: str = SCORE
 
 
 def _explain(figure: Figure, looks: Mapping[str, Mapping[str, Any]], **shared: Any) -> None:
-    """Say below the panels, where no title stands, what each look means; the figure grows by it."""
+    """Add a legend below the panels, and increase the height of the figure by it."""
     from matplotlib.lines import Line2D
 
     handles = [Line2D([], [], label=printable(label), **{**shared, **look}) for label, look in looks.items()]
@@ -86,9 +86,9 @@ def _draw_setting(axes: Any, values: Sequence[str], trials: Sequence[Trial], mar
         axes.margins(x=0.2)
     elif scale.is_logarithmic:
         axes.set_xscale("log")
-        axes.xaxis.set(major_formatter=LogFormatter(), minor_formatter=LogFormatter())  # the usual ones need formulas
+        axes.xaxis.set(major_formatter=LogFormatter(), minor_formatter=LogFormatter())  # the defaults need formulas
     else:
-        axes.ticklabel_format(axis="x", scilimits=(-2, 5))  # 0.00045 leaves no room between the ticks
+        axes.ticklabel_format(axis="x", scilimits=(-2, 5))  # long labels such as 0.00045 would overlap
     for i, (place, trial) in reversed([*enumerate(zip(scale.places, trials, strict=True))]):
         spread = trial.spread if len(trial.scores) > 1 else None
         color = "C1" if i == 0 else "C0"
@@ -97,9 +97,9 @@ def _draw_setting(axes: Any, values: Sequence[str], trials: Sequence[Trial], mar
 
 
 def draw_parallel(trials: Sequence[Trial], output: str | Path, metric: str = SCORE, title: str | None = None) -> Path:
-    """Draw each trial as a line through its settings to its score; those that were ended early are dashed.
+    """Draw each trial as a line through its settings to its score; trials that were ended early are dashed.
 
-    Each axis reaches from its least to its largest value, and is logarithmic as in :func:`draw_trials`.
+    Each axis extends from its smallest to its largest value, and is logarithmic as in :func:`draw_trials`.
     """
     from matplotlib import colormaps
 
@@ -128,10 +128,10 @@ def draw_parallel(trials: Sequence[Trial], output: str | Path, metric: str = SCO
 def draw_importances(
     trials: Sequence[Trial], output: str | Path, metric: str = SCORE, title: str | None = None
 ) -> Path:
-    """Draw how closely the score follows each setting, and how closely shuffled scores would.
+    """Draw the importance of each setting from :func:`importances`, and the importance for shuffled scores.
 
-    The closeness is that of :func:`importances`. It is a correlation and no cause: it sees no setting that matters only
-    together with another, and settings that a search chose by the scores before are not independent.
+    The importance is a correlation, not a cause. It does not detect settings that matter only in combination. Settings
+    that a search selected by earlier scores are not independent.
     """
     found = sorted(importances(trials).items(), key=lambda item: item[1][0])
     names, values = [printable(name) for name, _ in found], np.array([value for _, value in found])
@@ -147,13 +147,13 @@ def draw_importances(
 
 
 def importances(trials: Sequence[Trial]) -> dict[str, tuple[float, float]]:
-    """Return how closely the ranks of the scores follow each setting, from 0 to 1, and what chance reaches.
+    """Return the rank correlation of the scores with each setting, from 0 to 1, and its chance level.
 
-    Of numbers it is Spearman's rank correlation without its sign, of categories the correlation ratio of the ranks::
+    Numbers use the absolute value of Spearman's rank correlation, categories the correlation ratio of the ranks::
 
         eta = sqrt(sum_c n_c (mean_c - mean)^2 / sum_i (rank_i - mean)^2)
 
-    Of a thousand shuffles of the scores, 95 % stay below what chance reaches.
+    The chance level is the 95 % quantile over a thousand shuffles of the scores.
 
     Examples:
         >>> trials = [Trial({"a": str(i), "b": "xy"[i % 2]}, [], np.array([float(i)])) for i in range(9)]
@@ -172,7 +172,7 @@ def importances(trials: Sequence[Trial]) -> dict[str, tuple[float, float]]:
 
 
 def _closeness(places: NDArray[np.float64], rows: NDArray[np.float64], are_categories: bool) -> NDArray[np.float64]:
-    """Return how closely each row of ranks ``[R, n]`` follows the places ``[n]``."""
+    """Return the correlation of each row of ranks ``[R, n]`` with the positions ``[n]``."""
     rows = rows - rows.mean(1, keepdims=True)
     total = (rows**2).sum(1)
     if are_categories:
@@ -182,18 +182,18 @@ def _closeness(places: NDArray[np.float64], rows: NDArray[np.float64], are_categ
         ranks = _ranks(places)
         ranks = ranks - ranks.mean()
         explained = (rows @ ranks) ** 2 / (ranks**2).sum()
-    # Scores that are all the same follow nothing.
+    # Constant scores have a correlation of zero.
     return np.sqrt(np.divide(explained, total, out=np.zeros_like(total), where=total > 0))
 
 
 def _ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the ranks of values, the mean one of equals."""
+    """Return the ranks of values; equal values share their mean rank."""
     _, which, counts = np.unique(values, return_inverse=True, return_counts=True)
     return (np.cumsum(counts) - (counts - 1) / 2)[which]
 
 
 def _is_logarithmic(numbers: list[float]) -> bool:
-    """Return whether ascending numbers span three decades, or one and lie more evenly by their logarithms."""
+    """Return True if ascending numbers span three decades, or span one decade and have more even logarithms."""
     if numbers[0] <= 0 or numbers[-1] < 10 * numbers[0]:
         return False
     if numbers[-1] >= 1000 * numbers[0]:

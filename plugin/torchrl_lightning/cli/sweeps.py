@@ -1,4 +1,4 @@
-"""Compare the runs of a sweep: its trials, best first, and their table."""
+"""Compare the runs of a sweep: read its trials, best first, and format them as a table."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from torchrl_lightning.records import SCORE
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-SETTINGS_LIMIT = 100  # each is a panel
-UNSET = "-"  # a setting that other runs change has a default that was not recorded
+SETTINGS_LIMIT = 100  # each setting is a panel
+UNSET = "-"  # an unrecorded default of a setting that other runs change
 
 
 @dataclass(frozen=True)
 class Trial:
-    """The runs of one choice of settings, which differ in their seed alone, and their scores.
+    """Runs with equal settings and different seeds, and their scores.
 
-    ``ended`` has, of each run that a search ended for doing badly, after how many frames.
+    ``ended`` contains the number of frames of each run that a search ended for a bad score.
     """
 
     settings: dict[str, str]
@@ -50,25 +50,25 @@ class Trial:
 
 
 def read_trials(sources: Sequence[str | Path], metric: str = SCORE) -> list[Trial]:
-    """Read the runs below some folders, highest mean score first; settings that are the same in all are left out.
+    """Read the runs below some folders, highest mean score first, without settings that are equal in all runs.
 
-    The score of a run is the last value of a metric; runs without one are left out with a warning.
+    The score of a run is the last value of a metric. Runs without this metric are left out with a warning.
 
     Args:
-        sources: Folders that are searched for ``metrics.csv`` to any depth, as those of sweeps.
+        sources: Folders to search recursively for ``metrics.csv``, such as folders of sweeps.
         metric: Column of the score.
 
     Returns:
-        One trial for each setting that was run, with all its seeds; of runs with one seed the latest, of those that
-        were not ended early if there are any.
+        One trial for each combination of settings, with all its seeds. For several runs with one seed, the latest
+        counts, but runs that were not ended early take precedence.
 
     Raises:
-        FileNotFoundError: A source does not exist or holds no ``metrics.csv``.
-        KeyError: No run of a source has the metric; the message names the columns there are.
-        ValueError: The runs differ in no setting.
+        FileNotFoundError: A source does not exist or does not contain ``metrics.csv``.
+        KeyError: No run of a source has the metric; the message lists the existing columns.
+        ValueError: The runs do not differ in any setting, or differ in too many.
     """
     read = [curve for source in sources for curve in read_source(Path(source), metric, "step")]
-    # Not by their label: that of a resumed run is the one of the run that it continues.
+    # Do not group by label: a resumed run has the label of the run that it continues.
     settings_of = {repr(settings): settings for settings in map(_settings, read)}
     groups = runs_by_label(replace(curve, label=repr(_settings(curve))) for curve in read)
     found = [settings_of[label] for label in groups]
@@ -76,7 +76,7 @@ def read_trials(sources: Sequence[str | Path], metric: str = SCORE) -> list[Tria
         runs = sum(map(len, groups.values()))
         below = ", ".join(map(str, sources))
         raise ValueError(f"{runs} run(s) below {below} differ in no setting but the seed; nothing to compare.")
-    # The experiment comes first and groups before fields.
+    # Put the experiment first, then groups before fields.
     keys = sorted(
         {key for settings in found for key in settings}, key=lambda key: (key != "experiment", "." in key, key)
     )
@@ -100,7 +100,7 @@ def read_trials(sources: Sequence[str | Path], metric: str = SCORE) -> list[Tria
 
 
 def table(trials: Sequence[Trial], metric: str = SCORE) -> str:
-    """Write trials as lines of columns: settings, score, the number of runs where one has several, which ended early.
+    """Format trials as a table: settings, score, number of runs if a trial has several, and trials ended early.
 
     Examples:
         >>> seeds, one = np.array([9.0, 7.0]), np.array([1.0])
@@ -127,7 +127,7 @@ def table(trials: Sequence[Trial], metric: str = SCORE) -> str:
 
 
 def _default(curve: Curve, key: str) -> str:
-    """Return what a run had of a setting that it was not told: what Hydra composed, a choice of a group or a value."""
+    """Return the composed option or value of a setting that the run's overrides do not set."""
     if curve.run is None:
         return UNSET
     value = curve.run.composed(key)
@@ -135,13 +135,13 @@ def _default(curve: Curve, key: str) -> str:
 
 
 def _own_ends(run: Run) -> dict[str, str]:
-    """Return what ended a run, of all that may, as it was composed; as it was told where that was not recorded."""
+    """Return the composed limits of a run; use its overrides for unrecorded limits."""
     told = {key: override.partition("=")[2] for key, override in run.settings.items() if key in ENDS}
     return told | {key: value for key in sorted(ENDS) if (value := run.composed(key)) is not None}
 
 
 def _settings(curve: Curve) -> dict[str, str]:
-    """Map what a run was told to the values; ``~key`` has none."""
+    """Map the settings of a run's overrides to their values; ``~key`` maps to ``none``."""
     if curve.run is None:
         return {"experiment": curve.label}
     values = {key: override.partition("=")[2] or "none" for key, override in curve.run.settings.items()}
@@ -149,7 +149,7 @@ def _settings(curve: Curve) -> dict[str, str]:
 
 
 def number(text: str) -> float | None:
-    """Read a setting as a finite number; None where it is none."""
+    """Return a setting as a finite number, or None."""
     try:
         value = float(text)
     except ValueError:
@@ -158,18 +158,18 @@ def number(text: str) -> float | None:
 
 
 def shown(text: str) -> str:
-    """Shorten numbers as samplers draw them, 0.0006380556092044456."""
+    """Shorten long numbers from samplers, such as 0.0006380556092044456."""
     value = number(text)
     return text if value is None or len(text) < 8 else f"{value:.8g}" if value.is_integer() else f"{value:.4g}"
 
 
 def _end_of(trial: Trial) -> str:
-    """Say after how many frames the run of a trial was ended, or how many of its runs were."""
+    """Format the frames at the early end of a trial's only run, or the number of its runs that were ended early."""
     if not trial.ended:
         return "-"
     return f"{trial.ended[0]:.0f}" if len(trial.scores) == 1 else f"{len(trial.ended)} of {len(trial.scores)}"
 
 
 def _rounded(score: float) -> str:
-    """Write a score as the last line of a run does, with more digits where it is small."""
+    """Format a score like the last line of a run, with more digits for small values."""
     return f"{score:.1f}" if abs(score) >= 10 or score.is_integer() else f"{score:.3g}"

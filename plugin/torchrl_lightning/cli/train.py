@@ -148,7 +148,7 @@ def report(
 def summary(episodes: TensorDict, clock: tuple[int, str], seconds: float) -> str:
     """Format the last output line of a run, for people and scripts."""
     returns = episodes["episode_return"].double()
-    digits = 1 if returns.abs().max() >= 10 else 3  # one digit is too coarse for a success rate
+    digits = 1 if returns.abs().max() >= 10 else 3  # one digit is too coarse for returns of 0 or 1
     count, unit = clock
     mean, std = (f"{value:.{digits}f}" for value in (returns.mean(), returns.std(correction=0)))
     success = f", success rate {episodes['success'].double().mean():.2f}" if "success" in episodes else ""

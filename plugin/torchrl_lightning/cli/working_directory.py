@@ -1,4 +1,4 @@
-"""Import modules of the working directory, after all installed ones: it may be a folder that somebody sent.
+"""Import modules of the working directory after all installed modules, because the folder may be untrusted.
 
 Imports nothing heavy.
 """
@@ -14,13 +14,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-# numba reads its settings from the working directory. These name files and modules whose code it would run.
+# numba reads its settings from the working directory. It runs code from the files in these settings.
 _NUMBA_FILE = ".numba_config.yaml"
 _NUMBA_SETTINGS = ("NUMBA_CACHE_DIR", "NUMBA_CACHE_LOCATOR_CLASSES", "NUMBA_CUDA_DRIVER", "NUMBA_GDB_BINARY")
 
 
 def leave_out_working_directory() -> None:
-    """Remove the working directory from the import path, which ``python -m`` and ``python -c`` put first."""
+    """Remove the working directory from the import path; ``python -m`` and ``python -c`` put it first."""
     sys.path[:] = _without(os.getcwd())
     if Path(_NUMBA_FILE).exists():
         for name in _NUMBA_SETTINGS:
@@ -28,9 +28,9 @@ def leave_out_working_directory() -> None:
 
 
 def append_working_directory() -> None:
-    """Put the working directory last on the import path, behind whatever is installed.
+    """Put the working directory last on the import path, after all installed packages.
 
-    Hydra's plugins are found before, so that none comes from the working directory. Worker processes inherit the order.
+    Hydra searches its plugins first, so that none comes from the working directory. Worker processes inherit the order.
     """
     from hydra.core.plugins import Plugins
 
@@ -44,10 +44,10 @@ def append_working_directory() -> None:
 
 
 class InstalledFirst(PathFinder):
-    """Find modules on the import path, in one folder only if they are nowhere else.
+    """Find modules on the import path, and use ``folder`` only for modules that are not found elsewhere.
 
-    Python prefers a package with an ``__init__.py``, wherever it is on the path, to an installed one without, such as
-    ``mpl_toolkits``. Entry points, which libraries import by themselves, are never read from the folder.
+    Python prefers any package with an ``__init__.py`` on the path to an installed package without this file, such as
+    ``mpl_toolkits``. Entry points are never read from the folder, because libraries import them automatically.
     """
 
     folder = ""
@@ -64,7 +64,7 @@ class InstalledFirst(PathFinder):
 
     @classmethod
     def find_distributions(cls, context: DistributionFinder.Context | None = None) -> Iterable[PathDistribution]:
-        """Return the installed distributions that match."""
+        """Return the matching installed distributions."""
         asked: dict[str, Any] = {} if context is None else dict(vars(context))
         path = [entry for entry in asked.pop("path", sys.path) if entry not in ("", cls.folder)]
         return PathFinder.find_distributions(DistributionFinder.Context(**asked, path=path))
