@@ -37,7 +37,7 @@ def base_name(choices: Mapping[str, str | None]) -> str:
 
 
 def changed_settings(overrides: Iterable[str], choices: Mapping[str, str | None]) -> dict[str, str]:
-    """Map each setting that affects learning to its override, groups first; leave out the seed.
+    """Map each changed setting that affects learning to its override, groups first, without the seed.
 
     Examples:
         >>> changed_settings(["seed=3", "model.gamma=0.9", "env=acrobot"], {"experiment": "ppo_cartpole"})
