@@ -1,4 +1,4 @@
-"""A policy that does what demonstrations did, where they are replayed."""
+"""A policy that repeats the actions of demonstrations while they are replayed."""
 
 from __future__ import annotations
 
@@ -17,21 +17,20 @@ from torchrl_lightning.ranges import one_of
 
 
 class DemonstrationActor(TensorDictModuleBase):
-    """Act as a policy does, but as the demonstration did where one is replayed.
+    """Act as a policy does, but repeat the demonstration's action where one is replayed.
 
-    It samples for all environments and then takes the demonstrations' actions (``("demo", "action")``) where they are
-    replayed (``("demo", "mask")``), as :class:`DemonstrationReplayTransform` tells. Where nothing does, as in an
-    evaluation, it is the policy itself.
+    It samples for all environments, then writes the demonstrations' actions (``("demo", "action")``) into the rows of
+    the mask ``("demo", "mask")``. :class:`DemonstrationReplayTransform` writes both entries. Without them, for example
+    in an evaluation, it acts as the policy.
 
     Args:
         policy: Reads a TensorDict ``[N]`` and writes ``action``.
-        log_prob: What stands for the log-probability of the demonstrations' actions, if the policy writes one:
-            ``deterministic`` is 0, as if whoever showed them had no choice; ``current`` is that of the policy, which
-            must have ``get_dist`` then.
+        log_prob: The log-probability of the demonstrations' actions, if the policy writes one. ``deterministic`` is 0,
+            as for a demonstrator without randomness; ``current`` is the policy's own and needs ``get_dist``.
 
     Raises:
-        ValueError: ``log_prob`` has no such value.
-        TypeError: The policy has no ``get_dist`` for ``current``.
+        ValueError: ``log_prob`` is not one of these values.
+        TypeError: The policy does not have ``get_dist`` for ``current``.
 
     Examples:
         >>> import torch
@@ -58,7 +57,7 @@ class DemonstrationActor(TensorDictModuleBase):
         self.out_keys: list[NestedKey] = list(abilities.out_keys or ())
 
     def act_on(self, step: TensorDictBase) -> Outputs:
-        """Return what is written into a step, and write nothing."""
+        """Return the entries to write into a step, without writing them."""
         bare = bare_call(self.policy)
         outputs = policy_outputs(self.policy, step.copy()) if bare is None else bare(step)
         mask = step.get(REPLAYED, None)
@@ -81,7 +80,7 @@ class DemonstrationActor(TensorDictModuleBase):
         return self.policy.get_dist  # type: ignore[attr-defined]
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Write actions, and what else the policy writes, into a TensorDict ``[N]``."""
+        """Write the action and the policy's other outputs into a TensorDict ``[N]``."""
         for key, value in self.act_on(tensordict).items():
             tensordict.set(key, value)
         return tensordict

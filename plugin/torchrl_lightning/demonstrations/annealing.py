@@ -1,4 +1,4 @@
-"""How the agent's successes move probability from value demonstrations to reward demonstrations."""
+"""Move probability from value demonstrations to reward demonstrations with each success of the agent."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ Schedule = Literal["linear", "current"]
 
 @dataclass(frozen=True)
 class DemonstrationAnnealing(Nameable):
-    """How much of phi, the probability of value demonstrations, has moved to rho, that of reward demonstrations.
+    """The schedule that moves phi, the probability of value demonstrations, to rho, that of reward demonstrations.
 
-    ``linear``, as published: each success moves ``1 / value_capacity`` of it, and value demonstrations lose one place:
-    ``rho_k = rho_0 + k phi_0 / value_capacity``, ``phi_k = phi_0 (1 - k / value_capacity)``. ``current``, as in
-    PyTorchRL: each success moves ``1 / |D_V|`` of it, of the value demonstrations that are kept at that moment, while
-    there are any; phi is gone earlier, and they lose no place but those that reward demonstrations take.
+    ``linear``, as published: each success moves ``1 / value_capacity`` of phi, and lowers the capacity of ``D_V`` by
+    one: ``rho_k = rho_0 + k phi_0 / value_capacity``, ``phi_k = phi_0 (1 - k / value_capacity)``. ``current``, as in
+    PyTorchRL: each success moves ``1 / |D_V|`` of phi, with the present size of ``D_V``, while it is not empty. Phi
+    reaches 0 earlier, and only reward demonstrations take capacity from ``D_V``.
 
     Args:
-        value_capacity: The number of places of value demonstrations before the first success.
+        value_capacity: The capacity of ``D_V`` before the first success.
         schedule: ``linear`` or ``current``.
 
     Raises:
-        ValueError: ``value_capacity`` is negative, or there is no such schedule.
+        ValueError: ``value_capacity`` is negative, or the schedule is unknown.
 
     Examples:
         >>> annealing, moved = DemonstrationAnnealing(50), 0.0
@@ -47,14 +47,14 @@ class DemonstrationAnnealing(Nameable):
 
         Args:
             before: The share before the last success.
-            successes: The number of successes, the last one included.
-            num_value: The number of value demonstrations that are left after it.
+            successes: The number of successes, including the last one.
+            num_value: The number of value demonstrations after the last success.
         """
         if self.schedule == "linear":
             return min(1.0, successes / self.value_capacity) if self.value_capacity else 1.0
         moved = before + 1 / num_value if num_value else before
-        return moved if moved < 1 - 1e-9 else 1.0  # a sum of n terms 1 / n may miss 1 by rounding
+        return moved if moved < 1 - 1e-9 else 1.0  # rounding can leave a sum of n terms 1 / n below 1
 
     def places(self, successes: int) -> int:
-        """Return how many value demonstrations may be kept after so many successes."""
+        """Return the capacity of ``D_V`` after a number of successes."""
         return max(0, self.value_capacity - successes) if self.schedule == "linear" else self.value_capacity

@@ -1,4 +1,4 @@
-"""Episodes of D4RL's HDF5 files as demonstrations."""
+"""Read the episodes of D4RL's HDF5 files as demonstrations."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ OTHERS = (*ENDS, "next_observations")
 def d4rl_demonstrations(
     path: Path, specs: EnvironmentSpecs, time_limit: int | None = None, *, limit: int = FILE_BYTES
 ) -> Iterator[Demonstration]:
-    """Read the episodes of a D4RL file, one at a time; needs h5py, which the extras ``d4rl`` and ``minari`` bring.
+    """Read the episodes of a D4RL file, one at a time; needs h5py from the extra ``d4rl`` or ``minari``.
 
-    Where it has no ``next_observations``, transitions are those of D4RL's ``qlearning_dataset``: a step at which an
-    episode timed out is left out, because nobody knows what followed it, and so is the last step of the file if it ends
-    nothing; what was seen before it is the last observation of the steps that led there. What followed a terminal step
-    is not known either, and not needed. ``infos`` and other entries are not read.
+    Without ``next_observations`` the transitions are those of D4RL's ``qlearning_dataset``. The step of a timeout is
+    left out, because the observation after it is unknown; so is the last step of the file unless it ends an episode.
+    The observation before that step becomes the last observation of the shortened episode. The observation after a
+    terminal step is unknown and not needed. ``infos`` and other entries are not read.
 
     Args:
         path: The file.
-        specs: What the environment, which shows one array, shows and takes.
-        time_limit: After how many steps episodes timed out, where the file has no ``timeouts``.
-        limit: How many bytes the arrays that are read may have, as they declare.
+        specs: The specs of the environment, which must have one observation array.
+        time_limit: The number of steps until a timeout, for files without ``timeouts``.
+        limit: The maximum declared size of the arrays in bytes.
 
     Raises:
         ImportError: h5py is not installed.
-        ValueError: It is damaged, lacks an entry, tells no end of an episode, or has more bytes than ``limit``.
+        ValueError: The file is damaged, lacks an entry, marks no episode end, or exceeds ``limit``.
     """
     key = only_key(specs, "a D4RL file holds", "take an environment that shows one")
     with opened(path) as file:
@@ -75,7 +75,7 @@ def _arrays(file: Any, path: Path, limit: int) -> dict[str, Array]:
     found = {name: file[name] for name in (*NEEDED, *OTHERS) if name in file}
     if missing := [name for name in NEEDED if name not in found]:
         raise ValueError(f"{path} was refused: it lacks {' and '.join(missing)}, which D4RL's files have.")
-    # A group has neither, and an empty data set no shape.
+    # A group has neither shape nor dtype, and an empty data set no shape.
     shapes = {name: entry.shape or () if isinstance(entry, Dataset) else () for name, entry in found.items()}
     for name, entry in found.items():
         if not shapes[name] or shapes[name][:1] != shapes["rewards"][:1] or entry.dtype.kind not in "biuf":
@@ -85,7 +85,7 @@ def _arrays(file: Any, path: Path, limit: int) -> dict[str, Array]:
 
 
 def _ends(arrays: Mapping[str, Array], path: Path, time_limit: int | None) -> tuple[Array, Array]:
-    """Return at which steps episodes terminated, and at which they timed out, ``[T]`` each."""
+    """Return two masks ``[T]``: the steps that terminated an episode, and the steps that timed out."""
     count = len(arrays["rewards"])
     flags = (arrays.get(name, np.zeros(count)).reshape(count, -1) for name in ENDS)
     terminals, timeouts = (np.asarray(flag.any(1)) for flag in flags)

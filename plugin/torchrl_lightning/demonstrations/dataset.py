@@ -1,4 +1,4 @@
-"""A data set of demonstrations, and its steps as a replay buffer stores them."""
+"""Read and write data sets of demonstrations, and fill a replay buffer with them."""
 
 from __future__ import annotations
 
@@ -32,29 +32,29 @@ from torchrl_lightning.untrusted import printable_errors
 MINARI = "minari:"
 D4RL = ".hdf5"
 Source = ExperienceBuffer | Mapping[str, Any] | str | Path | Iterable[Demonstration]
-"""What episodes are written of."""
+"""The accepted sources of episodes."""
 
 
-_DEPTH = 16  # of the parts of a state
+_DEPTH = 16  # maximum nesting of a state
 
 
 def buffered_episodes(
     source: ExperienceBuffer | Mapping[str, Any], specs: EnvironmentSpecs, frame_stack: int, **known: Any
 ) -> Iterator[Demonstration]:
-    """Read the episodes in a buffer, environment by environment; one whose first step was overwritten is left out.
+    """Read the episodes in a buffer, one environment after another.
 
-    One that has not ended, or was cut by a restart, neither terminated nor was truncated, so that the value of what
-    follows counts.
+    Skip an episode if its first step was overwritten. An episode that is unfinished, or was cut by a restart, is
+    neither terminated nor truncated, so that the value of the next state counts.
 
     Args:
-        source: The buffer, for which other processes that share it wait meanwhile; or a state that holds some.
-        specs: What its environment shows and takes, without a frame stack.
-        frame_stack: How many images its environment stacks; the newest of each stack is read.
+        source: The buffer, or a state that contains buffers. Other processes that share the buffer wait meanwhile.
+        specs: The specs of the buffer's environment, without a frame stack.
+        frame_stack: The number of images that the environment stacks. Only the newest of each stack is read.
         known: Other fields of the demonstrations.
 
     Raises:
-        DemonstrationFault: There is none, it does not know its episodes, or does not hold what the environment shows.
-        ValueError: A state is damaged, or that of a buffer that keeps the frames of a stack once.
+        DemonstrationFault: The source has no buffer, or a buffer lacks ``done`` flags or entries of the environment.
+        ValueError: A state is damaged, or belongs to a buffer that stores the frames of a stack once.
     """
     buffers = [source] if isinstance(source, ExperienceBuffer) else list(buffers_in(source))
     if not buffers:
@@ -88,7 +88,7 @@ def _episodes(
 
 
 def _check_shown(rows: Any, specs: EnvironmentSpecs, frame_stack: int) -> None:
-    """Refuse rows that lack an entry, or have an observation of another shape, a stack of images or not."""
+    """Raise an error if rows lack an entry, or an observation has neither the spec's shape nor a frame stack's."""
     for key in (*specs.keys, ACTION, REWARD):
         if rows.get(key, None) is None:
             raise DemonstrationFault(f"the buffer holds no {key!r}, but {sorted(rows.keys())}.")
@@ -102,10 +102,10 @@ def _check_shown(rows: Any, specs: EnvironmentSpecs, frame_stack: int) -> None:
 
 
 def buffers_in(state: Any, depth: int = _DEPTH) -> Iterator[ExperienceBuffer]:
-    """Build the replay buffers that a state holds, however deep it is nested; of each, its steps alone.
+    """Build the replay buffers of a nested state, with their steps only.
 
     Raises:
-        ValueError: A state is damaged, or that of a buffer that keeps the frames of a stack once.
+        ValueError: A state is damaged, or belongs to a buffer that stores the frames of a stack once.
     """
     entries = list(state.values()) if isinstance(state, Mapping) else state if isinstance(state, list) else []
     storage, writer = (state.get(name) if isinstance(state, Mapping) else None for name in ("storage", "writer"))
@@ -123,18 +123,17 @@ def buffers_in(state: Any, depth: int = _DEPTH) -> Iterator[ExperienceBuffer]:
 
 @printable_errors()
 def read_dataset(dataset: Any, env: Any, *, limit: int | None = None) -> list[Demonstration]:
-    """Read the demonstrations of a data set, all of one environment.
+    """Read the demonstrations of a data set for one environment.
 
     Args:
-        dataset: A directory, of which a file that cannot be used is left out, by a warning; one file, also D4RL's
-            ``.hdf5``; ``"minari:ID"``, a Minari data set on this machine; or a ``minari.MinariDataset``.
-        env: The environment that they are to be of: an id, a recipe or a factory of one, or a ready one.
-        limit: How many bytes it may have, unpacked: 1 GiB for one file, 4 GiB for a directory or a Minari data set if
-            None. The sizes that its files declare are compared with it, and with the free memory, before anything is
-            unpacked.
+        dataset: A directory, in which unusable files are skipped with a warning; a file, also D4RL's ``.hdf5``;
+            ``"minari:ID"`` for a local Minari data set; or a ``minari.MinariDataset``.
+        env: The environment of the demonstrations: its id, recipe, factory or instance.
+        limit: The maximum size in bytes, unpacked. None is 1 GiB for a file and 4 GiB for a directory or a Minari data
+            set. The sizes that the files declare are compared with it, and with the free memory, before unpacking.
 
     Raises:
-        DemonstrationFault: There is no such data set, it holds no steps, or those of another environment.
+        DemonstrationFault: The data set does not exist, has no steps, or does not fit the environment.
 
     Examples:
         >>> read_dataset("nowhere", "CartPole-v1")
@@ -167,10 +166,10 @@ name a directory that holds demonstrations, or a .npz, .safetensors or .hdf5 fil
 
 
 def dataset_path(dataset: Any) -> Path | None:
-    """Return the path that a data set is, of a directory or of a file; None where it is one of Minari's.
+    """Return the path of a data set in a directory or a file; None for a Minari data set.
 
     Raises:
-        DemonstrationFault: Nothing is there.
+        DemonstrationFault: The path does not exist.
     """
     if not isinstance(dataset, str | Path) or str(dataset).startswith(MINARI):
         return None
@@ -184,29 +183,29 @@ def dataset_path(dataset: Any) -> Path | None:
 
 
 def _time_limit(recipe: EnvironmentRecipe | None) -> int | None:
-    """Return after how many steps an environment truncates its episodes, if that is known."""
+    """Return the number of steps after which an environment truncates its episodes; None if unknown."""
     if recipe is not None and recipe.time_limit is None and isinstance(recipe.id, str):
         return gym.spec(recipe.id).max_episode_steps
     return None if recipe is None else recipe.time_limit
 
 
 def write_dataset(dataset: str, source: Source, env: Any) -> None:
-    """Write episodes of an environment as a data set of Minari's on this machine, which :func:`read_dataset` reads.
+    """Write episodes of an environment as a local Minari data set that :func:`read_dataset` can read.
 
-    Of a buffer, an episode whose first steps were overwritten is left out; one that has not ended, or that a restart
-    cut, is truncated where it was cut. Of stacked images the newest is kept, as in a demonstration. Whose last
-    observation is not known has the one before it in its place. It keeps the recipe and the frame skip of the
-    environment, which are checked when it is read; who showed an episode, its value and its other metadata are lost.
+    An episode from a buffer is skipped if its first steps were overwritten. If it is unfinished or was cut by a
+    restart, it is truncated at its last stored step. Of stacked images only the newest is written. If the last
+    observation is unknown, the previous one replaces it. The recipe and the frame skip of the environment are
+    written, and checked on reading. The human flag, the value and other metadata are lost.
 
     Args:
-        dataset: ``"minari:ID"``, such as ``"minari:cartpole/own-v0"``.
-        source: A replay buffer; the folder that its ``dumps`` wrote, or a state that holds some; demonstrations; or a
-            path that :func:`read_dataset` takes.
-        env: The environment that they are of: an id, a recipe or a factory of one, or a ready one.
+        dataset: ``"minari:ID"``, for example ``"minari:cartpole/own-v0"``.
+        source: A replay buffer; the folder that its ``dumps`` wrote; a state that contains buffers; demonstrations; or
+            a path that :func:`read_dataset` accepts.
+        env: The environment of the episodes: its id, recipe, factory or instance.
 
     Raises:
-        DemonstrationFault: There is such a data set, or the source holds no whole episode, those of another
-            environment, or does not know where they end; nothing is written.
+        DemonstrationFault: The data set exists already, or the source has no complete episode, has episodes of another
+            environment, or lacks ``done`` flags. Nothing is written then.
 
     Examples:
         >>> write_dataset("cartpole", [], "CartPole-v1")
@@ -239,15 +238,15 @@ minari:cartpole/own-v0.
 
 
 def transitions(demonstration: Demonstration, specs: EnvironmentSpecs | None = None) -> TensorDict:
-    """Return the steps of a demonstration, ``[T]``, as a collector delivers those of an environment.
+    """Return the steps of a demonstration, ``[T]``, in the format of a collector.
 
-    It ends as :attr:`Demonstration.ends` says. Where the last observation is not known, the one before it stands in its
-    place.
+    :attr:`Demonstration.ends` determines the flags of the last step. If the last observation is unknown, the previous
+    one replaces it.
 
     Args:
         demonstration: The demonstration.
-        specs: What an environment shows and takes that it fits: images become its frame stacks, as those of an
-            :class:`~torchrl_lightning.EnvironmentRecipe`; without, observations stay as they are.
+        specs: The specs of an environment that it fits. Images become frame stacks, as an
+            :class:`~torchrl_lightning.EnvironmentRecipe` builds them. None keeps the observations unchanged.
 
     Examples:
         >>> steps = TensorDict({"observation": torch.arange(8.0).view(2, 4), "action": torch.tensor([0, 1])}, [2])
@@ -277,15 +276,15 @@ def transitions(demonstration: Demonstration, specs: EnvironmentSpecs | None = N
 
 
 def fill(buffer: ExperienceBuffer, dataset: Iterable[Demonstration], specs: EnvironmentSpecs | None = None) -> None:
-    """Write demonstrations into a replay buffer, each whole into the ring that holds the fewest steps.
+    """Write demonstrations into a replay buffer, each into the ring with the fewest steps.
 
     Args:
-        buffer: The buffer; what it holds stays.
-        dataset: Demonstrations of one environment, as :func:`read_dataset` gives them.
+        buffer: The buffer, which keeps its present content.
+        dataset: Demonstrations of one environment, for example from :func:`read_dataset`.
         specs: See :func:`transitions`.
 
     Raises:
-        DemonstrationFault: They have more steps than the buffer has room for; nothing is written.
+        DemonstrationFault: They have more steps than the buffer has free cells; nothing is written.
 
     Examples:
         >>> from torchrl_lightning import RingStorage, record_demonstrations
@@ -303,15 +302,15 @@ def fill(buffer: ExperienceBuffer, dataset: Iterable[Demonstration], specs: Envi
 def placed(
     buffer: ExperienceBuffer, dataset: Iterable[Demonstration], name: str = "the data set"
 ) -> deque[tuple[int, Demonstration]]:
-    """Return the demonstrations, each with the ring that it is to be written into; refuse more than there is room for.
+    """Assign each demonstration to a ring of the buffer, and return the pairs.
 
     Args:
         buffer: The buffer.
         dataset: Demonstrations.
-        name: What they are called in the message.
+        name: The name of the data set in the error message.
 
     Raises:
-        DemonstrationFault: They do not fit.
+        DemonstrationFault: They have more steps than the buffer has free cells.
     """
     writer = buffer.parts[2]
     there = writer.positions.tolist()

@@ -1,4 +1,4 @@
-"""A directory of demonstrations: read at start, looked at again while training runs, and written to."""
+"""A directory of demonstrations: read at the start, polled during training, and written to."""
 
 from __future__ import annotations
 
@@ -22,34 +22,34 @@ from torchrl_lightning.limits import COLLECTION_BYTES, FILE_BYTES, MANIFEST_BYTE
 from torchrl_lightning.ranges import integer, optional
 from torchrl_lightning.untrusted import read_json
 
-_SAVED = ".saved.json"  # the names of the files that were saved here
+_SAVED = ".saved.json"  # the names of the files that this class saved
 _logger = logging.getLogger(__name__)
 _Stamp = tuple[int, int, int]
 
 
 class DemonstrationDirectory:
-    """Read the demonstrations in a directory, in the order of their names, and save others there.
+    """Read the demonstrations of a directory in the order of their names, and save others there.
 
-    A file that cannot be used is left out, by a warning with its name and the reason.
+    An unusable file is skipped with a warning that names it and the reason.
 
     Args:
-        path: The directory; its ``.npz`` and ``.safetensors`` files are read, hidden ones and folders are not.
-        specs: What the environment shows and takes, without a frame stack.
-        frame_skip: How many frames the environment takes in one step.
-        human: Whether the demonstrations count as given by a human; as their files say if None.
-        most: How many there may be at start; any number if None.
-        may_be_empty: Whether none at start, or no directory, is no mistake.
-        taken: Names of files that are left out, as those that were read before.
-        limit: How many bytes the files may have together, unpacked, that are read at start or by one :meth:`poll`.
-        recipe: That of the environment, if known: what was recorded by another is left out, see
+        path: The directory. Its ``.npz`` and ``.safetensors`` files are read, hidden files and folders are not.
+        specs: The environment's specs, without a frame stack.
+        frame_skip: The number of frames in one step of the environment.
+        human: Set ``is_human`` of the demonstrations; None reads it from the files.
+        most: The maximum number of demonstrations at the start; None is unlimited.
+        may_be_empty: Accept an empty or missing directory.
+        taken: The names of files to skip, for example because they were read before.
+        limit: The maximum unpacked size in bytes of all files that are read at the start or by one :meth:`poll`.
+        recipe: The environment's recipe, if known. Demonstrations of another recipe are skipped, see
             :meth:`Demonstration.fits`.
 
     Attributes:
-        initial: The demonstrations that were there at start.
+        initial: The demonstrations that the directory had at the start.
 
     Raises:
-        FileNotFoundError: There is no such directory.
-        ValueError: It holds no demonstration that can be used, or more than ``most``.
+        FileNotFoundError: The directory does not exist.
+        ValueError: The directory has no usable demonstration, or more than ``most``.
 
     Examples:
         >>> import tempfile, torch
@@ -82,9 +82,9 @@ class DemonstrationDirectory:
         optional(integer)(most, "most")
         if not may_be_empty and not self.path.is_dir():
             raise FileNotFoundError(f"{self.path} is no directory; name one that holds demonstrations.")
-        self._known = set(taken)  # and what is saved here
-        self._first = ""  # why the first was refused
-        self._refused: dict[str, tuple[_Stamp, bool]] = {}  # how each was, and whether that was said
+        self._known = set(taken)  # files that were read or saved
+        self._first = ""  # the error of the first unusable file
+        self._refused: dict[str, tuple[_Stamp, bool]] = {}  # file stamp, and whether a warning was logged
         self.initial: tuple[Demonstration, ...] = tuple(self._read(at_start=True))
         if not self.initial and not may_be_empty:
             raise ValueError(
@@ -99,14 +99,14 @@ class DemonstrationDirectory:
 
     @property
     def taken(self) -> frozenset[str]:
-        """The names of the files that were read, or saved here."""
+        """The names of the files that were read or saved."""
         return frozenset(self._known)
 
     def poll(self) -> list[Demonstration]:
-        """Return the demonstrations that came since, each once.
+        """Return the demonstrations that are new since the last call.
 
-        A file that cannot be read yet is read again at each poll at which it has changed; it is said to be refused when
-        it has not, so that one that is still being written goes without a warning.
+        An unreadable file is read again at each poll after a change. The warning is logged at the first poll without a
+        change, so that a file that is still being written does not cause one.
         """
         return self._read(at_start=False)
 
@@ -118,7 +118,7 @@ class DemonstrationDirectory:
             try:
                 there = path.stat()
                 stamp = (there.st_ino, there.st_size, there.st_mtime_ns)
-            except OSError:  # it went away meanwhile, or is a link to nothing
+            except OSError:  # a deleted file or a broken link
                 continue
             if not path.is_file() or self._refused.get(path.name) == (stamp, True):
                 continue
@@ -146,14 +146,14 @@ class DemonstrationDirectory:
         return demonstration if self.human is None else replace(demonstration, is_human=self.human)
 
     def save(self, demonstrations: Sequence[Demonstration], names: Sequence[str]) -> None:
-        """Write demonstrations to ``NAME.safetensors`` each, and remove the other files that were saved here before.
+        """Write each demonstration to ``NAME.safetensors``, and remove the other files of earlier saves.
 
-        No file is replaced before all new ones are complete; what others put into the directory stays, but for a file
-        of the same name. What was saved is not polled.
+        All new files are complete before one replaces an old file. Files from other sources stay unless they have the
+        same name. :meth:`poll` skips saved files.
 
         Raises:
-            ValueError: The names are not as many, not distinct, or no names of files.
-            OSError: The directory cannot be written to; the earlier files stay whole.
+            ValueError: The names are not one per demonstration, not distinct, or not plain file names.
+            OSError: The directory cannot be written to; the earlier files stay complete.
         """
         files = [f"{name}.safetensors" for name in names]
         if len(files) != len(demonstrations) or len(set(files)) != len(files) or not all(map(_is_plain, files)):
@@ -163,7 +163,7 @@ class DemonstrationDirectory:
             )
         self.path.mkdir(parents=True, exist_ok=True)
         earlier = self._saved()
-        # Noted before: what is written is known to be ours, wherever a crash comes between.
+        # Write the list of names first, so that after a crash the new files are known as ours.
         with replaced_files(self.path / _SAVED) as (file,):
             file.write(json.dumps(sorted({*earlier, *files})).encode())
         write_demonstrations(
@@ -175,12 +175,12 @@ class DemonstrationDirectory:
             self._known.discard(stale)
 
     def _saved(self) -> set[str]:
-        """Return the names of the files of earlier saves that are still there."""
+        """Return the names of the existing files of earlier saves."""
         try:
             names = read_json(self.path / _SAVED, MANIFEST_BYTES, MANIFEST_VALUES)
         except (OSError, ValueError):
             return set()
-        # Files are removed by these names, and somebody else may have written them.
+        # These files will be removed, so do not trust a list that another program may have written.
         plain = {name for name in names if _is_plain(name)} if isinstance(names, list) else set()
         return {name for name in plain if (self.path / name).is_file()}
 

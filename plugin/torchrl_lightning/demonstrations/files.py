@@ -1,4 +1,4 @@
-"""Demonstrations in files: our own form in safetensors, with any keys and metadata, and PyTorchRL's in ``.npz``."""
+"""Read and write demonstration files: safetensors with any keys and metadata, and PyTorchRL's ``.npz``."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from torchrl_lightning.state import anything, check_state, flag, mapping, whole,
 from torchrl_lightning.untrusted import printable, printable_errors
 
 SUFFIXES = (".npz", ".safetensors")
-VERSION = 2  # the first one did not say how the episode ended
-_HEADER = "demonstration"  # the entry of safetensors' metadata that holds ours, as JSON
+VERSION = 2  # version 1 did not store the end of the episode
+_HEADER = "demonstration"  # the entry of safetensors' metadata with our header, as JSON
 _SUM = "checksum"  # of header and tensors, in the header
-_DEPTH = 16  # of the names of an observation's entries
+_DEPTH = 16  # maximum nesting of observation keys
 _STEPS, _LAST = "steps", "last_observation"
 
 
@@ -40,22 +40,21 @@ _STEPS, _LAST = "steps", "last_observation"
 def read_demonstration(
     path: str | Path, specs: EnvironmentSpecs | None = None, *, limit: int = FILE_BYTES
 ) -> Demonstration:
-    """Read a demonstration from a ``.safetensors`` file of ours or from PyTorchRL's ``.npz``; no code in it is run.
+    """Read a demonstration from our ``.safetensors`` or PyTorchRL's ``.npz`` file, without running code in it.
 
-    With ``specs``, dtypes become those of the environment where no value changes by it (``uint8`` images, ``int8``
-    actions), and discrete actions ``[T, 1]`` become ``[T]``. Rewards become float32. Whether it fits the environment
-    is left to :meth:`Demonstration.fits`.
+    With ``specs``, entries get the environment's dtypes if no value changes (``uint8`` images, ``int8`` actions), and
+    discrete actions ``[T, 1]`` become ``[T]``. Rewards become float32. :meth:`Demonstration.fits` checks the rest.
 
     Args:
-        path: The file; its suffix says which form.
-        specs: What the environment shows and takes. Without them, dtypes stay, and the array ``Observation`` of an
-            ``.npz`` gets the key ``"observation"``.
-        limit: How many bytes the file, and all that it unpacks to, may have.
+        path: The file; its suffix determines the format.
+        specs: The environment's specs. Without them, dtypes stay, and the array ``Observation`` of an ``.npz`` gets the
+            key ``"observation"``.
+        limit: The maximum size of the file, and of its unpacked content, in bytes.
 
     Raises:
-        FileNotFoundError: There is no such file.
-        ValueError: It is too large, damaged, of another form, or holds pickled objects, no episode, or values that the
-            environment's dtypes cannot hold; the message names the file.
+        FileNotFoundError: The file does not exist.
+        ValueError: The file is too large, damaged, of another format, has pickled objects or no episode, or has values
+            that the environment's dtypes cannot represent; the message names the file.
 
     Examples:
         >>> import tempfile
@@ -80,29 +79,27 @@ def read_demonstration(
             fields = npz_fields(data, "observation" if specs is None else _key_in_npz(specs), limit)
         else:
             fields = _own_fields(data)
-    except (
-        Exception
-    ) as error:  # a damaged or hostile file makes the readers of zip, numpy and safetensors raise anything
+    except Exception as error:  # a damaged file can make the zip, numpy and safetensors readers raise any exception
         kind = "" if isinstance(error, ValueError) else f"it is no whole {path.suffix} file: {type(error).__name__}: "
         raise ValueError(f"{path} was refused: {kind}{printable(error).rstrip('.')}.") from error
     return as_environment({**fields, "name": str(path)}, specs)
 
 
 def write_demonstration(path: str | Path, demonstration: Demonstration) -> None:
-    """Write a demonstration to a file, whose suffix says which form; a file of this name is replaced as a whole.
+    """Write a demonstration to a file; its suffix determines the format. An existing file is replaced as a whole.
 
-    An ``.npz`` file holds observations of one entry, actions, rewards and frame skip alone; how the episode ended is
-    lost in it.
+    An ``.npz`` file contains only one observation entry, actions, rewards and the frame skip, and not how the episode
+    ended.
 
     Raises:
-        ValueError: The suffix is another, or an ``.npz`` file cannot hold the observation.
-        OSError: The folder is missing or cannot be written to; an earlier file stays whole.
+        ValueError: The suffix is unknown, or an ``.npz`` file cannot contain the observation.
+        OSError: The folder is missing or cannot be written to; an existing file stays complete.
     """
     write_demonstrations({Path(path): demonstration})
 
 
 def write_demonstrations(demonstrations: Mapping[Path, Demonstration]) -> None:
-    """Write several files; none is replaced before all new ones are complete and on the disk."""
+    """Write several files; all new ones are complete and on disk before one replaces an old file."""
     for path in demonstrations:
         _check_suffix(path)
     with replaced_files(*demonstrations) as files:
@@ -123,7 +120,7 @@ def _key_in_npz(specs: EnvironmentSpecs) -> NestedKey:
 
 
 def only_key(specs: EnvironmentSpecs, who: str, mend: str) -> NestedKey:
-    """Return the key of what an environment shows, where a file holds one array; a ValueError if there are several."""
+    """Return the only observation key, for files with one array; raise ValueError if there are several."""
     if len(specs.keys) != 1:
         raise ValueError(f"{who} one array of observations, but the environment shows {specs.keys}; {mend}")
     return specs.keys[0]
@@ -140,7 +137,7 @@ def _own_bytes(demonstration: Demonstration) -> bytes:
         "terminated": demonstration.terminated,
         "truncated": demonstration.truncated,
         "metadata": dict(demonstration.metadata),
-        # Not read again: for those who look into the file.
+        # Not read again; for users who inspect the file.
         "length": demonstration.length,
         "return": demonstration.total_reward,
     }
@@ -151,7 +148,7 @@ def _own_bytes(demonstration: Demonstration) -> bytes:
         if part is not None
         for key, leaf in keyed_leaves(part)
     }
-    header = json.loads(json.dumps(header))  # with texts as names, as it will be read
+    header = json.loads(json.dumps(header))  # keys become strings, as after reading
     return safetensors.torch.save(tensors, {_HEADER: json.dumps({**header, _SUM: checksum([header, tensors])})})
 
 
@@ -172,7 +169,7 @@ def _own_fields(data: bytes) -> dict[str, Any]:
     if type(value) not in (int, float):
         raise ValueError(f"value is {value!r}, expected a number or null")
     parts = {_STEPS: TensorDict({}, []), _LAST: TensorDict({}, [])}
-    for name, leaf in sorted(tensors.items()):  # what is above comes first, and takes nothing below it
+    for name, leaf in sorted(tensors.items()):  # parents come first, so that a conflicting name is found
         root, *path = map(_unescaped, name.split("/"))
         if len(path) > _DEPTH:
             raise ValueError(f"a tensor's name has {len(path)} levels, more than {_DEPTH}")
@@ -202,7 +199,7 @@ def _unescaped(part: str) -> str:
     return part.replace("~1", "/").replace("~0", "~")
 
 
-# -- as the environment has it -----------------------------------------------------------------------------------------
+# -- conversion to the environment's dtypes ---------------------------------------------------------------------------
 def of_episode(
     specs: EnvironmentSpecs | None,
     seen: Mapping[NestedKey, NDArray[Any]],
@@ -212,9 +209,9 @@ def of_episode(
     last_known: bool = True,
     **known: Any,
 ) -> Demonstration:
-    """Build a demonstration as :func:`as_environment` does, of what an episode showed, ``[T + 1, ...]``, and did.
+    """Build a demonstration from arrays of observations, ``[T + 1, ...]``, actions and rewards.
 
-    Where the last observation is not known, it is not among those that were shown, ``[T, ...]``.
+    If the last observation is unknown, ``seen`` has ``T`` rows. :func:`as_environment` converts the dtypes.
     """
     steps, last = TensorDict({}, []), TensorDict({}, []) if last_known else None
     for key, shown in seen.items():
@@ -228,19 +225,19 @@ def of_episode(
 
 
 def as_environment(fields: dict[str, Any], specs: EnvironmentSpecs | None) -> Demonstration:
-    """Build a demonstration from its fields, with rewards of float32 and the dtypes of an environment.
+    """Build a demonstration from its fields, with float32 rewards and the dtypes of an environment.
 
     Raises:
-        ValueError: A value cannot be kept, or there is no episode in it; the message names the demonstration.
+        ValueError: A value cannot be represented, or the episode is invalid; the message names the demonstration.
     """
     name, steps, last = fields["name"], fields["steps"], fields.get("last_observation")
-    _convert(steps, REWARD, torch.float32, name, rounded=True)  # as collectors give them
+    _convert(steps, REWARD, torch.float32, name, rounded=True)  # the dtype of collectors
     if specs is not None:
         for key in specs.keys:
             for part in (steps, last):
                 if part is not None:
                     _convert(part, key, specs.observation[key].dtype, name)
-        is_precise = specs.action_format.dtype == np.float64  # of which networks compute in float32
+        is_precise = specs.action_format.dtype == np.float64  # networks compute such actions in float32
         _convert(steps, ACTION, specs.action.dtype, name, rounded=is_precise)
         action = steps.get(ACTION, None)
         if not specs.action.shape and isinstance(action, Tensor) and action.ndim == 2 and action.shape[1] == 1:
@@ -255,7 +252,7 @@ def _convert(part: TensorDict, key: NestedKey, dtype: torch.dtype, name: str, ro
     if not rounded and leaf.numel() and not leaf.is_complex():
         low, high = leaf.min().item(), leaf.max().item()
         limits = None if dtype.is_floating_point or dtype is torch.bool else torch.iinfo(dtype)
-        fits = limits is None or (limits.min <= low and high <= limits.max)  # beyond, integers wrap around and back
+        fits = limits is None or (limits.min <= low and high <= limits.max)  # integers outside wrap around and back
         if not fits or not torch.equal(leaf.to(dtype).to(leaf.dtype), leaf):
             raise ValueError(
                 f"{name} was refused: {key!r} is {leaf.dtype} with values from {low} to {high}, which the "

@@ -1,4 +1,4 @@
-"""Demonstrations on a buffer of rollouts: what is replayed beside them, and mined from them."""
+"""Rollout hooks of a buffer with demonstrations: replay, mine, save and read them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _logger = logging.getLogger(__name__)
 
 
 class DemonstrationSettings(Protocol):
-    """What a buffer says of its demonstrations, read whenever it counts; see :class:`PPODBuffer`."""
+    """The demonstration settings of a buffer, read at each use; see :class:`PPODBuffer`."""
 
     envs: Any
     initial_human_demos_dir: str | None
@@ -66,13 +66,13 @@ def _states(miners: dict[int, DemonstrationMiner]) -> dict[str, Any]:
 
 
 class DemonstrationHooks(Stated, RolloutHooks):
-    """Replay demonstrations beside a buffer's rollouts, mine these for more, and save and read demonstrations.
+    """Replay demonstrations in a buffer's rollouts, mine the rollouts, and save and read demonstrations.
 
     Args:
-        settings: directories, how many are saved, and how they are replayed.
-        writer: what decides which are kept, with their storage.
-        sampler: what draws those that are replayed.
-        frame_skip: frames of one step; :meth:`attach` asks the environment if it is None.
+        settings: the directories, the number of saved demonstrations, and the replay options.
+        writer: selects the stored demonstrations; it has their storage.
+        sampler: draws the replayed demonstrations.
+        frame_skip: frames of one step; None reads them from the environment in :meth:`attach`.
     """
 
     OWNER, VERSION = "demonstrations", 1
@@ -95,19 +95,19 @@ class DemonstrationHooks(Stated, RolloutHooks):
     ) -> None:
         self.settings, self.storage, self.writer, self.sampler = settings, writer.storage, writer, sampler
         self.frame_skip = frame_skip
-        """Frames of one step; :meth:`attach` asks the environment for it if it is None."""
-        self._replay_in(1, 1)  # refuses options that make no sense
+        """Frames of one step; None until :meth:`attach` reads them from the environment."""
+        self._replay_in(1, 1)  # validates the options
         self._specs: EnvironmentSpecs | None = None
         self._recipe: EnvironmentRecipe | None = None
         self.replay: DemonstrationReplay | None = None
-        """What a collector replays; None before :meth:`attach`."""
+        """The replay for a collector; None before :meth:`attach`."""
         self._miners: dict[int, DemonstrationMiner] = {}  # by the first environment of each worker
         self._supplementary: DemonstrationDirectory | None = None
-        self._waiting: list[Demonstration] = []  # found in that directory, and not taken yet
+        self._waiting: list[Demonstration] = []  # read from that directory, not loaded yet
         self._target: DemonstrationDirectory | None = None
-        self._is_wrapped = False  # whether TorchRL steps the environment, which takes the policy's actions
+        self._is_wrapped = False  # True if TorchRL steps the environment with the policy's actions
         self._collected: TensorDictBase | None = None
-        self._is_tracked = False  # whether what is stored was looked through
+        self._is_tracked = False  # True if the stored rollout was mined
         self._num_rollouts = 0
         self._success: float | None = None
 
@@ -119,7 +119,7 @@ class DemonstrationHooks(Stated, RolloutHooks):
         return DemonstrationReplay(self.storage, self.sampler, num_envs, **options)
 
     def attach(self, env: Any, num_envs: int) -> None:
-        """Prepare to replay demonstrations in an environment, and read the directories."""
+        """Prepare the replay in an environment, and read the directories."""
         specs, of_env = demonstration_specs(env)
         if self.frame_skip is None:
             told = (EnvsApi.of(self.settings.envs).env_kwargs or {}).get("frame_skip")
@@ -138,7 +138,7 @@ class DemonstrationHooks(Stated, RolloutHooks):
         self._advise(specs)
 
     def _advise(self, specs: EnvironmentSpecs) -> None:
-        """Warn of settings by which failures count as successes, or the ratio of probabilities has no meaning."""
+        """Warn if failures may count as successes, human_share has no effect, or the probability ratio has no meaning."""
         threshold, given = self.writer.threshold, self.settings.initial_reward_threshold
         is_rewarded = any(bool((each.rewards > 0).any()) for each in self.storage.reward_demonstrations)
         if reaches(0.0, threshold) and not is_rewarded and (given is None or given >= 0):
@@ -161,18 +161,18 @@ class DemonstrationHooks(Stated, RolloutHooks):
             )
 
     def wrap_env(self, env: Any) -> Any:
-        """Lay the replay around an environment of TorchRL; collectors of others take it as :attr:`replay`."""
+        """Wrap a TorchRL environment with the replay; other environments' collectors use :attr:`replay`."""
         if not isinstance(env, EnvBase) or self.replay is None:
             return env
         self._is_wrapped = True
         return DemonstrationReplayTransform(self.replay).wrap(env)
 
     def wrap_policy(self, policy: TensorDictModuleBase) -> TensorDictModuleBase:
-        """Let the policy do what demonstrations did, where :meth:`wrap_env` replays them."""
+        """Wrap the policy so that it repeats replayed actions, if :meth:`wrap_env` wrapped the environment."""
         return DemonstrationActor(policy, self.settings.log_prob) if self._is_wrapped else policy
 
     def note_collected(self, rollout: TensorDictBase) -> None:
-        """Mine demonstrations from ``rollout``, ``[N, T]``, in the place of what is stored of it."""
+        """Use the collected ``rollout``, ``[N, T]``, for mining instead of the stored one."""
         self._collected = rollout
 
     def note_estimated(self, rollout: TensorDictBase, value_key: NestedKey) -> None:
@@ -192,7 +192,7 @@ class DemonstrationHooks(Stated, RolloutHooks):
         self._is_tracked, self._collected = False, None
 
     def metrics(self, rollout: TensorDictBase | None) -> dict[str, float]:
-        """Return how many demonstrations there are, how likely, and what the last rollout was.
+        """Return the number of demonstrations, their probabilities, and statistics of the last rollout.
 
         ``demos/D_R`` and ``demos/D_V`` are ``|D_R|`` and ``|D_V|``; ``demos/replayed`` is the share of replayed
         steps, ``demos/success`` the share of successes among the agent's finished episodes.
@@ -211,7 +211,7 @@ class DemonstrationHooks(Stated, RolloutHooks):
         return figures
 
     def choose(self, env_id: int) -> Demonstration | None:
-        """Draw the demonstration of an environment's next episode, and insert it; None for an episode of its own."""
+        """Draw and schedule the demonstration for an environment's next episode; None if none is replayed."""
         self.attached()
         assert self.replay is not None
         return self.replay.choose(env_id)
@@ -219,7 +219,7 @@ class DemonstrationHooks(Stated, RolloutHooks):
     # ---- mining ------------------------------------------------------------------------------------------------------
 
     def mine(self, rows: TensorDictBase) -> None:
-        """Follow the episodes of a rollout ``[T, N]`` with values, and offer those that end as demonstrations."""
+        """Track the episodes of a rollout ``[T, N]`` with values, and add the finished ones as demonstrations."""
         ids = env_ids(rows, time_dim=0)
         first = 0 if ids is None else int(ids[0])
         if first not in self._miners:
@@ -243,10 +243,10 @@ class DemonstrationHooks(Stated, RolloutHooks):
         )
 
     def collected(self, stored: TensorDictBase, value_key: NestedKey) -> TensorDictBase:
-        """Return the stored rollout as it was collected, ``[T, N]``, with its values."""
+        """Return the rollout in its collected form, ``[T, N]``, with its values."""
         rows = (stored if self._collected is None else self._collected.transpose(0, 1)).copy()
         value = stored.get(value_key, None)
-        if isinstance(value, TensorDictBase):  # of several critics
+        if isinstance(value, TensorDictBase):  # values of several critics
             value = torch.stack([*value.values(True, True)]).mean(0)
         rows.pop(VALUE, None)
         if isinstance(value, Tensor):
@@ -257,7 +257,7 @@ class DemonstrationHooks(Stated, RolloutHooks):
     # ---- files -------------------------------------------------------------------------------------------------------
 
     def attached(self) -> EnvironmentSpecs:
-        """Return the specs of the environment; a RuntimeError before :meth:`attach`."""
+        """Return the specs of the environment; raise a RuntimeError before :meth:`attach`."""
         if self._specs is None:
             raise RuntimeError("The environment of the demonstrations is unknown; call attach(env, num_envs) first.")
         return self._specs
@@ -266,14 +266,14 @@ class DemonstrationHooks(Stated, RolloutHooks):
         return DemonstrationDirectory(path, self.attached(), self.frame_skip or 1, recipe=self._recipe, **options)
 
     def read(self, path: str | Path) -> Demonstration:
-        """Read a demonstration, and refuse it if it does not fit the environment; it is not kept."""
+        """Read a demonstration and check that it fits the environment, without storing it."""
         specs = self.attached()
         demonstration = read_demonstration(path, specs)
         demonstration.fits(specs, self.frame_skip or 1, self._recipe)
         return demonstration
 
     def load_initial(self) -> None:
-        """Keep what the initial directories hold in the place of all that was kept; see :meth:`attach`."""
+        """Replace all stored demonstrations by the content of the initial directories; see :meth:`attach`."""
         human = self._initial("initial_human_demos_dir", is_human=True)
         agent = self._initial("initial_agent_demos_dir", is_human=False)
         capacity = self.storage.capacity
@@ -295,7 +295,7 @@ class DemonstrationHooks(Stated, RolloutHooks):
             raise DemonstrationFault(f"{name}={path}: {error}") from error
 
     def load_supplementary(self) -> None:
-        """Take what came into the supplementary directory, if its return reaches the threshold."""
+        """Load new demonstrations from the supplementary directory if their return reaches the threshold."""
         if self._supplementary is None:
             return
         found: list[Demonstration] = []
@@ -324,9 +324,9 @@ class DemonstrationHooks(Stated, RolloutHooks):
             self._waiting = [*self._supplementary.initial]
 
     def save(self) -> None:
-        """Save the agent's best demonstrations into the target directory, in the place of those saved before.
+        """Save the agent's best demonstrations into the target directory, and replace those of the previous save.
 
-        ``reward_demo_1.safetensors`` has the highest return, the newest of equals comes first; with
+        ``reward_demo_1.safetensors`` has the highest return; of equal returns the newest is first. With
         ``save_value_demos``, ``value_demo_1.safetensors`` has the highest value.
         """
         rank = 0 if self.settings.shared_demos else this_rank()

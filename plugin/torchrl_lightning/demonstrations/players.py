@@ -1,4 +1,4 @@
-"""The demonstrations that play side by side, and their steps as environments would show them."""
+"""Play demonstrations in parallel and return their steps in the environment's format."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _AT_ONCE = 32
 
 
 class Player:
-    """A demonstration that plays, over its own tensors; its first step is that of call ``began`` of the replay."""
+    """A running demonstration, over its own tensors; its first step belongs to call ``began`` of the replay."""
 
     def __init__(self, demonstration: Demonstration, frame_stack: int, began: int) -> None:
         self.demonstration, self.began = demonstration, began
@@ -28,7 +28,7 @@ class Player:
         self.observations: dict[NestedKey, Array] = {
             key: steps.get(key).numpy() for key in demonstration.observation_keys
         }
-        # Nobody knows what followed some demonstrations; what was seen last is nearest to it.
+        # If the last observation is unknown, the previous one replaces it.
         self._last: dict[NestedKey, Array] = {
             key: seen[-1] if last is None else last.get(key).numpy() for key, seen in self.observations.items()
         }
@@ -37,23 +37,23 @@ class Player:
         self._frame_stack = frame_stack
 
     def wait(self) -> None:
-        """Stay where it is for one call."""
+        """Delay the demonstration by one call."""
         self.began += 1
 
     @property
     def shapes(self) -> dict[NestedKey, tuple[int, ...]]:
-        """The shapes of a step's observations and of its action: all that play at the same time have the same."""
+        """The shapes of a step's observations and action, equal for all demonstrations that run together."""
         entries: dict[NestedKey, Array] = {**self.observations, "action": self.actions}
         return {key: rows.shape[1:] for key, rows in entries.items()}
 
     def left(self, now: int) -> int:
-        """Return how many steps are left before call ``now``."""
+        """Return the number of remaining steps before call ``now``."""
         return self.length + self.began - now
 
     def layout(self, key: NestedKey) -> tuple[tuple[int, ...], int | None]:
-        """Return the shape in which observations are shown, and the axis that counts the frames of a stack, if any.
+        """Return the working shape of an observation, and the index of its frame axis, or None without a stack.
 
-        As the axis before that of the channels, or alone, it makes the stack in memory.
+        The frame axis precedes the channel axis, so that :meth:`joined` only reshapes.
         """
         shape = self.observations[key].shape[1:]
         if self._frame_stack == 1 or not isinstance(key, str) or not is_image(shape):
@@ -62,7 +62,7 @@ class Player:
         return (*shape[:axis], self._frame_stack, *shape[axis:]), axis
 
     def show(self, key: NestedKey, t: int, out: Array) -> None:
-        """Write what is seen before the steps ``t``, ``t + 1``, ..., and at the end after the last one, in a layout."""
+        """Write the observations from step ``t`` on into ``out``, in the layout's shape; the last one is final."""
         _, axis = self.layout(key)
         if axis is None:
             out[:] = self._frames(key, t, t + len(out))
@@ -72,16 +72,16 @@ class Player:
         out[:] = np.moveaxis(windows, -1, axis + 1)
 
     def whole(self, key: NestedKey) -> Array:
-        """Return what is seen before all steps and after the last one."""
+        """Return the observations before all steps and after the last one."""
         shape, _ = self.layout(key)
         shown = np.empty((self.length + 1, *shape), self.observations[key].dtype)
         self.show(key, 0, shown)
         return self.joined(key, shown)
 
     def joined(self, key: NestedKey, shown: Array) -> Array:
-        """Return what is shown in a layout, ``[..., *layout]``, as the environment does: frames are among channels."""
+        """Convert observations ``[..., *layout]`` to the environment's shape: frames are merged into channels."""
         shape, axis = self.layout(key)
-        if axis is None or len(shape) != 4:  # no stack, or one of frames without channels
+        if axis is None or len(shape) != 4:  # without a stack, or frames without channels
             return shown
         return shown.reshape(*shown.shape[:-4], *shape[:axis], -1, *shape[axis + 2 :])
 
@@ -96,9 +96,9 @@ class Player:
 
 
 class Cast:
-    """The demonstrations that play at the same time, until one begins or ends: their steps are told some at a time.
+    """The demonstrations that run together until one begins or ends; their steps are prepared in small blocks.
 
-    They end as ``ends`` says, (terminated, truncated), or as they were recorded if None.
+    They end with the flags ``ends`` (terminated, truncated), or with the recorded ones if None.
     """
 
     def __init__(
@@ -120,10 +120,10 @@ class Cast:
         self._at_once = 2
 
     def next_rows(self) -> ReplayedRows:
-        """Go on by one step."""
+        """Return the next step and advance."""
         rows = next(self._told, None)
         if rows is None:
-            # Casts that soon change are told little in vain.
+            # Prepare few steps first, because a changed cast discards them.
             self._at_once = min(2 * self._at_once, self.left, _AT_ONCE)
             self._told = iter(self._tell(self._at_once))
             rows = next(self._told)

@@ -31,50 +31,51 @@ Dtypes = Annotated[Mapping[str, Dtype] | None, lambda value, name: saved_dtypes(
 class PPODBuffer(GAEBuffer):
     """On-policy buffer of PPO with demonstrations (Libardi et al. 2021, arXiv:2007.03328), over :class:`GAEBuffer`.
 
-    Where an episode begins, a demonstration may be played in its place (:class:`DemonstrationSampler`); its steps are
-    learned from like the agent's own. After each rollout the agent's finished episodes are offered as demonstrations
-    (:class:`DemonstrationWriter`), and those that were replayed get the value that the critic gives them now.
+    At the start of an episode, :class:`DemonstrationSampler` may replay a demonstration in its place. The update uses
+    its steps like the agent's own. After each rollout, :class:`DemonstrationWriter` receives the agent's finished
+    episodes as new demonstrations, and the replayed demonstrations receive the critic's new values.
 
-    :meth:`attach` names the environment and reads the directories; then :attr:`replay` is what a collector replays.
+    :meth:`attach` sets the environment and reads the directories. Pass :attr:`replay` to a collector afterwards.
     DataModules do both.
 
     Args:
-        size: as in :class:`VanillaOnPolicyBuffer`, here and in the next four.
-        rho: probability of a reward demonstration, before the first success.
-        phi: probability of a value demonstration, before the first success; with 0, none is kept.
+        size: see :class:`VanillaOnPolicyBuffer`.
+        rho: probability of a reward demonstration before the first success.
+        phi: probability of a value demonstration before the first success; with 0, none is stored.
         gae_lambda: λ.
-        alpha: how much more likely value demonstrations of higher values are: ``P ~ max(v, 0) ** alpha``.
-        total_buffer_demo_capacity: most demonstrations of both kinds.
-        initial_human_demos_dir: demonstrations that are always kept.
-        initial_agent_demos_dir: demonstrations that give way to better ones, such as those of an earlier run.
-        supplementary_demos_dir: looked into before each update for demonstrations that come while training runs; those
-            whose return reaches the threshold are taken. They give way to better ones, those of a human too. Made if it
-            is missing.
-        target_agent_demos_dir: where the agent's best demonstrations are saved; nowhere if None.
-        num_agent_demos_to_save: how many of them, of those of highest return, and of highest value.
-        initial_reward_threshold: lowest return of a success; that of the worst reward demonstration, if higher or None.
-            Where neither is above 0 and no demonstration has a positive reward, failures may count as successes, and a
-            warning says so; a threshold below 0 that is given is taken at its word.
-        save_demos_every: rollouts between two savings.
-        demo_dtypes: dtypes of what is saved, by the documented names ``Observation``, ``Action`` and ``Reward``; those
-            of the environment where none is named. Rewards are rounded to theirs.
-        annealing: how successes move probability from value to reward demonstrations, see
+        alpha: exponent of the values in the probability of value demonstrations: ``P ~ max(v, 0) ** alpha``.
+        total_buffer_demo_capacity: maximum number of demonstrations of both kinds.
+        initial_human_demos_dir: directory of demonstrations that are never dropped.
+        initial_agent_demos_dir: directory of demonstrations that better ones replace, for example of an earlier run.
+        supplementary_demos_dir: directory that is read before each update, for demonstrations added during training.
+            They are loaded if their return reaches the threshold, and better ones replace them, also human ones. A
+            missing directory is created.
+        target_agent_demos_dir: directory for the agent's best demonstrations; None saves none.
+        num_agent_demos_to_save: number of saved demonstrations with the highest return, and with the highest value.
+        initial_reward_threshold: lowest return of a success. The lowest return of a reward demonstration replaces it if
+            that is higher, or if it is None. If the threshold is at most 0 and no demonstration has a positive reward,
+            failures may count as successes and a warning is logged, unless you set a threshold below 0.
+        save_demos_every: rollouts between two saves.
+        demo_dtypes: saved dtypes by the documented names ``Observation``, ``Action`` and ``Reward``; a missing name
+            keeps the environment's dtype. Rewards are rounded to their dtype.
+        annealing: schedule that moves probability from value to reward demonstrations, see
             :class:`DemonstrationAnnealing`.
-        cut_after_reward: whether the agent's demonstrations end with the last positive reward.
-        ends: how a replayed demonstration ends, see :class:`DemonstrationReplay`.
-        log_prob: log-probability of replayed actions, see :class:`DemonstrationReplay`; with continuous actions
-            ``current``, as a warning says once.
-        save_value_demos: save value demonstrations too, which there are with ``phi`` above 0.
-        human_share: least share of the draws of reward demonstrations that goes to human ones, which the agent's own
-            would else drown; with 0 all are alike. A warning says if there are no human ones.
-        shared_demos: whether all ranks keep the same demonstrations, mined by any of them; else each keeps its own.
-            Then the first one alone saves; else the others save to folders ``rank_1``, ... below the target.
-        frame_skip: frames of one step, which demonstrations must have too; that of the environment's recipe if None.
-        gamma: as in :class:`VanillaOnPolicyBuffer`, here and below.
+        cut_after_reward: cut the agent's demonstrations after the last positive reward.
+        ends: end of a replayed demonstration, see :class:`DemonstrationReplay`.
+        log_prob: log-probability of replayed actions, see :class:`DemonstrationReplay`; use ``current`` for continuous
+            actions.
+        save_value_demos: also save value demonstrations, which exist with ``phi`` above 0.
+        human_share: minimum share of human ones among the drawn reward demonstrations, so that the agent's do not crowd
+            them out; with 0 all are equally likely. A warning is logged if there are no human ones.
+        shared_demos: share the demonstrations of all ranks, and save them on rank 0. Otherwise each rank stores its
+            own, and the other ranks save to the folders ``rank_1``, ... below the target.
+        frame_skip: frames of one step, which demonstrations must have also; None uses the environment recipe's.
+        gamma: see :class:`VanillaOnPolicyBuffer`, also for the arguments below.
 
     Raises:
-        ValueError: A probability is outside ``[0, 1]``, their sum too, another argument is out of range, or a setting
-            has no effect with the others, such as ``save_demos_every`` without ``target_agent_demos_dir``.
+        ValueError: A probability or the sum of rho and phi is outside ``[0, 1]``, another argument is out of range, or
+            a setting has no effect with the others, for example ``save_demos_every`` without
+            ``target_agent_demos_dir``.
 
     Examples:
         >>> import torch
@@ -93,9 +94,9 @@ class PPODBuffer(GAEBuffer):
     """
 
     on_policy_data_fields: ClassVar[tuple[str, ...]] = tuple(DOCUMENTED)
-    """The documented names of what rollouts hold."""
+    """The documented names of the fields of a rollout."""
     demos_data_fields: ClassVar[tuple[str, ...]] = FIELDS
-    """The documented names of what demonstrations hold."""
+    """The documented names of the fields of a demonstration."""
     changeable = (*GAEBuffer.changeable, "rho", "phi", "alpha", "num_agent_demos_to_save", "save_demos_every")
 
     STATE = {**RolloutBuffer.STATE, "demonstrations": Child(at="hooks")}
@@ -145,14 +146,14 @@ class PPODBuffer(GAEBuffer):
         )
 
     def _check_effects(self) -> None:
-        """Validate that no setting of demonstrations is left without effect by another one."""
+        """Validate that no demonstration setting is without effect because of another one."""
         saves, capacity = self.target_agent_demos_dir is not None, self.total_buffer_demo_capacity
         for name in ("num_agent_demos_to_save", "save_demos_every", "save_value_demos"):
             self.require_effect(name, saves, "target_agent_demos_dir")
         self.require_effect("target_agent_demos_dir", self.num_agent_demos_to_save, "num_agent_demos_to_save above 0")
         for name in ("alpha", "annealing", "save_value_demos"):
             self.require_effect(name, self._phi, "phi above 0")
-        # One place is kept for a reward demonstration, and alpha decides between two value demonstrations.
+        # One place is reserved for a reward demonstration, and alpha needs at least two value demonstrations.
         for name, least in (("alpha", 3), ("annealing", 2), ("save_value_demos", 2), ("human_share", 2)):
             self.require_effect(name, capacity >= least, f"total_buffer_demo_capacity of at least {least}")
         for name in ("human_share", "ends", "log_prob"):
@@ -162,7 +163,7 @@ class PPODBuffer(GAEBuffer):
 
     @property
     def rho(self) -> float:
-        """Probability of a reward demonstration by now; setting it sets that before the first success."""
+        """Present probability of a reward demonstration; setting it changes the one before the first success."""
         return self.demonstration_sampler.probabilities(self.demonstrations)[0]
 
     @rho.setter
@@ -171,7 +172,7 @@ class PPODBuffer(GAEBuffer):
 
     @property
     def phi(self) -> float:
-        """Probability of a value demonstration by now; setting it sets that before the first success."""
+        """Present probability of a value demonstration; setting it changes the one before the first success."""
         return self.demonstration_sampler.probabilities(self.demonstrations)[1]
 
     @phi.setter
@@ -199,25 +200,25 @@ class PPODBuffer(GAEBuffer):
 
     @property
     def reward_threshold(self) -> float:
-        """Lowest return of a success by now."""
+        """Present lowest return of a success."""
         return self.demonstration_writer.threshold
 
     @property
     def frame_skip(self) -> int | None:
-        """Frames of one step; None before :meth:`attach`, where that is up to the environment."""
+        """Frames of one step; None before :meth:`attach` if the environment determines them."""
         return self.hooks.frame_skip
 
     def attach(self, env: Any = None, num_envs: int | None = None) -> None:
-        """Prepare to replay demonstrations in an environment, and read the directories.
+        """Prepare the replay in an environment, and read the directories.
 
         Args:
-            env: id, recipe, factory or ready environment, as a DataModule takes it; ``envs`` if None.
-            num_envs: how many are stepped side by side; as many as ``envs`` has if None.
+            env: id, recipe, factory or instance, as for a DataModule; None uses ``envs``.
+            num_envs: number of parallel environments; None uses the number in ``envs``.
 
         Raises:
-            DemonstrationFault: A directory of initial demonstrations is missing or holds none that can be used in this
-                environment, there are more than the capacity, or ``demo_dtypes`` cannot hold what is saved.
-            ValueError: ``demo_dtypes`` is given, but nothing is saved.
+            DemonstrationFault: A directory of initial demonstrations is missing or has none for this environment, the
+                demonstrations exceed the capacity, or ``demo_dtypes`` cannot represent the saved values.
+            ValueError: ``demo_dtypes`` is set, but nothing is saved.
         """
         env, num_envs = self.envs if env is None else env, self.num_envs if num_envs is None else num_envs
         if env is None or num_envs is None:
@@ -225,45 +226,45 @@ class PPODBuffer(GAEBuffer):
         self.hooks.attach(env, num_envs)
 
     def load_demo(self, demo_path: str | Path) -> Demonstration:
-        """Read a demonstration, and refuse it if it does not fit the environment; it is not kept.
+        """Read a demonstration and check that it fits the environment, without storing it.
 
         Raises:
-            FileNotFoundError: There is no such file.
-            ValueError: It is damaged, or was recorded in another environment; the message names it.
+            FileNotFoundError: The file does not exist.
+            ValueError: The file is damaged or from another environment; the message names it.
         """
         return self.hooks.read(demo_path)
 
     def load_initial_demos(self) -> None:
-        """Keep what the initial directories hold in the place of all that was kept; see :meth:`attach`."""
+        """Replace all stored demonstrations by the content of the initial directories; see :meth:`attach`."""
         self.hooks.load_initial()
 
     def load_supplementary_demos(self) -> None:
-        """Take what came into the supplementary directory, if its return reaches the threshold."""
+        """Load new demonstrations from the supplementary directory if their return reaches the threshold."""
         self.hooks.load_supplementary()
 
     def save_demos(self) -> None:
-        """Save the agent's best demonstrations into the target directory, in the place of those saved before.
+        """Save the agent's best demonstrations into the target directory, and replace those of the previous save.
 
-        ``reward_demo_1.safetensors`` has the highest return, the newest of equals comes first; with
+        ``reward_demo_1.safetensors`` has the highest return; of equal returns the newest is first. With
         ``save_value_demos``, ``value_demo_1.safetensors`` has the highest value.
         """
         self.hooks.save()
 
     def sample_demo(self, env_id: int) -> Demonstration | None:
-        """Draw what an environment plays in its next episode, and insert it: a demonstration, or its own if None.
+        """Draw and schedule the demonstration for an environment's next episode; None if none is replayed.
 
         Raises:
-            RuntimeError: Before :meth:`attach`, no environment is known.
-            ValueError: There is no such environment.
+            RuntimeError: :meth:`attach` was not called before.
+            ValueError: ``env_id`` is out of range.
         """
         return self.hooks.choose(env_id)
 
     def track_potential_demos(self, sample: TensorDictBase | Mapping[str, Any] | None = None) -> None:
-        """Follow the episodes of a rollout or step, and offer those that end as demonstrations.
+        """Track the episodes of a rollout or step, and add the finished ones as demonstrations.
 
         Args:
-            sample: a rollout ``[N, T]`` that follows the one before, with values; or a dict with the documented names
-                of one step, ``[N, ...]``, whose successors may be left out; what is stored if None.
+            sample: a rollout ``[N, T]`` with values that continues the previous one; or a dict of one step, ``[N, ...]``,
+                under the documented names, with optional successors. None uses the stored rollout.
         """
         if sample is None:
             sample = self.hooks.collected(self.rollout, self.stream.value)
@@ -272,9 +273,9 @@ class PPODBuffer(GAEBuffer):
         self.hooks.mine(time_major(sample, None))
 
     def check_demo_buffer_capacity(self) -> None:
-        """Drop what exceeds the capacity, as is done with each that comes: of lowest value, then the longest."""
+        """Drop demonstrations above the capacity: value demonstrations of lowest value, then the agent's longest."""
         self.demonstration_writer.make_room()
 
     def anneal_parameters(self) -> None:
-        """Move probability from value to reward demonstrations, as with each success."""
+        """Move probability from value to reward demonstrations, as after each success."""
         self.demonstration_writer.anneal()

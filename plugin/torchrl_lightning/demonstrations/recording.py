@@ -37,11 +37,11 @@ Environment = str | Callable[..., Any]
 
 
 def demonstration_specs(env: Environment | VectorEnv | EnvBase) -> tuple[EnvironmentSpecs, int]:
-    """Return the specs without a frame stack, and the frame skip, that demonstrations of an environment have.
+    """Return the specs without a frame stack, and the frame skip, for demonstrations of an environment.
 
     Args:
-        env: An id, a recipe or a factory of one environment, Gymnasium's or TorchRL's, or a ready one. Of the frame
-            skip, only the ``action_repeat`` of a recipe is known.
+        env: The id, recipe, factory or instance of a Gymnasium or TorchRL environment. The frame skip is the recipe's
+            ``action_repeat``, otherwise 1.
 
     Examples:
         >>> from torchrl_lightning import EnvironmentRecipe
@@ -49,7 +49,7 @@ def demonstration_specs(env: Environment | VectorEnv | EnvBase) -> tuple[Environ
         >>> specs.action.n, frame_skip
         (2, 2)
     """
-    if isinstance(env, VectorEnv | EnvBase):  # a ready one, which is not ours to close
+    if isinstance(env, VectorEnv | EnvBase):  # the caller closes its own instance
         return environment_specs(env), 1
     recipe = recipe_of(env)
     if recipe.frame_stack > 1:
@@ -64,25 +64,24 @@ def demonstration_specs(env: Environment | VectorEnv | EnvBase) -> tuple[Environ
 def record_demonstrations(
     env: Environment, policy: Policy, num_episodes: int, *, seed: int | None = None, clip_actions: bool = False
 ) -> Iterator[Demonstration]:
-    """Play episodes one after another and give each as a demonstration.
+    """Play episodes one after another and yield each as a demonstration.
 
-    Rewards are those that learning gets, so that a demonstration can be replayed among them; of a recipe's frame stack
-    the newest image is kept. The metadata name the ``environment``, its ``recipe`` (as JSON) and its
-    ``frame_stack``; and ``success`` (bool), where one of Gymnasium's says at the end whether its goal is reached, by
-    ``is_success`` or ``success`` in its info.
+    Rewards are those of training, so that a demonstration can be replayed in it. Of a recipe's frame stack the newest
+    image is stored. The metadata contain the ``environment``, its ``recipe`` (as JSON) and its ``frame_stack``. They
+    also contain ``success`` (bool) if a Gymnasium environment reports ``is_success`` or ``success`` in its last info.
 
     Args:
-        env: An id, a recipe or a factory of one environment, Gymnasium's or TorchRL's.
+        env: The id, recipe or factory of a Gymnasium or TorchRL environment.
         policy: Reads a TensorDict ``[1]`` and writes ``action``.
-        num_episodes: How many.
-        seed: Seeds environment and policy; None draws it.
-        clip_actions: Clip actions to their Box, and record the clipped ones, which the environment gets. Otherwise an
-            episode with an action outside of the Box is refused.
+        num_episodes: The number of episodes.
+        seed: The seed of environment and policy; None draws it.
+        clip_actions: Clip actions to their Box for the environment and the demonstration. Otherwise an action outside
+            the Box is an error.
 
     Raises:
         EnvironmentFault: An episode has not ended after 100,000 steps.
-        DemonstrationFault: A ValueError: an action is outside of the environment's action space.
-        ValueError: The environment or the policy's actions do not fit, or actions without a Box should be clipped.
+        DemonstrationFault: A ValueError: an action is outside the environment's action space.
+        ValueError: The environment or the policy's actions do not fit, or clipped actions do not have a Box.
 
     Examples:
         >>> from tensordict.nn import TensorDictModule
@@ -115,7 +114,7 @@ def record_demonstrations(
 
 
 def _recorded(actions: Tensor, specs: EnvironmentSpecs, clip: bool, episode: int) -> Tensor:
-    """Return the actions ``[T, *A]`` to keep: of the policy, or clipped as the environment got them."""
+    """Return the actions ``[T, *A]`` to store: the policy's, or the clipped ones that the environment received."""
     form = specs.action_format
     if clip:
         received = form.to_environment(actions.cpu().numpy(), clip=True)
@@ -127,7 +126,7 @@ def _recorded(actions: Tensor, specs: EnvironmentSpecs, clip: bool, episode: int
 
 
 class _Listener(VectorWrapper):
-    """Note what one environment says of its success where an episode ends."""
+    """Record the success that one environment reports at the end of each episode."""
 
     def __init__(self, env: VectorEnv) -> None:
         super().__init__(env)

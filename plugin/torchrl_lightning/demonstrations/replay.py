@@ -1,4 +1,4 @@
-"""Demonstrations that stand in for episodes of environments, a step at a time."""
+"""Replay demonstrations step by step in place of an environment's episodes."""
 
 from __future__ import annotations
 
@@ -25,28 +25,27 @@ Array = NDArray[Any]
 
 
 class DemonstrationReplay(Stated):
-    """Replay demonstrations in the collectors of Gymnasium's environments, as their ``replay``.
+    """Replay demonstrations in the collectors of Gymnasium environments, as their ``replay``.
 
     In a TorchRL environment, a :class:`~torchrl_lightning.DemonstrationReplayTransform` replays them.
 
-    Where an episode begins, the sampler draws whether a demonstration is played in its place, and which. One that gives
-    way to another meanwhile is played to its end. Demonstrations must fit the environment, see
-    :meth:`Demonstration.fits`.
+    At the start of each episode the sampler draws a demonstration or None. A demonstration that leaves the storage
+    during its replay is played to its end. Demonstrations must fit the environment, see :meth:`Demonstration.fits`.
 
     Args:
-        storage: Where demonstrations are kept.
-        sampler: What draws them.
+        storage: The storage of the demonstrations.
+        sampler: The sampler that draws from the storage.
         num_envs: The number of environments.
-        ends: How a demonstration ends: as it was ``recorded`` (:attr:`Demonstration.ends`); always ``terminated``; or
-            ``truncated``, so that the value of what follows counts.
-        log_prob: What is stored as the log-probability of its actions: ``deterministic`` is 0, as if whoever showed
-            them had no choice; ``current`` is that of the policy. Of continuous actions the policy tells a density,
-            whose ratio to 1 has no meaning of its own: take ``current`` for these.
-        frame_stack: How many images the environment shows as one, as an :class:`~torchrl_lightning.EnvironmentRecipe`
-            stacks them; demonstrations hold single ones.
+        ends: The end of a demonstration: as it was ``recorded`` (:attr:`Demonstration.ends`); always ``terminated``; or
+            always ``truncated``, so that the value of the next state counts.
+        log_prob: The stored log-probability of the replayed actions. ``deterministic`` is 0, as for a demonstrator
+            without randomness; ``current`` is the policy's own. Use ``current`` for continuous actions, because the
+            ratio of a density to 1 has no meaning.
+        frame_stack: The number of images that an :class:`~torchrl_lightning.EnvironmentRecipe` stacks; demonstrations
+            store single images.
 
     Raises:
-        ValueError: ``num_envs`` or ``frame_stack`` is not positive, or an option has no such value.
+        ValueError: ``num_envs`` or ``frame_stack`` is not positive, or an option has an unknown value.
 
     Examples:
         >>> import torch
@@ -88,23 +87,23 @@ class DemonstrationReplay(Stated):
         self.log_prob: LogProb = one_of(log_prob, "log_prob", get_args(LogProb))
         self.frame_stack = integer(frame_stack, "frame_stack")
         self._running: dict[int, Player] = {}
-        self._chosen: dict[int, Demonstration | None] = {}  # what was drawn before its episode begins
+        self._chosen: dict[int, Demonstration | None] = {}  # drawn before the episode begins
         self._now = 0  # the number of the next call
         self._cast: Cast | None = None
         self._next: ReplayedRows | None = None
 
     @property
     def playing(self) -> Array:
-        """Where steps of a demonstration are left, ``[num_envs]`` bool."""
+        """The environments with remaining steps of a demonstration, ``[num_envs]`` bool."""
         mask = np.zeros(self.num_envs, dtype=bool)
         mask[[*self._running]] = True
         return mask
 
     def __call__(self, starts: Array) -> ReplayedRows | None:
-        """Draw what is replayed where an episode begins (``starts``, ``[num_envs]`` bool), and return the next step.
+        """Draw demonstrations for starting episodes (``starts``, ``[num_envs]`` bool), and return the next step.
 
         Raises:
-            ValueError: ``starts`` is of another number of environments.
+            ValueError: ``starts`` has another number of environments.
         """
         self.begin(starts)
         rows = self.peek()
@@ -113,12 +112,12 @@ class DemonstrationReplay(Stated):
         return rows
 
     def choose(self, env: int) -> Demonstration | None:
-        """Draw now what is replayed in the next episode of an environment, and return it; None if it plays itself.
+        """Draw the demonstration for an environment's next episode, and return it; None if none is replayed.
 
-        It is taken where that episode begins in this process; copies for workers draw by themselves.
+        The next episode in this process uses it. The copies in workers draw their own.
 
         Raises:
-            ValueError: There is no such environment.
+            ValueError: ``env`` is out of range.
         """
         if not 0 <= env < self.num_envs:
             raise ValueError(f"env_id={env} must be between 0 and {self.num_envs - 1}.")
@@ -126,10 +125,10 @@ class DemonstrationReplay(Stated):
         return self._chosen[env]
 
     def begin(self, starts: Array) -> None:
-        """Draw what is replayed where an episode begins (``starts``, ``[num_envs]`` bool); what was there is over.
+        """Draw demonstrations for starting episodes (``starts``, ``[num_envs]`` bool); running ones there end.
 
         Raises:
-            ValueError: ``starts`` is of another number of environments.
+            ValueError: ``starts`` has another number of environments.
         """
         if len(starts) != self.num_envs:
             raise ValueError(f"This replay is for {self.num_envs} environments, asked for the steps of {len(starts)}.")
@@ -142,7 +141,7 @@ class DemonstrationReplay(Stated):
                 self._cast = None
 
     def peek(self) -> ReplayedRows | None:
-        """Return the next step, and stay before it."""
+        """Return the next step without advancing."""
         if not self._running:
             return None
         if self._cast is None:
@@ -154,7 +153,7 @@ class DemonstrationReplay(Stated):
         return self._next
 
     def advance(self, envs: Array) -> None:
-        """Go on by one step in some of the environments (``[num_envs]`` bool) that replay."""
+        """Advance by one step in the replaying environments of the mask ``envs``, ``[num_envs]`` bool."""
         for env, player in self._running.items():
             if not envs[env]:
                 player.wait()
@@ -169,20 +168,20 @@ class DemonstrationReplay(Stated):
             self._cast = None
 
     def for_worker(self, seed: int) -> DemonstrationReplay:
-        """Return a copy for another process, which plays nothing yet, with a sampler of its own."""
+        """Return a copy for another process, with its own sampler and without running replays."""
         sampler = copy.deepcopy(self.sampler)
         sampler.generator.manual_seed(seed)
         options: dict[str, Any] = {"ends": self.ends, "log_prob": self.log_prob, "frame_stack": self.frame_stack}
         return type(self)(self.storage, sampler, self.num_envs, **options)
 
     def contents(self) -> _Contents:
-        """Return what the storage keeps, and the options of the sampler."""
+        """Return the stored demonstrations and the options of the sampler."""
         storage, sampler = self.storage, self.sampler
         kept = storage.reward_demonstrations, storage.value_demonstrations
         return _Contents(*kept, storage.successes, storage.annealed, (sampler.rho, sampler.phi, sampler.alpha))
 
     def news(self, since: _Contents) -> _Contents:
-        """Return the contents for a copy that has those of before; what it has is told without its steps."""
+        """Return the contents for a copy that has ``since``; known demonstrations are sent without their steps."""
         now, known = self.contents(), {each.serial: each for each in (*since.reward, *since.value)}
 
         def told(each: Demonstration) -> Any:
@@ -192,7 +191,7 @@ class DemonstrationReplay(Stated):
         return now._replace(reward=tuple(map(told, now.reward)), value=tuple(map(told, now.value)))
 
     def follow(self, news: _Contents) -> None:
-        """Take over the contents of the original; what is being played goes on."""
+        """Apply the contents of the original; running replays continue."""
         kept = {each.serial: each for each in (*self.storage.reward_demonstrations, *self.storage.value_demonstrations)}
 
         def found(each: Any) -> Demonstration:
@@ -207,7 +206,7 @@ class DemonstrationReplay(Stated):
 
     @property
     def _positions(self) -> list[dict[str, Any]]:
-        """What is being played and where, as states hold it; it may not be kept in the storage any more."""
+        """The running replays as saved in states; their demonstrations may have left the storage."""
         return [
             {"env": env, "position": self._now - player.began, "demonstration": state_of(player.demonstration)}
             for env, player in sorted(self._running.items())
@@ -252,7 +251,7 @@ def _choice(chosen: tuple[int, Demonstration | None]) -> dict[str, Any]:
 
 
 class _Contents(NamedTuple):
-    """What is replayed from; as news, known demonstrations are told by their numbers and values."""
+    """The demonstrations and sampler options; as news, known demonstrations are pairs of serial and value."""
 
     reward: tuple[Any, ...]
     value: tuple[Any, ...]

@@ -1,4 +1,4 @@
-"""Demonstrations that stand in for episodes of a TorchRL environment."""
+"""Replay demonstrations in place of a TorchRL environment's episodes."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from torchrl_lightning.keys import ACTION, DEMO_ACTION, DEMO_SERIAL, REPLAYED
 
 
 class DemonstrationReplayTransform(PlayingTransform):
-    """Replay demonstrations in a TorchRL environment, which :meth:`wrap` lays around it.
+    """Replay demonstrations in a TorchRL environment, which :meth:`wrap` wraps.
 
-    Where an episode begins, the replay draws whether a demonstration is played in its place. What the policy sees
-    then, reward and end are the demonstration's, and the environment is not stepped; a reset follows. The transform
-    tells where that is (``("demo", "mask")``), what was done there (``("demo", "action")``, which
-    :class:`DemonstrationActor` does again), and what is replayed (``("demo", "serial")``, -1 for nothing).
+    At the start of an episode the replay may draw a demonstration. During the replay, observation, reward and end come
+    from the demonstration; the environment is not stepped and is reset afterwards. The transform writes the mask of
+    replaying environments (``("demo", "mask")``), the actions (``("demo", "action")``, which
+    :class:`DemonstrationActor` repeats), and the serial numbers (``("demo", "serial")``, -1 without a replay).
 
-    Demonstrations show what the environment beneath shows: transforms that stack frames or scale rewards of both alike
-    belong above.
+    Demonstrations must match the wrapped environment. Add transforms that stack frames or scale rewards above this
+    one, so that they apply to both.
 
     Args:
-        replay: What is replayed, for as many environments as there are.
+        replay: The replay, for the same number of environments.
 
     Examples:
         >>> from tensordict import TensorDict
@@ -56,27 +56,27 @@ class DemonstrationReplayTransform(PlayingTransform):
         super().__init__(in_keys=[], out_keys=[REPLAYED, DEMO_ACTION, DEMO_SERIAL])
         self.replay = replay
         self._rows: ReplayedRows | None = None
-        self._nothing = TensorDict()  # what is told where nothing is replayed
+        self._nothing = TensorDict()  # the entries without a replay
         self._goes_on = False
 
     def wrap(self, env: EnvBase) -> TransformedEnv:
-        """Lay the transform around an environment, with what lets it rest beneath.
+        """Wrap an environment with the transform and a layer that skips steps of replaying environments.
 
         Raises:
-            ValueError: The replay is for another number of environments, ends in a way that the environment lacks, or
-                the environment cannot rest in part.
+            ValueError: The number of environments differs from the replay's, the environment does not have the replay's end
+                flag, or it cannot skip steps of single environments.
         """
         _check(env, self.replay)
-        # Were both in one layer, nothing would be played where all environments rest.
+        # With both in one layer, nothing would be replayed while all environments rest.
         resting = TransformedEnv(env, ConditionalSkip(_Resting(self.replay)), auto_unwrap=False)
         return TransformedEnv(resting, self, auto_unwrap=False)
 
     def resume(self) -> None:
-        """Let what a restored replay plays go on through the resets before the next step."""
+        """Continue the replays of a restored state through the resets before the next step."""
         self._goes_on = True
 
     def transform_observation_spec(self, observation_spec: TensorSpec) -> TensorSpec:
-        """Add what is told of the replay."""
+        """Add the entries of the replay."""
         beneath = self.container.base_env
         inner = beneath.transform if isinstance(beneath, TransformedEnv) else None
         if not (isinstance(inner, ConditionalSkip) and isinstance(inner.cond, _Resting)):
@@ -109,7 +109,7 @@ class DemonstrationReplayTransform(PlayingTransform):
         return tensordict_reset
 
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
-        # An environment that rests repeats what it was given, which may be stacked above.
+        # A resting environment repeats its input, which transforms above may have stacked.
         if self._rows is None:
             return tensordict
         shown, beneath = self._rows.observation, self.container.base_env.full_observation_spec
@@ -135,7 +135,7 @@ class DemonstrationReplayTransform(PlayingTransform):
         return next_tensordict
 
     def _tell(self, tensordict: TensorDictBase) -> ReplayedRows | None:
-        """Write which step of a demonstration comes next."""
+        """Write the next step of the replayed demonstrations."""
         rows = self._rows = self.replay.peek()
         tensordict["demo"] = self._nothing.clone()
         if rows is not None:
@@ -149,7 +149,7 @@ class DemonstrationReplayTransform(PlayingTransform):
 
 
 class _Resting:
-    """Tells ``ConditionalSkip`` which environments replay."""
+    """Tell ``ConditionalSkip`` which environments replay."""
 
     def __init__(self, replay: DemonstrationReplay) -> None:
         self.replay = replay
@@ -165,7 +165,7 @@ def _check(env: EnvBase, replay: DemonstrationReplay) -> None:
             f"The replay is for {replay.num_envs} environments, got a batch of {list(env.batch_size)}; give it "
             "their number, side by side in one dimension."
         )
-    # Without the flag `truncated`, an end that does not terminate is `done` alone.
+    # Without the flag `truncated`, a truncation sets only `done`.
     if ("terminated" if replay.ends == "recorded" else replay.ends) not in env.done_keys:
         raise ValueError(
             f"Demonstrations end as {replay.ends!r}, the environment has the flags {env.done_keys}; choose another "
@@ -181,12 +181,12 @@ def _check(env: EnvBase, replay: DemonstrationReplay) -> None:
 
 
 def _flags(reset_or_step: Tensor) -> NDArray[np.bool_]:
-    """Return flags ``[N, 1]``, ``[N]`` or, of a single environment, ``[]``, as ``[N]``."""
+    """Return flags ``[N, 1]``, ``[N]``, or ``[]`` of a single environment, as ``[N]``."""
     return reset_or_step.cpu().numpy().reshape(-1)
 
 
 def _carry(written: TensorDictBase | None, successor: TensorDictBase, where: NDArray[np.bool_]) -> None:
-    """Do what transforms beneath would have done in a step: no episode begins, and recurrent states go on."""
+    """Do the work of the skipped transforms below: no episode begins, and recurrent states continue."""
     if "is_init" in successor:
         _put(successor, "is_init", np.zeros((where.sum(), 1), dtype=bool), where)
     for key, value in () if written is None else written.items(True, True):
@@ -195,7 +195,7 @@ def _carry(written: TensorDictBase | None, successor: TensorDictBase, where: NDA
 
 
 def _put(data: TensorDictBase, key: NestedKey, values: Any, where: NDArray[np.bool_]) -> None:
-    """Replace an entry by one that has other values in some environments; the memory of the former may be shared."""
+    """Replace an entry by a copy with new values in some environments, because its memory may be shared."""
     entry = data.get(key)
     rows = _by_environment(entry, data, where).clone()
     rows[torch.from_numpy(where)] = torch.as_tensor(values).to(rows).reshape(-1, *rows.shape[1:])
@@ -203,5 +203,5 @@ def _put(data: TensorDictBase, key: NestedKey, values: Any, where: NDArray[np.bo
 
 
 def _by_environment(entry: Tensor, data: TensorDictBase, where: NDArray[np.bool_]) -> Tensor:
-    """Give an entry its first dimension, which that of a single environment lacks."""
+    """Return an entry with the environment dimension, which a single environment lacks."""
     return entry.reshape(len(where), *entry.shape[data.ndim :])

@@ -1,4 +1,4 @@
-"""What an environment plays next: a demonstration, or an episode of its own."""
+"""Draw the next episode of an environment: a replayed demonstration, or the policy's own steps."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from torchrl_lightning.state import GENERATOR, Attribute, Stated, number
 
 
 class DemonstrationSampler(Stated, OwnGenerator):
-    """Draw, where an episode begins, what is replayed in its place.
+    """Draw the demonstration to replay at the start of an episode.
 
-    It is no TorchRL sampler: those draw batches of cells, this one draws whether there is a demonstration at all.
+    It is not a TorchRL sampler: those draw batches of cells, this one draws at most one demonstration.
 
     Args:
         rho: The probability of a reward demonstration before the first success; see ``human_share``.
-        phi: The probability of a value demonstration before the first success; one whose largest value is ``v`` is
-            drawn with ``P ~ max(v, 0) ** alpha``, all alike if none is positive. It moves to ``rho`` by and by, see
-            :class:`DemonstrationAnnealing`; their sum stays. Else, and where there is none of the kind that was drawn,
-            the environment plays.
-        alpha: How much more likely higher values are.
-        human_share: At least this share of the draws of reward demonstrations goes to the human ones, however many of
-            the agent's there are; with 0 each is as likely as the others.
-        generator: The random generator; ``None`` seeds one from torch's global one.
+        phi: The probability of a value demonstration before the first success. A demonstration with the largest value
+            ``v`` is drawn with ``P ~ max(v, 0) ** alpha``, or uniformly if no value is positive. Successes move
+            ``phi`` to ``rho``, see :class:`DemonstrationAnnealing`; their sum is constant. With the remaining
+            probability, or if the storage has no demonstration of the drawn kind, nothing is replayed.
+        alpha: The exponent of the values; a larger one prefers higher values.
+        human_share: The minimum share of human demonstrations among the drawn reward demonstrations. With 0, all reward
+            demonstrations are equally likely.
+        generator: The random generator; ``None`` seeds one from torch's global generator.
 
     Raises:
         ValueError: ``rho``, ``phi``, their sum or ``human_share`` is outside ``[0, 1]``, ``alpha`` is negative or
-            infinite, or one of these has no effect because nothing is drawn by it.
+            infinite, or ``alpha`` or ``human_share`` has no effect because its probability is 0.
 
     Examples:
         >>> sampler = DemonstrationSampler(rho=0.1, phi=0.3, generator=torch.Generator().manual_seed(0))
@@ -95,14 +95,14 @@ class DemonstrationSampler(Stated, OwnGenerator):
         self.set_probabilities(alpha=value)
 
     def probabilities(self, storage: DemonstrationStorage) -> tuple[float, float]:
-        """Return rho and phi as the successes in the storage have left them."""
+        """Return rho and phi after the successes that the storage has counted."""
         return self.rho + storage.annealed * self.phi, self.phi * (1.0 - storage.annealed)
 
     def set_probabilities(self, rho: float | None = None, phi: float | None = None, alpha: float | None = None) -> None:
         """Set rho or phi before the first success, or alpha.
 
         Raises:
-            ValueError: One of them or the sum of rho and phi is out of range; nothing was changed.
+            ValueError: A value, or the sum of rho and phi, is out of range; nothing was changed.
         """
         given, own = (rho, phi, alpha), (self.rho, self.phi, self.alpha)
         self._rho, self._phi, self._alpha = _checked(
@@ -110,9 +110,9 @@ class DemonstrationSampler(Stated, OwnGenerator):
         )
 
     def draw(self, storage: DemonstrationStorage) -> Demonstration | None:
-        """Draw what is replayed in the episode that begins; None if the environment plays it.
+        """Draw the demonstration to replay in the next episode; None if the environment plays its own.
 
-        Each call takes two random numbers, whatever comes of it.
+        Each call draws exactly two random numbers.
         """
         source, place = torch.rand(2, dtype=torch.float64, generator=self.generator).tolist()
         rho, phi = self.probabilities(storage)
@@ -138,7 +138,7 @@ class DemonstrationSampler(Stated, OwnGenerator):
 
 
 def value_probabilities(values: Sequence[float], alpha: float) -> Tensor:
-    """Return ``P ~ max(v, 0) ** alpha`` of each value, float64; all alike if none is positive.
+    """Return ``P ~ max(v, 0) ** alpha`` of each value, float64; uniform if no value is positive.
 
     Examples:
         >>> value_probabilities([1e300, 2e300, -5.0], alpha=2).tolist()
@@ -148,12 +148,12 @@ def value_probabilities(values: Sequence[float], alpha: float) -> Tensor:
     highest = positive.max()
     if highest == 0:
         return torch.full_like(positive, 1 / len(positive))
-    weights = (positive / highest) ** alpha  # at most 1: no power overflows
+    weights = (positive / highest) ** alpha  # the base is at most 1, so the power cannot overflow
     return weights / weights.sum()
 
 
 def _checked(rho: float, phi: float, alpha: float) -> tuple[float, float, float]:
     rho, phi = fraction(rho, "rho"), fraction(phi, "phi")
-    if rho + phi > 1 + 1e-9:  # decimal fractions add up to a little more than 1
+    if rho + phi > 1 + 1e-9:  # rounding can lift the sum of decimal fractions above 1
         raise ValueError(f"rho + phi must be at most 1, got rho={rho} and phi={phi}; lower one of them.")
     return rho, phi, not_negative(alpha, "alpha")

@@ -1,4 +1,4 @@
-"""Where demonstrations are kept: those that reached a reward, and those that the critic thinks highest of."""
+"""Store reward demonstrations, and the demonstrations with the highest estimated values."""
 
 from __future__ import annotations
 
@@ -12,19 +12,18 @@ from torchrl_lightning.state import Attribute, Stated, number, whole
 
 
 class DemonstrationStorage(Stated):
-    """Whole trajectories of any length and content: ``D_R``, the reward demonstrations, and ``D_V``, the value ones.
+    """Store complete trajectories of any length: ``D_R``, the reward demonstrations, and ``D_V``, the value ones.
 
-    It is no TorchRL storage: those are written and read by the number of a cell, while here a demonstration has no
-    cell of its own, and which one gives way to another is the rule of :class:`DemonstrationWriter`, which fills it.
-    :class:`DemonstrationSampler` draws from it.
+    It is not a TorchRL storage: demonstrations do not have cell numbers. :class:`DemonstrationWriter` fills it and
+    decides which demonstration replaces another. :class:`DemonstrationSampler` draws from it.
 
     Args:
-        capacity: The number of demonstrations of both kinds together.
+        capacity: The maximum number of demonstrations of both kinds together.
 
     Attributes:
-        reward_demonstrations: ``D_R``, human ones first, else in the order of their arrival.
-        value_demonstrations: ``D_V``, in the order of their arrival.
-        successes: The number of episodes of the agent that were admitted to ``D_R``.
+        reward_demonstrations: ``D_R``, human demonstrations first, then in order of arrival.
+        value_demonstrations: ``D_V``, in order of arrival.
+        successes: The number of the agent's episodes that were admitted to ``D_R``.
         annealed: The share of the probability of ``D_V`` that has moved to ``D_R``, see
             :class:`DemonstrationAnnealing`.
 
@@ -64,7 +63,7 @@ class DemonstrationStorage(Stated):
         return sum(demonstration.is_human for demonstration in self.reward_demonstrations)
 
     def find(self, serial: int) -> Demonstration | None:
-        """Return the demonstration with this serial number, None if it is not kept any more."""
+        """Return the demonstration with this serial number; None if it is no longer stored."""
         kept = (*self.reward_demonstrations, *self.value_demonstrations)
         return next((demonstration for demonstration in kept if demonstration.serial == serial), None)
 
@@ -75,16 +74,16 @@ class DemonstrationStorage(Stated):
         successes: int | None = None,
         annealed: float | None = None,
     ) -> None:
-        """Take over other contents at once; those that have no serial number get one.
+        """Replace the content in one step, and number the demonstrations without a serial number.
 
         Args:
-            reward: ``D_R``; human ones move to its front.
+            reward: ``D_R``; human demonstrations move to its front.
             value: ``D_V``.
-            successes: The number of successes; None leaves it.
-            annealed: The share that has moved; None leaves it.
+            successes: The number of successes; None keeps the present number.
+            annealed: The moved share of probability; None keeps the present share.
 
         Raises:
-            ValueError: There are more than ``capacity``.
+            ValueError: There are more demonstrations than ``capacity``.
         """
         if len(reward) + len(value) > self.capacity:
             raise ValueError(f"There are {len(reward) + len(value)} demonstrations, {self.capacity} have a place.")

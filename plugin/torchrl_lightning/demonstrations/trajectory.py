@@ -1,4 +1,4 @@
-"""One demonstration: the steps of an episode that was played once, and what is known of it."""
+"""One demonstration: the recorded steps of an episode and their metadata."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ class Demonstration:
 
     Attributes:
         steps: The observation before each step under its own keys, ``action`` and ``("next", "reward")``
-            (``[T, 1]`` of float32), all with ``T`` rows; kept as a locked TensorDict ``[T]`` over the same tensors.
-        last_observation: What followed the last step, a TensorDict ``[]`` of the same observation entries, if known.
-        is_human: Whether it was given, not mined from the agent's own episodes.
-        value: The largest estimate of a state's value in it, ``-inf`` where none was made.
-        frame_skip: How many frames of the environment one step took.
-        name: Where it is from, for messages.
-        terminated: Whether its last step terminated the episode, if known; where None is given, what the metadata say
-            by this name, as earlier files have it.
-        truncated: Whether its last step was where the episode was cut by a limit, if known. Of one whose last step was
-            followed by others, both are False.
-        metadata: What else is known of it.
-        serial: The number by which the storage that keeps it knows it, also after its value has changed.
+            (``[T, 1]`` of float32), all with ``T`` rows; stored as a locked TensorDict ``[T]`` over the same tensors.
+        last_observation: The observation after the last step, a TensorDict ``[]`` with the same keys; None if unknown.
+        is_human: False for an episode that was mined from the agent's own.
+        value: The largest estimated state value in the episode; ``-inf`` without an estimate.
+        frame_skip: The number of environment frames in one step.
+        name: The source of the episode, for messages.
+        terminated: Whether the last step terminated the episode; None if unknown. None reads the entry ``terminated``
+            of the metadata, which older files have.
+        truncated: Whether the last step reached a limit; None if unknown. If other steps followed the last one, both
+            flags are False.
+        metadata: Further information about the episode.
+        serial: The number that its storage gave it; it stays when the value changes.
 
     Raises:
-        TypeError: ``steps`` or ``last_observation`` is no TensorDict of dense tensors.
-        ValueError: It has no steps, action or reward, an entry of another length, a number that is not finite, or
-            another field makes no sense.
+        TypeError: ``steps`` or ``last_observation`` is not a TensorDict of dense tensors.
+        ValueError: The steps are empty, lack an action or a reward, differ in length, or have a number that is not
+            finite; or another field is invalid.
 
     Examples:
         >>> steps = TensorDict({"observation": torch.zeros(3, 4), "action": torch.tensor([0, 1, 1])}, [3])
@@ -99,10 +99,10 @@ class Demonstration:
 
     @property
     def ends(self) -> tuple[bool, bool]:
-        """Whether its end terminates, and whether it truncates, where it stands for an episode.
+        """Return the flags (terminated, truncated) of the last step when the demonstration is used as an episode.
 
-        As it was recorded; one that was cut truncates, so that the value of what follows counts. Where nobody knows, it
-        terminates, so that no value is taken of what nobody has seen.
+        They are the recorded flags. An episode that was cut is truncated, so that the value of the next state counts.
+        An unknown end is terminated, so that no value of an unknown state is used.
         """
         if self.terminated is None:
             return True, False
@@ -130,7 +130,7 @@ class Demonstration:
         return _observation_keys(self.steps)
 
     def shortened(self, length: int) -> Demonstration:
-        """Return the first ``length`` steps, over the same tensors; what followed them is known, and that it went on.
+        """Return the first ``length`` steps, over the same tensors; the result is neither terminated nor truncated.
 
         Raises:
             ValueError: ``length`` is not in ``[1, T]``.
@@ -150,7 +150,7 @@ class Demonstration:
         return replace(self, steps=self.steps[:length], last_observation=last, terminated=False, truncated=False)
 
     def labelled(self, *, value: float, serial: int | None) -> Demonstration:
-        """Return the same steps, which are not checked again, with another value and serial number.
+        """Return the same steps with another value and serial number, without new checks of the steps.
 
         Raises:
             ValueError: ``value`` is NaN or infinity.
@@ -161,24 +161,23 @@ class Demonstration:
         return copied
 
     def copied(self) -> Demonstration:
-        """Copy the tensors, which may be views of a larger memory or be written again; the copy has no number yet."""
+        """Copy the tensors, which may be views of reused memory; the copy has no serial number yet."""
         last = self.last_observation
         last = None if last is None else last.clone()
         return replace(self, steps=self.steps.clone(), last_observation=last, serial=None)
 
     def fits(self, specs: EnvironmentSpecs, frame_skip: int = 1, recipe: EnvironmentRecipe | None = None) -> None:
-        """Refuse to be replayed in an environment that it is not from.
+        """Check that the demonstration can be replayed in an environment.
 
         Args:
             specs: The environment's specs, without a frame stack.
-            frame_skip: How many frames the environment takes in one step.
-            recipe: That of the environment, which must be of the same id and reward as the recorded one, where both are
-                known; else its ``demonstrations_of`` allows it.
+            frame_skip: The number of frames in one step of the environment.
+            recipe: The environment's recipe. If both recipes are known, the id and the reward must be equal, unless its
+                ``demonstrations_of`` allows the other.
 
         Raises:
-            ValueError: The environment is of another recipe, has another frame skip, other observation entries, or
-                another shape or dtype of an entry, or lacks an action; the message names the demonstration and what
-                differs.
+                ValueError: The recipe, the frame skip, the observation keys, or the shape or dtype of an entry differs, or
+                    the environment does not accept an action. The message names the demonstration and the difference.
 
         Examples:
             >>> from torchrl_lightning import environment_specs, make_vector_env
@@ -216,7 +215,7 @@ space does not have (...); replay it in the environment that it was recorded in.
 
 
 def ends_at(following: TensorDictBase, *index: int) -> dict[str, Any]:
-    """Return the fields of a :class:`Demonstration` that say how it ended, of one of the rows under ``"next"``."""
+    """Return ``terminated`` and ``truncated`` of a :class:`Demonstration` from one of the ``"next"`` rows."""
     flags = {name: following.get(name, None) for name in ("terminated", "truncated", "done")}
     if flags["terminated"] is None:
         return {"terminated": None, "truncated": None}
@@ -225,10 +224,10 @@ def ends_at(following: TensorDictBase, *index: int) -> dict[str, Any]:
 
 
 def newest_frames(rows: TensorDictBase, specs: EnvironmentSpecs) -> TensorDict:
-    """Return the observation entries ``[*B]`` of rows, over their memory; of stacked images the newest.
+    """Return the observation entries ``[*B]`` of rows without copying; of stacked images only the newest.
 
     Args:
-        rows: What the environment shows.
+        rows: Rows from the environment.
         specs: The environment's specs, without a frame stack.
 
     Examples:
@@ -313,9 +312,9 @@ def _check_finite(leaf: Tensor, key: NestedKey, owner: str) -> None:
 
 
 def action_error(actions: Tensor, specs: EnvironmentSpecs) -> str | None:
-    """Return what is wrong with actions ``[T, *A]`` that an environment would not take; None if it takes them.
+    """Describe the first action of ``[T, *A]`` that the environment does not accept; return None if it accepts all.
 
-    A number that exceeds the bound of a Box by rounding is taken.
+    An action may exceed the bounds of a Box by a rounding error.
     """
     form = specs.action_format
     if form.low is None or form.high is None:

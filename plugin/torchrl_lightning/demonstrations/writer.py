@@ -1,4 +1,4 @@
-"""Which episodes are kept as demonstrations, and which give way to them."""
+"""Select the episodes that are stored as demonstrations, and the ones that they replace."""
 
 from __future__ import annotations
 
@@ -25,32 +25,32 @@ def check_threshold(value: Any, name: str) -> float | None:
 
 
 class DemonstrationWriter(Stated):
-    """Offer episodes to a :class:`DemonstrationStorage`.
+    """Add episodes to a :class:`DemonstrationStorage`.
 
-    An episode of the agent whose return reaches the threshold is a success and goes to ``D_R``; if its return is higher
-    than all there by more than rounding, those of the agent that were there go. Every other one goes to ``D_V``. What
-    is too much goes next: of ``D_V`` the one with the lowest value, then of ``D_R`` the longest of the agent's; of
-    equals the older one. Human demonstrations stay. With each success the threshold rises to the lowest return in
-    ``D_R``, it never falls, and probability moves from ``D_V`` to ``D_R`` as :class:`DemonstrationAnnealing` says.
+    An agent's episode whose return reaches the threshold is a success and enters ``D_R``. If its return exceeds all
+    returns in ``D_R`` by more than rounding, it replaces the agent's demonstrations there. All other episodes enter
+    ``D_V``. Above the capacity, the demonstration with the lowest value leaves ``D_V`` first; then the longest of the
+    agent's leaves ``D_R``. Of equal ones the older leaves. Human demonstrations always stay. After each success the
+    threshold rises to the lowest return in ``D_R`` and never falls, and probability moves from ``D_V`` to ``D_R``, see
+    :class:`DemonstrationAnnealing`.
 
-    It is no TorchRL writer: those choose the cells of rows, this one chooses what is kept.
+    It is not a TorchRL writer: those choose the cells of rows, this one selects episodes.
 
     Args:
-        storage: What it fills.
-        reward_threshold: The lowest return of a success. ``0.0`` is one; ``None`` is none: the first episode is a
-            success, whatever its return, unless there are demonstrations, whose lowest return is the threshold then.
-        cut_after_reward: Whether an episode ends with its last positive reward; one without any stays whole.
+        storage: The storage to fill.
+        reward_threshold: The lowest return of a success; ``0.0`` is a valid threshold. With ``None`` it is the lowest
+            return of the loaded demonstrations; without demonstrations the first episode is a success.
+        cut_after_reward: Cut an episode after its last positive reward. An episode without one stays complete.
         annealing: ``linear`` or ``current``, see :class:`DemonstrationAnnealing`.
-        value_capacity: The number of places in ``D_V`` before the first success; ``None`` is one fewer than the
-            storage's capacity.
-        sampler: What draws them; while its phi is 0, which draws none of ``D_V``, none is kept there.
+        value_capacity: The capacity of ``D_V`` before the first success; ``None`` is the storage's capacity minus one.
+        sampler: The sampler that draws from the storage. While its phi is 0, no value demonstration is stored.
 
     Attributes:
-        threshold: The lowest return of a success by now; ``-inf`` if there is none.
+        threshold: The present lowest return of a success; ``-inf`` without a threshold.
 
     Raises:
-        ValueError: The threshold is not finite, the value capacity is negative, there is no such annealing, or a
-            setting has no effect because no value demonstration is kept.
+        ValueError: The threshold is not finite, the value capacity is negative, the annealing is unknown, or a setting
+            has no effect because no value demonstration is stored.
 
     Examples:
         >>> import torch
@@ -96,7 +96,7 @@ class DemonstrationWriter(Stated):
         if sampler is not None and not sampler.phi:
             needs = "a sampler with phi above 0"
             check_defaults(f"without {needs}", f"give {needs}", **schedule, value_capacity=(value_capacity, None))
-        if not places:  # "current" never moves the probability of value demonstrations, of which none is kept
+        if not places:  # without value demonstrations "current" never moves probability
             check_defaults("with value_capacity=0", "give a larger value_capacity (storage capacity)", **schedule)
 
     def _check_threshold(self, value: float, name: str) -> float:
@@ -105,10 +105,10 @@ class DemonstrationWriter(Stated):
         return float(value)
 
     def load(self, demonstrations: Sequence[Demonstration]) -> None:
-        """Put demonstrations into ``D_R``, human ones or the agent's of earlier runs: as they are, and no success.
+        """Add demonstrations to ``D_R`` unchanged and without counting a success.
 
         Raises:
-            ValueError: They and the human ones that are kept do not all find room; nothing was changed.
+            ValueError: They exceed the capacity together with the stored human ones; nothing was changed.
         """
         human = self.storage.num_human
         if human + len(demonstrations) > self.storage.capacity:
@@ -122,10 +122,10 @@ class DemonstrationWriter(Stated):
         self._raise_threshold()
 
     def add(self, episode: Demonstration) -> Literal["reward", "value"] | None:
-        """Offer an episode of the agent; the storage keeps a copy.
+        """Add a copy of an agent's episode to the storage if the rules admit it.
 
         Returns:
-            Where it is kept now, None if it is not. A success that the capacity rule drops at once is a success.
+            The set that stores it, or None. A success counts even if the capacity rule drops it immediately.
 
         Raises:
             ValueError: The episode is a human demonstration; nothing was changed.
@@ -134,7 +134,7 @@ class DemonstrationWriter(Stated):
             raise ValueError(f"Demonstration {episode.name!r} is a human one, which is no success; load() keeps it.")
         if self.cut_after_reward and len(rewarded := (episode.rewards > 0).nonzero()):
             episode = episode.shortened(int(rewarded[-1]) + 1)
-        episode = episode.labelled(value=episode.value, serial=None)  # none of those that are kept, even if it was one
+        episode = episode.labelled(value=episode.value, serial=None)  # a stored demonstration may be added again
         storage, total = self.storage, episode.total_reward
         reward, value = [*storage.reward_demonstrations], [*storage.value_demonstrations]
         is_success = reaches(total, self.threshold)
@@ -149,11 +149,11 @@ class DemonstrationWriter(Stated):
         return None if not is_kept else "reward" if is_success else "value"
 
     def anneal(self) -> None:
-        """Move probability, and let go of value demonstrations, as one more success does."""
+        """Move probability and drop value demonstrations, as after one more success."""
         self._keep([*self.storage.reward_demonstrations], [*self.storage.value_demonstrations], is_success=True)
 
     def make_room(self) -> None:
-        """Apply the capacity rule to what is kept; it holds already, unless the storage's capacity was lowered."""
+        """Apply the capacity rule again, after the storage's capacity was lowered."""
         self._keep([*self.storage.reward_demonstrations], [*self.storage.value_demonstrations], is_success=False)
 
     def _keep(
@@ -163,7 +163,7 @@ class DemonstrationWriter(Stated):
         is_success: bool,
         episode: Demonstration | None = None,
     ) -> bool:
-        """Keep what finds room, with all that follows from a success; return whether a new episode is among it."""
+        """Store the demonstrations within the capacity and count a success; return whether ``episode`` is stored."""
         storage = self.storage
         successes, annealed = storage.successes + is_success, storage.annealed
         reward, value = self._with_room(reward, value, successes)
@@ -178,10 +178,10 @@ class DemonstrationWriter(Stated):
         return is_kept
 
     def refresh(self, demonstration: Demonstration, value: float) -> bool:
-        """Give a demonstration that was replayed the largest value that the critic estimates in it now.
+        """Set the value of a replayed demonstration to the critic's new largest estimate.
 
         Returns:
-            Whether it is still kept; if not, nothing happens.
+            Whether the demonstration is still stored; if not, nothing changes.
 
         Raises:
             ValueError: ``value`` is NaN or infinity; nothing was changed.
@@ -199,7 +199,7 @@ class DemonstrationWriter(Stated):
     def _with_room(
         self, reward: list[Demonstration], value: list[Demonstration], successes: int
     ) -> tuple[list[Demonstration], list[Demonstration]]:
-        """Drop what is too much."""
+        """Drop demonstrations above the capacity."""
         capacity, is_drawn = self.storage.capacity, self._sampler is None or self._sampler.phi > 0
         places = self.annealing.places(successes) if is_drawn else 0
         while value and len(value) > min(places, capacity - len(reward)):
