@@ -17,7 +17,7 @@ from torchrl_lightning.ranges import one_of
 
 
 class DemonstrationActor(TensorDictModuleBase):
-    """Act as a policy does, but repeat the demonstration's action where one is replayed.
+    """Act as a policy does, but repeat the demonstration's action in environments that replay one.
 
     It samples for all environments, then writes the demonstrations' actions (``("demo", "action")``) into the rows of
     the mask ``("demo", "mask")``. :class:`DemonstrationReplayTransform` writes both entries. Without them, for example

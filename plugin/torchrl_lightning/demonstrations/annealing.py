@@ -13,7 +13,7 @@ Schedule = Literal["linear", "current"]
 
 @dataclass(frozen=True)
 class DemonstrationAnnealing(Nameable):
-    """The schedule that moves phi, the probability of value demonstrations, to rho, that of reward demonstrations.
+    """The schedule that moves probability from value demonstrations (phi) to reward demonstrations (rho).
 
     ``linear``, as published: each success moves ``1 / value_capacity`` of phi, and lowers the capacity of ``D_V`` by
     one: ``rho_k = rho_0 + k phi_0 / value_capacity``, ``phi_k = phi_0 (1 - k / value_capacity)``. ``current``, as in

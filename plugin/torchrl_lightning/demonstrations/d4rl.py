@@ -26,7 +26,7 @@ def d4rl_demonstrations(
 ) -> Iterator[Demonstration]:
     """Read the episodes of a D4RL file, one at a time; needs h5py from the extra ``d4rl`` or ``minari``.
 
-    Without ``next_observations`` the transitions are those of D4RL's ``qlearning_dataset``. The step of a timeout is
+    Without ``next_observations`` the transitions equal D4RL's ``qlearning_dataset``. The step of a timeout is
     left out, because the observation after it is unknown; so is the last step of the file unless it ends an episode.
     The observation before that step becomes the last observation of the shortened episode. The observation after a
     terminal step is unknown and not needed. ``infos`` and other entries are not read.

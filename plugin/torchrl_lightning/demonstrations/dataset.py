@@ -53,7 +53,7 @@ def buffered_episodes(
         known: Other fields of the demonstrations.
 
     Raises:
-        DemonstrationFault: The source has no buffer, or a buffer lacks ``done`` flags or entries of the environment.
+        DemonstrationFault: The source lacks a buffer, or a buffer lacks ``done`` flags or entries of the environment.
         ValueError: A state is damaged, or belongs to a buffer that stores the frames of a stack once.
     """
     buffers = [source] if isinstance(source, ExperienceBuffer) else list(buffers_in(source))
@@ -133,7 +133,7 @@ def read_dataset(dataset: Any, env: Any, *, limit: int | None = None) -> list[De
             set. The sizes that the files declare are compared with it, and with the free memory, before unpacking.
 
     Raises:
-        DemonstrationFault: The data set does not exist, has no steps, or does not fit the environment.
+        DemonstrationFault: The data set does not exist, is empty, or does not fit the environment.
 
     Examples:
         >>> read_dataset("nowhere", "CartPole-v1")
@@ -193,7 +193,7 @@ def write_dataset(dataset: str, source: Source, env: Any) -> None:
     """Write episodes of an environment as a local Minari data set that :func:`read_dataset` can read.
 
     An episode from a buffer is skipped if its first steps were overwritten. If it is unfinished or was cut by a
-    restart, it is truncated at its last stored step. Of stacked images only the newest is written. If the last
+    restart, it is truncated at its last stored step. Only the newest of stacked images is written. If the last
     observation is unknown, the previous one replaces it. The recipe and the frame skip of the environment are
     written, and checked on reading. The human flag, the value and other metadata are lost.
 
@@ -204,7 +204,7 @@ def write_dataset(dataset: str, source: Source, env: Any) -> None:
         env: The environment of the episodes: its id, recipe, factory or instance.
 
     Raises:
-        DemonstrationFault: The data set exists already, or the source has no complete episode, has episodes of another
+        DemonstrationFault: The data set exists already, or the source lacks a complete episode, has episodes of another
             environment, or lacks ``done`` flags. Nothing is written then.
 
     Examples:

@@ -49,7 +49,7 @@ class DemonstrationDirectory:
 
     Raises:
         FileNotFoundError: The directory does not exist.
-        ValueError: The directory has no usable demonstration, or more than ``most``.
+        ValueError: The directory lacks a usable demonstration, or has more than ``most``.
 
     Examples:
         >>> import tempfile, torch

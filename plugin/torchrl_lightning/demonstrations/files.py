@@ -133,7 +133,7 @@ def _own_bytes(demonstration: Demonstration) -> bytes:
         "schema_version": VERSION,
         "frame_skip": demonstration.frame_skip,
         "is_human": demonstration.is_human,
-        "value": None if value == -math.inf else value,  # JSON has no infinity
+        "value": None if value == -math.inf else value,  # JSON lacks infinity
         "terminated": demonstration.terminated,
         "truncated": demonstration.truncated,
         "metadata": dict(demonstration.metadata),

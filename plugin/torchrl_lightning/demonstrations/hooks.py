@@ -138,7 +138,7 @@ class DemonstrationHooks(Stated, RolloutHooks):
         self._advise(specs)
 
     def _advise(self, specs: EnvironmentSpecs) -> None:
-        """Warn if failures may count as successes, human_share has no effect, or the probability ratio has no meaning."""
+        """Warn if failures may count as successes, human_share is useless, or the probability ratio is meaningless."""
         threshold, given = self.writer.threshold, self.settings.initial_reward_threshold
         is_rewarded = any(bool((each.rewards > 0).any()) for each in self.storage.reward_demonstrations)
         if reaches(0.0, threshold) and not is_rewarded and (given is None or given >= 0):
@@ -324,7 +324,7 @@ class DemonstrationHooks(Stated, RolloutHooks):
             self._waiting = [*self._supplementary.initial]
 
     def save(self) -> None:
-        """Save the agent's best demonstrations into the target directory, and replace those of the previous save.
+        """Save the agent's best demonstrations into the target directory, in place of the previous save.
 
         ``reward_demo_1.safetensors`` has the highest return; of equal returns the newest is first. With
         ``save_value_demos``, ``value_demo_1.safetensors`` has the highest value.

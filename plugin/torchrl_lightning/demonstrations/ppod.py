@@ -243,7 +243,7 @@ class PPODBuffer(GAEBuffer):
         self.hooks.load_supplementary()
 
     def save_demos(self) -> None:
-        """Save the agent's best demonstrations into the target directory, and replace those of the previous save.
+        """Save the agent's best demonstrations into the target directory, in place of the previous save.
 
         ``reward_demo_1.safetensors`` has the highest return; of equal returns the newest is first. With
         ``save_value_demos``, ``value_demo_1.safetensors`` has the highest value.
@@ -263,8 +263,8 @@ class PPODBuffer(GAEBuffer):
         """Track the episodes of a rollout or step, and add the finished ones as demonstrations.
 
         Args:
-            sample: a rollout ``[N, T]`` with values that continues the previous one; or a dict of one step, ``[N, ...]``,
-                under the documented names, with optional successors. None uses the stored rollout.
+            sample: a rollout ``[N, T]`` with values that continues the previous one; or a dict of one step,
+                ``[N, ...]``, under the documented names, with optional successors. None uses the stored rollout.
         """
         if sample is None:
             sample = self.hooks.collected(self.rollout, self.stream.value)

@@ -66,9 +66,10 @@ def record_demonstrations(
 ) -> Iterator[Demonstration]:
     """Play episodes one after another and yield each as a demonstration.
 
-    Rewards are those of training, so that a demonstration can be replayed in it. Of a recipe's frame stack the newest
-    image is stored. The metadata contain the ``environment``, its ``recipe`` (as JSON) and its ``frame_stack``. They
-    also contain ``success`` (bool) if a Gymnasium environment reports ``is_success`` or ``success`` in its last info.
+    Rewards equal the rewards in training, so that a demonstration can be replayed there. Only the newest image of a
+    recipe's frame stack is stored. The metadata contain the ``environment``, its ``recipe`` (as JSON) and its
+    ``frame_stack``. They also contain ``success`` (bool) if a Gymnasium environment reports ``is_success`` or
+    ``success`` in its last info.
 
     Args:
         env: The id, recipe or factory of a Gymnasium or TorchRL environment.

@@ -63,8 +63,8 @@ class DemonstrationReplayTransform(PlayingTransform):
         """Wrap an environment with the transform and a layer that skips steps of replaying environments.
 
         Raises:
-            ValueError: The number of environments differs from the replay's, the environment does not have the replay's end
-                flag, or it cannot skip steps of single environments.
+            ValueError: The number of environments differs from the replay's, or the environment lacks the replay's end
+                flag or cannot skip steps of single environments.
         """
         _check(env, self.replay)
         # With both in one layer, nothing would be replayed while all environments rest.

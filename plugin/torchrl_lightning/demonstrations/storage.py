@@ -63,7 +63,7 @@ class DemonstrationStorage(Stated):
         return sum(demonstration.is_human for demonstration in self.reward_demonstrations)
 
     def find(self, serial: int) -> Demonstration | None:
-        """Return the demonstration with this serial number; None if it is no longer stored."""
+        """Return the demonstration with this serial number; None if it was dropped."""
         kept = (*self.reward_demonstrations, *self.value_demonstrations)
         return next((demonstration for demonstration in kept if demonstration.serial == serial), None)
 

@@ -176,8 +176,8 @@ class Demonstration:
                 ``demonstrations_of`` allows the other.
 
         Raises:
-                ValueError: The recipe, the frame skip, the observation keys, or the shape or dtype of an entry differs, or
-                    the environment does not accept an action. The message names the demonstration and the difference.
+            ValueError: The recipe, the frame skip, the observation keys, or the shape or dtype of an entry differs, or
+                the environment does not accept an action. The message names the demonstration and the difference.
 
         Examples:
             >>> from torchrl_lightning import environment_specs, make_vector_env

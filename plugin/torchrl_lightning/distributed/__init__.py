@@ -1,4 +1,4 @@
-"""Collectors on several machines, by Ray (``pip install 'torchrl-lightning[ray]'``)."""
+"""Collectors and replay services on several machines, with Ray (``pip install 'torchrl-lightning[ray]'``)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What runs in an actor of a Ray cluster and collects."""
+"""The Ray actor that collects rollouts."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from torchrl_lightning.environments.faults import EnvironmentFault
 from torchrl_lightning.environments.origins import cut_off
 from torchrl_lightning.keys import COLLECTOR, DONE, ENV_IDS, REPLAYED, REWARD
 
-COUNTED = (REWARD, DONE, REPLAYED, COLLECTOR)  # what a learner counts of rollouts that are written elsewhere
+COUNTED = (REWARD, DONE, REPLAYED, COLLECTOR)  # entries for the learner's metrics if rollouts are written elsewhere
 
 
 class RolloutActor:
-    """A :class:`Worker` in an actor: it is built by its first rollout, so that what it raises is told.
+    """A :class:`Worker` in an actor. The first rollout builds it, so that the learner receives its errors.
 
-    ``path`` is where the learner finds modules, which this machine may have, too. With a ``writer``, rollouts go to a
-    replay service without the entries ``left_out``, and the learner gets what it counts, and the first one.
+    ``path`` is the learner's module search path, which may also exist on this machine. With a ``writer``, rollouts are
+    sent to a replay service without the entries ``left_out``. The learner then gets the first rollout, and of the
+    others only the entries for its metrics.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class RolloutActor:
     def rollout(self, version: int, weights: Arrays | None, news: bytes | None) -> tuple[int, Arrays]:
         """Collect a rollout, and return its number and its entries, time-major.
 
-        Ray reads ``weights`` once on each machine, however many actors are there.
+        Ray reads ``weights`` once on each machine, for all its actors.
         """
         try:
             if self._worker is None:
@@ -62,14 +63,14 @@ class RolloutActor:
             self._version = version
             rollout = self._worker.rollout(version)
         except EnvironmentFault as fault:
-            raise fault.sent() from None  # its cause may be of a class that the learner cannot import
+            raise fault.sent() from None  # the learner may be unable to import the class of its cause
         self._begun += 1
         if self._writer is not None:
             if self._worker.collector.reset_at_each_batch:
                 cut_off(rollout)
             ids = rollout[ENV_IDS][:, 0].tolist()
             self._writer.write(as_arrays(rollout.exclude(*self._left_out)), ids)
-            if self._begun - 1 > self._task[-1]:  # not the first one of this actor
+            if self._begun - 1 > self._task[-1]:  # after this actor's first rollout
                 rollout = rollout.select(*COUNTED, strict=False)
         return self._begun - 1, as_arrays(rollout)
 

@@ -1,4 +1,4 @@
-"""Imported first in the process of an actor: its libraries, without what they would import and hardly ever use."""
+"""Import the libraries of an actor's process first, without their rarely used imports."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from pathlib import Path
 
 from torchrl_lightning.import_stubs import COLLECTING, import_libraries
 
-if Path(sys.argv[0]).name == "default_worker.py":  # Ray's, which nobody else's code has used yet
+if Path(sys.argv[0]).name == "default_worker.py":  # Ray's own process, before any other code
     import_libraries(COLLECTING)

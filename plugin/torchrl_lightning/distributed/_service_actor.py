@@ -1,4 +1,4 @@
-"""What runs in an actor of a replay service: one shard of its rows, who may write and draw now, and its snapshots."""
+"""The Ray actor of a replay service: one shard of its rows, its rate limit, and its snapshots."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ from torchrl_lightning.fitting import Fault
 from torchrl_lightning.replay import ExperienceBuffer
 
 VERSION = 1
-_KEPT = 2  # snapshots of each kind
+_KEPT = 2  # stored snapshots of each kind
 NAME = re.compile(r"(snapshot|checkpoint)_(\d{8})")
 
 
 class ServiceActor:
     """One shard of a :class:`ReplayService`.
 
-    Ray starts it again where it dies, with the same arguments: it goes on from its newest snapshot then. All runs in
-    one thread, so that every call sees whole rows; those that may not go on yet wait without holding it.
+    Ray restarts a dead actor with the same arguments; it then continues from its newest snapshot. All calls run in one
+    thread, so that each sees complete rows. Waiting calls do not block the thread.
 
     Args:
-        path: Where the run finds modules.
-        payload: The buffer, which is empty, and a rate limiter, pickled and compressed.
-        shard: Its number.
-        folder: Where its snapshots lie; None for none: what is written counts as acknowledged then.
-        resumed: The snapshot that it begins with.
+        path: The module search paths of the run.
+        payload: The empty buffer and a rate limiter, pickled and compressed.
+        shard: The shard's number.
+        folder: The folder of its snapshots. With None, written rollouts are acknowledged immediately.
+        resumed: The snapshot to load first.
     """
 
     def __init__(self, path: list[str], payload: bytes, shard: int, folder: str | None, resumed: str | None) -> None:
@@ -52,11 +52,11 @@ class ServiceActor:
         self._buffer: ExperienceBuffer
         self._limiter: RateLimiter
         self._life = time.time_ns() // 1000
-        self._sessions: dict[str, tuple[str, int]] = {}  # of each writer, its session and how much of it is written
+        self._sessions: dict[str, tuple[str, int]] = {}  # each writer's session and number of written rollouts
         self._acknowledged: dict[str, tuple[str, int]] = {}
         self._changed = asyncio.Condition()
         self._folder = None if folder is None else Path(folder)
-        self._number = 0  # of the next snapshot
+        self._number = 0  # number of the next snapshot
         self._fault: Fault | None = None
         try:
             self._buffer, self._limiter = pickle.loads(zlib.decompress(payload))
@@ -65,11 +65,11 @@ class ServiceActor:
             self._begin(resumed, _is_back())
         except Fault as fault:
             self._fault = fault
-        except Exception as error:  # else Ray would start it again and again
+        except Exception as error:  # a raised error would make Ray restart the actor repeatedly
             self._fault = ServiceFault(f"The replay service cannot begin: {type(error).__name__}: {error}")
 
     def describe(self) -> dict[str, Any]:
-        """Return versions, buffer and limits, for whoever would use it; raise what it could not begin for."""
+        """Return versions, buffer and limits, so that a client can compare them; raise the error of the start."""
         if self._fault is not None:
             raise self._fault
         return {"versions": installed(), "buffer": described(self._buffer), "limits": self._limiter.settings}
@@ -85,13 +85,13 @@ class ServiceActor:
         cut: Sequence[int] = (),
         compares: bool = False,
     ) -> Receipt:
-        """Write a rollout ``[T, N, *F]`` once it may be; one that is written already is passed over.
+        """Write a rollout ``[T, N, *F]`` as soon as the rate limiter admits it; skip an already written one.
 
-        The trajectories of the environments ``cut`` end before it. ``compares`` says whether its rows are compared with
+        The trajectories of the environments ``cut`` end before it. ``compares`` enables the comparison of its rows with
         stored successors.
 
-        One ahead of what is written, because earlier ones were lost with this actor, is passed over, too: the receipt
-        says which ones are to be sent again.
+        A rollout is also skipped if earlier ones were lost with this actor. The receipt identifies the rollouts to send
+        again.
         """
         if number != self._written(writer, session):
             return self.receipt(writer, session)
@@ -110,7 +110,7 @@ class ServiceActor:
         return self.receipt(writer, session)
 
     async def _admitted(self, admits: Callable[[], bool]) -> None:
-        """Wait until the rate limiter admits a request; if it refuses the sizes, wake whoever waits for the other."""
+        """Wait until the rate limiter admits a request; if it rejects the sizes, wake the waiting requests."""
         try:
             await self._changed.wait_for(admits)
         except Fault:
@@ -118,7 +118,7 @@ class ServiceActor:
             raise
 
     def flush(self, writer: str, session: str) -> Receipt:
-        """Acknowledge all that a writer has written, by a snapshot where one is needed."""
+        """Acknowledge all rollouts of a writer; take a snapshot if necessary."""
         if self._folder is not None and self._acknowledged.get(writer) != self._sessions.get(writer):
             self.snapshot("snapshot")
         return self.receipt(writer, session)
@@ -128,14 +128,14 @@ class ServiceActor:
         return written if known == session else 0
 
     def receipt(self, writer: str, session: str) -> Receipt:
-        """Return what of a writer's rollouts is written, and acknowledged."""
+        """Return how many rollouts of a writer are written, and how many are acknowledged."""
         written = self._written(writer, session)
         known, acknowledged = self._acknowledged.get(writer, ("", 0))
         return Receipt(written, written if self._folder is None else acknowledged if known == session else 0)
 
     # -- drawing -----------------------------------------------------------------------------------------------------
     async def draw(self, batch_size: int, count: int, learned: Sequence[Learned]) -> Draws:
-        """Take back what was learned, and draw so many batches once they may be."""
+        """Apply the learner's updates, and draw ``count`` batches as soon as the rate limiter admits them."""
         self.take_back(learned)
         rows = batch_size * count
         async with self._changed:
@@ -146,13 +146,13 @@ class ServiceActor:
         return Draws([packed(each) for each in batches], self._life, len(self._buffer), *self._counts())
 
     def take_back(self, learned: Sequence[Learned]) -> None:
-        """Take priorities and rewritten entries of batches."""
+        """Apply priorities and rewritten entries of batches."""
         for each in learned:
             self._take_back(each)
 
     def _take_back(self, learned: Learned) -> None:
         if learned.life != self._life:
-            return  # a cell may hold another row than in an earlier life, and the same stamp
+            return  # after a restart, a cell may contain another row with the same stamp
         batch = unpacked(learned.shape, [None] * len(learned.shape), learned.arrays)
         if learned.keys is None:
             self._buffer.update_tensordict_priority(batch)
@@ -160,7 +160,7 @@ class ServiceActor:
             self._buffer.write_back(batch, learned.keys)
 
     def status(self) -> tuple[int, int, int]:
-        """Return how many rows there are, and how many were written and drawn."""
+        """Return the numbers of stored, written and drawn rows."""
         return len(self._buffer), *self._counts()
 
     def _counts(self) -> tuple[int, int]:
@@ -168,7 +168,7 @@ class ServiceActor:
 
     # -- snapshots ---------------------------------------------------------------------------------------------------
     def snapshot(self, kind: str) -> str | None:
-        """Write all that there is, atomically, remove what is too old, and return its name; None without a folder."""
+        """Write the complete state atomically, remove old snapshots, and return the name; None without a folder."""
         if self._folder is None:
             return None
         name = f"{kind}_{self._number:08d}"
@@ -191,7 +191,7 @@ class ServiceActor:
         return name
 
     def _snapshots(self) -> list[Path]:
-        """Return those that are there, the oldest first."""
+        """Return the existing snapshots, the oldest first."""
         assert self._folder is not None
         found = self._folder.iterdir() if self._folder.is_dir() else ()
         return sorted((each for each in found if NAME.fullmatch(each.name)), key=_number_of)
@@ -211,7 +211,7 @@ class ServiceActor:
         if begun is None:
             return
         self._restore(begun)
-        for later in own[own.index(begun) + 1 :] if continues else ():  # of a future that is not this run's
+        for later in own[own.index(begun) + 1 :] if continues else ():  # written after the resumed state
             shutil.rmtree(later, ignore_errors=True)
 
     def _restore(self, folder: Path) -> None:
@@ -230,11 +230,11 @@ class ServiceActor:
 
 
 def _is_back() -> bool:
-    """Return whether Ray has started this actor again."""
+    """Return whether Ray has restarted this actor."""
     import ray
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Ray's own, of what it calls itself
+        warnings.simplefilter("ignore")  # Ray warns about its own API
         return bool(ray.get_runtime_context().was_current_actor_reconstructed)
 
 
@@ -245,7 +245,7 @@ def _number_of(folder: Path) -> int:
 
 
 def described(buffer: ExperienceBuffer) -> dict[str, Any]:
-    """Return what must agree between a service and whoever uses it."""
+    """Return the properties that must be equal in a service and its clients."""
     storage, sampler, writer = buffer.parts
     return {
         "buffer": type(buffer).__name__,

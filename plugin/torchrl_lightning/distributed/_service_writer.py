@@ -1,4 +1,4 @@
-"""Who writes into a shard of a replay service, and sends again what died with it."""
+"""Write into the shards of a replay service, and resend rollouts that a dead shard lost."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from torchrl_lightning.fitting import Fault
 
 logger = logging.getLogger(__name__)
 
-PATIENCE = 300.0  # seconds in which a shard that died may be back
+PATIENCE = 300.0  # seconds until a dead shard must be back
 _PAUSE = 0.2
 
 
 def answer(ask: Callable[..., Any], *args: Any, sent: Any = None) -> Any:
-    """Return what a shard answers to ``ask(*args)``, a request; ask again where it dies, until it is back.
+    """Return a shard's answer to the request ``ask(*args)``; repeat it after the shard died, until it is back.
 
     Args:
         ask: Sends the request.
         args: Its arguments.
-        sent: The request, where it is under way already.
+        sent: A request that was sent already.
 
     Raises:
-        Fault: It refuses the request.
-        ServiceFault: It does not come back, or was ended.
+        Fault: The shard rejects the request.
+        ServiceFault: The shard was ended, or is not back in time.
     """
     import ray
 
@@ -57,20 +57,20 @@ def answer(ask: Callable[..., Any], *args: Any, sent: Any = None) -> Any:
 
 
 def _is_ended(error: Exception) -> bool:
-    """Return whether an actor was ended for good, by ``ray.kill``, rather than died."""
+    """Return whether an actor was ended permanently by ``ray.kill``."""
     return "ray.kill" in str(error)
 
 
 class ServiceWriter:
     """Write rollouts into a replay service, the rows of each environment into its shard.
 
-    It can be pickled before it has written.
+    It can be pickled before its first write.
 
     Args:
         shards: The handles of the actors.
-        num_envs: Of how many environments they have rings.
-        name: Whose rollouts these are.
-        unacknowledged: How many rollouts without an acknowledgement it may keep.
+        num_envs: The number of environments in all shards together.
+        name: The name of the rollouts' sender.
+        unacknowledged: The maximum number of kept rollouts without an acknowledgement.
     """
 
     def __init__(self, shards: Sequence[Any], num_envs: int, name: str, unacknowledged: int) -> None:
@@ -83,8 +83,8 @@ class ServiceWriter:
         Args:
             rows: The rollout.
             env_ids: Its environments.
-            cut: Environments whose rows do not continue the trajectory that is stored.
-            compares: Whether the rows are compared with stored successors; rows of our collectors are not.
+            cut: Environments that begin a new trajectory with these rows.
+            compares: Compare the rows with stored successors; not necessary for rows of our collectors.
         """
         if len(self._writers) == 1:
             self._writers[0].write(rows, list(env_ids), list(cut), compares)
@@ -99,21 +99,21 @@ class ServiceWriter:
             self._writers[shard].write(part, there, [env for env in there if env in cut], compares)
 
     def settle(self) -> None:
-        """Wait until all that was sent is written."""
+        """Wait until all sent rollouts are written."""
         for writer in self._writers:
             writer.settle()
 
 
 class ShardWriter:
-    """Write rollouts into a shard in their order, each once; the next is collected while one is written.
+    """Write rollouts into a shard in order, each once; the next is collected while one is written.
 
-    Rollouts that no snapshot holds are kept, at most ``unacknowledged`` of them: then the shard is asked for a
-    snapshot. Where it dies they are sent again.
+    At most ``unacknowledged`` rollouts are kept until a snapshot contains them; at the limit the writer requests a
+    snapshot. After the shard died, the kept rollouts are sent again.
 
     Args:
         shard: The handle of the actor.
-        name: Whose rollouts these are.
-        unacknowledged: How many it may keep.
+        name: The name of the rollouts' sender.
+        unacknowledged: The maximum number of kept rollouts.
     """
 
     def __init__(self, shard: Any, name: str, unacknowledged: int) -> None:
@@ -121,14 +121,14 @@ class ShardWriter:
         self._session = secrets.token_hex(8)
         self._kept: deque[tuple[int, Arrays, list[int], list[int], bool]] = deque()
         self._number = 0
-        self._sent: Any = None  # the request under way
+        self._sent: Any = None  # the pending request
         self.written = 0
-        """Rollouts that the shard has said to have written."""
+        """The number of rollouts that the shard has confirmed as written."""
 
     def write(self, rows: Arrays, env_ids: list[int], cut: list[int], compares: bool) -> None:
-        """Send a rollout ``[T, N, *F]``; wait until the one before is written, which it may not be yet."""
+        """Wait until the previous rollout is written, and send the next, ``[T, N, *F]``, without waiting."""
         self._finish()
-        while len(self._kept) >= self._bound:  # more than once where it dies meanwhile, and holds less
+        while len(self._kept) >= self._bound:  # repeats if the shard dies meanwhile and loses rollouts
             self._note(answer(self._shard.flush.remote, self._name, self._session))
             self._send_again()
         self._kept.append((self._number, rows, env_ids, cut, compares))
@@ -136,7 +136,7 @@ class ShardWriter:
         self._sent = self._send(-1)
 
     def settle(self) -> None:
-        """Wait until all that was sent is written, and has not been lost since."""
+        """Wait until all sent rollouts are written, and resend lost ones."""
         self._finish()
         if self._kept:
             self._note(answer(self._shard.receipt.remote, self._name, self._session))

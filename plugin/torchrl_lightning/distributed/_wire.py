@@ -1,4 +1,4 @@
-"""The forms in which rollouts, batches and weights travel through a Ray cluster."""
+"""Formats of rollouts, batches and weights that are sent through a Ray cluster."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ Arrays = dict[Any, NDArray[Any]]
 
 
 class Receipt(NamedTuple):
-    """What a writer learns: how many of its rollouts are written, and how many of them a snapshot holds."""
+    """The numbers of a writer's rollouts that are written, and that a snapshot contains."""
 
     written: int
     acknowledged: int
 
 
 class Draws(NamedTuple):
-    """Batches of one call, the life of the shard that drew them, and what it holds, has written and drawn."""
+    """Batches of one call, the life of their shard, and its numbers of stored, written and drawn rows."""
 
     batches: list[tuple[list[int], list[Any], Arrays]]
     life: int
@@ -33,7 +33,7 @@ class Draws(NamedTuple):
 
 
 class Learned(NamedTuple):
-    """What a learner hands back of a batch: priorities, or rewritten entries where there are ``keys``."""
+    """A learner's updates of a batch: rewritten entries under ``keys``, or priorities if ``keys`` is None."""
 
     life: int
     shape: list[int]
@@ -42,7 +42,7 @@ class Learned(NamedTuple):
 
 
 def as_arrays(rollout: TensorDict) -> Arrays:
-    """Return the entries of a rollout ``[N, T]`` as contiguous arrays ``[T, N, *F]``, which travel without a copy."""
+    """Return the entries of a rollout ``[N, T]`` as contiguous arrays ``[T, N, *F]``; Ray does not copy them."""
     return packed(rollout.transpose(0, 1))[2]
 
 
@@ -53,7 +53,7 @@ def as_rollout(arrays: Arrays) -> TensorDict:
 
 
 def weights_of(policy: object) -> Arrays | None:
-    """Copy the parameters and buffers of a policy; None of one that has none."""
+    """Copy the parameters and buffers of a policy; None if it is not a module."""
     if not isinstance(policy, nn.Module):
         return None
     return {name: value.numpy(force=True).copy() for name, value in _tensors(policy).items()}
@@ -85,5 +85,5 @@ def unpacked(shape: Sequence[int], names: Sequence[Any], arrays: Arrays) -> Tens
 
 
 def _copied(arrays: Arrays) -> Iterator[tuple[Path, torch.Tensor]]:
-    """Yield arrays as tensors of their own: to write into Ray's object store would end the process."""
+    """Yield arrays as separate tensors, because a write into Ray's object store would end the process."""
     return ((path_of(key), torch.from_numpy(value.copy())) for key, value in arrays.items())

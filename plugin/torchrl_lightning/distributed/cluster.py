@@ -1,4 +1,4 @@
-"""A Ray cluster: how it is found, and what is refused of it."""
+"""Connect to a Ray cluster and check its versions and resources."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from typing import Any
 from torchrl_lightning.fitting import Fault
 from torchrl_lightning.ranks import world_size
 
-_PATIENCE = 5.0  # seconds in which a cluster has to answer
+_PATIENCE = 5.0  # seconds until a cluster must answer
 _PACKAGES = ("torchrl-lightning", "torch", "torchrl", "tensordict")
 
 
 class ClusterFault(Fault):
-    """A Ray cluster is not there, has too little room, or has other versions."""
+    """A Ray cluster does not exist, has too few resources, or has other versions."""
 
 
 class ServiceFault(Fault):
-    """A replay service is another than the run expects, refuses what it is sent, or has ended."""
+    """A replay service differs from the run's settings, rejects a request, or has ended."""
 
 
 def joined(config: Mapping[str, Any]) -> tuple[Any, bool]:
-    """Return Ray, connected to a cluster, and whether it was connected here.
+    """Connect to a cluster; return the Ray module, and whether this call connected it.
 
     Args:
-        config: Arguments of ``ray.init``, such as ``address``. A process is connected once: where it is already, they
-            have no effect.
+        config: Arguments of ``ray.init``, for example ``address``. They have no effect in a process that is already
+            connected.
 
     Raises:
-        ClusterFault: Ray is not installed, there is no cluster at the address, or it runs another version.
+        ClusterFault: Ray is not installed, or the cluster does not exist at the address or has another version.
     """
     try:
         import ray
@@ -54,7 +54,7 @@ def joined(config: Mapping[str, Any]) -> tuple[Any, bool]:
                 f"Nothing answers at address={address!r}. Start a cluster there (ray start --head), write its address, "
                 "or leave the address out of ray_init_config for a cluster on this machine."
             )
-        config = {**config, "address": "local"}  # what ran here was killed
+        config = {**config, "address": "local"}  # the last cluster on this machine was killed
     try:
         ray.init(**config)
     except (ConnectionError, TimeoutError, ValueError) as error:
@@ -77,13 +77,13 @@ def joined(config: Mapping[str, Any]) -> tuple[Any, bool]:
 
 
 def _last_cluster() -> str | None:
-    """Return the address of the cluster that was started last on this machine, as Ray looks for it."""
+    """Return the address of the last cluster started on this machine, read from Ray's own file."""
     note = Path(os.environ.get("RAY_TMPDIR", "/tmp")) / "ray" / "ray_current_cluster"
     return note.read_text().strip() or None if note.is_file() else None
 
 
 def _answers(address: str) -> bool:
-    """Return whether something listens; Ray itself would try for minutes, and end the process."""
+    """Return whether the address accepts connections; Ray itself would try for minutes, and end the process."""
     host, _, port = address.rpartition("://")[2].rpartition(":")
     if not port.isdecimal():  # local, auto
         return True
@@ -100,7 +100,7 @@ def installed() -> dict[str, str]:
 
 
 def check_room(ray: Any, count: int, each: Mapping[str, Any]) -> None:
-    """Refuse more actors, on each rank, than the cluster can ever hold, by a ClusterFault that says what there is."""
+    """Raise a ClusterFault if the actors of all ranks need more resources than the cluster has in total."""
     count *= world_size()
     wanted = {"CPU": each.get("num_cpus", 1), "GPU": each.get("num_gpus", 0), "memory": each.get("memory", 0)}
     wanted |= each.get("resources", {})
@@ -115,7 +115,7 @@ def check_room(ray: Any, count: int, each: Mapping[str, Any]) -> None:
 
 
 def in_one_line(error: BaseException) -> str:
-    """Return what an error says, without its breaks."""
+    """Return the message of an error without line breaks."""
     return " ".join(str(error).split())
 
 

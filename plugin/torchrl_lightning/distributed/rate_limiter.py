@@ -1,4 +1,4 @@
-"""How often what a replay service holds is learned from, kept within a bound."""
+"""Limit the number of draws per inserted row in a replay service."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from fractions import Fraction
 from torchrl_lightning.fitting import Fault
 from torchrl_lightning.ranges import Checked, exact_ratio, finite_positive, integer, optional, positive
 
-_ROUNDING = 1 - 1e-12  # a bound that was computed in floating-point numbers may be that much too small
+_ROUNDING = 1 - 1e-12  # tolerance for a bound that the caller computed in floating point
 
 
 class RateLimiter:
-    r"""Let writers and learners wait for each other, so that rows are drawn ``samples_per_insert`` times on average.
+    r"""Make writers and learners wait for each other: each row is drawn ``samples_per_insert`` times on average.
 
     With ``I`` rows written, ``S`` drawn and ``m = min_size``, an insert waits while it would make
-    \(k (I - m) - S > e\), a draw while it would make it \(< -e\), for \(k\) ``samples_per_insert`` and \(e\)
-    ``error_buffer``. Until there are ``m`` rows nobody waits to insert, and nothing is drawn. All counts are exact: the
-    ratio is the fraction that its decimal form stands for.
+    \(k (I - m) - S > e\), and a draw while it would make it \(< -e\), for \(k\) ``samples_per_insert`` and \(e\)
+    ``error_buffer``. Below ``m`` rows, inserts never wait and draws always wait. All counts are exact: the ratio is the
+    fraction of its decimal form.
 
     Args:
-        samples_per_insert: How often each row is to be drawn; nobody waits if None.
-        error_buffer: By how many draws the ratio may be missed on either side. For inserts of up to ``n`` and draws of
-            up to ``d`` rows it is at least ``(samples_per_insert * n + d) / 2``: with less, both would wait for ever. A
-            smaller one is refused as soon as these sizes are known.
-        min_size: Rows before the first draw.
+        samples_per_insert: The mean number of draws of each row; None never waits.
+        error_buffer: The tolerance of the ratio in draws, on either side. For inserts of up to ``n`` and draws of up to
+            ``d`` rows the minimum is ``(samples_per_insert * n + d) / 2``: below it, both would wait forever. A smaller
+            value raises an error as soon as these sizes are known.
+        min_size: The number of rows before the first draw.
 
     Raises:
         ValueError: A number is out of range, or only one of the first two is given.
@@ -66,7 +66,7 @@ class RateLimiter:
         self._ratio: Fraction | None = None
         self.samples_per_insert, self.error_buffer = samples_per_insert, error_buffer
         self.inserted = self.drawn = 0
-        """Rows so far."""
+        """The number of drawn rows; ``inserted`` is the number of inserted rows."""
         self._largest_insert = self._largest_draw = 0
 
     @property
@@ -79,7 +79,7 @@ class RateLimiter:
         }
 
     def _check_ratio(self, value: float | None, name: str) -> float | None:
-        """Return a new ratio, which is counted with from now on."""
+        """Return a new ratio, which applies from now on."""
         ratio = self._bound_setting(value, name, finite_positive)
         self._ratio = None if ratio is None else exact_ratio(ratio)
         return ratio
@@ -88,7 +88,7 @@ class RateLimiter:
         return self._bound_setting(value, name, positive)
 
     def _bound_setting(self, value: float | None, name: str, check: Callable[..., float]) -> float | None:
-        """Validate a number that is there if the other one is."""
+        """Validate a number that is set if and only if the limiter has a bound."""
         if (value is None) == self._is_bound:
             expected = "a number" if self._is_bound else "None"
             raise ValueError(
@@ -98,29 +98,29 @@ class RateLimiter:
         return optional(check)(value, name)
 
     def restore(self, inserted: int, drawn: int) -> None:
-        """Continue after so many rows."""
+        """Continue from the given numbers of rows."""
         self.inserted, self.drawn = inserted, drawn
 
     def admits_insert(self, rows: int) -> bool:
-        """Return whether so many rows may be written now."""
+        """Return whether this number of rows may be written now."""
         self._largest_insert = max(self._largest_insert, rows)
         if self.inserted < self.min_size or self._ratio is None:
             return True
         return self._surplus(self._ratio, rows, 0) <= self._bound(self._ratio)
 
     def admits_draw(self, rows: int) -> bool:
-        """Return whether so many rows may be drawn now."""
+        """Return whether this number of rows may be drawn now."""
         self._largest_draw = max(self._largest_draw, rows)
         if self.inserted < self.min_size or self._ratio is None:
             return self.inserted >= self.min_size
         return self._surplus(self._ratio, 0, rows) >= -self._bound(self._ratio)
 
     def _surplus(self, ratio: Fraction, inserted: int, drawn: int) -> Fraction:
-        """Return how many draws are due once so much more is written and drawn."""
+        """Return the number of due draws after further inserts and draws."""
         return ratio * (self.inserted + inserted - self.min_size) - (self.drawn + drawn)
 
     def _bound(self, ratio: Fraction) -> Fraction | float:
-        """Return the bound; refuse one within which an insert and a draw would wait for each other for ever."""
+        """Return the bound; raise an error if an insert and a draw would wait for each other forever."""
         assert self.error_buffer is not None
         needed = (ratio * self._largest_insert + self._largest_draw) / 2
         both_known = self._largest_insert and self._largest_draw

@@ -1,4 +1,4 @@
-"""A collector whose environments run on the machines of a Ray cluster."""
+"""Collect with environments on the machines of a Ray cluster."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from torchrl_lightning.state import Attribute
 logger = logging.getLogger(__name__)
 
 _FAREWELL = 1.0  # seconds for closing the environments
-_PATIENCE = 30.0  # seconds in which an actor that cannot be reached may answer again
-_SILENCE = 60.0  # seconds without a rollout, after which it is said who is waited for
+_PATIENCE = 30.0  # seconds until an unreachable actor must answer again
+_SILENCE = 60.0  # seconds without a rollout until a warning names the collectors
 _SMALL = 2**16  # bytes of weights that are sent faster than they are stored and fetched
 _TRIES = 3  # deaths of a worker in succession, without a rollout between them
 
@@ -36,49 +36,49 @@ class RayCollector(WorkersCollector):
     """Collect rollouts in the actors of a Ray cluster while the learner learns.
 
     Each collector is an actor that runs a :class:`~torchrl_lightning.GymnasiumCollector` with a copy of the policy.
-    Batches are ``[N, T]`` named ``(None, "time")``, each from one of them, as those of an
-    :class:`~torchrl_lightning.AsynchronousCollector`: ``("collector", "env_ids")`` numbers the environments over all,
-    ``("collector", "policy_version")`` says with which weights they were collected. Of each publication, weights travel
-    once to each machine; small ones with each request.
+    Each batch comes from one of them and is ``[N, T]`` named ``(None, "time")``, as with an
+    :class:`~torchrl_lightning.AsynchronousCollector`. ``("collector", "env_ids")`` numbers the environments of all
+    collectors, ``("collector", "policy_version")`` is the version of the weights. Published weights are sent once to
+    each machine; small ones are sent with each request.
 
-    An actor or machine that goes is not missed: the others go on, what it had under way is lost, and another actor
-    takes its place wherever there is room, with new seeds and trajectory ids and at the beginning of an episode. Until
-    there is room, fewer collect. An error of an environment is raised.
+    If an actor or machine fails, the others continue. Its pending rollouts are lost. A new actor replaces it as soon as
+    the cluster has room, with new seeds and trajectory ids and at the start of an episode. Until then fewer actors
+    collect. An error of an environment is raised.
 
     Args:
-        env: An id, or a factory of one environment that can be pickled. Modules are looked for where the learner finds
-            them; what other machines do not have there must be sent:
-            ``ray_init_config={"runtime_env": {"py_modules": [...]}}``.
-        num_collectors: The number of actors. Several ranks of a run share them out, each with its environments.
+        env: An id, or a picklable factory of one environment. Actors import modules from the learner's paths. Send
+            modules that other machines lack with ``ray_init_config={"runtime_env": {"py_modules": [...]}}``.
+        num_collectors: The number of actors. The ranks of a run divide them, each with its environments.
         num_envs: The number of environments in each.
         frames_per_batch: Steps per batch over the environments of one collector; a multiple of ``num_envs``.
         seed: Seeds of the collectors are spawned from it; ``None`` draws it from torch's global generator.
-        sync: Serve all in turn: each round of ``num_collectors`` batches is collected with the same weights, those of
-            when its first one is asked for. It can be repeated bit for bit, but nothing is collected meanwhile, and a
-            collector that dies is an error. Otherwise the first that is ready is served.
-        rollouts_in_flight: How many rollouts each may have begun but not yet yielded; 1 with ``sync``.
-        max_weight_update_interval: Publish weights only where this many batches came since the last time, to
-            spare the network; with -1 each time that the learner publishes.
-        remote_configs: What each actor needs, as for ``ray.remote``: ``num_cpus`` (1 by default), ``num_gpus``,
+        sync: Serve all collectors in turn. Each round of ``num_collectors`` batches uses the weights at its first
+            request. Runs repeat bit for bit, but collectors idle during updates, and a dead collector is an error.
+            Without it the first ready batch is served.
+        rollouts_in_flight: The maximum number of rollouts that each has begun but not yet yielded; 1 with ``sync``.
+        max_weight_update_interval: The number of batches between two publications of weights, to reduce network
+            traffic; -1 publishes whenever the learner does.
+        remote_configs: The resources of each actor, as for ``ray.remote``: ``num_cpus`` (1 by default), ``num_gpus``,
             ``memory``, ``resources``.
-        ray_init_config: Arguments of ``ray.init``, if this process has no cluster yet: ``address`` and others.
-        service: A replay service into which the collectors write their rollouts. Batches hold rewards and ends alone
-            then, but for the first of each collector.
+        ray_init_config: Arguments of ``ray.init``, for example ``address``, if this process is not connected yet.
+        service: A replay service into which the collectors write their rollouts. Batches then contain only rewards and
+            ends, except the first of each collector.
 
-    The other arguments are those of :class:`AsynchronousCollector` and of :class:`GymnasiumCollector`.
+    The other arguments are documented in :class:`AsynchronousCollector` and :class:`GymnasiumCollector`.
 
     Attributes:
-        deaths: How many collectors have died.
-        restarts: How often one that took the place of dead ones has delivered.
-        lost_frames: Frames that had been asked of them.
-        lost_envs: Whose unfinished episodes were lost with them; whoever keeps sums of episodes takes the numbers out.
+        deaths: The number of collectors that died.
+        restarts: The number of replacements that have delivered a rollout.
+        lost_frames: The number of requested frames that were lost.
+        lost_envs: Environments that lost their unfinished episodes. A consumer with running episode sums removes the
+            numbers.
 
     Raises:
         ValueError: Sizes do not fit, or a setting has no effect with the others.
-        ClusterFault: Ray is not installed, there is no cluster at the address, or it has too little room, lacks modules
-            or has other versions; also a ValueError.
-        RuntimeError: A collector failed (its traceback is in the message) or died again and again.
-        EnvironmentFault: An environment did what it may not; also a RuntimeError.
+        ClusterFault: Ray is not installed, or the cluster does not exist at the address, has too few resources, lacks
+            modules or has other versions; also a ValueError.
+        RuntimeError: A collector failed (its traceback is in the message) or died repeatedly.
+        EnvironmentFault: An environment violated its interface; also a RuntimeError.
 
     Source:
         Moritz et al. (2018), Ray: A Distributed Framework for Emerging AI Applications,
@@ -151,11 +151,11 @@ class RayCollector(WorkersCollector):
         self._ray: Any = None
         self._owns_ray = False
         self._actors: list[Any] = []
-        self._begun: list[int] = []  # rollouts of each, so that a successor has other seeds and numbers
+        self._begun: list[int] = []  # rollouts begun by each worker, so that a replacement has other seeds and numbers
         self._failures: list[int] = []  # deaths of each since its last rollout
-        self._pending: dict[Any, int] = {}  # rollouts that were asked for, and of whom; the oldest first
+        self._pending: dict[Any, int] = {}  # requested rollouts and their workers, the oldest first
         self._weights: tuple[int, Any] = 0, None  # the published version, and its weights or a reference to them
-        self._put_at = 0  # how many batches there were when they were
+        self._put_at = 0  # the number of batches at the last publication
 
     # -- rollouts ----------------------------------------------------------------------------------------------------
     def _next(self) -> tuple[TensorDict, int, int]:
@@ -192,7 +192,7 @@ class RayCollector(WorkersCollector):
             )
 
     def _received(self, ref: Any, worker: int) -> Any:
-        """Return what a collector has delivered, or raise what went wrong there."""
+        """Return the rollout of a collector, or raise its error."""
         try:
             return self._ray.get(ref)
         except self._ray.exceptions.RayTaskError as error:
@@ -231,7 +231,7 @@ class RayCollector(WorkersCollector):
             self._ask_all()
 
     def _built(self, worker: int) -> Any:
-        # Ray's own restarts would begin with the seeds and numbers of the first start.
+        # Ray's own restarts would reuse the seeds and numbers of the first start.
         remote = self._ray.remote(RolloutActor).options(max_restarts=0, max_task_retries=0, **self.remote_configs)
         task = sys.path, self._payload(worker), worker, self.num_workers, self._begun[worker]
         if self.service is None:
@@ -249,7 +249,7 @@ class RayCollector(WorkersCollector):
                     )
 
     def _replace(self, worker: int, error: Exception) -> None:
-        """Put another actor in the place of one that has died."""
+        """Replace an actor that has died."""
         if self._is_back(worker, error):
             lost = self._forget(worker)
         else:
@@ -270,7 +270,7 @@ class RayCollector(WorkersCollector):
             self._ask(worker)
 
     def _is_back(self, worker: int, error: Exception) -> bool:
-        """Return whether an actor that could not be reached is there after all."""
+        """Return whether an unreachable actor answers again."""
         unreachable = self._ray.exceptions.ActorUnavailableError
         deadline = time.monotonic() + _PATIENCE
         while isinstance(error, unreachable) and time.monotonic() < deadline:
@@ -300,7 +300,7 @@ class RayCollector(WorkersCollector):
         self._put_at = self._batches
 
     def metrics(self) -> dict[str, float]:
-        """Add how many collectors have died and were replaced, and how many frames were lost with them."""
+        """Add the numbers of dead and replaced collectors, and of lost frames."""
         counts = {"deaths": self.deaths, "restarts": self.restarts, "lost_frames": self.lost_frames}
         return {**super().metrics(), **{f"collector/{name}": float(count) for name, count in counts.items()}}
 
@@ -326,7 +326,7 @@ class RayCollector(WorkersCollector):
             raise faults[0]
 
     def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
-        """End all collectors, and leave the cluster if it was joined here; may be called any number of times.
+        """End all collectors, and disconnect from a cluster that was joined here; repeatable.
 
         Only ``raise_on_error`` has an effect.
         """

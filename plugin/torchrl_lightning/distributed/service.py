@@ -1,4 +1,4 @@
-"""A replay buffer in actors of a Ray cluster, into which collectors write and from which learners draw."""
+"""A replay buffer in actors of a Ray cluster: collectors write into it and learners draw from it."""
 
 from __future__ import annotations
 
@@ -36,47 +36,47 @@ _NAMESPACE = "torchrl_lightning"
 
 
 class ReplayService(Nameable):
-    """Keep a replay buffer in a named actor of a Ray cluster, or in several, and draw batches from it.
+    """Store a replay buffer in one or several named actors of a Ray cluster, and draw batches from it.
 
-    As the ``source=`` of a ``ReplayDataModule``: what its collector delivers is written into the service; with a
-    :class:`RayCollector` each actor writes there by itself, and the learner hears of rewards and ends alone. A row can
-    be drawn as soon as it has arrived. Batches are drawn some calls ahead, and each says in ``source`` which shard drew
-    it; priorities and rewritten entries go back with the next call, with the stamps of their rows.
+    Pass it as ``source=`` to a ``ReplayDataModule``. The module writes its collector's rollouts into the service. With
+    a :class:`RayCollector` each actor writes directly, and the learner receives only rewards and episode ends. A row
+    can be drawn as soon as it has arrived. Batches are drawn some calls ahead, and the entry ``source`` identifies the
+    shard of each. Priorities and rewritten entries are returned with the next call, with the stamps of their rows.
 
-    With a ``folder`` the service survives its death: Ray starts it again, it reads its newest snapshot, and writers
-    send again what that does not hold, each rollout once. Until a snapshot holds them, writers keep their rollouts: at
-    ``unacknowledged`` of them they ask for one, and wait. What is learned from a row meanwhile is lost with the row.
+    With a ``folder`` the service survives a crash. Ray restarts it, it loads its newest snapshot, and writers send the
+    rollouts that the snapshot lacks, each once. Writers keep their rollouts until a snapshot contains them. With
+    ``unacknowledged`` kept rollouts they request a snapshot and wait. Priorities of lost rows are lost also.
 
-    The service ends with the run that started it, unless ``keep``; then a later run may go on with it, one at a time.
+    The service ends with the run that started it. With ``keep`` a later run can continue with it, one run at a time.
     Further learners ``join`` it.
 
     Args:
-        buffer: What each shard holds: an empty buffer with any sampler, which is copied there and stays empty here.
-        name: The name of the service within the cluster; one that nobody else has by default.
-        shards: Actors that share the environments out; each batch comes from one of them, in turn. Their number divides
-            that of the environments.
-        folder: Where snapshots are written, which every machine reaches that may hold the service; a
-            ``ReplayDataModule`` gives ``service`` below the trainer's root folder. None keeps none: what the service
-            holds is lost with it, and the run goes on with what comes.
-        batches_per_call: Batches that one call brings.
-        calls_in_flight: Calls that are under way while a learner learns: how far ahead batches are drawn.
-        unacknowledged: Rollouts that each writer keeps at most.
-        samples_per_insert: How often each row is drawn, for learners and writers that nothing else keeps in step; see
-            :class:`RateLimiter`. A ``ReplayDataModule`` does so by its ``frames_per_update``.
-        error_buffer: By how many draws the ratio may be missed on either side; :class:`RateLimiter` has the smallest.
-        min_size: Rows in each shard before the first draw. For a service that runs already, leave the last three out
-            or give the same values.
-        keep: Leave the service behind.
-        join: Draw from a service that another process has started, and leave it alone at the end. ``keep`` and
-            ``remote_configs`` are refused then.
-        remote_configs: What each shard needs, as for ``ray.remote``; no processor of its own by default.
-        ray_init_config: Arguments of ``ray.init``, if this process has no cluster yet.
+        buffer: The buffer of each shard: an empty buffer with any sampler. The shards get copies; it stays empty here.
+        name: The name of the service within the cluster; a random one by default.
+        shards: The number of actors that divide the environments among them; it must divide the number of environments.
+            Each batch comes from one shard, in turn.
+        folder: The folder for snapshots, reachable from every machine that may run the service. A ``ReplayDataModule``
+            sets it to ``service`` below the trainer's root folder. With None a crash loses the content, and the run
+            continues with new rows.
+        batches_per_call: The number of batches that one call returns.
+        calls_in_flight: The number of pending calls during learning: how far ahead batches are drawn.
+        unacknowledged: The maximum number of rollouts that each writer keeps.
+        samples_per_insert: The mean number of draws of each row, for learners and writers without other coordination;
+            see :class:`RateLimiter`. A ``ReplayDataModule`` coordinates them by its ``frames_per_update``.
+        error_buffer: The tolerance of that ratio in draws, on either side; see :class:`RateLimiter` for its minimum.
+        min_size: The number of rows in each shard before the first draw. For a running service omit
+            ``samples_per_insert``, ``error_buffer`` and ``min_size``, or give the same values.
+        keep: Leave the service running at the end.
+        join: Draw from a service that another process has started, and leave it running at the end. It excludes
+            ``keep`` and ``remote_configs``.
+        remote_configs: The resources of each shard, as for ``ray.remote``; by default no reserved processor.
+        ray_init_config: Arguments of ``ray.init``, if this process is not connected to a cluster yet.
 
     Raises:
         ValueError: A number is out of range, or the buffer is not empty.
-        ClusterFault: Ray is not installed, or there is no cluster; also a ValueError.
-        ServiceFault: Another run has a service of this name, the one that is there holds another buffer or has other
-            versions, its snapshot cannot be read, or it refuses what is written; also a ValueError.
+        ClusterFault: Ray is not installed, or the cluster does not exist; also a ValueError.
+        ServiceFault: Another run has a service of this name, the running service has another buffer or other versions,
+            its snapshot cannot be read, or it rejects the written rows; also a ValueError.
 
     Source:
         Horgan et al. (2018), Distributed Prioritized Experience Replay, https://arxiv.org/abs/1803.00933
@@ -127,21 +127,21 @@ class ReplayService(Nameable):
         self._ray: Any = None
         self._owns_ray = False
         self._actors: list[Any] = []
-        self._owner: Any = None  # an actor that ends with this run, and says until then that there is one
+        self._owner: Any = None  # an actor that ends with this run, and marks the service as in use until then
         self._resumed: list[Path | None] = [None] * self.shards
         self._writer: ServiceWriter | None = None
-        self._cut: set[int] = set()  # environments whose next rows begin another trajectory
-        self._calls: deque[tuple[Any, int, int]] = deque()  # requests under way, of which shard, and when they began
-        self._drawn: deque[tuple[Any, int, int, int]] = deque()  # batches, their shard, its life, when it was asked
+        self._cut: set[int] = set()  # environments that begin a new trajectory with their next rows
+        self._calls: deque[tuple[Any, int, int]] = deque()  # pending requests: reference, shard, batches served before
+        self._drawn: deque[tuple[Any, int, int, int]] = deque()  # batch, shard, its life, batches served at the request
         self._batch_size = 0
-        self._learned: list[list[Any]] = [[] for _ in range(self.shards)]  # what goes back with the next call
+        self._learned: list[list[Any]] = [[] for _ in range(self.shards)]  # sent with the next call
         self._asked = self._served = 0
         self._age = 0
-        self._counts = [(0, 0, 0)] * self.shards  # what each holds, has written and drawn
+        self._counts = [(0, 0, 0)] * self.shards  # size, rows written and rows drawn of each shard
 
     @property
     def running(self) -> bool:
-        """Whether this process has started the service, or joined it."""
+        """Whether this process has started or joined the service."""
         return bool(self._actors)
 
     def __len__(self) -> int:
@@ -150,7 +150,7 @@ class ReplayService(Nameable):
         return sum(size for size, *_ in self._counts)
 
     def metrics(self) -> dict[str, float]:
-        """Return of the last batch how many updates ago it was asked for, and what the service held then."""
+        """Return the last batch's age in updates, the service's size, and the number of draws per written row."""
         size, inserted, drawn = (sum(each) for each in zip(*self._counts, strict=True))
         return {
             "replay/batch_age": float(self._age),
@@ -160,12 +160,12 @@ class ReplayService(Nameable):
 
     # -- writing -----------------------------------------------------------------------------------------------------
     def writer(self, name: str) -> ServiceWriter:
-        """Return what writes into the service from another process; start the service where it does not run."""
+        """Return a writer for another process; start the service if it does not run."""
         self._start()
         return ServiceWriter(self._actors, self.buffer.parts[2].num_envs, name, self.unacknowledged)
 
     def extend(self, data: TensorDictBase, env_ids: torch.Tensor | None = None) -> None:
-        """Write steps, as :meth:`ExperienceBuffer.extend` takes them; they may arrive after the next call."""
+        """Write steps in the format of :meth:`ExperienceBuffer.extend`; they may arrive after the next call."""
         if self._writer is None:
             self._writer = self.writer(f"rank {this_rank()}")
         ids = list(range(self.buffer.parts[2].num_envs)) if env_ids is None else env_ids.tolist()
@@ -176,7 +176,7 @@ class ReplayService(Nameable):
         self._cut.difference_update(cut)
 
     def cut(self, env_ids: torch.Tensor | None = None) -> None:
-        """End the running trajectories: the next rows do not continue them, as after a restart of the environments.
+        """End the running trajectories: the next rows do not continue them, for example after a restart.
 
         Args:
             env_ids: The environments; None for all.
@@ -185,12 +185,12 @@ class ReplayService(Nameable):
 
     @property
     def left_out(self) -> list[str]:
-        """Entries of a rollout that the buffer has no use for."""
+        """Entries of a rollout that the buffer does not use."""
         return left_out_of(self.buffer)
 
     # -- drawing -----------------------------------------------------------------------------------------------------
     def draw(self, batch_size: int) -> TensorDictBase:
-        """Return a batch ``[batch_size]`` (or of as many windows) that one of the shards has drawn."""
+        """Return a batch ``[batch_size]`` of rows or windows from one of the shards."""
         self._start()
         if batch_size != self._batch_size:
             self._batch_size = batch_size
@@ -223,12 +223,12 @@ class ReplayService(Nameable):
         self._drawn.extend((batch, shard, draws.life, asked) for batch in draws.batches)
 
     def update_tensordict_priority(self, data: TensorDictBase) -> None:
-        """Take the priorities that a loss wrote into a batch; they go back with the next call."""
+        """Read the priorities that a loss wrote into a batch, and send them with the next call."""
         if prioritized_in(self.buffer.sampler) is not None:
             self._hand_back(data, [self.buffer.priority_key, INDEX, "write_generation"], None)
 
     def write_back(self, batch: TensorDictBase, keys: Sequence[NestedKey]) -> None:
-        """Take rewritten entries of a batch, as :meth:`ExperienceBuffer.write_back`; they go with the next call."""
+        """Send rewritten entries of a batch with the next call, see :meth:`ExperienceBuffer.write_back`."""
         self._hand_back(batch, [*keys, INDEX, "write_position", MASK], list(keys))
 
     def _hand_back(self, batch: TensorDictBase, entries: list[Any], keys: list[Any] | None) -> None:
@@ -238,7 +238,7 @@ class ReplayService(Nameable):
 
     # -- state -------------------------------------------------------------------------------------------------------
     def state_dict(self) -> dict[str, Any]:
-        """Take a snapshot, and return where it is; without a folder, or before it runs, that there is none."""
+        """Take a snapshot and return its location; None entries without a folder or a running service."""
         if self.running and self.folder is not None:
             self._settle()
             names = [answer(actor.snapshot.remote, "checkpoint") for actor in self._actors]
@@ -248,10 +248,10 @@ class ReplayService(Nameable):
         return {"folder": folder, "snapshots": [None if each is None else each.name for each in self._resumed]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Begin with a snapshot: that in this run's folder, or where the run that took it had its own.
+        """Start from a snapshot in this run's folder, or otherwise in the folder of the run that took it.
 
         Raises:
-            ValueError: It runs already, or the state is that of another number of shards, or foreign.
+            ValueError: The service runs already, or the state is foreign or has another number of shards.
         """
         if self.running:
             raise ValueError("The replay service runs already; load the state before it is used.")
@@ -303,11 +303,11 @@ class ReplayService(Nameable):
         )
         folder = None if self.folder is None else str(_of_shard(self.folder, shard))
         begun = self._resumed[shard]
-        # Ray keeps small arguments beside the actor, and others with whoever has sent them, who may be gone.
+        # Ray stores small arguments with the actor, but larger ones with their sender, which may have exited.
         payload = zlib.compress(cloudpickle.dumps((self.buffer, self._limiter)))
         try:
             return remote.remote(sys.path, payload, shard, folder, None if begun is None else str(begun))
-        except ValueError as error:  # somebody else was faster
+        except ValueError as error:  # another run was faster
             raise ServiceFault(
                 f"A replay service name={self.name!r} has just been started by another run. Give another name."
             ) from error
@@ -319,7 +319,7 @@ class ReplayService(Nameable):
             return None
 
     def _claimed(self) -> Any:
-        """Say that this run has the service, by an actor that ends with it."""
+        """Mark the service as owned by this run, with an actor that ends with it."""
         mark = self._ray.remote(type("ReplayServiceOwner", (), {}))
         try:
             return mark.options(name=f"{self.name}/owner", namespace=_NAMESPACE, num_cpus=0).remote()
@@ -337,7 +337,7 @@ class ReplayService(Nameable):
                         f"The replay service name={self.name!r} has {what} {there[kind].get(what)!r}, but here is "
                         f"{value!r}. Take the same, or give another name."
                     )
-        # Defaults leave the limits to whoever has started it.
+        # Default limits accept the limits of the process that started the service.
         usual = RateLimiter().settings
         for name, value in self._limiter.settings.items():
             known = there.get("limits", usual)[name]
@@ -348,7 +348,7 @@ class ReplayService(Nameable):
                 )
 
     def _settle(self) -> None:
-        """Send what is under way, so that a snapshot holds it."""
+        """Send pending data, so that a snapshot contains it."""
         if self._writer is not None:
             self._writer.settle()
         for shard, learned in enumerate(self._learned):
@@ -357,7 +357,7 @@ class ReplayService(Nameable):
                 answer(self._actors[shard].take_back.remote, learned)
 
     def shutdown(self) -> None:
-        """End the service, or with ``keep`` leave it, and the cluster if it was joined here; may be called again."""
+        """End the service unless ``keep`` or ``join``, and leave a cluster that was joined here; repeatable."""
         actors, self._actors = self._actors, []
         self._calls.clear()
         self._drawn.clear()
