@@ -1,4 +1,4 @@
-"""Demonstrations: trajectories that are kept, ranked, and replayed in place of an environment's own episodes."""
+"""Demonstrations: stored and ranked trajectories, replayed in place of an environment's own episodes."""
 
 from __future__ import annotations
 

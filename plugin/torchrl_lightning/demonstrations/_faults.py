@@ -1,4 +1,4 @@
-"""The error of demonstrations that cannot be used."""
+"""The error for unusable demonstrations."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ from torchrl_lightning.fitting import Fault
 
 
 class DemonstrationFault(Fault):
-    """Demonstrations cannot be used; the message is one line that names the setting they came by, and the mend."""
+    """Demonstrations cannot be used; the message is one line with the responsible setting and the remedy."""

@@ -1,4 +1,4 @@
-"""HDF5 files of others, which must hold all that is read from them, within a limit."""
+"""Read HDF5 files from other sources, without links to other files and within a size limit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def opened(path: Path) -> Iterator[Any]:
 
     Raises:
         ImportError: h5py is not installed.
-        ValueError: It is damaged, or a link in it leads to another file.
+        ValueError: The file is damaged, or a link in it points to another file.
     """
     try:
         import h5py
@@ -28,7 +28,7 @@ def opened(path: Path) -> Iterator[Any]:
     def led_away(name: bytes, link: Any) -> str | None:
         part = file[name] if link.type == h5py.h5l.TYPE_HARD else None
         if part is None or (isinstance(part, h5py.Dataset) and (part.is_virtual or part.external)):
-            return name.decode(errors="replace")  # which ends the visit
+            return name.decode(errors="replace")  # a result ends the visit
         return None
 
     check_regular(path)
@@ -43,12 +43,12 @@ def opened(path: Path) -> Iterator[Any]:
 
 
 def check_declared(entries: Iterable[Any], path: Path, limit: int) -> int:
-    """Validate the declared bytes of data sets in a file before anything is unpacked; return their sum.
+    """Validate the declared bytes of data sets in a file before unpacking; return their sum.
 
-    The shape counts, however little the file has of it, and so does a whole chunk, which is unpacked at once.
+    The declared shape counts, even if the file stores less. At least one chunk counts, because h5py unpacks it whole.
 
     Raises:
-        ValueError: They have more bytes than the limit, or than are free.
+        ValueError: The data sets exceed the limit or the free memory.
     """
     size = 0
     for entry in entries:

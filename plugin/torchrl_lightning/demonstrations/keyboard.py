@@ -1,4 +1,4 @@
-"""Episodes that a person plays at the keyboard, as demonstrations."""
+"""Record episodes that a person plays with the keyboard as demonstrations."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ def play_demonstrations(
     seed: int | None = None,
     clip_actions: bool = False,
 ) -> Iterator[Demonstration]:
-    """Let a person play in a window, by Gymnasium's ``play``, and give the finished episodes as demonstrations.
+    """Open a window for a person to play with Gymnasium's ``play``, and yield the finished episodes as demonstrations.
 
-    Needs pygame, as the extra ``video`` has it, and an environment that renders ``rgb_array``. Escape, or closing the
-    window, ends it before ``num_episodes`` are played.
+    It needs pygame from the extra ``video``, and an environment that renders ``rgb_array``. Press Escape or close the
+    window to stop before ``num_episodes``.
 
     Args:
-        env: An id, a recipe or a factory of one environment of Gymnasium's; a recipe's frame stack is left out.
-        num_episodes: How many.
-        keys: The action of each key, or of several that are held together (``"ad"``); the environment's own if None.
+        env: The id, recipe or factory of a Gymnasium environment; a recipe's frame stack is ignored.
+        num_episodes: The number of episodes.
+        keys: The action of each key, or of keys held together (``"ad"``); None uses the environment's own mapping.
         noop: The action while no key is held.
-        seed: Seeds the environment.
-        clip_actions: Clip actions to their Box, and record the clipped ones. Otherwise an action outside of the action
-            space is refused.
+        seed: The seed of the environment.
+        clip_actions: Clip actions to their Box, and record the clipped ones. Otherwise an action outside the action
+            space is an error.
 
     Raises:
-        ValueError: The environment is TorchRL's, cannot be rendered, or has no keys of its own; or the action of a key
-            or ``noop`` is not in the action space.
+        ValueError: The environment is TorchRL's, cannot be rendered, or lacks its own keys; or the action of a key or
+            ``noop`` is not in the action space.
         ImportError: pygame is missing.
 
     Examples:
@@ -85,7 +85,7 @@ def play_demonstrations(
 
 
 class _Recorder(gym.Wrapper[Any, Any, Any, Any]):
-    """Keep what happens, begin each episode anew, and end the game after some episodes."""
+    """Record the steps, seed only the first episode, and stop the game after a number of episodes."""
 
     def __init__(self, env: gym.Env[Any, Any], count: int, seed: int | None, clip: bool) -> None:
         super().__init__(env)
@@ -101,16 +101,16 @@ class _Recorder(gym.Wrapper[Any, Any, Any, Any]):
         self._rewards: list[float] = []
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        # Gymnasium's play would begin all episodes with the same seed.
+        # Gymnasium's play would start all episodes with the same seed.
         observation, info = self.env.reset(seed=self._seed, options=options)
         self._seed = None
         self._observations, self._actions, self._rewards = [copy.deepcopy(observation)], [], []
         return observation, info
 
     def action(self, value: Any, name: str) -> Any:
-        """Return an action as the environment takes it; a ValueError that names it if it is not in the action space."""
+        """Return an action in the environment's format; raise a ValueError if it is not in the action space."""
         form, space = self._form, self.env.action_space
-        with suppress(TypeError, ValueError, OverflowError):  # of a value that is no array of this shape
+        with suppress(TypeError, ValueError, OverflowError):  # the value is not an array of this shape
             numbers = np.broadcast_to(np.asarray(value), (1, *form.shape))
             action = form.single(form.to_environment(form.from_environment(numbers), self._clip))
             if (form.dtype.kind == "f" or np.array_equal(numbers, np.rint(numbers))) and space.contains(action):

@@ -1,4 +1,4 @@
-"""Episodes of a Minari data set as demonstrations, and demonstrations as one."""
+"""Read Minari data sets as demonstrations, and write demonstrations as Minari data sets."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from torchrl_lightning.suggestions import did_you_mean
 from torchrl_lightning.untrusted import printable, read_json
 
 _METADATA, _DATA = "metadata.json", "main_data.hdf5"
-_TOLD = ("environment", "recipe")  # what our own data sets say of it beside Minari's
+_TOLD = ("environment", "recipe")  # additional metadata of our own data sets
 _BARE = {"id", "env_kwargs", "time_limit", "vectorization", "step_timeout", "demonstrations_of"}
 
 
@@ -44,21 +44,21 @@ def minari_demonstrations(
 ) -> Iterator[Demonstration]:
     """Read the episodes of a Minari data set, one at a time; needs the extra ``minari``.
 
-    Their metadata name the ``environment``.
+    Their metadata contain the ``environment``.
 
     Args:
-        dataset: A ``minari.MinariDataset``, of which a filtered one gives a part, or the id of one on this machine;
-            nothing is downloaded.
-        specs: What the environment shows and takes: other entries of the observation are left out, and dtypes become
-            those of the environment, as :func:`read_demonstration` has it.
-        limit: How many bytes its episodes may have, unpacked.
+        dataset: A ``minari.MinariDataset``, which may be filtered, or the id of a local one; nothing is downloaded.
+        specs: The environment's specs. Other observation entries are skipped, and dtypes become the environment's, see
+            :func:`read_demonstration`.
+        limit: The maximum unpacked size of its episodes in bytes.
 
     Raises:
         ImportError: Minari is not installed.
-        FileNotFoundError: There is no data set of this id on this machine.
-        TypeError: It is another object, or has a space without a TorchRL spec.
-        ValueError: An episode is empty or not finite, or does not keep its values in the environment's dtypes; a link
-            in the data set leads to another file; or its episodes declare more bytes than ``limit`` or than are free.
+        FileNotFoundError: There is no local data set of this id.
+        TypeError: The object is not a data set, or has a space without a TorchRL spec.
+        ValueError: An episode is empty or not finite, or the environment's dtypes cannot represent its values; a link
+            in the data set points to another file; or its episodes declare more bytes than ``limit`` or the free
+            memory.
 
     Examples:
         >>> for demonstration in minari_demonstrations("D4RL/door/human-v2"):  # doctest: +SKIP
@@ -74,7 +74,7 @@ def minari_demonstrations(
 
 
 def _on_this_machine(minari: Any, name: str) -> Any:
-    """Return the data set of an id; raise FileNotFoundError with the known ones if there is none."""
+    """Return the local data set of an id; raise FileNotFoundError with similar ids if it does not exist."""
     from minari.storage.datasets_root_dir import get_dataset_path
 
     folder = get_dataset_path(name) / "data"
@@ -86,13 +86,13 @@ def _on_this_machine(minari: Any, name: str) -> Any:
     _check_metadata(folder)
     try:
         return minari.load_dataset(name)
-    except Exception as error:  # Minari and Gymnasium raise anything about metadata that do not fit
+    except Exception as error:  # Minari and Gymnasium can raise any exception for invalid metadata
         kind = type(error).__name__
         raise ValueError(f"{folder} holds no whole Minari data set: {kind}: {printable(error)}.") from error
 
 
 def _names_below(root: Path) -> list[str]:
-    """Return the ids of the data sets on this machine, without reading their files."""
+    """Return the ids of the local data sets, without reading their files."""
     folders = (*root.glob("*/data"), *root.glob("*/*/data"))
     return [folder.parent.relative_to(root).as_posix() for folder in folders]
 
@@ -100,7 +100,7 @@ def _names_below(root: Path) -> list[str]:
 def _check_metadata(folder: Path) -> None:
     """Validate the metadata of a data set before Minari reads them; raise OSError or ValueError.
 
-    Minari builds the environment that they name if they lack a space, and an index of as many episodes as they claim.
+    Minari would build the named environment if a space is missing, and an index of the declared number of episodes.
     """
     path = folder / _METADATA
     metadata = read_json(path, MINARI_BYTES, MINARI_VALUES)
@@ -136,7 +136,7 @@ def _imported() -> Any:
 
 
 def _check_files(folder: Path, dataset: Any, limit: int) -> None:
-    """Validate the files of a data set: no link leads to other files, and its episodes are within the limit."""
+    """Validate the files of a data set: none is a link, and its episodes are within the limit."""
     names = {f"episode_{number}" for number in dataset.episode_indices}
     for path in folder.rglob("*"):
         if path.is_symlink():
@@ -158,14 +158,14 @@ def _datasets(group: Any) -> list[Any]:
 
 
 def _check_images(entries: Iterable[Any], path: Path, limit: int) -> None:
-    """Validate the sizes of compressed images, which are those of the first of each episode."""
+    """Validate the size of compressed images, estimated from the first image of each episode."""
     left = limit
     for entry in entries:
         if entry.dtype.kind != "O" or not entry.shape or not entry.shape[0] or "observations" not in entry.name:
             continue
         first = entry[0]
         if not isinstance(first, np.ndarray) or first.dtype != np.uint8:
-            continue  # a text
+            continue  # a string
         from PIL import Image
 
         with Image.open(io.BytesIO(first.tobytes())) as image:
@@ -202,20 +202,20 @@ def _episodes(dataset: Any, specs: EnvironmentSpecs | None) -> Iterator[Demonstr
 def write_minari(
     id: str, demonstrations: Iterable[Demonstration], specs: EnvironmentSpecs, recipe: EnvironmentRecipe | None
 ) -> None:
-    """Write demonstrations, which fit an environment, as a data set of Minari's on this machine.
+    """Write demonstrations of one environment as a local Minari data set.
 
-    Images are kept as they are, not as JPEG. Gymnasium's spec of the environment is told where the recipe lays nothing
-    around it.
+    Images are stored without JPEG compression. The data set contains Gymnasium's spec of the environment if the recipe
+    does not modify the environment.
 
     Args:
-        id: Of the data set.
-        demonstrations: They are taken one by one.
-        specs: What the environment shows and takes.
-        recipe: That of the environment, if known.
+        id: The id of the data set.
+        demonstrations: The demonstrations, read one at a time.
+        specs: The environment's specs.
+        recipe: The environment's recipe, if known.
 
     Raises:
         ImportError: Minari is not installed.
-        ValueError: There is a data set of this id, it is none, or there are no demonstrations; nothing was written.
+        ValueError: The id exists already or is invalid, or there are no demonstrations; nothing was written.
     """
     minari = _imported()
     from minari.data_collector import EpisodeBuffer
@@ -261,7 +261,7 @@ def write_minari(
 
 
 def _observed(demonstration: Demonstration, specs: EnvironmentSpecs) -> Any:
-    """Return what was seen before all steps and after the last one, as the space of the data set nests it."""
+    """Return the observations before all steps and after the last one, nested like the data set's space."""
     player = Player(demonstration, 1, 0)
     if specs.keys == ["observation"]:
         return player.whole("observation")

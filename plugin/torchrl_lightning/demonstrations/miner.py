@@ -1,4 +1,4 @@
-"""Demonstrations out of the agent's own episodes."""
+"""Build demonstrations from the agent's own episodes."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from torchrl_lightning.ranges import integer, optional
 from torchrl_lightning.rollout.writer import time_major
 from torchrl_lightning.state import Attribute, Stated, check_state, mapping, sequence, whole
 
-OWN = -1  # in the place of a serial number, where the environment plays
+OWN = -1  # replaces the serial number in steps without a replay
 
 
 @dataclass(frozen=True)
 class Finished:
-    """An episode that ended: one of the agent's, or a replay of a demonstration, with the largest value of its states.
+    """A finished episode of the agent, or a finished replay of a demonstration, with its largest state value.
 
     Attributes:
-        serial: The number of the demonstration that was replayed.
-        value: The largest value of its states now.
-        mined: What the agent did.
+        serial: The serial number of the replayed demonstration.
+        value: The present largest value of its states.
+        mined: The agent's episode; None for a replay.
     """
 
     serial: int
@@ -43,13 +43,13 @@ class Finished:
     mined: Demonstration | None = None
 
     def copied(self) -> Finished:
-        """Copy what lies over the rollout's memory."""
+        """Copy the tensors that are views of the rollout's memory."""
         return replace(self, mined=self.mined and self.mined.copied())
 
 
 @dataclass(frozen=True)
 class _Episode:
-    """What an environment plays: steps of its own, or those of the demonstration with this number."""
+    """A running episode: the agent's own steps, or a replay of the demonstration with this serial number."""
 
     serial: int
     value: float = -math.inf
@@ -68,11 +68,11 @@ class _Episode:
         return _Episode(self.serial, max(self.value, value), parts)
 
     def kept(self) -> _Episode:
-        """Copy what is of the last rollout, whose memory may be written again."""
+        """Copy the part from the last rollout, because its memory may be reused."""
         return replace(self, parts=(*self.parts[:-1], *(part.clone() for part in self.parts[-1:])))
 
     def state(self) -> dict[str, Any]:
-        """Return what a miner's state holds of it, not copied."""
+        """Return the entries for a miner's state, without copying."""
         steps = self.steps.to_dict() if self.parts else None
         return {"serial": self.serial, "value": lowest_as_none(self.value), "steps": steps}
 
@@ -82,21 +82,21 @@ def _states(running: list[_Episode | None]) -> list[dict[str, Any] | None]:
 
 
 class DemonstrationMiner(Stated):
-    """Follow every environment's episodes over rollouts, and offer the finished ones to a writer.
+    """Track the episodes of all environments over rollouts, and add the finished ones to a writer.
 
-    Each is offered with the largest value that the critic gave its states, in the order in which they end. Replayed
-    steps are none of the agent's: a demonstration that was replayed to its end gets the largest value of now instead.
-    What was running before the first rollout, or is cut by a reset, is left out. A reset is known by ``is_init``, and
-    by ``("collector", "traj_ids")`` that change.
+    Episodes are added in the order of their ends, with the critic's largest value of their states. Replayed steps do
+    not belong to the agent: a demonstration that was replayed to its end gets the present largest value instead.
+    Episodes that ran before the first rollout, or that a reset cut, are skipped. A reset is detected by ``is_init``,
+    and by changed ``("collector", "traj_ids")``.
 
     Args:
-        writer: What decides which are kept.
+        writer: Selects the stored demonstrations.
         num_envs: The number of environments.
-        specs: The specs of the environment, without a frame stack, that name the entries of the observation; of
-            stacked images the newest is taken. None means the entry ``observation`` as it is.
-        value_key: The values of the states; where a rollout has none, episodes have the value ``-inf``.
-        frame_skip: How many frames of the environment one step takes.
-        metadata: What is known of each demonstration.
+        specs: The environment's specs, without a frame stack, for the keys of the observation. Only the newest of
+            stacked images is used. None uses the entry ``observation`` unchanged.
+        value_key: The key of the state values. Without the entry, episodes have the value ``-inf``.
+        frame_skip: The number of environment frames in one step.
+        metadata: The metadata of all demonstrations.
 
     Raises:
         ValueError: A number is not positive.
@@ -133,35 +133,34 @@ class DemonstrationMiner(Stated):
         self.frame_skip = integer(frame_skip, "frame_skip")
         self.metadata = dict(metadata or {})
         self._running: list[_Episode | None] = [None] * num_envs
-        self._count = 0  # of the episodes that were offered
-        self._last_ids: Tensor | None = None  # of the trajectories that environments were in
+        self._count = 0  # number of the agent's finished episodes
+        self._last_ids: Tensor | None = None  # last trajectory id of each environment
 
     def mine(self, rollout: TensorDictBase) -> None:
-        """Read a rollout, ``[N, T]`` or ``[T, N]`` with a dimension named ``"time"``; what is kept is copied.
+        """Read a rollout, ``[N, T]`` or ``[T, N]`` with a dimension named ``"time"``, and copy the stored steps.
 
-        Without ``is_init``, an episode begins where none is running; without successors, demonstrations have no last
-        observation.
+        Without ``is_init``, an episode begins in each environment without a running one. Without successors,
+        demonstrations do not have a last observation.
 
         Raises:
-            KeyError: It lacks an entry.
-            ValueError: It is of another number of environments, its dimensions have no names, or a value is not finite;
+            KeyError: The rollout lacks an entry.
+            ValueError: The rollout has another number of environments or unnamed dimensions, or a value is not finite;
                 nothing was changed.
         """
         for finished in self.finished(rollout):
             self.offer(finished)
 
     def offer(self, finished: Finished) -> None:
-        """Give a finished episode to the writer: one of the agent's as a candidate, a replayed one for its value."""
+        """Add an agent's episode to the writer, or update the value of a replayed demonstration."""
         if finished.mined is not None:
             self.writer.add(finished.mined)
         elif (demonstration := self.writer.storage.find(finished.serial)) is not None:
             self.writer.refresh(demonstration, finished.value)
 
     def finished(self, rollout: TensorDictBase) -> list[Finished]:
-        """Read a rollout like :meth:`mine`, and return the episodes that end in it instead of offering them.
+        """Read a rollout like :meth:`mine`, and return the episodes that end in it without adding them.
 
-        They come in the order in which they end, over the rollout's memory. Replayed ones whose values are unknown are
-        left out.
+        They are in the order of their ends, and share the rollout's memory. Replays with unknown values are left out.
         """
         rows = time_major(rollout, None)
         if rows.ndim != 2 or rows.shape[1] != self.num_envs:
@@ -170,7 +169,7 @@ class DemonstrationMiner(Stated):
                 f"named {list(rollout.names)}."
             )
         done, starts = rows["next", "done"].flatten(1), rows.get("is_init", None)
-        if starts is None:  # an episode begins where none is running
+        if starts is None:  # an episode begins in each environment without a running one
             starts = torch.cat([torch.tensor([[episode is None for episode in self._running]]), done[:-1]])
         starts, last_ids = starts.flatten(1), self._last_ids
         if (changes := id_changes(rows, 0, last_ids)) is not None:
@@ -195,7 +194,7 @@ class DemonstrationMiner(Stated):
                 if done[end - 1, env]:
                     running[env] = None
                     ended.append((end, env, episode))
-        # No two end at the same step of the same environment.
+        # The keys are unique: an environment ends at most one episode in a step.
         ended.sort(key=lambda each: each[:2])
         count, finished = self._count, []
         for end, env, episode in ended:

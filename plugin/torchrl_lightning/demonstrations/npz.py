@@ -1,4 +1,4 @@
-"""PyTorchRL's demonstration files: an ``.npz`` archive of four arrays, read without pickle and within a limit."""
+"""Read and write PyTorchRL's ``.npz`` files of four arrays, without pickle and within a size limit."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from torchrl_lightning.limits import UNPACKED_AT_ONCE
 from torchrl_lightning.memory import check_room
 
 ARRAYS = ("Observation", "Action", "Reward", "FrameSkip")
-# PyTorch counts with few unsigned integers.
+# PyTorch supports only few unsigned integers.
 _SIGNED: dict[Any, np.dtype[Any]] = {np.dtype(np.uint16): np.dtype(np.int32), np.dtype(np.uint32): np.dtype(np.int64)}
 
 
 def npz_fields(data: bytes, observation: NestedKey, limit: int) -> dict[str, Any]:
-    """Read what a :class:`Demonstration` is built from; ``observation`` is the key that the array of this name gets.
+    """Read the fields of a :class:`Demonstration`; ``observation`` is the key for the array ``Observation``.
 
     Raises:
-        ValueError: The archive holds anything but the four arrays of numbers, or more than ``limit`` bytes.
-        Exception: It is damaged: zip's and numpy's readers raise what they do.
+        ValueError: The archive has other content than the four numeric arrays, or more than ``limit`` bytes.
+        Exception: The archive is damaged; the zip and numpy readers may raise any exception.
     """
     arrays = _arrays(data, limit)
     frame_skip = arrays.pop("FrameSkip")
@@ -46,7 +46,7 @@ def _arrays(data: bytes, limit: int) -> dict[str, Tensor]:
         if sorted(member.filename for member in members) != sorted(f"{name}.npy" for name in ARRAYS):
             found = ", ".join(repr(member.filename) for member in members[:8])
             raise ValueError(f"it holds {found or 'nothing'}, expected {', '.join(ARRAYS)} (as .npy) and no more")
-        # Nothing is decompressed before: a member never gives more than the size that it declares.
+        # Check before decompression: a member never returns more bytes than it declares.
         declared = sum(member.file_size for member in members)
         if declared > limit:
             raise ValueError(f"its arrays have {declared} bytes, more than the limit of {limit}")
@@ -62,7 +62,7 @@ def _arrays(data: bytes, limit: int) -> dict[str, Tensor]:
 
 
 def _array(stream: IO[bytes], name: str, size: int) -> np.ndarray[Any, Any]:
-    # numpy's reader would allocate what a header asks for before it looks how much there is.
+    # numpy's reader would allocate the size in the header before it checks the available data.
     version = np.lib.format.read_magic(stream)
     if version not in ((1, 0), (2, 0)):
         raise ValueError(f"{name} has version {version} of numpy's format, expected 1.0 or 2.0")
@@ -80,13 +80,13 @@ def _array(stream: IO[bytes], name: str, size: int) -> np.ndarray[Any, Any]:
     rows = max(1, UNPACKED_AT_ONCE // dtype.itemsize)
     for start in range(0, len(flat), rows):
         part = flat[start : start + rows]
-        # A size is asked for: otherwise zip unpacks all that there is before it cuts off what was not declared.
+        # Read a fixed size, because zip otherwise unpacks everything before it cuts off undeclared bytes.
         part[:] = np.frombuffer(stream.read(len(part) * dtype.itemsize), dtype)
     return flat.reshape(shape, order="F" if fortran else "C")
 
 
 def write_npz(file: BinaryIO, demonstration: Demonstration) -> None:
-    """Write the four arrays; value, human or agent, metadata, the last observation and the end have no place there.
+    """Write the four arrays. The file lacks value, human flag, metadata, the last observation and the end.
 
     Raises:
         ValueError: The observation has several entries.

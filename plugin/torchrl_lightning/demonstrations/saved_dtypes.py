@@ -1,4 +1,4 @@
-"""The dtypes in which demonstrations are saved, by the documented names of their parts."""
+"""The dtypes of saved demonstrations, by the documented names of their fields."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Dtype = torch.dtype | np.dtype[Any] | type[Any] | str
 
 
 def saved_dtypes(dtypes: Mapping[str, Dtype] | None) -> dict[str, torch.dtype]:
-    """Check what names dtypes, torch's or numpy's, such as ``"uint8"``; a ValueError for other names or dtypes."""
+    """Return the torch dtypes of names, torch or numpy dtypes; raise ValueError for other fields or dtypes."""
     checked = {}
     for name, dtype in (dtypes or {}).items():
         found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
@@ -35,7 +35,7 @@ def saved_dtypes(dtypes: Mapping[str, Dtype] | None) -> dict[str, torch.dtype]:
 
 
 def check_saved_dtypes(dtypes: Mapping[str, torch.dtype], specs: EnvironmentSpecs) -> None:
-    """Refuse to save fractions as whole numbers, before there is anything to save."""
+    """Raise a DemonstrationFault if fractions would be saved as integers, before an episode is collected."""
     parts = {"Observation": [specs.observation[key].dtype for key in specs.keys], "Action": [specs.action.dtype]}
     for name, given in {**parts, "Reward": [torch.float32]}.items():
         dtype = dtypes.get(name)
@@ -46,7 +46,7 @@ def check_saved_dtypes(dtypes: Mapping[str, torch.dtype], specs: EnvironmentSpec
 
 
 def with_saved_dtypes(demonstration: Demonstration, dtypes: Mapping[str, torch.dtype]) -> Demonstration:
-    """Return what is saved of a demonstration; a ValueError if a whole number is lost by it."""
+    """Return a demonstration with the saved dtypes; raise a ValueError if an integer changes."""
     if not dtypes:
         return demonstration
     keys = {"Observation": demonstration.observation_keys, "Action": [ACTION], "Reward": [REWARD]}

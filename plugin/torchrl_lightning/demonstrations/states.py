@@ -1,4 +1,4 @@
-"""How demonstrations, and their values, stand in saved states."""
+"""Convert demonstrations and their values to saved states and back."""
 
 from __future__ import annotations
 
@@ -20,35 +20,35 @@ _OWNER = "demonstration"
 
 
 def state_of(demonstration: Demonstration) -> dict[str, Any]:
-    """Return what a demonstration holds: tensors, which are not copied, and scalars."""
+    """Return the fields of a demonstration: tensors, without a copy, and scalars."""
     last = demonstration.last_observation
     trees = {"steps": demonstration.steps.to_dict(), "last_observation": None if last is None else last.to_dict()}
     return {**vars(demonstration), **trees, "metadata": dict(demonstration.metadata)}
 
 
 def states_of(demonstrations: Iterable[Demonstration]) -> list[dict[str, Any]]:
-    """Return what each demonstration holds."""
+    """Return the fields of each demonstration."""
     return [state_of(each) for each in demonstrations]
 
 
 def from_state(state: Any) -> Demonstration:
-    """Return the demonstration of a state, copying it; a ValueError if it is none."""
-    ends = {"terminated": None, "truncated": None}  # earlier states do not say how it ended
+    """Return a copied demonstration from its state; raise a ValueError if the state is invalid."""
+    ends = {"terminated": None, "truncated": None}  # missing in older states
     return Demonstration(**check_state({**ends, **mapping(state, _OWNER)}, _SCHEMA, _OWNER))
 
 
 def from_states(value: Any, name: str) -> tuple[Demonstration, ...]:
-    """Expect what :func:`states_of` returned, and return the demonstrations, copied."""
+    """Validate the result of :func:`states_of`, and return copied demonstrations."""
     return tuple(map(from_state, sequence(value, name)))
 
 
 def lowest_as_none(value: float) -> float | None:
-    """Return what states hold for a number that may be minus infinity."""
+    """Return None for minus infinity, as stored in states, or the number."""
     return None if value == -math.inf else value
 
 
 def none_as_lowest(value: Any, name: str) -> float:
-    """Expect what :func:`lowest_as_none` returned, and return the number."""
+    """Validate the result of :func:`lowest_as_none`, and return the number."""
     found: float = -math.inf if value is None else number()(value, name)
     return found
 

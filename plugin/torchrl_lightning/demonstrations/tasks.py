@@ -1,4 +1,4 @@
-"""The task that a demonstration shows: what of an environment's recipe decides what its steps mean and earn."""
+"""Compare the task of a demonstration with an environment: the recipe settings that change steps or rewards."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torchrl.envs import EnvBase
 from torchrl_lightning.environments.recipe import EnvironmentRecipe, differences, plain, recipe_of
 from torchrl_lightning.trust import check_config
 
-_RECIPE = "recipe"  # the entry of the metadata that holds it, as JSON
-# Of the other settings, shapes and frame skip are compared, or they only say how episodes are stepped and cut.
+_RECIPE = "recipe"  # the metadata entry with the recipe as JSON
+# Other settings only affect stepping and episode ends, or shapes and frame skip, which are compared elsewhere.
 _COMPARED = {"id": str | dict, "env_kwargs": dict, "wrappers": list, "observe": list, "clip_reward": int | float}
-_ASIDE = ("vectorization", "step_timeout", "demonstrations_of")  # how this run steps it, and what it reads
-# That change no step: arguments, and wrappers of Gymnasium's.
+_ASIDE = ("vectorization", "step_timeout", "demonstrations_of")  # settings of one run
+# Arguments and Gymnasium wrappers that do not change steps.
 _ARGUMENTS = {"camera_id", "camera_name", "default_camera_config", "device", "disable_env_checker"}
 _ARGUMENTS |= {"max_episode_steps", "num_envs", "render_fps", "render_mode", "seed"}
 _WRAPPERS = {"AddWhiteNoise", "Autoreset", "HumanRendering", "ObstructView", "OrderEnforcing", "PassiveEnvChecker"}
@@ -24,12 +24,12 @@ _WRAPPERS |= {"RecordEpisodeStatistics", "RecordVideo", "RenderCollection", "Tim
 
 
 def given_recipe(env: Any) -> EnvironmentRecipe | None:
-    """Return the recipe of an environment; None of a ready one, whose recipe nobody knows."""
+    """Return the recipe of an environment; None for an instance, because its recipe is unknown."""
     return None if isinstance(env, VectorEnv | EnvBase) else recipe_of(env)
 
 
 def recipe_metadata(recipe: EnvironmentRecipe | None) -> dict[str, str]:
-    """Return what the metadata of a demonstration say of its environment: ``environment``, and ``recipe`` as JSON.
+    """Return the metadata of a demonstration's environment: ``environment``, and ``recipe`` as JSON.
 
     Examples:
         >>> recipe_metadata(EnvironmentRecipe("CartPole-v1", time_limit=9, vectorization="async"))
@@ -41,7 +41,7 @@ def recipe_metadata(recipe: EnvironmentRecipe | None) -> dict[str, str]:
 
 
 def recorded_recipe(metadata: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the settings in the metadata of a demonstration; None where they hold none. Nothing in them is looked up.
+    """Return the recipe settings in a demonstration's metadata, or None. Names in them are not imported.
 
     Examples:
         >>> recorded_recipe(recipe_metadata(EnvironmentRecipe("CartPole-v1"))), recorded_recipe({"recipe": "unknown"})
@@ -49,7 +49,7 @@ def recorded_recipe(metadata: Mapping[str, Any]) -> dict[str, Any] | None:
     """
     try:
         found = json.loads(metadata[_RECIPE])
-        check_config(found, where=_RECIPE, trusted=True)  # as data: nothing is built of it
+        check_config(found, where=_RECIPE, trusted=True)  # trusted, because nothing is built from it
     except (KeyError, TypeError, ValueError, RecursionError):
         return None
     is_one = isinstance(found, dict) and "id" in found
@@ -59,15 +59,15 @@ def recorded_recipe(metadata: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def check_task(owner: str, metadata: Mapping[str, Any], recipe: EnvironmentRecipe | None) -> None:
-    """Refuse a demonstration of another environment, or of another reward, by a ValueError.
+    """Raise a ValueError if a demonstration is from another environment or has another reward.
 
-    Compared are id, arguments, wrappers, ``observe`` and ``clip_reward``; not what renders, counts or ends episodes.
-    One without a recipe is taken, and any where the environment is made by a function without a name of its own.
+    It compares id, arguments, wrappers, ``observe`` and ``clip_reward``, except settings that only render, count or end
+    episodes. A demonstration without a recipe is accepted. An environment from an unnamed function accepts all.
 
     Args:
         owner: The demonstration, for the message.
-        metadata: What is known of it.
-        recipe: That of the environment; what its ``demonstrations_of`` names is taken.
+        metadata: The metadata of the demonstration.
+        recipe: The environment's recipe; the names in its ``demonstrations_of`` are accepted.
 
     Examples:
         >>> shown = recipe_metadata(EnvironmentRecipe("CartPole-v1"))
@@ -100,7 +100,7 @@ def _settings(recipe: EnvironmentRecipe) -> dict[str, Any]:
 
 
 def _task(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what of a recipe's settings is compared."""
+    """Return the compared part of a recipe's settings."""
     task = {name: settings[name] for name in _COMPARED if name in settings}
     if isinstance(task["id"], str):
         task["id"] = _bare(task["id"])
@@ -120,7 +120,7 @@ def _bare(id: str) -> str:
 
 
 def _is_private(name: str) -> bool:
-    return "<" in name or name.startswith("__main__.")  # of a lambda, a local function, a script
+    return "<" in name or name.startswith("__main__.")  # a lambda, a local function or a script's function
 
 
 def _is_harmless(wrapper: Any) -> bool:
