@@ -17,7 +17,7 @@ class DemonstrationAnnealing(Nameable):
 
     ``linear``, as published: each success moves ``1 / value_capacity`` of phi, and lowers the capacity of ``D_V`` by
     one: ``rho_k = rho_0 + k phi_0 / value_capacity``, ``phi_k = phi_0 (1 - k / value_capacity)``. ``current``, as in
-    PyTorchRL: each success moves ``1 / |D_V|`` of phi, with the present size of ``D_V``, while it is not empty. Phi
+    PyTorchRL: each success moves ``1 / |D_V|`` of phi, with the present size of ``D_V``, until it is empty. Phi then
     reaches 0 earlier, and only reward demonstrations take capacity from ``D_V``.
 
     Args:

@@ -126,8 +126,8 @@ def read_dataset(dataset: Any, env: Any, *, limit: int | None = None) -> list[De
     """Read the demonstrations of a data set for one environment.
 
     Args:
-        dataset: A directory, in which unusable files are skipped with a warning; a file, also D4RL's ``.hdf5``;
-            ``"minari:ID"`` for a local Minari data set; or a ``minari.MinariDataset``.
+        dataset: A directory; a file, also D4RL's ``.hdf5``; ``"minari:ID"`` for a local Minari data set; or a
+            ``minari.MinariDataset``. Unusable files of a directory are skipped with a warning.
         env: The environment of the demonstrations: its id, recipe, factory or instance.
         limit: The maximum size in bytes, unpacked. None is 1 GiB for a file and 4 GiB for a directory or a Minari data
             set. The sizes that the files declare are compared with it, and with the free memory, before unpacking.
@@ -276,7 +276,7 @@ def transitions(demonstration: Demonstration, specs: EnvironmentSpecs | None = N
 
 
 def fill(buffer: ExperienceBuffer, dataset: Iterable[Demonstration], specs: EnvironmentSpecs | None = None) -> None:
-    """Write demonstrations into a replay buffer, each into the ring with the fewest steps.
+    """Write demonstrations into a replay buffer, each completely into the ring with the fewest steps.
 
     Args:
         buffer: The buffer, which keeps its present content.

@@ -133,7 +133,7 @@ def _own_bytes(demonstration: Demonstration) -> bytes:
         "schema_version": VERSION,
         "frame_skip": demonstration.frame_skip,
         "is_human": demonstration.is_human,
-        "value": None if value == -math.inf else value,  # JSON lacks infinity
+        "value": None if value == -math.inf else value,  # JSON does not support infinity
         "terminated": demonstration.terminated,
         "truncated": demonstration.truncated,
         "metadata": dict(demonstration.metadata),
@@ -169,7 +169,7 @@ def _own_fields(data: bytes) -> dict[str, Any]:
     if type(value) not in (int, float):
         raise ValueError(f"value is {value!r}, expected a number or null")
     parts = {_STEPS: TensorDict({}, []), _LAST: TensorDict({}, [])}
-    for name, leaf in sorted(tensors.items()):  # parents come first, so that a conflicting name is found
+    for name, leaf in sorted(tensors.items()):  # parents first: a name below a tensor raises an error
         root, *path = map(_unescaped, name.split("/"))
         if len(path) > _DEPTH:
             raise ValueError(f"a tensor's name has {len(path)} levels, more than {_DEPTH}")
@@ -252,7 +252,7 @@ def _convert(part: TensorDict, key: NestedKey, dtype: torch.dtype, name: str, ro
     if not rounded and leaf.numel() and not leaf.is_complex():
         low, high = leaf.min().item(), leaf.max().item()
         limits = None if dtype.is_floating_point or dtype is torch.bool else torch.iinfo(dtype)
-        fits = limits is None or (limits.min <= low and high <= limits.max)  # integers outside wrap around and back
+        fits = limits is None or (limits.min <= low and high <= limits.max)  # others wrap around and back
         if not fits or not torch.equal(leaf.to(dtype).to(leaf.dtype), leaf):
             raise ValueError(
                 f"{name} was refused: {key!r} is {leaf.dtype} with values from {low} to {high}, which the "

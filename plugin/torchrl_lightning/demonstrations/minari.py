@@ -54,7 +54,7 @@ def minari_demonstrations(
 
     Raises:
         ImportError: Minari is not installed.
-        FileNotFoundError: There is no local data set of this id.
+        FileNotFoundError: The id is not a local data set.
         TypeError: The object is not a data set, or has a space without a TorchRL spec.
         ValueError: An episode is empty or not finite, or the environment's dtypes cannot represent its values; a link
             in the data set points to another file; or its episodes declare more bytes than ``limit`` or the free

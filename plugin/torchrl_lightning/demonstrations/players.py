@@ -51,7 +51,7 @@ class Player:
         return self.length + self.began - now
 
     def layout(self, key: NestedKey) -> tuple[tuple[int, ...], int | None]:
-        """Return the working shape of an observation, and the index of its frame axis, or None without a stack.
+        """Return an observation's layout: its shape with a separate frame axis, and that axis, or None without a stack.
 
         The frame axis precedes the channel axis, so that :meth:`joined` only reshapes.
         """
@@ -62,7 +62,7 @@ class Player:
         return (*shape[:axis], self._frame_stack, *shape[axis:]), axis
 
     def show(self, key: NestedKey, t: int, out: Array) -> None:
-        """Write the observations from step ``t`` on into ``out``, in the layout's shape; the last one is final."""
+        """Write the observations before steps ``t``, ``t + 1``, ..., and after the last one, into ``out``."""
         _, axis = self.layout(key)
         if axis is None:
             out[:] = self._frames(key, t, t + len(out))

@@ -39,7 +39,7 @@ class PPODBuffer(GAEBuffer):
     DataModules do both.
 
     Args:
-        size: see :class:`VanillaOnPolicyBuffer`.
+        size: see :class:`VanillaOnPolicyBuffer`, also for ``device``, ``actor``, ``algorithm`` and ``envs``.
         rho: probability of a reward demonstration before the first success.
         phi: probability of a value demonstration before the first success; with 0, none is stored.
         gae_lambda: λ.
@@ -48,8 +48,8 @@ class PPODBuffer(GAEBuffer):
         initial_human_demos_dir: directory of demonstrations that are never dropped.
         initial_agent_demos_dir: directory of demonstrations that better ones replace, for example of an earlier run.
         supplementary_demos_dir: directory that is read before each update, for demonstrations added during training.
-            They are loaded if their return reaches the threshold, and better ones replace them, also human ones. A
-            missing directory is created.
+            They are loaded if their return reaches the threshold. Better ones replace them, even if a person recorded
+            them. A missing directory is created.
         target_agent_demos_dir: directory for the agent's best demonstrations; None saves none.
         num_agent_demos_to_save: number of saved demonstrations with the highest return, and with the highest value.
         initial_reward_threshold: lowest return of a success. The lowest return of a reward demonstration replaces it if
@@ -70,7 +70,7 @@ class PPODBuffer(GAEBuffer):
         shared_demos: share the demonstrations of all ranks, and save them on rank 0. Otherwise each rank stores its
             own, and the other ranks save to the folders ``rank_1``, ... below the target.
         frame_skip: frames of one step, which demonstrations must have also; None uses the environment recipe's.
-        gamma: see :class:`VanillaOnPolicyBuffer`, also for the arguments below.
+        gamma: see :class:`VanillaOnPolicyBuffer`, also for the remaining arguments.
 
     Raises:
         ValueError: A probability or the sum of rho and phi is outside ``[0, 1]``, another argument is out of range, or

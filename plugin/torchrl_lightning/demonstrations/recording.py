@@ -82,7 +82,8 @@ def record_demonstrations(
     Raises:
         EnvironmentFault: An episode has not ended after 100,000 steps.
         DemonstrationFault: A ValueError: an action is outside the environment's action space.
-        ValueError: The environment or the policy's actions do not fit, or clipped actions do not have a Box.
+        ValueError: The environment or the policy's actions do not fit, or ``clip_actions`` needs a
+            Box.
 
     Examples:
         >>> from tensordict.nn import TensorDictModule

@@ -125,7 +125,7 @@ class DemonstrationReplay(Stated):
         return self._chosen[env]
 
     def begin(self, starts: Array) -> None:
-        """Draw demonstrations for starting episodes (``starts``, ``[num_envs]`` bool); running ones there end.
+        """Draw demonstrations for starting episodes (``starts``, ``[num_envs]`` bool), and end running ones there.
 
         Raises:
             ValueError: ``starts`` has another number of environments.

@@ -149,7 +149,7 @@ class DemonstrationReplayTransform(PlayingTransform):
 
 
 class _Resting:
-    """Tell ``ConditionalSkip`` which environments replay."""
+    """The condition of ``ConditionalSkip``: a mask of the replaying environments."""
 
     def __init__(self, replay: DemonstrationReplay) -> None:
         self.replay = replay

@@ -35,7 +35,7 @@ def saved_dtypes(dtypes: Mapping[str, Dtype] | None) -> dict[str, torch.dtype]:
 
 
 def check_saved_dtypes(dtypes: Mapping[str, torch.dtype], specs: EnvironmentSpecs) -> None:
-    """Raise a DemonstrationFault if fractions would be saved as integers, before an episode is collected."""
+    """Raise a DemonstrationFault if fractions would be saved as integers."""
     parts = {"Observation": [specs.observation[key].dtype for key in specs.keys], "Action": [specs.action.dtype]}
     for name, given in {**parts, "Reward": [torch.float32]}.items():
         dtype = dtypes.get(name)

@@ -43,7 +43,7 @@ def from_states(value: Any, name: str) -> tuple[Demonstration, ...]:
 
 
 def lowest_as_none(value: float) -> float | None:
-    """Return None for minus infinity, as stored in states, or the number."""
+    """Return None for minus infinity, because states store it as None; return other numbers unchanged."""
     return None if value == -math.inf else value
 
 

@@ -62,7 +62,8 @@ def check_task(owner: str, metadata: Mapping[str, Any], recipe: EnvironmentRecip
     """Raise a ValueError if a demonstration is from another environment or has another reward.
 
     It compares id, arguments, wrappers, ``observe`` and ``clip_reward``, except settings that only render, count or end
-    episodes. A demonstration without a recipe is accepted. An environment from an unnamed function accepts all.
+    episodes. Demonstrations without a recipe are accepted. All are accepted if a function without an importable name
+    builds the environment.
 
     Args:
         owner: The demonstration, for the message.

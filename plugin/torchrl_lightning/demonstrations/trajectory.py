@@ -130,7 +130,9 @@ class Demonstration:
         return _observation_keys(self.steps)
 
     def shortened(self, length: int) -> Demonstration:
-        """Return the first ``length`` steps, over the same tensors; the result is neither terminated nor truncated.
+        """Return the first ``length`` steps, over the same tensors.
+
+        A shorter result has the next observation as its last one, and is neither terminated nor truncated.
 
         Raises:
             ValueError: ``length`` is not in ``[1, T]``.

@@ -27,12 +27,12 @@ def check_threshold(value: Any, name: str) -> float | None:
 class DemonstrationWriter(Stated):
     """Add episodes to a :class:`DemonstrationStorage`.
 
-    An agent's episode is a success and enters ``D_R`` if its return reaches the threshold. If it exceeds all
-    returns in ``D_R`` by more than rounding, it replaces the agent's demonstrations there. All other episodes enter
-    ``D_V``. Above the capacity, the demonstration with the lowest value leaves ``D_V`` first; then the longest of the
-    agent's leaves ``D_R``. Among equal ones the older leaves. Human demonstrations always stay. After each success the
-    threshold rises to the lowest return in ``D_R`` and never falls, and probability moves from ``D_V`` to ``D_R``, see
-    :class:`DemonstrationAnnealing`.
+    An agent's episode is a success and enters ``D_R`` if its return reaches the threshold. If the return exceeds all
+    returns in ``D_R`` by more than rounding, the episode replaces the agent's demonstrations there. All other episodes
+    enter ``D_V``. Above the capacity, the demonstration with the lowest value leaves ``D_V`` first; then the agent's
+    longest demonstration leaves ``D_R``. Of two equal ones the older leaves. Human demonstrations always stay. With
+    each success the threshold rises to the lowest return in ``D_R``; it never falls. Each success also moves
+    probability from ``D_V`` to ``D_R``, see :class:`DemonstrationAnnealing`.
 
     It is not a TorchRL writer: those choose the cells of rows, this one selects episodes.
 

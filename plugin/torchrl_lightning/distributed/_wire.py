@@ -23,7 +23,7 @@ class Receipt(NamedTuple):
 
 
 class Draws(NamedTuple):
-    """Batches of one call, the life of their shard, and its numbers of stored, written and drawn rows."""
+    """Batches of one call, their shard's start time ``life``, and its numbers of stored, written and drawn rows."""
 
     batches: list[tuple[list[int], list[Any], Arrays]]
     life: int

@@ -17,8 +17,8 @@ class RateLimiter:
 
     With ``I`` rows written, ``S`` drawn and ``m = min_size``, an insert waits while it would make
     \(k (I - m) - S > e\), and a draw while it would make it \(< -e\), for \(k\) ``samples_per_insert`` and \(e\)
-    ``error_buffer``. Below ``m`` rows, inserts never wait and draws always wait. All counts are exact: the ratio is the
-    fraction of its decimal form.
+    ``error_buffer``. Below ``m`` rows, inserts never wait and draws always wait. All counts are exact: the ratio
+    is converted from its decimal form to a fraction.
 
     Args:
         samples_per_insert: The mean number of draws of each row; None never waits.
@@ -66,7 +66,7 @@ class RateLimiter:
         self._ratio: Fraction | None = None
         self.samples_per_insert, self.error_buffer = samples_per_insert, error_buffer
         self.inserted = self.drawn = 0
-        """The number of drawn rows; ``inserted`` is the number of inserted rows."""
+        """The numbers of inserted and drawn rows so far."""
         self._largest_insert = self._largest_draw = 0
 
     @property

@@ -56,7 +56,7 @@ class RayCollector(WorkersCollector):
             request. Runs repeat bit for bit, but collectors idle during updates, and a dead collector is an error.
             Without it the first ready batch is served.
         rollouts_in_flight: The maximum number of rollouts that each has begun but not yet yielded; 1 with ``sync``.
-        max_weight_update_interval: The number of batches between two publications of weights, to reduce network
+        max_weight_update_interval: The minimum number of batches between two publications of weights, to reduce network
             traffic; -1 publishes whenever the learner does.
         remote_configs: The resources of each actor, as for ``ray.remote``: ``num_cpus`` (1 by default), ``num_gpus``,
             ``memory``, ``resources``.
@@ -70,8 +70,8 @@ class RayCollector(WorkersCollector):
         deaths: The number of collectors that died.
         restarts: The number of replacements that have delivered a rollout.
         lost_frames: The number of requested frames that were lost.
-        lost_envs: Environments that lost their unfinished episodes. A consumer with running episode sums removes the
-            numbers.
+        lost_envs: Environments that lost their unfinished episodes. The reader resets its episode sums and empties
+            the list.
 
     Raises:
         ValueError: Sizes do not fit, or a setting has no effect with the others.
@@ -326,7 +326,7 @@ class RayCollector(WorkersCollector):
             raise faults[0]
 
     def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
-        """End all collectors, and disconnect from a cluster that was joined here; repeatable.
+        """End all collectors, and leave a cluster that was joined here; safe to call repeatedly.
 
         Only ``raise_on_error`` has an effect.
         """

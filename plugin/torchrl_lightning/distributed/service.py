@@ -45,7 +45,8 @@ class ReplayService(Nameable):
 
     With a ``folder`` the service survives a crash. Ray restarts it, it loads its newest snapshot, and writers send the
     rollouts that the snapshot lacks, each once. Writers keep their rollouts until a snapshot contains them. With
-    ``unacknowledged`` kept rollouts they request a snapshot and wait. Priorities of lost rows are lost also.
+    ``unacknowledged`` kept rollouts they request a snapshot and wait. Priorities and rewritten entries of lost rows are
+    also lost.
 
     The service ends with the run that started it. With ``keep`` a later run can continue with it, one run at a time.
     Further learners ``join`` it.
@@ -238,7 +239,7 @@ class ReplayService(Nameable):
 
     # -- state -------------------------------------------------------------------------------------------------------
     def state_dict(self) -> dict[str, Any]:
-        """Take a snapshot and return its location; None entries without a folder or a running service."""
+        """Take a snapshot if the service runs with a folder; return the location of the newest one, or None."""
         if self.running and self.folder is not None:
             self._settle()
             names = [answer(actor.snapshot.remote, "checkpoint") for actor in self._actors]
@@ -357,7 +358,10 @@ class ReplayService(Nameable):
                 answer(self._actors[shard].take_back.remote, learned)
 
     def shutdown(self) -> None:
-        """End the service unless ``keep`` or ``join``, and leave a cluster that was joined here; repeatable."""
+        """End the service unless ``keep`` or ``join``, and leave a cluster that was joined here.
+
+        It is safe to call repeatedly.
+        """
         actors, self._actors = self._actors, []
         self._calls.clear()
         self._drawn.clear()
