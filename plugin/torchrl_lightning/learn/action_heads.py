@@ -1,4 +1,4 @@
-"""Action heads: from features to distribution parameters, samples and log-probabilities."""
+"""Action heads: map features to distribution parameters, actions and log-probabilities."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from torchrl_lightning.learn.networks import choices, orthogonal
 from torchrl_lightning.ranges import one_of
 
 POLICY_GAIN = 0.01  # a nearly uniform first policy (Andrychowicz et al., 2021)
-# Beyond these float32 overflows in a policy's densities and their gradients.
+# Beyond these limits, densities and their gradients overflow in float32.
 LARGEST_BOUND, SMALLEST_WIDTH = 1e37, 1e-37
 Parameters = tuple[Tensor, ...]
 
 
 class ActionHead(nn.Module):
-    """One linear layer from features ``[*B, H]`` to the parameters of a distribution, named as it takes them.
+    """One layer from features ``[*B, H]`` to the parameters of a distribution.
 
-    ``hidden`` are layers in front of it.
+    ``parameter_keys`` are the distribution's argument names. ``hidden`` are optional layers in front of the last one.
     """
 
     def __init__(
@@ -54,12 +54,12 @@ class ActionHead(nn.Module):
         """Return the distribution's parameters."""
         parameters = self.layers(features if self.hidden is None else self.hidden(features))
         parameters = parameters if isinstance(parameters, tuple) else (parameters,)
-        if parameters[0].dtype in HALF:  # of autocast; log-probabilities of half precision would be too coarse
+        if parameters[0].dtype in HALF:  # under autocast; half-precision log-probabilities would be too coarse
             return tuple(map(to_single, parameters))
         return parameters
 
     def read(self, features: Tensor) -> Parameters:
-        """Return what ``sample`` and ``evaluate`` need to know."""
+        """Return the parameters for ``sample`` and ``evaluate``."""
         return self(features)
 
     def distribution(self, parameters: Parameters) -> D.Distribution:
@@ -69,14 +69,14 @@ class ActionHead(nn.Module):
         )
 
     def sample(self, parameters: Parameters, deterministic: bool) -> tuple[Tensor, Tensor]:
-        """Return actions and log-probabilities, with the random numbers that TorchRL's generic path would draw."""
+        """Return actions and log-probabilities, with the same random numbers as TorchRL's generic path."""
         dist: Any = self.distribution(parameters)
         draw = dist.rsample if dist.has_rsample else dist.sample
         action = dist.deterministic_sample if deterministic else draw()
         return action, dist.log_prob(action)
 
     def evaluate(self, parameters: Parameters, action: Tensor) -> tuple[Tensor, Tensor]:
-        """Return log-probabilities ``[*B]`` and entropies ``[*B]``, some of the latter estimated from a sample."""
+        """Return log-probabilities ``[*B]`` and entropies ``[*B]``; a TanhNormal's entropy is a sample estimate."""
         dist = self.distribution(parameters)
         if isinstance(dist, TanhNormal):
             return dist.log_prob(action), -dist.rsample_and_log_prob()[1]
@@ -84,7 +84,7 @@ class ActionHead(nn.Module):
 
 
 class CategoricalHead(ActionHead):
-    """Integer actions: a categorical distribution computed directly on the logits."""
+    """Head of integer actions: a categorical distribution computed directly on the logits."""
 
     def sample(self, parameters: Parameters, deterministic: bool) -> tuple[Tensor, Tensor]:
         """Return integer actions ``[*B]`` and log-probabilities ``[*B]``."""
@@ -92,7 +92,7 @@ class CategoricalHead(ActionHead):
         if deterministic:
             action = logits.argmax(-1, keepdim=True)
         else:
-            # What torch.multinomial draws for one sample of each row, without its checks of the probabilities.
+            # The same draw as torch.multinomial with one sample per row, without its probability checks.
             action = (logits.exp() / torch.empty_like(logits).exponential_()).argmax(-1, keepdim=True)
         return action.squeeze(-1), logits.gather(-1, action).squeeze(-1)
 
@@ -100,12 +100,12 @@ class CategoricalHead(ActionHead):
         """Return log-probabilities ``[*B]`` and entropies ``[*B]``."""
         logits = parameters[0].log_softmax(-1)
         log_prob = logits.gather(-1, action.unsqueeze(-1)).squeeze(-1)
-        # A forbidden action has log-probability -inf; its share of the entropy is zero.
+        # A forbidden action has log-probability -inf and adds zero to the entropy.
         return log_prob, -(logits.clamp_min(torch.finfo(logits.dtype).min) * logits.exp()).sum(-1)
 
 
 class ClippedNormalHead(ActionHead):
-    """Bounded actions: a :class:`ClippedNormal` computed directly on mean and deviation; bounds are ``[A]``."""
+    """Head of bounded actions: a :class:`ClippedNormal` computed from mean and deviation; bounds are ``[A]``."""
 
     layers: GaussianLayer
     low: Tensor
@@ -138,13 +138,13 @@ class ClippedNormalHead(ActionHead):
 
 
 class Ranged(nn.Module):
-    """A module that counts actions in units of ``half_range`` around ``center``, ``[A]`` each."""
+    """A module that expresses actions in units of ``half_range`` around ``center``, ``[A]`` each."""
 
     center: Tensor
     half_range: Tensor
 
     def set_range(self, center: Tensor, half_range: Tensor) -> None:
-        """Keep the range with the module, but out of its state dict."""
+        """Register the range as buffers outside the state dict."""
         self.register_buffer("center", center, persistent=False)
         self.register_buffer("half_range", half_range, persistent=False)
 
@@ -154,7 +154,7 @@ class Ranged(nn.Module):
 
 
 class GaussianLayer(Ranged):
-    """A linear mean and a standard deviation that does not depend on the state, both learnt in units of the range."""
+    """A linear mean and a state-independent standard deviation, both learnt in units of the action range."""
 
     def __init__(self, features: int, center: Tensor, half_range: Tensor, initial_std: float) -> None:
         super().__init__()
@@ -175,15 +175,20 @@ class GaussianLayer(Ranged):
 def build_head(
     spec: TensorSpec, features: int, distribution: str, initial_std: float, hidden: nn.Module | None
 ) -> ActionHead:
-    """Build the head of an unbatched action spec; ``hidden`` are layers in front of the last one.
+    """Build the head for an unbatched action spec; ``hidden`` are optional layers in front of the last one.
 
-    Integer actions get a categorical, one-hot ones TorchRL's ``OneHotCategorical``, several integers a joint
-    ``MultiCategorical``; bounded boxes a ``ClippedNormal`` (``distribution="normal"``, the default) or TorchRL's
-    ``TanhNormal`` (``"tanh_normal"``), unbounded ones an ``IndependentNormal``.
+    The action spec selects the distribution:
+
+    - integer: ``Categorical``,
+    - one-hot: TorchRL's ``OneHotCategorical``,
+    - several integers: a joint ``MultiCategorical``,
+    - bounded box: ``ClippedNormal`` (``distribution="normal"``, the default) or TorchRL's ``TanhNormal``
+      (``"tanh_normal"``),
+    - unbounded box: ``IndependentNormal``.
 
     Raises:
-        ValueError: ``distribution`` is unknown, or does not fit the actions; or a component has one value only.
-        TypeError: There is no distribution for these actions.
+        ValueError: ``distribution`` is unknown, or does not fit the actions; or a component has only one value.
+        TypeError: No distribution supports these actions.
     """
     one_of(distribution, "distribution", ("auto", "normal", "tanh_normal"))
 
@@ -219,7 +224,7 @@ def build_head(
 
 
 def action_name(spec: TensorSpec) -> str:
-    """Name actions as Gymnasium's spaces are named.
+    """Return the name of the Gymnasium space for an action spec.
 
     Examples:
         >>> from torchrl.data import MultiCategorical
@@ -242,10 +247,10 @@ def action_name(spec: TensorSpec) -> str:
 
 
 def bounds_of(spec: TensorSpec) -> tuple[Tensor, Tensor]:
-    """Return the bounds of floating-point actions, ``[A]`` each, infinite if there are none.
+    """Return the bounds of floating-point actions, ``[A]`` each; a missing bound is infinite.
 
-    A bound beyond 1e37 counts as none: float32 cannot compute with such actions, and TorchRL writes "no bound" as the
-    largest float32 number.
+    A bound of magnitude 1e37 or more counts as missing: float32 cannot compute with these actions, and TorchRL stores
+    "no bound" as the largest float32 number.
     """
     unbounded = torch.full(spec.shape, math.inf, dtype=torch.float32)
     low = getattr(spec.space, "low", -unbounded).to(torch.float32)
@@ -257,7 +262,7 @@ def bounds_of(spec: TensorSpec) -> tuple[Tensor, Tensor]:
 
 def check_widths(low: Tensor, high: Tensor) -> None:
     """Validate that each action component has several values; raise ValueError if heads cannot scale to its range."""
-    narrow = ~(high - low >= SMALLEST_WIDTH)  # also if both bounds are the same infinity
+    narrow = ~(high - low >= SMALLEST_WIDTH)  # also true for NaN, if both bounds are the same infinity
     if narrow.any():
         component = int(narrow.nonzero()[0])
         raise ValueError(
@@ -268,7 +273,7 @@ def check_widths(low: Tensor, high: Tensor) -> None:
 
 
 def _choices(spec: TensorSpec) -> list[int]:
-    """Return how many values each part of a one-dimensional action has; none where it is no vector of choices."""
+    """Return the number of values of each part of a one-dimensional discrete action; empty for other actions."""
     if len(spec.shape) != 1:
         return []
     return [2] * spec.shape[0] if isinstance(spec, Binary) else choices(spec)
@@ -284,7 +289,7 @@ def _gaussian_head(
         raise ValueError(
             f"distribution='tanh_normal' needs finite bounds, got low {low.tolist()}, high {high.tolist()}"
         )
-    scaled = torch.zeros_like(bounded) if squashed else bounded  # a tanh knows the range itself
+    scaled = torch.zeros_like(bounded) if squashed else bounded  # TanhNormal scales to the bounds itself
     center = torch.where(scaled, (high + low) / 2, 0.0)
     half_range = torch.where(scaled, (high - low) / 2, 1.0)
     layer = GaussianLayer(features, center, half_range, initial_std)

@@ -1,6 +1,6 @@
-"""Actors and critics built from specs: TorchRL's ``ProbabilisticActor`` with a fast forward, and ``ValueOperator``.
+"""Actors and critics from specs: TorchRL's ``ProbabilisticActor`` with a fast forward, and ``ValueOperator``.
 
-:class:`ActorWithValues` runs both over one trunk.
+:class:`ActorWithValues` runs both on one shared trunk.
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ _DETERMINISTIC = {InteractionType.RANDOM: False, InteractionType.DETERMINISTIC: 
 
 
 def acts_deterministically() -> bool | None:
-    """Return whether actions are modes or samples, as ``interaction_type()`` says; None if they are neither."""
+    """Return True for modes and False for samples under the current ``interaction_type()``, None for other types."""
     return _DETERMINISTIC.get(interaction_type() or InteractionType.RANDOM)
 
 
 def bound_call(policy: Any, step: TensorDictBase) -> Callable[[], dict[NestedKey, Tensor]]:
-    """Return ``act_on`` of a policy for a step ``[N]`` whose tensors stay the same, compiled if the policy is known."""
+    """Return a call of ``policy.act_on`` on a step ``[N]`` with fixed tensors, compiled for supported policies."""
     return bind_inputs(policy, step) or (lambda: policy.act_on(step))
 
 
 class Actor(ProbabilisticActor):
-    """A trunk and an action head, as a ``ProbabilisticActor`` that writes ``action`` and ``action_log_prob``.
+    """A trunk and an action head as a ``ProbabilisticActor`` that writes ``action`` and ``action_log_prob``.
 
-    It calls network and distribution directly: same values and random numbers as TorchRL's generic path
-    (``generic_forward``), in less than half the time on a handful of rows. Intermediate results are not written, so
-    that rollouts hold only what ``out_keys`` names. Recurrent actors also write ``("next", "recurrent_state")``.
+    It calls network and distribution directly. Values and random numbers equal TorchRL's generic path
+    (``generic_forward``), in less than half the time on a few rows. Rollouts contain only the ``out_keys``, without
+    intermediate results. Recurrent actors also write ``("next", "recurrent_state")``.
 
     Args:
         trunk: Maps observations to features.
         head: Maps features to distribution parameters.
         spec: The unbatched action spec.
-        masked: Whether it reads ``action_mask``: what that forbids has no probability, in all that is computed.
+        masked: Read ``action_mask`` and give forbidden actions probability zero in all results.
     """
 
     def __init__(
@@ -77,18 +77,18 @@ class Actor(ProbabilisticActor):
             log_prob_key="action_log_prob",
             default_interaction_type=InteractionType.RANDOM,
         )
-        # Plain attributes for speed; the modules are registered once, above.
+        # Plain attributes for speed; super().__init__ has registered the modules.
         hold(self, trunk=trunk, head=head)
         self.masked = masked
         self.out_keys = ["action", "action_log_prob", *(key for key in trunk.out_keys if key != FEATURES)]
         self._computed = list(self.out_keys)
 
     def allowed(self, parameters: Parameters, step: TensorDictBase) -> Parameters:
-        """Return a distribution's parameters as the mask of a step ``[*B]`` leaves them, if it has one."""
+        """Return the distribution's parameters after the action mask of a step ``[*B]``, if ``masked``."""
         return (allowed_values(parameters[0], step.get(ACTION_MASK)),) if self.masked else parameters
 
     def act_on(self, step: TensorDictBase) -> dict[NestedKey, Tensor]:
-        """Return what ``forward`` writes, and write nothing; collectors call it on each step."""
+        """Return the outputs of ``forward`` without writing them; collectors call it on each step."""
         deterministic = acts_deterministically()
         if deterministic is None:
             full = self.generic_forward(step.copy())
@@ -99,21 +99,21 @@ class Actor(ProbabilisticActor):
     def choose(
         self, features: Tensor, states: Sequence[Tensor], step: TensorDictBase, deterministic: bool
     ) -> dict[NestedKey, Tensor]:
-        """Return what ``forward`` writes, by what the trunk says of a step, and write nothing."""
+        """Return the outputs of ``forward`` from the trunk's features, without writing them."""
         outputs = self.head.sample(self.allowed(self.head.read(features), step), deterministic)
         return self._written((*outputs, *states))
 
     def _written(self, computed: Sequence[Tensor]) -> dict[NestedKey, Tensor]:
         found = dict(zip(self._computed, computed, strict=True))
-        keys: list[NestedKey] = self.out_keys  # fewer, if somebody has selected them
+        keys: list[NestedKey] = self.out_keys  # fewer keys after select_out_keys()
         return found if len(keys) == len(found) else {key: found[key] for key in keys}
 
     def standing(self, step: TensorDictBase) -> Callable[[], dict[NestedKey, Tensor]]:
-        """Return :meth:`act_on` of a step ``[N]`` on the CPU whose tensors stay the same and are overwritten."""
+        """Return a call of :meth:`act_on` on a CPU step ``[N]`` with fixed tensors that the caller overwrites."""
         return bound_call(self, step)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Write the action, its log-probability and, where there is one, the next recurrent state."""
+        """Write the action, its log-probability and, for recurrent actors, the next recurrent state."""
         if len(args) != 1 or kwargs or not isinstance(args[0], TensorDictBase):
             return super().forward(*args, **kwargs)
         for key, value in self.act_on(args[0]).items():
@@ -121,11 +121,11 @@ class Actor(ProbabilisticActor):
         return args[0]
 
     def generic_forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Write the same by TorchRL's own forward, which knows any interaction type."""
+        """Write the same outputs with TorchRL's own forward, which supports any interaction type."""
         return tensordict.update(super().forward(tensordict.copy()).select(*self.out_keys))
 
     def get_dist(self, tensordict: TensorDictBase, *args: Any, **kwargs: Any) -> D.Distribution:
-        """Return the distribution over actions, writing nothing."""
+        """Return the distribution over actions without writing to the TensorDict."""
         return self.head.distribution(self.allowed(self.head(self.trunk.read(tensordict)), tensordict))
 
 
@@ -153,36 +153,35 @@ def build_actor(
 
 
 def trunk_and_layers(specs: Any, network: Network) -> tuple[Any, nn.Module | None, int]:
-    """Return an actor's trunk, the hidden layers of its head, if any, and the width of what their last layer reads."""
+    """Return an actor's trunk, the hidden layers of its head or None, and the input width of the head's last layer."""
     trunk = network.trunk(*observation_entries(specs))
     return trunk, *private_layers(network, trunk.features)
 
 
 def private_layers(network: Network, features: int, sizes: Sequence[int] | None = None) -> tuple[nn.Module | None, int]:
-    """Return a head's own hidden layers of these sizes, if any, and the width of the input of the head's last layer.
+    """Return a head's own hidden layers, or None, and the input width of the head's last layer.
 
-    The sizes are ``head_sizes`` of the network by default.
+    The default sizes are ``head_sizes`` of the network.
     """
     sizes = network.head_sizes if sizes is None else sizes
     if not sizes:
         return None, features
-    kind = getattr(network, "initialization", "orthogonal")  # of perceptrons alone
+    kind = getattr(network, "initialization", "orthogonal")  # only perceptrons have the setting
     return mlp(features, sizes, network.activation, kind), int(sizes[-1])
 
 
 def linear_head(network: Network, features: int, size: int, sizes: Sequence[int] | None = None) -> nn.Module:
-    """Return a value head: hidden layers for heads (see :func:`private_layers`), if any, and a linear layer."""
+    """Return a value head: the optional hidden layers of :func:`private_layers`, and a linear layer."""
     hidden, features = private_layers(network, features, sizes)
     last = orthogonal(nn.Linear(features, size), 1.0)
     return last if hidden is None else nn.Sequential(hidden, last)
 
 
 def observation_entries(specs: Any) -> tuple[list[Any], list[TensorSpec]]:
-    """Return the sorted keys and leaf specs of what networks read; a ValueError if there is nothing.
+    """Return the sorted keys and leaf specs of the network inputs; raise ValueError if there are none.
 
-    All builders of networks call it, so that it also validates torch's default dtype.
-
-    Neither bookkeeping entries nor masks of actions are read.
+    Bookkeeping entries and action masks are excluded. Torch's default dtype is validated here, because all network
+    builders call this function.
     """
     check_default_dtype()
     leaves = dict(specs.observation.items(include_nested=True, leaves_only=True))
@@ -193,16 +192,16 @@ def observation_entries(specs: Any) -> tuple[list[Any], list[TensorSpec]]:
 
 
 class Critic(ValueOperator):
-    """One value head for each key, over a trunk of its own or the actor's.
+    """One value head for each key, on its own trunk or the actor's.
 
-    A shared trunk stays registered with the actor alone, so that a state dict holds its parameters once. The
-    critic writes values only: called on a rollout, it leaves the recorded recurrent states as they are.
+    Only the actor registers a shared trunk, so that a state dict contains its parameters once. The critic writes
+    only values: the recurrent states recorded in a rollout stay unchanged.
 
     Args:
         heads: One module from features to ``[*B, 1]`` for each key.
-        out_keys: What the heads write.
-        trunks: One trunk for all heads, or one for each.
-        shared: Whether the trunk belongs to an actor.
+        out_keys: Output keys of the heads.
+        trunks: One trunk for all heads, or one trunk for each head.
+        shared: True if the trunk belongs to an actor.
     """
 
     def __init__(
@@ -216,16 +215,16 @@ class Critic(ValueOperator):
         self.is_shared = shared
         if not shared:
             self.owned_trunks = nn.ModuleList(trunks)
-        # Put into evaluation mode together with the critic, without being registered here.
+        # A plain list: evaluation mode must reach a borrowed trunk, but only the actor may register it.
         self.trunks = list(trunks)
         self.borrowed = self.trunks if shared else []
 
     def values_of(self, features: Tensor) -> list[Tensor]:
-        """Return each head's values ``[*B, 1]`` for features of a single trunk."""
+        """Return each head's values ``[*B, 1]`` for the features of a single trunk."""
         return [head(features) for head in self.module]
 
     def values(self, tensordict: TensorDictBase) -> list[Tensor]:
-        """Return each head's values ``[*B, 1]``, writing nothing."""
+        """Return each head's values ``[*B, 1]`` without writing them."""
         if len(self.trunks) == 1:
             return self.values_of(self.trunks[0].read(tensordict))
         return [head(trunk.read(tensordict)) for head, trunk in zip(self.module, self.trunks, strict=True)]
@@ -251,11 +250,11 @@ def build_critic(
         specs: ``EnvironmentSpecs``, or anything with an unbatched ``observation`` (Composite).
         network: Network in front of the heads; ``MLPNetwork()`` by default.
         out_keys: The value keys, one head for each; for several critics ``("state_value", name)``.
-        actor: Actor whose trunk is used if the network is shared.
+        actor: Actor that provides the trunk if the network is shared.
         separate: Give each head its own trunk.
 
     Raises:
-        ValueError: The network is shared but no actor is given, or should be both shared and separate.
+        ValueError: The network is shared, but ``actor`` is missing or ``separate`` is set.
 
     Examples:
         >>> from torchrl_lightning import environment_specs, make_vector_env
@@ -281,14 +280,14 @@ def build_critic(
 
 
 class ActorWithValues(TensorDictModuleBase):
-    """An actor that also writes the values of a critic over its trunk, which runs once for both.
+    """An actor that also writes the values of a critic; their shared trunk runs once.
 
-    A rollout then holds what its critic said of each step, so that only the successors of its last steps are left for
-    an estimate of advantages.
+    The rollout then contains the value of each step. Advantage estimation computes only the values of the steps
+    after the last ones.
 
     Args:
-        actor: Acts.
-        critic: Shares the actor's trunk.
+        actor: The actor.
+        critic: A critic on the actor's trunk.
     """
 
     def __init__(self, actor: Actor, critic: Critic) -> None:
@@ -297,7 +296,7 @@ class ActorWithValues(TensorDictModuleBase):
         self.in_keys, self.out_keys = list(actor.in_keys), [*actor.out_keys, *critic.out_keys]
 
     def act_on(self, step: TensorDictBase) -> dict[NestedKey, Tensor]:
-        """Return what ``forward`` writes, and write nothing."""
+        """Return the outputs of ``forward`` without writing them."""
         actor, critic, deterministic = self.actor, self.critic, acts_deterministically()
         if deterministic is None or bare_call(actor) is None:
             written, values = policy_outputs(actor, step.copy()), critic.values(step)
@@ -308,12 +307,12 @@ class ActorWithValues(TensorDictModuleBase):
         return {**written, **dict(zip(critic.out_keys, values, strict=True))}
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Write what the actor writes, and the values."""
+        """Write the actor's outputs and the values."""
         for key, value in self.act_on(tensordict).items():
             tensordict.set(key, value)
         return tensordict
 
     def get_dist(self, tensordict: TensorDictBase) -> D.Distribution:
-        """Return the actor's distribution over actions, writing nothing."""
+        """Return the actor's distribution over actions without writing to the TensorDict."""
         distribution: Any = self.actor.get_dist(tensordict)
         return distribution

@@ -1,4 +1,4 @@
-"""Base of all agents: networks built from specs, manual optimization, learning-rate schedules."""
+"""Base classes of all agents: networks from specs, manual optimization, learning-rate schedules."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 
 def makes_optimizers(value: Any, name: str) -> Any:
-    """Return what makes an optimizer of parameters; a TypeError if it cannot be called."""
+    """Validate an optimizer factory and return it; raise TypeError if it is not callable."""
     if not callable(value):
         raise TypeError(
             f"{name} is {value!r}; expected a callable that makes an optimizer of parameters, such as "
@@ -65,16 +65,16 @@ class AgentModule(PickledByValue, Settings, ReportingModule):
 
     adam_eps: ClassVar[float] = 1e-8
     learns_from: ClassVar[str | None] = None
-    """The stream that it learns from, as a DataModule names it in ``serves``; any, if None."""
+    """The required data stream, as in ``serves`` of a DataModule; None accepts any."""
     stream_for_it: ClassVar[str] = ""
 
     dry_run_of: ClassVar[str | None] = None
-    """The method that builds the networks of :meth:`network_outputs`; None without a dry run of networks."""
+    """Name of the method that builds the networks of :meth:`network_outputs`; None skips the dry run."""
     batch_shapes: ClassVar[Sequence[tuple[int, ...]]] = ((ROWS,),)
-    """The shapes of batches for which encoders are tried."""
+    """Batch shapes that the dry run passes to the encoders."""
 
     honours_masks: ClassVar[bool] = False
-    """Whether its policy takes what an ``action_mask`` of the observation allows alone, and its losses know of it."""
+    """True if the policy and the losses respect an ``action_mask`` in the observation."""
 
     learning_rate: FinitePositive = 3e-4
     optimizer: OptimizerFactory | None = None
@@ -85,28 +85,32 @@ class AgentModule(PickledByValue, Settings, ReportingModule):
         super().__post_init__()
         self.automatic_optimization = False
         self._schedule = as_schedule(self.schedule)
-        # The parameters of each optimizer, under the name of their gradient's norm.
+        # The key is the metric name of the gradient norm.
         self._groups: dict[str, OptimizedParameters] = {}
         self.passed_dry_run = False
         self._unchecked_states: Any = None
 
     @classmethod
     def check_later(cls, attribute: str, check: Check | None, name: str) -> None:
-        """Leave the check to ``__setattr__``: a descriptor would hide a buffer that takes the place of a setting."""
+        """Let ``__setattr__`` run the check: a descriptor would hide a buffer that replaces a setting."""
         row = None if check is None else (check, name)
         cls.checks_of_attributes = {**cls.checks_of_attributes, attribute: row}
 
     @property
     @abstractmethod
     def is_built(self) -> bool:
-        """Whether the networks exist."""
+        """True once the networks exist."""
 
     @abstractmethod
     def build(self, specs: Any) -> Self:
-        """Build networks and loss for an environment's specs, once; return the module."""
+        """Build networks and loss for an environment's specs and return the module; a second call does nothing."""
 
     def setup(self, stage: str) -> None:
-        """Refuse a DataModule that does not fit, and a schedule over a run whose end is unknown, by a ValueError."""
+        """Validate the DataModule and the schedules.
+
+        Raises:
+            ValueError: The DataModule does not fit, or a schedule needs the end of the run and it is unknown.
+        """
         super().setup(stage)
         check_default_dtype()
         if stage == "fit":
@@ -119,7 +123,7 @@ class AgentModule(PickledByValue, Settings, ReportingModule):
             )
 
     def misfit(self, data: Any) -> str | None:
-        """Return why it does not fit a DataModule; None if it does."""
+        """Return why the module does not fit a DataModule, or None if it does."""
         specs = DataApi.of(data).specs
         if self.honours_masks or specs is None or ACTION_MASK not in specs.observation:
             return None
@@ -132,10 +136,11 @@ class AgentModule(PickledByValue, Settings, ReportingModule):
     def configure_model(self) -> None:
         """Build the networks from the DataModule's specs.
 
-        Before a fit a copy of the networks runs forward and backward once.
+        Before a fit, a copy of the networks runs one forward and one backward pass.
 
         Raises:
-            ValueError: The trainer's precision is ``64-true``, ``bf16-true`` or the like, or a network fails.
+            ValueError: The trainer's precision is unsupported, such as ``64-true`` or ``bf16-true``, or a network
+                fails.
             RuntimeError: The DataModule has no specs.
         """
         check_precision(self.trainer)
@@ -149,19 +154,19 @@ class AgentModule(PickledByValue, Settings, ReportingModule):
                 )
             with network_faults(self, specs):
                 self.build(specs, **data.build_options)
-        # A policy that is loaded from a file has no trainer, but a stand-in.
+        # The trainer of a policy loaded from a file is a stub, not a Trainer.
         trainer: Any = self.trainer
         if specs is not None and isinstance(trainer, Trainer) and trainer.state.fn == TrainerFn.FITTING:
             self.try_networks(specs, trainer)
 
     def network_outputs(self, step: TensorDictBase) -> list[Tensor]:
-        """Return the outputs of actor and critics for observations ``[B]``, for a dry run."""
+        """Return the outputs of actor and critics for observations ``[B]``; used by the dry run."""
         return []
 
     def try_networks(self, specs: Any, trainer: Any) -> None:
-        """Run a copy of the networks forward and backward, once; raise NetworkFault if they fail.
+        """Run a copy of the networks forward and backward once; raise NetworkFault if they fail.
 
-        A subclass that builds other networks is not tried: its outputs are unknown.
+        Skip a subclass that overrides the build method but not ``network_outputs``: its outputs are unknown.
         """
         owner = None if self.dry_run_of is None else owner_of(self, self.dry_run_of)
         if owner is not None and owner is owner_of(self, "network_outputs") and not self.passed_dry_run:
@@ -170,12 +175,12 @@ class AgentModule(PickledByValue, Settings, ReportingModule):
             self.passed_dry_run = True
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add checksums of weights, optimizers and data; in a subclass, what changes these comes before this."""
+        """Add checksums of weights, optimizers and data; subclasses must change these before they call this."""
         checkpoint.update({key: with_own_numbers(entry) for key, entry in checkpoint.items()})
         seal(checkpoint, "state_dict", "optimizer_states", type(self._data).__qualname__)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse a checkpoint that is damaged, or another environment's, before it is loaded, by a ValueError."""
+        """Validate a checkpoint before loading; raise ValueError if it is damaged or of another environment."""
         check_seal(checkpoint, "the checkpoint")
         state = checkpoint.get(type(self._data).__qualname__)
         if state is not None:
@@ -188,7 +193,7 @@ class AgentModule(PickledByValue, Settings, ReportingModule):
                 self._unchecked_states = states
 
     def on_fit_start(self) -> None:
-        """Validate the states of optimizers that a subclass configures; they are loaded after this hook."""
+        """Validate the states of optimizers that a subclass configures; Lightning loads them after this hook."""
         states, self._unchecked_states = self._unchecked_states, None
         if states is not None:
             with _as_fault():
@@ -198,7 +203,7 @@ class AgentModule(PickledByValue, Settings, ReportingModule):
         """Validate stored optimizer states by a trial step on a copy of the module.
 
         Returns:
-            False if a subclass from outside this package configures the optimizers: that may need the trainer.
+            False if a subclass outside this package configures the optimizers: its code may need the trainer.
 
         Raises:
             Fault: A state does not fit.
@@ -213,7 +218,7 @@ class AgentModule(PickledByValue, Settings, ReportingModule):
 
     @staticmethod
     def require_built(network: T | None) -> T:
-        """Return a network, or say by a RuntimeError that there is none yet."""
+        """Return the network; raise RuntimeError if it is None."""
         if network is None:
             raise RuntimeError("the networks do not exist yet; the trainer builds them, or call `build(specs)`")
         return network
@@ -226,7 +231,7 @@ class AgentModule(PickledByValue, Settings, ReportingModule):
         critic: list[nn.Parameter],
         critic_optimizer: OptimizerFactory | None = None,
     ) -> list[torch.optim.Optimizer]:
-        """Return one optimizer over all parameters, or a second one over the critics' own."""
+        """Return one optimizer over all parameters, or separate optimizers of actor and critics."""
         self._groups = {}
         main = self.optimizer or self._default_optimizer
         if critic_optimizer is None:
@@ -251,13 +256,13 @@ class AgentModule(PickledByValue, Settings, ReportingModule):
     def build_optimizer(
         self, factory: OptimizerFactory, norm: str, *parts: list[nn.Parameter]
     ) -> torch.optim.Optimizer:
-        """Return an optimizer over parts that are trained together, and have ``update`` step it."""
+        """Return an optimizer over the given parameter lists, and register it so that ``update`` steps it."""
         optimizer = factory([parameter for part in parts for parameter in part])
         self._groups[norm] = OptimizedParameters(optimizer, parts, self.settled_parameters())
         return optimizer
 
     def settled_parameters(self) -> set[nn.Parameter]:
-        """Return the parameters that must stay where they lie."""
+        """Return the parameters whose memory must not move."""
         return settled_parameters(self)
 
     def _default_optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -269,49 +274,51 @@ class AgentModule(PickledByValue, Settings, ReportingModule):
 
     @property
     def schedules(self) -> list[Schedule]:
-        """The schedules that the run follows."""
+        """All schedules of the run."""
         return [self._schedule]
 
     def on_train_start(self) -> None:
-        """Set what an epoch starts with, if a resumed run starts one.
+        """Call ``on_train_epoch_start`` if a resumed run starts a new epoch.
 
-        Behind a checkpoint that was written at the end of an epoch's last batch Lightning leaves out
-        ``on_train_epoch_start``. In the midst of an epoch everything stays as it was restored.
+        Lightning skips this hook after a checkpoint from the end of an epoch's last batch. If the run resumes inside
+        an epoch, the restored state stays unchanged.
         """
         loop: Any = self.trainer.fit_loop.epoch_loop
         is_over = loop.batch_progress.current.processed >= self.trainer.num_training_batches
-        if is_over and not loop.val_loop.restarted_mid_evaluation:  # which the epoch ends with
+        if is_over and not loop.val_loop.restarted_mid_evaluation:  # a validation run is still part of the epoch
             self.on_train_epoch_start()
 
     def on_train_epoch_start(self) -> None:
-        """Follow the schedules."""
+        """Apply the schedules."""
         self.follow_schedules()
 
     def follow_schedules(self) -> None:
-        """Set learning rates from the frames, so that a resumed run has the same."""
+        """Set the learning rates from the frame count, so that a resumed run uses the same rates."""
         factor = self._schedule(self.progress)
         for optimizer in self._optimizers():
             for group in optimizer.param_groups:
-                # The initial rate is kept in the optimizer's own state, as torch's schedulers do.
+                # Like torch's schedulers, store the initial rate in the optimizer state.
                 group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
 
     def idle_parameters(self) -> list[nn.Parameter]:
-        """Return the learnt parameters that do not take part in this update."""
+        """Return the trainable parameters without a gradient in this update."""
         return []
 
     def update(self, loss: Tensor, *, inner: bool = False) -> dict[str, Tensor]:
         """Step all optimizers on the loss; return the gradient norms before clipping.
 
-        An ``inner`` update, of several in a step of Lightning's, is made without Lightning's hooks and step counter.
+        An ``inner`` update is a further update of the same training step. It skips Lightning's optimizer hooks and
+        step counter.
         """
         is_scaled = getattr(self.trainer.precision_plugin, "scaler", None) is not None
         for group in self._groups.values():
             group.clear()
         idle = self.idle_parameters() if self.trainer.world_size > 1 else []
-        # Ranks wait for a gradient of each parameter. One of zeros keeps them in step, but would let momentum move it.
+        # DDP waits for a gradient of each parameter. Send zeros, and remove them below, because momentum would
+        # otherwise move these parameters.
         loss = loss + sum(0.0 * parameter.sum() for parameter in idle) if idle else loss
         if inner and not is_scaled and type(self.trainer.strategy) is SingleDeviceStrategy:
-            loss.backward()  # there are no ranks to wait for either
+            loss.backward()  # a single device has no ranks to synchronise
         else:
             self.manual_backward(loss)
         for parameter in idle:
@@ -321,7 +328,7 @@ class AgentModule(PickledByValue, Settings, ReportingModule):
         return self.step_optimizers(inner=inner)
 
     def step_optimizers(self, *, inner: bool = False) -> dict[str, Tensor]:
-        """Step all optimizers on the gradients that are handed over; return the norms of these before clipping."""
+        """Step all optimizers on the current gradients; return the gradient norms before clipping."""
         norms: dict[str, Tensor] = {}
         plugin: Any = self.trainer.precision_plugin
         is_scaled = getattr(plugin, "scaler", None) is not None
@@ -340,9 +347,9 @@ class AgentModule(PickledByValue, Settings, ReportingModule):
         return norms
 
     def minimise(self, terms: Mapping[str, Tensor | float], *, inner: bool = False) -> None:
-        """Update on the sum of the entries ``loss_...`` (or ``loss``); report all entries and the gradient norms.
+        """Update on the sum of the entries ``loss_...`` (or ``loss``); log all entries and the gradient norms.
 
-        The gradients of entries that are numbers have been written already.
+        Losses that are Python floats mean that the gradients are already computed.
         """
         loss: Any = None
         for name, value in terms.items():
@@ -357,7 +364,7 @@ class AgentModule(PickledByValue, Settings, ReportingModule):
 
 
 class TermsModule(AgentModule):
-    """An agent that says in ``terms`` what it minimises; arguments as of :class:`AgentModule`, and one.
+    """An agent that computes its loss in ``terms``; it adds one argument to those of :class:`AgentModule`.
 
     Args:
         compile: Compute the loss by ``torch.compile``.
@@ -369,36 +376,40 @@ class TermsModule(AgentModule):
 
     @abstractmethod
     def terms(self, batch: Any) -> Any:
-        """Return the parts of the loss (``loss_...``) on a batch, and diagnostics; pure, so that it can be compiled."""
+        """Return the loss terms (``loss_...``) and diagnostics of a batch.
+
+        The method must have no side effects, because ``torch.compile`` may compile it.
+        """
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._update: Callable[[Any], Any] = autograd
 
     def on_train_start(self) -> None:
-        """Look for a way to compute gradients without autograd, which equals it to float error."""
+        """Select analytic gradients if they support this agent; they equal autograd up to float error."""
         super().on_train_start()
         self._update = update_for(self) or autograd
 
     def on_train_end(self) -> None:
-        """Release the memory of this fit."""
+        """Release the buffers of the analytic gradients."""
         super().on_train_end()
         self._update = autograd
 
     def compute(self, batch: Any) -> Any:
-        """Return ``terms``, compiled if asked for."""
+        """Return ``terms`` of a batch, compiled if ``compile`` is set."""
         return compiled(type(self).terms)(self, batch) if self.compiled else self.terms(batch)
 
 
 def autograd(batch: Any) -> None:
-    """Write no gradients: :meth:`TermsModule.compute` and autograd do."""
+    """Return None, so that the caller uses :meth:`TermsModule.compute` and autograd."""
 
 
 @contextmanager
 def _unscaled(plugin: Any, optimizers: list[Any]) -> Iterator[_UnscaledSteps]:
     """Unscale the gradients of all optimizers, and update the gradient scaler once after the block.
 
-    Lightning unscales and updates at each optimizer's step: too late to clip, and with another scale for the next one.
+    Lightning unscales and updates the scale in each optimizer's step. This is too late for clipping, and the next
+    optimizer would get another scale.
     """
     scaler = plugin.scaler
     moving = [each.optimizer for each in optimizers if _has_gradients(each.optimizer)]
@@ -418,7 +429,7 @@ def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:
 
 
 class _UnscaledSteps:
-    """Stand-in for a gradient scaler while all gradients are unscaled already."""
+    """Replace a gradient scaler while all gradients are already unscaled."""
 
     def __init__(self, scaler: torch.amp.GradScaler) -> None:
         self._scaler = scaler
@@ -427,7 +438,7 @@ class _UnscaledSteps:
         pass
 
     def update(self) -> None:
-        pass  # other optimizers are still to step
+        pass  # other optimizers must still step with the same scale
 
     def step(self, optimizer: torch.optim.Optimizer, **kwargs: Any) -> float | None:
         return self._scaler.step(optimizer, **kwargs) if _has_gradients(optimizer) else None
@@ -443,5 +454,5 @@ def _as_fault() -> Iterator[None]:
 
 @cache
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function compiled by ``torch.compile``, the same for all modules of one class."""
+    """Return the function compiled by ``torch.compile``; the cache shares it between modules of one class."""
     return torch.compile(function)

@@ -1,4 +1,4 @@
-"""The LightningModule around an on-policy loss: networks from specs, updates, schedules, metrics, evaluation."""
+"""LightningModule of on-policy agents: networks from specs, updates, schedules, metrics, evaluation."""
 
 from __future__ import annotations
 
@@ -33,39 +33,39 @@ logger = logging.getLogger(__name__)
 
 STATE = "on_policy"
 _TARGETS = {VALUE: TARGET, INTRINSIC_VALUE: INTRINSIC_TARGET}
-_MASKS = ((COLLECTOR, MASK), "shifted_valid")  # by which TorchRL's losses leave steps out
+_MASKS = ((COLLECTOR, MASK), "shifted_valid")  # TorchRL's losses exclude steps by these entries
 
 
 class ActorCriticModule(TermsModule):
     """An actor and a critic that learn from the mini-batches of an on-policy DataModule.
 
-    The networks are built in ``configure_model`` from ``trainer.datamodule.specs``, or by ``build(specs)`` without a
-    trainer. Subclasses say in ``terms`` what they minimise, in functions of :mod:`torchrl_lightning.learn.losses`.
+    ``configure_model`` builds the networks from ``trainer.datamodule.specs``. Without a trainer, call ``build(specs)``.
+    Subclasses compute their loss in ``terms``, from the functions in :mod:`torchrl_lightning.learn.losses`.
 
     Args:
         network: Network in front of the heads; ``MLPNetwork()`` by default.
         critic_coeff: Weight of the critic's loss.
         loss_critic_type: ``"l2"``, ``"smooth_l1"`` or ``"l1"``.
-        clip_value: Clip the change of the value prediction to this; None does not clip.
-        normalize_advantage: Standardise the advantage within each mini-batch, also where the buffer has standardised
-            it over the rollout; None does so unless the buffer has.
+        clip_value: Largest change of the value prediction, clipped beyond it; None does not clip.
+        normalize_advantage: True standardises the advantage within each mini-batch, even if the buffer has
+            standardised it over the rollout. None standardises it only if the buffer has not.
         extrinsic_coeff: Weight of the advantage of the environment's reward.
         intrinsic_coeff: Weight of the intrinsic advantage; needs ``intrinsic``.
         distribution: Distribution of continuous actions: ``"normal"`` (clipped; the default) or ``"tanh_normal"``.
         initial_std: Initial standard deviation of continuous actions, in units of half the action range.
         critics: Names of several critics of the same reward; their keys are ``("state_value", name)``.
         separate_critics: Give each critic head its own trunk.
-        intrinsic: Source of intrinsic rewards, trained along; adds an ``intrinsic_state_value`` head.
+        intrinsic: Source of intrinsic rewards, trained together with the agent; adds an ``intrinsic_state_value`` head.
         critic_optimizer: A separate optimizer for the critic's own parameters; optional.
-        compile: Compute the loss by ``torch.compile``; on one CPU core it then took 0.83 of the time for PPO.
-        learning_rate: As in :class:`AgentModule`, like everything that is not named here.
+        compile: Compute the loss by ``torch.compile``; this took 0.83 of the time for PPO on one CPU core.
+        learning_rate: As in :class:`AgentModule`, like all arguments not listed here.
     """
 
     CONFIG_NAME: ClassVar[str | None] = None
 
     adam_eps: ClassVar[float] = 1e-5
     dry_run_of = "build"
-    batch_shapes = ((ROWS,), (1, ROWS))  # mini-batches, and the rollouts whose values are estimated
+    batch_shapes = ((ROWS,), (1, ROWS))  # mini-batches, and time-major rollouts for value estimation
     honours_masks = True
     learns_from = "rollouts"
     training_metrics = (
@@ -96,7 +96,7 @@ class ActorCriticModule(TermsModule):
             raise ValueError("critics must name at least one critic, got []. Leave it out for a single critic.")
         self.require_effect("intrinsic_coeff", self.intrinsic is not None, "intrinsic")
         self.require_effect("separate_critics", len(self.value_keys) > 1, "several critics")
-        self._standardizes = self.normalize_advantage is not False  # until a DataModule says that its buffer does
+        self._standardizes = self.normalize_advantage is not False  # setup() corrects it from the DataModule
         self.actor_network: Actor | None = None
         self.critic_network: Critic | None = None
         self._coefficients: dict[str, tuple[float, Schedule]] = {}
@@ -104,10 +104,10 @@ class ActorCriticModule(TermsModule):
 
     @abstractmethod
     def terms(self, batch: TensorDictBase) -> dict[str, Tensor]:
-        """Return the parts of the loss (``loss_...``) on a mini-batch, and diagnostics, all scalars."""
+        """Return the loss terms (``loss_...``) and diagnostics of a mini-batch; all are scalars."""
 
     def setup(self, stage: str) -> None:
-        """Refuse what does not fit, and settle who standardises advantages."""
+        """Validate the DataModule, and decide whether this module standardises advantages."""
         super().setup(stage)
         if stage != "fit":
             return
@@ -132,7 +132,7 @@ class ActorCriticModule(TermsModule):
             )
 
     def _check_weights(self) -> None:
-        """Validate the weights of advantages that are standardised afterwards, which divides out a positive factor."""
+        """Validate the advantage weights; standardising a single advantage divides out a positive weight."""
         weights = {"extrinsic_coeff": self.extrinsic_coeff}
         if self.intrinsic is not None:
             weights["intrinsic_coeff"] = self.intrinsic_coeff
@@ -146,17 +146,17 @@ class ActorCriticModule(TermsModule):
 
     @property
     def value_keys(self) -> list[NestedKey]:
-        """Keys that the critic writes, the intrinsic value last."""
+        """Value keys of the critic, the intrinsic value last."""
         keys: list[NestedKey] = [("state_value", name) for name in self.critics or ()] or ["state_value"]
         return [*keys, "intrinsic_state_value"] if self.intrinsic is not None else keys
 
     @property
     def is_built(self) -> bool:
-        """Whether the networks exist."""
+        """True once the networks exist."""
         return self.actor_network is not None
 
     def build(self, specs: Any) -> Self:
-        """Build the networks for an environment's specs, once; return the module."""
+        """Build the networks for an environment's specs and return the module; a second call does nothing."""
         if self.actor_network is None:
             actor = build_actor(specs, self.network, distribution=self.distribution, initial_std=self.initial_std)
             critic = build_critic(
@@ -178,7 +178,7 @@ class ActorCriticModule(TermsModule):
         return self.require_built(self.critic_network)
 
     def network_outputs(self, step: TensorDictBase) -> list[Tensor]:
-        """Return log-probabilities, entropies and values of actions; empty if others act or estimate."""
+        """Return log-probabilities, entropies and values; empty if a subclass replaces policy or critic."""
         if self.policy is not self.actor_network or self.critic is not self.critic_network:
             return []
         log_prob, entropy, values = ActorCriticModule.evaluate(self, self.policy(step))
@@ -186,31 +186,31 @@ class ActorCriticModule(TermsModule):
 
     @property
     def valued_policy(self) -> Actor | ActorWithValues:
-        """The policy to collect with: it writes the values, too, where that spares a costly trunk a second pass."""
+        """The policy for collection; it also writes values if that saves a second pass of a costly shared trunk."""
         policy, critic = self.policy, self.critic
         spares = critic.is_shared and getattr(self.network, "costly", False) and policy is self.actor_network
         return ActorWithValues(policy, critic) if spares else policy
 
     def annotate(self, rollout: TensorDictBase) -> None:
-        """Add ``("next", "intrinsic_reward")`` to a time-major rollout, where the module has an intrinsic stream."""
+        """Add ``("next", "intrinsic_reward")`` to a time-major rollout if ``intrinsic`` is set."""
         if self.intrinsic is not None:
             self.intrinsic.annotate(rollout)
 
     # -- optimizers and schedules -----------------------------------------------------------------------------------
 
     def configure_optimizers(self) -> list[torch.optim.Optimizer]:
-        """Return one optimizer, or a second one for the critic's own parameters."""
+        """Return one optimizer, and a second one for the critic's own parameters if ``critic_optimizer`` is set."""
         actor, critic = list(self.policy.parameters()), list(self.critic.parameters())
         if self.intrinsic is not None:
             actor += self.intrinsic.predictor_parameters()
-        # Each update moves all of them: under one optimizer they are one part.
+        # Each update changes all parameters, so a single optimizer takes them as one list.
         parts = (actor, critic) if self.critic_optimizer else (actor + critic, [])
         return self.build_optimizers(*parts, self.critic_optimizer)
 
     def add_coefficient(self, name: str, value: float, schedule: str | Schedule) -> None:
-        """Register a coefficient of the loss that follows a schedule, as a buffer: it is part of a checkpoint.
+        """Register a scheduled loss coefficient as a buffer, so that checkpoints contain it.
 
-        Behind a setting of this name comes what the schedule makes of it.
+        The buffer replaces the setting of the same name and holds the scheduled value.
         """
         vars(self).pop(name, None)
         self.register_buffer(name, torch.tensor(float(value), dtype=torch.float32))
@@ -218,16 +218,16 @@ class ActorCriticModule(TermsModule):
 
     @property
     def schedules(self) -> list[Schedule]:
-        """The schedules of learning rates and coefficients."""
+        """The schedules of the learning rates and the loss coefficients."""
         return [*super().schedules, *(schedule for _, schedule in self._coefficients.values())]
 
     def on_train_epoch_start(self) -> None:
-        """Follow the schedules, and make all updates again."""
+        """Apply the schedules, and allow updates again after an early stop."""
         self._stopped = False
         super().on_train_epoch_start()
 
     def follow_schedules(self) -> None:
-        """Set learning rates and coefficients from the frames, so that a resumed run has the same."""
+        """Set learning rates and coefficients from the frame count, so that a resumed run uses the same values."""
         super().follow_schedules()
         for name, (value, schedule) in self._coefficients.items():
             getattr(self, name).fill_(value * schedule(self.progress))
@@ -235,12 +235,12 @@ class ActorCriticModule(TermsModule):
     # -- state ------------------------------------------------------------------------------------------------------
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Save whether the rest of the epoch is skipped."""
+        """Save the flag that skips the rest of the epoch."""
         super().on_save_checkpoint(checkpoint)
         checkpoint[STATE] = {"stopped": self._stopped}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse the checkpoint of another environment; restore whether the rest of the epoch is skipped."""
+        """Validate the checkpoint, and restore the flag that skips the rest of the epoch."""
         super().on_load_checkpoint(checkpoint)
         self._stopped = bool(checkpoint.get(STATE, {}).get("stopped", False))
 
@@ -249,7 +249,10 @@ class ActorCriticModule(TermsModule):
     def evaluate(self, batch: TensorDictBase) -> tuple[Tensor, Tensor, list[Tensor]]:
         """Return log-probabilities and entropies of the stored actions ``[*B]``, and each head's values ``[*B, 1]``.
 
-        A shared trunk runs once. A mask, which a mean over every step would ignore, is refused by a ValueError.
+        A shared trunk runs once.
+
+        Raises:
+            ValueError: The batch has a mask; the losses average over all steps and would ignore it.
         """
         for key in _MASKS:
             if batch.get(key, None) is not None:
@@ -265,7 +268,7 @@ class ActorCriticModule(TermsModule):
         return *actor.head.evaluate(actor.allowed(actor.head.read(features), batch), batch.get("action")), values
 
     def advantage(self, batch: TensorDictBase) -> Tensor:
-        r"""Return the advantage ``[*B]`` to follow: \(c_e A + c_i A^{int}\); several critics' ones are averaged."""
+        r"""Return the combined advantage ``[*B]``, \(c_e A + c_i A^{int}\), with \(A\) averaged over the critics."""
         advantage = require(batch, "advantage")
         if isinstance(advantage, TensorDictBase):
             advantage = torch.stack(list(advantage.values(True, True))).mean(0)
@@ -277,7 +280,7 @@ class ActorCriticModule(TermsModule):
         return standardized(advantage) if self._standardizes else advantage
 
     def critic_terms(self, batch: TensorDictBase, values: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Return the weighted losses of the extrinsic critics, summed, and of the intrinsic one."""
+        """Return the weighted losses: the sum over the extrinsic critics, and the intrinsic critic's."""
         terms: dict[str, Tensor] = {}
         for key, value in zip(self.critic.out_keys, values, strict=True):
             name = "loss_intrinsic_critic" if key == "intrinsic_state_value" else "loss_critic"
@@ -292,9 +295,9 @@ class ActorCriticModule(TermsModule):
         return terms
 
     def training_step(self, batch: TensorDictBase | UpdateBatches, batch_idx: int) -> None:
-        """Update on each mini-batch of this step, until ``should_stop``."""
+        """Update on each mini-batch of this step until ``should_stop`` returns True."""
         for number, part in enumerate(updates_of(batch)):
-            if not self._stopped:  # the rest is drawn all the same: its last batch ends the rollout
+            if not self._stopped:  # still iterate over the rest, because the last batch ends the rollout
                 self._learn(part, inner=number > 0)
 
     def _learn(self, batch: TensorDictBase, *, inner: bool) -> None:
@@ -311,12 +314,12 @@ class ActorCriticModule(TermsModule):
             self.metric_sums.add_prediction(value, target)
 
     def should_stop(self, terms: Mapping[str, Tensor]) -> bool:
-        """Return whether to skip this update and the rest of the epoch."""
+        """Return True to skip this update and the rest of the epoch."""
         return False
 
 
 def require(batch: TensorDictBase, key: NestedKey) -> Tensor:
-    """Return an entry that the buffer must have written, or raise a KeyError that says who writes it."""
+    """Return an entry written by the buffer; raise KeyError with a hint if it is missing."""
     value = batch.get(key, None)
     if value is None:
         hint = "the buffer's before_gradients() writes values, targets and advantages: check that it ran, and that "
@@ -325,7 +328,7 @@ def require(batch: TensorDictBase, key: NestedKey) -> Tensor:
 
 
 def target_key(value_key: NestedKey) -> NestedKey:
-    """Return where the regression target of a value key lies."""
+    """Return the key of the regression target for a value key."""
     if isinstance(value_key, str):
         return _TARGETS[value_key]
     return (_TARGETS[value_key[0]], *value_key[1:])

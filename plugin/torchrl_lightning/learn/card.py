@@ -1,4 +1,4 @@
-"""The card of a published policy: what it is, its score, its settings, and how it is run."""
+"""Model card of a published policy: description, score, settings and commands."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from torchrl_lightning.learn.action_heads import action_name
 from torchrl_lightning.records import COMMAND
 
-# Of the machine that it was trained on, not of what was trained.
+# These overrides describe the machine or the run, not the policy.
 _LEFT_OUT = re.compile(r"[+~]*(hydra|paths|logger|callbacks|ckpt_path|trusted|task_name|hparams_search)\b")
 
 _TEXT = """---
@@ -68,16 +68,16 @@ def written_card(
     settings: Mapping[str, Any],
     trusted: bool,
 ) -> str:
-    """Return the card of a policy, with the head that a hub reads.
+    """Return the model card of a policy, with the metadata header for a hub.
 
     Args:
-        source: How others call it: ``owner/name``, or a folder.
+        source: The name for :func:`from_pretrained`: ``owner/name``, or a folder.
         stored: The checkpoint.
-        policy: What is loaded from it.
-        frames: For how many frames of the environment it was trained.
-        score: The mean return of the evaluation after training; None where nobody knows.
-        settings: The settings to be shown, by groups.
-        trusted: Whether loading it takes the word that its classes may be imported.
+        policy: The policy loaded from the checkpoint.
+        frames: Number of environment frames of the training.
+        score: Mean return of the evaluation after training; None if unknown.
+        settings: The displayed settings, by group.
+        trusted: True if loading the policy needs ``trusted=True``, because it imports the user's classes.
     """
     known = policy.environment
     environment = str(known.get("id") if isinstance(known, Mapping) else known)
@@ -112,7 +112,7 @@ def written_card(
 
 
 def _results(environment: str, score: float | None) -> list[dict[str, Any]]:
-    """Return the score as a hub reads it."""
+    """Return the score in the format of a hub's ``model-index``."""
     if score is None:
         return []
     return [

@@ -14,13 +14,13 @@ _HALF_LOG_2PI = 0.5 * math.log(2.0 * math.pi)
 
 
 class MultiCategorical(D.Distribution):
-    r"""Several independent categorical choices with one joint log-probability.
+    r"""Several independent categorical distributions with one joint log-probability.
 
     \(\log p(a) = \sum_i \log p_i(a_i)\); actions are integers ``[*B, K]``.
 
     Args:
         logits: The concatenated logits ``[*B, sum(sizes)]``.
-        sizes: The number of choices of each of the K parts.
+        sizes: The number of choices in each of the K parts.
 
     Examples:
         >>> dist = MultiCategorical(torch.zeros(2, 5), [2, 3])
@@ -58,7 +58,7 @@ class MultiCategorical(D.Distribution):
         """The most likely actions ``[*B, K]``."""
         return torch.stack([part.argmax(-1) for part in self.parts], -1)
 
-    deterministic_sample = mode  # which TorchRL uses under deterministic exploration
+    deterministic_sample = mode  # TorchRL's name under deterministic exploration
 
 
 def clipped_normal_log_prob(
@@ -66,35 +66,35 @@ def clipped_normal_log_prob(
 ) -> Tensor:
     r"""Return the log-probability ``[*B]`` of a Normal's samples ``[*B, A]`` that were clipped to a box.
 
-    A component inside the box has the Normal's density, one on a bound (which may be infinite) the mass of the whole
-    tail: \(\log p(a_i) = \log\Phi((l_i - \mu_i)/\sigma_i)\) at ``low``, and correspondingly at ``high``. Mean and
-    deviation are those before clipping.
+    A component inside the box has the Normal's density. A component on a bound has the mass of the whole tail:
+    \(\log p(a_i) = \log\Phi((l_i - \mu_i)/\sigma_i)\) at ``low``, and the upper tail at ``high``. Bounds may be
+    infinite. Mean and deviation refer to the Normal before clipping.
     """
     z = (value - loc) / scale
     inside = torch.addcmul((log_scale + _HALF_LOG_2PI).neg(), z, z, value=-0.5)
     below, above = value <= low, value >= high
-    # On a bound z is the bound's own, so that the tail beyond it has the mass ndtr(z) or ndtr(-z).
+    # On a bound, value equals the bound, so the tail beyond it has the mass ndtr(z) or ndtr(-z).
     tail = torch.special.log_ndtr(torch.where(above, -z, z))
     return torch.where(below | above, tail, inside).sum(-1)
 
 
 def normal_entropy(log_scale: Tensor) -> Tensor:
-    """Return the entropy ``[*B]`` of a diagonal Normal with the logarithms of its deviations ``[*B, A]``."""
+    """Return the entropy ``[*B]`` of a diagonal Normal from its log standard deviations ``[*B, A]``."""
     return (log_scale + (0.5 + _HALF_LOG_2PI)).sum(-1)
 
 
 class ClippedNormal(D.Distribution):
-    r"""A diagonal Normal whose samples are clipped to a box, with the exact log-probability of the clipped action.
+    r"""A diagonal Normal with samples clipped to a box and the exact log-probability of the clipped action.
 
-    See :func:`clipped_normal_log_prob`. The policy gradient stays unbiased and has less variance than that of the
-    Normal before clipping (Fujita and Maeda, "Clipped Action Policy Gradient", ICML 2018). The stored action is the
-    one that the environment executes.
+    See :func:`clipped_normal_log_prob`. The policy gradient stays unbiased and has less variance than with the
+    log-probability of the unclipped Normal (Fujita and Maeda, "Clipped Action Policy Gradient", ICML 2018). The
+    stored action equals the executed action.
 
     Args:
         loc: Mean before clipping ``[*B, A]``.
         scale: Standard deviation before clipping ``[*B, A]``.
-        low: Lower bound ``[A]``, may be -inf.
-        high: Upper bound ``[A]``, may be inf.
+        low: Lower bound ``[A]``; may be -inf.
+        high: Upper bound ``[A]``; may be inf.
 
     Examples:
         >>> one = torch.ones(1)
@@ -121,13 +121,13 @@ class ClippedNormal(D.Distribution):
         return clipped_normal_log_prob(value, self.loc, self.scale, self.scale.log(), self.low, self.high)
 
     def entropy(self) -> Tensor:
-        """Return the entropy ``[*B]`` before clipping, which does not reward collapsing onto the bounds."""
+        """Return the entropy ``[*B]`` before clipping; it does not reward a collapse onto the bounds."""
         return normal_entropy(self.scale.log())
 
     @property
     def mode(self) -> Tensor:
-        """The mean before clipping, clipped."""
+        """The mean of the Normal, clipped to the box."""
         return self.loc.clamp(self.low, self.high)
 
     mean = mode  # not the mean of the clipped samples
-    deterministic_sample = mode  # which TorchRL uses under deterministic exploration
+    deterministic_sample = mode  # TorchRL's name under deterministic exploration

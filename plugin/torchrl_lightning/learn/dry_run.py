@@ -1,4 +1,4 @@
-"""A forward and a backward pass through a copy of an agent's networks, before any experience is collected."""
+"""Dry run: one forward and one backward pass through a copy of an agent's networks before collection starts."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ _LIBRARIES = tuple(str(Path(module.__file__ or "").parent) for module in (torch,
 
 
 class NetworkFault(Fault):
-    """A network cannot be built, or fails in its first forward and backward pass; the message is one line."""
+    """Error of a network that cannot be built or fails in the dry run; the message is one line."""
 
 
 @contextmanager
 def kept_generators() -> Iterator[None]:
-    """Restore the global generators of torch (also on GPUs), numpy and Python when the block ends."""
+    """Restore the global generators of torch (also on GPUs), NumPy and Python when the block ends."""
     python, arrays, tensors = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
-    # Reading the states would initialise CUDA, after which processes cannot fork.
+    # Reading the states would initialise CUDA, and then processes cannot fork.
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
     try:
         yield
@@ -66,7 +66,7 @@ def network_faults(agent: Any, specs: Any) -> Iterator[None]:
         described = network.described if isinstance(network, EncoderNetwork) else network
         frames = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
         is_users = not type(described).__module__.startswith("torchrl_lightning.")
-        # By type, because a trial builds the networks from a copy of the settings.
+        # Compare types, because a trial builds the networks from a copy of the settings.
         if described is None or not is_users or not any(type(each) is type(described) for each in frames):
             raise
         raise _fault(agent, specs, "build its encoder", _described_error(error)) from error
@@ -79,24 +79,24 @@ def dry_run(agent: Any, specs: Any, device: torch.device | None = None, autocast
 
     Args:
         agent: An agent with networks.
-        specs: The environment's.
-        device: The device on which the agent will learn; its own by default.
-        autocast: Context manager of the forward passes; none by default.
+        specs: The environment's specs.
+        device: The training device; the agent's current device by default.
+        autocast: Context manager for the forward passes; none by default.
     """
     size = sum(parameter.numel() * parameter.element_size() for parameter in agent.parameters())
-    # Of large networks the copy shares the parameters, so that it takes no memory, and there are no gradients.
+    # A copy of a large network shares the parameters and computes no gradients, to save memory.
     is_large = size > LARGEST_COPY
     shared = {id(parameter): parameter for parameter in agent.parameters()} if is_large else {}
     with kept_generators():
         try:
             copied = copy.deepcopy(agent, dict(shared))
-        except Exception:  # a module without copies cannot run without changes
+        except Exception:  # running the original would change it, so skip a module that cannot be copied
             return
         if is_large or device is None:
             device = device_of(agent) or torch.device("cpu")
         else:
             copied.to(device)
-        # Compiling a user's encoder takes seconds.
+        # Compiling a user's encoder would take seconds.
         eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
         with eager, torch.device(device), autocast or nullcontext(), torch.set_grad_enabled(not is_large):
             _run(copied, specs, device, with_gradients=not is_large)
@@ -124,7 +124,7 @@ def _run(agent: Any, specs: Any, device: torch.device, *, with_gradients: bool) 
 
 
 def _encoders(agent: Any) -> Iterator[tuple[nn.Module, Sequence[NestedKey]]]:
-    """Yield each encoder of observations that the agent trains, and the keys of its entries."""
+    """Yield each trained observation encoder and the keys of its inputs."""
     children = [child for child in agent.children() if not isinstance(child, TargetNetworks)]
     roots = [*children, *(part for part in (agent.policy, LearnerApi.of(agent).critic) if part is not None)]
     seen: set[int] = set()
@@ -194,7 +194,7 @@ def _fault(agent: Any, specs: Any, expected: str, got: str, advice: str = "") ->
 
 
 def _described_error(error: Exception) -> str:
-    """Return an exception in one line, with the last line of a user's code that it passed."""
+    """Return an exception in one line, with the last line of user code in its traceback."""
     text = " ".join(str(error).split())[:300].rstrip(".")
     calls = [
         f" at {Path(call.filename).name}:{call.lineno}"
@@ -205,7 +205,7 @@ def _described_error(error: Exception) -> str:
 
 
 def _rows(key: NestedKey, spec: TensorSpec) -> Tensor:
-    """Return rows of plausible values: any that a spec allows would include infinite bounds."""
+    """Return rows of plausible values; the spec's own samples could be infinite."""
     if key == ACTION_MASK:
         return torch.ones(ROWS, *spec.shape, dtype=spec.dtype)
     if isinstance(spec, Categorical | OneHot | MultiCategorical | Binary):

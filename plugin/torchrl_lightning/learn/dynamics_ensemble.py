@@ -1,4 +1,4 @@
-"""The LightningModule that learns an ensemble of dynamics networks and acts by planning with it."""
+"""LightningModule of PETS: train an ensemble of dynamics networks and act by planning with it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Planner = Callable[[WorldModelEnvironment], TensorDictModuleBase]
 
 
 def plans(value: Any, name: str) -> Planner:
-    """Return what makes a planner, that of cross entropy for None; a TypeError if it cannot be called."""
+    """Validate a planner factory and return it, by default the CrossEntropyPlanner; raise TypeError if not callable."""
     if value is None:
         return CrossEntropyPlanner
     if not callable(value):
@@ -43,35 +43,35 @@ def plans(value: Any, name: str) -> Planner:
 
 
 class DynamicsEnsemble(WorldModelSettings, TermsModule):
-    r"""An ensemble of probabilistic dynamics networks that a planner acts with: PETS (Chua et al., 2018).
+    r"""An ensemble of probabilistic dynamics networks with a planner as the policy: PETS (Chua et al., 2018).
 
-    Each member minimises on its own batch, over standardised inputs \(x = [s, a]\) and targets \(y = [s' - s, r]\),
+    The inputs \(x = [s, a]\) and targets \(y = [s' - s, r]\) are standardised. On its own batch, each member minimises
 
     .. math::
         \overline{(\mu(x) - y)^2 e^{-\ell(x)}} + \overline{\ell(x)}
         + 0.01 \Big(\sum \ell_{\max} - \sum \ell_{\min}\Big) + \lambda \sum W^2
 
-    with log-variances \(\ell\) between \(\ell_{\min}\) and \(\ell_{\max}\), as in MBPO (Janner et al., 2019). Where
-    terminations are served, and no function ``terminated`` is given, a second perceptron of each member learns them by
-    binary cross-entropy.
+    with log-variances \(\ell\) between \(\ell_{\min}\) and \(\ell_{\max}\), as in MBPO (Janner et al., 2019). If the
+    DataModule serves terminations and the setting ``terminated`` is None, a second perceptron of each member learns
+    them by binary cross-entropy.
 
-    Batches are TensorDicts ``[M, B]`` with ``inputs`` ``[M, B, I]``, ``targets`` ``[M, B, O]`` and, if asked for,
-    ``terminated`` ``[M, B, 1]``, as a ``DynamicsDataModule`` serves them; validation batches ``[B]`` hold rows that no
-    member has seen. A fit begins with ``begin_fit``. After each epoch the members that have lowered their error on
-    those rows by more than ``min_improvement`` are kept; the fit is over when none has for ``patience`` epochs. The
-    planner acts with what was kept, of the ``num_elites`` best members, and the next fit goes on from there. All of
-    this is in a checkpoint.
+    A ``DynamicsDataModule`` serves training batches as TensorDicts ``[M, B]`` with ``inputs`` ``[M, B, I]``, ``targets``
+    ``[M, B, O]`` and optionally ``terminated`` ``[M, B, 1]``. Validation batches ``[B]`` contain rows that no member
+    was trained on. ``begin_fit`` starts a fit. Each epoch stores the weights of the members that reduced their
+    validation error by more than ``min_improvement``. The fit ends after ``patience`` epochs without an improvement.
+    The planner uses the stored weights of the ``num_elites`` best members, and the next fit starts from the stored
+    weights. A checkpoint contains this state.
 
     Args:
-        num_elites: How many members the world model consists of; all if None.
-        planner: A callable that takes the world model as a TorchRL environment and gives the policy, such as a partial
-            of :class:`~torchrl_lightning.CrossEntropyPlanner` (the default) or of TorchRL's ``CEMPlanner``.
+        num_elites: Number of members in the world model; None takes all.
+        planner: A callable that takes the world model as a TorchRL environment and returns the policy, for example a
+            partial of :class:`~torchrl_lightning.CrossEntropyPlanner` (the default) or of TorchRL's ``CEMPlanner``.
         compile: Compute the loss by ``torch.compile``.
-        hidden_sizes: As in :class:`WorldModelSettings`, like everything that is not named here.
-        optimizer: As in :class:`AgentModule`, with the norm of the gradient and the schedule.
+        hidden_sizes: As in :class:`WorldModelSettings`, like all arguments not listed here.
+        optimizer: As in :class:`AgentModule`, like ``max_grad_norm`` and ``schedule``.
 
     Raises:
-        ValueError: A number is out of range.
+        ValueError: A setting is out of range.
 
     Examples:
         >>> from torchrl_lightning import environment_specs, make_vector_env
@@ -89,7 +89,7 @@ class DynamicsEnsemble(WorldModelSettings, TermsModule):
         *train_names("loss_error", "loss_variance", "loss_bounds", "loss_decay", "loss_terminated", "error"),
     )
 
-    _policy: TensorDictModuleBase | None = None  # until it is asked for
+    _policy: TensorDictModuleBase | None = None  # built by the property policy
 
     num_elites: Count | None = None
     planner: Annotated[Planner, plans] = setting(default=None)
@@ -98,29 +98,29 @@ class DynamicsEnsemble(WorldModelSettings, TermsModule):
         super().__post_init__()
         self.ensemble: GaussianEnsemble | None = None
         self.world_model: WorldModel | None = None
-        # Of the fit that goes on: each member's smallest error [M], and epochs since one has fallen.
+        # Each member's smallest error [M] in the current fit, and the epochs since the last improvement.
         self.register_buffer("best_errors", torch.empty(0))
         self.epochs_waited = 0
         self._policy_device: torch.device | None = None
         self._sums: Tensor | None = None
         self._rows = 0
         self._check_terminations = TerminationCheck()
-        self._is_judged = False  # whether held out rows have judged members in this fit
+        self._is_judged = False  # True after the first validation of this fit
 
     # -- networks ---------------------------------------------------------------------------------------------------
 
     @property
     def is_built(self) -> bool:
-        """Whether the networks exist."""
+        """True once the networks exist."""
         return self.ensemble is not None
 
     def build(self, specs: Any, *, num_members: int = 5, targets: DynamicsTargets | None = None) -> Self:
-        """Build networks and world model for an environment's specs, once; return the module.
+        """Build networks and world model for an environment's specs and return the module; a second call does nothing.
 
         Args:
             specs: ``EnvironmentSpecs``.
             num_members: M.
-            targets: What inputs and targets are; the changes of all observations and the reward if None.
+            targets: Definition of inputs and targets; None predicts the changes of all observations and the reward.
 
         Raises:
             ValueError: There are fewer members than elites.
@@ -136,10 +136,10 @@ class DynamicsEnsemble(WorldModelSettings, TermsModule):
         return self
 
     def configure_model(self) -> None:
-        """Build the networks as the DataModule says; without one, as a checkpoint says that is loaded next.
+        """Build the networks from the DataModule's options; without a DataModule, ``on_load_checkpoint`` builds them.
 
         Raises:
-            RuntimeError: The DataModule serves no dynamics.
+            RuntimeError: The DataModule is not a DynamicsDataModule.
         """
         if "targets" in DataApi.of(self._data).build_options:
             super().configure_model()
@@ -150,7 +150,7 @@ class DynamicsEnsemble(WorldModelSettings, TermsModule):
             )
 
     def misfit(self, data: Any) -> str | None:
-        """Return that the DataModule or the trainer leave a setting without effect; None if none is."""
+        """Return an error if the DataModule or the trainer leaves a setting without effect, or None."""
         if self.terminated is not None and DataApi.of(data).terminated is True:
             return (
                 f"data.terminated must be left at its default False beside the function terminated= of "
@@ -163,13 +163,13 @@ class DynamicsEnsemble(WorldModelSettings, TermsModule):
 
     @property
     def policy(self) -> TensorDictModuleBase:
-        """The planner over what is kept of the ensemble."""
+        """The planner on the stored weights of the ensemble."""
         model = self.require_built(self.world_model)
         planner = self._policy
         if planner is None or self._policy_device != model.elites.device:
-            # Not registered: a state dict holds the networks once.
+            # Not registered, so that a state dict contains the networks once.
             built = self.planner(WorldModelEnvironment(model, model.elites.device))
-            if (draw_on := getattr(built, "draw_on", None)) is not None:  # as the one before, or by the run's seed
+            if (draw_on := getattr(built, "draw_on", None)) is not None:  # the last planner's generator, or a new seed
                 seed = DataApi.of(self._data).seed
                 draw_on(planner, None if seed is None else spawn_seed(seed, "planner"))
             planner = built
@@ -184,7 +184,7 @@ class DynamicsEnsemble(WorldModelSettings, TermsModule):
     # -- learning ---------------------------------------------------------------------------------------------------
 
     def begin_fit(self, targets: DynamicsTargets) -> None:
-        """Begin a fit to targets that were standardised anew, from the members that are kept."""
+        """Start a fit from the stored weights, with newly standardised targets."""
         ensemble = self.require_built(self.ensemble)
         ensemble.copy_members(self.require_built(self.world_model).ensemble)
         ensemble.standardise(targets.input_scaler, targets.target_scaler)
@@ -192,16 +192,16 @@ class DynamicsEnsemble(WorldModelSettings, TermsModule):
         self.epochs_waited, self._is_judged = 0, False
 
     def check_transitions(self, rows: TensorDictBase) -> None:
-        """Compare the termination function with stored transitions ``[N]``, and warn once where they disagree."""
+        """Compare the termination function with stored transitions ``[N]``, and warn once if they disagree."""
         self._check_terminations(self.require_built(self.world_model), rows)
 
     @property
     def fit_is_over(self) -> bool:
-        """Whether no member has improved for ``patience`` epochs."""
+        """True if no member has improved for ``patience`` epochs."""
         return self.epochs_waited >= self.patience
 
     def terms(self, batch: TensorDictBase) -> dict[str, Tensor]:
-        """Return the parts of the loss and the mean squared error, on a batch ``[M, B]``."""
+        """Return the loss terms and the mean squared error of a batch ``[M, B]``."""
         ensemble = self.require_built(self.ensemble)
         ends = batch.get("terminated", None)
         return ensemble.loss(batch.get("inputs"), batch.get("targets"), self.weight_decay, ends)
@@ -211,7 +211,7 @@ class DynamicsEnsemble(WorldModelSettings, TermsModule):
         self.minimise(self.compute(batch))
 
     def validation_step(self, batch: TensorDictBase, batch_idx: int) -> None:
-        """Sum up the squared errors of held out rows ``[B]``; log evaluation episodes, which come outside of a fit."""
+        """Add up the squared errors of held-out rows ``[B]``; log evaluation episodes, which have no ``inputs``."""
         if "inputs" not in batch:
             super().validation_step(batch, batch_idx)
             return
@@ -221,7 +221,7 @@ class DynamicsEnsemble(WorldModelSettings, TermsModule):
         self._rows += batch.batch_size[0]
 
     def on_validation_epoch_end(self) -> None:
-        """Keep the members that have improved, choose the elites, and count the epochs without any."""
+        """Store the improved members, choose the elites, and count the epochs without improvement."""
         sums, rows, self._sums, self._rows = self._sums, self._rows, None, 0
         if sums is None:
             return
@@ -230,14 +230,14 @@ class DynamicsEnsemble(WorldModelSettings, TermsModule):
         self.judge(errors)
 
     def judge(self, errors: Tensor) -> None:
-        """Keep the members whose holdout errors ``[M]`` have improved."""
+        """Store the weights of the members with improved held-out errors ``[M]``."""
         ensemble, model = self.require_built(self.ensemble), self.require_built(self.world_model)
         self._is_judged = True
         is_better = model.keep_improved(ensemble, errors, self.best_errors, self.min_improvement)
         self.epochs_waited = 0 if is_better else self.epochs_waited + 1
 
     def on_train_epoch_end(self) -> None:
-        """Log the epoch; where no rows are held out, keep all members as they are."""
+        """Log the epoch; without held-out rows, store the weights of all members."""
         super().on_train_epoch_end()
         if not self._is_judged:
             self.require_built(self.world_model).ensemble.copy_members(self.require_built(self.ensemble))
@@ -245,7 +245,7 @@ class DynamicsEnsemble(WorldModelSettings, TermsModule):
     # -- state ------------------------------------------------------------------------------------------------------
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Save how far the fit is, and what the networks are built of."""
+        """Save the progress of the fit and the build options of the networks."""
         super().on_save_checkpoint(checkpoint)
         targets = self.require_built(self.world_model).targets
         checkpoint[STATE] = {
@@ -260,11 +260,12 @@ class DynamicsEnsemble(WorldModelSettings, TermsModule):
             checkpoint[STATE]["planner"] = self.policy.get_extra_state()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restore it; refuse the checkpoint of another environment, or, by a KeyError, of another kind of module.
+        """Validate the checkpoint, build the networks if necessary, and restore the progress of the fit.
 
         Raises:
-            ValueError: The networks are not built yet, and plan with a reward function; or either the checkpoint's or
-                these have learnt where episodes terminate, but not both.
+            KeyError: Another kind of module wrote the checkpoint.
+            ValueError: The checkpoint belongs to another environment; or the networks are not built and the model
+                plans with a reward function; or only one of checkpoint and module learns terminations.
         """
         super().on_load_checkpoint(checkpoint)
         if STATE not in checkpoint:

@@ -1,4 +1,4 @@
-"""Ensembles of perceptrons whose members are evaluated together, as batched matrix products."""
+"""Ensembles of perceptrons, evaluated together by batched matrix products."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FIRST_LOG_VARIANCES = (-10.0, 0.5)
 
 
 def widths(value: Any, name: str) -> list[int]:
-    """Return the widths of layers."""
+    """Validate layer widths and return them as a list of integers."""
     return [integer(width, name) for width in value]
 
 
@@ -30,11 +30,12 @@ class GaussianEnsemble(nn.Module):
 
     Log-variances are bounded softly by learnt \(\ell_{\min}, \ell_{\max}\), \(\ell \leftarrow \ell_{\max} -
     \mathrm{softplus}(\ell_{\max} - \ell)\) and \(\ell \leftarrow \ell_{\min} + \mathrm{softplus}(\ell - \ell_{\min})\),
-    of each member's own. Weights start from normals of deviation \(1 / (2 \sqrt{I})\), truncated at two deviations, and
-    biases from zero (Chua et al., 2018). Inputs and targets are standardised, by buffers that a state dict holds.
+    separately for each member. Weights start from normals of deviation \(1 / (2 \sqrt{I})\), truncated at two
+    deviations, and biases from zero (Chua et al., 2018). Inputs and targets are standardised; the state dict contains
+    their means and deviations.
 
-    If asked for, each member has a second perceptron of as many and as wide hidden layers, which tells by the next
-    observation whether an episode has terminated. It learns apart from the first, which is as it would be without it.
+    If ``ends_by`` is positive, each member has a second perceptron with the same hidden sizes. It predicts
+    terminations from the next observation. It is trained separately and does not change the first perceptron.
 
     Args:
         num_members: M.
@@ -42,9 +43,9 @@ class GaussianEnsemble(nn.Module):
         outputs: O.
         hidden_sizes: Width of each hidden layer.
         activation: Name of the activation.
-        probabilistic: Whether there are log-variances; else the members are trained by their squared errors.
-        ends_by: How many of the first inputs are observations, whose changes are the first targets, that tell
-            terminations; these are not learnt if 0.
+        probabilistic: Predict log-variances; if False, the members minimise their squared errors.
+        ends_by: Number of observation entries for the prediction of terminations. They are the first inputs, and
+            their changes are the first targets. 0 learns no terminations.
 
     Examples:
         >>> mean, log_variance = GaussianEnsemble(3, 4, 2, [8])(torch.zeros(3, 5, 4))
@@ -76,7 +77,7 @@ class GaussianEnsemble(nn.Module):
         self.weights, self.biases = nn.ParameterList(), nn.ParameterList()
         for width, following in zip(sizes, [*sizes[1:], last], strict=True):
             std = 0.5 / math.sqrt(width)
-            # [M, in, out]: products and gradients of this layout need no copies.
+            # Products and gradients need no copies in the layout [M, in, out].
             weight = nn.init.trunc_normal_(torch.empty(num_members, width, following), 0.0, std, -2 * std, 2 * std)
             self.weights.append(nn.Parameter(weight))
             self.biases.append(nn.Parameter(torch.zeros(num_members, 1, following)))
@@ -84,7 +85,7 @@ class GaussianEnsemble(nn.Module):
             low, high = (torch.full((num_members, 1, outputs), value) for value in FIRST_LOG_VARIANCES)
             self.min_log_variance, self.max_log_variance = nn.Parameter(low), nn.Parameter(high)
         for name, size in (("input", inputs), ("target", outputs)):
-            # The inputs' mean is subtracted from observations, which may be float64 at a large offset.
+            # The input mean is subtracted from observations, and these may be float64 with a large offset.
             dtype = torch.float64 if name == "input" else None
             self.register_buffer(f"{name}_mean", torch.zeros(size, dtype=dtype))
             self.register_buffer(f"{name}_std", torch.ones(size))
@@ -93,7 +94,7 @@ class GaussianEnsemble(nn.Module):
             self.ends = GaussianEnsemble(num_members, ends_by, 1, hidden_sizes, activation, probabilistic=False)
 
     def forward(self, inputs: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Map standardised inputs ``[M, B, I]`` to means and, if there are any, log-variances ``[M, B, O]``."""
+        """Return means and, if ``probabilistic``, log-variances ``[M, B, O]`` of standardised inputs ``[M, B, I]``."""
         x = inputs
         layers = list(zip(self.weights, self.biases, strict=True))
         for weight, bias in layers[:-1]:
@@ -108,10 +109,10 @@ class GaussianEnsemble(nn.Module):
     def loss(
         self, inputs: Tensor, targets: Tensor, weight_decay: float, terminated: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """Return the parts of the loss on standardised inputs and targets ``[M, B, *]``, summed over the members.
+        """Return the loss terms on standardised inputs and targets ``[M, B, *]``, summed over the members.
 
-        Each member's gradient is that of its own loss, as :class:`~torchrl_lightning.DynamicsEnsemble` states it.
-        Where terminations are learnt, ``terminated`` says by 0 and 1 which rows terminate, ``[M, B, 1]``.
+        Each member's gradient equals the gradient of its own loss in :class:`~torchrl_lightning.DynamicsEnsemble`.
+        ``terminated`` ``[M, B, 1]`` is 1 in rows that terminate and 0 otherwise; it is used if terminations are learnt.
         """
         mean, log_variance = self(inputs)
         error = (mean - targets).square()
@@ -135,17 +136,17 @@ class GaussianEnsemble(nn.Module):
 
     @torch.no_grad()
     def errors(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Return each member's summed squared errors ``[M]`` on rows ``[B, *]`` that are the same for all."""
+        """Return each member's squared error ``[M]``, summed over rows ``[B, *]`` shared by all members."""
         mean, _ = self(inputs.expand(self.num_members, *inputs.shape))
         return (mean - targets).square().mean(-1).sum(-1)
 
     @torch.no_grad()
     def copy_members(self, other: GaussianEnsemble, chosen: Tensor | None = None) -> None:
-        """Take over what another ensemble of this shape standardises by, and weights: of all members, or of the chosen.
+        """Copy the standardisation, and the weights of all or some members, from an ensemble of the same shape.
 
         Args:
             other: The other ensemble.
-            chosen: Which members, ``[M]`` bool.
+            chosen: Mask ``[M]`` of the copied members; None copies all.
         """
         for own, its in zip(self.parameters(), other.parameters(), strict=True):
             if chosen is None:
@@ -157,7 +158,7 @@ class GaussianEnsemble(nn.Module):
 
     @torch.no_grad()
     def standardise(self, inputs: StandardScaler, targets: StandardScaler) -> None:
-        """Set mean and deviation of inputs and targets."""
+        """Set the mean and standard deviation of inputs and targets."""
         self.input_mean.copy_(inputs.mean)
         self.input_std.copy_(inputs.std)
         self.target_mean.copy_(targets.mean)
@@ -165,5 +166,5 @@ class GaussianEnsemble(nn.Module):
 
 
 def softly_bounded(values: Tensor, low: Tensor, high: Tensor) -> Tensor:
-    """Return values that bend smoothly towards bounds, so that these have a gradient."""
+    """Return values bounded by softplus, so that values and bounds have gradients."""
     return low + F.softplus(high - F.softplus(high - values) - low)

@@ -1,4 +1,4 @@
-"""Exploring policies of off-policy agents; under deterministic interaction they exploit."""
+"""Exploration policies of off-policy agents; they do not explore under deterministic interaction."""
 
 from __future__ import annotations
 
@@ -44,20 +44,20 @@ class FramesDecay:
 
 
 class ExploringPolicy(TensorDictModuleBase):
-    """A network that chooses actions, optionally behind a memory, with an amount of exploration.
+    """A policy network with exploration noise and an optional recurrent memory.
 
-    It writes ``action`` and the next recurrent states and nothing else, so that random warm-up frames hold the same
-    entries. ``amount`` is a buffer: collectors in other processes get it with the weights.
+    It writes only ``action`` and the next recurrent states, so that random warm-up frames have the same entries.
+    ``amount`` is a buffer: collectors in other processes receive it with the weights.
 
     Args:
         network: A TensorDict module with ``trunk`` and ``head``.
-        memory: Maps observations to the features that the network reads.
-        masked: Whether ``act`` is also given ``action_mask``, behind all other entries.
+        memory: Maps observations to the input features of the network.
+        masked: Pass ``action_mask`` to ``act`` as the last entry.
     """
 
     amount: Tensor
     exponent = 1.0
-    """The power of ``amount`` with which it explores."""
+    """Exploration uses ``amount`` to the power of this exponent."""
 
     def __init__(
         self, network: TensorDictModuleBase, memory: RecurrentTrunk | None = None, *, masked: bool = False
@@ -72,9 +72,10 @@ class ExploringPolicy(TensorDictModuleBase):
         self.register_buffer("amount", torch.zeros((), dtype=torch.float32))
 
     def act_on(self, step: TensorDictBase) -> dict[NestedKey, Tensor]:
-        """Return action and next recurrent states of a step ``[*B]`` by key, writing nothing.
+        """Return action and next recurrent states of a step ``[*B]`` by key, without writing them.
 
-        Collectors call it instead of the policy: the same values and random numbers, without a TensorDict's cost.
+        Collectors call this instead of ``forward``: it gives the same values and random numbers without the cost of a
+        TensorDict.
         """
         explore = interaction_type() not in DETERMINISTIC
         if self.memory is None:
@@ -86,7 +87,7 @@ class ExploringPolicy(TensorDictModuleBase):
         }
 
     def standing(self, step: TensorDictBase) -> Callable[[], dict[NestedKey, Tensor]]:
-        """Return :meth:`act_on` of a step ``[N]`` on the CPU whose tensors stay the same and are overwritten."""
+        """Return a call of :meth:`act_on` on a CPU step ``[N]`` with fixed tensors that the caller overwrites."""
         return bound_call(self, step)
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
@@ -96,21 +97,21 @@ class ExploringPolicy(TensorDictModuleBase):
         return tensordict
 
     def act(self, entries: list[Tensor], explore: bool) -> Tensor:
-        """Return actions for observation entries (or a memory's features)."""
+        """Return actions for observation entries, or for the features of a memory."""
         raise NotImplementedError
 
 
 class EpsilonGreedyPolicy(ExploringPolicy):
-    r"""The best action, or with probability \(\epsilon\), ``amount``, a random one (Mnih et al., 2015).
+    r"""The greedy action, or with probability \(\epsilon\) a random action (Mnih et al., 2015).
 
-    In worker \(i\) of \(N\) the probability is \(\epsilon^{1 + i \alpha / (N - 1)}\) with \(\alpha\) the
-    ``spread`` (Horgan et al., 2018). Under a mask both are among the actions that it allows.
+    ``amount`` is \(\epsilon\). Worker \(i\) of \(N\) uses the probability \(\epsilon^{1 + i \alpha / (N - 1)}\),
+    where \(\alpha\) is the ``spread`` (Horgan et al., 2018). With a mask, all actions are allowed ones.
 
     Args:
         network: A TensorDict module with ``trunk``, ``head``, and ``values`` of all actions.
-        memory: Maps observations to the features that the network reads.
-        spread: By how much workers differ.
-        epsilon: The ``amount``, until somebody else sets it.
+        memory: Maps observations to the input features of the network.
+        spread: The constant \(\alpha\), by which the exploration of the workers differs.
+        epsilon: Initial value of ``amount``.
     """
 
     def __init__(
@@ -127,11 +128,11 @@ class EpsilonGreedyPolicy(ExploringPolicy):
         self.amount.fill_(fraction(epsilon, "epsilon"))
 
     def use_worker(self, number: int, count: int) -> None:
-        """Explore as this worker does."""
+        """Set the exploration exponent of worker ``number`` of ``count``."""
         self.exponent = 1.0 + self.spread * number / max(count - 1, 1)
 
     def act(self, entries: list[Tensor], explore: bool) -> Tensor:
-        """Return integer actions ``[*B]``, or one-hot ones ``[*B, A]``."""
+        """Return integer actions ``[*B]``, or one-hot actions ``[*B, A]``."""
         mask = entries[-1] if self._masks else None
         values = self.network.values(entries[: len(entries) - len(self._masks)])
         if mask is not None:
@@ -147,7 +148,7 @@ class EpsilonGreedyPolicy(ExploringPolicy):
 
 
 class StochasticPolicy(ExploringPolicy):
-    """Samples of the network's own distribution; its mean under deterministic exploration."""
+    """Samples from the network's own distribution; its mean under deterministic interaction."""
 
     def act(self, entries: list[Tensor], explore: bool) -> Tensor:
         """Return actions ``[*B, A]``."""
@@ -156,7 +157,7 @@ class StochasticPolicy(ExploringPolicy):
 
 
 class NoisyPolicy(ExploringPolicy):
-    """A deterministic action with Gaussian noise of deviation ``amount``, in units of half the action range."""
+    """A deterministic action plus Gaussian noise with deviation ``amount``, in units of half the action range."""
 
     def act(self, entries: list[Tensor], explore: bool) -> Tensor:
         """Return actions ``[*B, A]`` within the bounds."""
