@@ -106,11 +106,7 @@ class AgentModule(PickledByValue, Settings, ReportingModule):
         """Build networks and loss for an environment's specs and return the module; a second call does nothing."""
 
     def setup(self, stage: str) -> None:
-        """Validate the DataModule and the schedules.
-
-        Raises:
-            ValueError: The DataModule does not fit, or a schedule needs the end of the run and it is unknown.
-        """
+        """Validate DataModule and schedules; raise ValueError for a misfit or a schedule without a known end."""
         super().setup(stage)
         check_default_dtype()
         if stage == "fit":

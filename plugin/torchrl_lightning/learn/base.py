@@ -249,10 +249,8 @@ class ActorCriticModule(TermsModule):
     def evaluate(self, batch: TensorDictBase) -> tuple[Tensor, Tensor, list[Tensor]]:
         """Return log-probabilities and entropies of the stored actions ``[*B]``, and each head's values ``[*B, 1]``.
 
-        A shared trunk runs once.
-
-        Raises:
-            ValueError: The batch has a mask; the losses average over all steps and would ignore it.
+        A shared trunk runs once. A mask raises a ValueError, because the losses average over all steps and would
+        ignore it.
         """
         for key in _MASKS:
             if batch.get(key, None) is not None:

@@ -55,12 +55,12 @@ class DynamicsEnsemble(WorldModelSettings, TermsModule):
     DataModule serves terminations and the setting ``terminated`` is None, a second perceptron of each member learns
     them by binary cross-entropy.
 
-    A ``DynamicsDataModule`` serves training batches as TensorDicts ``[M, B]`` with ``inputs`` ``[M, B, I]``, ``targets``
-    ``[M, B, O]`` and optionally ``terminated`` ``[M, B, 1]``. Validation batches ``[B]`` contain rows that no member
-    was trained on. ``begin_fit`` starts a fit. Each epoch stores the weights of the members that reduced their
-    validation error by more than ``min_improvement``. The fit ends after ``patience`` epochs without an improvement.
-    The planner uses the stored weights of the ``num_elites`` best members, and the next fit starts from the stored
-    weights. A checkpoint contains this state.
+    A ``DynamicsDataModule`` serves training batches as TensorDicts ``[M, B]`` with ``inputs`` ``[M, B, I]``,
+    ``targets`` ``[M, B, O]`` and optionally ``terminated`` ``[M, B, 1]``. No member is trained on the rows of
+    validation batches ``[B]``. ``begin_fit`` starts a fit. Each epoch stores the weights of the members that reduced
+    their validation error by more than ``min_improvement``. The fit ends after ``patience`` epochs without an
+    improvement. The planner uses the stored weights of the ``num_elites`` best members, and the next fit starts from
+    the stored weights of all members. A checkpoint contains this state.
 
     Args:
         num_elites: Number of members in the world model; None takes all.
@@ -150,7 +150,7 @@ class DynamicsEnsemble(WorldModelSettings, TermsModule):
             )
 
     def misfit(self, data: Any) -> str | None:
-        """Return an error if the DataModule or the trainer leaves a setting without effect, or None."""
+        """Return why the module does not fit the DataModule, or None; raise ValueError if a setting has no effect."""
         if self.terminated is not None and DataApi.of(data).terminated is True:
             return (
                 f"data.terminated must be left at its default False beside the function terminated= of "
@@ -260,10 +260,9 @@ class DynamicsEnsemble(WorldModelSettings, TermsModule):
             checkpoint[STATE]["planner"] = self.policy.get_extra_state()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Validate the checkpoint, build the networks if necessary, and restore the progress of the fit.
+        """Build the networks if necessary, and restore the fit; raise KeyError if another kind of module saved it.
 
         Raises:
-            KeyError: Another kind of module wrote the checkpoint.
             ValueError: The checkpoint belongs to another environment; or the networks are not built and the model
                 plans with a reward function; or only one of checkpoint and module learns terminations.
         """

@@ -1,4 +1,4 @@
-"""A policy as a program that needs nothing of this package: traced by ``torch.export``, or in ONNX."""
+"""Export a policy to a file that runs without this package, by ``torch.export`` or ONNX."""
 
 from __future__ import annotations
 
@@ -31,24 +31,24 @@ from torchrl_lightning.ranges import one_of
 
 Format: TypeAlias = Literal["torch", "onnx"]
 SUFFIXES: dict[str, str] = {"torch": ".pt2", "onnx": ".onnx"}
-DESCRIBED = "policy.json"  # where a file says what it takes and gives
-_ROWS = (1, 64)  # of the random observations that a file is checked on
-_FAR = 1e6  # bounds beyond it are none
+DESCRIBED = "policy.json"  # name of the description of inputs and outputs in an exported file
+_ROWS = (1, 64)  # batch sizes of the random observations in check_program
+_FAR = 1e6  # larger bounds count as missing
 _LACKING = re.compile(r"No ONNX function found for .*?(\w+\.\w+)")
 _Run = Callable[[list[Tensor]], Sequence[Any]]
 
 
 class PolicyProgram(nn.Module):
-    """What a policy computes, from tensors to tensors: observations as the environment shows them, and actions for it.
+    """A policy as a function of tensors, from raw observations to actions in the environment's format.
 
-    Recurrent states come behind the observations, and the next ones behind the action; where an episode begins, they
-    are given as :attr:`first` has them. Of a distribution it takes the mode.
+    The inputs are the observations, then the recurrent states. The outputs are the action, then the next recurrent
+    states. Pass the states in :attr:`first` at the start of an episode. The action is the mode of the distribution.
 
     Args:
         policy: The policy.
 
     Raises:
-        ValueError: It is one that cannot be traced, and says why in ``cannot_be_exported``.
+        ValueError: The policy cannot be traced; its attribute ``cannot_be_exported`` contains the reason.
     """
 
     normalizer: ObservationNormalizer | None
@@ -72,12 +72,12 @@ class PolicyProgram(nn.Module):
 
     @property
     def inputs(self) -> dict[str, Tensor | TensorSpec]:
-        """What it takes, by names and in order: something that has shape and dtype, without the batch."""
+        """The inputs by name, in order, each with the shape and dtype of one row."""
         return {".".join(path_of(key)): each for key, each in {**self.observed, **self.first}.items()}
 
     @property
     def outputs(self) -> list[str]:
-        """The names of what it gives."""
+        """The names of the outputs."""
         return [ACTION, *(f"next.{'.'.join(path_of(key))}" for key in self.first)]
 
     def forward(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
@@ -95,7 +95,7 @@ class PolicyProgram(nn.Module):
         return (action, *(step["next", *path_of(key)] for key in self.first)) if self.first else action
 
     def drawn(self, rows: int) -> dict[NestedKey, Tensor]:
-        """Draw observations ``[rows, *F]``, where its moments are if it normalises them, and states ``[rows, *S]``."""
+        """Return random observations ``[rows, *F]``, within the range of any normaliser, and states ``[rows, *S]``."""
         found: dict[NestedKey, Tensor] = {}
         for key, spec in self.observed.items():
             constants = None if self.normalizer is None else self.normalizer.constants(key)
@@ -113,7 +113,7 @@ class PolicyProgram(nn.Module):
 
 
 def _drawn(spec: TensorSpec, rows: int) -> Tensor:
-    """Draw entries ``[rows, *F]``: evenly within bounds, and around zero where there are none."""
+    """Return random entries ``[rows, *F]``: uniform within the bounds, and around zero without bounds."""
     if not (isinstance(spec, Bounded | Unbounded) and spec.dtype.is_floating_point):
         return spec.rand(torch.Size([rows]))
     normal = 2 * torch.randn(rows, *spec.shape, dtype=spec.dtype)
@@ -125,25 +125,25 @@ def _drawn(spec: TensorSpec, rows: int) -> Tensor:
 
 
 def export_policy(policy: LoadedPolicy, path: str | Path, *, format: Format = "torch") -> dict[str, Any]:
-    """Write a policy as one file that acts without this package; whatever normalises its observations is inside.
+    """Write a policy and its observation normaliser to one file that runs without this package.
 
-    It takes the observations, one tensor ``[N, *F]`` for each entry that the policy reads, then its recurrent states,
-    and gives the action ``[N, *A]`` in the environment's shape, dtype and numbering, which is the mode of the
-    distribution, then the next states.
-    Whether it gives what the policy gives is seen on random observations before anything is written.
+    The inputs of the exported program are one tensor ``[N, *F]`` for each observation entry of the policy, then the
+    recurrent states. The outputs are the action ``[N, *A]`` in the environment's shape, dtype and numbering, then the
+    next states. The action is the mode of the distribution.
+    Before writing, the outputs are compared with the policy's on random observations.
 
     Args:
-        policy: What :func:`load_policy` gives.
-        path: The file; one of this name is replaced as a whole.
+        policy: The policy from :func:`load_policy`.
+        path: The file; an existing file is replaced as a whole.
         format: ``"torch"`` for ``torch.export.load(path).module()``, ``"onnx"`` for ONNX, with the extra ``onnx``.
 
     Returns:
-        What the file takes and gives: ``inputs`` and ``outputs`` by name, with shape and dtype each. The file has it,
-        too: as ``policy.json`` among the extra files of torch's, as metadata of ONNX's.
+        ``inputs`` and ``outputs`` by name, each with shape and dtype. The file also contains this description: a torch
+        file as the extra file ``policy.json``, an ONNX file in its metadata.
 
     Raises:
-        ValueError: The policy cannot be traced, as one that plans, or has no form in this format; the message, one
-            line, says why.
+        ValueError: The policy cannot be traced, for example a planner, or the format does not support it; the
+            message, one line, gives the reason.
         ImportError: The extra is missing.
 
     Examples:
@@ -161,7 +161,7 @@ def export_policy(policy: LoadedPolicy, path: str | Path, *, format: Format = "t
         try:
             batch = torch.export.Dim("batch")
             traced = torch.export.export(program, tuple(example), dynamic_shapes=(tuple({0: batch} for _ in example),))
-        except Exception as error:  # by whatever the parts of a policy of the user's own raise
+        except Exception as error:  # user-defined parts of a policy can raise any exception
             raise ValueError(
                 f"the policy cannot be traced by torch.export: {type(error).__name__}: {_line(error)}"
             ) from error
@@ -188,7 +188,7 @@ def _described(program: PolicyProgram, example: list[Tensor]) -> dict[str, Any]:
 
 
 def _as_torch(traced: torch.export.ExportedProgram, described: Mapping[str, Any]) -> tuple[bytes, _Run]:
-    """Return the content of a file of torch's, and what runs what is read from it."""
+    """Return the content of a torch file, and a function that runs the program loaded from it."""
     buffer = io.BytesIO()
     torch.export.save(traced, buffer, extra_files={DESCRIBED: json.dumps(described)})
     read = torch.export.load(io.BytesIO(buffer.getvalue())).module()
@@ -201,7 +201,7 @@ def _as_torch(traced: torch.export.ExportedProgram, described: Mapping[str, Any]
 
 
 def _as_onnx(traced: torch.export.ExportedProgram, described: Mapping[str, Any]) -> tuple[bytes, _Run]:
-    """Return the content of an ONNX file, and what runs it."""
+    """Return the content of an ONNX file, and a function that runs it."""
     import onnxruntime
 
     try:
@@ -231,7 +231,7 @@ def _as_onnx(traced: torch.export.ExportedProgram, described: Mapping[str, Any])
 
 
 def _name_batch(graph: Any) -> None:
-    """Call the batch of an ONNX graph N, for which the exporter has a name of its own making."""
+    """Rename the batch dimension of an ONNX graph to N; the exporter chooses its own name."""
     shapes = [value.type.tensor_type.shape.dim for value in (*graph.input, *graph.output, *graph.value_info)]
     batch = shapes[0][0].dim_param
     for dimension in (each for shape in shapes for each in shape if each.dim_param == batch):
@@ -240,7 +240,7 @@ def _name_batch(graph: Any) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Hide what torch says of its own parts: of the weights of its recurrent layers, and of libraries that it lacks."""
+    """Hide torch's warnings about recurrent weights and its ONNX log messages about missing libraries."""
     log = logging.getLogger("torch.onnx")
     level = log.level
     log.setLevel(logging.ERROR)
@@ -259,8 +259,8 @@ def _check_extra() -> None:
 
 
 def check_program(policy: LoadedPolicy, program: PolicyProgram, run: _Run, name_of_run: str) -> None:
-    """Refuse what does not give what the policy gives, in one environment or in many, by a ValueError."""
-    twin = LoadedPolicy(policy.policy, policy.specs)  # which remembers states of its own
+    """Compare a program with its policy on one row and on many; raise ValueError if their outputs differ."""
+    twin = LoadedPolicy(policy.policy, policy.specs)  # a second object, so that the policy's states stay unchanged
     unread = {key: spec for key, spec in policy.specs.observation.items(True, True) if key not in program.observed}
     for rows in _ROWS:
         given = program.drawn(rows)

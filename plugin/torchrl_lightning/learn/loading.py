@@ -1,4 +1,4 @@
-"""A trained policy in a script, without a trainer, and observations read as the entries of its specs."""
+"""Load a trained policy without a trainer, and convert observations to the entries of its specs."""
 
 from __future__ import annotations
 
@@ -37,21 +37,22 @@ from torchrl_lightning.torch_defaults import float32_by_default
 from torchrl_lightning.trust import check_config, target_named, without_folders
 from torchrl_lightning.untrusted import check_regular, printable_errors
 
-CONFIG = "config"  # where a checkpoint holds the config of its run
+CONFIG = "config"  # the checkpoint key of the run's config
 _KINDS = {"data": LightningDataModule, "model": LightningModule}
 _TRAINING = re.compile(r"(\w+_)?optimizer|buffer|source")
 _TRUST = "If you trust whoever made the checkpoint, say"
 
 
 class LoadedPolicy(TensorDictModuleBase):
-    """A policy for acting alone: in evaluation mode, without gradients, on observations as the environment shows them.
+    """A policy for inference: in evaluation mode, without gradients, on raw observations of the environment.
 
     Attributes:
-        policy: The trained TensorDict module, behind the normaliser of its observations if it was trained with one.
-        specs: The specs of the environment that it was trained in.
-        deterministic: Whether it takes the mode of its distribution instead of a sample.
-        environment: By what the checkpoint knows that environment: its id, or the settings of its recipe.
-        state: The recurrent states behind the last :meth:`act`, ``[N, *S]`` each; empty before it and without any.
+        policy: The trained TensorDict module, including its observation normaliser if the training used one.
+        specs: The specs of the training environment.
+        deterministic: True takes the mode of the action distribution, False a sample.
+        environment: The training environment in the checkpoint: its id, or the settings of its recipe.
+        state: The recurrent states after the last :meth:`act`, ``[N, *S]`` each; empty before the first call and for
+            policies without recurrent states.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class LoadedPolicy(TensorDictModuleBase):
         self.policy, self.specs, self.deterministic, self.environment = policy, specs, deterministic, environment
         self.in_keys, self.out_keys = list(policy.in_keys), list(policy.out_keys)
         self.state: dict[NestedKey, Tensor] = {}
-        self._acted: int | None = None  # rows of the last call, of which the recurrent states are
+        self._acted: int | None = None  # the batch size of the last call and of the recurrent states
         self._mask = action_mask(specs.observation, specs.action) if ACTION_MASK in self.in_keys else None
         self._limits = magnitude_limits(policy, specs.observation)
         self.requires_grad_(False)
@@ -69,11 +70,11 @@ class LoadedPolicy(TensorDictModuleBase):
 
     @property
     def clip_actions(self) -> bool:
-        """Whether the environment gets its actions clipped, as the collector of its run clipped them."""
+        """True if actions are clipped for the environment, as in the training run."""
         return self.specs.action_format.clip
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Write the action (and the next recurrent states, if there are any) into a TensorDict ``[N]``."""
+        """Write the action, and the next recurrent states of a recurrent policy, into a TensorDict ``[N]``."""
         mode = ExplorationType.DETERMINISTIC if self.deterministic else ExplorationType.RANDOM
         with torch.no_grad(), set_exploration_type(mode):
             acted: TensorDictBase = self.policy(tensordict)
@@ -82,28 +83,28 @@ class LoadedPolicy(TensorDictModuleBase):
     def act(
         self, observation: Any, *, starts: Any = False, state: Mapping[NestedKey, Tensor] | None = None
     ) -> NDArray[Any] | np.generic:
-        """Choose the action for what an environment shows, as arrays and numbers in and out.
+        """Return the action for an observation, with NumPy arrays and numbers as input and output.
 
-        A policy with recurrent states keeps them for the next call.
+        A recurrent policy stores its states for the next call.
 
         Args:
-            observation: One observation, as Gymnasium's ``reset`` and ``step`` return it, or a batch of them,
-                ``[N, *F]`` each, as a vector environment does.
-            starts: Whether an episode begins with it, one bool or ``[N]``: recurrent states begin anew there. In the
-                first call they do so anyway.
-            state: Recurrent states to go on from, as :attr:`state` had them; None goes on from those kept.
+            observation: One observation, as Gymnasium's ``reset`` and ``step`` return it, or the batch of a vector
+                environment, ``[N, *F]`` for each entry.
+            starts: True if the observation is the first of its episode; one bool or ``[N]``. Recurrent states are
+                reset there. The first call always resets them.
+            state: Recurrent states to continue from, taken from :attr:`state`; None uses the stored states.
 
         Returns:
-            The action for ``step``, of the shape, dtype and numbering of the environment's action space; of a batch one
-            for each, ``[N, *A]``.
+            The action for ``step``, with the shape, dtype and numbering of the environment's action space; for a batch
+            ``[N, *A]``.
 
         Raises:
-            ValueError: The observation is not as the environment of training shows it; or a policy with recurrent
-                states is shown another number of environments than before, or than ``state`` has, and not all of them
-                begin an episode.
-            EnvironmentFault: A float64 number exceeds float32, in which the networks compute. Or the ``action_mask`` of
-                one observation leaves no action; in a batch that is an episode which has ended, whose action counts for
-                nothing.
+            ValueError: The observation does not match the specs of the training environment. Or the number of
+                environments of a recurrent policy differs from the last call or from ``state``, and not all of them
+                start an episode.
+            EnvironmentFault: A float64 number exceeds the float32 range of the networks. Or the ``action_mask`` of a
+                single observation allows no action. A batch may contain empty masks, because the actions of ended
+                episodes are ignored.
 
         Examples:
             >>> policy = load_policy("logs/run/checkpoints/best.ckpt")  # doctest: +SKIP
@@ -111,7 +112,7 @@ class LoadedPolicy(TensorDictModuleBase):
         """
         entries, count = observed_entries(self.specs.observation, observation)
         rows = count or 1
-        if self._mask is not None and count is None:  # of a batch, environments may have ended
+        if self._mask is not None and count is None:  # in a batch, ended episodes may have empty masks
             self._mask.check(entries[ACTION_MASK])
         check_magnitudes(entries, self._limits)
         begins = torch.as_tensor(np.broadcast_to(np.asarray(starts, dtype=bool), rows).copy())[:, None]
@@ -135,14 +136,15 @@ class LoadedPolicy(TensorDictModuleBase):
 
     @printable_errors()
     def recipe(self, *, trusted: bool = False) -> EnvironmentRecipe:
-        """Return how the environment of training was made; called, it makes another one.
+        """Return the recipe of the training environment; a call of the recipe makes a new environment.
 
         Args:
-            trusted: Whether the recipe may name classes and modules of other packages, such as your own; whoever made
-                the checkpoint says which.
+            trusted: Allow classes and modules of other packages, such as your own, in the recipe. The author of the
+                checkpoint chooses these names, so set it only for a checkpoint that you trust.
 
         Raises:
-            ValueError: The checkpoint does not say, names such classes, or holds no settings of a recipe.
+            ValueError: The checkpoint has no environment id and no recipe settings, or it names other packages' classes
+                without ``trusted``.
         """
         settings = self.environment if isinstance(self.environment, Mapping) else {"id": self.environment}
         if settings.get("id") is None:
@@ -165,25 +167,25 @@ class LoadedPolicy(TensorDictModuleBase):
 def load_policy(
     path: str | Path, module: Any = None, *, deterministic: bool = True, trusted: bool = False
 ) -> LoadedPolicy:
-    """Load a trained policy from a checkpoint, which may lie anywhere, to act with it on the CPU.
+    """Load a trained policy from a checkpoint file for inference on the CPU.
 
-    A checkpoint of the command ``torchrl-lightning-train`` holds all that is needed. With a trainer of your own, pass
-    the LightningModule, built with the arguments that it was trained with.
+    A checkpoint of ``torchrl-lightning-train`` contains all settings. If you used your own trainer, pass the
+    LightningModule, built with the arguments of the training.
 
     Args:
-        path: The checkpoint, or the folder of a run, whose best one is taken, else its last.
-        module: The LightningModule to load, ours or your own: its ``configure_model`` may read
-            ``trainer.datamodule.specs``, and it has a ``policy``. None builds the one of the checkpoint's config.
-        deterministic: Whether the policy takes the mode of its distribution instead of a sample.
-        trusted: Whether the checkpoint's config may name classes of other packages, such as your own, which are then
-            imported and built; whoever made the checkpoint says which.
+        path: The checkpoint, or the folder of a run; a folder loads the best checkpoint, or the last without a best.
+        module: The LightningModule to load, ours or your own. It needs a ``policy``, and its ``configure_model`` may
+            read ``trainer.datamodule.specs``. None builds the module from the checkpoint's config.
+        deterministic: True takes the mode of the action distribution, False a sample.
+        trusted: Import and build classes of other packages, such as your own, if the checkpoint's config names them.
+            The author of the checkpoint chooses these names, so set it only for a checkpoint that you trust.
 
     Returns:
         The policy, with the environment's ``specs`` and ``recipe()``.
 
     Raises:
-        ValueError: The checkpoint holds no specs or no config, its config is more than data or names classes of other
-            packages, or its weights do not fit the module.
+        ValueError: The checkpoint has no specs or no config, its config contains more than plain data or names classes
+            of other packages without ``trusted``, or its weights do not fit the module.
         TypeError: The module has no ``policy``.
 
     Examples:
@@ -194,10 +196,10 @@ def load_policy(
 
 
 def checkpoint_of(run: str | Path) -> Path:
-    """Return the best checkpoint of a run's folder, else its last; a checkpoint is its own.
+    """Return the best checkpoint of a run folder, or its last one; return the path of a file unchanged.
 
     Raises:
-        ValueError: It is a folder without any.
+        ValueError: The folder has neither checkpoint.
     """
     path = Path(run)
     if not path.is_dir():
@@ -211,14 +213,15 @@ def checkpoint_of(run: str | Path) -> Path:
 
 @printable_errors()
 def read_checkpoint(path: str | Path, *, mapped: bool = False, verify: bool = True) -> dict[str, Any]:
-    """Read a checkpoint, as data alone; ``mapped`` leaves its tensors in the file until they are looked at.
+    """Return the content of a checkpoint, restricted to plain values and tensors.
 
-    Without ``verify`` no checksum is compared, for which all tensors are read.
+    ``mapped`` memory-maps the tensors, so that they are read only on access. ``verify`` compares the checksums, which
+    reads all tensors. A checkpoint without checksums is accepted.
 
     Raises:
-        OSError: There is no such file.
-        ValueError: It is damaged, no checkpoint, holds other than plain values and tensors, or exceeds the limits of
-            :mod:`torchrl_lightning.limits`; one without checksums is taken as it is.
+        OSError: The file does not exist.
+        ValueError: The file is damaged, is not a checkpoint, contains other objects than plain values and tensors, or
+            exceeds the limits of :mod:`torchrl_lightning.limits`.
     """
     check_regular(path)
     try:
@@ -239,9 +242,9 @@ def read_checkpoint(path: str | Path, *, mapped: bool = False, verify: bool = Tr
 def policy_in(
     stored: dict[str, Any], path: str | Path, module: Any = None, *, deterministic: bool, trusted: bool = False
 ) -> LoadedPolicy:
-    """Return the policy of a checkpoint that was read already; see :func:`load_policy`."""
+    """Return the policy of a checkpoint that is already in memory; see :func:`load_policy`."""
     state, specs, normalizer = _environment_in(stored, path)
-    # All that a module reads of its trainer before there is anything to fit.
+    # A stub with all trainer attributes that a module reads without a fit.
     data = SimpleNamespace(specs=specs if normalizer is None else normalizer.specs)
     trainer = SimpleNamespace(datamodule=data, precision="32-true", precision_plugin=None, world_size=1, global_rank=0)
     if module is None:
@@ -266,10 +269,10 @@ def policy_in(
 
 
 def statistics_in(stored: Mapping[str, Any], path: str | Path) -> Mapping[str, Any]:
-    """Return what the run of a checkpoint normalised by, as its DataModule keeps it.
+    """Return the normalization state of the DataModule in a checkpoint.
 
     Raises:
-        ValueError: It was not written through one of our DataModules.
+        ValueError: The run of the checkpoint did not use one of our DataModules.
     """
     found: Mapping[str, Any] = _environment_in(stored, path)[0]["normalization"]
     return found
@@ -278,7 +281,7 @@ def statistics_in(stored: Mapping[str, Any], path: str | Path) -> Mapping[str, A
 def _environment_in(
     stored: Mapping[str, Any], path: str | Path
 ) -> tuple[Mapping[str, Any], EnvironmentSpecs, ObservationNormalizer | None]:
-    """Return the state of a checkpoint's DataModule, and the specs and the normaliser in it."""
+    """Return the state of a checkpoint's DataModule, its specs and its normaliser or None."""
     states = (state for state in stored.values() if isinstance(state, Mapping) and "specs" in state)
     if (state := next(states, None)) is None:
         raise ValueError(f"{path} holds no environment specs: it was not written through one of our DataModules")
@@ -290,14 +293,14 @@ def _environment_in(
         specs, moments = specs_from_state(state["specs"]), state["normalization"]["observation"]
         normalizer = ObservationNormalizer.from_state(specs, moments) if moments else None
         state["fingerprint"]["environment"]
-    except Exception as error:  # by whatever specs and tensors raise for what is none of theirs
+    except Exception as error:  # invalid data can raise any exception in specs and tensors
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         raise ValueError(f"{path} describes no environment of ours: {reason}") from error
     return state, specs, normalizer
 
 
 def _module_in(stored: Mapping[str, Any], path: str | Path, trainer: Any, *, trusted: bool) -> Any:
-    """Build the module of a checkpoint's config, if its networks are of the sizes of the weights."""
+    """Build the module from a checkpoint's config, after checking its network sizes against the weights."""
     try:
         config = config_in(stored, path, "model", trusted=trusted)["model"]
     except ValueError as error:
@@ -321,10 +324,10 @@ def _module_in(stored: Mapping[str, Any], path: str | Path, trainer: Any, *, tru
 
 
 def config_in(stored: Mapping[str, Any], path: str | Path, *groups: str, trusted: bool = False) -> dict[str, Any]:
-    """Return these groups of a checkpoint's config, without folders and the parts that only training uses.
+    """Return the given groups of a checkpoint's config, without folders and training-only parts.
 
     Raises:
-        ValueError: The checkpoint has no config, or :func:`~torchrl_lightning.trust.check_config` refuses it.
+        ValueError: The checkpoint has no config, or :func:`~torchrl_lightning.trust.check_config` rejects it.
     """
     config, where = stored.get(CONFIG), f"the config in {path}"
     if not isinstance(config, Mapping) or any(not isinstance(config.get(group), dict) for group in groups):
@@ -339,9 +342,9 @@ def config_in(stored: Mapping[str, Any], path: str | Path, *groups: str, trusted
 
 
 def without_training(node: dict[str, Any]) -> dict[str, Any]:
-    """Return the config of a model or DataModule of ours without the parts that only training uses.
+    """Return the config of one of our models or DataModules without the training-only parts.
 
-    An optimizer, a buffer and the source of batches are neither built nor allocated to play a policy.
+    A loaded policy needs no optimizer, buffer or data source, so these are neither built nor allocated.
     """
     target = target_named(node.get("_target_", ""))
     if target is None:
@@ -349,24 +352,24 @@ def without_training(node: dict[str, Any]) -> dict[str, Any]:
     kept = {key: value for key, value in node.items() if not _TRAINING.fullmatch(str(key))}
     parameters = inspect.signature(target).parameters
     needed = {key for key in node if key in parameters and parameters[key].default is inspect.Parameter.empty}
-    if "buffer" in needed:  # a partial, which nobody calls
+    if "buffer" in needed:  # a placeholder: the partial is never called
         kept["buffer"] = {"_target_": "torchrl_lightning.ExperienceBuffer", "_partial_": True}
     return kept
 
 
 def observed_entries(specs: Composite, observation: Any) -> tuple[dict[NestedKey, Tensor], int | None]:
-    """Read one observation, or a batch of them, as entries ``[N, *F]``.
+    """Return the entries ``[N, *F]`` of one observation or of a batch.
 
     Args:
         specs: One spec for each observation key, without the batch dimension.
-        observation: An array, a number, a tensor, or a dict of those, as the environment returns it; of a vector
-            environment ``[N, *F]`` each.
+        observation: An array, a number, a tensor, or a dict of these, as the environment returns it; ``[N, *F]`` for
+            each entry of a vector environment.
 
     Returns:
-        The entries, and ``N``; None where it is one observation, whose entries are ``[1, *F]``.
+        The entries, and ``N`` for a batch. A single observation has entries ``[1, *F]`` and None instead of ``N``.
 
     Raises:
-        ValueError: An entry is missing, or of another shape or dtype than its spec; the message names it.
+        ValueError: An entry is missing or its shape or dtype differs from its spec; the message names the entry.
 
     Examples:
         >>> from torchrl.data import Unbounded
@@ -392,7 +395,7 @@ def _read_entry(key: NestedKey, spec: TensorSpec, shown: Mapping[str, Any]) -> T
     value: Any = shown
     path = path_of(key)
     if path[0] not in shown and path[0] == "observation" and "state" in shown:
-        path = ("state", *path[1:])  # so TorchRL calls a lone entry of this name
+        path = ("state", *path[1:])  # TorchRL's specs call a single "state" entry "observation"
     for name in path:
         if not isinstance(value, Mapping) or name not in value:
             raise ValueError(f"the observation has no entry {join((), path)!r}; the policy reads {spec.shape} there")
@@ -404,7 +407,7 @@ def _read_entry(key: NestedKey, spec: TensorSpec, shown: Mapping[str, Any]) -> T
 
 
 def _batch_size_of(key: NestedKey, spec: TensorSpec, value: Tensor) -> int | None:
-    scalar = spec.shape == (1,)  # TorchRL gives numbers a dimension
+    scalar = spec.shape == (1,)  # the spec of a number has shape (1,) in TorchRL
     if value.shape == spec.shape or (scalar and not value.ndim):
         return None
     if value.ndim and (value.shape[1:] == spec.shape or (scalar and value.ndim == 1)):

@@ -1,4 +1,4 @@
-"""Any loss of TorchRL's as a LightningModule."""
+"""LightningModule for any TorchRL loss."""
 
 from __future__ import annotations
 
@@ -22,44 +22,44 @@ from torchrl_lightning.protocols import UpdateBatches, updates_of
 from torchrl_lightning.settings import Fraction, setting
 
 STATE = "target_updater"
-# Where TorchRL's losses keep the network that acts.
+# Names of the acting network in TorchRL's losses, in order of preference.
 _ACTING = ("actor_network", "value_network", "local_value_network")
-_CRITICS = ("qvalue_network", "value_network")  # and what learns beside an actor, if there is one
+_CRITICS = ("qvalue_network", "value_network")  # names of the critics beside an actor
 
 
 class LossModuleAgent(AgentModule):
-    """Train one of TorchRL's ``LossModule`` on the batches of a DataModule.
+    """Train a TorchRL ``LossModule`` on the batches of a DataModule.
 
-    Each batch is one update: the sum of the loss's entries ``loss_...`` (or its ``loss``) is minimised, then the target
-    networks follow. Priorities go to the buffer where the loss writes them (``td_error``). Entries are logged under
-    TorchRL's names: ``train/kl_approx`` of its PPO losses is the estimate that :class:`PPOModule` logs as
-    ``train/kl_approx_k1``.
-    The value estimator is made before a checkpoint is read, with TorchRL's defaults unless ``gamma`` is given or
-    ``loss`` made one.
+    Each batch is one update: it minimises the sum of the loss's entries ``loss_...`` (or its ``loss``), then updates
+    the target networks. If the loss writes priorities (``td_error``), the buffer receives them. Entries are logged
+    under TorchRL's names: TorchRL's PPO losses log the estimate ``train/kl_approx_k1`` of :class:`PPOModule` as
+    ``train/kl_approx``.
+    The value estimator is built before a checkpoint is loaded, with TorchRL's defaults unless ``gamma`` is given or
+    ``loss`` has built one.
 
     Args:
-        loss: With ``networks``, a class of TorchRL's or a partial of one. Without, a callable that takes the
-            environment's specs (``observation``, ``action``, ...), builds networks and returns the loss; or a ready
-            loss.
+        loss: With ``networks``, a TorchRL loss class or a partial of one. Without ``networks``, a callable that takes
+            the environment's specs (``observation``, ``action``, ...), builds networks and returns the loss; or a
+            ready loss.
         networks: Builders of the loss's networks, under the names of its arguments: callables that take specs and
-            ``network``, such as :func:`build_critic`. An ensemble of critics gets networks with first weights of their
-            own. What else the loss must know of the environment (``action_space``, ``action_spec``, ``num_actions``)
-            it is told.
-        network: Network in front of their heads; ``MLPNetwork()`` by default.
-        gamma: Discount of the value estimator, which the buffer gets, too; None leaves it as the loss has it.
-        minimised: The entries to minimise, where not all ``loss_...`` are meant to be.
-        policy: What acts: a TensorDict module, or a callable that takes the loss's own acting network and returns one,
-            e.g. followed by an exploration module; by default that network itself (``actor_network``, else
-            ``value_network``).
+            ``network``, such as :func:`build_critic`. Each critic of an ensemble is built separately, with its own
+            initial weights. The loss also receives ``action_space``, ``action_spec`` and ``num_actions`` if it has
+            these arguments.
+        network: Network in front of the heads; ``MLPNetwork()`` by default.
+        gamma: Discount of the value estimator and of the buffer; None keeps the loss's discount.
+        minimised: The entries to minimise; None minimises all ``loss_...``.
+        policy: The acting policy: a TensorDict module, or a callable that takes the loss's own acting network and
+            returns a module, e.g. with an exploration module behind it. The default is the loss's acting network
+            (``actor_network``, else ``value_network``, else ``local_value_network``).
         target_updater: A callable that takes the loss and returns a target updater, e.g.
             ``partial(torchrl.objectives.SoftUpdate, tau=0.005)``, for a loss with target networks.
         critic_optimizer: A separate optimizer for the critics beside an actor; optional.
-        learning_rate: As in :class:`AgentModule`, like everything that is not named here.
+        learning_rate: As in :class:`AgentModule`, like all arguments not listed here.
 
     Raises:
-        TypeError: ``loss`` gives something else than a ``LossModule``, the networks do not fit the environment, or the
-            loss has no acting network and none is given.
-        ValueError: An entry that is to be minimised is none of the loss's.
+        TypeError: ``loss`` does not return a ``LossModule``, the networks do not fit the environment, or neither the
+            loss nor ``policy`` provides an acting network.
+        ValueError: ``minimised`` contains an entry that the loss does not write.
 
     Examples:
         >>> from types import SimpleNamespace
@@ -75,7 +75,7 @@ class LossModuleAgent(AgentModule):
 
     dry_run_of = "build"
     loops_over_updates = True
-    _policy: nn.Module | None = None  # until the loss is built
+    _policy: nn.Module | None = None  # set when the loss is built
 
     loss: LossModule | Callable[[Any], LossModule] = setting(kw_only=False)
     networks: Mapping[str, Callable[[Any, Network], nn.Module]] | None = None
@@ -99,11 +99,11 @@ class LossModuleAgent(AgentModule):
 
     @property
     def is_built(self) -> bool:
-        """Whether the loss exists."""
+        """True once the loss exists."""
         return isinstance(self.loss, LossModule)
 
     def build(self, specs: Any) -> Self:
-        """Build the loss for an environment's specs, once; return the module."""
+        """Build the loss for an environment's specs and return the module; a second call does nothing."""
         if not isinstance(self.loss, LossModule):
             loss = self.loss(specs) if self.networks is None else self._over_networks(specs, self.networks)
             if not isinstance(loss, LossModule):
@@ -112,7 +112,7 @@ class LossModuleAgent(AgentModule):
         return self
 
     def network_outputs(self, step: TensorDictBase) -> list[Tensor]:
-        """Return the outputs of the networks that act and estimate; empty if another policy acts."""
+        """Return the outputs of the loss's policy and critic; empty if ``policy`` is set."""
         if self.acting is not None:
             return []
         written = self.policy(step)
@@ -121,7 +121,7 @@ class LossModuleAgent(AgentModule):
         return [value for value in written.values(True, True) if isinstance(value, Tensor)]
 
     def try_networks(self, specs: Any, trainer: Any) -> None:
-        """Run a copy of the networks, unless the user built them, forward and backward; see :class:`AgentModule`."""
+        """Run a copy of the networks forward and backward if ``networks`` is set; see :class:`AgentModule`."""
         if self.networks is not None:
             super().try_networks(specs, trainer)
 
@@ -145,7 +145,7 @@ class LossModuleAgent(AgentModule):
         if "gamma" in taken and taken["gamma"].default is inspect.Parameter.empty:
             known["gamma"] = 0.99 if self.gamma is None else self.gamma
         known = {name: value for name, value in known.items() if name in taken and name not in given}
-        with warnings.catch_warnings():  # of annotations that a class of TorchRL's lacks
+        with warnings.catch_warnings():  # some TorchRL losses lack annotations
             warnings.filterwarnings("ignore", "The name .* wasn't part of the annotations")
             return make(**networks, **known)
 
@@ -153,7 +153,7 @@ class LossModuleAgent(AgentModule):
         unknown = [name for name in self.minimised or () if name not in loss.out_keys]
         if unknown:
             raise ValueError(f"minimised={unknown} are none of what {type(loss).__name__} gives: {loss.out_keys}")
-        # TorchRL's losses make these at first use. Made now, they are there when a checkpoint is read.
+        # TorchRL's losses build these at first use, but a checkpoint must find them when it is loaded.
         if self.gamma is not None and loss.default_value_estimator is not None:
             loss.make_value_estimator(gamma=self.gamma)
         elif loss.default_value_estimator is not None:
@@ -164,9 +164,10 @@ class LossModuleAgent(AgentModule):
             raise TypeError(f"{type(loss).__name__} has none of {', '.join(_ACTING)}; give the policy that acts.")
         if self.acting is not None and not isinstance(self.acting, nn.Module):
             self.acting = self.acting(network)
-        # Not registered: a state dict holds the networks once, in the loss. `acting` has what a policy adds to them.
+        # Not registered, so that a state dict contains the networks once, in the loss. A policy's additional modules
+        # are registered with `acting`.
         hold(self, _policy=network if self.acting is None else self.acting, _critic=_network(loss, "critic_network"))
-        # Without memory, as a checkpoint's weights are compared, there is nothing to follow.
+        # check_weights() builds the loss on the meta device, and a target updater needs real parameters.
         has_memory = not any(each.is_meta for each in loss.parameters())
         self.updater = self.target_updater(loss) if self.target_updater is not None and has_memory else None
         self.loss = loss
@@ -177,34 +178,34 @@ class LossModuleAgent(AgentModule):
 
     @property
     def policy(self) -> Any:
-        """What acts."""
+        """The acting policy."""
         return self.require_built(self._policy)
 
     @property
     def critic(self) -> Any:
-        """The loss's ``critic_network``, for a buffer that estimates values; None where it has none."""
+        """The loss's ``critic_network``, for a buffer that estimates values, or None."""
         self.require_built(self._policy)
         return self._critic
 
     def configure_optimizers(self) -> list[torch.optim.Optimizer]:
-        """Return one optimizer over the parameters of the loss, or a second one for the critics'."""
+        """Return one optimizer over the loss's parameters, and a second one for the critics if they have their own."""
         learnt = {name: each for name, each in self._built.named_parameters() if each.requires_grad}
         critics = [each for name, each in learnt.items() if self.critic_optimizer and name.startswith(_CRITICS)]
         others = [each for each in learnt.values() if not any(each is critic for critic in critics)]
         return self.build_optimizers(others, critics, self.critic_optimizer)
 
     def settled_parameters(self) -> set[nn.Parameter]:
-        """Return all: losses and target updaters of TorchRL's keep views of them."""
+        """Return all parameters, because TorchRL's losses and target updaters keep views of them."""
         return set(self.parameters())
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Save how far the target updater has come."""
+        """Save the state of the target updater."""
         super().on_save_checkpoint(checkpoint)
         if self.updater is not None:
             checkpoint[STATE] = self.updater.state_dict()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse the checkpoint of another environment; restore how far the target updater has come."""
+        """Validate the checkpoint, and restore the state of the target updater."""
         super().on_load_checkpoint(checkpoint)
         if self.updater is not None and STATE in checkpoint:
             self.updater.load_state_dict(checkpoint[STATE])
@@ -213,10 +214,10 @@ class LossModuleAgent(AgentModule):
         return self.minimised is None or name in self.minimised or not name.startswith("loss")
 
     def training_step(self, batch: TensorDictBase | UpdateBatches, batch_idx: int) -> None:
-        """Make an update on each batch of this step; the loss may write into it."""
+        """Make one update on each batch of this step; the loss may write into the batches."""
         for number, part in enumerate(updates_of(batch)):
             steps = part.get("steps_to_next_obs", None)
-            if steps is not None and steps.ndim == part.ndim:  # TorchRL's has the shape of the reward
+            if steps is not None and steps.ndim == part.ndim:  # TorchRL expects the shape of the reward
                 part.set("steps_to_next_obs", steps.unsqueeze(-1))
             terms = self._built(part)
             scalars = {
@@ -230,17 +231,17 @@ class LossModuleAgent(AgentModule):
 
 
 def _network(loss: LossModule, *names: str) -> Any:
-    """Return the first network of these names that a loss has, holding the very parameters that it trains."""
+    """Return the loss's first network with one of these names, with the trained parameters, or None."""
     found = next((name for name in names if name in loss.__dict__ or name in dict(loss.named_children())), None)
     return None if found is None else loss.get_stateful_net(found)
 
 
 def _acting_network(loss: LossModule) -> Any:
-    """Return the network that acts; a copy (of a functional loss) writes only what a step of experience holds."""
-    # Steps that are collected without the policy have neither the distribution's parameters nor all actions' values.
+    """Return the acting network or None; a functional loss returns a copy that writes only the entries of a step."""
+    # Random warm-up steps have neither distribution parameters nor the values of all actions, so omit them here too.
     network, keys = _network(loss, *_ACTING), loss.tensor_keys
     if network is not None and loss.functional:
-        # On-policy losses read how probable an action was; those with critics of actions draw their own.
+        # On-policy losses read the action's log-probability; losses with a Q-network sample their own actions.
         on_policy = "qvalue_network" not in loss.__dict__
         wanted = {keys.action, getattr(keys, "sample_log_prob", None) if on_policy else None}
         written = [key for key in network.out_keys if key in wanted or (isinstance(key, tuple) and key[0] == "next")]

@@ -1,7 +1,8 @@
-r"""Losses as plain functions of tensors, whose values and gradients are those of TorchRL's losses (tested to 1e-6).
+r"""Losses as plain functions of tensors; values and gradients equal TorchRL's losses (tested to 1e-6).
 
-On-policy ones are means over every step, of log-probabilities and advantages ``[*B]`` and values ``[*B, 1]``.
-Off-policy ones, from ``value_of_action`` on, give ``[*B]`` for values of one critic ``[*B]`` or of several ``[N, *B]``.
+On-policy losses are means over all steps, from log-probabilities and advantages ``[*B]`` and values ``[*B, 1]``.
+Off-policy functions, from ``value_of_action`` on, return ``[*B]`` for the values of one critic ``[*B]`` or several
+``[N, *B]``.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ def policy_gradient_loss(log_prob: Tensor, advantage: Tensor) -> Tensor:
     r"""Return \(-\mathbb{E}\,A \log\pi(a|s)\) (Williams, 1992).
 
     Args:
-        log_prob: Of the actions taken, ``[*B]``.
-        advantage: ``[*B]``.
+        log_prob: Log-probabilities of the executed actions, ``[*B]``.
+        advantage: Advantages, ``[*B]``.
 
     Examples:
         >>> policy_gradient_loss(torch.tensor([-1.0, -2.0]), torch.tensor([1.0, 0.5]))
@@ -37,9 +38,9 @@ def clipped_surrogate_loss(log_ratio: Tensor, advantage: Tensor, epsilon: float 
     r"""Return \(-\mathbb{E}\min(\rho A, \mathrm{clip}(\rho, 1-\epsilon, 1+\epsilon) A)\) (Schulman et al., 2017).
 
     Args:
-        log_ratio: \(\log\rho = \log\pi(a|s) - \log\mu(a|s)\) with the policy \(\mu\) that acted, ``[*B]``.
-        advantage: ``[*B]``.
-        epsilon: Range of the ratio around 1 in which it may gain.
+        log_ratio: \(\log\rho = \log\pi(a|s) - \log\mu(a|s)\) with the behaviour policy \(\mu\), ``[*B]``.
+        advantage: Advantages, ``[*B]``.
+        epsilon: Clip range of the ratio around 1.
 
     Examples:
         >>> clipped_surrogate_loss(torch.tensor([2.0, 0.5]).log(), torch.tensor([1.0, -1.0]), 0.2)
@@ -47,16 +48,16 @@ def clipped_surrogate_loss(log_ratio: Tensor, advantage: Tensor, epsilon: float 
     """
     _same_shape(log_ratio, advantage)
     gain = log_ratio.exp() * advantage
-    # (1 + epsilon) A where A >= 0, and (1 - epsilon) A elsewhere: beyond it nothing is gained.
+    # (1 + epsilon) A if A >= 0, else (1 - epsilon) A: the largest gain that the objective counts.
     bound = advantage + epsilon * advantage.abs()
     return -torch.minimum(gain, bound).mean()
 
 
 def kl_estimate(log_ratio: Tensor) -> Tensor:
-    r"""Return \(\rho - 1 - \log\rho \ge 0\) of actions that \(\mu\) took: an estimate of \(\mathrm{KL}(\mu \| \pi)\).
+    r"""Return \(\rho - 1 - \log\rho \ge 0\) for actions of \(\mu\): an estimate of \(\mathrm{KL}(\mu \| \pi)\).
 
-    Its mean is unbiased and varies less than the mean of \(-\log\rho\), which may be negative. A ratio beyond the
-    range of the dtype, and a ratio of 0, give infinity.
+    Its mean is unbiased and has less variance than the mean of \(-\log\rho\), which may be negative. The result is
+    infinite for a ratio of 0 and for a ratio outside the range of the dtype.
 
     Args:
         log_ratio: \(\log\rho = \log\pi(a|s) - \log\mu(a|s)\), ``[*B]``.
@@ -68,7 +69,7 @@ def kl_estimate(log_ratio: Tensor) -> Tensor:
         >>> kl_estimate(torch.tensor([0.0, 0.5, -0.5, 1000.0]))
         tensor([0.0000, 0.1487, 0.1065,    inf])
     """
-    # exp(88) is close to float32's limit. Beyond it the difference is exp's alone, and infinity less infinity is NaN.
+    # exp(88) is close to float32's limit. Above it, exp dominates, and the clamp prevents infinity - infinity = NaN.
     return log_ratio.expm1() - log_ratio.clamp(max=88.0)
 
 
@@ -80,14 +81,14 @@ def critic_loss(
     old_value: Tensor | None = None,
     clip_value: float | None = None,
 ) -> Tensor:
-    r"""Return \(\mathbb{E}\,d(V, \hat V)\), or the larger of this and the distance of the clipped value.
+    r"""Return \(\mathbb{E}\,d(V, \hat V)\); with clipping, each \(d\) is at least the clipped value's distance.
 
     Args:
-        value: ``[*B, 1]``.
-        target: ``[*B, 1]``.
+        value: Predicted values \(V\), ``[*B, 1]``.
+        target: Regression targets \(\hat V\), ``[*B, 1]``.
         distance: ``"l2"``, ``"smooth_l1"`` or ``"l1"``.
-        old_value: What was predicted when the steps were collected, ``[*B, 1]``; needed for clipping.
-        clip_value: Clip the change from ``old_value`` to this; None does not clip.
+        old_value: Predicted values at collection time, ``[*B, 1]``; required for clipping.
+        clip_value: Largest change from ``old_value``, clipped beyond it; None does not clip.
 
     Examples:
         >>> critic_loss(torch.tensor([[1.0], [3.0]]), torch.zeros(2, 1))
@@ -103,7 +104,7 @@ def critic_loss(
 
 
 def standardized(advantage: Tensor) -> Tensor:
-    """Return advantages with mean 0 and standard deviation 1; a single one as it is."""
+    """Return advantages with mean 0 and standard deviation 1; a single advantage is returned unchanged."""
     if advantage.numel() < 2:
         return advantage
     std, mean = torch.std_mean(advantage)
@@ -111,13 +112,13 @@ def standardized(advantage: Tensor) -> Tensor:
 
 
 def _same_shape(a: Tensor, b: Tensor) -> None:
-    # [B] against [B, 1] would broadcast to [B, B] without a word.
+    # [B] and [B, 1] would silently broadcast to [B, B].
     if a.shape != b.shape:
         raise ValueError(f"the loss compares {list(a.shape)} with {list(b.shape)}; give both the same shape")
 
 
 def value_of_action(values: Tensor, action: Tensor, *, one_hot: bool = False) -> Tensor:
-    r"""Return \(Q(s, a)\) of values ``[*B, A]`` and the actions taken: ``[*B]``, or ``[*B, A]`` if one-hot.
+    r"""Return \(Q(s, a)\) from values ``[*B, A]`` and actions ``[*B]``, or ``[*B, A]`` if one-hot.
 
     Examples:
         >>> value_of_action(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([1, 0]))
@@ -131,9 +132,9 @@ def value_of_action(values: Tensor, action: Tensor, *, one_hot: bool = False) ->
 
 
 def margin_loss(values: Tensor, action: Tensor, margin: float, *, one_hot: bool = False) -> Tensor:
-    r"""Return \(\max_b [Q(s, b) + m\,1_{b \ne a}] - Q(s, a)\) of values ``[*B, A]``, ``[*B]`` (Hester et al., 2018).
+    r"""Return \(\max_b [Q(s, b) + m\,1_{b \ne a}] - Q(s, a)\), ``[*B]``, of values ``[*B, A]`` (Hester et al., 2018).
 
-    It is 0 where the action that was shown is better than each other one by at least the margin.
+    It is 0 if the value of the demonstrated action exceeds all other values by at least the margin.
 
     Examples:
         >>> margin_loss(torch.tensor([[1.0, 2.0], [1.0, 3.0]]), torch.tensor([0, 1]), 0.8)
@@ -144,9 +145,9 @@ def margin_loss(values: Tensor, action: Tensor, margin: float, *, one_hot: bool 
 
 
 def double_q_value(values: Tensor, selector: Tensor) -> Tensor:
-    r"""Return \(\bar Q(s', \arg\max_a Q(s', a))\) of values \(\bar Q\) and a selector \(Q\), ``[*B, A]`` each.
+    r"""Return \(\bar Q(s', \arg\max_a Q(s', a))\) from values \(\bar Q\) and a selector \(Q\), ``[*B, A]`` each.
 
-    The first are the target network's, the second the online one's (van Hasselt et al., 2016).
+    The values come from the target network, the selector from the online network (van Hasselt et al., 2016).
 
     Examples:
         >>> double_q_value(torch.tensor([[1.0, 2.0]]), torch.tensor([[5.0, 4.0]]))
@@ -194,8 +195,8 @@ def td_loss(
 ) -> tuple[Tensor, Tensor]:
     r"""Return \(\sum_i d(Q_i(s, a), y)\) and \(\max_i |Q_i(s, a) - y|\), the latter without a gradient, ``[*B]`` each.
 
-    What steps hold that ``mask`` leaves out may be anything, also NaN, and their error is 0. With ``reduction="mean"``
-    the first is its mean over all steps, computed in one piece.
+    Targets of steps excluded by ``mask`` may be arbitrary, even NaN; their error is 0. With ``reduction="mean"``, the
+    loss is the mean over all steps, computed in one operation.
 
     Examples:
         >>> td_loss(torch.tensor([[1.0], [4.0]]), torch.tensor([2.0]))
@@ -204,7 +205,7 @@ def td_loss(
     several = values.ndim > target.ndim
     assert values.shape[several:] == target.shape, f"values {list(values.shape)}, target {list(target.shape)}"
     if mask is not None:
-        # NaN in a target would make the gradient NaN even behind a selection.
+        # NaN in a target would make the gradient NaN even if the loss is masked afterwards.
         target = torch.where(mask, target, values.detach()[0] if several else values.detach())
     loss = DISTANCES[distance](values, target.expand_as(values) if several else target, reduction=reduction)
     error = (values.detach() - target).abs_()

@@ -1,6 +1,6 @@
-"""Faster equals of what torch computes for small perceptrons on one CPU: updates, acting and optimizers.
+"""Faster updates, acting and optimizers for small perceptrons on one CPU, with the same results as torch.
 
-The rest of the package imports only from here. Anything that is not known is left to torch.
+The rest of the package imports only from this module. Torch computes all unsupported cases.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ def update_for(agent: Any) -> AnalyticUpdate | None:
     """Return a function that writes the gradients of an agent's loss without autograd.
 
     Args:
-        agent: An agent in a fit, which has its trainer, networks and optimizers.
+        agent: An agent in a fit, with trainer, networks and optimizers.
 
     Returns:
-        The function of a batch; it returns None if autograd has to compute that batch. None instead of it if autograd
-        has to compute each batch: the agent is not one of ours over perceptrons, or the run needs more.
+        A function of a batch; it returns None if autograd must compute this batch. Or None if autograd must compute
+        all batches, because the agent, its networks or the run are not supported.
     """
     kind = _UPDATES.get(defining_class(agent, "terms"))
     try:

@@ -1,4 +1,4 @@
-"""Compiled acting: one kernel evaluates a small perceptron and chooses actions, from tensors that are overwritten."""
+"""Compiled acting: one kernel evaluates a small perceptron and selects actions, with fixed input tensors."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from torchrl_lightning.learn.analytic.perceptrons import (
     require_class,
 )
 
-MOST_PRODUCTS = 1 << 21  # of rows and weights: beyond it torch's own products are faster
+MOST_PRODUCTS = 1 << 21  # limit of rows times weights; torch is faster above it
 
 
 def bind_inputs(policy: Any, step: TensorDictBase) -> Callable[[], dict[Any, Tensor]] | None:
-    """Return ``policy.act_on`` of a step ``[N]`` on the CPU whose tensors stay the same and are overwritten.
+    """Return a compiled call of ``policy.act_on`` on a CPU step ``[N]`` with fixed tensors that the caller overwrites.
 
-    The call draws the same random numbers, and equals the policy's own to float error. It may return the same tensors
-    each time. The policy acts itself while its modules differ from those of now.
+    The call draws the same random numbers as the policy and equals it up to float error. It may return the same
+    tensors each time. If the policy's modules change later, the call uses the policy itself.
 
     Returns:
-        The call; None if the policy is not one of ours over a small perceptron.
+        The call, or None if the policy is not one of ours with a small perceptron.
     """
     make = _POLICIES.get(defining_class(policy, "choose", "allowed") or defining_class(policy, "act"))
     try:
@@ -63,18 +63,18 @@ def bind_inputs(policy: Any, step: TensorDictBase) -> Callable[[], dict[Any, Ten
 
 
 class CompiledLayers:
-    """Linear layers, tanh and relu over the vectors of an observation, for a fixed number of rows.
+    """Linear layers, tanh and relu on the vectors of an observation, for a fixed number of rows.
 
-    The modules' parameters are read at each call, wherever they have been moved.
+    Each call reads the modules' parameters at their current addresses.
 
     Args:
-        entries: The vectors, ``[N, F_i]``: their memory stays where it is, and is overwritten.
-        trunk: Computes features of them.
-        head: The head behind it.
-        levels: The parameters and buffers of modules, other than linear layers, that the kernel reads.
+        entries: The vectors, ``[N, F_i]``, with fixed memory that the caller overwrites.
+        trunk: The module from vectors to features.
+        head: The module from features to outputs.
+        levels: Further parameters and buffers for the kernel, besides the linear layers.
 
     Raises:
-        Unsupported: There is something else to compute, or too much.
+        Unsupported: The modules contain other layers, or are too large.
     """
 
     def __init__(self, entries: Sequence[Tensor], trunk: Any, head: Any, *levels: dict[str, Any]) -> None:
@@ -86,7 +86,7 @@ class CompiledLayers:
         if sum(widths) != features:
             raise Unsupported(f"Vectors of {widths} numbers are not the {features} that are read.")
         x, self._copied = entries[0], list[tuple[Tensor, Tensor]]()
-        if len(entries) > 1 or not is_plain(x):  # MuJoCo's are float64
+        if len(entries) > 1 or not is_plain(x):  # MuJoCo's observations are float64
             x = self.tensor(features)
             self._copied = list(zip(x.split(widths, 1), entries, strict=True))
         self._guard = ModuleGuard(trunk, head)
@@ -99,14 +99,14 @@ class CompiledLayers:
         self.outputs = int(self._table[-2, 3])
         work = np.empty((2, self.rows * int(self._table[:, 3].max())), np.float32)
         self.arguments = x.numpy(), self._table, work, np.empty((self.rows, self.outputs), np.float32)
-        """The first arguments of each kernel that chooses."""
+        """The first arguments of each ``choose_...`` kernel."""
 
     def tensor(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return memory of each row."""
+        """Return an uninitialised tensor ``[N, *shape]``."""
         return torch.empty(self.rows, *shape, dtype=dtype)
 
     def refresh(self) -> bool:
-        """Follow what was moved and overwritten; return False if the modules are not those of construction."""
+        """Update addresses and copied inputs; return False if the modules have changed since construction."""
         found = [value for level in self._levels for value in level.values() if value is not None]
         places = list(map(Tensor.data_ptr, found))
         if places != self._addresses:
@@ -123,15 +123,15 @@ class CompiledLayers:
 
 @dataclass
 class Choice:
-    """How a policy chooses actions by what its layers return.
+    """The selection of actions from the outputs of the layers.
 
     Attributes:
-        kernel: Called with the arguments of the layers, the amount of noise (0 for the likeliest or the mean), the
-            ``arguments`` and ``outputs``.
-        draw: Draws the noise among the arguments.
-        outputs: The action first.
-        amount: The amount of noise; 1 without.
-        write: Makes a dict of the outputs, which is the action by default.
+        kernel: The compiled kernel. Its arguments are the arguments of the layers, the amount of noise (0 for the mode
+            or the mean), ``arguments`` and ``outputs``.
+        draw: Draws the noise in ``arguments``.
+        outputs: The output tensors, the action first.
+        amount: Returns the amount of noise; 1 if None.
+        write: Converts the outputs to a dict; by default the dict contains only the action.
     """
 
     layers: CompiledLayers

@@ -1,8 +1,9 @@
-"""Compiled passes of perceptrons: forward for a handful of rows with the choice of actions, and losses with gradients.
+"""Compiled passes of perceptrons: forward for a few rows with action selection, and losses with gradients.
 
-All numbers are float32. A network that acts is a table ``[L + 1, 5]`` of its L linear layers: addresses of the weight
-``[out, in]`` and of the bias, inputs, outputs, and the activation behind it; and in the last row, addresses of vectors
-``[A]`` that its head reads. In losses, ``weight`` is each row's share of a mean, which sums up to 1.
+All arrays are float32. A table ``[L + 1, 5]`` describes the L linear layers of an acting network. Each row contains the
+addresses of weight ``[out, in]`` and bias, the numbers of inputs and outputs, and the activation. The last row contains
+the addresses of the head's vectors ``[A]``. In losses, ``weight`` is each row's weight in a mean; the weights add up to
+1.
 """
 
 from __future__ import annotations
@@ -16,18 +17,18 @@ from torchrl_lightning.kernels.compiled import carray, in_any_order, pointer
 
 NONE, RELU, TANH = 0, 1, 2
 L1, L2, SMOOTH_L1 = 0, 1, 2
-_FURTHEST = 7.90531110763549805  # from there on tanh is 1 in float32
-_LEAST_TAIL = -30.0  # where erfc is not yet too small for float64
+_FURTHEST = 7.90531110763549805  # tanh is 1 in float32 from this value on
+_LEAST_TAIL = -30.0  # erfc underflows in float64 for smaller arguments, so log_tail switches to a series
 
 
 def forward(x: Any, layers: Any, work: Any, out: Any) -> None:
     """Compute a perceptron (numba).
 
     Args:
-        x: its inputs, ``[N, F]``.
-        layers: the table.
-        work: memory for what lies between the layers, ``[2, >= N * widest]``.
-        out: receives what the last layer returns, ``[N, O]``.
+        x: inputs, ``[N, F]``.
+        layers: the table of layers.
+        work: memory for hidden layers, ``[2, >= N * widest]``.
+        out: receives the output of the last layer, ``[N, O]``.
     """
     rows, given, last = len(x), x, len(layers) - 2
     for number in range(last + 1):
@@ -65,7 +66,7 @@ def multiply(x: Any, weight: Any, bias: Any, out: Any) -> None:
 
 @in_any_order
 def activate(values: Any, activation: int) -> None:
-    """Apply an activation in place (numba); tanh by a ratio of polynomials, true to 2e-7, as vectors can compute it."""
+    """Apply an activation in place (numba); tanh is a rational approximation, exact to 2e-7, for SIMD code."""
     f = np.float32
     if activation == RELU:
         for i in range(len(values)):
@@ -89,7 +90,7 @@ def activate(values: Any, activation: int) -> None:
 def choose_greedily(
     x: Any, layers: Any, work: Any, out: Any, epsilon: float, chance: Any, others: Any, action: Any
 ) -> None:
-    """Choose the best of action values, or where a chance ``[N]`` is below epsilon another action ``[N]`` (numba)."""
+    """Select the greedy action, or ``others`` ``[N]`` in rows with ``chance`` ``[N]`` below epsilon (numba)."""
     forward(x, layers, work, out)
     for r in range(len(out)):
         action[r] = others[r] if chance[r] < epsilon else out[r].argmax()
@@ -98,7 +99,7 @@ def choose_greedily(
 def choose_categorically(
     x: Any, layers: Any, work: Any, out: Any, draws: float, noise: Any, action: Any, log_prob: Any
 ) -> None:
-    """Choose by logits (numba), with exponential noise ``[N, A]`` or the likeliest; write log-probabilities too."""
+    """Sample actions from logits by exponential noise ``[N, A]``, or take the mode; write log-probabilities (numba)."""
     forward(x, layers, work, out)
     for r in range(len(out)):
         logits, best, choice = out[r], np.float32(-np.inf), 0
@@ -117,10 +118,10 @@ def choose_categorically(
 def choose_clipped(
     x: Any, layers: Any, work: Any, out: Any, draws: float, noise: Any, action: Any, log_prob: Any
 ) -> None:
-    """Choose by a Normal that is clipped to a box (numba); write log-probabilities too.
+    """Sample actions from a clipped Normal or take its mean; write log-probabilities (numba).
 
-    The vectors are center and half of the range of its mean, the logarithm of its deviation in units of the latter, low
-    and high.
+    The head's vectors are center and half-range of the actions, the log deviation in units of the half-range, and the
+    bounds low and high.
     """
     forward(x, layers, work, out)
     size = out.shape[1]
@@ -145,7 +146,7 @@ def choose_clipped(
 
 
 def log_tail(z: float) -> float:
-    """Return the logarithm of a standard Normal's mass below a number (numba)."""
+    """Return the log CDF of the standard Normal (numba)."""
     if z > _LEAST_TAIL:
         return math.log(0.5 * math.erfc(-z / math.sqrt(2.0)))
     inverse = 1.0 / (z * z)
@@ -155,10 +156,10 @@ def log_tail(z: float) -> float:
 def choose_squashed(
     x: Any, layers: Any, work: Any, out: Any, draws: float, limits: Any, noise: Any, action: Any
 ) -> None:
-    """Choose by a Normal behind a tanh (numba); ``out`` are its means and the logarithms of its deviations.
+    """Sample actions from a tanh-squashed Normal or take its mean; ``out`` are means and log deviations (numba).
 
-    The vectors are center and half of the range; ``limits`` the lowest and the highest logarithm of a deviation, and
-    the greatest absolute value behind the tanh.
+    The head's vectors are center and half-range of the actions. ``limits`` are the lowest and highest log deviation,
+    and the largest absolute value after the tanh.
     """
     forward(x, layers, work, out)
     size = action.shape[1]
@@ -173,7 +174,7 @@ def choose_squashed(
 
 
 def choose_noisily(x: Any, layers: Any, work: Any, out: Any, deviation: float, noise: Any, action: Any) -> None:
-    """Choose what lies behind a tanh, with noise, within a range as above (numba)."""
+    """Select deterministic tanh actions with additive noise, scaled by center and half-range (numba)."""
     forward(x, layers, work, out)
     size, one = out.shape[1], np.float32(1.0)
     center, half = vector(layers, 0, size), vector(layers, 1, size)
@@ -186,12 +187,12 @@ def choose_noisily(x: Any, layers: Any, work: Any, out: Any, deviation: float, n
 
 
 def vector(layers: Any, number: int, size: int) -> Any:
-    """View a vector of the head (numba)."""
+    """Return a view of one of the head's vectors (numba)."""
     return carray(pointer(layers[-1, number]), (size,), np.float32)
 
 
 def add_and_activate(values: Any, bias: Any, activation: int) -> None:
-    """Finish a linear layer's product ``[B, O]`` in place: its bias, and the activation behind it (numba)."""
+    """Add the bias to a linear layer's product ``[B, O]`` and apply its activation, in place (numba)."""
     for r in range(len(values)):
         row = values[r]
         if activation == RELU:
@@ -206,9 +207,9 @@ def add_and_activate(values: Any, bias: Any, activation: int) -> None:
 
 @in_any_order
 def pull_back(d: Any, values: Any, rows: Any, activation: int, sums: Any) -> None:
-    """Take a gradient ``[n, O]`` back through the activation that gave some rows of ``values`` (numba).
+    """Propagate a gradient ``[n, O]`` back through an activation, in place; ``values[rows]`` are its outputs (numba).
 
-    ``sums`` receives its sums over the rows, the gradient of a bias, unless it is empty.
+    ``sums`` receives the sum over the rows, the gradient of the bias, unless ``sums`` is empty.
     """
     sums[:] = np.float32(0.0)
     for i in range(len(d)):
@@ -234,23 +235,23 @@ def distance(difference: Any, kind: int) -> Any:
 
 
 def shares(weight: Any) -> Any:
-    """Return each row's share of a mean (numba)."""
+    """Return weights normalised to a sum of 1 (numba)."""
     return (weight / max(weight.sum(), np.float32(1.2e-38))).astype(np.float32)
 
 
 def learn_choices(
     values: Any, after: Any, chooser: Any, action: Any, step: Any, weight: Any, kind: int, d: Any, error: Any
 ) -> Any:
-    """Compute the loss of the values of chosen actions, and their mean (numba).
+    """Return the DQN loss and the mean value of the executed actions, and write the gradient (numba).
 
     Args:
-        values: of all actions, ``[B, A]``.
-        after: the target network's values of the successor, ``[B, A]``.
-        chooser: the values by which its action is chosen, ``[B, A]``.
-        action: the chosen ones, ``[B]``.
-        step: reward, whether the successor is terminal, and the factor of its value, ``[B]`` each.
-        weight: ``[B]``.
-        kind: the distance.
+        values: values of all actions, ``[B, A]``.
+        after: the target network's values of the next observation, ``[B, A]``.
+        chooser: values that select the next action, ``[B, A]``.
+        action: executed actions, ``[B]``.
+        step: reward, terminated and discount, ``[B]`` each.
+        weight: weights of the rows, ``[B]``.
+        kind: number of the distance.
         d: receives the gradient, ``[B, A]``.
         error: receives the absolute errors, ``[B]``.
     """
@@ -269,7 +270,7 @@ def learn_choices(
 
 
 def target_of(values: Any, log_prob: Any, alpha: float, step: Any, target: Any) -> None:
-    """Write targets ``[B]`` by the least of several critics' values ``[N, B]`` less alpha log-probabilities (numba)."""
+    """Write targets ``[B]`` from the minimum of critic values ``[N, B]`` minus alpha times log-probability (numba)."""
     reward, terminated, discount = step
     for r in range(len(target)):
         target[r] = reward[r]
@@ -278,9 +279,9 @@ def target_of(values: Any, log_prob: Any, alpha: float, step: Any, target: Any) 
 
 
 def learn_values(values: Any, target: Any, weight: Any, kind: int, d: Any, error: Any) -> Any:
-    """Compute the loss of a critic's values ``[B]``, and their mean (numba).
+    """Return the loss and the mean of a critic's values ``[B]`` (numba).
 
-    ``d`` ``[B]`` receives the gradient, ``error`` ``[B]`` the absolute errors that are greater than those there.
+    ``d`` ``[B]`` receives the gradient. ``error`` ``[B]`` receives the maximum of its content and the absolute errors.
     """
     loss = mean = 0.0
     for r in range(len(target)):
@@ -295,7 +296,7 @@ def learn_values(values: Any, target: Any, weight: Any, kind: int, d: Any, error
 
 
 def sample_squashed(out: Any, noise: Any, limits: Any, log_range: float, action: Any, log_prob: Any) -> None:
-    """Draw from Normals behind a tanh ``[B, 2 A]`` by standard noise ``[B, A]`` (numba); actions are within 1."""
+    """Sample from tanh-squashed Normals ``[B, 2 A]`` with standard noise ``[B, A]``; actions are in [-1, 1] (numba)."""
     size, (lowest, highest, most) = noise.shape[1], limits
     constant = size * (0.5 * math.log(2.0 * math.pi) + 2.0 * math.log(2.0)) + log_range
     for r in range(len(out)):
@@ -310,7 +311,7 @@ def sample_squashed(out: Any, noise: Any, limits: Any, log_range: float, action:
 
 
 def pull_back_squashed(out: Any, noise: Any, limits: Any, alpha: float, weight: Any, da: Any, d: Any) -> None:
-    """Take gradients ``[B, A]`` at drawn actions, and alpha's share of log-probabilities', to the Normals (numba)."""
+    """Write the gradients of means and log deviations from action gradients ``[B, A]`` and the entropy term (numba)."""
     size, (lowest, highest, most) = noise.shape[1], limits
     for r in range(len(out)):
         for a in range(size):
@@ -326,16 +327,16 @@ def pull_back_squashed(out: Any, noise: Any, limits: Any, alpha: float, weight: 
 
 
 def clamped(value: Any, lowest: Any, highest: Any) -> Any:
-    """Return a number within bounds, or NaN as it is (numba)."""
+    """Return a number clamped to bounds; NaN stays NaN (numba)."""
     if value > highest:
         return highest
     return lowest if value < lowest else value
 
 
 def judge(values: Any, log_prob: Any, alpha: float, weight: Any, best: Any) -> Any:
-    """Return the mean of the least values ``[N, B]`` less alpha log-probabilities, and of these (numba).
+    """Return the mean minimum of values ``[N, B]`` minus alpha log-probabilities, and the mean of these (numba).
 
-    ``best`` ``[B]`` receives whose value it is.
+    ``best`` ``[B]`` receives the index of the critic with the smallest value.
     """
     gain = mean = 0.0
     for r in range(len(best)):
@@ -346,7 +347,7 @@ def judge(values: Any, log_prob: Any, alpha: float, weight: Any, best: Any) -> A
 
 
 def smooth(out: Any, noise: Any, deviation: float, most: float, action: Any) -> None:
-    """Write what lies behind a tanh ``[B, A]``, with bounded noise added (numba)."""
+    """Write the tanh of ``out`` ``[B, A]`` plus clipped noise (numba)."""
     one, bound = np.float32(1.0), np.float32(most)
     for r in range(len(out)):
         for a in range(out.shape[1]):
@@ -357,16 +358,16 @@ def smooth(out: Any, noise: Any, deviation: float, most: float, action: Any) -> 
 def learn_choices_clipped(
     logits: Any, action: Any, behaviour: Any, advantage: Any, clip: float, entropy_coeff: float, d: Any
 ) -> Any:
-    """Compute the clipped objective of chosen actions, entropy, KL, log-ratio and clipped share, all means (numba).
+    """Return the means of PPO's objective, entropy, KL, log-ratio and clip fraction for integer actions (numba).
 
     Args:
-        logits: of all actions, ``[B, A]``.
-        action: the chosen ones, ``[B]``.
-        behaviour: their log-probabilities when they were chosen, ``[B]``.
-        advantage: ``[B]``.
-        clip: the range of the ratio around 1.
-        entropy_coeff: the weight of the entropy.
-        d: receives the gradient of the objective less the weighted entropy, ``[B, A]``.
+        logits: logits of all actions, ``[B, A]``.
+        action: executed actions, ``[B]``.
+        behaviour: log-probabilities of the actions at collection time, ``[B]``.
+        advantage: advantages, ``[B]``.
+        clip: clip range of the ratio around 1.
+        entropy_coeff: weight of the entropy.
+        d: receives the gradient of the objective minus the weighted entropy, ``[B, A]``.
     """
     rows, size = logits.shape
     share = np.float32(1.0 / rows)
@@ -379,7 +380,7 @@ def learn_choices_clipped(
         scale, spread = most + np.log(total), np.float32(0.0)
         for a in range(size):
             d[r, a] /= total
-            if d[r, a] > 0.0:  # a forbidden action has log-probability -inf; its share of the entropy is zero
+            if d[r, a] > 0.0:  # a forbidden action has log-probability -inf and adds zero to the entropy
                 spread -= d[r, a] * (row[a] - scale)
         log_ratio = row[action[r]] - scale - behaviour[r]
         gained, rises, is_beyond = clipped_gain(log_ratio, advantage[r], clip)
@@ -400,19 +401,19 @@ def learn_choices_clipped(
 def learn_normals_clipped(
     out: Any, action: Any, behaviour: Any, advantage: Any, clip: float, entropy_coeff: float, box: Any, d: Any, to: Any
 ) -> Any:
-    """Compute the same of actions ``[B, A]`` that were drawn from Normals and clipped to a box (numba).
+    """Return the means of PPO's objective, entropy, KL, log-ratio and clip fraction for clipped Normals (numba).
 
     Args:
-        out: the means, in units of half the range, ``[B, A]``.
-        action: what was done, ``[B, A]``.
-        behaviour: its log-probabilities when it was chosen, ``[B]``.
-        advantage: ``[B]``.
-        clip: the range of the ratio around 1.
-        entropy_coeff: the weight of the entropy, which is that before clipping.
-        box: center and half of the range of a mean, the logarithm of the deviation in units of the latter, and the
-            bounds, low and high, ``[A]`` each.
+        out: means in units of the half-range, ``[B, A]``.
+        action: executed actions, ``[B, A]``.
+        behaviour: log-probabilities of the actions at collection time, ``[B]``.
+        advantage: advantages, ``[B]``.
+        clip: clip range of the ratio around 1.
+        entropy_coeff: weight of the entropy before clipping.
+        box: center and half-range of the actions, the log deviation in units of the half-range, and the bounds low and
+            high, ``[A]`` each.
         d: receives the gradient of the means, ``[B, A]``.
-        to: receives that of the logarithms, ``[A]``.
+        to: receives the gradient of the log deviations, ``[A]``.
     """
     (rows, size), (center, half, log_std, low, high) = out.shape, box
     constant = 0.5 * math.log(2.0 * math.pi)
@@ -431,7 +432,7 @@ def learn_normals_clipped(
                 total -= 0.5 * z * z + log_scale[a] + constant
                 slope = -z
                 tilt[a] = z * z - 1.0
-            else:  # the mass of the tail, whose slope is its hazard
+            else:  # an action on a bound has the mass of the tail, and its derivative is the hazard rate
                 side = 1.0 if value <= low[a] else -1.0
                 tail = log_tail(side * z)
                 total += tail
@@ -454,20 +455,20 @@ def learn_normals_clipped(
 
 
 def clipped_gain(log_ratio: Any, advantage: Any, clip: float) -> Any:
-    """Return PPO's objective of a step, whether it rises with the ratio, and whether that is clipped (numba)."""
+    """Return a step's PPO objective, a flag for a nonzero gradient, and 1 for a ratio outside the range (numba)."""
     ratio = np.exp(log_ratio)
     gained, bound = ratio * advantage, advantage + np.float32(clip) * abs(advantage)
     return min(gained, bound), gained <= bound, 1.0 if abs(ratio - np.float32(1.0)) > clip else 0.0
 
 
 def kl_estimate(log_ratio: Any) -> Any:
-    """Return the estimate :func:`torchrl_lightning.learn.losses.kl_estimate` of one step (numba)."""
+    """Return :func:`torchrl_lightning.learn.losses.kl_estimate` for one step (numba)."""
     wide = float(log_ratio)
     return np.float32(math.expm1(wide) - min(wide, 88.0))
 
 
 def learn_returns(values: Any, target: Any, coeff: float, kind: int, d: Any) -> Any:
-    """Compute the weighted mean distance of values ``[B, 1]`` from targets ``[B, 1]`` (numba).
+    """Return the mean distance of values ``[B, 1]`` from targets ``[B, 1]``, times ``coeff`` (numba).
 
     ``d`` ``[B, 1]`` receives the gradient.
     """

@@ -1,4 +1,4 @@
-"""Flat parameters: one step, one norm and one copy for a whole network; and Adam without torch's bookkeeping."""
+"""Flat parameters for one step, norm and copy of a whole network, and Adam without torch's bookkeeping."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torchrl_lightning.learn.optimizer_states import check_adam_state
 
 
 def _uncompiled(method: Callable[..., Any]) -> Any:
-    """Call what torch keeps its compiler from as it is, as long as nobody has imported the compiler: it takes 1.7 s."""
+    """Remove torch's compiler guard from a method until the compiler is imported; its import takes 1.7 s."""
     plain = inspect.unwrap(method)
 
     @wraps(plain)
@@ -35,11 +35,11 @@ _settings_of = itemgetter(*_SETTINGS)
 
 
 class LeanAdam(o.Adam):
-    """``torch.optim.Adam(fused=True)``: the same numbers and the same state in less time.
+    """``torch.optim.Adam(fused=True)`` with the same results and state in less time.
 
-    Around the kernel, torch labels each step for its profiler, runs hooks, checks CUDA's graphs and groups parameters
-    by device: 60 to 100 us, where a small network that lies flat needs 10. Steps that need any of it (those with hooks
-    or under a gradient scaler) are torch's own. Arguments as there.
+    In each step, torch adds a profiler label, runs hooks, checks CUDA graphs and groups parameters by device. This
+    takes 60 to 100 us; a small network with flat parameters needs 10. Steps with hooks or a gradient scaler use torch's
+    own step. The arguments equal those of ``torch.optim.Adam``.
     """
 
     add_param_group = _uncompiled(o.Adam.add_param_group)
@@ -51,16 +51,17 @@ class LeanAdam(o.Adam):
         super().__init__(params, lr=lr, eps=eps, fused=True)
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Load a state.
+        """Load an optimizer state.
 
         Raises:
-            ValueError: It has another structure, shape, dtype or layout than this optimizer's; nothing is changed.
+            ValueError: Structure, shape, dtype or layout of the state do not fit this optimizer. The optimizer is then
+                unchanged.
         """
         check_adam_state(self, state_dict)
         self._load_state_dict(state_dict)
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Make a step; return what ``closure`` returns, which computes the gradients."""
+        """Make a step; return the result of ``closure``, a function that computes the gradients, or None."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -87,7 +88,7 @@ class LeanAdam(o.Adam):
                     torch._fused_adam_(*columns, beta1=beta1, beta2=beta2, **settings)
         return loss
 
-    step.hooked = True  # type: ignore[attr-defined]  # torch wraps a step without this mark, by label and hooks
+    step.hooked = True  # type: ignore[attr-defined]  # without it, torch wraps the step with its label and hooks
 
 
 def _is_plain(group: dict[str, Any]) -> bool:
@@ -96,19 +97,19 @@ def _is_plain(group: dict[str, Any]) -> bool:
     return is_own and not (others and any(each.device != first.device for each in others))
 
 
-# They treat each number alone, so that it does not matter where a parameter begins. Subclasses may do anything.
+# Elementwise optimizers give the same result for one flat parameter. Exact types only: subclasses may differ.
 _ELEMENTWISE = (LeanAdam, o.Adam, o.AdamW, o.SGD, o.RMSprop, o.Adamax, o.NAdam, o.RAdam, o.Adadelta, o.Rprop, o.ASGD)
 
 
 class OptimizedParameters:
-    """The parameters of one optimizer, laid flat if it treats each number alone.
+    """The parameters of one optimizer, flattened if the optimizer is elementwise.
 
-    Such an optimizer (torch's Adam, AdamW, SGD, RMSprop and the like), which has not stepped yet, then steps one flat
-    parameter for each of the ``parts`` that are trained together, instead of many; any other one keeps the parameters
-    as they are, and so do those in ``settled``. The parameters stay the objects that they were, with their names in a
-    state dict. Between ``clear`` and ``gather`` a gradient is each parameter's own, so that whatever computes, reduces
-    or drops gradients works as usual. Within a part, a parameter without a gradient counts as one whose gradient is
-    zero; a part without any is not stepped.
+    An elementwise optimizer (such as torch's Adam, AdamW, SGD and RMSprop) without steps so far then updates one flat
+    parameter for each of the ``parts``, which are trained together. Parameters in ``settled``, and those of any other
+    optimizer, are not flattened. The parameter objects and their names in a state dict stay the same. Between
+    ``clear`` and ``gather``, each parameter has its own gradient, so that code that computes, reduces or drops
+    gradients works as usual. Within a part, a missing gradient counts as zero; a part without any gradient is not
+    stepped.
     """
 
     def __init__(
@@ -128,17 +129,17 @@ class OptimizedParameters:
         self._stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
     def clear(self) -> None:
-        """Drop all gradients, before a backward pass."""
+        """Set all gradients to None before a backward pass."""
         for parameter in self.parameters:
             parameter.grad = None
 
     def gather(self) -> None:
-        """Pass the gradients to the optimizer, after a backward pass."""
+        """Pass the gradients to the optimizer after a backward pass."""
         for segment in self._segments:
             segment.gather()
 
     def gradients(self) -> dict[nn.Parameter, Tensor]:
-        """Return where gradients may be written before ``publish_gradients``, for each parameter that is flat."""
+        """Return the gradient tensor of each flattened parameter, to be filled before ``publish_gradients``."""
         return {
             parameter: view
             for segment in self._segments
@@ -151,19 +152,19 @@ class OptimizedParameters:
             segment.publish(None if resting.issuperset(segment.parameters) else segment.gradient)
 
     def clip(self, max_norm: float) -> Tensor:
-        """Scale the gathered gradients to a norm of at most ``max_norm``; return the norm before."""
+        """Scale the gathered gradients to a norm of at most ``max_norm``; return the norm before scaling."""
         gradients = [parameter.grad for parameter in self._stepped if parameter.grad is not None]
         if len(gradients) != 1:
             return nn.utils.clip_grad_norm_(self._stepped, max_norm)
-        # The same, without torch's bookkeeping for many tensors.
+        # The same result without torch's bookkeeping for many tensors.
         norm = torch.linalg.vector_norm(gradients[0])
-        if not norm.is_cpu or not float(norm) <= max_norm - 1e-6:  # a GPU is not asked: it would have to be waited for
+        if not norm.is_cpu or not float(norm) <= max_norm - 1e-6:  # reading the norm would synchronise a GPU
             gradients[0].mul_((max_norm / (norm + 1e-6)).clamp_(max=1.0))
         return norm
 
 
 class _Segment:
-    """Parameters that are stepped as one."""
+    """Parameters that the optimizer steps as one flat parameter."""
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self.parameters = parameters
@@ -172,7 +173,7 @@ class _Segment:
         self.refresh()
 
     def refresh(self) -> Sequence[Tensor]:
-        """Follow parameters that have been moved; return the parts of the flat gradient, one for each."""
+        """Flatten the parameters again if they have moved; return the view of the flat gradient for each parameter."""
         if addresses(self.parameters) != self._addresses:
             self.flat.data = _lay_flat(self.parameters)
             self._addresses = addresses(self.parameters)
@@ -181,13 +182,13 @@ class _Segment:
         return self._gradients
 
     def publish(self, gradient: Tensor | None) -> None:
-        """Set the gradient of all parameters: the flat one, in which it has been written, or None."""
+        """Set the gradients of all parameters to views of the flat gradient, or to None."""
         for parameter, view in zip(self.parameters, self._gradients, strict=True):
             parameter.grad = None if gradient is None else view
         self.flat.grad = gradient
 
     def gather(self) -> None:
-        """Copy the parameters' gradients into the flat one."""
+        """Copy the parameters' gradients into the flat gradient."""
         pairs = zip(self.refresh(), self.parameters, strict=True)
         present = [(view, parameter.grad) for view, parameter in pairs if parameter.grad is not None]
         if not present:
@@ -200,9 +201,10 @@ class _Segment:
 
 
 class SoftUpdate:
-    """Moves the parameters of a module towards others.
+    """Soft update of a target module's parameters from the online parameters.
 
-    Where the others are stored in one tensor, the module's are laid there too, and all move at once.
+    The target parameters are flattened. Online and target parameters that are adjacent in memory are updated in one
+    operation.
     """
 
     def __init__(self, module: nn.Module, online: Sequence[nn.Parameter]) -> None:
@@ -211,7 +213,7 @@ class SoftUpdate:
         self._runs: tuple[list[Tensor], list[Tensor]] = [], []
 
     def __call__(self, tau: float) -> None:
-        """Move them by a fraction ``tau``."""
+        """Move the target parameters towards the online parameters by a fraction ``tau``."""
         if addresses([*self._online, *self._own]) != self._addresses:
             for members in _alike(self._own, settled_parameters(self._module)):
                 _lay_flat(members)
@@ -221,14 +223,14 @@ class SoftUpdate:
 
 
 def settled_parameters(module: nn.Module) -> set[nn.Parameter]:
-    """Return the parameters that must stay where they are: cuDNN lays those of a recurrent layer out in its own way."""
+    """Return the parameters that must not be flattened: cuDNN has its own memory layout for recurrent layers."""
     layers = [part for part in module.modules() if isinstance(part, nn.RNNBase)]
     return {parameter for layer in layers for parameter in layer.parameters() if parameter.is_cuda}
 
 
 @torch.no_grad()
 def _lay_flat(tensors: Sequence[Tensor]) -> Tensor:
-    """Move the values of tensors of one type and device into one new tensor, of which they become views."""
+    """Copy tensors of one dtype and device into a new flat tensor, and make them views of it."""
     flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
     for tensor, view in zip(tensors, _views(flat, tensors), strict=True):
         tensor.data = view
@@ -243,7 +245,7 @@ def _views(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
 def _alike(
     parameters: Iterable[nn.Parameter], settled: Iterable[nn.Parameter], parts: Mapping[nn.Parameter, int] | None = None
 ) -> list[list[nn.Parameter]]:
-    """Group the parameters that can be in one tensor: by part, type and device, without the settled ones."""
+    """Return groups of parameters that fit into one tensor: same part, dtype and device, without the settled ones."""
     left_alone = set(settled)
     groups: dict[object, list[nn.Parameter]] = {}
     for parameter in parameters:
@@ -254,7 +256,7 @@ def _alike(
 
 
 def _merged(left: Sequence[Tensor], right: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Return two lists of tensors as few long ones: neighbours in both lists' memory become one flat view."""
+    """Return two lists of tensors with adjacent tensors merged into flat views if they are adjacent in both lists."""
     runs: list[list[tuple[Tensor, Tensor]]] = []
     for pair in zip(left, right, strict=True):
         if runs and all(map(_is_adjacent, runs[-1][-1], pair)):

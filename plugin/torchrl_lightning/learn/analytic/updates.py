@@ -1,6 +1,6 @@
-"""Updates without autograd: the gradients of DQN, SAC, TD3 and PPO are written down here, over perceptrons.
+"""Updates without autograd: analytic gradients of DQN, SAC, TD3 and PPO for perceptrons.
 
-Products are numpy's; kernels compute what is between them. Parameters and gradients stay where they are.
+NumPy computes the matrix products, and kernels compute the other operations. Parameters and gradients are not copied.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ from torchrl_lightning.learn.analytic.perceptrons import (
 
 _READ = ("action_log_prob", "advantage", "value_target")
 _NOT_KNOWN = (*AUTO_LOSS_MASK_KEYS, REPLAYED)
-"""Entries that the update of PPO reads, and those with which it is left to torch."""
+"""``_READ`` are input entries of PPO's update; a batch with an entry in ``_NOT_KNOWN`` needs autograd."""
 Seen = tuple[Array, Array]
-"""Observations of a batch, and their successors."""
+"""Observations and next observations of a batch."""
 DISTANCES = {"l1": kernels.L1, "l2": kernels.L2, "smooth_l1": kernels.SMOOTH_L1}
 
 
 class AnalyticUpdate(ABC):
-    """The gradients of an agent's loss, written where its optimizers read them.
+    """Analytic gradients of an agent's loss, written directly into the gradients of its optimizers.
 
     Args:
-        agent: Has a trainer and optimizers.
+        agent: An agent with trainer and optimizers.
 
     Attributes:
-        rows: The number of rows of a batch.
-        every: The numbers of these rows.
+        rows: The batch size.
+        every: The indices of all rows.
         resting: The parameters without a gradient in this update.
 
     Raises:
@@ -61,7 +61,7 @@ class AnalyticUpdate(ABC):
     """
 
     methods: ClassVar[tuple[str, ...]] = ("terms",)
-    """The methods of the agent that are not called, because this computes the same."""
+    """The agent's methods that this class replaces; autograd is used if a subclass overrides one."""
 
     def __init__(self, agent: Any) -> None:
         _check_run(agent, self.methods)
@@ -71,9 +71,9 @@ class AnalyticUpdate(ABC):
         self._build(1)
 
     def __call__(self, batch: Any) -> Any:
-        """Write the gradients on a batch, as ``agent.terms`` and ``backward`` do, and return what ``terms`` returns.
+        """Write the same gradients as ``agent.terms`` and ``backward``, and return the same values as ``terms``.
 
-        None, and nothing is written, if autograd has to compute them.
+        Return None and write nothing if autograd must compute the batch.
         """
         rows = self.count(batch) if self._is_supported else None
         if rows is None:
@@ -109,32 +109,32 @@ class AnalyticUpdate(ABC):
 
     @abstractmethod
     def bind(self, gradients: Gradients) -> list[nn.Module]:
-        """Find the networks and allocate memory for ``rows``; return the modules that must not change.
+        """Extract the networks and allocate memory for ``rows``; return the modules that must not change.
 
         Args:
-            gradients: Where the gradient of each parameter goes.
+            gradients: The tensor for the gradient of each parameter.
 
         Raises:
-            Unsupported: They are not perceptrons, or the loss has other parts.
+            Unsupported: The networks are not perceptrons, or the loss has unsupported terms.
         """
 
     @abstractmethod
     def count(self, batch: Any) -> int | None:
-        """Return the number of rows of a batch; None if it has entries whose gradients are not known."""
+        """Return the number of rows of a batch, or None if the batch has unsupported entries."""
 
     @abstractmethod
     def write(self, batch: Any) -> Any:
-        """Write the gradients on a batch of ``rows``; return what the agent's ``terms`` returns."""
+        """Write the gradients of a batch of ``rows``; return the same values as the agent's ``terms``."""
 
 
 def vectors_of(entries: list[Tensor]) -> Array:
-    """Return the vectors ``[B, F_i]`` of an observation as networks read them: float32, side by side, ``[B, F]``."""
+    """Return the vectors ``[B, F_i]`` of an observation as the network input: concatenated, float32, ``[B, F]``."""
     found = [entry.to(torch.float32) for entry in entries]
     return (torch.cat(found, -1) if len(found) > 1 else found[0].contiguous()).numpy()
 
 
 def _check_run(agent: Any, methods: Sequence[str]) -> None:
-    """Raise Unsupported if an update makes more than is known, or something waits for a backward pass."""
+    """Raise Unsupported if the run customises updates, hooks into the backward pass or needs another device."""
     trainer, hooks = agent.trainer, ("on_before_backward", "on_after_backward")
     if (
         any(is_overridden(hook, each) for each in (agent, *trainer.callbacks) for hook in hooks)
@@ -148,10 +148,10 @@ def _check_run(agent: Any, methods: Sequence[str]) -> None:
 
 
 class TransitionUpdate(AnalyticUpdate):
-    """A loss of transitions ``[B]``."""
+    """Base of updates on transitions ``[B]``."""
 
     def bind(self, gradients: Gradients) -> list[nn.Module]:
-        """Find the networks."""
+        """Allocate the weights and return the modules; see :meth:`AnalyticUpdate.bind`."""
         agent, rows = self.agent, self.rows
         if agent.memory is not None:
             raise Unsupported("No memories are known.")
@@ -161,7 +161,7 @@ class TransitionUpdate(AnalyticUpdate):
         return [agent.policy.network, *(getattr(agent, name) for name in agent.followed), agent.targets]
 
     def count(self, batch: Any) -> int | None:
-        """Return the number of transitions of a batch; None if some are masked, or parts of sequences."""
+        """Return the number of transitions of a batch; None with a mask, sequences or unsupported dtypes."""
         for each in (batch.reward, batch.weight, batch.discount):
             if isinstance(each, Tensor) and each.dtype is not torch.float32:
                 return None
@@ -170,7 +170,7 @@ class TransitionUpdate(AnalyticUpdate):
         return len(batch.reward) if plain else None
 
     def write(self, batch: Any) -> tuple[dict[str, float], Tensor]:
-        """Write the gradients; return the parts of the loss and diagnostics, and the absolute errors ``[B]``."""
+        """Write the gradients; return the loss terms and diagnostics, and the absolute errors ``[B]``."""
         discount = batch.discount
         if isinstance(discount, Tensor):
             factor: Array = discount.numpy()
@@ -185,17 +185,18 @@ class TransitionUpdate(AnalyticUpdate):
 
     @abstractmethod
     def learn(self, seen: Seen, action: Array, step: Any, weight: Array, error: Array) -> dict[str, float]:
-        """Write gradients and errors by observation and successor, action, reward, end and discount of each row.
+        """Write the gradients and the absolute errors; return the loss terms and diagnostics.
 
-        ``weight`` is its share of a mean.
+        ``seen`` are observations and next observations. ``step`` are reward, terminated and discount. ``weight`` is
+        each row's weight in a mean.
         """
 
 
 class DQNUpdate(TransitionUpdate):
-    """DQN over one number for each action."""
+    """Update of DQN with one value for each action."""
 
     def bind(self, gradients: Gradients) -> list[nn.Module]:
-        """Find the network and its target."""
+        """Extract the network and its target network."""
         watched, agent = super().bind(gradients), self.agent
         online, target = agent.q_network, agent.targets.q_network
         require_class(online, "QNetwork")
@@ -210,7 +211,7 @@ class DQNUpdate(TransitionUpdate):
         return watched
 
     def learn(self, seen: Seen, action: Array, step: Any, weight: Array, error: Array) -> dict[str, float]:
-        """Write them."""
+        """Write the gradients of the network."""
         now, then = seen
         after = self.target.forward(then, self.after)
         chooser = self.online.forward(then, self.chosen) if self.agent.double_q else after
@@ -221,18 +222,18 @@ class DQNUpdate(TransitionUpdate):
 
 
 class ActorCriticUpdate(TransitionUpdate):
-    """Critics of an observation and an action, and an actor that they judge: the parts that SAC and TD3 share."""
+    """Base of SAC and TD3: critics of an observation and an action, and an actor trained on their values."""
 
     def bind(self, gradients: Gradients) -> list[nn.Module]:
-        """Find actor and critics."""
+        """Extract actor and critics."""
         watched, agent, rows = super().bind(gradients), self.agent, self.rows
         actor = agent.actor_network
         self.critics, self.targets = perceptrons_of(agent.critics, gradients), perceptrons_of(agent.targets.critics)
         self.actor = perceptron_of(actor.trunk, actor.head, gradients)
         self.center, self.half = array_of(actor.head.center), array_of(actor.head.half_range)
         self.features, self.actions = len(self.actor.layers[0][0]), len(self.center)
-        # Little memory, for all of it wanders through the caches with each update: only what the actor's loss reads
-        # again outlasts the next forward pass.
+        # Each update moves all of this memory through the caches, so allocate little: only the outputs that the
+        # actor's loss reads again have their own memory.
         buffers: GradBuffers = {}
         self.acting = self.actor.memory(rows, buffers)
         self.memories = [each.memory(rows, buffers) for each in self.critics]
@@ -246,7 +247,7 @@ class ActorCriticUpdate(TransitionUpdate):
         return watched
 
     def evaluate(self, critics: list[Perceptron], memories: list[Memory], observation: Array, x: Array) -> Array:
-        """Return the values ``[N, B]`` of actions that lie in ``x`` already."""
+        """Return the values ``[N, B]`` of the actions already stored in ``x``."""
         x[:, : self.features] = observation
         for critic, memory, values in zip(critics, memories, self.values, strict=False):
             values[:] = critic.forward(x, memory)[:, 0]
@@ -255,7 +256,7 @@ class ActorCriticUpdate(TransitionUpdate):
     def learn_critics(
         self, seen: Seen, action: Array, step: Any, alpha: float, weight: Array, error: Array
     ) -> dict[str, float]:
-        """Write the critics' gradients, by actions at the successors that lie in ``chosen``."""
+        """Write the critics' gradients, from the next actions already stored in ``chosen``."""
         values = self.evaluate(self.targets, self.passing, seen[1], self.other)
         jitted(kernels.target_of)(values, self.log_prob, alpha, step, self.target)
         self.x[:, : self.features] = seen[0]
@@ -273,16 +274,16 @@ class ActorCriticUpdate(TransitionUpdate):
         return found
 
     def slopes_of(self, number: int, rows: Array, weight: Array) -> None:
-        """Write by how much less a critic's values, times their weights, become by each action of some rows."""
+        """Write the gradient of a critic's negative weighted values with respect to the actions of some rows."""
         d = -weight[rows, None]
         self.slopes[rows] = self.critics[number].backward_to(self.memories[number], rows, d, self.actions)
 
 
 class SACUpdate(ActorCriticUpdate):
-    """SAC over a Normal behind a tanh."""
+    """Update of SAC with a tanh-squashed Normal."""
 
     def bind(self, gradients: Gradients) -> list[nn.Module]:
-        """Find the networks."""
+        """Extract the networks."""
         watched, head = super().bind(gradients), self.agent.actor_network.head
         require_class(head, "SquashedHead")
         self.limits = tuple(map(np.float32, head.limits))
@@ -292,7 +293,7 @@ class SACUpdate(ActorCriticUpdate):
         return watched
 
     def learn(self, seen: Seen, action: Array, step: Any, weight: Array, error: Array) -> dict[str, float]:
-        """Write them."""
+        """Write the gradients of critics, actor and temperature."""
         now, then = seen
         log_alpha = self.agent.log_alpha.item()
         alpha = math.exp(log_alpha)
@@ -321,17 +322,17 @@ class SACUpdate(ActorCriticUpdate):
 
 
 class TD3Update(ActorCriticUpdate):
-    """TD3 over a deterministic actor."""
+    """Update of TD3 with a deterministic actor."""
 
     def bind(self, gradients: Gradients) -> list[nn.Module]:
-        """Find the networks."""
+        """Extract the networks."""
         watched, target = super().bind(gradients), self.agent.targets.actor_network
         require_class(self.agent.actor_network.head, "DeterministicHead")
         self.target_actor = perceptron_of(target.trunk, target.head)
         return watched
 
     def learn(self, seen: Seen, action: Array, step: Any, weight: Array, error: Array) -> dict[str, float]:
-        """Write them."""
+        """Write the gradients of the critics, and of the actor in its turns."""
         agent, (now, then) = self.agent, seen
         out, noise = self.target_actor.forward(then, self.acting), self.noise.normal_().numpy()
         jitted(kernels.smooth)(out, noise, agent.policy_noise, agent.noise_clip, self.chosen)
@@ -347,12 +348,12 @@ class TD3Update(ActorCriticUpdate):
 
 
 class PPOUpdate(AnalyticUpdate):
-    """The clipped objective over a categorical or a clipped Normal, and a critic with its own trunk."""
+    """Update of PPO's clipped objective with a categorical or clipped Normal actor, and a critic with its own trunk."""
 
     methods = ("terms", "evaluate", "entropy_terms", "critic_terms")
 
     def bind(self, gradients: Gradients) -> list[nn.Module]:
-        """Find actor and critic."""
+        """Extract actor and critic."""
         agent, actor, critic = self.agent, self.agent.policy, self.agent.critic
         kind = require_class(actor.head, "CategoricalHead", "ClippedNormalHead")
         if critic.is_shared or critic.out_keys != ["state_value"] or critic.trunks[0].in_keys != actor.trunk.in_keys:
@@ -375,7 +376,7 @@ class PPOUpdate(AnalyticUpdate):
         return [actor, critic]
 
     def count(self, batch: TensorDictBase) -> int | None:
-        """Return the number of steps of a mini-batch; None if some are replayed, masked, or parts of sequences."""
+        """Return the number of steps of a mini-batch; None with replayed steps, masks, sequences or other dtypes."""
         if batch.ndim != 1 or any(batch.get(key, None) is not None for key in _NOT_KNOWN):
             return None
         entries = [batch.get(key, None) for key in (*_READ, "action", *self._keys)]
@@ -385,7 +386,7 @@ class PPOUpdate(AnalyticUpdate):
         return len(batch) if set(read) == {torch.float32} and action in (torch.int64, torch.float32) else None
 
     def write(self, batch: TensorDictBase) -> dict[str, float]:
-        """Write the gradients; return the parts of the loss and diagnostics."""
+        """Write the gradients; return the loss terms and diagnostics."""
         agent, x = self.agent, vectors_of([batch.get(key) for key in self._keys])
         entropy_coeff, out = float(agent.entropy_coeff), self._actor.forward(x, self._acting)
         action, behaviour = (batch.get(key).numpy() for key in ("action", "action_log_prob"))
@@ -394,7 +395,7 @@ class PPOUpdate(AnalyticUpdate):
         values, target = self._critic.forward(x, self._valuing), batch.get("value_target").numpy()
         arguments = values, target, agent.critic_coeff, self._distance, self._d_values
         far = jitted(kernels.learn_returns)(*arguments)
-        if kl == math.inf:  # the gradients are not finite either, which NumPy would warn of
+        if kl == math.inf:  # the gradients are not finite either; suppress NumPy's warnings
             with np.errstate(invalid="ignore", over="ignore"):
                 self._backward(x)
         else:
