@@ -52,7 +52,7 @@ OptimizerFactory = Annotated[Callable[[Iterable[nn.Parameter]], torch.optim.Opti
 
 
 class AgentModule(PickledByValue, Settings, ReportingModule):
-    """An agent whose networks are built from a DataModule's specs.
+    """An agent with networks built from a DataModule's specs.
 
     Args:
         learning_rate: Learning rate of the default optimizer.
@@ -162,7 +162,7 @@ class AgentModule(PickledByValue, Settings, ReportingModule):
     def try_networks(self, specs: Any, trainer: Any) -> None:
         """Run a copy of the networks forward and backward once; raise NetworkFault if they fail.
 
-        Skip a subclass that overrides the build method but not ``network_outputs``: its outputs are unknown.
+        Skip modules with the build method and ``network_outputs`` from different classes: their outputs are unknown.
         """
         owner = None if self.dry_run_of is None else owner_of(self, self.dry_run_of)
         if owner is not None and owner is owner_of(self, "network_outputs") and not self.passed_dry_run:
@@ -258,7 +258,7 @@ class AgentModule(PickledByValue, Settings, ReportingModule):
         return optimizer
 
     def settled_parameters(self) -> set[nn.Parameter]:
-        """Return the parameters whose memory must not move."""
+        """Return the parameters that must not be flattened."""
         return settled_parameters(self)
 
     def _default_optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -310,8 +310,7 @@ class AgentModule(PickledByValue, Settings, ReportingModule):
         for group in self._groups.values():
             group.clear()
         idle = self.idle_parameters() if self.trainer.world_size > 1 else []
-        # DDP waits for a gradient of each parameter. Send zeros, and remove them below, because momentum would
-        # otherwise move these parameters.
+        # DDP waits for all gradients, so send zeros. Remove them below, because momentum would move the parameters.
         loss = loss + sum(0.0 * parameter.sum() for parameter in idle) if idle else loss
         if inner and not is_scaled and type(self.trainer.strategy) is SingleDeviceStrategy:
             loss.backward()  # a single device has no ranks to synchronise
@@ -360,7 +359,7 @@ class AgentModule(PickledByValue, Settings, ReportingModule):
 
 
 class TermsModule(AgentModule):
-    """An agent that computes its loss in ``terms``; it adds one argument to those of :class:`AgentModule`.
+    """An agent that computes its loss in ``terms``; it adds one argument to :class:`AgentModule`.
 
     Args:
         compile: Compute the loss by ``torch.compile``.
@@ -372,10 +371,7 @@ class TermsModule(AgentModule):
 
     @abstractmethod
     def terms(self, batch: Any) -> Any:
-        """Return the loss terms (``loss_...``) and diagnostics of a batch.
-
-        The method must have no side effects, because ``torch.compile`` may compile it.
-        """
+        """Return the loss terms (``loss_...``) and diagnostics of a batch; pure, so that it can be compiled."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -57,7 +57,7 @@ class ActorCriticModule(TermsModule):
         separate_critics: Give each critic head its own trunk.
         intrinsic: Source of intrinsic rewards, trained together with the agent; adds an ``intrinsic_state_value`` head.
         critic_optimizer: A separate optimizer for the critic's own parameters; optional.
-        compile: Compute the loss by ``torch.compile``; this took 0.83 of the time for PPO on one CPU core.
+        compile: Compute the loss by ``torch.compile``; PPO took 0.83 times as long with it on one CPU core.
         learning_rate: As in :class:`AgentModule`, like all arguments not listed here.
     """
 
@@ -96,7 +96,7 @@ class ActorCriticModule(TermsModule):
             raise ValueError("critics must name at least one critic, got []. Leave it out for a single critic.")
         self.require_effect("intrinsic_coeff", self.intrinsic is not None, "intrinsic")
         self.require_effect("separate_critics", len(self.value_keys) > 1, "several critics")
-        self._standardizes = self.normalize_advantage is not False  # setup() corrects it from the DataModule
+        self._standardizes = self.normalize_advantage is not False  # setup() replaces it if the setting is None
         self.actor_network: Actor | None = None
         self.critic_network: Critic | None = None
         self._coefficients: dict[str, tuple[float, Schedule]] = {}

@@ -110,7 +110,7 @@ class EpsilonGreedyPolicy(ExploringPolicy):
     Args:
         network: A TensorDict module with ``trunk``, ``head``, and ``values`` of all actions.
         memory: Maps observations to the input features of the network.
-        spread: The constant \(\alpha\), by which the exploration of the workers differs.
+        spread: The constant \(\alpha\); 0 gives all workers the same probability.
         epsilon: Initial value of ``amount``.
     """
 

@@ -95,7 +95,7 @@ class PolicyProgram(nn.Module):
         return (action, *(step["next", *path_of(key)] for key in self.first)) if self.first else action
 
     def drawn(self, rows: int) -> dict[NestedKey, Tensor]:
-        """Return random observations ``[rows, *F]``, within the range of any normaliser, and states ``[rows, *S]``."""
+        """Return random states ``[rows, *S]`` and observations ``[rows, *F]``, around the normaliser's mean if any."""
         found: dict[NestedKey, Tensor] = {}
         for key, spec in self.observed.items():
             constants = None if self.normalizer is None else self.normalizer.constants(key)

@@ -51,8 +51,7 @@ class LoadedPolicy(TensorDictModuleBase):
         specs: The specs of the training environment.
         deterministic: True takes the mode of the action distribution, False a sample.
         environment: The training environment in the checkpoint: its id, or the settings of its recipe.
-        state: The recurrent states after the last :meth:`act`, ``[N, *S]`` each; empty before the first call and for
-            policies without recurrent states.
+        state: The recurrent states after the last :meth:`act`, ``[N, *S]`` each; empty before it and if not recurrent.
     """
 
     def __init__(
@@ -90,8 +89,8 @@ class LoadedPolicy(TensorDictModuleBase):
         Args:
             observation: One observation, as Gymnasium's ``reset`` and ``step`` return it, or the batch of a vector
                 environment, ``[N, *F]`` for each entry.
-            starts: True if the observation is the first of its episode; one bool or ``[N]``. Recurrent states are
-                reset there. The first call always resets them.
+            starts: True if the observation is the first of its episode, which resets recurrent states; one bool or
+                ``[N]``. Without ``state``, the first call always resets them.
             state: Recurrent states to continue from, taken from :attr:`state`; None uses the stored states.
 
         Returns:
@@ -139,8 +138,8 @@ class LoadedPolicy(TensorDictModuleBase):
         """Return the recipe of the training environment; a call of the recipe makes a new environment.
 
         Args:
-            trusted: Allow classes and modules of other packages, such as your own, in the recipe. The author of the
-                checkpoint chooses these names, so set it only for a checkpoint that you trust.
+            trusted: Allow classes and modules of other packages, such as your own, in the recipe. The checkpoint's
+                author chooses them.
 
         Raises:
             ValueError: The checkpoint has no environment id and no recipe settings, or it names other packages' classes
@@ -178,7 +177,7 @@ def load_policy(
             read ``trainer.datamodule.specs``. None builds the module from the checkpoint's config.
         deterministic: True takes the mode of the action distribution, False a sample.
         trusted: Import and build classes of other packages, such as your own, if the checkpoint's config names them.
-            The author of the checkpoint chooses these names, so set it only for a checkpoint that you trust.
+            The checkpoint's author chooses them.
 
     Returns:
         The policy, with the environment's ``specs`` and ``recipe()``.

@@ -1,9 +1,8 @@
 """Compiled passes of perceptrons: forward for a few rows with action selection, and losses with gradients.
 
-All arrays are float32. A table ``[L + 1, 5]`` describes the L linear layers of an acting network. Each row contains the
+All numbers are float32. A table ``[L + 1, 5]`` describes the L linear layers of an acting network. A row contains the
 addresses of weight ``[out, in]`` and bias, the numbers of inputs and outputs, and the activation. The last row contains
-the addresses of the head's vectors ``[A]``. In losses, ``weight`` is each row's weight in a mean; the weights add up to
-1.
+the addresses of the head's vectors ``[A]``. In losses, the row weights ``weight`` add up to 1.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from torchrl_lightning.kernels.compiled import carray, in_any_order, pointer
 NONE, RELU, TANH = 0, 1, 2
 L1, L2, SMOOTH_L1 = 0, 1, 2
 _FURTHEST = 7.90531110763549805  # tanh is 1 in float32 from this value on
-_LEAST_TAIL = -30.0  # erfc underflows in float64 for smaller arguments, so log_tail switches to a series
+_LEAST_TAIL = -30.0  # log_tail uses a series below this value, before erfc underflows in float64
 
 
 def forward(x: Any, layers: Any, work: Any, out: Any) -> None:
@@ -455,7 +454,7 @@ def learn_normals_clipped(
 
 
 def clipped_gain(log_ratio: Any, advantage: Any, clip: float) -> Any:
-    """Return a step's PPO objective, a flag for a nonzero gradient, and 1 for a ratio outside the range (numba)."""
+    """Return a step's PPO objective, True if it is the unclipped term, and 1 if the ratio is out of range (numba)."""
     ratio = np.exp(log_ratio)
     gained, bound = ratio * advantage, advantage + np.float32(clip) * abs(advantage)
     return min(gained, bound), gained <= bound, 1.0 if abs(ratio - np.float32(1.0)) > clip else 0.0

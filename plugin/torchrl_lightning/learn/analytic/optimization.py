@@ -39,7 +39,7 @@ class LeanAdam(o.Adam):
 
     In each step, torch adds a profiler label, runs hooks, checks CUDA graphs and groups parameters by device. This
     takes 60 to 100 us; a small network with flat parameters needs 10. Steps with hooks or a gradient scaler use torch's
-    own step. The arguments equal those of ``torch.optim.Adam``.
+    own step. The arguments are the same.
     """
 
     add_param_group = _uncompiled(o.Adam.add_param_group)
@@ -105,8 +105,8 @@ class OptimizedParameters:
     """The parameters of one optimizer, flattened if the optimizer is elementwise.
 
     An elementwise optimizer (such as torch's Adam, AdamW, SGD and RMSprop) without steps so far then updates one flat
-    parameter for each of the ``parts``, which are trained together. Parameters in ``settled``, and those of any other
-    optimizer, are not flattened. The parameter objects and their names in a state dict stay the same. Between
+    parameter for each of the ``parts``, which are trained together. Parameters in ``settled``, and all parameters of
+    other optimizers, are not flattened. The parameter objects and their names in a state dict stay the same. Between
     ``clear`` and ``gather``, each parameter has its own gradient, so that code that computes, reduces or drops
     gradients works as usual. Within a part, a missing gradient counts as zero; a part without any gradient is not
     stepped.
@@ -147,7 +147,7 @@ class OptimizedParameters:
         }
 
     def publish_gradients(self, resting: set[nn.Parameter]) -> None:
-        """Pass the written gradients to the optimizer, except those of resting parameters."""
+        """Pass the written gradients to the optimizer, but None for segments of only resting parameters."""
         for segment in self._segments:
             segment.publish(None if resting.issuperset(segment.parameters) else segment.gradient)
 

@@ -61,7 +61,7 @@ class AnalyticUpdate(ABC):
     """
 
     methods: ClassVar[tuple[str, ...]] = ("terms",)
-    """The agent's methods that this class replaces; autograd is used if a subclass overrides one."""
+    """The agent's methods that this class replaces; user code that overrides one needs autograd."""
 
     def __init__(self, agent: Any) -> None:
         _check_run(agent, self.methods)
@@ -134,7 +134,7 @@ def vectors_of(entries: list[Tensor]) -> Array:
 
 
 def _check_run(agent: Any, methods: Sequence[str]) -> None:
-    """Raise Unsupported if the run customises updates, hooks into the backward pass or needs another device."""
+    """Raise Unsupported for custom updates, backward hooks, compilation, several ranks, a GPU or other precision."""
     trainer, hooks = agent.trainer, ("on_before_backward", "on_after_backward")
     if (
         any(is_overridden(hook, each) for each in (agent, *trainer.callbacks) for hook in hooks)
@@ -232,8 +232,8 @@ class ActorCriticUpdate(TransitionUpdate):
         self.actor = perceptron_of(actor.trunk, actor.head, gradients)
         self.center, self.half = array_of(actor.head.center), array_of(actor.head.half_range)
         self.features, self.actions = len(self.actor.layers[0][0]), len(self.center)
-        # Each update moves all of this memory through the caches, so allocate little: only the outputs that the
-        # actor's loss reads again have their own memory.
+        # Each update moves this memory through the caches, so allocate little: only outputs that the actor's loss
+        # reads again have their own memory.
         buffers: GradBuffers = {}
         self.acting = self.actor.memory(rows, buffers)
         self.memories = [each.memory(rows, buffers) for each in self.critics]
@@ -332,7 +332,7 @@ class TD3Update(ActorCriticUpdate):
         return watched
 
     def learn(self, seen: Seen, action: Array, step: Any, weight: Array, error: Array) -> dict[str, float]:
-        """Write the gradients of the critics, and of the actor in its turns."""
+        """Write the gradients of the critics, and of the actor if this update includes it."""
         agent, (now, then) = self.agent, seen
         out, noise = self.target_actor.forward(then, self.acting), self.noise.normal_().numpy()
         jitted(kernels.smooth)(out, noise, agent.policy_noise, agent.noise_clip, self.chosen)
