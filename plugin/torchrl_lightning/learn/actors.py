@@ -282,8 +282,8 @@ def build_critic(
 class ActorWithValues(TensorDictModuleBase):
     """An actor that also writes the values of a critic; their shared trunk runs once.
 
-    The rollout then contains the value of each step. Advantage estimation computes only the values of the steps
-    after the last ones.
+    The rollout then contains the value of each step. Advantage estimation computes only the values of the final next
+    observations.
 
     Args:
         actor: The actor.

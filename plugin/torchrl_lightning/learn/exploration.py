@@ -105,7 +105,7 @@ class EpsilonGreedyPolicy(ExploringPolicy):
     r"""The greedy action, or with probability \(\epsilon\) a random action (Mnih et al., 2015).
 
     ``amount`` is \(\epsilon\). Worker \(i\) of \(N\) uses the probability \(\epsilon^{1 + i \alpha / (N - 1)}\),
-    where \(\alpha\) is the ``spread`` (Horgan et al., 2018). With a mask, all actions are allowed ones.
+    where \(\alpha\) is the ``spread`` (Horgan et al., 2018). A mask restricts both actions.
 
     Args:
         network: A TensorDict module with ``trunk``, ``head``, and ``values`` of all actions.
