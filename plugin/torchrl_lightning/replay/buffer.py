@@ -1,4 +1,4 @@
-"""The base of all replay buffers."""
+"""The base class of all replay buffers."""
 
 from __future__ import annotations
 
@@ -46,38 +46,38 @@ from torchrl_lightning.state import Attribute, Child, Stated, list_of
 
 
 class ExperienceBuffer(Stated, FoldsSteps, ShareableBuffer):
-    """``TensorDictReplayBuffer`` over our storage and writer, with any sampler.
+    """A ``TensorDictReplayBuffer`` that uses a :class:`RingStorage`, a :class:`RingWriter` and any sampler.
 
-    Transforms, prefetching, pinned memory and sample units go through TorchRL; without them, a sample costs little more
-    than the reading of its cells. For other storages and writers there is TorchRL's own ``TensorDictReplayBuffer``.
+    TorchRL handles transforms, prefetching, pinned memory and sample units. Without them, a sample costs little more
+    than reading its cells. Use TorchRL's own ``TensorDictReplayBuffer`` for other storages and writers.
 
     Args:
-        storage: where the cells lie; of 1000 cells by default.
-        writer: one for ``num_envs`` environments by default.
-        sampler: any; a :class:`UniformSampler` by default. One that draws from unevenly filled rings, too, as all of
-            ours, has an attribute ``reads_rings`` that is true. All others, TorchRL's among them, see an ordinary
-            storage as long as the rings are evenly filled, and are refused otherwise.
+        storage: stores the rows; 1000 cells by default.
+        writer: a writer for ``num_envs`` environments by default.
+        sampler: any sampler; a :class:`UniformSampler` by default. The samplers of this package set ``reads_rings``
+            and also read unevenly filled rings. With other samplers, e.g. TorchRL's, uneven rings raise an error.
         num_envs: number of environments of the default writer.
-        n_steps: length of the returns that batches hold (see :class:`NStepReturns`), with any sampler; they are made
-            when cells are read, so that what is stored are single steps.
-        gamma: their discount; 0.99 if None, unless a DataModule hands over its learner's.
-        generator: the only source of randomness; seeded from torch's global one by default.
-        batch_size: rows (or windows) that ``sample()`` draws, here and below as in TorchRL's
+        n_steps: length of the returns in a batch (see :class:`NStepReturns`), with any sampler. The buffer stores
+            single steps and computes the returns when it reads cells.
+        gamma: discount of these returns; 0.99 if None, unless a DataModule passes the discount of its learner.
+        generator: the only source of randomness; seeded from torch's global generator by default.
+        batch_size: rows (or windows) that ``sample()`` draws. This and the following arguments work as in TorchRL's
             ``TensorDictReplayBuffer``.
-        priority_key: the entry of a batch that ``update_tensordict_priority`` takes.
-        sample_unit: what a sample is a number of.
-        collate_fn: what makes a batch of the cells that were read.
+        priority_key: the entry of a batch that ``update_tensordict_priority`` reads.
+        sample_unit: the unit that ``batch_size`` counts.
+        collate_fn: converts the cells into a batch.
         pin_memory: pin sampled batches in page-locked memory.
-        prefetch: batches drawn ahead by a thread.
-        transform: a transform that written data and samples pass through; samples show it their cells, ``index``.
+        prefetch: number of batches that a thread draws in advance.
+        transform: a transform of written data and of samples; a sample passed to it has the entry ``index``.
         shared: let other processes write and read.
-        done_reduce: as in :class:`RingWriter`, here and below, for the default writer.
-        check_successors: whether trajectories that were cut without a flag are found by comparing successors.
+        done_reduce: argument of the default :class:`RingWriter`.
+        check_successors: argument of the default :class:`RingWriter`: compare successors to find trajectories that
+            were cut without a flag.
 
     Raises:
-        TypeError: storage or writer are none of ours, or the sampler takes cells away.
-        ValueError: ``num_envs`` differs from that of a given writer, another buffer fills the storage, or ``n_steps``
-            or ``gamma`` are out of range.
+        TypeError: the storage is not a RingStorage, the writer is not a RingWriter, or the sampler removes cells.
+        ValueError: ``num_envs`` differs from the ``num_envs`` of the writer, another buffer fills the storage, or
+            ``n_steps`` or ``gamma`` are out of range.
 
     Examples:
         >>> import torch
@@ -94,7 +94,7 @@ class ExperienceBuffer(Stated, FoldsSteps, ShareableBuffer):
     OWNER, VERSION = "buffer", 3
     priority_key = Checked(lambda value, name: nested_key(value))
     STATE = {
-        "prefetched": Attribute(list_of(unpack_batch), "_drawn_ahead"),  # of which there may be too many
+        "prefetched": Attribute(list_of(unpack_batch), "_drawn_ahead"),  # the setter checks their number
         "sampler_kind": Attribute(at="_sampler_kind", argument="sampler"),
         "storage": Child(),
         "writer": Child(at="writer.rings"),
@@ -152,39 +152,39 @@ class ExperienceBuffer(Stated, FoldsSteps, ShareableBuffer):
 
     @property
     def parts(self) -> tuple[RingStorage, Sampler, RingWriter]:
-        """Storage, sampler and writer."""
+        """The storage, the sampler and the writer."""
         return self._storage, self._sampler, self._writer
 
     def set_storage(self, storage: Storage, collate_fn: Callable[[Any], Any] | None = None) -> Storage:
-        """Exchange the storage for another of ours; returns the old one."""
+        """Replace the storage by another RingStorage; return the old one."""
         check_parts(storage, None, None)
         bind(self.transform, storage, self.storage)
         return super().set_storage(storage, collate_fn)
 
     def set_writer(self, writer: Writer) -> Writer:
-        """Exchange the writer for another of ours; returns the old one."""
+        """Replace the writer by another RingWriter; return the old one."""
         check_parts(None, writer, None)
         return super().set_writer(writer)
 
     def set_sampler(self, sampler: Sampler) -> Sampler:
-        """Exchange the sampler; returns the old one."""
+        """Replace the sampler; return the old one."""
         check_parts(None, None, sampler)
         hold_priorities(sampler, self.storage.max_size)
         return super().set_sampler(sampler)
 
     def append_transform(self, transform: Any, *, invert: bool = False) -> Self:
-        """Append a transform; returns the buffer itself."""
+        """Append a transform; return the buffer itself."""
         bind(transform, self.storage)
         return super().append_transform(transform, invert=invert)
 
     def insert_transform(self, index: int, transform: Transform, *, invert: bool = False) -> Self:
-        """Insert a transform before the one at ``index``; returns the buffer itself."""
+        """Insert a transform before position ``index``; return the buffer itself."""
         bind(transform, self.storage)
         return super().insert_transform(index, transform, invert=invert)
 
     @property
     def takes_rows(self) -> bool:
-        """Whether rows may come in memory that is written again; with an ``extend`` of its own, a subclass says so."""
+        """Whether rows may be in memory that the caller reuses; a subclass with its own ``extend`` overrides this."""
         return type(self).extend is ExperienceBuffer.extend and not self.transforms
 
     # ------------------------------------------------------------------ writing
@@ -200,18 +200,18 @@ class ExperienceBuffer(Stated, FoldsSteps, ShareableBuffer):
         """Write steps.
 
         Args:
-            data: ``[n]`` with one environment; ``[num_envs]`` (one step of all) with several; a rollout ``[N, T]`` with
-                a dimension named ``"time"``, or with ``time_dim``.
-            env_ids: whose steps these are, if not of all environments in order.
-            time_dim: the dimension that is time.
-            update_priority: whether priorities in the data are used; yes by default.
+            data: ``[n]`` for one environment; ``[num_envs]``, one step each, for several; or a rollout ``[N, T]`` with
+                a dimension named ``"time"`` or with ``time_dim``.
+            env_ids: the environments of these steps; all environments in order by default.
+            time_dim: the time dimension.
+            update_priority: use the priorities in the data; True by default.
 
         Returns:
-            The cells, ``[n]``; time-major for a rollout; none if the data has no rows.
+            The cells, ``[n]``; time-major for a rollout; empty if the data has no rows.
 
         Raises:
             TypeError: the data is not a TensorDict, an entry is not a tensor, or ``env_ids`` are not integers.
-            ValueError: a batch size, schema or priority that does not fit; nothing is written.
+            ValueError: a batch size, schema or priority does not match; nothing is written.
         """
         check_tensordict(data)
         if 0 in data.shape:
@@ -242,10 +242,10 @@ class ExperienceBuffer(Stated, FoldsSteps, ShareableBuffer):
         return int(self.extend(data.unsqueeze(0)))
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        """Write over filled cells; by a key, over one entry of all of them (see :meth:`RingStorage.write_entry`).
+        """Overwrite filled cells, or one entry of all filled cells (see :meth:`RingStorage.write_entry`).
 
         Raises:
-            TypeError: the index has several parts; nothing would notice what is written into such a view.
+            TypeError: the index has several parts; the buffer could not track writes into such a view.
         """
         if isinstance(index, tuple) and len(index) > 1 and not all(isinstance(part, str) for part in index):
             raise TypeError(
@@ -259,27 +259,27 @@ class ExperienceBuffer(Stated, FoldsSteps, ShareableBuffer):
 
     @property
     def uses_episodes(self) -> bool:
-        """Whether samples depend on where episodes begin and end."""
+        """Whether samples depend on episode boundaries."""
         follows = getattr(self._sampler, "follows_episodes", False) or self._n_step is not None
         return follows or any(isinstance(each, EpisodeTransform) for each in transforms_in(self.transform))
 
     def forget_cells(self, cells: Tensor) -> None:
-        """Let the sampler never draw cells again that hold nothing any more."""
+        """Exclude removed cells from sampling."""
         if (prioritized := prioritized_in(self._sampler)) is not None:
             prioritized.forget(cells)
 
     def empty(self, empty_write_count: bool = True) -> None:
-        """Forget everything stored, and batches that were prefetched from it."""
+        """Remove all stored steps and all prefetched batches."""
         self.set_prefetched([])
         with self.locked():
             super().empty(empty_write_count)
 
     def write(self, data: TensorDictBase, *args: Any) -> Any:
-        """Write under TorchRL's locks, without transforms; further arguments go to the writer."""
+        """Write under TorchRL's locks, without transforms; pass further arguments to the writer."""
         return self.write_by(self._writer.extend, data, *args)
 
     def write_by(self, write: Callable[..., T], *args: Any) -> T:
-        """Let ``write(*args)`` write under TorchRL's locks, and tell the sampler which cells it returned."""
+        """Call ``write(*args)`` under TorchRL's locks, and pass the cells that it returns to the sampler."""
         with self.thread_lock, self.write_lock:
             index = write(*args)
             self._sampler.extend(index)
@@ -292,12 +292,13 @@ class ExperienceBuffer(Stated, FoldsSteps, ShareableBuffer):
     @overload
     def sample(self, batch_size: int | None = ..., return_info: bool = ..., include_info: bool | None = ...) -> Any: ...
     def sample(self, batch_size: int | None = None, return_info: bool = False, include_info: bool | None = None) -> Any:
-        """Sample a batch; its ``index`` entry holds the cells.
+        """Sample a batch; its ``index`` entry contains the cells.
 
-        ``write_position``, of the same shape, says how far each cell's ring was written (see :meth:`write_back`).
+        The entry ``write_position``, of the same shape, is the write position of each cell's ring; :meth:`write_back`
+        uses it.
 
         Raises:
-            RuntimeError: nothing is stored, or no batch size is known.
+            RuntimeError: the buffer is empty, or the batch size is unknown.
         """
         if return_info or include_info is not None or not self.is_plain(batch_size):
             return super().sample(batch_size, return_info, include_info)
@@ -306,7 +307,7 @@ class ExperienceBuffer(Stated, FoldsSteps, ShareableBuffer):
             return self.read(batch_size, self._fetch, **self.sample_options)
         if any(not isinstance(each, EpisodeTransform) for each in transforms):
             return super().sample(batch_size, return_info, include_info)
-        with self.locked():  # transforms may read more cells than were drawn
+        with self.locked():  # transforms may read further cells
             batch = self.read(batch_size, self._fetch, **self.sample_options)
             for transform in transforms:
                 batch = transform(batch)
@@ -319,7 +320,7 @@ class ExperienceBuffer(Stated, FoldsSteps, ShareableBuffer):
         return found.values()
 
     def is_plain(self, batch_size: int | None) -> bool:
-        """Return whether cells and transforms are all that a sample needs, so that TorchRL's long path is not taken."""
+        """Return whether a sample needs only cells and transforms, so that it can skip TorchRL's longer path."""
         prefetches, pins, is_over, unit, dependency = self.detours
         own, has_warned = self.batch_sizes
         if prefetches or pins or is_over or unit is not None or dependency is not None:
@@ -329,7 +330,7 @@ class ExperienceBuffer(Stated, FoldsSteps, ShareableBuffer):
         return bool(own is None or batch_size is None or own == batch_size or has_warned)
 
     def read(self, batch_size: int | None, fetch: Callable[[Any, dict[Any, Any]], T], **options: Any) -> T:
-        """Let the sampler draw, by these options, and ``fetch(index, info)`` read, under TorchRL's locks."""
+        """Sample with these options, and read the cells by ``fetch(index, info)``, under TorchRL's locks."""
         size = self.batch_sizes[0] if batch_size is None else batch_size
         with self.thread_lock:
             if not self.shared:
@@ -338,16 +339,16 @@ class ExperienceBuffer(Stated, FoldsSteps, ShareableBuffer):
                 return fetch(*self._sampler.sample(self._storage, size, **options))
 
     def draw(self, batch_size: int | None = None) -> TensorDictBase:
-        """Sample a batch as a TensorDict, even where the documented ``sample`` of a buffer returns something else.
+        """Sample a batch as a TensorDict, even if the ``sample`` of a subclass returns another type.
 
         Args:
-            batch_size: rows, or windows; the buffer's own by default.
+            batch_size: rows or windows; the buffer's batch size by default.
         """
         return self.sample(batch_size)
 
     def _fetch(self, index: Any, info: dict[Any, Any]) -> TensorDictBase:
         storage, sampler, writer = self.parts
-        if isinstance(index, tuple):  # coordinates of a storage with one dimension, as slice samplers give them
+        if isinstance(index, tuple):  # slice samplers return coordinates
             (index,) = index
         own = getattr(sampler, "reads_rings", False)
         if not own:
@@ -362,7 +363,7 @@ class ExperienceBuffer(Stated, FoldsSteps, ShareableBuffer):
             index, stamps = index.to(device), stamps.to(device)
         if self._n_step is not None and info:
             drop_later(info)
-        # Entries that the sampler gives itself need not be read.
+        # Do not read entries that the sampler returns.
         given = info if own else ()
         names = (None, "time") if own and index.ndim == 2 else None
         entries = storage.gather(index, names, given, self._n_step)
@@ -372,7 +373,7 @@ class ExperienceBuffer(Stated, FoldsSteps, ShareableBuffer):
             entries["is_init"] = episodes.with_begins(entries["is_init"], index)
         others = {}
         for key, value in info.items():
-            if own and isinstance(key, str):  # a fifth of the time that setting it below takes
+            if own and isinstance(key, str):  # five times faster than batch.set below
                 entries[key] = value if here else moved(value, device)
             else:
                 others[key] = value
@@ -382,7 +383,7 @@ class ExperienceBuffer(Stated, FoldsSteps, ShareableBuffer):
         return batch
 
     def look_up(self, index: Any, info: dict[Any, Any]) -> TensorDictBase:
-        """Read cells for TorchRL's ways of sampling; see :meth:`sample`."""
+        """Read cells for TorchRL's sampling path; see :meth:`sample`."""
         storage, _, writer = self.parts
         if isinstance(index, tuple):
             (index,) = index
@@ -394,23 +395,23 @@ class ExperienceBuffer(Stated, FoldsSteps, ShareableBuffer):
         return data.set("index", index.to(storage.device)) if self.transforms else data
 
     def write_back(self, batch: TensorDictBase, keys: Sequence[NestedKey]) -> Tensor:
-        """Write rewritten entries of a sampled batch, e.g. recurrent states, back into the cells that they came from.
+        """Write changed entries of a sampled batch, e.g. recurrent states, back into their cells.
 
-        Cells that were overwritten or forgotten since the batch was drawn are left alone, and so are steps that a
-        ``mask`` leaves out. Where a cell comes twice, the last one stays.
+        The buffer skips cells that were overwritten or removed after sampling, and steps that a ``mask`` excludes. If
+        a cell occurs twice, the last value is written.
 
         Args:
-            batch: what :meth:`sample` gave: flat ``[B]``, or windows ``[B, T]``.
-            keys: the entries; of nested ones, everything below.
+            batch: a batch of :meth:`sample`, flat ``[B]`` or windows ``[B, T]``.
+            keys: the entries to write; a nested key includes all entries below it.
 
         Returns:
-            The cells written.
+            The written cells.
 
         Raises:
             KeyError: an entry is missing in the batch or the storage, or the batch lacks ``index`` or
                 ``write_position``; nothing is written.
             TypeError: the batch is not a TensorDict.
-            ValueError: a shape or dtype differs from what is stored, or the writer refuses flags; nothing is written.
+            ValueError: a shape or dtype differs from the storage, or the writer rejects flags; nothing is written.
 
         Examples:
             >>> import torch
@@ -426,14 +427,14 @@ class ExperienceBuffer(Stated, FoldsSteps, ShareableBuffer):
             return self.plan_write_back(batch, keys)()
 
     def plan_write_back(self, batch: TensorDictBase, keys: Sequence[NestedKey]) -> Callable[[], Tensor]:
-        """Check what :meth:`write_back` is to write; return what writes it while the buffer is still locked."""
+        """Validate a :meth:`write_back`; return the function that writes while the buffer is still locked."""
         storage, _, writer = self.parts
         return plan_write_back(storage, writer.rings, batch, keys, self.n_steps)
 
     # ------------------------------------------------------------------ state
 
     def state_dict(self, *, copy: bool = True) -> dict[str, Any]:
-        """Return everything that decides what is sampled next: tensors and scalars only."""
+        """Return everything that determines the next samples: tensors and scalars only."""
         with self.at_rest():
             return super().state_dict(copy=copy)
 
@@ -453,16 +454,16 @@ class ExperienceBuffer(Stated, FoldsSteps, ShareableBuffer):
                 raise ValueError("The state is foreign: it holds priorities of cells that hold nothing.")
 
     def put_state(self, values: Mapping[str, Any]) -> None:
-        """Take over what is stored, and what is drawn next."""
+        """Restore the stored steps and the random state."""
         with self.at_rest():
             super().put_state(values)
             self.storage.watched |= {(NEXT, *path) for path in self.writer.rings.successors.matched}
 
     def dumps(self, path: str | Path) -> None:
-        """Write the state to a folder: streamed, atomic, without pickle; of memory-mapped cells, too, a copy.
+        """Write the state to a folder: streamed, atomic and without pickle; memory-mapped cells are copied.
 
         Raises:
-            OSError: the disk is full or not writable; an earlier state stays whole.
+            OSError: the disk is full or not writable; an earlier state in the folder stays intact.
         """
         with self.at_rest():
             super().dumps(path)
@@ -470,11 +471,11 @@ class ExperienceBuffer(Stated, FoldsSteps, ShareableBuffer):
     # ------------------------------------------------------------------ priorities
 
     def update_tensordict_priority(self, data: TensorDictBase) -> None:
-        """Take the priorities that a loss wrote into a sampled batch (entry ``priority_key``).
+        """Update priorities from the entry ``priority_key`` that a loss wrote into a sampled batch.
 
-        Does nothing if the sampler knows no priorities. With our sampler, cells that were overwritten since the batch
-        was drawn (its ``write_generation``) keep the priority of what they hold now. The sampler's ``reduction`` makes
-        one priority of several: of errors ``[B, C]`` of several critics, and of the steps of a window.
+        This does nothing if the sampler does not use priorities. :class:`PrioritizedSampler` skips cells that were
+        overwritten after sampling, which it detects by ``write_generation``. Its ``reduction`` combines the errors
+        ``[B, C]`` of several critics, or the steps of a window, into one priority.
 
         Raises:
             KeyError: the batch has no priorities or no ``index``.

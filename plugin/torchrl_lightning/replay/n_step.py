@@ -1,4 +1,4 @@
-"""N-step returns, made when cells are read."""
+"""N-step returns, computed when cells are read."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from torchrl_lightning.replay.episode_index import NO_INDEX_HINT, EpisodeIndex
 
 KERNEL_DTYPES = (torch.float32, torch.float64)
 Folded = tuple[Tensor, Tensor, Tensor, Tensor]
-"""Cells of the last steps, discounted sums of rewards, numbers of steps, and their discounts."""
+"""Cells of the last steps, discounted sums of rewards, numbers of steps, and discounts."""
 
 
 @dataclass(frozen=True)
 class NStepReturns:
-    r"""Fold each step that is read with those that follow it in its episode, \(n\) at most.
+    r"""Fold each sampled step with the following steps of its episode, up to \(n\) steps in total.
 
-    With \(k \le n\) steps left in what is stored of the episode, the reward becomes
-    \(\sum_{i<k} \gamma^i r_{t+i}\), and everything else under ``"next"``, flags too, that of the last of these steps.
-    So a value is bootstrapped with \(\gamma^k\) from the observation after \(k\) steps, unless that is terminal. A
-    batch has ``steps_to_next_obs`` \(k\) and ``gamma`` \(\gamma^k\), each of the batch's shape, as TorchRL's
-    ``MultiStepTransform`` names them. Nothing that is derived is stored.
+    Let \(k \le n\) be the number of steps from this one to the stored end of the episode. The reward becomes
+    \(\sum_{i<k} \gamma^i r_{t+i}\). All other entries under ``"next"``, including flags, are copied from the last of
+    these steps. So a loss bootstraps with \(\gamma^k\) from the observation after \(k\) steps, unless it is terminal.
+    A batch has ``steps_to_next_obs`` \(k\) and ``gamma`` \(\gamma^k\), each of the batch's shape, with the names of
+    TorchRL's ``MultiStepTransform``. The buffer stores only single steps.
 
     Args:
-        n_steps: most steps.
-        gamma: discount of a step.
+        n_steps: maximum number of steps.
+        gamma: discount per step.
 
     Raises:
-        ValueError: a number out of range.
+        ValueError: a number is out of range.
 
     Examples:
         >>> from tensordict import TensorDict
@@ -79,11 +79,11 @@ class NStepReturns:
         return entries
 
     def fold(self, episodes: EpisodeIndex, reward: Tensor, index: Tensor) -> Folded:
-        """Fold the steps in filled cells ``index``, ``[*B]``; ``reward`` is all that is stored, ``[cells, *F]``."""
+        """Fold the steps in filled cells ``index``, ``[*B]``; ``reward`` contains all stored rewards, ``[cells, *F]``."""
         if not reward.is_cpu or reward.dtype not in KERNEL_DTYPES:
             return self.fold_by_steps(episodes, reward, index)
         rows, rewards = index.contiguous().numpy(), reward.numpy()
-        # In their final shapes, because each view of a tensor costs as much as a tenth of this.
+        # Allocate the final shapes, because a view of a tensor costs a tenth of this method's time.
         last, steps = np.empty((2, *rows.shape), np.int64)
         gamma = np.empty(rows.shape, np.float32)
         total = np.empty(rows.shape + rewards.shape[1:], rewards.dtype)
@@ -92,7 +92,7 @@ class NStepReturns:
         return torch.from_numpy(last), torch.from_numpy(total), torch.from_numpy(steps), torch.from_numpy(gamma)
 
     def fold_by_steps(self, episodes: EpisodeIndex, reward: Tensor, index: Tensor) -> Folded:
-        """Fold as :meth:`fold` does, on any device and for any dtype of the rewards: one indexed read for each step."""
+        """Fold like :meth:`fold`, on any device and for any reward dtype, with one indexed read per step."""
         shape, index = index.shape, index.reshape(-1)
         env, position = episodes.steps_of(index.cpu().numpy())
         _, end = episodes.bounds(torch.from_numpy(env), torch.from_numpy(position))
@@ -112,24 +112,24 @@ class NStepReturns:
 
 
 class FoldsSteps:
-    """Give a buffer the length and the discount of the returns that its batches hold."""
+    """Mixin that stores length and discount of a buffer's n-step returns."""
 
     _returns: NStepReturns
     _n_step: NStepReturns | None
-    """The returns, or None if batches hold single steps."""
+    """The returns, or None if batches contain single steps."""
 
     def set_returns(self, returns: NStepReturns) -> None:
-        """Let batches hold these returns."""
+        """Set the n-step returns of batches."""
         self._returns, self._n_step = returns, returns if returns.n_steps > 1 else None
 
     @property
     def n_steps(self) -> int:
-        """Length of the returns that batches hold."""
+        """Length of the returns in a batch."""
         return self._returns.n_steps
 
     @property
     def gamma(self) -> float:
-        """Discount of these returns."""
+        """Discount of the returns in a batch."""
         return self._returns.gamma
 
     @gamma.setter

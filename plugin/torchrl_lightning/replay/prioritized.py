@@ -1,4 +1,4 @@
-"""Prioritized experience replay without compiled TorchRL symbols."""
+"""Prioritized experience replay that does not need TorchRL's compiled extension."""
 
 from __future__ import annotations
 
@@ -29,43 +29,44 @@ FLOATS = (torch.float32, torch.float64)
 
 
 class PrioritizedSampler(Stated, SamplerHooks, _PrioritizedSampler):
-    """Draw cell ``i`` with probability ``P(i) = (p_i + eps)^alpha / sum_j (p_j + eps)^alpha``.
+    """Sample cell ``i`` with probability ``P(i) = (p_i + eps)^alpha / sum_j (p_j + eps)^alpha``.
 
-    Importance weights are ``w_i = (N P(i))^-beta``, divided by the largest of the batch or of the buffer. New data get
-    the highest priority so far, ``initial_priority`` at least. Samples and updates cost ``O(batch * log capacity)``,
-    setting ``alpha`` costs ``O(capacity)``, setting ``beta`` nothing; TorchRL's schedulers set both. Cells that hold
-    nothing are never drawn.
+    Importance weights are ``w_i = (N P(i))^-beta``, divided by the largest weight of the batch or of the buffer. New
+    data get the highest priority so far, at least ``initial_priority``. Empty cells are never drawn. A sample or an
+    update costs ``O(batch * log capacity)``. Setting ``alpha`` costs ``O(capacity)``, setting ``beta`` costs nothing;
+    TorchRL's schedulers set both.
 
-    A batch carries ``priority_weight`` and ``write_generation``, both ``[B]``. Passed back to
-    :meth:`update_priority`, the latter lets it ignore updates of cells that were overwritten in between.
+    A batch contains ``priority_weight`` and ``write_generation``, both ``[B]``. With ``write_generation``,
+    :meth:`update_priority` ignores cells that were overwritten after sampling.
 
-    With ``batch_length`` cells are where windows begin, and batches ``[B, T]``: so many successive steps of one
-    environment, all of them stored, which may go on in the next episode. Every step counts, so there is no ``mask``, as
-    there is in batches of a :class:`SequenceSampler`. The priorities are those of windows by their
-    first step; what keeps a window from being drawn (its end is not stored yet, say) does not change them. ``N`` counts
-    the windows that can be drawn. Beside the other entries, which are expanded to ``[B, T]``, stands
-    ``importance_weights``: the powers of priorities over the mean of those that are not zero, so that
-    ``priority_weight`` with ``weight_norm=None`` is ``importance_weights ** -beta``.
+    With ``batch_length``, the sampler draws windows of successive stored steps of one environment, as batches
+    ``[B, T]``. A window may continue in the next episode. Every step counts, so the batch has no ``mask``, unlike
+    batches of a :class:`SequenceSampler`. The priority of a window is stored at its first step. It stays unchanged
+    while the window cannot be drawn, e.g. because its end is not stored yet. ``N`` counts the windows that can be
+    drawn. The other entries are expanded to ``[B, T]``. The additional entry ``importance_weights`` is
+    ``(p + eps)^alpha`` divided by the mean of its non-zero values, so that ``priority_weight`` with
+    ``weight_norm=None`` equals ``importance_weights ** -beta``.
 
     Schaul, Quan, Antonoglou, Silver: Prioritized Experience Replay. https://arxiv.org/abs/1511.05952
 
     Args:
-        max_capacity: the ``max_size`` of the storage, which an :class:`ExperienceBuffer` hands over where it is None.
-        alpha: exponent of the priorities, not negative; 0 draws uniformly.
-        beta: exponent of the importance weights, not negative; 1 corrects the bias in full.
+        max_capacity: the ``max_size`` of the storage; if None, an :class:`ExperienceBuffer` sets it.
+        alpha: exponent of the priorities, not negative; 0 samples uniformly.
+        beta: exponent of the importance weights, not negative; 1 corrects the full bias.
         eps: added to every priority.
-        dtype: of priorities and trees, or its name.
-        reduction: how priorities with further dimensions become one for each cell: max, min, mean or median.
-        max_priority_within_buffer: new data get the highest priority that is still stored, not the highest ever given.
-        device: where the trees live, the CPU by default.
-        priority_key: where a loss writes the new priorities; kept for readers of the sampler.
-        stratified: one draw from each of ``B`` equal shares of the total priority; otherwise independent draws.
-        weight_norm: ``"batch"`` or ``"buffer"``: the largest weight there is 1; None leaves the weights as they are.
-        initial_priority: least priority of new data.
-        batch_length: steps of a window; None for single cells, ``[B]``. A sampler that is built with None draws nothing
-            else.
-        num_earliest_frames_ignored: nothing is drawn that begins in the oldest so many stored steps of an environment.
-        generator: random generator; the buffer's takes its place.
+        dtype: dtype of priorities and trees, or its name.
+        reduction: reduces further dimensions to one priority per cell: max, min, mean or median.
+        max_priority_within_buffer: give new data the highest stored priority instead of the highest priority ever set.
+        device: device of the trees; the CPU by default.
+        priority_key: the entry for the new priorities of a loss; the sampler only stores this key.
+        stratified: one draw from each of ``B`` equal parts of the total priority; otherwise independent draws.
+        weight_norm: ``"batch"`` or ``"buffer"`` scales the largest weight of the batch or buffer to 1; None does not
+            scale.
+        initial_priority: lowest priority of new data.
+        batch_length: steps of a window; None for single cells, ``[B]``. A sampler built with None draws only single
+            cells, unless ``num_earliest_frames_ignored`` is set.
+        num_earliest_frames_ignored: number of the oldest stored steps of each environment at which no draw may begin.
+        generator: random generator; the buffer replaces it by its own.
 
     Raises:
         ValueError: an argument is out of range.
@@ -125,11 +126,11 @@ class PrioritizedSampler(Stated, SamplerHooks, _PrioritizedSampler):
         num_earliest_frames_ignored: int = 0,
         generator: torch.Generator | None = None,
     ) -> None:
-        # TorchRL's own __init__ would build its compiled trees, which do not load with every torch.
+        # TorchRL's own __init__ would build compiled trees, which some versions of torch cannot load.
         eps, self.initial_priority = not_negative(eps, "eps"), initial_priority
         self._beta = not_negative(beta, "beta")
         self.knows_windows = True
-        """Whether it can draw windows, however long those are that it draws now."""
+        """Whether the sampler supports windows, whatever the current ``batch_length``."""
         self.batch_length = batch_length
         self.num_earliest_frames_ignored = num_earliest_frames_ignored
         self.knows_windows = self.batch_length is not None or self.num_earliest_frames_ignored > 0
@@ -151,11 +152,11 @@ class PrioritizedSampler(Stated, SamplerHooks, _PrioritizedSampler):
         self.stratified = stratified
         self.weight_norm = weight_norm
         self._own_rng = generator
-        self._limited_by: tuple[int, ...] = ()  # version of the rings and lengths that decide which cells are drawn
+        self._limited_by: tuple[int, ...] = ()  # ring version and lengths of the last call of table.limit
 
     @cached_property
     def table(self) -> Priorities:
-        """Priorities of the cells, and the tree from which they are drawn."""
+        """The priorities of the cells and the tree for sampling."""
         raise ValueError(
             "This PrioritizedSampler does not know for how many cells it keeps priorities; give max_capacity=N, the "
             "max_size of its storage, or make an ExperienceBuffer of both."
@@ -163,7 +164,7 @@ class PrioritizedSampler(Stated, SamplerHooks, _PrioritizedSampler):
 
     @property
     def max_size(self) -> int:
-        """Number of cells that priorities are kept for."""
+        """Number of cells with a priority."""
         return self.table.capacity
 
     @property
@@ -173,12 +174,12 @@ class PrioritizedSampler(Stated, SamplerHooks, _PrioritizedSampler):
 
     @property
     def device(self) -> torch.device:
-        """Where the trees live."""
+        """Device of the trees."""
         return self.table.priorities.device
 
     @property
     def eps(self) -> float:
-        """What is added to every priority."""
+        """Constant added to every priority."""
         return self.table.eps
 
     @property
@@ -222,22 +223,23 @@ class PrioritizedSampler(Stated, SamplerHooks, _PrioritizedSampler):
     def sample(
         self, storage: Storage, batch_size: int, batch_length: int | Literal["own"] | None = "own"
     ) -> tuple[Any, dict[str, Any]]:
-        """Draw cells, as :meth:`UniformSampler.sample` does, or windows.
+        """Sample cells, as :meth:`UniformSampler.sample` does, or windows.
 
         Args:
-            storage: what the cells are in.
-            batch_size: how many cells, or windows.
-            batch_length: steps of each window, if not as built; None for single cells.
+            storage: the storage of the cells.
+            batch_size: number of cells or windows.
+            batch_length: steps of each window, by default the sampler's own; None for single cells.
 
         Returns:
-            Cells ``[B]`` (coordinates for a storage of several dimensions), and ``priority_weight`` (float32) and
-            ``write_generation`` of each; of windows ``[B, T]``, and ``importance_weights`` (float32), too.
+            Cells ``[B]`` (coordinates for a storage with several dimensions), and a dict with ``priority_weight``
+            (float32) and ``write_generation`` of each cell. Windows have the shape ``[B, T]``, and the dict also has
+            ``importance_weights`` (float32).
 
         Raises:
-            StepsMissing: a ValueError, RuntimeError and AssertionError: nothing is stored, there is no room for a
-                window, or all priorities are zero.
-            ValueError: the storage is larger than ``max_capacity``, ``batch_size`` is not a size, or no
-                :class:`RingWriter` tells where steps are.
+            StepsMissing: the storage is empty, no window fits, or all priorities are zero. The error is also a
+                ValueError, RuntimeError and AssertionError.
+            ValueError: the storage is larger than ``max_capacity``, ``batch_size`` is not a non-negative integer, or
+                windows are sampled from a storage without a :class:`RingWriter`.
         """
         batch_size = integer(batch_size, "batch_size", 0)
         steps = self.batch_length if batch_length == "own" else batch_length
@@ -264,17 +266,17 @@ class PrioritizedSampler(Stated, SamplerHooks, _PrioritizedSampler):
         return (index if storage.ndim == 1 else torch.unravel_index(index, storage.shape)), info
 
     def draw(self, count: int) -> NDArray[Any] | Tensor:
-        """Draw numbers in [0, 1), ``[count]``: all the randomness there is; override it to decide what is drawn.
+        """Draw numbers in [0, 1), ``[count]``; override this only source of randomness to control the samples.
 
-        With ``stratified``, number ``i`` falls into share ``i`` of the total priority.
+        With ``stratified``, number ``i`` selects a cell in part ``i`` of the total priority.
 
         Returns:
-            An array of the sampler's dtype; a tensor where priorities do not lie on the CPU.
+            An array of the sampler's dtype; a tensor if the priorities are not on the CPU.
         """
         return self.table.uniform(count, self.generator)
 
     def _limit(self, storage: Storage, batch_length: int | None) -> Rings:
-        """Let only those cells be drawn from which a whole window is stored, and which are not ignored."""
+        """Limit sampling to cells that begin a complete window and are not ignored; return the rings."""
         rings = rings_in(storage)
         if rings is None:
             raise ValueError(
@@ -300,11 +302,11 @@ class PrioritizedSampler(Stated, SamplerHooks, _PrioritizedSampler):
         return rings
 
     def _base(self, batch_length: int | None) -> float:
-        """Return what the leaves are divided by in the weights; zero stands for the smallest leaf of the batch."""
+        """Return the divisor of the leaves in the weights; zero means the smallest leaf of the batch."""
         table = self.table
         if self.weight_norm is None:
             return table.total / ((table.count if batch_length is None else table.tree.nnz) or 1)
-        # A stored cell that can never be drawn (priority and eps zero) must not make all weights zero.
+        # A cell with priority and eps zero is never drawn, and must not make all weights zero.
         return 0.0 if table.lowest is None else float(table.power(table.lowest.summary()))
 
     def update_priority(
@@ -315,22 +317,22 @@ class PrioritizedSampler(Stated, SamplerHooks, _PrioritizedSampler):
         storage: Storage | None = None,
         generation: Tensor | None = None,
     ) -> None:
-        """Change the priorities of cells; where a cell comes twice, the last one stays.
+        """Set the priorities of cells; if a cell occurs twice, the last priority counts.
 
-        Cells that hold nothing are left alone, and so are those whose ``generation`` is another by now.
+        This skips empty cells and cells with another current generation than ``generation``.
 
         Args:
-            index: cells, any shape; coordinates ``[B, ndim]`` for a storage of several dimensions; -1 for nothing.
-                With ``batch_length``, windows ``[B, T]``, or the cells ``[B]`` where they begin.
-            priority: one for all; one for each cell or window; or of the shape of the cells with further dimensions,
-                such as ``[B, C]`` of several critics, which ``reduction`` makes one for each cell or window.
-            storage: needed where it has several dimensions.
+            index: cells of any shape; coordinates ``[B, ndim]`` for a storage with several dimensions; -1 is skipped.
+                With ``batch_length``: windows ``[B, T]``, or their first cells ``[B]``.
+            priority: one number for all, one per cell or window, or a tensor with further dimensions, e.g. ``[B, C]``
+                for several critics. ``reduction`` reduces these to one per cell or window.
+            storage: required if it has several dimensions.
             generation: the batch's ``write_generation``.
 
         Raises:
-            IndexError: a cell out of range.
+            IndexError: a cell is out of range.
             TypeError: the cells are not integers.
-            ValueError: a priority is negative, NaN or infinite, or shapes do not fit.
+            ValueError: a priority is negative, NaN or infinite, or shapes do not match.
         """
         if storage is not None and not self.table.count:
             self._adopt(storage)
@@ -370,23 +372,23 @@ class PrioritizedSampler(Stated, SamplerHooks, _PrioritizedSampler):
         return cells, value.to(self.dtype).reshape(-1)
 
     def check_write(self, storage: Storage, rows: int, priority: Tensor | None) -> None:
-        """Check that a write which brings its priorities along will not fail half-way; nothing is changed.
+        """Validate the priorities of a write before anything changes, so that it cannot fail half-way.
 
         Args:
-            storage: what is written to.
-            rows: how many rows.
-            priority: their priorities, or None where they get that of new data.
+            storage: the storage to write to.
+            rows: number of rows.
+            priority: priorities of the rows; None for the priority of new data.
 
         Raises:
-            ValueError: the storage is larger than ``max_capacity``, a priority is negative, NaN or infinite, or there
-                is not one for each row.
+            ValueError: the storage is larger than ``max_capacity``, a priority is negative, NaN or infinite, or the
+                number of priorities differs from the number of rows.
         """
         self.check_capacity(storage.max_size)
         if priority is not None:
             self.table.check(self._flat(torch.arange(rows), priority, None)[1])
 
     def mark_update(self, index: int | slice | range | Tensor, *, storage: Storage | None = None) -> None:
-        """Give cells that were just written the priority of new data; called by the storage.
+        """Give newly written cells the priority of new data; the storage calls this.
 
         Raises:
             ValueError: the storage is larger than ``max_capacity``.
@@ -400,11 +402,11 @@ class PrioritizedSampler(Stated, SamplerHooks, _PrioritizedSampler):
         self.table.write(self._cells(index, storage), self.default_priority)
 
     def forget(self, index: Tensor) -> None:
-        """Never draw cells again that hold nothing any more, ``[n]``, until they are written."""
+        """Exclude removed cells, ``[n]``, from sampling until they are written again."""
         self.table.remove(index.to(self.device))
 
     def extend(self, index: Any) -> None:
-        """Do nothing: :meth:`mark_update` was called before."""
+        """Do nothing, because :meth:`mark_update` has already been called."""
 
     add = extend
 
@@ -422,13 +424,13 @@ class PrioritizedSampler(Stated, SamplerHooks, _PrioritizedSampler):
         return cells.reshape(-1)
 
     def _adopt(self, storage: Storage) -> None:
-        # A storage that was filled before this sampler came to it never told it what was written.
+        # If the storage was filled before it got this sampler, mark_update was never called for its cells.
         if len(storage):
             self.check_capacity(storage.max_size)
             self.table.write(stored_cells(storage).to(self.device), self.default_priority)
 
     def check_capacity(self, size: int) -> None:
-        """Validate that there is a priority for each of ``size`` cells; raise ValueError if not."""
+        """Validate that the table has a priority for each of ``size`` cells; raise ValueError if not."""
         if size > self.table.capacity:
             raise ValueError(
                 f"The storage has {size} cells, this sampler keeps {self.max_size} priorities; "
@@ -436,7 +438,7 @@ class PrioritizedSampler(Stated, SamplerHooks, _PrioritizedSampler):
             )
 
     def clear(self) -> None:
-        """Forget all priorities; called by ``ReplayBuffer.empty``."""
+        """Remove all priorities; ``ReplayBuffer.empty`` calls this."""
         if "table" in vars(self):
             self.table.clear()
         self._limited_by = ()
@@ -455,7 +457,7 @@ class PrioritizedSampler(Stated, SamplerHooks, _PrioritizedSampler):
             )
 
     def _read_starts(self, value: Any, name: str) -> Starts:
-        """Return where a draw may begin: positions of each environment, in rings that all fit the priorities."""
+        """Validate the saved start positions of each environment, and return them as :class:`Starts`."""
         numbers = tensor(torch.int64, None, low=0)
 
         def check_end(starts: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Windows of successive steps."""
+"""Sampling of windows of successive steps."""
 
 from __future__ import annotations
 
@@ -29,35 +29,36 @@ from torchrl_lightning.state import GENERATOR, Attribute, Stated
 EPISODE_ENDS = ("inside", "across", "pad")
 START_STATES = ("stored", "zero")
 MAX_DRAWS = 1 << 16
-"""So many steps are drawn before all of them are looked at."""
+"""Number of random draws before the sampler lists all valid starts."""
 
 
 class SequenceSampler(Stated, SamplerHooks, Sampler):
-    """Draw windows of ``batch_length`` successive steps of one environment; batches are ``[B, T]``.
+    """Sample windows of ``batch_length`` successive steps of one environment, as batches ``[B, T]``.
 
-    ``batch_size`` counts windows. A batch holds ``index`` (cells) and ``mask``, both ``[B, T]``; ``mask`` marks the
-    steps that count in a loss. Windows never mix environments, nor join the newest to the oldest steps.
+    ``batch_size`` counts windows. A batch contains ``index`` (cells) and ``mask``, both ``[B, T]``; ``mask`` is true
+    for the steps that count in a loss. A window never mixes environments and never joins the newest to the oldest step.
 
-    The storage, ours or one of TorchRL's, is filled by a :class:`RingWriter`, whose index knows the episodes. Every
-    beginning of a window is equally likely. Nothing is searched: steps are drawn until enough of them can begin one.
-    Only where hardly one in ten thousand can, all are looked at, once per version of the rings.
+    A :class:`RingWriter` must fill the storage, which may be a TorchRL storage; the episode index of the writer
+    provides the episodes. Every valid start is equally likely. The sampler draws random steps until enough of them
+    are valid starts. If fewer than about one in ten thousand are valid, it lists all valid starts, once per version of
+    the rings.
 
     Args:
         batch_length: steps of a window.
-        episode_ends: ``"inside"``: a window lies in one episode. ``"across"``: it may go on in the next one;
-            ``is_init``, if it is stored, and the done flags of the batch mark where; ``is_init`` of a batch is also set
-            where a trajectory was cut without a flag. ``"pad"``: it begins at any step that leaves one to count, and
-            where the episode ends first, repeats the last step, which ``mask`` leaves out.
-        burn_in: the first so many steps of each window only warm up a recurrent state; ``mask`` leaves them out.
-        recurrent_keys: recurrent states, of which only the first one of a window is read. It is expanded over the
-            window, with zeros where an episode starts, as TorchRL's ``GRUModule`` and ``LSTMModule`` read it; so is the
-            state under ``"next"``.
-        start_states: ``"stored"``: a window begins with the state that was stored with its first step. ``"zero"``: with
-            zeros, which ``burn_in`` steps then warm up. Kapturowski et al. (2019) compare the two.
-        generator: random generator; the buffer's takes its place.
+        episode_ends: ``"inside"``: a window stays in one episode. ``"across"``: it may continue in the next episode;
+            the done flags and ``is_init`` (if stored) mark the border, and ``is_init`` of a batch also marks a
+            trajectory that was cut without a flag. ``"pad"``: a window starts at any step with at least one step after
+            the burn-in; after the end of the episode it repeats the last step, which ``mask`` excludes.
+        burn_in: number of first steps that only warm up a recurrent state; ``mask`` excludes them.
+        recurrent_keys: recurrent states. The sampler reads only the first state of a window and expands it over the
+            window, with zeros where an episode starts, as TorchRL's ``GRUModule`` and ``LSTMModule`` expect. The same
+            holds for the state under ``"next"``.
+        start_states: ``"stored"``: a window starts with the stored state of its first step. ``"zero"``: it starts with
+            zeros, for ``burn_in`` to warm up. Kapturowski et al. (2019) compare both.
+        generator: random generator; the buffer replaces it by its own.
 
     Raises:
-        ValueError: an option out of range.
+        ValueError: an option is out of range.
 
     Examples:
         >>> from tensordict import TensorDict
@@ -91,7 +92,7 @@ class SequenceSampler(Stated, SamplerHooks, Sampler):
         self.episode_ends = episode_ends
         self.__dict__["burn_in"] = 0
         self.batch_length = batch_length
-        """Steps of a window, more than the burn-in."""
+        """Steps of a window; more than ``burn_in``."""
         self.burn_in = burn_in
         self.recurrent_keys = recurrent_keys
         self.start_states = start_states
@@ -100,7 +101,7 @@ class SequenceSampler(Stated, SamplerHooks, Sampler):
 
     @property
     def episode_ends(self) -> str:
-        """Where windows may lie: inside an episode, across the ends of episodes, or padded there."""
+        """Treatment of episode ends: windows stay inside an episode, cross its end, or are padded."""
         return self._episode_ends
 
     @episode_ends.setter
@@ -121,28 +122,30 @@ class SequenceSampler(Stated, SamplerHooks, Sampler):
         return value
 
     def clear(self) -> None:
-        """Forget what is known of the storage; called by ``ReplayBuffer.empty``."""
-        # Version of the rings, length and burn-in of windows for which all beginnings were listed.
+        """Clear the list of valid starts; ``ReplayBuffer.empty`` calls this."""
+        # Ring version, window length and burn-in of the listed starts.
         self._listed = -1, 0, 0
         self._list: NDArray[np.float64] = np.empty(0)
 
     def sample(
         self, storage: Storage, batch_size: int, batch_length: int | Literal["own"] | None = "own"
     ) -> tuple[Tensor, dict[Any, Any]]:
-        """Draw windows.
+        """Sample windows.
 
         Args:
-            storage: what the cells are in.
-            batch_size: how many windows.
-            batch_length: steps of each, if not as built; more than the burn-in, or None for single steps.
+            storage: the storage of the cells.
+            batch_size: number of windows.
+            batch_length: steps of each window, more than ``burn_in``; by default the sampler's own; None for single
+                steps.
 
         Returns:
-            Cells ``[B, T]``; ``mask`` ``[B, T]`` and the recurrent states. Of single steps, all ``[B]``.
+            Cells ``[B, T]``, and a dict with ``mask`` ``[B, T]`` and the recurrent states; all ``[B]`` for single
+            steps.
 
         Raises:
-            StepsMissing: a ValueError, RuntimeError and AssertionError: nothing is stored, or windows are longer than
-                any stored episode.
-            ValueError: no :class:`RingWriter` fills the storage, or it is unknown where episodes end.
+            StepsMissing: the storage is empty, or windows are longer than all stored episodes. The error is also a
+                ValueError, RuntimeError and AssertionError.
+            ValueError: no :class:`RingWriter` fills the storage, or the ends of episodes are unknown.
         """
         batch_size = integer(batch_size, "batch_size", 0)
         if batch_length == "own":
@@ -167,7 +170,7 @@ class SequenceSampler(Stated, SamplerHooks, Sampler):
         options = reach, self.burn_in, self._by_episode, self._episode_ends == "pad"
         rule = (writer.length, *writer.rings.arrays), episodes, options
         missing, found, drawn = len(cells), 0, 0
-        # Where a window may end anywhere, every step that has room for one may begin it.
+        # If windows may cross episode ends, nearly every draw is a valid start.
         size = 2 * missing if self._by_episode and reach else missing
         while missing and drawn < MAX_DRAWS:
             found = draw(uniform(size, self.generator), True, *rule, cells, mask, found)
@@ -211,7 +214,7 @@ class SequenceSampler(Stated, SamplerHooks, Sampler):
         )
 
     def put_state(self, values: Mapping[str, Any]) -> None:
-        """Forget what is known of the storage, and take over the generator."""
+        """Clear the list of valid starts, and restore the generator."""
         self.clear()
         super().put_state(values)
 
@@ -228,14 +231,14 @@ def _first_states(
     stored: bool,
     across: bool,
 ) -> dict[Any, Tensor]:
-    """Read recurrent states of windows, ``[B, T, ...]``, as TorchRL's ``GRUModule`` and ``LSTMModule`` read them.
+    """Read recurrent states of windows, ``[B, T, ...]``, in the form that ``GRUModule`` and ``LSTMModule`` expect.
 
-    Only the first state of a window is read and expanded over ``T``, because these modules read the state at the first
-    step of a row and wherever ``is_init`` splits it; there it is zero. Beside it, if stored, comes the state after the
-    step, under ``"next"``, for unrolling over the next observations: that of the first step, and at a later ``is_init``
-    the stored one. What is not ``stored`` is zero. Trajectories that were cut without a flag are split, too, and of
-    windows across them, ``is_init`` is returned with these splits. Without a stored ``is_init`` nothing is set to zero:
-    a trajectory begins with its stored state.
+    These TorchRL modules read the state at the first step of a row and at each step with ``is_init``. So the first
+    state of a window is expanded over ``T``, and the state is zero at each ``is_init``. If stored, the state under
+    ``"next"`` is returned, too, for unrolling over the next observations: the state of the first step, and from a later
+    ``is_init`` on the stored state there. With ``stored=False`` all states are zero. Trajectories that were cut without
+    a flag are split, too; for windows across cuts, the returned ``is_init`` marks these splits. Without a stored
+    ``is_init``, a trajectory begins with its stored state instead of zero.
     """
     has_cuts = episodes is not None and episodes.has_cuts
     if not keys and not has_cuts:
@@ -245,13 +248,13 @@ def _first_states(
         if not has_cuts and not any(key[0] in storage.tree for key in keys):
             return {}
         tree, cells = storage.tree, cells.to(storage.device)
-    else:  # what was read, is read; number it
+    else:  # already gathered: index by position
         tree = tree_of(storage.get(cells).reshape(-1))
         cells = torch.arange(cells.numel(), device=index.device).view(cells.shape)
     leaves = dict(leaves_of(tree))
     init, begins = leaves.get(("is_init",)), None
     if init is not None:
-        # Of uint8 flags, any() returns uint8.
+        # any() returns uint8 for uint8 flags.
         begins = init.index_select(0, cells.reshape(-1).to(init.device)).reshape(*cells.shape, -1).any(-1) != 0
     states: dict[Any, Tensor] = {}
     if episodes is not None and (has_cuts or init is None):

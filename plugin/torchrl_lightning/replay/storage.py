@@ -1,4 +1,4 @@
-"""The storage under every replay buffer: one flat array of cells."""
+"""The storage of every replay buffer: one flat array of cells."""
 
 from __future__ import annotations
 
@@ -56,23 +56,23 @@ def _check_of_cells(storage: Any) -> Check:
 
 
 class RingStorage(Stated, PickledCells):
-    """One flat array of ``max_size`` cells, read leaf by leaf.
+    """A one-dimensional TorchRL storage: one flat array of ``max_size`` cells for each entry.
 
-    A plain one-dimensional TorchRL storage: in memory, on a device, or memory-mapped from a disk that may be larger
-    than memory. Memory or disk space is reserved at the first write, whose keys, shapes, dtypes and device become the
-    schema; data of another schema is refused later. Gradients are not stored.
+    The cells are in memory, on a device, or memory-mapped from a disk that may be larger than memory. The first write
+    reserves the space and fixes the schema: keys, shapes, dtypes and device. Later data must have the same schema.
+    Gradients are not stored.
 
     Args:
         max_size: number of cells.
-        device: device of the cells; ``"auto"`` takes that of the first data.
-        scratch_dir: folder of the disk that holds memory-mapped cells, in a file without a name. The system removes the
-            file when the last process that uses it ends or is killed; to keep the cells, use ``dumps``. A pickle shares
-            the cells with the process that opens it, on the same machine and while this process lives (Linux), but not
-            the counters: only one of them may write. ``deepcopy`` returns a copy in memory. None keeps the cells in
-            memory, of which a pickle is a copy.
+        device: device of the cells; ``"auto"`` uses the device of the first data.
+        scratch_dir: folder for memory-mapped cells, in a file without a name. The system removes the file when the last
+            process that uses it ends or is killed; use ``dumps`` to keep the cells. On Linux, a process on the same
+            machine that loads a pickle shares the cells while this process is alive, but not the counters, so only one
+            of them may write. ``deepcopy`` returns a copy in memory. None keeps the cells in memory; a pickle then
+            contains a copy of them.
 
     Raises:
-        ValueError: ``max_size`` is not positive, or files are asked for on another device than the CPU.
+        ValueError: ``max_size`` is not positive, or ``scratch_dir`` is set for another device than the CPU.
 
     Examples:
         >>> from tensordict import TensorDict
@@ -109,32 +109,32 @@ class RingStorage(Stated, PickledCells):
         self.scratch_dir = None if scratch_dir is None else Path(scratch_dir)
         self.cells: Cells | None = None
         self.watched: set[tuple[str, ...]] = set()
-        """Entries on which episodes or stored entries depend."""
+        """Entries that episodes or derived stored entries depend on."""
         self.dependents: list[tuple[Dependent, frozenset[tuple[str, ...]]]] = []
-        """What derives stored entries from others, and from which ones."""
+        """Components that derive stored entries, each with the paths of its source entries."""
 
     @property
     def tree(self) -> Tree:
-        """The leaves, ``[max_size, ...]`` each; empty before the first write."""
+        """Nested dict of the leaves, ``[max_size, ...]`` each; empty before the first write."""
         return {} if self.cells is None else self.cells.tree
 
     @property
     def writer(self) -> HasRings | None:
-        """The :class:`RingWriter` that fills this storage, if there is one."""
+        """The :class:`RingWriter` that fills this storage, or None."""
         return filler_of(self)
 
     @property
     def is_prefix(self) -> bool:
-        """Whether the filled cells are exactly the first ``len(storage)`` ones."""
+        """Whether the filled cells are exactly the first ``len(storage)`` cells."""
         return uneven_rings(self) is None
 
     @property
     def is_shared(self) -> bool:  # type: ignore[override]
-        """Whether the cells lie in memory that processes share."""
+        """Whether the cells are in shared memory."""
         return self._shared
 
     def share(self) -> None:
-        """Move cells and counters into memory that processes share; cells reserved later are placed there, too.
+        """Move cells and counters into shared memory; cells reserved later are placed there, too.
 
         Raises:
             ValueError: the cells are memory-mapped files.
@@ -149,10 +149,10 @@ class RingStorage(Stated, PickledCells):
     # ------------------------------------------------------------------ writing
 
     def check(self, data: TensorDictBase, rows: int) -> tuple[list[Tensor], tuple[Ints, Ints] | None]:
-        """Read the leaves of ``data`` as :meth:`Cells.match` does; write nothing, but reserve memory at first use.
+        """Return the leaves of ``data`` as :meth:`Cells.match` does, without writing; the first call reserves memory.
 
         Raises:
-            ValueError: keys, shapes, dtypes or the device differ from what is stored, or there is not enough memory.
+            ValueError: keys, shapes, dtypes or the device differ from the schema, or the memory is too small.
         """
         if self.cells is None:
             self.allocate(data)
@@ -160,12 +160,12 @@ class RingStorage(Stated, PickledCells):
         return self.cells.match(data, rows)
 
     def allocate(self, data: TensorDictBase) -> None:
-        """Reserve memory for ``max_size`` rows like those of ``data`` (batch size ``[n]``).
+        """Reserve memory for ``max_size`` rows with the schema of ``data`` (batch size ``[n]``).
 
         Raises:
-            ValueError: ``data`` has no leaves, lies on another device, or there is not enough room.
-            OSError: the ``scratch_dir`` cannot be written, or its disk has filled up meanwhile.
-            RuntimeError: another process made the storage.
+            ValueError: ``data`` has no leaves or is on another device, or the memory or disk is too small.
+            OSError: the ``scratch_dir`` is not writable, or its disk has become full.
+            RuntimeError: another process created the storage.
         """
         self.check_maker()
         tree = tree_of(data)
@@ -207,19 +207,19 @@ class RingStorage(Stated, PickledCells):
         self.allocate(data.unsqueeze(0))
 
     def set(self, cursor: Any, data: TensorDictBase, *, set_cursor: bool = True) -> None:
-        """Write cells, as TorchRL's writers do; an integer cursor takes one row without batch dimension.
+        """Write cells, as TorchRL's writers do; with an integer cursor, ``data`` is one row without batch dimension.
 
-        Slices and negative numbers mean the cells that :meth:`get` reads by them, where so many are filled. The data
-        may be a view of what is stored. TorchRL's own entry ``index`` may come or be missing.
+        Slices and negative numbers refer to filled cells, as in :meth:`get`, if enough cells are filled. The data may
+        be a view of stored cells. TorchRL's own entry ``index`` is optional.
 
         Raises:
             TypeError: the data is not a TensorDict, or the cells are not integers.
-            ValueError: the data has another schema than what is stored.
-            IndexError: a cell out of range, or one that holds nothing, where a :class:`RingWriter` fills the storage.
+            ValueError: the data has another schema than the storage.
+            IndexError: a cell is out of range, or is empty although a :class:`RingWriter` fills the storage.
         """
         self.check_owner()
         check_tensordict(data)
-        is_ring = self.writer is not None  # whose counters say what is filled
+        is_ring = self.writer is not None  # its counters define the filled cells
         if isinstance(cursor, int) or getattr(cursor, "ndim", None) == 0:
             cursor, data = [int(cursor)], data.unsqueeze(0)
         if isinstance(cursor, slice):
@@ -252,7 +252,7 @@ class RingStorage(Stated, PickledCells):
             self.set_length(len(self))
 
     def _numbered(self, data: TensorDictBase, index: Tensor) -> TensorDictBase:
-        """Let the data have TorchRL's ``index`` as what is stored does; its writers give it to some rows only."""
+        """Add or remove TorchRL's entry ``index`` to match the schema; its writers add it only to some rows."""
         place = None if self.cells is None else self.cells.places.get(("index",))
         if self.cells is None or (place is None) == (entry_of(data, "index") is None):
             return data
@@ -261,20 +261,20 @@ class RingStorage(Stated, PickledCells):
         return data.copy().set("index", index.view(-1, *self.cells.leaves[place].shape[1:]))
 
     def write_entry(self, key: NestedKey, cells: Tensor, values: Tensor) -> None:
-        """Replace one entry of stored steps, e.g. by what is known only when the episode has ended.
+        """Replace one entry of stored steps, e.g. with a value that is only known at the end of the episode.
 
-        Episodes and all derived entries follow new flags, rewards and successors. A done flag that is cleared joins the
-        step to the next one, unless a flag, another trajectory id or a cut begins an episode there.
+        New flags, rewards and successors also update the episodes and all derived entries. Clearing a done flag joins
+        the step to the next step, unless a flag, another trajectory id or a cut begins an episode there.
 
         Args:
-            key: the entry, a leaf.
-            cells: which steps, ``[n]``, each once.
-            values: ``[n, ...]``.
+            key: key of a leaf.
+            cells: cells of the steps, ``[n]``, without duplicates.
+            values: new values, ``[n, ...]``.
 
         Raises:
-            KeyError: there is no such leaf.
-            IndexError: a cell holds nothing.
-            ValueError: a shape or dtype differs from what is stored.
+            KeyError: ``key`` is not a stored leaf.
+            IndexError: a cell is empty.
+            ValueError: a shape or dtype differs from the storage.
 
         Examples:
             >>> from tensordict import TensorDict
@@ -291,12 +291,12 @@ class RingStorage(Stated, PickledCells):
         plan_entries(self, {path: values}, cells)()
 
     def watch(self, dependent: Dependent, paths: Iterable[tuple[str, ...]]) -> None:
-        """Let entries that are derived from others be made again when these are replaced in stored steps."""
+        """Register a component that recomputes its derived entries when the entries ``paths`` are replaced."""
         self.dependents.append((dependent, frozenset(paths)))
         self.watched |= set(paths)
 
     def plan(self, changes: Mapping[tuple[str, ...], Tensor], cells: Tensor) -> Callable[[], None] | None:
-        """Check the watched ones of the entries that are about to be replaced; return what has to follow, if any."""
+        """Validate new values of watched entries; return the function to call after writing them, or None."""
         writer = self.writer
         return None if writer is None or not changes else writer.plan_rewrite(changes, cells)
 
@@ -309,9 +309,9 @@ class RingStorage(Stated, PickledCells):
         skip: Collection[tuple[str, ...]] = (),
         n_step: NStepReturns | None = None,
     ) -> dict[str, Any]:
-        """Read entries of the cells ``index`` (int64 on the storage's device, filled); see :meth:`Cells.gather`.
+        """Read entries of filled cells ``index`` (int64 on the storage's device); see :meth:`Cells.gather`.
 
-        Every batch is read here.
+        Every batch is read by this method.
         """
         assert self.cells is not None
         if n_step is None:
@@ -320,10 +320,10 @@ class RingStorage(Stated, PickledCells):
         return n_step.gather(self.cells, None if rings is None else rings.index, index, names, skip)
 
     def leaves(self, key: NestedKey) -> list[tuple[tuple[str, ...], Tensor]]:
-        """Return the stored leaf of a key, or all below it: paths, and all cells, ``[max_size, ...]``; not to be read.
+        """Return path and leaf, ``[max_size, ...]``, of a key and of all keys below it; leaves include empty cells.
 
         Raises:
-            KeyError: nothing of that name is stored.
+            KeyError: the storage has no such key.
         """
         path = path_of(key)
         found = [(other, leaf) for other, leaf in leaves_of(self.tree) if other[: len(path)] == path]
@@ -332,26 +332,26 @@ class RingStorage(Stated, PickledCells):
         return found
 
     def get(self, index: Any, n_step: NStepReturns | None = None) -> TensorDictBase:
-        """Read cells: copies for a tensor of indices of any shape, a view for anything else.
+        """Read cells; return a copy for a tensor or sequence of indices and a view for an integer, slice or mask.
 
-        Nothing notices what is written into a view: episodes, returns and other derived entries do not follow it. Use
-        :meth:`write_entry` or :meth:`set` to replace flags, rewards or successors of stored steps.
+        Writing into a view does not update episodes, returns and other derived entries. Use :meth:`write_entry` or
+        :meth:`set` to replace flags, rewards or successors of stored steps.
 
-        Indices ``[B, T]`` yield sequences named ``(None, "time")``. A negative number, alone or in a list, counts back
-        from the last filled cell, as in a Python list; in a tensor, it refers to no cell.
+        For indices ``[B, T]``, the dimensions of the result are named ``(None, "time")``. A negative integer or list
+        item counts back from the last filled cell, as in a Python list; in a tensor, it raises an IndexError.
 
         Args:
             index: the cells.
-            n_step: fold the steps of a tensor of indices with those that follow.
+            n_step: fold each step of a tensor of indices with the following steps.
 
         Raises:
-            RuntimeError: nothing is stored.
-            IndexError: a cell holds nothing.
+            RuntimeError: the storage is empty.
+            IndexError: a cell is empty.
             TypeError: the indices are not integers.
         """
         if self.cells is None:
             raise RuntimeError("The storage is empty: write something first (extend).")
-        if isinstance(index, tuple) and len(index) == 1:  # coordinates, as TorchRL's slice samplers give them
+        if isinstance(index, tuple) and len(index) == 1:  # TorchRL's slice samplers return coordinates
             index = index[0]
         if isinstance(index, list | range | np.ndarray) and np.asarray(index).dtype != np.bool_:
             index = self._from_end(integers(index, "Cells"))
@@ -379,12 +379,12 @@ class RingStorage(Stated, PickledCells):
             )
 
     def _from_end(self, index: Tensor) -> Tensor:
-        # If the filled cells are not contiguous, there is no last one.
+        # Unless the filled cells are contiguous, the last cell is undefined.
         size = len(self) if self.is_prefix else 0
         return torch.where((index < 0) & (index >= -size), index + size, index)
 
     def check_filled(self, index: Tensor) -> None:
-        """Refuse cells that hold nothing; the error names the first."""
+        """Validate that cells are filled; raise IndexError with the first empty cell."""
         if not index.numel():
             return
         length, rings = len(self), uneven_rings(self)
@@ -403,16 +403,16 @@ class RingStorage(Stated, PickledCells):
         return self._len if self._shared else self._own_length  # half as many calls
 
     def draw(self, count: int) -> Tensor:
-        """Draw cells uniformly, for TorchRL's ``RandomSampler``, from evenly filled rings."""
+        """Draw cells uniformly from evenly filled rings, for TorchRL's ``RandomSampler``."""
         self.check_even("RandomSampler")
         return moved(integers_below(len(self), count, self.generator), self.device)
 
     def check_seam(self) -> None:
-        """Refuse readers that take neighbouring cells for successive steps, where there are several rings."""
+        """Validate for TorchRL's slice samplers that neighbouring cells are successive steps of one ring."""
         check_single(rings_in(self))
 
     def check_even(self, reader: str) -> None:
-        """Refuse a reader that takes the first ``len(storage)`` cells for the filled ones, where they are not."""
+        """Validate for ``reader`` that the filled cells are the first ``len(storage)`` cells; else RuntimeError."""
         refuse_uneven(uneven_rings(self), reader)
 
     # ------------------------------------------------------------------ state
@@ -432,7 +432,7 @@ class RingStorage(Stated, PickledCells):
         return map_leaves(part, self.tree) if self.tree else None
 
     def read_state(self, state_dict: Any) -> dict[str, Any]:
-        """Check a state, unless other processes are using the storage."""
+        """Validate a state; raise RuntimeError if other processes use the storage."""
         self.check_loadable()
         return super().read_state(state_dict)
 
@@ -454,7 +454,7 @@ class RingStorage(Stated, PickledCells):
             self._check_room(data, "cpu" if self.device == "auto" else self.device)
 
     def put_state(self, values: Mapping[str, Any]) -> None:
-        """Take over the filled part."""
+        """Restore the filled cells."""
         count, cells = values["count"], values["cells"]
         if values["data"] is not None:
             data = to_tensordict(values["data"], torch.Size([count])).to(self.device)
@@ -466,6 +466,6 @@ class RingStorage(Stated, PickledCells):
         self.set_length(count)
 
     def _kept_cells(self) -> Tensor | int:
-        """Return the cells that a copy takes along, or the number of the first ones."""
+        """Return the filled cells, or their number if they are the first cells."""
         cells = self._uneven_cells
         return len(self) if cells is None else cells

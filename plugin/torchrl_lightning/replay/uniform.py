@@ -1,4 +1,4 @@
-"""Uniform draws of stored cells, over unevenly filled rings too."""
+"""Uniform sampling of stored cells, also from unevenly filled rings."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from torchrl_lightning.state import GENERATOR, Attribute, Stated, flag
 
 
 class UniformSampler(Stated, SamplerHooks, Sampler):
-    """Draw stored cells uniformly.
+    """Sample stored cells uniformly.
 
-    ``stratified`` gives every environment of a :class:`RingWriter` the same number of draws (one more for some, by
-    chance, where they do not divide), however many steps it holds, and spreads them evenly over its steps: from each of
-    as many equal stretches one, at a random offset. Every step of an environment is equally likely. With one
-    environment or a TorchRL storage that is all one ring.
+    ``stratified`` draws the same number of steps from every environment of a :class:`RingWriter`, regardless of the
+    number of its stored steps. If the batch size is not divisible, random environments get one draw more. The sampler
+    splits the steps of an environment into equal intervals with a random offset and draws one step from each. Every
+    step of an environment is equally likely. One environment or a TorchRL storage counts as one ring.
 
     Args:
-        with_replacement: a cell may come twice in a batch; otherwise every cell of a batch is another one.
-        stratified: draw evenly over environments and over the steps of each.
-        generator: random generator; the buffer's takes its place.
+        with_replacement: allow a cell to occur twice in a batch.
+        stratified: draw evenly over the environments and over the steps of each environment.
+        generator: random generator; the buffer replaces it by its own.
 
     Examples:
         >>> from tensordict import TensorDict
@@ -54,19 +54,19 @@ class UniformSampler(Stated, SamplerHooks, Sampler):
         self._own_rng = generator
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[Any, dict[str, Any]]:
-        """Draw cells.
+        """Sample cells.
 
         Args:
-            storage: what the cells are in.
-            batch_size: how many.
+            storage: the storage of the cells.
+            batch_size: number of cells.
 
         Returns:
-            Cells ``[B]`` (coordinates for a storage of several dimensions), and no further entries.
+            Cells ``[B]`` (coordinates for a storage with several dimensions), and an empty dict.
 
         Raises:
-            StepsMissing: a ValueError, RuntimeError and AssertionError: nothing is stored, or without replacement fewer
-                cells than asked for.
-            ValueError: ``batch_size`` is not a size.
+            StepsMissing: the storage is empty, or has fewer than ``batch_size`` cells without replacement. The error is
+                also a ValueError, RuntimeError and AssertionError.
+            ValueError: ``batch_size`` is not a non-negative integer.
         """
         stored = len(storage)
         if type(batch_size) is not int or batch_size < 0:
@@ -94,12 +94,12 @@ class UniformSampler(Stated, SamplerHooks, Sampler):
         return (cells if storage.ndim == 1 else torch.unravel_index(cells, storage.shape)), {}
 
     def _distinct(self, stored: int, count: int) -> Tensor:
-        """Draw different numbers below ``stored``."""
+        """Draw distinct numbers below ``stored``."""
         rng = self.generator
         if 3 * count > stored:
             return torch.randperm(stored, generator=rng, device=rng.device)[:count].cpu()
-        # Draws with replacement, less the repeated ones, are a uniform set of cells, because no cell is treated
-        # otherwise than another; so is what remains of it when a random part is dropped.
+        # Draws with replacement stay a uniform set after duplicates are removed, because all cells are treated alike.
+        # A random subset of that set is uniform, too.
         found = integers_below(stored, count, self.generator).cpu().unique()
         while len(found) < count:
             found = torch.cat([found, integers_below(stored, count, self.generator).cpu()]).unique()
@@ -117,7 +117,7 @@ class UniformSampler(Stated, SamplerHooks, Sampler):
     def _shares(self, filled: Tensor, count: int) -> Tensor:
         draws = torch.zeros_like(filled)
         while count:
-            # Those without replacement that have nothing left to give pass their share on to the others.
+            # Without replacement, an exhausted environment passes its remaining share to the others.
             open_envs = (filled > 0 if self.with_replacement else filled > draws).nonzero().squeeze(1)
             share, rest = divmod(count, len(open_envs))
             rng = self.generator
@@ -131,7 +131,7 @@ class UniformSampler(Stated, SamplerHooks, Sampler):
         return draws
 
     def _spread(self, filled: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:
-        """Return owner and rank of each draw: one from each of ``draws[e]`` stretches of the ``filled[e]`` steps."""
+        """Return environment and rank of each draw: one per interval, with ``draws[e]`` in ``filled[e]`` steps."""
         rng = self.generator
         env = torch.repeat_interleave(torch.arange(len(filled)), draws)
         number = torch.arange(len(env)) - (draws.cumsum(0) - draws)[env]
@@ -140,7 +140,7 @@ class UniformSampler(Stated, SamplerHooks, Sampler):
         end = torch.div((number + 1) * steps, parts, rounding_mode="floor").maximum(begin + 1)
         uniform = torch.rand((2, len(env)), dtype=torch.float64, generator=rng, device=rng.device).cpu()
         rank = begin + (uniform[0] * (end - begin)).long()
-        # Stretches differ in length by one step; the offset, the same for a whole ring, makes all steps equal.
+        # Interval lengths differ by at most one step. One offset for the whole ring makes all steps equally likely.
         offset = (uniform[1][(draws.cumsum(0) - draws)[env]] * steps).long()
         return env, (rank + offset) % steps
 
