@@ -1,4 +1,4 @@
-"""Replay: rings of cells, their writer and episode index, samplers, and the buffers over them."""
+"""Replay buffers with their storage, writer, episode index and samplers."""
 
 from __future__ import annotations
 

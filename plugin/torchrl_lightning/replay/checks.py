@@ -1,4 +1,4 @@
-"""Checks of saved states, made before anything is changed: of rings, storages, samplers, transforms and batches."""
+"""Validation of saved states before anything changes: generators, samplers and prefetched batches."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from torchrl_lightning.state import (
 
 
 def sampler_state(sampler: Any, storage: Any) -> Any:
-    """Return the state of a sampler, ours or one of TorchRL's, over the storage of the buffer that has it."""
+    """Return the stateful object of a sampler: itself, or a wrapper of a TorchRL sampler with its storage."""
     if isinstance(sampler, Stated):
         return sampler
     kind, cells = type(sampler).__name__, storage.max_size
@@ -42,7 +42,7 @@ def _check_like(state: Any, own: Any, cells: int, owner: str) -> None:
         for key, value in own.items():
             _check_like(state[key], value, cells, f"{owner}'s {key}")
     elif isinstance(own, Tensor | None) and isinstance(state, Tensor | None):
-        if state is not None:  # cells, of which there may be any number, or flags of them
+        if state is not None:  # any number of cells, or flags of cells
             unset = torch.bool if state.dtype == torch.bool else torch.int64
             tensor(unset if own is None else own.dtype, None, anywhere=True)(state, owner)
             if state.dtype == torch.int64:
@@ -54,7 +54,7 @@ def _check_like(state: Any, own: Any, cells: int, owner: str) -> None:
 
 
 def device_and_state(value: Any, name: str) -> Mapping[str, Any]:
-    """Expect the state of a buffer's generator, and its device."""
+    """Validate the state and device of a buffer's generator."""
     mapping(value, name)
     device = value.get("device")
     if not isinstance(device, str):
@@ -64,7 +64,7 @@ def device_and_state(value: Any, name: str) -> Mapping[str, Any]:
 
 
 def pack_batch(batch: TensorDictBase, info: Mapping[Any, Any]) -> dict[str, Any]:
-    """Describe a batch that was drawn ahead, and the entries that come with it, as a state."""
+    """Return a prefetched batch and the entries of its sampler as a state."""
     return {
         "batch": tree_of(batch),
         "batch_size": list(batch.batch_size),
@@ -74,7 +74,7 @@ def pack_batch(batch: TensorDictBase, info: Mapping[Any, Any]) -> dict[str, Any]
 
 
 def unpack_batch(packed: Any, name: str) -> tuple[TensorDictBase, dict[Any, Any]]:
-    """Expect what :func:`pack_batch` returned, and build the batch, of copies."""
+    """Validate a state of :func:`pack_batch`, and build the batch from copies."""
     values = check_state(packed, _BATCH, "prefetched batch")
     size, names = torch.Size(values["batch_size"]), values["names"]
     check_tree(values["batch"], size, "prefetched batch")

@@ -1,4 +1,4 @@
-"""Trajectories that are cut without a flag: by the ids of a collector, or by another successor than the stored one."""
+"""Detection of trajectories that were cut without a flag, from trajectory ids or stored successors."""
 
 from __future__ import annotations
 
@@ -21,32 +21,32 @@ from torchrl_lightning.replay.successors import comparable
 
 logger = logging.getLogger(__name__)
 Rows = tuple[Any, TensorDictBase, list[Tensor] | None]
-"""The storage, rows that are about to be written into it, and their leaves, if these are matched with the cells."""
+"""The storage, the rows to write into it, and their leaves if these are matched with the cells."""
 
 
 class TrajectoryCuts:
-    """Find rows of a write that begin another trajectory although no flag tells so."""
+    """Find rows of a write that begin a new trajectory without a flag."""
 
     def __init__(self) -> None:
         self.compared: list[Path] = []
-        """Entries that may be compared with stored successors."""
+        """Entries that can be compared with stored successors."""
         self._has_ids = self._has_warned = False
 
     def prepare(self, written: Tree, stored: Tree, flags: Iterable[Path]) -> None:
-        """Find which entries of rows can be used; the arguments are those of :func:`comparable`."""
+        """Find the usable entries of rows; the arguments are the arguments of :func:`comparable`."""
         self.compared = comparable(written, stored, tuple(flags))
         self._has_ids = TRAJ_IDS in dict(leaves_of(written))
 
     def add(self, rings: Rings, rows: Rows, env: Ints, done: Flags, init: Flags, compares: bool) -> Flags:
-        """Return which rows begin an episode, the ones included that no flag tells of.
+        """Return a mask of rows that begin an episode, with or without a flag.
 
         Args:
-            rings: where the rows go.
+            rings: the rings to write to.
             rows: the rows, time-major, ``[steps * M]``.
             env: their environments, ``[M]``.
-            done: whether a row ends an episode, ``[steps, M]``.
-            init: whether it begins one by a flag, ``[steps, M]``; may be empty.
-            compares: whether rows are compared with stored successors.
+            done: mask of rows that end an episode, ``[steps, M]``.
+            init: mask of rows with a flag that begins an episode, ``[steps, M]``; may be empty.
+            compares: compare rows with stored successors.
         """
         positions, floor = rings.arrays
         last = positions[env] - 1
@@ -80,11 +80,11 @@ class TrajectoryCuts:
         flagged: Flags,
         is_stored: Flags,
     ) -> Flags:
-        """Add the cuts that stored successors tell of; in the first write after a load they replace those of ids."""
+        """Add cuts found by stored successors; in the first write after a load, they replace the cuts found by ids."""
         assert rings.index is not None
         storage, check, tells = rows[0], rings.successors, init
         asked = rings.index.is_running(env) & is_stored
-        if self._has_ids:  # which tell of cuts by themselves, unless a new collector counts them from zero again
+        if self._has_ids:  # ids mark cuts, except after a load, because a new collector numbers from zero again
             asked = np.zeros_like(asked) if rings.reloaded is None else asked & rings.reloaded[env]
             tells = init.copy()
             tells[0, asked] = flagged[0, asked] if flagged.size else False
@@ -117,7 +117,7 @@ class TrajectoryCuts:
 
 
 def entry(rows: Rows, path: Path) -> Tensor:
-    """Return an entry of rows that are about to be written, ``[n, ...]``."""
+    """Return an entry of the rows to write, ``[n, ...]``."""
     storage, data, leaves = rows
     found = entry_of(data, path) if leaves is None else leaves[storage.cells.places[path]]
     assert found is not None
@@ -125,7 +125,7 @@ def entry(rows: Rows, path: Path) -> Tensor:
 
 
 def stored_entry(storage: Any, path: Path, cells: Ints) -> Tensor:
-    """Read an entry of stored steps, ``[n, ...]``, from a storage of ours or one of TorchRL's."""
+    """Read an entry of stored steps, ``[n, ...]``, from a storage of any kind."""
     index = torch.from_numpy(cells)
     if not isinstance(storage, RingStorage):
         found = entry_of(storage.get(index), path)
@@ -137,7 +137,7 @@ def stored_entry(storage: Any, path: Path, cells: Ints) -> Tensor:
 
 
 def stored_ids(storage: Any, cells: Ints) -> NDArray[Any]:
-    """Read the ids of the trajectories of stored steps, ``[n]``."""
+    """Read the trajectory ids of stored steps, ``[n]``."""
     known = storage.cells if isinstance(storage, RingStorage) else None
     if not cells.size:
         return cells
@@ -147,6 +147,6 @@ def stored_ids(storage: Any, cells: Ints) -> NDArray[Any]:
 
 
 def numbers_of(ids: Tensor) -> NDArray[Any]:
-    """Return the ids of trajectories, of which each row has one, as an array ``[n]``."""
+    """Return the trajectory ids, one per row, as an array ``[n]``."""
     array: NDArray[Any] = (ids if ids.is_cpu else ids.cpu()).numpy()
     return array if array.ndim == 1 else array.reshape(len(array), -1)[:, 0]

@@ -1,4 +1,4 @@
-"""The base of transforms that read more of the episodes of sampled steps than a batch holds."""
+"""The base class of transforms that read further steps of the sampled episodes."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from torchrl_lightning.replay.storage import RingStorage
 
 
 class EpisodeTransform(Transform):
-    """A transform on read that looks up other steps of the episodes that a batch was drawn from.
+    """A transform of samples that reads other steps of the same episodes.
 
-    The :class:`ExperienceBuffer` that it is given to, alone or in a ``Compose``, binds it to its storage and shows it
-    the cells of each batch.
+    An :class:`ExperienceBuffer` binds the transform, also inside a ``Compose``, to its storage, and adds the cells of
+    each batch as the entry ``index``.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class EpisodeTransform(Transform):
 
     @property
     def storage(self) -> RingStorage:
-        """The storage of its buffer; a ValueError if it has none."""
+        """The storage of the buffer; ValueError if the transform is in no buffer."""
         if self._storage is None:
             raise ValueError(
                 f"{type(self).__name__} reads the storage of its buffer, and it is in none: give it to an "
@@ -39,7 +39,7 @@ class EpisodeTransform(Transform):
 
     @property
     def episodes(self) -> EpisodeIndex:
-        """The episode index over the storage; a ValueError if there is none."""
+        """The episode index of the storage; ValueError if episodes are not tracked."""
         rings = rings_in(self.storage)
         if rings is None or rings.index is None:
             raise ValueError(
@@ -49,14 +49,14 @@ class EpisodeTransform(Transform):
         return rings.index
 
     def cells_of(self, batch: TensorDictBase) -> Tensor:
-        """Return the cells that a batch was read from, of its shape; a KeyError if it does not say."""
+        """Return the cells of a batch, in its shape; raise KeyError if it has no entry ``index``."""
         index = entry_of(batch, "index")
         if index is None:
             raise KeyError(f"{type(self).__name__} needs the entry 'index', the cells that a batch was read from.")
         return integers(index, "Cells").cpu()
 
     def check_free(self, *storages: RingStorage | None) -> None:
-        """Refuse a transform that reads another storage than these."""
+        """Validate that the transform reads one of these storages or none; raise ValueError otherwise."""
         if self._storage not in (None, *storages):
             raise ValueError(
                 f"This {type(self).__name__} reads the storage of another buffer; give each buffer one of its own, "
@@ -64,30 +64,30 @@ class EpisodeTransform(Transform):
             )
 
     def read_from(self, storage: RingStorage | None) -> None:
-        """Read this storage from now on."""
+        """Set the storage to read."""
         self._storage = storage
 
     def clone(self) -> Self:
-        """Return a copy that is in no buffer."""
+        """Return a copy that is bound to no storage."""
         copied = super().clone()
         copied.read_from(None)
         return copied
 
 
 def transforms_in(transform: Any) -> Iterator[nn.Module]:
-    """Iterate over a transform and those in it."""
+    """Iterate over a transform and its nested transforms."""
     return transform.modules() if isinstance(transform, nn.Module) else iter(())
 
 
 def tell(transform: Any, goals: Any) -> None:
-    """Hand on what an environment says of goals to the transforms that ask for it, by a method ``use_environment``."""
+    """Pass the goal functions of an environment to all transforms with a method ``use_environment``."""
     for each in transforms_in(transform):
         if (use := getattr(each, "use_environment", None)) is not None:
             use(goals)
 
 
 def bind(transform: Any, storage: RingStorage, instead_of: RingStorage | None = None) -> None:
-    """Let the transforms of a buffer read its storage; a ValueError if one of them belongs to another buffer."""
+    """Bind the transforms of a buffer to its storage; raise ValueError if one of them belongs to another buffer."""
     bound = [each for each in transforms_in(transform) if isinstance(each, EpisodeTransform)]
     for each in bound:
         each.check_free(storage, instead_of)

@@ -79,7 +79,7 @@ class NStepReturns:
         return entries
 
     def fold(self, episodes: EpisodeIndex, reward: Tensor, index: Tensor) -> Folded:
-        """Fold the steps in filled cells ``index``, ``[*B]``; ``reward`` contains all stored rewards, ``[cells, *F]``."""
+        """Fold the steps in filled cells ``index``, ``[*B]``; ``reward`` has all stored rewards, ``[cells, *F]``."""
         if not reward.is_cpu or reward.dtype not in KERNEL_DTYPES:
             return self.fold_by_steps(episodes, reward, index)
         rows, rewards = index.contiguous().numpy(), reward.numpy()

@@ -1,4 +1,4 @@
-"""The priority of every cell of a buffer, the cells that may be drawn, and draws in proportion to priorities."""
+"""A table of cell priorities, and sampling in proportion to them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torchrl_lightning.memory import allocate, zeros
 from torchrl_lightning.parts import uniform
 from torchrl_lightning.replay.steps import Ints, steps_between
 
-ABSENT = -1.0  # the priority of a cell that holds nothing
+ABSENT = -1.0  # the priority of an empty cell
 REDUCTIONS: dict[str, Callable[[Tensor, int], Tensor]] = {
     "max": torch.amax,
     "min": torch.amin,
@@ -30,11 +30,11 @@ REDUCTIONS: dict[str, Callable[[Tensor, int], Tensor]] = {
 
 
 EVERYWHERE: tuple[Ints, Ints, int] = (np.empty(0, np.int64), np.empty(0, np.int64), 0)
-"""What kernels get where every stored step may be drawn."""
+"""Kernel argument if every stored step may be drawn."""
 
 
 class Starts:
-    """Of every environment, the positions ``[begin, end)`` at which a draw may begin; none until they are known.
+    """The valid start positions ``[begin, end)`` of every environment; empty before the first :meth:`move`.
 
     Examples:
         >>> starts = Starts()
@@ -52,20 +52,20 @@ class Starts:
         self.begin, self.end, self.length = begin, end, length
 
     def state(self) -> dict[str, Any]:
-        """Return them as a state holds them."""
+        """Return the ranges as a state dict."""
         return {"begin": self.begin, "length": self.length, "end": self.end}
 
     def clear(self) -> None:
-        """Forget them."""
+        """Remove all ranges."""
         self.__init__()  # type: ignore[misc]
 
     @property
     def arrays(self) -> tuple[Ints, Ints, int]:
-        """What kernels get."""
+        """The ranges as kernel argument."""
         return self.begin, self.end, self.length
 
     def move(self, begin: Ints, end: Ints, length: int) -> tuple[Tensor, Tensor] | None:
-        """Set them, for rings of ``length`` cells; return the cells that cease, and that come to be such, if any."""
+        """Set the ranges, for rings of ``length`` cells; return removed and added start cells, or None if unchanged."""
         if len(self.begin) == len(begin):
             old, until = self.begin, self.end
             if (old == begin).all() and (until == end).all():
@@ -85,7 +85,7 @@ class Starts:
         return torch.from_numpy(position % self.length * width + run % width)
 
     def hold(self, cells: Tensor) -> Tensor:
-        """Return which cells are among them, as the kernels do."""
+        """Return a mask of the cells that are valid starts, computed like in the kernels."""
         if not len(self.begin):
             return torch.zeros_like(cells, dtype=torch.bool)
         begin, end = (torch.from_numpy(each).to(cells.device) for each in (self.begin, self.end))
@@ -94,28 +94,27 @@ class Starts:
 
 
 def reduce_priorities(priority: Tensor, count: int, reduction: str) -> Tensor:
-    """Return one priority for each of ``count`` rows, ``[count]``, from priorities with further dimensions."""
+    """Reduce priorities with further dimensions to one for each of ``count`` rows, ``[count]``."""
     value = priority if priority.is_floating_point() else priority.to(torch.float64)
     return REDUCTIONS[reduction](value.reshape(count, -1), 1)
 
 
 class Priorities:
-    """Priorities ``p`` of cells, and a sum tree over ``(p + eps) ** alpha`` from which cells are drawn.
+    """The priorities ``p`` of cells, and a sum tree of ``(p + eps) ** alpha`` for sampling.
 
-    The plain priorities are kept beside the tree, so that ``alpha`` can be changed exactly, and a cell that may not be
-    drawn for a while keeps its own. Every cell counts how often it was written (its generation), by which an update
-    that comes too late is recognised.
+    The table also stores the plain priorities, so that ``alpha`` can change exactly and excluded cells keep their
+    priorities. The generation of a cell counts its writes; late updates are detected by it.
 
     Args:
         capacity: number of cells.
-        alpha: the exponent.
-        eps: what is added to each priority.
-        dtype: of priorities and tree.
-        device: where they live.
-        keep_lowest: know the lowest stored priority (a further tree).
-        keep_highest: know the highest stored priority (a further tree), not only the highest ever given.
-        limited: draw only cells that :meth:`limit` names, not all that are stored.
-        backend: of the trees.
+        alpha: exponent of the priorities.
+        eps: constant added to each priority.
+        dtype: dtype of priorities and tree.
+        device: device of priorities and tree.
+        keep_lowest: track the lowest stored priority with a further tree.
+        keep_highest: track the highest stored priority with a further tree, instead of the highest priority ever set.
+        limited: draw only the cells set by :meth:`limit` instead of all stored cells.
+        backend: backend of the trees.
 
     Examples:
         >>> table = Priorities(4, alpha=1.0, eps=0.0)
@@ -145,7 +144,7 @@ class Priorities:
         self.generations = allocate(capacity, torch.int32, device).zero_()
         self.starts = Starts() if limited else None
         self.count = 0
-        self.extent = 0  # every cell that was ever written lies below
+        self.extent = 0  # all cells ever written are below this number
         self.largest = 0.0
         kwargs: dict[str, Any] = {"dtype": dtype, "device": device, "backend": backend}
         self.lowest = MinSegmentTree(capacity, initial=math.inf, **kwargs) if keep_lowest else None
@@ -157,7 +156,7 @@ class Priorities:
         self._address = 0
 
     def _arrays(self) -> tuple[Any, ...]:
-        # Nodes, priorities and generations for the kernels. Handing them to another process moves their memory.
+        # NumPy views of nodes, priorities and generations. Passing the tensors to another process moves their memory.
         address = self.priorities.data_ptr()
         if address != self._address:
             tensors = (self.tree.nodes, self.priorities, self.generations)
@@ -165,7 +164,7 @@ class Priorities:
         return self._views
 
     def __getstate__(self) -> dict[str, Any]:
-        # Arrays, because tensors would be shared with a new process, while counts are not.
+        # Pickle arrays, because a new process would share tensors but not the counts.
         written = {name: getattr(self, name).cpu().numpy().copy() for name in ("held", "writes")}
         kept = {name: value for name, value in self.__dict__.items() if name not in ("priorities", "generations")}
         return {**kept, "_views": (), "_address": 0, "written": written}
@@ -185,22 +184,22 @@ class Priorities:
 
     @property
     def maximum(self) -> float:
-        """The highest stored priority if that is known, else the highest that was ever given; zero at first."""
+        """The highest stored priority with ``keep_highest``, else the highest priority ever set; zero at first."""
         return self.largest if self.highest is None else float(self.highest.summary())
 
     def power(self, priority: Tensor) -> Tensor:
-        """Compute ``(priority + eps) ** alpha``."""
+        """Return ``(priority + eps) ** alpha``."""
         shifted = priority + self.eps
         return shifted if self.alpha == 1.0 else shifted.pow_(self.alpha)
 
     def write(self, index: Tensor, priority: Tensor | float, drawn: Tensor | None = None) -> None:
-        """Set priorities, by a number of cells that were just written; else, of what is stored.
+        """Set priorities: a float for newly written cells, a tensor for stored cells.
 
         Args:
-            index: ``[n]`` int64 on this device; -1 for a row that no cell took, or for nothing.
-            priority: that of new data, a float; or ``[n]``, float32 or float64.
-            drawn: ``[n]``, the generations of the cells when they were drawn: what has another one by now is left
-                alone. None changes whatever the cells hold.
+            index: cells, ``[n]`` int64 on this device; -1 is skipped.
+            priority: the priority of new data as a float, or priorities ``[n]``, float32 or float64.
+            drawn: generations of the cells when they were sampled, ``[n]``; cells with another generation are skipped.
+                None skips no filled cell.
         """
         if not index.numel():
             return
@@ -258,7 +257,7 @@ class Priorities:
         return -1, fresh, 0.0 if new else float(values.max()), last
 
     def remove(self, index: Tensor) -> None:
-        """Forget cells that hold nothing any more, ``[n]``, each once."""
+        """Remove the priorities of emptied cells, ``[n]``, without duplicates."""
         cells = index[self.priorities[index] >= 0]
         self.tree.assign(cells, self.tree.leaves.new_zeros(1))
         self.priorities[cells] = ABSENT
@@ -268,9 +267,9 @@ class Priorities:
                 tree.assign(cells, tree.leaves.new_full((1,), nothing))
 
     def limit(self, begin: Ints, end: Ints, length: int) -> None:
-        """Let only steps at positions ``[begin, end)`` of each environment be drawn; all keep their priorities.
+        """Limit sampling to positions ``[begin, end)`` of each environment; all steps keep their priorities.
 
-        Costs as much as steps change sides since the last time.
+        The cost grows with the number of steps that become valid or invalid.
         """
         assert self.starts is not None
         moved = self.starts.move(begin, end, length)
@@ -285,7 +284,7 @@ class Priorities:
             self.lowest.assign(opened, torch.where(known >= 0, known, math.inf))
 
     def check(self, priority: Tensor) -> None:
-        """Refuse priorities ``[n]`` that no cell may have: negative, NaN or infinite ones."""
+        """Validate priorities ``[n]``; raise ValueError if one is negative, NaN, infinite or too large."""
         bad = (~self._sound(priority, self.power(priority))).nonzero()
         if len(bad):
             row = int(bad[0])
@@ -311,23 +310,22 @@ class Priorities:
         base: float = 0.0,
         windows: tuple[int, int, int] | None = None,
     ) -> tuple[Tensor, ...]:
-        """Draw cells in proportion to ``(p + eps) ** alpha``, if stratified, from each of as many equal shares one.
+        """Sample cells in proportion to ``(p + eps) ** alpha``.
 
-        There must be a leaf that is not zero (``tree.nnz``).
+        At least one leaf must be non-zero (``tree.nnz``).
 
         Args:
-            numbers: uniform in [0, 1), ``[B]``, of the priorities' dtype; used up.
-            stratified: let each number fall into a share of its own.
+            numbers: uniform numbers in [0, 1), ``[B]``, in the dtype of the priorities; overwritten.
+            stratified: draw one cell from each of ``B`` equal parts of the total.
             beta: exponent of the weights.
-            base: what leaves are divided by in the weights.
-            windows: draw where windows begin: their steps, how many cells further the next one lies, and the number of
-                cells, behind which the first one comes again.
+            base: divisor of the leaves in the weights; zero means the smallest leaf of the batch.
+            windows: expand each cell to a window: steps per window, distance in cells between two steps, and number of
+                cells, at which indices wrap around.
 
         Returns:
-            Cells ``[B]`` int64, their weights ``((p + eps) ** alpha / base) ** -beta`` (float32; a base of zero stands
-            for the smallest of the batch) and generations (int32). Of windows, cells ``[B, T]`` and for each step
-            weight and generation of its window's first one, and the leaf of that over the mean of those that are not
-            zero (float32).
+            Cells ``[B]`` (int64), weights ``((p + eps) ** alpha / base) ** -beta`` (float32) and generations (int32).
+            For windows: cells ``[B, T]``, and for each step the weight and generation of its window's first step, and
+            the leaf of that first step divided by the mean of the non-zero leaves (float32).
         """
         if not self._compiled:
             given = torch.as_tensor(numbers, device=self.priorities.device)
@@ -336,7 +334,7 @@ class Priorities:
         if windows is not None:
             rows *= windows[0]
             layout = *windows, self.tree.nnz, np.empty(rows, np.float32)
-        # numpy's empty arrays cost a quarter of torch's.
+        # np.empty costs a quarter of torch.empty.
         cells, weights, stamps = np.empty(rows, np.int64), np.empty(rows, np.float32), np.empty(rows, np.int32)
         jitted(priority_kernels.draw)(self._arrays(), mass, stratified, beta, base, cells, weights, stamps, layout)
         if layout is None:
@@ -360,14 +358,14 @@ class Priorities:
         return cells, *(each.unsqueeze(1).expand(cells.shape) for each in found)
 
     def change_alpha(self, alpha: float, new: float = 0.0) -> None:
-        """Raise the priorities to another power: ``O(capacity)``.
+        """Change the exponent and recompute the tree, in ``O(capacity)``.
 
         Args:
-            alpha: the exponent.
+            alpha: the new exponent.
             new: the priority of new data.
 
         Raises:
-            ValueError: a power of a stored priority, or of that of new data, is too large; nothing changes.
+            ValueError: the power of a stored priority or of ``new`` is too large; nothing changes.
         """
         if alpha == self.alpha:
             return
@@ -385,14 +383,14 @@ class Priorities:
         self.alpha = alpha
 
     def _drawable(self, priorities: Tensor) -> Tensor:
-        """Return which of the first cells, that have these priorities, may be drawn."""
+        """Return a mask of the first cells, which have these priorities, that may be drawn."""
         held = priorities >= 0
         if self.starts is not None:
             held &= self.starts.hold(torch.arange(len(held), device=held.device))
         return held
 
     def clear(self) -> None:
-        """Forget every cell; the generations go on, so that late updates are recognised."""
+        """Remove all priorities; keep the generations, so that late updates are detected."""
         self.priorities.fill_(ABSENT)
         self.count, self.largest = 0, 0.0
         if self.starts is not None:
@@ -403,7 +401,7 @@ class Priorities:
 
     @property
     def held(self) -> Tensor:
-        """The priorities of the cells that were ever written; the first ones, as :attr:`leaves` and :attr:`writes`."""
+        """The priorities of the first ``extent`` cells, which include all cells ever written."""
         return self.priorities[: self.extent]
 
     @held.setter
@@ -414,7 +412,7 @@ class Priorities:
 
     @property
     def leaves(self) -> Tensor:
-        """What those cells are drawn in proportion to."""
+        """The tree leaves of the first ``extent`` cells."""
         return self.tree.leaves[: self.extent]
 
     @leaves.setter
@@ -423,7 +421,7 @@ class Priorities:
 
     @property
     def writes(self) -> Tensor:
-        """The generations of those cells."""
+        """The generations of the first ``extent`` cells."""
         return self.generations[: self.extent]
 
     @writes.setter
@@ -431,14 +429,14 @@ class Priorities:
         self.generations[: len(generations)], self.generations[len(generations) :] = generations, 0
 
     def rebuild(self) -> None:
-        """Look for the lowest and highest priority anew."""
+        """Rebuild the trees of the lowest and highest priority."""
         if self.lowest is not None:
             self.lowest.set_all(torch.where(self._drawable(self.priorities), self.priorities, math.inf))
         if self.highest is not None:
             self.highest.set_all(self.priorities.clamp(min=0))
 
     def could_hold(self, priorities: Tensor, leaves: Tensor, alpha: float, eps: float, starts: Starts | None) -> bool:
-        """Return whether some table could hold these priorities and leaves ``[n]``, which may lie on any device."""
+        """Return whether priorities and leaves ``[n]``, on any device, are consistent with each other."""
         priorities, leaves = priorities.cpu(), leaves.cpu()
         power = (priorities.clamp(min=0) + eps).pow(alpha)
         if starts is not None:
@@ -463,5 +461,5 @@ class Priorities:
 
 
 def _packed(value: Tensor) -> Any:
-    # Without gaps: kernels are compiled for such arrays.
+    # Kernels are compiled for contiguous arrays.
     return value.numpy() if value.is_contiguous() else value.contiguous().numpy()

@@ -1,4 +1,4 @@
-"""Which process the parts of a buffer belong to: in another one, what is written would be lost."""
+"""Ownership of buffer parts by a process, because writes in another process would be lost."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SHARE_FIRST = (
 )
 
 current = os.getpid()
-"""The id of this process; asking the system each time would cost a write a tenth more."""
+"""The id of this process, cached because ``os.getpid`` would make a write a tenth slower."""
 
 
 def _note_fork() -> None:
@@ -26,27 +26,27 @@ after_fork(_note_fork)
 
 
 class Owned:
-    """A part that only the process which made or copied it may change, unless it is shared."""
+    """An object that only its creating or copying process may change, unless it is shared."""
 
     is_shared = False
-    """Whether it lies in memory that processes share."""
+    """Whether the object is in shared memory."""
 
     def own(self) -> None:
-        """Let this process be the one that may change it."""
+        """Make this process the owner."""
         self._process = current
 
     def check_owner(self) -> None:
-        """Refuse to write to what another process made, unless it is shared: the rows would be lost."""
+        """Validate that this process may write; raise RuntimeError if the object is unshared and not its own."""
         if not self.is_shared:
             self.check_maker()
 
     def check_maker(self) -> None:
-        """Refuse what only the process that made the buffer may do, shared or not."""
+        """Validate that this process created the object, shared or not; raise RuntimeError otherwise."""
         if self._process != current:
             raise RuntimeError(f"This process writes to the buffer of the one that it was started from; {SHARE_FIRST}.")
 
     def check_loadable(self) -> None:
-        """Refuse to load a state into what other processes are using."""
+        """Validate that a state may be loaded; raise RuntimeError if other processes use the object."""
         self.check_owner()
         if self.is_shared:
             raise RuntimeError(
@@ -55,13 +55,13 @@ class Owned:
             )
 
     def check_travel(self) -> None:
-        """Refuse to be handed to a process that is being started, unless it is shared."""
+        """Validate a pickle; raise RuntimeError if it is for a new child process and the object is unshared."""
         if is_spawning() and not self.is_shared:
             raise RuntimeError(f"A {type(self).__name__} was handed to another process unshared; {SHARE_FIRST}.")
 
 
 def share_leaves(tree: Tree) -> None:
-    """Move tensors on the CPU into memory that processes share."""
+    """Move CPU tensors into shared memory."""
     for _, leaf in leaves_of(tree):
         if leaf.device.type == "cpu" and leaf.numel():
             leaf.share_memory_()

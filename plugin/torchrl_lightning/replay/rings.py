@@ -1,4 +1,4 @@
-"""The steps of several environments in one flat array of cells."""
+"""Ring buffers of several environments in one flat array of cells."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from torchrl_lightning.state import (
 )
 
 EVERYTHING = np.iinfo(np.int64).max
-_FIRST_VERSIONS = itertools.count(1)  # no two rings of a process ever have the same version
+_FIRST_VERSIONS = itertools.count(1)  # makes versions unique among all rings of a process
 NO_INDEX = (*(np.empty(0, kind) for kind in (np.int64, np.bool_, np.int64, np.bool_, np.int64)),)
 
 
@@ -42,7 +42,7 @@ class Rings(processes.Owned, Stated):
 
     Args:
         num_envs: number of rings.
-        length: number of cells of each.
+        length: number of cells per ring.
 
     Examples:
         >>> rings = Rings(2, 4)
@@ -66,24 +66,25 @@ class Rings(processes.Owned, Stated):
         self.own()
         self.num_envs, self.length = num_envs, length
         self.index: EpisodeIndex | None = None
-        """Which steps belong to one episode, if that is known."""
+        """The index of episode boundaries, or None if episodes are not tracked."""
         self.count = 0
-        """How many steps are stored."""
+        """Number of stored steps."""
         self._positions: Ints = np.zeros(num_envs, np.int64)
-        self._floor: Ints = np.zeros(num_envs, np.int64)  # nothing is stored below
-        # Rows written; an era, which grows when the rings start again, so that stamps never repeat; and the version.
+        self._floor: Ints = np.zeros(num_envs, np.int64)  # lowest position that may be stored
+        # Written rows; era, an offset that grows at each clear() so that stamps never repeat; and version.
         self._counters: Ints = np.zeros(3, np.int64)
         self._counters[2] = next(_FIRST_VERSIONS) << 40
         self.successors = SuccessorCheck()
-        """Which entries of the rows tell where a trajectory was cut without a flag."""
+        """The entries that reveal a trajectory that was cut without a flag."""
         self.reloaded: Flags | None = None
-        """Environments that were loaded and not written since, ``[num_envs]``; None if there are none."""
-        self._aligned = self._even = True  # whether all positions are the same; whether the first cells are the filled
+        """Mask of environments without a write since the last load, ``[num_envs]``, or None without these."""
+        # Whether all positions are equal; whether the filled cells are the first cells.
+        self._aligned = self._even = True
         self._ids: Ints = np.arange(num_envs)
 
     @classmethod
     def at(cls, length: int, positions: Tensor, oldest: Tensor | None = None) -> Rings:
-        """Build rings whose next positions are ``positions``, ``[num_envs]``."""
+        """Build rings with these next positions, ``[num_envs]``."""
         rings = cls(len(positions), length)
         rings._positions[:] = positions.cpu().numpy()
         if oldest is not None:
@@ -95,12 +96,12 @@ class Rings(processes.Owned, Stated):
 
     @property
     def ids(self) -> Ints:
-        """All environments."""
+        """The ids of all environments."""
         return self._ids
 
     @property
     def positions(self) -> Tensor:
-        """Next position of every environment, ``[num_envs]`` int64; a live view that must not be written to."""
+        """Next position of every environment, ``[num_envs]`` int64; a live, read-only view."""
         return torch.from_numpy(self._positions)
 
     @property
@@ -114,7 +115,7 @@ class Rings(processes.Owned, Stated):
 
     @property
     def arrays(self) -> tuple[Ints, Ints]:
-        """Next position of every environment, and below which one nothing is stored, each ``[num_envs]``; live."""
+        """Next position and lowest valid position of every environment, each ``[num_envs]``; live views."""
         return self._positions, self._floor
 
     @property
@@ -124,7 +125,7 @@ class Rings(processes.Owned, Stated):
 
     @property
     def is_even(self) -> bool:
-        """Whether all rings are equally filled, so that the first ``count`` cells are the filled ones."""
+        """Whether the filled cells are exactly the first ``count`` cells."""
         return self._even
 
     @property
@@ -134,7 +135,7 @@ class Rings(processes.Owned, Stated):
 
     @property
     def era(self) -> int:
-        """What the positions of earlier starts add to stamps."""
+        """Offset that stamps add to positions, so that they never repeat after the rings are cleared."""
         return self._counters.item(1)
 
     @era.setter
@@ -143,7 +144,7 @@ class Rings(processes.Owned, Stated):
 
     @property
     def write_count(self) -> int:
-        """Rows written since the rings were emptied."""
+        """Number of rows written since the rings were last emptied."""
         return self._counters.item(0)
 
     @write_count.setter
@@ -152,10 +153,10 @@ class Rings(processes.Owned, Stated):
 
     @property
     def version(self) -> int:
-        """Number that increases with every change that may move the border of an episode or remove a cell.
+        """Counter of all changes that may move an episode border or remove a cell.
 
-        Such changes are writes, removals, cuts, loads, and flags that are replaced in stored steps. A cached set of
-        cells or steps is valid as long as the version stays the same.
+        These are writes, removals, cuts, loads and changed flags of stored steps. Cached cells or steps are valid while
+        the version stays the same.
         """
         return self._counters.item(2)
 
@@ -167,42 +168,42 @@ class Rings(processes.Owned, Stated):
         return positions % self.length * self.num_envs + env_ids
 
     def env_of(self, index: Tensor) -> Tensor:
-        """Return the environments that cells belong to."""
+        """Return the environments of cells."""
         return index % self.num_envs
 
     def position_of(self, index: Tensor) -> Tensor:
-        """Return the positions of the steps in cells; below ``oldest`` (or negative) where a cell holds nothing."""
+        """Return the positions of the steps in cells; for empty cells, a number below ``oldest`` (or negative)."""
         slot = torch.div(index, self.num_envs, rounding_mode="floor")
         newest = int(self._positions[0]) - 1 if self._aligned else self.positions[index % self.num_envs] - 1
         return newest - (newest - slot) % self.length
 
     def is_filled(self, index: Tensor) -> Tensor:
-        """Return whether cells hold a step."""
+        """Return a mask of the filled cells."""
         index = index.cpu()
         inside = (index >= 0) & (index < self.length * self.num_envs)
         index = index.clamp(0, self.length * self.num_envs - 1)
         return inside & (self.position_of(index) >= self.oldest[index % self.num_envs])
 
     def filled_cells(self) -> Tensor:
-        """Return all cells that hold a step, in ascending order."""
+        """Return all filled cells in ascending order."""
         if self.is_even:
             return torch.arange(self.count)
         cells = torch.arange(self.length * self.num_envs)
         return cells[self.is_filled(cells)]
 
     def has_room(self, env: Ints, steps: int) -> Flags:
-        """Return for which environments so many steps can be written without overwriting any."""
+        """Return a mask of environments that can store ``steps`` further steps without overwriting any."""
         return self._positions[env] + steps - self._oldest()[env] <= self.length
 
     def cells_of_next(self, env: Ints, steps: int) -> Tensor:
-        """Return the cells that the next steps of environments go to, time-major ``[steps * M]``."""
+        """Return the cells of the next steps of environments, time-major ``[steps * M]``."""
         position = self._positions[env] + np.arange(steps)[:, None]
         return torch.from_numpy(position % self.length * self.num_envs + env).reshape(-1)
 
     # ------------------------------------------------------------------ stamps
 
     def stamp(self, index: Tensor) -> Tensor:
-        """Return how far the ring of each cell is written, over all restarts; of the shape of ``index``."""
+        """Return the write position plus ``era`` of each cell's ring, in the shape of ``index``."""
         if not self._aligned:
             return self.snapshot()[index.cpu() % self.num_envs]
         stamps = np.empty(tuple(index.shape), np.int64)
@@ -210,40 +211,40 @@ class Rings(processes.Owned, Stated):
         return torch.from_numpy(stamps)
 
     def snapshot(self) -> Tensor:
-        """Return how far every ring is written, over all restarts, ``[num_envs]``; a copy."""
+        """Return a copy of the write position plus ``era`` of every ring, ``[num_envs]``."""
         return self.positions + self.era
 
     def is_unchanged(self, index: Tensor, stamp: Tensor) -> Tensor:
-        """Return whether cells still hold what they held when they were stamped."""
+        """Return a mask of the cells that are unchanged since ``stamp``."""
         return self.is_filled(index) & (self.position_of(index) + self.era < stamp)
 
     # ------------------------------------------------------------------ writing
 
     def before(self, env: Any, below: Any = EVERYTHING) -> None:
-        """Get ready to change environments; called before anything changes.
+        """Prepare a change of environments; called before every change.
 
         Args:
             env: the environments.
-            below: only steps before these positions are changed.
+            below: only steps before these positions change.
 
         Raises:
-            RuntimeError: another process made the rings.
+            RuntimeError: another process created the rings.
         """
         if self._process != processes.current:
             self.check_owner()
 
     def after(self) -> None:
-        """Take note that something has changed."""
+        """Record a change; called after every change."""
 
     def write(self, leaves: tuple[Ints, Ints], ids: Ints | None, steps: int, done: Flags, init: Flags) -> Ints:
-        """Write steps, move the positions past them, and record their episodes: all of it or nothing.
+        """Write steps, advance the positions and record the episodes, in one atomic call.
 
         Args:
-            leaves: where rows and cells lie (:meth:`Cells.match`); empty for rows that are in their cells already.
+            leaves: addresses of rows and cells (:meth:`Cells.match`); empty for rows that are already in their cells.
             ids: the environments, or None for all.
-            steps: how many of each.
-            done: whether a step ends its episode, ``[steps, M]``; empty where there is no episode index.
-            init: whether a step begins one, ``[steps, M]``; may be empty.
+            steps: number of steps per environment.
+            done: mask of steps that end an episode, ``[steps, M]``; empty without an episode index.
+            init: mask of steps that begin an episode, ``[steps, M]``; may be empty.
 
         Returns:
             The cells, ``[steps * M]``.
@@ -263,7 +264,7 @@ class Rings(processes.Owned, Stated):
         return cells
 
     def claim(self, env: Ints, steps: int) -> None:
-        """Let the cells that the next steps go to leave the rings, so that nobody reads a row while it is written."""
+        """Remove the cells of the next steps from the rings, so that no process reads a half-written row."""
         self.before(env)
         positions = self._positions[env]
         oldest = np.clip(positions + steps - self.length, self._floor[env], positions)
@@ -274,7 +275,7 @@ class Rings(processes.Owned, Stated):
         self._refresh()
 
     def drop(self, env: Ints, count: int | None) -> Tensor:
-        """Take the oldest steps of environments out, or all; return their cells, one environment after the other."""
+        """Remove the ``count`` oldest steps of environments, or all; return their cells, environment by environment."""
         oldest = self._oldest()[env]
         held = self._positions[env] - oldest
         if count is not None and int(held.min()) < count:
@@ -292,14 +293,14 @@ class Rings(processes.Owned, Stated):
         return torch.from_numpy(position % self.length * self.num_envs + env[run])
 
     def cut(self, env: Ints) -> None:
-        """End the running episodes of environments: the next steps do not continue them."""
+        """End the running episodes of environments; the next steps begin new episodes."""
         if self.index is not None:
             self.before(env)
             self.index.cut(env)
             self._counters[2] += 1
 
     def set_flags(self, cells: Ints, done: Flags, begins: Flags, joined: Callable[[Ints], tuple[Flags, Flags]]) -> None:
-        """Let the episodes follow flags that were replaced in stored steps; see :meth:`EpisodeIndex.set_flags`."""
+        """Update the episodes after flags of stored steps changed; see :meth:`EpisodeIndex.set_flags`."""
         if self.index is not None:
             env = cells % self.num_envs
             self.before(env)
@@ -308,7 +309,7 @@ class Rings(processes.Owned, Stated):
             self.after()
 
     def clear(self) -> None:
-        """Start again."""
+        """Remove all steps and reset the positions to 0."""
         self.before(self._ids)
         self.reloaded = None
         self._counters[1] += self._positions.max()
@@ -320,12 +321,12 @@ class Rings(processes.Owned, Stated):
         self.after()
 
     def make_index(self) -> None:
-        """Keep an index of episodes from now on."""
+        """Build the episode index."""
         self.check_maker()
         self.index = EpisodeIndex(self.length, self._positions, self._floor)
 
     def drop_index(self) -> None:
-        """Keep no index of episodes any more, because nothing tells where they end."""
+        """Remove the episode index, because the ends of episodes are unknown."""
         self.check_owner()
         if self.is_shared:
             raise RuntimeError("Episodes of a buffer that other processes share are tracked until it ends.")
@@ -333,7 +334,7 @@ class Rings(processes.Owned, Stated):
         self._counters[2] += 1
 
     def go_on_from(self, other: Rings) -> None:
-        """Give the steps to come the numbers of those that other rings hold, from the oldest on."""
+        """Start at the oldest stored positions of other rings, so that steps copied from them keep their stamps."""
         oldest = other._oldest()
         first = oldest.min()
         self._positions[:] = self._floor[:] = oldest - first
@@ -352,7 +353,7 @@ class Rings(processes.Owned, Stated):
     # ------------------------------------------------------------------ state
 
     def read_state(self, state_dict: Any) -> dict[str, Any]:
-        """Check a state, unless other processes are using the rings."""
+        """Validate a state; raise RuntimeError if other processes use the rings."""
         self.check_loadable()
         return super().read_state(state_dict)
 
@@ -371,7 +372,7 @@ class Rings(processes.Owned, Stated):
             self.index.learn(known, self.filled_cells().numpy())
 
     def _check_together(self, values: Mapping[str, Any]) -> None:
-        """Refuse an index by which an episode holds steps that are not its own."""
+        """Validate that an index is consistent with the stored steps; raise ValueError if it is not."""
         positions, oldest, index = (values[entry] for entry in ("positions", "oldest", "index"))
         rings = Rings.at(self.length, positions, oldest)
         if not rings.oldest.equal(oldest) or bool((rings.filled < 0).any()):
@@ -414,25 +415,25 @@ class Rings(processes.Owned, Stated):
 
 
 class HasRings(Protocol):
-    """What fills the rings in a storage: a :class:`RingWriter`."""
+    """Protocol of the writer that fills the rings in a storage: a :class:`RingWriter`."""
 
     rings: Rings
 
     def plan_rewrite(self, changes: Mapping[tuple[str, ...], Tensor], cells: Tensor) -> Callable[[], None]:
-        """Check entries that are about to be replaced; return what lets the episodes follow them afterwards."""
+        """Validate new values of stored entries; return the function that then updates the episodes."""
         ...
 
 
 class Dependent(Protocol):
-    """A part that derives a stored entry from others."""
+    """Protocol of a component that derives a stored entry from others."""
 
     def refresh(self, cells: Ints) -> None:
-        """Derive it again for stored steps: all those of the episodes in which an entry was replaced."""
+        """Recompute the entry for ``cells``: all steps of the episodes with a replaced entry."""
         ...
 
 
 class _Link:
-    """A weak reference that a copy of its owner does not take along."""
+    """A weak reference to a writer; a copy or pickle of it is empty."""
 
     def __init__(self, writer: HasRings | None = None) -> None:
         self.writer = (lambda: None) if writer is None else weakref.ref(writer)
@@ -442,30 +443,30 @@ class _Link:
 
 
 def lay_rings(storage: Storage, writer: HasRings) -> None:
-    """Let it be known whose rings lie in a storage, ours or one of TorchRL's, which does not keep them alive."""
+    """Attach a weak reference to the writer to a storage of any kind."""
     storage.rings_link = _Link(writer)
 
 
 def filler_of(storage: Storage) -> HasRings | None:
-    """Return what fills the rings in a storage, if there are any."""
+    """Return the writer of the rings in a storage, or None."""
     link = getattr(storage, "rings_link", None)
     return None if link is None else link.writer()
 
 
 def rings_in(storage: Storage) -> Rings | None:
-    """Return the rings that lie in a storage, if there are any."""
+    """Return the rings in a storage, or None."""
     writer = filler_of(storage)
     return None if writer is None else writer.rings
 
 
 def uneven_rings(storage: Storage) -> Rings | None:
-    """Return the rings in a storage, unless its filled cells are simply the first ``len(storage)`` ones."""
+    """Return the rings in a storage, or None if its filled cells are the first ``len(storage)`` cells."""
     writer = filler_of(storage)
     return None if writer is None or writer.rings.is_even else writer.rings
 
 
 def stored_cells(storage: Storage) -> Tensor:
-    """Return all cells that hold something, in ascending order: ``O(capacity)``."""
+    """Return all filled cells in ascending order, in ``O(capacity)``."""
     rings = uneven_rings(storage)
     return torch.arange(len(storage)) if rings is None else rings.filled_cells()
 
@@ -480,7 +481,7 @@ def check_single(rings: Rings | None) -> None:
 
 
 def refuse_uneven(rings: Rings | None, reader: str) -> None:
-    """Raise RuntimeError for a reader that cannot read these unevenly filled rings, if there are any."""
+    """Raise RuntimeError if ``rings`` is not None, because ``reader`` cannot read unevenly filled rings."""
     if rings is not None:
         raise RuntimeError(
             f"{reader} cannot read unevenly filled rings ({rings.filled.tolist()} steps of {rings.num_envs} "

@@ -170,7 +170,7 @@ class SequenceSampler(Stated, SamplerHooks, Sampler):
         options = reach, self.burn_in, self._by_episode, self._episode_ends == "pad"
         rule = (writer.length, *writer.rings.arrays), episodes, options
         missing, found, drawn = len(cells), 0, 0
-        # If windows may cross episode ends, nearly every draw is a valid start.
+        # If windows must stay in an episode, some draws are no valid starts, so draw twice the number.
         size = 2 * missing if self._by_episode and reach else missing
         while missing and drawn < MAX_DRAWS:
             found = draw(uniform(size, self.generator), True, *rule, cells, mask, found)
@@ -235,10 +235,10 @@ def _first_states(
 
     These TorchRL modules read the state at the first step of a row and at each step with ``is_init``. So the first
     state of a window is expanded over ``T``, and the state is zero at each ``is_init``. If stored, the state under
-    ``"next"`` is returned, too, for unrolling over the next observations: the state of the first step, and from a later
-    ``is_init`` on the stored state there. With ``stored=False`` all states are zero. Trajectories that were cut without
-    a flag are split, too; for windows across cuts, the returned ``is_init`` marks these splits. Without a stored
-    ``is_init``, a trajectory begins with its stored state instead of zero.
+    ``"next"`` is returned, too, for unrolling over the next observations: the state of the first step, and the stored
+    state at a later ``is_init``. With ``stored=False`` all states are zero. Trajectories that were cut without a flag
+    are split, too; for windows across cuts, the returned ``is_init`` marks these splits. Without a stored ``is_init``,
+    a trajectory begins with its stored state instead of zero.
     """
     has_cuts = episodes is not None and episodes.has_cuts
     if not keys and not has_cuts:

@@ -1,4 +1,4 @@
-"""A lock between processes that outlives whoever holds it."""
+"""A lock between processes that is released when its holder dies."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-PAUSE = 2e-4  # seconds between looks at what others do
-# How C lays out what the kernel says of a lock: its kind, whence, start, length, and the process that holds it.
+PAUSE = 2e-4  # seconds between polls
+# Layout of C's struct flock, and the fields for the lock type and the process that holds the lock.
 _LAYOUT, _KIND, _HOLDER = ("hhqqi4x", 0, 4) if sys.platform == "linux" else ("qqihhi", 3, 2)
 _locks: weakref.WeakSet[SharedLock] = weakref.WeakSet()
 
@@ -37,24 +37,24 @@ after_fork(_renew_locks)
 
 
 class SharedLock:
-    """A lock between processes, and between their threads, that the kernel frees when the process that holds it dies.
+    """A reentrant lock between processes and their threads, which the kernel releases when its holder dies.
 
-    A record lock of POSIX on a file without a name. A process has its record locks in common and loses them with any
-    descriptor of the file that it closes, and a forked process has none: hence another lock between threads, one
-    descriptor, and a fresh start after a fork. Who enters again what it holds already just goes on.
+    It is a POSIX record lock on a file without a name. All threads of a process share their record locks, so a second
+    lock separates the threads. A process loses its record locks when it closes any descriptor of the file, so it keeps
+    only one. A forked process inherits no record locks, so it starts with fresh state.
 
-    A process that is stopped (SIGSTOP, a debugger) keeps what it holds, and the others wait until it goes on or ends.
-    With a timeout, they say so instead; a few percent of a core go into looking at the lock while they wait. It is no
-    good for processes that may be suspended together, because time goes on for them.
+    A process that is stopped (SIGSTOP, a debugger) keeps the lock, and the others wait until it continues or ends. With
+    a timeout, they raise a TimeoutError instead; polling then costs a few percent of a core. Do not set a timeout for
+    processes that may be suspended together, because the suspended time counts.
 
     Args:
-        entered: called when the lock is held: time to see what others did.
-        leaving: called before it is given back.
-        timeout: seconds to wait for another process that holds it; for ever if None. Entering is a TimeoutError then.
+        entered: called after the lock is acquired, e.g. to apply changes of other processes.
+        leaving: called before the lock is released.
+        timeout: seconds to wait for another process before a TimeoutError; None waits without limit.
 
     Raises:
-        RuntimeError: the system has no such locks (Windows).
-        ValueError: the timeout is not above 0.
+        RuntimeError: the system has no record locks (Windows).
+        ValueError: the timeout is not positive.
 
     Examples:
         >>> lock = SharedLock(lambda: print("in"), lambda: print("out"), timeout=5.0)
@@ -78,7 +78,7 @@ class SharedLock:
 
     @property
     def timeout(self) -> float | None:
-        """Seconds that this process waits for another one; for ever if None."""
+        """Seconds that this process waits for another process; None waits without limit."""
         return self._timeout
 
     @timeout.setter
@@ -92,7 +92,7 @@ class SharedLock:
         self.renew()
 
     def renew(self) -> None:
-        """Forget what threads of this process hold, which in a forked one are those of its parent."""
+        """Reset the lock between threads, because a forked process copies the state of its parent's threads."""
         self._threads, self._depth = threading.RLock(), 0
 
     def __enter__(self) -> None:
@@ -115,14 +115,14 @@ class SharedLock:
             self._release()
 
     def _seize(self) -> None:
-        # The kernel wakes who waits in it, but cannot be told for how long: with a timeout, look again and again.
+        # A blocking lockf has no timeout, so poll if a timeout is set.
         timeout, began = self._timeout, time.monotonic()
         how = fcntl.LOCK_EX if timeout is None else fcntl.LOCK_EX | fcntl.LOCK_NB
         while True:
             try:
                 fcntl.lockf(self._file, how)
                 return
-            except OSError as error:  # the kernel sees no threads, and takes two of a process for a circle
+            except OSError as error:  # the kernel ignores threads, so two in a process look like a deadlock
                 if error.errno not in (errno.EDEADLK, errno.EAGAIN, errno.EACCES):
                     raise
             if timeout is not None and time.monotonic() - began > timeout and (holder := self._holder()) is not None:

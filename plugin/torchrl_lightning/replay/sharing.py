@@ -1,7 +1,7 @@
-"""Buffers that processes share: rings in shared memory, and what is mended behind a process that dies.
+"""Buffers that several processes share: rings in shared memory, and recovery after a process dies.
 
-Ordinary rings know nothing of this. ``share()`` puts the same rings into shared memory, and from then on whoever
-writes or samples holds a lock between the processes.
+``share()`` moves the rings into shared memory. From then on, every process holds a lock between the processes while it
+writes or samples. Unshared rings do not need this module.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torchrl_lightning.replay.shared_lock import PAUSE, SharedLock
 from torchrl_lightning.replay.steps import Flags, Ints, steps_between
 
 T = TypeVar("T")
-LONGEST_PAUSE = 5e-3  # seconds between looks for room or steps
+LONGEST_PAUSE = 5e-3  # seconds between polls for free cells or new steps
 UNLOCKED = nullcontext()
 _logger = logging.getLogger(__name__)
 
@@ -42,16 +42,16 @@ def _new(kind: Any) -> Any:
 
 
 class _SharedArrays:
-    """What an object holds in numpy arrays, in memory that processes share.
+    """A mixin that keeps an object's NumPy arrays in shared memory.
 
-    A pickle for a process that is being started hands the memory on; any other copy is an ordinary object again.
+    A pickle for a new child process passes the shared memory on. Any other copy is an unshared object.
     """
 
     ORDINARY: ClassVar[type]
     ARRAYS: ClassVar[tuple[str, ...]]
-    """Names of the attributes that hold the arrays."""
+    """Attribute names of the arrays."""
     OWN: ClassVar[tuple[str, ...]] = ()
-    """Names of those that an ordinary object lacks."""
+    """Attribute names that an unshared object does not have."""
     _memory: dict[str, Tensor]
 
     def _share(self) -> None:
@@ -71,7 +71,7 @@ class _SharedArrays:
         return _new, (self.ORDINARY,), self._packed(state)
 
     def _packed(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return the state of an ordinary copy."""
+        """Return the state of an unshared copy."""
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -80,14 +80,14 @@ class _SharedArrays:
 
 
 class SharedEpisodeIndex(_SharedArrays, EpisodeIndex):
-    """An episode index in memory that processes share."""
+    """An episode index in shared memory."""
 
     ORDINARY = EpisodeIndex
     ARRAYS = ("_column", "_done", "_begin", "_open", "_headless_end")
 
     def __init__(self, index: EpisodeIndex, positions: Ints, floor: Ints) -> None:
         vars(self).update(vars(index))
-        self.has_cuts = True  # perhaps: other processes cut, too
+        self.has_cuts = True  # assume cuts, because other processes may cut
         self.attach(positions, floor)
         self._share()
 
@@ -96,10 +96,10 @@ class SharedEpisodeIndex(_SharedArrays, EpisodeIndex):
 
 
 class SharedRings(_SharedArrays, Rings):
-    """Rings in memory that processes share; who changes them holds the lock between the processes.
+    """Rings in shared memory; a process must hold the lock between the processes to change them.
 
     Args:
-        rings: ordinary ones, which are not to be used any more.
+        rings: the unshared rings; do not use them afterwards.
     """
 
     ORDINARY = Rings
@@ -109,11 +109,11 @@ class SharedRings(_SharedArrays, Rings):
 
     def __init__(self, rings: Rings) -> None:
         vars(self).update(vars(rings))
-        # How many changes were made, whether one is under way, whether nobody waits any more, and the newest number.
+        # Number of changes; 1 during a change; 1 after stop(); and the highest process number.
         self._marks: Ints = np.zeros(4, np.int64)
-        # Which steps of a ring, all those below a position, are lost if the process dies that is at it.
+        # Steps below this position of a ring are lost if the process dies during its change.
         self._pending: Ints = np.zeros(self.num_envs, np.int64)
-        # Who has written last to a ring; by numbers, as the system gives the id of a dead process to a new one.
+        # Process number of the last writer of each ring, because the system may reuse the id of a dead process.
         self._writers: Ints = np.zeros(self.num_envs, np.int64)
         self._number = 0
         self._is_locked = False  # whether this process holds the lock
@@ -127,7 +127,7 @@ class SharedRings(_SharedArrays, Rings):
 
     @property
     def is_even(self) -> bool:
-        """Whether all rings are equally filled."""
+        """Whether the filled cells are exactly the first ``count`` cells."""
         self._refresh()
         return self._even
 
@@ -137,17 +137,17 @@ class SharedRings(_SharedArrays, Rings):
         return super().position_of(index)
 
     def make_index(self) -> None:
-        """Keep an index of episodes from now on."""
+        """Build the episode index in shared memory."""
         super().make_index()
         self._share_index()
 
     def enroll(self) -> None:
-        """Count this process as a new one, under the lock: what it writes continues nobody's episodes."""
+        """Give this process a new number, under the lock, so that its next steps begin new episodes."""
         self._marks[3] += 1
         self._number = self._marks.item(3)
 
     def write(self, leaves: tuple[Ints, Ints], ids: Ints | None, steps: int, done: Flags, init: Flags) -> Ints:
-        """Write steps; see :meth:`Rings.write`. They do not continue an episode that another process has written."""
+        """Write steps as in :meth:`Rings.write`; they never continue an episode of another process."""
         env = self._ids if ids is None else ids
         taken = env[self._writers[env] != self._number]
         if taken.size:
@@ -156,22 +156,21 @@ class SharedRings(_SharedArrays, Rings):
         return super().write(leaves, ids, steps, done, init)
 
     def before(self, env: Any, below: Any = EVERYTHING) -> None:
-        """Note which steps are lost if this process dies before it leaves the lock."""
+        """Record the steps that are lost if this process dies before it releases the lock."""
         if self._is_locked:
             self._marks[1] = 1
             self._pending[env] = below
 
     def after(self) -> None:
-        """Let the others know that something has changed."""
+        """Record a change for the other processes."""
         self._marks[0] += 1
         self._see()
 
     def follow(self) -> tuple[bool, Tensor, Tensor] | None:
-        """Take note of what other processes did, under the lock that was just entered; mend what a dead one left.
+        """Return the changes of other processes, after this process took the lock; recover after a dead process.
 
         Returns:
-            None if they did nothing; otherwise whether they emptied the rings, cells that hold nothing any more, and
-            cells that were written.
+            None without changes; otherwise whether the rings were emptied, the removed cells and the written cells.
         """
         if self._marks.item(1):
             self._mend()
@@ -191,10 +190,10 @@ class SharedRings(_SharedArrays, Rings):
         return emptied, gone, written
 
     def leave(self) -> None:
-        """Declare that everything is whole, before the lock is given back."""
+        """Mark all changes as complete, before the lock is released."""
         if self._marks.item(1):
             self._pending[:] = 0
-            self._marks[1] = 0  # last, as it was the first to be set
+            self._marks[1] = 0  # must be reset last, because before() sets it first
         self._is_locked = False
 
     def _mend(self) -> None:
@@ -228,16 +227,16 @@ class SharedRings(_SharedArrays, Rings):
             self.index.attach(self._positions, self._floor)
 
     def stop(self) -> None:
-        """Let nobody wait any more, in any process."""
+        """Stop waiting in all processes."""
         self._marks[2] = 1
 
     def revive(self) -> None:
-        """Let them wait again."""
+        """Allow waiting again in all processes."""
         self._marks[2] = 0
 
     @property
     def is_stopped(self) -> bool:
-        """Whether nobody shall wait any more."""
+        """Whether waiting is stopped in all processes."""
         return bool(self._marks.item(2))
 
 
@@ -245,45 +244,45 @@ class SharedRings(_SharedArrays, Rings):
 
 
 class ShareableBuffer(LockedBuffer):
-    """A buffer over rings that other processes may write to and read from, once it is shared."""
+    """A replay buffer that other processes can write to and sample from after :meth:`share`."""
 
     shared = False
 
     def share(self, shared: bool = True, *, timeout: float | None = None) -> Self:
-        """Move what is stored into memory that other processes share, forked or spawned; call before they start.
+        """Move the buffer into shared memory for forked or spawned processes; call this before they start.
 
-        Whoever writes or samples holds a lock between the processes and sees what the others wrote. If a process dies
-        (is killed) while it holds the lock, the others go on. What it was writing may be half done, so that they drop
-        the rings of these environments, log a warning that names them, and begin new episodes there. A process of
-        multiprocessing that has used the buffer ends within seconds when the one that started it is killed.
+        A process holds a lock between the processes while it writes or samples, and sees the steps of the others. If a
+        process is killed while it holds the lock, the others continue. Its last write may be incomplete, so they drop
+        the rings of these environments, log a warning with their ids and begin new episodes there. If a parent process
+        is killed, a child of multiprocessing that has used the buffer ends within seconds.
 
-        A ring has one writer at a time. Where another process writes to it, be it in the place of a dead one, its
-        first row begins an episode, whether or not rows have an ``is_init``: two processes never share an episode.
+        Only one process at a time may write to a ring. If another process writes to it, also as the replacement of a
+        dead one, its first row begins an episode, with or without ``is_init``: two processes never share an episode.
 
-        A process that is stopped (SIGSTOP, a debugger) while it holds the lock holds up the others until it goes on or
-        is killed. With a ``timeout``, each of them raises a TimeoutError that names it; the buffer is as it was.
+        A process that is stopped (SIGSTOP, a debugger) while it holds the lock blocks the others until it continues or
+        is killed. With a ``timeout``, the others raise a TimeoutError with its process id; the buffer stays unchanged.
 
-        Samplers, priorities among them, and transforms stay each process's own; new steps of others get the priority of
-        new data. Another process draws from a generator of its own, seeded by what this process's one would give at
-        the start of the other and by the other's name: those of multiprocessing are numbered in order of their start,
-        so that a run can be repeated. Write some data first, or let this process be the first to write.
+        Each process has its own sampler, priorities and transforms. Steps of other processes get the priority of new
+        data. Each child process has its own generator. Its seed depends on the generator state of this process at the
+        start of the child and on the child's name. Multiprocessing numbers the names by order of start, so runs are
+        reproducible. Write some data first, or let this process write first.
 
-        Processes share the buffer if they are forked after this call, or get it as an argument of
-        ``multiprocessing.Process``. Any other pickle is a copy of the rows that are stored now, unshared and in memory
-        of its own: ``pickle.dumps``, a queue or pipe, Ray's object store, ``copy.deepcopy``.
+        A process shares the buffer if it is forked after this call, or gets the buffer as an argument of
+        ``multiprocessing.Process``. All other pickles are unshared copies of the stored rows: ``pickle.dumps``, a queue
+        or pipe, Ray's object store, ``copy.deepcopy``.
 
         Args:
-            shared: False does nothing to a buffer that is not shared.
-            timeout: seconds to wait for the lock, and in calls that wait for what other processes do; for ever if None.
-                For a buffer that is shared already, this process's own from now on; None leaves it.
+            shared: False does nothing if the buffer is unshared.
+            timeout: seconds to wait for the lock or for other processes; None waits without limit. If the buffer is
+                already shared, this changes the timeout of this process only, and None keeps it.
 
         Returns:
             The buffer itself.
 
         Raises:
-            RuntimeError: the system has no locks that outlive a process that dies (Windows).
-            ValueError: the timeout is not above 0, or comes with ``shared=False``, the cells are memory-mapped files,
-                batches are prefetched, or the buffer is shared and shall not be any more.
+            RuntimeError: the system has no locks that survive the death of a process (Windows).
+            ValueError: the timeout is not positive or comes with ``shared=False``, the cells are memory-mapped,
+                batches are prefetched, or ``shared=False`` comes for a shared buffer.
 
         Examples:
             >>> import torch
@@ -305,7 +304,7 @@ class ShareableBuffer(LockedBuffer):
         if self.shared:
             if timeout is not None:
                 self._lock.timeout = timeout
-            return self  # others may use the lock
+            return self  # other processes may use the lock, so keep it
         lock = SharedLock(self._enter, self._leave, timeout)
         self.storage.share()
         self.writer.share()
@@ -324,7 +323,7 @@ class ShareableBuffer(LockedBuffer):
         return cast("SharedLock", self.write_lock)
 
     def _enter(self) -> None:
-        """Take note of what other processes did; done on entering the lock between them."""
+        """Apply the changes of other processes; called after this process took the lock."""
         if self._drawing != processes.current:
             self._drawing = processes.current
             self._rings.enroll()
@@ -348,28 +347,28 @@ class ShareableBuffer(LockedBuffer):
 
     @property
     def uses_episodes(self) -> bool:
-        """Whether samples depend on where episodes begin and end."""
+        """Whether samples depend on episode boundaries."""
         raise NotImplementedError
 
     def forget_cells(self, cells: Tensor) -> None:
-        """Let the sampler never draw cells again that hold nothing any more."""
+        """Exclude removed cells from sampling."""
         raise NotImplementedError
 
     def undisturbed(self) -> AbstractContextManager[None]:
-        """Hold the locks where other processes may write; one thread does not disturb itself."""
+        """Return a context that holds the locks if the buffer is shared, and does nothing otherwise."""
         return self.locked() if self.shared else UNLOCKED
 
     def wait_for(self, attempt: Callable[[], T | None]) -> T | None:
-        """Try again and again, under the locks, until an attempt succeeds or waiting is stopped.
+        """Repeat ``attempt`` under the locks until it does not return None or waiting is stopped.
 
         Returns:
-            What the attempt returned; None where waiting was stopped.
+            The result of the attempt; None if waiting was stopped.
 
         Raises:
             TimeoutError: the timeout of :meth:`share` is over.
-            ValueError: the buffer is not shared, so that nobody else could change anything.
+            ValueError: the buffer is not shared, so that no other process could change it.
         """
-        # By looking again and again: conditions of multiprocessing hang when a process dies that waits for them.
+        # Poll, because a multiprocessing condition hangs if a waiting process dies.
         if not self.shared:
             raise ValueError(
                 "Nobody else could make room or bring steps: this buffer serves one process (allow_multiprocess=False)."
@@ -392,21 +391,21 @@ class ShareableBuffer(LockedBuffer):
         return None
 
     def stop(self) -> None:
-        """Let no process wait any more: calls that wait, now or later, do nothing and return.
+        """Stop waiting in all processes: current and later calls that wait do nothing and return.
 
-        This lasts until :meth:`revive`, also after the buffer is emptied; what is stored stays, and all other calls
-        work on. It takes no lock, so that it never waits itself. Who waits for a lock that a stopped process holds goes
-        on waiting, up to the timeout of :meth:`share`.
+        This lasts until :meth:`revive`, also after the buffer is emptied. The stored steps stay, and all other calls
+        still work. This method takes no lock, so it never waits itself. It does not end the wait for a lock that a
+        stopped process holds; only the timeout of :meth:`share` limits that wait.
         """
         if self.shared:
             self._rings.stop()
 
     def revive(self) -> None:
-        """Let processes wait again after :meth:`stop`, and let this one take its place anew.
+        """Allow waiting again after :meth:`stop`, and register this process as a new writer.
 
-        What this process writes next begins episodes, also where the rows have no ``is_init``. A process that takes the
-        place of a dead one does that by itself, with its first row; it calls this if waiting was stopped, and a process
-        that lives on calls it when it has started its environments again.
+        The next rows of this process begin new episodes, with or without ``is_init``. Call this after a stop, and in a
+        running process after it restarts its environments. The replacement of a dead process begins new episodes with
+        its first row anyway, without this call.
 
         Raises:
             TimeoutError: another process holds the lock longer than the timeout of :meth:`share`.
@@ -432,7 +431,7 @@ class ShareableBuffer(LockedBuffer):
 
     @property
     def is_stopped(self) -> bool:
-        """Whether no process waits any more."""
+        """Whether waiting is stopped."""
         return self.shared and self._rings.is_stopped
 
     def __getstate__(self) -> dict[str, Any]:

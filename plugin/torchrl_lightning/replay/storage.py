@@ -332,7 +332,7 @@ class RingStorage(Stated, PickledCells):
         return found
 
     def get(self, index: Any, n_step: NStepReturns | None = None) -> TensorDictBase:
-        """Read cells; return a copy for a tensor or sequence of indices and a view for an integer, slice or mask.
+        """Read cells; return a copy for a tensor or sequence of indices or a mask, and a view for an integer or slice.
 
         Writing into a view does not update episodes, returns and other derived entries. Use :meth:`write_entry` or
         :meth:`set` to replace flags, rewards or successors of stored steps.

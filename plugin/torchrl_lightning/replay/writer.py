@@ -1,4 +1,4 @@
-"""The writer of every replay buffer: one ring per environment."""
+"""The writer of every replay buffer, with one ring per environment."""
 
 from __future__ import annotations
 
@@ -40,32 +40,32 @@ def _do_nothing() -> None:
 
 
 def writer_of(storage: Storage) -> RingWriter | None:
-    """Return the :class:`RingWriter` that fills a storage, which may be one of TorchRL's, if there is one."""
+    """Return the :class:`RingWriter` that fills a storage of any kind, or None."""
     writer = filler_of(storage)
     return writer if isinstance(writer, RingWriter) else None
 
 
 class RingWriter(WriterBase):
-    """Writer of one ring per environment into one flat storage.
+    """A writer that stores one ring per environment in one flat storage.
 
-    Every environment has its own cursor and an ever-increasing position;
-    ``cell = (position % length) * num_envs + env``. So writing one step of all environments takes one slice copy, any
-    even write at most two, and a write for some environments one indexed copy. While the rings are evenly filled,
-    TorchRL's samplers see an ordinary storage.
+    Every environment has its own cursor and a position that only increases;
+    ``cell = (position % length) * num_envs + env``. So one step of all environments takes one slice copy, a longer even
+    write at most two, and a write for some environments one indexed copy. TorchRL's samplers can read the storage
+    while the rings are evenly filled.
 
     Args:
         num_envs: number of rings; must divide the storage's ``max_size``.
-        track_episodes: keep an :class:`EpisodeIndex`; None does so if the first data contain ``done_key``.
+        track_episodes: maintain an :class:`EpisodeIndex`; None does this if the first data contain ``done_key``.
         done_key: the flag that ends an episode.
-        init_key: the flag that begins one, used if the data contain it: an episode that was cut without being done
-            (by a restart) is not joined to the next one.
-        overwrite: let steps take the place of the oldest ones where a ring is full; otherwise, they are refused.
-        done_reduce: how the flags of several agents in one row become one: ``"any"`` ends the episode with the first
-            agent that is done, ``"all"`` with the last one. None raises an error if they differ and the index is used.
-        check_successors: cut the trajectory of an environment if the first row of a write is not the successor that was
-            stored with the step before (see :class:`SuccessorCheck`). Rows with ``("collector", "traj_ids")`` are cut
-            where these change, and compared only in the first write after a load. DataModules turn the comparison off
-            while our own collectors fill the buffer.
+        init_key: the flag that begins an episode, used if the data contain it. It separates an episode that was cut
+            without a done flag (by a restart) from the next one.
+        overwrite: overwrite the oldest steps of a full ring; False raises an error instead.
+        done_reduce: reduces the flags of several agents in one row: ``"any"`` ends the episode when the first agent is
+            done, ``"all"`` when the last agent is done. None raises an error if they differ and the index is used.
+        check_successors: cut the trajectory of an environment if the first row of a write differs from the successor
+            stored with the previous step (see :class:`SuccessorCheck`). Rows with ``("collector", "traj_ids")`` are
+            cut at each change of these ids, and compared only in the first write after a load. DataModules disable the
+            comparison while collectors of this package fill the buffer.
 
     Raises:
         ValueError: ``num_envs`` is not positive, or ``done_reduce`` is unknown.
@@ -98,21 +98,21 @@ class RingWriter(WriterBase):
         check_successors: bool = True,
     ) -> None:
         self.rings = Rings(integer(num_envs, "num_envs"))
-        """Where the steps of the environments lie."""
+        """Positions and cells of the steps of all environments."""
         super().__init__()
         self.track_episodes, self.overwrite = track_episodes, overwrite
         self.done_key = nested_key(done_key)
         self.init_key = nested_key(init_key)
         self.done_reduce = done_reduce
         self.check_successors = check_successors
-        self._own_storage: RingStorage | None = None  # what it fills, if that is one of ours
+        self._own_storage: RingStorage | None = None  # the storage, if it is a RingStorage
         self._done_path, self._init_path = path_of(self.done_key), path_of(self.init_key)
-        self._places: tuple[int | None, ...] = ()  # of the leaves of both flags and of the ids of trajectories
+        self._places: tuple[int | None, ...] = ()  # leaf numbers of done flag, init flag and trajectory ids
         self._cuts = TrajectoryCuts()
-        self._known: Any = None  # the cells that the places belong to
+        self._known: Any = None  # the cells for which _places was computed
 
     def register_storage(self, storage: Storage) -> None:
-        """Take the storage to fill; called by TorchRL's buffers.
+        """Set the storage to fill; TorchRL's buffers call this.
 
         Raises:
             ValueError: its ``max_size`` is not a multiple of ``num_envs``, or it has several dimensions.
@@ -141,17 +141,17 @@ class RingWriter(WriterBase):
 
     @property
     def length(self) -> int:
-        """Cells of each ring."""
+        """Number of cells of each ring."""
         return self.rings.length
 
     @property
     def index(self) -> EpisodeIndex | None:
-        """Which steps belong to one episode, if that is known."""
+        """The index of episode boundaries, or None if episodes are not tracked."""
         return self.rings.index
 
     @property
     def positions(self) -> Tensor:
-        """Next position of every environment, ``[num_envs]`` int64; a live view that must not be written to."""
+        """Next position of every environment, ``[num_envs]`` int64; a live, read-only view."""
         return self.rings.positions
 
     @property
@@ -166,7 +166,7 @@ class RingWriter(WriterBase):
 
     @property
     def is_even(self) -> bool:
-        """Whether all rings are equally filled, so that the first ``len(storage)`` cells are the filled ones."""
+        """Whether the filled cells are exactly the first ``len(storage)`` cells."""
         return self.rings.is_even
 
     def cell(self, env_ids: Tensor, positions: Tensor) -> Tensor:
@@ -175,7 +175,7 @@ class RingWriter(WriterBase):
 
     @property
     def write_count(self) -> int:
-        """Rows written since the buffer was emptied."""
+        """Number of rows written since the buffer was last emptied."""
         return self.rings.write_count
 
     @write_count.setter
@@ -183,17 +183,17 @@ class RingWriter(WriterBase):
         self.rings.write_count = value
 
     def share(self) -> None:
-        """Move positions, counters and episode index, made now if it may be, into memory that processes share."""
+        """Move positions, counters and episode index into shared memory; build the index now if possible."""
         cells = getattr(self.storage, "cells", None)
         known = cells is not None and self._done_path in cells.places
         if self.index is None and self.track_episodes is not False and known:
-            self.rings.make_index()  # of one that another process makes, the others would not know
+            self.rings.make_index()  # other processes would not see an index built later
         self.rings = SharedRings(self.rings)
 
     # ------------------------------------------------------------------ writing
 
     def add(self, data: TensorDictBase) -> int | Tensor:
-        """Write one row; with several environments, one step of all of them (``[num_envs]``)."""
+        """Write one row, or one step of all environments (``[num_envs]``)."""
         check_tensordict(data)
         if data.ndim:
             return self.extend(data)
@@ -203,20 +203,19 @@ class RingWriter(WriterBase):
         """Write steps.
 
         Args:
-            data: one step of every environment ``[num_envs]``, or several, time-major: ``[T * num_envs]``. With one
-                environment: ``[T]``.
-            env_ids: the environments of these steps, each at most once; ``data`` is ``[len(env_ids)]`` or
+            data: one step of every environment ``[num_envs]``, or several time-major steps ``[T * num_envs]``; ``[T]``
+                for one environment.
+            env_ids: the environments of these steps, without duplicates; ``data`` is ``[len(env_ids)]`` or
                 ``[T * len(env_ids)]``.
 
         Returns:
-            The cells, ``[n]``; none for data without rows. Rows that later rows of the same data would overwrite are
-            not written; their cell is that of the row that replaces them.
+            The cells, ``[n]``; empty for data without rows. If a later row of the same data would overwrite a row, only
+            the later one is written, and both have the same cell.
 
         Raises:
-            TypeError: the data is not a TensorDict or has an entry that is not a tensor, or ``env_ids`` are not
-                integers.
-            ValueError: the data has another schema than what is stored, or a number of rows that does not fit the
-                environments, or there is no room and nothing may be overwritten.
+            TypeError: the data is not a TensorDict, an entry is not a tensor, or ``env_ids`` are not integers.
+            ValueError: the data has another schema than the storage, the number of rows does not match the
+                environments, or the rings are full and ``overwrite`` is False.
         """
         rings = self.rings
         rings.check_owner()
@@ -233,7 +232,7 @@ class RingWriter(WriterBase):
                 f"each) or a multiple of it, time-major ([T * {width}])."
             )
         storage: Any = self.storage
-        # Checked before the storage, which takes its schema from the first rows that it checks.
+        # Check this first, because storage.check below fixes the schema.
         first = rings.index is None and self.track_episodes and not self.write_count
         if first and entry_of(data, self._done_path) is None:
             raise KeyError(f"track_episodes=True needs the entry {self.done_key!r} in the data.")
@@ -246,7 +245,7 @@ class RingWriter(WriterBase):
         if rings.index is not None:
             _, begins, ids_place = self._places
             if ids_place is not None or self.check_successors:
-                # Flags of beginnings and ids together leave nothing to compare.
+                # Init flags and trajectory ids together already mark every cut.
                 compares = self.check_successors and (begins is None or ids_place is None)
                 init = self._cuts.add(rings, (storage, data, leaves), env, done, init, compares)
         if addresses is None:
@@ -265,12 +264,12 @@ class RingWriter(WriterBase):
         return self.advance(addresses, ids, steps, done, init)
 
     def claim(self, env: Ints, steps: int) -> None:
-        """Let the cells that the next steps go to leave the rings, so that nobody reads a row while it is written."""
+        """Remove the cells of the next steps from the rings, so that no process reads a half-written row."""
         self.rings.claim(env, steps)
         self.count_cells()
 
     def advance(self, leaves: tuple[Ints, Ints], ids: Ints | None, steps: int, done: Flags, init: Flags) -> Tensor:
-        """Let the rings write matched rows (:meth:`Rings.write`), and tell it; return the cells, ``[steps * M]``."""
+        """Write matched rows (:meth:`Rings.write`) and notify storage and buffers; return the cells, ``[steps * M]``."""
         rings, storage = self.rings, self._own_storage
         if not self.overwrite:
             self._check_room(rings.ids if ids is None else ids, steps)
@@ -296,7 +295,7 @@ class RingWriter(WriterBase):
             )
 
     def check_ids(self, env_ids: Tensor | None) -> Ints:
-        """Return the environments, all if there are no ids; refuse ids that are not different environments."""
+        """Return the environment ids, all for None; raise ValueError for duplicate or unknown ids."""
         if env_ids is None:
             return self.rings.ids
         ids = integers(env_ids, "env_ids").cpu().numpy().reshape(-1)
@@ -308,16 +307,18 @@ class RingWriter(WriterBase):
         return ids
 
     def count_cells(self) -> None:
-        """Tell the storage how many cells are filled."""
+        """Update the storage's number of filled cells."""
         if self._own_storage is not None:
             self._own_storage.set_length(self.rings.count)
 
     def flags(self, data: TensorDictBase, leaves: list[Tensor] | None, steps: int) -> tuple[Flags, Flags]:
-        """Return which steps end and begin episodes, ``[steps, M]``; empty without an index, which the first may make.
+        """Return masks of the steps that end and begin episodes, ``[steps, M]``; empty arrays without an index.
+
+        The first write may build the index.
 
         Raises:
-            KeyError: there is an index, but no flag for it.
-            FlagsDifferError: the flags of a row differ, ``done_reduce`` is None, and the index is needed.
+            KeyError: the index exists, but the data has no done flag.
+            FlagsDifferError: the flags of a row differ, ``done_reduce`` is None, and the index is required.
         """
         rings = self.rings
         if rings.index is None and (self.track_episodes is False or self.write_count):
@@ -344,18 +345,18 @@ class RingWriter(WriterBase):
             return NO_FLAGS, NO_FLAGS
 
     def done_flags(self, value: Tensor, steps: int) -> Flags:
-        """Return which rows end an episode, ``[steps, M]``, from the entry ``done_key``."""
+        """Return a mask of rows that end an episode, ``[steps, M]``, from the entry ``done_key``."""
         return flag_of(value, steps, self.done_reduce)
 
     def init_flags(self, value: Tensor, steps: int) -> Flags:
-        """Return which rows begin an episode, ``[steps, M]``, from the entry ``init_key``."""
+        """Return a mask of rows that begin an episode, ``[steps, M]``, from the entry ``init_key``."""
         return flag_of(value, steps, self.done_reduce)
 
     def _leaves_of(self, data: TensorDictBase) -> list[Tensor]:
         return [leaf for _, leaf in leaves_of(tree_of(data))]
 
     def _find_places(self, data: TensorDictBase) -> None:
-        """Find flags, ids, and the entries that can be compared among the leaves of rows."""
+        """Find the leaf numbers of flags and trajectory ids, and the entries that can be compared."""
         storage = self._own_storage
         cells = None if storage is None else storage.cells
         written = tree_of(data) if cells is None else cells.schema
@@ -366,11 +367,11 @@ class RingWriter(WriterBase):
         self._known = cells
 
     def plan_rewrite(self, changes: Mapping[Path, Tensor], cells: Tensor) -> Callable[[], None]:
-        """Check entries that are about to be replaced in stored steps, and return what lets the episodes follow them.
+        """Validate new values of stored entries; return the function that then updates the episodes.
 
         Args:
             changes: the new values, ``[n, ...]`` each.
-            cells: the steps, ``[n]``, each once.
+            cells: cells of the steps, ``[n]``, without duplicates.
 
         Raises:
             FlagsDifferError: the new flags of a row differ, and ``done_reduce`` is None.
@@ -395,23 +396,23 @@ class RingWriter(WriterBase):
             self.rings.make_index()
 
     def cut(self, env_ids: Tensor | None = None) -> None:
-        """End the running episodes: the next steps do not continue them, as after a restart of the environments."""
+        """End the running episodes, e.g. after a restart of the environments; the next steps begin new episodes."""
         if self.index is not None:
             self.rings.cut(self.check_ids(env_ids))
 
     def drop(self, count: int | None, env_ids: Tensor | None = None) -> Tensor:
-        """Take the oldest steps out of the rings; the sampler of the buffer forgets their priorities.
+        """Remove the oldest steps from the rings, and their priorities from the sampler of the buffer.
 
         Args:
-            count: how many of each environment; None for all that it holds.
+            count: number of steps to remove from each environment; None for all its steps.
             env_ids: the environments; None for all.
 
         Returns:
-            The cells that hold nothing any more, ``[M * count]``, one environment after the other.
+            The removed cells, ``[M * count]``, one environment after the other.
 
         Raises:
-            ValueError: an environment holds fewer, the ids are not different numbers of environments, or the storage is
-                one of TorchRL's.
+            ValueError: an environment has fewer steps, ids are duplicate or unknown, or the storage is not a
+                RingStorage.
         """
         env = self.check_ids(env_ids)
         if self._own_storage is None:
@@ -427,7 +428,7 @@ class RingWriter(WriterBase):
         return cells
 
     def clear(self, empty_write_count: bool = True) -> None:
-        """Move back to the start; called by ``ReplayBuffer.empty``."""
+        """Reset all positions to 0; ``ReplayBuffer.empty`` calls this."""
         self.rings.check_owner()
         super().clear(empty_write_count)
         self.rings.clear()
@@ -443,11 +444,11 @@ class RingWriter(WriterBase):
         self.rings.load_state_dict(state_dict)
 
     def check_state(self, state_dict: Mapping[str, Any]) -> None:
-        """Refuse a state that :meth:`load_state_dict` cannot take; change nothing."""
+        """Validate a state for :meth:`load_state_dict` without changing anything; raise an error if it is invalid."""
         self.rings.check_state(state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_known": None}  # cells are the storage's; their places are found again
+        return {**self.__dict__, "_known": None}  # the cells belong to the storage; _places is computed again
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
