@@ -1,4 +1,4 @@
-"""The leaves of a storage, prepared for fast reading and writing."""
+"""Fast reading and writing of the leaves of a storage."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ _EVERYTHING: frozenset[Path] = frozenset()
 
 Names = tuple[str | None, ...] | None
 Level = list[tuple[str, Any]]
-"""One level of what is read: a key, and the level below or the place of a leaf."""
+"""One level of a read: each key with the level below it, or with the number of its leaf."""
 Plan = list[tuple[str, Any, torch.Size | None]]
-"""One level of what is written: a key, and the level below and None, or dtype and shape of a leaf."""
+"""One level of a write: each key with the level below it and None, or with dtype and shape of its leaf."""
 
 
 class _Reading(NamedTuple):
-    """How some of the leaves are read."""
+    """A prepared read of some of the leaves."""
 
     level: Level
     leaves: list[Tensor]
-    middle: int  # from here on, the leaves lie below "next"
-    rows: list[tuple[tuple[int, ...], Any, torch.dtype]]  # shape, and numpy's dtype, if it knows that of torch
+    middle: int  # number of the first leaf below "next"
+    rows: list[tuple[tuple[int, ...], Any, torch.dtype]]  # row shape, NumPy dtype or None, and torch dtype
     table: Ints
 
 
 class Cells:
-    """Leaves that share their first dimension.
+    """Leaves with the same first dimension.
 
     On the CPU, one compiled call copies the rows of all leaves between their addresses.
 
     Args:
-        tree: nested dict of the leaves, each in one piece.
+        tree: nested dict of the leaves, each contiguous.
 
     Examples:
         >>> import torch
@@ -56,11 +56,11 @@ class Cells:
     """
 
     def __init__(self, tree: Tree) -> None:
-        self.tree = self.schema = tree  # what lies in the cells, and what is written
+        self.tree = self.schema = tree  # the stored leaves, and the leaves to write
         self.leaves = [leaf for _, leaf in leaves_of(tree)]
         self.places = {path: place for place, (path, _) in enumerate(leaves_of(tree))}
         self.count = len(self.leaves[0])
-        self.device = self.leaves[0].device  # of all; asking a tensor for it costs as much as a small copy
+        self.device = self.leaves[0].device  # cached: tensor.device costs as much as a small copy
         self.on_cpu = self.device.type == "cpu"
         self._probe = next((leaf for leaf in self.leaves if leaf.numel()), self.leaves[0])
         self._plans: dict[int, Plan] = {}
@@ -75,17 +75,17 @@ class Cells:
 
     @property
     def table(self) -> Ints:
-        """Address of the cells and bytes of a row of each leaf, ``[L, 2]``."""
-        if self._probe.data_ptr() != self._address:  # shared with another process, the memory has moved
+        """Address and bytes per row of each leaf, ``[L, 2]``."""
+        if self._probe.data_ptr() != self._address:  # sharing with another process moves the memory
             self._view()
         return self._table
 
     def match(self, data: TensorDictBase, rows: int) -> tuple[list[Tensor], tuple[Ints, Ints] | None]:
-        """Read the leaves of ``data`` (``[rows]``), in the order of the cells, if they fit.
+        """Validate ``data`` (``[rows]``) against the schema; return its leaves in the order of the cells.
 
         Returns:
-            The leaves, on the CPU copies of those that are not in one piece; and ``sources`` and ``leaves`` of
-            :func:`row_kernels.write_steps`, valid as long as the leaves live, None on another device.
+            The leaves, copied on the CPU if they are not contiguous. Second, the arguments ``sources`` and ``leaves``
+            of :func:`row_kernels.write_steps`, valid while the leaves exist; None on another device.
         """
         plan = self._plans.get(rows)
         if plan is None:
@@ -110,14 +110,14 @@ class Cells:
         return found, (np.array(sources, np.int64), table)
 
     def apart(self, leaves: list[Tensor]) -> list[Tensor]:
-        """Copy those of the leaves that lie in the cells, where writing would change what is still to be read."""
+        """Copy the leaves that are views of the cells, because writing would change them before they are read."""
         starts, sizes = self.table.T
         sources = np.array([leaf.data_ptr() for leaf in leaves], np.int64)[:, None]
         within = ((starts <= sources) & (sources < starts + sizes * self.count)).any(1)
         return [leaf.clone() if copied else leaf for leaf, copied in zip(leaves, within, strict=True)]
 
     def scatter(self, leaves: list[Tensor], index: Tensor) -> None:
-        """Copy matched leaves into scattered cells, by one indexed copy each."""
+        """Copy matched leaves into the cells ``index``, with one indexed copy per leaf."""
         index = index.to(self.device)
         for store, leaf in zip(self.leaves, leaves, strict=True):
             store.index_copy_(0, index, leaf.detach())
@@ -125,10 +125,10 @@ class Cells:
     def gather(
         self, index: Tensor, names: Names = None, skip: Collection[Path] = _EVERYTHING, after: Tensor | None = None
     ) -> dict[str, Any]:
-        """Read entries of the cells ``index`` (any shape, int64, on the device of the leaves), less those of ``skip``.
+        """Read all entries except ``skip`` of the cells ``index`` (any shape, int64, on the device of the leaves).
 
-        Nested levels become TensorDicts of the index's shape, with these names of dimensions. Everything below
-        ``"next"`` is read from the cells ``after``, if given.
+        Nested levels become TensorDicts with the shape of the index and these dimension names. If ``after`` is given,
+        all entries below ``"next"`` are read from these cells.
         """
         if self._probe.data_ptr() != self._address:
             self._view()
@@ -146,7 +146,7 @@ class Cells:
         index = index.contiguous()
         after = index if after is None else after.contiguous()
         sizes, found, addresses = tuple(shape), [], []
-        for tail, kind, dtype in reading.rows:  # numpy's empty arrays cost a quarter of torch's
+        for tail, kind, dtype in reading.rows:  # np.empty costs a quarter of torch.empty
             full = sizes + tail
             rows = torch.empty(full, dtype=dtype) if kind is None else torch.from_numpy(np.empty(full, kind))
             found.append(rows)
@@ -181,7 +181,11 @@ def _plan(tree: Tree, rows: int) -> Plan:
 def _match(
     plan: Plan, entries: dict[str, Any], device: torch.device | None, found: list[Tensor], sources: list[int]
 ) -> bool:
-    """Return whether entries fit a plan, and append the leaves in order; on the CPU, for which None stands, plain."""
+    """Return whether entries match a plan, and append their leaves in order.
+
+    A device of None means the CPU; leaves are then appended as plain contiguous tensors, and their addresses to
+    ``sources``.
+    """
     if len(entries) != len(plan):
         return False
     for key, dtype, shape in plan:
@@ -245,7 +249,7 @@ def _entries(
 
 
 def check_values(path: tuple[str, ...], leaf: Tensor, values: Tensor, shape: torch.Size) -> None:
-    """Refuse values ``[*shape, ...]`` of an entry that differ in shape or dtype from its cells, the leaf."""
+    """Validate that values ``[*shape, ...]`` have the row shape and dtype of ``leaf``; raise ValueError otherwise."""
     expected = [*shape, *leaf.shape[1:]]
     if list(values.shape) != expected or values.dtype != leaf.dtype:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Begin and end of the episode of every stored step, kept up to date in O(1) per step."""
+"""An index of the episode boundaries of all stored steps, updated in O(1) per step."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ NOTHING: Ints = np.empty(0, np.int64)
 
 
 class EpisodeIndex:
-    """Begin and end position of the episode of every stored step.
+    """The first and last position of the episode of every stored step.
 
-    One column holds, for the first step of a finished episode, the position of its last step, and for every other step
-    the position of the first one (after ALF's ``keep_episodic_info``). What cannot be written there is kept once per
-    environment: the begin of the running episode, and the end of the one episode whose first step was overwritten.
+    A column stores one position per step: the position of the last step for the first step of a finished episode, and
+    the position of the first step for every other step (after ALF's ``keep_episodic_info``). Two numbers per
+    environment store the rest: the begin of the running episode, and the end of the one episode without a stored first
+    step.
 
-    An episode ends at a step whose done flag is set, or before a step that begins a new one. An unfinished episode ends
-    at its newest step; one whose first step was overwritten (headless) begins at the oldest stored step. To ask for a
-    step that is not stored is an ``IndexError``.
+    An episode ends at a step with a done flag, or before a step that begins a new episode. An unfinished episode ends
+    at its newest step. If the first step of an episode was overwritten, the episode is headless and begins at its
+    oldest stored step. Queries for steps that are not stored raise an ``IndexError``.
 
     Args:
-        length: cells of each ring.
+        length: number of cells per ring.
         positions: next position of every environment, ``[num_envs]``, shared with the writer.
-        floor: positions below are not stored, ``[num_envs]``, shared with the writer.
+        floor: lowest valid position of every environment, ``[num_envs]``, shared with the writer.
 
     Examples:
         >>> import torch
@@ -50,12 +51,12 @@ class EpisodeIndex:
         self.length = length
         self.num_envs = len(positions)
         self.has_cuts = False
-        """Whether episodes may begin where no stored flag tells so."""
+        """Whether episodes may begin without a stored flag."""
         self.attach(positions, floor)
         cells = length * self.num_envs
         self._column: Ints = np.zeros(cells, np.int64)  # untouched pages cost nothing
         self._done: Flags = np.zeros(cells, np.bool_)
-        self._begin: Ints = np.zeros(self.num_envs, np.int64)  # of the running (or, if not open, the last) episode
+        self._begin: Ints = np.zeros(self.num_envs, np.int64)  # of the running or, if not open, the last episode
         self._open: Flags = np.zeros(self.num_envs, np.bool_)
         self._headless_end: Ints = np.full(self.num_envs, -1, np.int64)
 
@@ -63,7 +64,7 @@ class EpisodeIndex:
         return self.packed(self.__dict__)
 
     def packed(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the attributes for a copy, with what is known of the stored steps only."""
+        """Return the attributes for a copy, reduced to the stored steps."""
         run, position, _ = steps_between(self._oldest(np.arange(self.num_envs)), self._positions - 1)
         cells = self.cells_of(run, position)
         return {**state, "_column": self._column[cells], "_done": self._done[cells], "packed_cells": cells}
@@ -76,16 +77,16 @@ class EpisodeIndex:
         self._column[cells], self._done[cells] = state["_column"], state["_done"]
 
     def attach(self, positions: Ints, floor: Ints) -> None:
-        """Use the arrays of the writer after they moved."""
+        """Set the arrays of the writer after they moved in memory."""
         self._positions, self._floor = positions, floor
 
     @property
     def arrays(self) -> tuple[Ints, Flags, Ints, Flags, Ints]:
-        """What :func:`row_kernels.write_steps` keeps up to date."""
+        """The arrays that :func:`row_kernels.write_steps` updates."""
         return self._column, self._done, self._begin, self._open, self._headless_end
 
     def keep_headless_end(self, env: Ints, oldest: Ints) -> None:
-        """Remember where episodes end whose first step, which knows it, is about to go; then these are the oldest."""
+        """Store the ends of episodes before their first steps are removed; ``oldest`` is the oldest step afterwards."""
         survives = (oldest < self._positions[env]) & (oldest > self._oldest(env))
         env, oldest = env[survives], oldest[survives]
         begin, end = self._bounds(env, oldest)
@@ -93,7 +94,7 @@ class EpisodeIndex:
         self._headless_end[env[lost]] = end[lost]
 
     def cut(self, env_ids: Ints | None = None) -> None:
-        """End the running episodes at their newest step, unfinished: what comes next does not continue them."""
+        """End the running episodes at their newest step, unfinished; the next steps begin new episodes."""
         env = np.arange(self.num_envs) if env_ids is None else env_ids
         env = env[self._open[env]]
         self.has_cuts = self.has_cuts or bool(env.size)
@@ -104,26 +105,26 @@ class EpisodeIndex:
         self._open[env] = False
 
     def set_flags(self, cells: Ints, done: Flags, begins: Flags, joined: Callable[[Ints], tuple[Flags, Flags]]) -> None:
-        """Let episodes follow flags that were replaced in stored steps.
+        """Update episodes after flags of stored steps changed.
 
-        A border that no flag explains (a cut) stays. Costs as much as there are steps in the episodes around the first
-        and the last of the changed steps of an environment.
+        An episode border without a flag (a cut) stays. The cost grows with the number of steps from the begin of the
+        episode of the first changed step to the end of the episode of the last changed step, per environment.
 
         Args:
-            cells: the steps, ``[n]``, each once.
-            done: whether each ends its episode now.
-            begins: whether each began one by a flag before.
-            joined: returns of cells whether the steps in them begin episodes now, by a flag and by another trajectory
-                than that of the step before.
+            cells: cells of the steps, ``[n]``, without duplicates.
+            done: mask of steps that now end an episode.
+            begins: mask of steps that had a flag that begins an episode before the change.
+            joined: a function of cells that returns two masks: steps with a flag that now begins an episode, and steps
+                with another trajectory id than the step before.
         """
-        self.has_cuts = True  # a cut stays where a flag is cleared
+        self.has_cuts = True  # clearing a flag can leave a cut
         env, position = self.steps_of(cells)
         for e in np.unique(env):
             chosen = env == e
             self._set_flags(int(e), position[chosen], done[chosen], begins[chosen], joined)
 
     def around(self, cells: Ints) -> Ints:
-        """Return the cells of all steps whose episodes may change if flags of stored steps are replaced."""
+        """Return the cells of all steps with episodes that may change if flags of ``cells`` are replaced."""
         env, position = self.steps_of(cells)
         found = [NOTHING]
         for e in np.unique(env):
@@ -132,7 +133,7 @@ class EpisodeIndex:
         return np.concatenate(found)
 
     def _span(self, env: int, position: Ints) -> tuple[int, int]:
-        """Return where the episodes of these steps and of their neighbours begin, and the position behind them."""
+        """Return begin and exclusive end of the episodes of these steps and their neighbours."""
         oldest, newest = int(self._oldest(np.array([env]))[0]), int(self._positions[env]) - 1
         ends = np.array([max(int(position.min()) - 1, oldest), min(int(position.max()) + 1, newest)])
         begin, end = self._bounds(np.array([env, env]), ends, clip=True)
@@ -152,14 +153,14 @@ class EpisodeIndex:
         after_end, after_end_before = np.r_[False, ended[:-1]], np.r_[False, ended_before[:-1]]
         was_cut = (begin == steps) & ~after_end_before & ~began_before
         border = after_end | flagged | changed | was_cut
-        head = int(begin[0])  # a first step before the stored ones, which a new flag at the oldest replaces
+        head = int(begin[0])  # may be before the oldest stored step; a new flag at that step replaces it
         border[0] = True
         if flagged[0]:
             head = low
         first = np.flatnonzero(border)
         last = np.r_[first[1:], len(steps)] - 1
         running = high - 1 == newest and not ended[-1] and bool(self._open[env] or ended_before[-1])
-        number = np.cumsum(border) - 1  # of the episode of each step
+        number = np.cumsum(border) - 1  # the episode number of each step
         self._column[cells] = np.where(number == 0, head, steps[first][number])
         self._done[cells] = ended
         closed = np.ones(len(first), np.bool_)
@@ -174,16 +175,16 @@ class EpisodeIndex:
             self._begin[env] = head if len(first) == 1 else steps[first[-1]]
 
     def is_running(self, env: Ints) -> Flags:
-        """Return whether the next steps of environments continue an episode."""
+        """Return a mask of environments with an unfinished episode that the next step continues."""
         found: Flags = self._open[env]
         return found
 
     def forget(self, env: Ints) -> None:
-        """Forget the episodes of environments of which nothing is stored any more."""
+        """Remove the episodes of environments without stored steps."""
         self._open[env], self._headless_end[env] = False, -1
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Remove all episodes."""
         self._open[:], self._begin[:], self._headless_end[:] = False, 0, -1
 
     def cells_of(self, env: Ints, position: Ints) -> Ints:
@@ -192,7 +193,7 @@ class EpisodeIndex:
 
     @property
     def rings(self) -> tuple[int, Ints, Ints]:
-        """The rings as kernels get them."""
+        """The rings as kernel argument."""
         return self.length, self._positions, self._floor
 
     def steps_of(self, cells: Ints) -> tuple[Ints, Ints]:
@@ -221,22 +222,22 @@ class EpisodeIndex:
         return env, position
 
     def bounds(self, env_ids: Tensor, positions: Tensor, *, clip: bool = True) -> tuple[Tensor, Tensor]:
-        """Return first and last position of the episodes of stored steps, of the broadcast shape.
+        """Return first and last position of the episodes of stored steps, in the broadcast shape.
 
-        With ``clip``, headless episodes begin at their oldest stored step instead of where they really began.
+        With ``clip``, a headless episode begins at its oldest stored step instead of its true first position.
 
         Raises:
-            IndexError: A step is not stored, or there is no such environment.
+            IndexError: a step is not stored, or the environment does not exist.
         """
         begin, end = self._bounds(*self._arrays(env_ids, positions), clip)
         return torch.from_numpy(begin), torch.from_numpy(end)
 
     def begin(self, env_ids: Tensor, positions: Tensor, *, clip: bool = True) -> Tensor:
-        """Return the first position of the episodes of stored steps; without ``clip``, be it before the oldest step."""
+        """Return the first position of the episodes of steps; without ``clip``, it may be before the oldest step."""
         return self.bounds(env_ids, positions, clip=clip)[0]
 
     def end(self, env_ids: Tensor, positions: Tensor) -> Tensor:
-        """Return the last position of the episodes of stored steps; the newest one if the episode is not finished."""
+        """Return the last position of the episodes of stored steps; the newest position if unfinished."""
         return self.bounds(env_ids, positions)[1]
 
     def steps_to_end(self, env_ids: Tensor, positions: Tensor) -> Tensor:
@@ -247,22 +248,22 @@ class EpisodeIndex:
         return torch.from_numpy(left)
 
     def finished(self, env_ids: Tensor, positions: Tensor) -> Tensor:
-        """Return whether the episodes of stored steps ended with a done flag."""
+        """Return a mask of stored steps in episodes that ended with a done flag."""
         end = self.end(env_ids, positions)
         return torch.from_numpy(self._done[self.cells_of(_array(env_ids), _array(end))])
 
     def are_first(self, cells: Tensor) -> Tensor:
-        """Return whether the steps in filled cells are the first ones of their episodes, on the CPU."""
+        """Return a CPU mask of filled cells with the first step of an episode."""
         env, position = self.steps_of(cells.cpu().numpy())
         return torch.from_numpy(self._bounds(env, position)[0] == position)
 
     def with_begins(self, is_init: Tensor, cells: Tensor) -> Tensor:
-        """Return stored flags of beginnings, ``[*cells.shape, ...]``, set also where a cut began an episode."""
+        """Return stored init flags, ``[*cells.shape, ...]``, that are also true at episodes that a cut began."""
         firsts = self.are_first(cells).to(is_init.device)
         return is_init.masked_fill(firsts.view(*firsts.shape, *[1] * (is_init.ndim - firsts.ndim)), 1)
 
     def known_of(self, where: Ints | slice) -> dict[str, Any]:
-        """Return what is known about cells, the filled ones, for a state."""
+        """Return the state of the index for the filled cells."""
         return {
             "column": self._column[where],
             "done": self._done[where],
@@ -273,21 +274,21 @@ class EpisodeIndex:
         }
 
     def learn(self, known: Mapping[str, Any], where: Ints) -> None:
-        """Take over what :meth:`known_of` returned for the same cells."""
+        """Restore a state that :meth:`known_of` returned for the same cells."""
         self.has_cuts = known["has_cuts"]
         self._column[where], self._done[where] = known["column"], known["done"]
         self._begin[:], self._open[:], self._headless_end[:] = known["begin"], known["open"], known["headless_end"]
 
 
 def _array(value: Tensor) -> Ints:
-    # Where there is nothing to convert, converting costs more than the answer.
+    # Skip a needless conversion, because it costs more than the whole query.
     if not (isinstance(value, Tensor) and value.is_cpu and value.dtype is torch.int64):
         value = torch.as_tensor(value, dtype=torch.int64).cpu()
     return value.numpy()
 
 
 class FlagsDifferError(ValueError):
-    """The flags of a row, such as those of several agents, differ, and ``done_reduce`` is None."""
+    """An error for different flags in one row, e.g. of several agents, if ``done_reduce`` is None."""
 
 
 DONE_REDUCTIONS = ("any", "all", None)
@@ -298,15 +299,15 @@ NO_INDEX_HINT = (
 
 
 def flag_of(value: Tensor, steps: int, reduce: str | None = None) -> Flags:
-    """Reduce a flag of time-major rows, whatever its trailing shape, to ``[T, M]``.
+    """Reduce the flags of time-major rows, with any trailing shape, to ``[T, M]``.
 
     Args:
         value: the flags, ``[T * M, ...]``.
         steps: ``T``.
-        reduce: ``"any"`` or ``"all"`` of the flags of a row; None if they must not differ.
+        reduce: ``"any"`` or ``"all"``: how to reduce the flags of a row; None if they must be equal.
 
     Raises:
-        FlagsDifferError: the flags of a row differ, and it is not said how to reduce them.
+        FlagsDifferError: the flags of a row differ, and ``reduce`` is None.
     """
     flag = value.detach() if value.requires_grad else value
     flag = flag if flag.dtype is torch.bool else flag != 0

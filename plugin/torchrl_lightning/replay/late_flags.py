@@ -1,4 +1,4 @@
-"""Flags, rewards and successors that are written into stored steps later, and what has to follow them."""
+"""Updates of episodes and derived entries after flags, rewards or successors of stored steps are replaced."""
 
 from __future__ import annotations
 
@@ -19,34 +19,34 @@ from torchrl_lightning.replay.successors import equal_rows
 
 
 class ReadsFlags(Protocol):
-    """A writer, which reduces flags to one for each row."""
+    """Protocol of a writer that reduces flags to one per row."""
 
     rings: Rings
 
     def done_flags(self, value: Tensor, steps: int) -> Flags:
-        """Return which rows end an episode."""
+        """Return a mask of rows that end an episode."""
         ...
 
     def init_flags(self, value: Tensor, steps: int) -> Flags:
-        """Return which rows begin an episode."""
+        """Return a mask of rows that begin an episode."""
         ...
 
 
 class LateFlags:
-    """Let episodes, and what is stored of them, follow entries that are replaced in stored steps.
+    """Update episodes and derived entries after entries of stored steps are replaced.
 
     Args:
         writer: the writer of the rings.
-        storage: the storage that it fills.
-        done: the flag that ends an episode.
-        init: the flag that begins one, stored or not.
+        storage: the storage of the writer.
+        done: path of the flag that ends an episode.
+        init: path of the flag that begins an episode, stored or not.
     """
 
     def __init__(self, writer: ReadsFlags, storage: RingStorage, done: Path, init: Path) -> None:
         self._writer, self._storage, self._done, self._init = writer, storage, done, init
 
     def plan(self, changes: Mapping[Path, Tensor], cells: Tensor) -> Callable[[], None]:
-        """Check the new values, and return what is to be done when they are stored; see ``RingWriter.plan_rewrite``."""
+        """Validate the new values; return the function to call after they are stored (``RingWriter.plan_rewrite``)."""
         rings, index = self._writer.rings, self._writer.rings.index
         assert index is not None
         changed: Ints = cells.cpu().numpy()
@@ -57,7 +57,7 @@ class LateFlags:
         if self._done in changes:
             done = self._writer.done_flags(changes[self._done], 1)[0]
         if self._init in changes:
-            self._writer.init_flags(changes[self._init], 1)  # raises an error before anything changes
+            self._writer.init_flags(changes[self._init], 1)  # validates before anything changes
         began = self._begins(changed) if has_flags else done
 
         def follow() -> None:
@@ -69,7 +69,7 @@ class LateFlags:
         return follow
 
     def _begins(self, cells: Ints) -> Flags:
-        """Return which stored steps begin an episode by a flag."""
+        """Return a mask of stored steps with a flag that begins an episode."""
         known = self._storage.cells
         assert known is not None
         place = known.places.get(self._init)
@@ -79,7 +79,7 @@ class LateFlags:
         return self._writer.init_flags(leaf.index_select(0, torch.from_numpy(cells).to(leaf.device)), 1)[0]
 
     def _joined(self, cells: Ints) -> tuple[Flags, Flags]:
-        """Return which of some successive steps begin an episode by a flag, and by the id of their trajectory."""
+        """Return masks of the successive steps that begin an episode by a flag, and by a new trajectory id."""
         changes = np.zeros(len(cells), np.bool_)
         if self._storage.cells is not None and TRAJ_IDS in self._storage.cells.places:
             ids = stored_ids(self._storage, cells)
@@ -90,7 +90,7 @@ class LateFlags:
 def rewritten_successors(
     rings: Rings, storage: RingStorage, changes: Mapping[Path, Tensor], cells: Tensor
 ) -> list[Path]:
-    """Return the compared entries whose successor of a newest step is to be replaced by another value."""
+    """Return the compared entries for which ``changes`` alters the successor of an environment's newest step."""
     paths = [path for path in changes if path[0] == NEXT and path[1:] in rings.successors.matched]
     if not paths or storage.cells is None:
         return []

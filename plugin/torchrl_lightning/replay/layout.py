@@ -1,4 +1,4 @@
-"""Build and validate the parts of a buffer, find its prioritized sampler, and order rows of several environments."""
+"""Functions that build and validate the parts of a buffer, and that order rows of several environments."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ logger = logging.getLogger(__name__)
 
 
 def prioritized_in(sampler: Sampler) -> PrioritizedSampler | None:
-    """Return the one of our samplers that keeps priorities: this one, or the one that it holds as ``prioritized``."""
+    """Return the :class:`PrioritizedSampler`: ``sampler`` itself or its attribute ``prioritized``, else None."""
     found = getattr(sampler, "prioritized", sampler)
     return found if isinstance(found, PrioritizedSampler) else None
 
 
 def takes_priorities(sampler: Sampler) -> bool:
-    """Return whether a sampler, ours or one of TorchRL's, draws by priorities."""
+    """Return whether a sampler of any kind uses priorities."""
     keeper = getattr(sampler, "prioritized", sampler)
     return keeper is not None and type(keeper).update_priority is not Sampler.update_priority
 
 
 def hold_priorities(sampler: Sampler | None, max_size: int) -> None:
-    """Let a sampler with priorities keep them for so many cells, unless it was built with a ``max_capacity``."""
+    """Allocate priorities for ``max_size`` cells, unless the prioritized sampler was built with ``max_capacity``."""
     found = None if sampler is None else prioritized_in(sampler)
     if found is not None and "table" not in vars(found):
         found.table = found.make_table(max_size)
 
 
 def time_major(data: TensorDictBase, width: int, time_dim: int | None) -> TensorDictBase:
-    """Return the rows of ``width`` environments in one dimension, step by step; refuse what may be read two ways."""
+    """Return the rows of ``width`` environments, flat and time-major; raise ValueError for ambiguous data."""
     if data.ndim == 1 and time_dim is None:
         if width == 1 or data.shape[0] == width:
             return data
@@ -73,7 +73,7 @@ def time_major(data: TensorDictBase, width: int, time_dim: int | None) -> Tensor
 def written_back(
     storage: RingStorage, batch: TensorDictBase, shape: torch.Size, key: NestedKey, n_steps: int
 ) -> list[tuple[tuple[str, ...], Tensor]]:
-    """Return the entries at or below a key of a sampled batch that fit what is stored; refuse others."""
+    """Return the entries of a sampled batch at or below a key; raise an error if they do not match the storage."""
     if n_steps > 1 and path_of(key)[0] == "next":
         raise ValueError(
             f"With n_steps={n_steps} the entry {key!r} of a batch is not that of its cells but of a later "
@@ -92,9 +92,9 @@ def written_back(
 def plan_write_back(
     storage: RingStorage, rings: Rings, batch: TensorDictBase, keys: Sequence[NestedKey], n_steps: int
 ) -> Callable[[], Tensor]:
-    """Check entries of a sampled batch that are to be written back; return what writes them and returns the cells.
+    """Validate entries of a sampled batch; return a function that writes them back and returns the cells.
 
-    Raises an error if any of the entries is refused, so that all of them are written or none.
+    An error in one entry is raised before any entry is written.
     """
     check_tensordict(batch)
     index, stamps = batch.get("index", None), batch.get("write_position", None)
@@ -125,21 +125,21 @@ def plan_write_back(
 
 
 def drop_later(info: dict[Any, Any]) -> None:
-    """Remove what a sampler gives of the next step, which n-step returns read of a later one."""
+    """Remove a sampler's entries below ``"next"``, because n-step returns read them from a later step."""
     for key in tuple(info):
         if key[0] == NEXT:
             del info[key]
 
 
 def left_out_of(buffer: Any) -> list[str]:
-    """Return the entries of a rollout that a buffer has no use for, unless its sampler reads them."""
+    """Return the entries of a rollout that a buffer does not need, except the one that its sampler reads."""
     key = SamplerApi.of(buffer.sampler).traj_key
     needed = key[0] if isinstance(key, tuple) else key
     return [name for name in REPEATED if name != needed]
 
 
 def small_storage() -> RingStorage:
-    """Make a storage of as many cells as TorchRL's, and say how few these are."""
+    """Build a storage of 1000 cells, TorchRL's default, and log a warning that this is small."""
     logger.warning(
         "ExperienceBuffer holds 1000 cells, as TorchRL's buffers; give it storage=RingStorage(N) for N cells."
     )
@@ -149,10 +149,10 @@ def small_storage() -> RingStorage:
 def ring_writer(
     writer: RingWriter | None, num_envs: int | None, track_episodes: bool | None, **options: Any
 ) -> RingWriter:
-    """Return the writer of a buffer: the given one, or a new one with these options (of which None is no option).
+    """Return ``writer``, or build a new writer with these options; None means the default.
 
     Raises:
-        ValueError: a writer is given, and options, too.
+        ValueError: both a writer and options are given.
     """
     if writer is None:
         return RingWriter(1 if num_envs is None else num_envs, track_episodes=track_episodes, **options)
@@ -165,7 +165,7 @@ def ring_writer(
 
 
 def check_parts(storage: Any, writer: Any, sampler: Any) -> None:
-    """Refuse parts, where given, that make no buffer over rings."""
+    """Validate the given parts of a buffer over rings; raise TypeError or ValueError if one is unsuitable."""
     for part, ring in ((storage, RingStorage), (writer, RingWriter)):
         if part is not None and not isinstance(part, ring):
             raise TypeError(
@@ -179,7 +179,7 @@ def check_parts(storage: Any, writer: Any, sampler: Any) -> None:
             "TensorDictReplayBuffer(consume_after_n_samples=...)."
         )
     if storage is not None and writer is not None and storage.writer not in (None, writer):
-        gc.collect()  # the other buffer may be gone, though not yet collected
+        gc.collect()  # the other buffer may be deleted but not yet collected
         if storage.writer is not None:
             raise ValueError(
                 "Another buffer already fills this RingStorage, as when functools.partial(ExperienceBuffer, "
@@ -190,9 +190,12 @@ def check_parts(storage: Any, writer: Any, sampler: Any) -> None:
 
 
 def check_lengths(buffer: Any) -> None:
-    """Validate that a buffer's rings hold whole returns and windows, and its sampler all priorities; else ValueError.
+    """Validate that returns and windows fit into a buffer's rings, and that its sampler has enough priorities.
 
-    A buffer by itself may have others, whose returns are cut short and whose windows are padded or not there.
+    A buffer used without a DataModule may skip this check; it then shortens returns, and pads or rejects windows.
+
+    Raises:
+        ValueError: a length or the capacity does not fit.
     """
     size, num_envs, sampler = buffer.storage.max_size, buffer.writer.num_envs, buffer.sampler
     length = size // num_envs

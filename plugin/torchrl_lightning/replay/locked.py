@@ -1,4 +1,4 @@
-"""A buffer whose verbs hold TorchRL's locks, and which draws its batches in one order."""
+"""A buffer that holds TorchRL's locks in its methods and samples batches in a fixed order."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from torchrl_lightning.replay.checks import pack_batch, sampler_state
 
 
 class LockedBuffer(OwnFiles, BufferBase):
-    """Read, write and give priorities under TorchRL's locks, without TorchRL's longer paths."""
+    """A buffer that reads, writes and sets priorities under TorchRL's locks, without TorchRL's longer paths."""
 
     __signature__ = ConstructorSignature()
     shared: bool
     sample_options: Mapping[str, Any] = {}
-    """What the sampler is asked for by ``sample``, beside a number."""
+    """Further arguments that ``sample`` passes to the sampler."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -41,28 +41,28 @@ class LockedBuffer(OwnFiles, BufferBase):
         self._order_prefetch()
 
     def _order_prefetch(self) -> None:
-        # With several threads, which batch is drawn first would be a matter of luck; samplers are locked anyway.
+        # Several threads would make the order of batches random, and the locks would make them wait anyway.
         if self.prefetch_cap > 1:
             self.prefetch_threads.shutdown(wait=False)
             self.prefetch_threads = ThreadPoolExecutor(max_workers=1)
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold TorchRL's locks, so that nothing is written, sampled or given another priority."""
+        """Hold TorchRL's locks, which block writes, samples and changes of priorities."""
         with self.thread_lock, self.write_lock:
             yield
 
     def give_priority(self, index: Tensor, priority: Tensor, **kwargs: Any) -> None:
-        """Hand flat priorities to the sampler under TorchRL's locks, without preparing them again."""
+        """Pass flat priorities to the sampler under TorchRL's locks, without TorchRL's preparation."""
         with self.thread_lock, self.write_lock:
             self._sampler.update_priority(index, priority, storage=self._storage, **kwargs)
 
     def look_up(self, index: Any, info: dict[Any, Any]) -> TensorDictBase:
-        """Read cells on TorchRL's long path, taken where :meth:`read` is not; ``info`` are the sampler's entries."""
+        """Read cells on TorchRL's longer path, used instead of :meth:`read`; ``info`` has the sampler's entries."""
         raise NotImplementedError
 
     def draw_batch(self, batch_size: int) -> Drawn:
-        """Draw a batch as TorchRL does, but look the cells up by a method, and show transforms undisturbed cells."""
+        """Sample a batch as TorchRL does, but read cells by :meth:`look_up` and run transforms under the locks."""
         with self.locked():
             index, info = self._sampler.sample(self._storage, batch_size, **self.sample_options)
             if self.unit is not None:
@@ -76,11 +76,11 @@ class LockedBuffer(OwnFiles, BufferBase):
 
     @contextmanager
     def at_rest(self) -> Iterator[list[tuple[TensorDictBase, dict[Any, Any]]]]:
-        """Hold the locks, and yield the batches that were prefetched and not yet delivered."""
+        """Hold the locks, and yield the prefetched batches that were not yet returned."""
         with self.paused_prefetch() as batches, self.write_lock:
             yield batches
 
-    # ---- what its state holds of TorchRL's --------------------------------------------------------------------------
+    # ---- state of TorchRL's components ------------------------------------------------------------------------------
 
     @property
     def _sampler_kind(self) -> str:
@@ -102,7 +102,7 @@ class LockedBuffer(OwnFiles, BufferBase):
     def _random(self, state: Mapping[str, Any]) -> None:
         if str(self.generator.device) != state["device"]:
             self.set_rng(torch.Generator(state["device"]))
-        self.generator.set_state(state["state"])  # of the same object, unless it was on another device
+        self.generator.set_state(state["state"])  # keeps the generator object if the device is the same
 
     @property
     def _drawn_ahead(self) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Pickles and copies of the cells of a storage."""
+"""Pickling and copying of the cells of a storage."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from torchrl_lightning.replay import processes
 
 
 class _NoLock:
-    """Stands for the lock of a number in shared memory, which a process that dies would leave locked.
+    """A replacement for the lock of a number in shared memory, which would stay locked if its holder dies.
 
-    Whoever changes the number holds the buffer's lock.
+    The buffer's lock already protects the number.
     """
 
     def acquire(self) -> None:
@@ -33,17 +33,17 @@ class _NoLock:
 
 
 class PickledCells(processes.Owned, StorageBase):
-    """Pickle cells by their content, memory-mapped ones by their file, and shared ones by their memory.
+    """A storage that pickles cells by content, memory-mapped cells by file, and shared cells by shared memory.
 
-    Shared memory is passed on only to a process that is being started; any other pickle of it is a copy.
+    Only a new child process gets the shared memory; any other pickle of it is a copy.
     """
 
     scratch_dir: Path | None
-    _file: UnnamedFile | None = None  # of memory-mapped cells
+    _file: UnnamedFile | None = None  # the file of memory-mapped cells
 
     @property
     def tree(self) -> Tree:
-        """The leaves, ``[max_size, ...]`` each; empty before the first write."""
+        """Nested dict of the leaves, ``[max_size, ...]`` each; empty before the first write."""
         raise NotImplementedError
 
     def adopt(self, tree: Tree) -> None:
@@ -51,11 +51,11 @@ class PickledCells(processes.Owned, StorageBase):
         raise NotImplementedError
 
     def _kept_cells(self) -> Tensor | int:
-        """Return the cells that a copy takes along, or the number of the first ones."""
+        """Return the filled cells, or their number if they are the first cells."""
         raise NotImplementedError
 
     def share_counters(self) -> None:
-        """Move length, revision and cursor into memory that both forked and spawned processes share."""
+        """Move length, revision and cursor into memory that forked and spawned processes share."""
         unlocked: Any = _NoLock()
         self.move_counters(partial(Value, lock=unlocked))
 
@@ -71,7 +71,7 @@ class PickledCells(processes.Owned, StorageBase):
         return {**super().__getstate__(), "_storage": None, "cells": None, "_cells": layout}
 
     def _copied_state(self) -> dict[str, Any]:
-        """Return the state of a copy in memory: two storages cannot fill the same file."""
+        """Return the state of a copy in memory, because two storages cannot fill the same file."""
         if self.scratch_dir is not None:
             check_room(row_bytes(self.tree) * self.max_size, "A copy in memory", "use dumps and loads")
         state = {**super().__getstate__(), "_storage": None, "cells": None, "scratch_dir": None, "_file": None}

@@ -1,4 +1,4 @@
-"""Entries that are replaced in stored steps: all of them, or none if one is refused."""
+"""Replacement of entries of stored steps, validated as a whole before any entry is written."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchrl_lightning.replay.cells import Cells
 
 
 class RewritableStorage(Protocol):
-    """A storage whose writer checks the entries that it watches."""
+    """Protocol of a storage with watched entries, which its writer validates."""
 
     cells: Cells | None
     watched: set[Path]
@@ -23,29 +23,29 @@ class RewritableStorage(Protocol):
         ...
 
     def check_filled(self, index: Tensor) -> None:
-        """Raise an error if a cell holds nothing."""
+        """Raise an error if a cell is empty."""
         ...
 
     def plan(self, changes: Mapping[Path, Tensor], cells: Tensor) -> Callable[[], None] | None:
-        """Check the watched entries; return what has to follow."""
+        """Validate new values of watched entries; return the function to call after writing them, or None."""
         ...
 
     def touch(self) -> None:
-        """Record that something has changed."""
+        """Record a change."""
         ...
 
 
 def plan_entries(storage: RewritableStorage, changes: Mapping[Path, Tensor], cells: Tensor) -> Callable[[], None]:
-    """Check leaves that are to be replaced in stored steps, all of them together; return what replaces them.
+    """Validate new values of stored leaves together; return the function that writes them.
 
     Args:
-        storage: where the steps are stored.
-        changes: values that have the shapes and dtypes of the leaves, ``[n, ...]`` each.
-        cells: which steps, ``[n]``, each once.
+        storage: the storage of the steps.
+        changes: new values with the row shapes and dtypes of the leaves, ``[n, ...]`` each.
+        cells: cells of the steps, ``[n]``, without duplicates.
 
     Raises:
-        IndexError: a cell holds nothing.
-        ValueError: the writer refuses the new flags.
+        IndexError: a cell is empty.
+        ValueError: the writer rejects the new flags.
     """
     storage.check_owner()
     known = storage.cells

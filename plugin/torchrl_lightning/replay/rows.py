@@ -1,4 +1,4 @@
-"""Numbers and flags of one step, as the rows that a buffer stores."""
+"""Conversion of numbers and flags of one step to stored rows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def numbers(value: Any, name: str) -> Tensor:
-    """Read a number, array, tensor, or list of numbers, detached; a TypeError if it is something else."""
+    """Convert a number, array, tensor or list of numbers to a detached tensor; raise TypeError for other values."""
     try:
         return torch.as_tensor(value).detach()
     except (TypeError, ValueError, RuntimeError) as error:
@@ -17,11 +17,11 @@ def numbers(value: Any, name: str) -> Tensor:
 
 
 def vector(value: Any, name: str, width: int | None, device: torch.device) -> Tensor:
-    """Read numbers of any shape as one float32 row ``[1, width]``, detached.
+    """Convert numbers of any shape to one detached float32 row ``[1, width]``.
 
     Raises:
-        TypeError: the value is no number, array or tensor.
-        ValueError: there are not ``width`` numbers, unless that is None, or they are NaN or infinite.
+        TypeError: the value is not a number, list, array or tensor.
+        ValueError: the number of values is not ``width`` (unless None), or a value is NaN or infinite.
     """
     row = numbers(value, name).to(device, torch.float32).reshape(1, -1)
     if width is not None and row.shape[1] != width:
@@ -32,7 +32,7 @@ def vector(value: Any, name: str, width: int | None, device: torch.device) -> Te
 
 
 def flag(value: Any, name: str, device: torch.device) -> Tensor:
-    """Read a bool, or a number that is 0 or 1, as ``[1, 1]`` bool; a ValueError if it is something else."""
+    """Convert a bool, or the number 0 or 1, to bool ``[1, 1]``; raise ValueError for other numbers."""
     given = numbers(value, name)
     if given.numel() != 1 or float(given) not in (0.0, 1.0):
         raise ValueError(f"{name} must be true or false, got {value!r}; nothing was stored.")

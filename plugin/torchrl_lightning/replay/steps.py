@@ -13,10 +13,10 @@ Flags = NDArray[np.bool_]
 
 
 def steps_between(low: Ints, high: Ints) -> tuple[Ints, Ints, Ints]:
-    """List the positions of several runs of steps, ``[low, high]`` each, one run after the other.
+    """Return the positions of several runs of steps, ``[low, high]`` each, one run after the other.
 
     Returns:
-        Number of the run and position of each step, and where each run begins in them.
+        Run number and position of each step, and the index of the first step of each run.
     """
     counts = np.maximum(high - low + 1, 0)
     starts = np.cumsum(counts) - counts
@@ -25,21 +25,21 @@ def steps_between(low: Ints, high: Ints) -> tuple[Ints, Ints, Ints]:
 
 
 def steps_of(cells: Ints, length: int, positions: Ints) -> tuple[Ints, Ints]:
-    """Return environments and positions of the steps in cells of rings, of their shape; see ``Rings.position_of``."""
+    """Return environments and positions of the steps in cells, in the same shape; see ``Rings.position_of``."""
     env, position = np.empty(cells.shape, np.int64), np.empty(cells.shape, np.int64)
     jitted(episode_kernels.steps_of)(cells.ravel(), length, positions, env.reshape(-1), position.reshape(-1))
     return env, position
 
 
 class StepsMissing(ValueError, RuntimeError, AssertionError):
-    """The buffer does not hold the steps that were asked for.
+    """An error for requested steps that the buffer does not store.
 
-    ALF documents an AssertionError for that, and TorchRL's samplers raise a RuntimeError, so it is both.
+    It is an AssertionError, as ALF documents, and a RuntimeError, as TorchRL's samplers raise.
     """
 
 
 def check_steps(env: Ints, position: Ints, oldest: Ints, positions: Ints) -> None:
-    """Refuse steps that are not stored, of rings that hold ``[oldest, positions)``; the error names the first."""
+    """Validate that steps are in the stored range ``[oldest, positions)``; raise IndexError with the first other."""
     if env.size and (env.min() < 0 or env.max() >= len(positions)):
         raise IndexError(f"Environment ids must lie in [0, {len(positions)}), got {env.min()} to {env.max()}.")
     wrong = (position < oldest[env]) | (position >= positions[env])

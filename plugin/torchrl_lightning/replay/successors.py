@@ -1,4 +1,4 @@
-"""Trajectories that were cut without a flag, found by comparing rows with the successors of the steps before them."""
+"""Detection of trajectories that were cut without a flag, by comparing rows with stored successors."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from torchrl_lightning.replay.steps import Flags, Ints
 from torchrl_lightning.state import Attribute, Stated, sequence, wrong
 
 CHUNK = 1 << 24
-"""Bytes that are compared at a time."""
+"""Number of bytes compared at a time."""
 Read = Callable[[Path], Tensor]
 
 
 def _read_paths(value: Any, name: str) -> set[Path]:
-    """Expect a list of keys, each a list of strings."""
+    """Validate a list of keys, each a list of strings, and return it as a set of paths."""
     for key in sequence(value, name):
         if not isinstance(key, list | tuple) or not key or any(not isinstance(part, str) for part in key):
             raise wrong(key, f"an entry of {name}", "a list of strings")
@@ -32,11 +32,11 @@ def _as_lists(paths: Iterable[Path]) -> list[list[str]]:
 
 
 class SuccessorCheck(Stated):
-    """Remember which entries of the rows continue from step to step, and compare these with stored successors.
+    """Compare rows with stored successors, and learn which entries are suitable.
 
-    The entry ``("next", X)`` of a step is the entry ``X`` of the step after it, unless the episode ends, or the data
-    were changed on their way (normalised, relabelled, folded). So an entry takes part only after it was the same once
-    at a step without an end flag, and never again after it differed inside one write. NaN equals NaN.
+    The entry ``("next", X)`` of a step equals the entry ``X`` of the following step, unless the episode ends or the
+    data were changed before (normalised, relabelled, folded). So an entry is used only after both values were equal
+    once at a step without an end flag, and never again after they differed inside one write. NaN equals NaN.
     """
 
     OWNER = "successor check"
@@ -47,12 +47,12 @@ class SuccessorCheck(Stated):
 
     def __init__(self) -> None:
         self.matched: set[Path] = set()
-        """The entries that take part."""
+        """The entries in use."""
         self.differed: set[Path] = set()
-        """Entries that never do."""
+        """The entries excluded for ever."""
 
     def exclude(self, path: Path) -> None:
-        """Let an entry take part never again."""
+        """Exclude an entry from all later comparisons."""
         self.matched.discard(path)
         self.differed.add(path)
 
@@ -65,19 +65,19 @@ class SuccessorCheck(Stated):
         init: Flags,
         asked: Flags,
     ) -> tuple[Flags, Path | None, bool]:
-        """Compare rows that are about to be written with the successors of the steps before them.
+        """Compare the rows to write with the successors of the steps before them.
 
         Args:
-            paths: the entries that may be compared; each also exists under ``"next"``.
-            given: returns an entry of the rows, time-major ``[T * M, ...]``.
-            stored: returns the stored successors of an entry, of the last steps of some of the ``M`` environments.
-            done: whether a row ends its episode, ``[T, M]``.
-            init: whether a row begins one, ``[T, M]``; may be empty.
-            asked: environments of which the first row is compared with the step that was stored last, ``[M]``.
+            paths: the entries that can be compared; each also exists under ``"next"``.
+            given: a function that returns an entry of the rows, time-major ``[T * M, ...]``.
+            stored: a function that returns an entry's stored successors, at the last steps of chosen environments.
+            done: mask of rows that end an episode, ``[T, M]``.
+            init: mask of rows that begin an episode, ``[T, M]``; may be empty.
+            asked: mask of environments to compare: their first row with the last stored step, ``[M]``.
 
         Returns:
-            Whether the first row does not continue the stored trajectory, ``[M]``; an entry that tells so; and whether
-            any entry took part.
+            A mask of environments with a first row that does not continue the stored trajectory, ``[M]``; an entry that
+            differs, or None; and whether any entry was used.
         """
         steps, width = done.shape
         cut, reason, took_part = np.zeros(width, np.bool_), None, False
@@ -118,9 +118,9 @@ def comparable(written: Tree | Mapping[str, Any], stored: Tree, flags: Iterable[
     """Return the entries of rows that can be compared with stored successors.
 
     Args:
-        written: rows as they are written.
-        stored: rows as they are stored, which may be another form of them.
-        flags: entries that are flags of beginnings and ends.
+        written: leaves of the rows to write.
+        stored: leaves in the storage, which may have another form.
+        flags: paths of the flags that begin or end episodes.
     """
     given, kept = dict(leaves_of(dict(written))), dict(leaves_of(stored))
     paths = []
@@ -149,7 +149,7 @@ def _has_equality(dtype: torch.dtype) -> bool:
 
 
 def equal_rows(one: Tensor, other: Tensor) -> Flags:
-    """Return which rows of two tensors of one shape and dtype are equal, ``[n]``, where NaN equals NaN.
+    """Return a mask of equal rows in two tensors of the same shape and dtype, ``[n]``; NaN equals NaN.
 
     Examples:
         >>> nan = float("nan")
@@ -164,6 +164,6 @@ def equal_rows(one: Tensor, other: Tensor) -> Flags:
         a, b = one.detach()[begin : begin + step], other.detach()[begin : begin + step]
         same = a == b
         if (a.is_floating_point() or a.is_complex()) and not bool(same.all()):
-            same |= (a != a) & (b != b)  # of NaN
+            same |= (a != a) & (b != b)  # NaN equals NaN
         found[begin : begin + step] = (same.flatten(1).all(1) if same.ndim > 1 else same).cpu().numpy()
     return found

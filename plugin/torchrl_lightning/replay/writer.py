@@ -269,7 +269,7 @@ class RingWriter(WriterBase):
         self.count_cells()
 
     def advance(self, leaves: tuple[Ints, Ints], ids: Ints | None, steps: int, done: Flags, init: Flags) -> Tensor:
-        """Write matched rows (:meth:`Rings.write`) and notify storage and buffers; return the cells, ``[steps * M]``."""
+        """Write matched rows (:meth:`Rings.write`), notify storage and buffers, and return cells ``[steps * M]``."""
         rings, storage = self.rings, self._own_storage
         if not self.overwrite:
             self._check_room(rings.ids if ids is None else ids, steps)
