@@ -245,7 +245,7 @@ class ExperienceBuffer(Stated, FoldsSteps, ShareableBuffer):
         """Overwrite filled cells, or one entry of all filled cells (see :meth:`RingStorage.write_entry`).
 
         Raises:
-            TypeError: the index has several parts; the buffer could not track writes into such a view.
+            TypeError: the index has several parts; the buffer cannot track writes into the resulting view.
         """
         if isinstance(index, tuple) and len(index) > 1 and not all(isinstance(part, str) for part in index):
             raise TypeError(
@@ -454,7 +454,7 @@ class ExperienceBuffer(Stated, FoldsSteps, ShareableBuffer):
                 raise ValueError("The state is foreign: it holds priorities of cells that hold nothing.")
 
     def put_state(self, values: Mapping[str, Any]) -> None:
-        """Restore the stored steps and the random state."""
+        """Restore the stored steps and everything else that determines the next samples."""
         with self.at_rest():
             super().put_state(values)
             self.storage.watched |= {(NEXT, *path) for path in self.writer.rings.successors.matched}

@@ -107,8 +107,8 @@ class EpisodeIndex:
     def set_flags(self, cells: Ints, done: Flags, begins: Flags, joined: Callable[[Ints], tuple[Flags, Flags]]) -> None:
         """Update episodes after flags of stored steps changed.
 
-        An episode border without a flag (a cut) stays. The cost grows with the number of steps from the begin of the
-        episode of the first changed step to the end of the episode of the last changed step, per environment.
+        An episode border without a flag (a cut) stays. In each environment, the cost grows with the number of steps
+        between the first and the last changed step, including the whole episodes of both steps and their neighbours.
 
         Args:
             cells: cells of the steps, ``[n]``, without duplicates.

@@ -36,7 +36,7 @@ class Owned:
         self._process = current
 
     def check_owner(self) -> None:
-        """Validate that this process may write; raise RuntimeError if the object is unshared and not its own."""
+        """Validate that this process may write; raise RuntimeError if the object is unshared and has another owner."""
         if not self.is_shared:
             self.check_maker()
 

@@ -77,7 +77,7 @@ class Rings(processes.Owned, Stated):
         self.successors = SuccessorCheck()
         """The entries that reveal a trajectory that was cut without a flag."""
         self.reloaded: Flags | None = None
-        """Mask of environments without a write since the last load, ``[num_envs]``, or None without these."""
+        """Mask of loaded environments without a later write, ``[num_envs]``, or None."""
         # Whether all positions are equal; whether the filled cells are the first cells.
         self._aligned = self._even = True
         self._ids: Ints = np.arange(num_envs)

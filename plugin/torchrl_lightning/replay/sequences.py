@@ -51,8 +51,8 @@ class SequenceSampler(Stated, SamplerHooks, Sampler):
             the burn-in; after the end of the episode it repeats the last step, which ``mask`` excludes.
         burn_in: number of first steps that only warm up a recurrent state; ``mask`` excludes them.
         recurrent_keys: recurrent states. The sampler reads only the first state of a window and expands it over the
-            window, with zeros where an episode starts, as TorchRL's ``GRUModule`` and ``LSTMModule`` expect. The same
-            holds for the state under ``"next"``.
+            window, with zeros at the start of an episode, as TorchRL's ``GRUModule`` and ``LSTMModule`` expect. It also
+            expands the state under ``"next"``.
         start_states: ``"stored"``: a window starts with the stored state of its first step. ``"zero"``: it starts with
             zeros, for ``burn_in`` to warm up. Kapturowski et al. (2019) compare both.
         generator: random generator; the buffer replaces it by its own.
@@ -170,7 +170,7 @@ class SequenceSampler(Stated, SamplerHooks, Sampler):
         options = reach, self.burn_in, self._by_episode, self._episode_ends == "pad"
         rule = (writer.length, *writer.rings.arrays), episodes, options
         missing, found, drawn = len(cells), 0, 0
-        # If windows must stay in an episode, some draws are no valid starts, so draw twice the number.
+        # If windows must stay in an episode, some draws are invalid, so draw twice the number.
         size = 2 * missing if self._by_episode and reach else missing
         while missing and drawn < MAX_DRAWS:
             found = draw(uniform(size, self.generator), True, *rule, cells, mask, found)
@@ -235,10 +235,10 @@ def _first_states(
 
     These TorchRL modules read the state at the first step of a row and at each step with ``is_init``. So the first
     state of a window is expanded over ``T``, and the state is zero at each ``is_init``. If stored, the state under
-    ``"next"`` is returned, too, for unrolling over the next observations: the state of the first step, and the stored
-    state at a later ``is_init``. With ``stored=False`` all states are zero. Trajectories that were cut without a flag
-    are split, too; for windows across cuts, the returned ``is_init`` marks these splits. Without a stored ``is_init``,
-    a trajectory begins with its stored state instead of zero.
+    ``"next"`` is also returned, for unrolling over the next observations: the state of the first step, and the stored
+    state at a later ``is_init``. With ``stored=False`` all states are zero. A cut without a flag also splits a window;
+    for windows across cuts, the returned ``is_init`` marks these splits. Without a stored ``is_init``, a trajectory
+    begins with its stored state instead of zero.
     """
     has_cuts = episodes is not None and episodes.has_cuts
     if not keys and not has_cuts:

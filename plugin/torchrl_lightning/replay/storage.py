@@ -134,7 +134,7 @@ class RingStorage(Stated, PickledCells):
         return self._shared
 
     def share(self) -> None:
-        """Move cells and counters into shared memory; cells reserved later are placed there, too.
+        """Move cells and counters into shared memory; cells reserved later are also shared.
 
         Raises:
             ValueError: the cells are memory-mapped files.
@@ -320,10 +320,10 @@ class RingStorage(Stated, PickledCells):
         return n_step.gather(self.cells, None if rings is None else rings.index, index, names, skip)
 
     def leaves(self, key: NestedKey) -> list[tuple[tuple[str, ...], Tensor]]:
-        """Return path and leaf, ``[max_size, ...]``, of a key and of all keys below it; leaves include empty cells.
+        """Return the paths and leaves, ``[max_size, ...]``, at or below a key; the leaves include empty cells.
 
         Raises:
-            KeyError: the storage has no such key.
+            KeyError: the key is not stored.
         """
         path = path_of(key)
         found = [(other, leaf) for other, leaf in leaves_of(self.tree) if other[: len(path)] == path]

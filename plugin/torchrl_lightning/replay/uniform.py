@@ -99,7 +99,7 @@ class UniformSampler(Stated, SamplerHooks, Sampler):
         if 3 * count > stored:
             return torch.randperm(stored, generator=rng, device=rng.device)[:count].cpu()
         # Draws with replacement stay a uniform set after duplicates are removed, because all cells are treated alike.
-        # A random subset of that set is uniform, too.
+        # A random subset of that set is also uniform.
         found = integers_below(stored, count, self.generator).cpu().unique()
         while len(found) < count:
             found = torch.cat([found, integers_below(stored, count, self.generator).cpu()]).unique()

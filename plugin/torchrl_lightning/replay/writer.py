@@ -109,7 +109,7 @@ class RingWriter(WriterBase):
         self._done_path, self._init_path = path_of(self.done_key), path_of(self.init_key)
         self._places: tuple[int | None, ...] = ()  # leaf numbers of done flag, init flag and trajectory ids
         self._cuts = TrajectoryCuts()
-        self._known: Any = None  # the cells for which _places was computed
+        self._known: Any = None  # the cells that _places refers to
 
     def register_storage(self, storage: Storage) -> None:
         """Set the storage to fill; TorchRL's buffers call this.
