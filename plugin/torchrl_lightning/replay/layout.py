@@ -190,12 +190,9 @@ def check_parts(storage: Any, writer: Any, sampler: Any) -> None:
 
 
 def check_lengths(buffer: Any) -> None:
-    """Validate that returns and windows fit into a buffer's rings, and that its sampler has enough priorities.
+    """Validate that a buffer's rings fit its returns and windows, and its sampler all priorities; else ValueError.
 
-    A buffer used without a DataModule may skip this check; it then shortens returns, and pads or rejects windows.
-
-    Raises:
-        ValueError: a length or the capacity does not fit.
+    A buffer without a DataModule may skip this check; it then shortens returns, and pads or rejects windows.
     """
     size, num_envs, sampler = buffer.storage.max_size, buffer.writer.num_envs, buffer.sampler
     length = size // num_envs

@@ -199,7 +199,7 @@ class Priorities:
             index: cells, ``[n]`` int64 on this device; -1 is skipped.
             priority: the priority of new data as a float, or priorities ``[n]``, float32 or float64.
             drawn: generations of the cells when they were sampled, ``[n]``; cells with another generation are skipped.
-                None skips no filled cell.
+                None disables this check.
         """
         if not index.numel():
             return
