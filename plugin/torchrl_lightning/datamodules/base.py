@@ -1,4 +1,4 @@
-"""The base of all streams: environment, collector, frame counter, evaluation, state and shutdown."""
+"""The base class of all DataModules: environment, collector, frame counter, evaluation, state and shutdown."""
 
 from __future__ import annotations
 
@@ -68,42 +68,43 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
     """Own the environment, the collector and the count of environment frames of a run.
 
     The LightningModule owns policy, losses and optimizers. It has a ``policy`` (a TensorDict module that writes the
-    action), a ``critic`` where the buffer estimates values, and optionally ``annotate(rollout)``. It builds its
-    networks in ``configure_model`` from ``trainer.datamodule.specs``. Policy and critic compute under the autocast of
-    the trainer's precision here, as they do in the training step.
+    action), a ``critic`` if the buffer estimates values, and optionally ``annotate(rollout)``. It builds its networks
+    in ``configure_model`` from ``trainer.datamodule.specs``. Collection runs policy and critic under the autocast of
+    the trainer's precision, like the training step.
 
     Args:
-        env: an environment id, a factory of one environment, Gymnasium's or TorchRL's, or a ready one, which steps
-            several: a :class:`gymnasium.vector.VectorEnv`, or any ``EnvBase``.
-        num_envs: environments stepped side by side, on each rank; of one that TorchRL steps as a batch, its own number;
-            of collectors on a cluster, those of all ranks.
-        frames_per_batch: frames of a rollout, on each rank: of the environments that step it, a multiple of their
-            number. Of a collector with workers it is the rollout of one.
-        total_frames: frames of the environment, summed over ranks, after which training stops, also as ``1e5``; -1 for
-            never. Rollouts are whole. Replayed steps are counted apart; after as many without a frame it stops, too.
+        env: an environment id, a factory of one Gymnasium or TorchRL environment, or a built environment: a
+            :class:`gymnasium.vector.VectorEnv`, or any ``EnvBase``.
+        num_envs: parallel environments on each rank. A batched TorchRL environment has its own number. For collectors
+            on a cluster it is the sum over all ranks.
+        frames_per_batch: frames of a rollout on each rank, a multiple of the number of environments. For a collector
+            with workers it is the rollout of one worker.
+        total_frames: environment frames, summed over ranks, after which training stops, also as ``1e5``; -1 for never.
+            Rollouts are whole. Replayed steps are counted separately; the same number of them without a new frame
+            also stops training.
         collector: a callable that takes the policy and returns any TorchRL collector; by default a
-            :class:`~torchrl_lightning.GymnasiumCollector` over ``env``, or TorchRL's own over a TorchRL environment. If
-            it has parameters ``seed`` and ``reset_at_each_batch``, it is given this rank's seed and the argument below;
-            under several ranks it needs the former. One that still asks for ``frames_per_batch`` gets environment and
-            sizes, too, and its workers share ``num_envs`` out; ranks share out its ``num_collectors``.
-        reset_at_each_batch: begin each rollout, of several steps, with a seeded reset. Episodes are cut there; in
-            exchange a resumed run repeats an uninterrupted one bit for bit: the state of an environment is not stored.
-        eval_env: the environment of evaluation episodes, as ``env``; by default ``env`` anew. Where collection steps
-            another environment than the default, the run is refused; if only its wrappers differ from those of an
-            ``eval_env`` that is given, a warning names them.
-        eval_episodes: finished episodes that one evaluation plays.
-        eval_num_envs: environments that play them side by side.
+            :class:`~torchrl_lightning.GymnasiumCollector` over ``env``, or TorchRL's own for a TorchRL environment. Its
+            parameters ``seed`` and ``reset_at_each_batch``, if it has them, receive the seed of the rank and the
+            argument below. Several ranks require ``seed``. If ``frames_per_batch`` is not bound yet, it also receives
+            environment and sizes: its workers divide ``num_envs``, and the ranks divide its ``num_collectors``.
+        reset_at_each_batch: begin each rollout with a seeded reset; rollouts need several steps then. This cuts
+            episodes, but a resumed run equals an uninterrupted one bit for bit, although environments are not stored.
+        eval_env: the environment of evaluation episodes, in the form of ``env``; by default a new ``env``. Setup raises
+            an error if collection steps a different environment. A given ``eval_env`` may differ in its wrappers, with
+            a warning.
+        eval_episodes: finished episodes of one evaluation.
+        eval_num_envs: parallel environments of an evaluation.
         eval_mode: ``deterministic`` plays the mode of the policy's distribution, ``sampled`` a sample of it.
-        normalize_observation: show policy and module observations standardised by their running moments, over all
-            environments and ranks: all entries, or those that are named. Rollouts are normalised when they are
-            collected, by the moments of those before, and rings hold raw steps, normalised when they are drawn.
-        normalize_reward: divide rewards by the running standard deviation of their discounted sum, except in reports.
-        normalize_clip: largest absolute value of what is normalised.
-        normalize_epsilon: added to the variances that it is divided by. Take 1e-4 where hindsight brings other values
-            of something that hardly varies, as the height of goals on a table.
-        freeze_statistics: keep the moments that the run begins with, those of :meth:`begin_from`, as they are.
-        seed: seed of the run, from which those of environments, evaluations and buffer are spawned, on each rank
-            others; drawn from torch's global generator if None.
+        normalize_observation: standardise observations for policy and module by running moments over all environments
+            and ranks: True for all entries, or the names of some. Rollouts are normalised on collection, with the
+            moments of earlier rollouts. Replay buffers store raw steps, and each drawn batch is normalised.
+        normalize_reward: divide rewards by the running standard deviation of their discounted sum, except in metrics.
+        normalize_clip: largest absolute value of a normalised entry.
+        normalize_epsilon: added to the variances before the division. Use 1e-4 if hindsight replaces values that hardly
+            vary, such as the height of goals on a table.
+        freeze_statistics: never update the initial moments, which :meth:`begin_from` loads.
+        seed: seed of the run, drawn from torch's global generator if None. Environments, evaluations and buffer of each
+            rank get their own seeds from it.
 
     Raises:
         ValueError: A size is not positive, or ``frames_per_batch`` does not fit ``num_envs`` and the resets.
@@ -111,7 +112,7 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
 
     CONFIG_NAME: ClassVar[str | None] = None
     HANDED_OVER: ClassVar[tuple[str, ...]] = ("freeze_statistics",)
-    make_buffer: Any  # a setting of each stream
+    make_buffer: Any  # a setting of each subclass
     env: Any = setting(kw_only=False)
     num_envs: Count = 8
     frames_per_batch: Count = 1024
@@ -131,10 +132,10 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
 
     buffer_class: ClassVar[type] = object
     serves: ClassVar[str | None] = None
-    """What a learner names in ``learns_from``."""
+    """Kind of data, matched against ``learns_from`` of a learner."""
     learner_for_it: ClassVar[str] = ""
     leaves_resets_out: ClassVar[bool] = False
-    """Whether rows that are resets need not be kept, so that vector environments in mode ``NEXT_STEP`` will do."""
+    """Whether reset rows are dropped, so that vector environments in mode ``NEXT_STEP`` are accepted."""
     RUN_STATE: ClassVar[Mapping[str, Attribute]] = {
         "frames": Attribute(whole(), "_clock.frames"),
         "replayed": Child(at="_clock"),
@@ -145,7 +146,7 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
         "collector": Attribute(optional(mapping), "_feed.kept"),
         "evaluation_due": Attribute(flag, "_due.is_due"),
     }
-    """What a rank of a run needs to go on, and which attribute holds it."""
+    """Name and attribute of each state entry that a rank needs to resume."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -172,7 +173,7 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
 
     @property
     def specs(self) -> EnvironmentSpecs:
-        """Observation (normalised, if asked for) and action specs of one environment, and how many there are."""
+        """Specs of one environment's observation (normalised if set) and action, and the number of environments."""
         return self._normalization.specs(self._environments.specs)
 
     @property
@@ -182,7 +183,7 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
 
     @cached_property
     def envs_per_worker(self) -> int:
-        """Environments of one worker of the collector, all where it has none."""
+        """Environments of one worker of the collector; all if the collector has no workers."""
         return share_of(self.make_collector, self.num_envs)
 
     @property
@@ -192,27 +193,27 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
 
     @property
     def collector(self) -> Any:
-        """The collector; None until the first rollout is asked for, and after a fit."""
+        """The collector; None before the first rollout and after a fit."""
         return self._feed.collector
 
     @property
     def build_options(self) -> dict[str, Any]:
-        """What a learner's ``build`` takes beside the specs."""
+        """Arguments of a learner's ``build`` in addition to the specs."""
         return {}
 
     @property
     def clock(self) -> tuple[int, str]:
-        """What loggers and progress bars count."""
+        """Count and unit for loggers and progress bars."""
         return self.frames, "frames"
 
     def metrics(self) -> dict[str, float]:
-        """Metrics of the last rollout or epoch: means over what ended in it, ``time/*`` seconds, and those of parts."""
+        """Return metrics of the last rollout or epoch: episode means, ``time/*`` seconds, and metrics of parts."""
         return {**self._clock.metrics(), **self._feed.api.metrics(), **self._metrics}
 
     # ------------------------------------------------------------------ Lightning's hooks
 
     def setup(self, stage: str) -> None:
-        """Build environment and buffer and draw the seed where there is none, once; later calls change nothing.
+        """Build environment and buffer and draw a missing seed, once; later calls change nothing.
 
         Raises:
             ValueError: The learner, the environment or a part does not fit the others.
@@ -223,7 +224,7 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
         self.seed = check_seed(self.seed)
         if stage == "fit":
             check_surroundings(self.trainer, self._learner)
-            self._users_collector_options()  # refuses what does not fit before anything is built
+            self._users_collector_options()  # raises errors of the user's collector before anything is built
             self._environments.built()
             if self.make_collector is None and self.trainer is not None:
                 self._clock.announce(self.frames_per_batch * self.world_size, self.trainer)
@@ -237,15 +238,16 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
                 build_learner(self._learner, self)
 
     def check_fit(self, learner: Any = None) -> Iterator[str]:
-        """Refuse parts that do not fit the environment, the learner or each other, one after the other.
+        """Check one by one that the parts fit the environment, the learner and each other.
 
-        What is not built yet is built for a trial. The command asks where it builds the parts, a fit in :meth:`setup`.
+        Parts that are not built yet are built for the check only. The command calls this when it builds the parts, a
+        fit calls it in :meth:`setup`.
 
         Yields:
-            The name of each argument, before it is looked at.
+            The name of each argument before its check.
 
         Raises:
-            MisfitError: What a part answers: see :func:`~torchrl_lightning.fitting.require_fit`.
+            MisfitError: A part does not fit: see :func:`~torchrl_lightning.fitting.require_fit`.
         """
         yield "env"
         require_stream(learner, self)
@@ -263,7 +265,7 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
         """Close collector and environment after a fit; a validation between two fits leaves them open."""
         super().teardown(stage)
         if stage == "fit":
-            self._feed.keep()  # for a checkpoint that is written behind the fit
+            self._feed.keep()  # for a checkpoint that is written after the fit
             self.close()
 
     def on_exception(self, exception: BaseException) -> None:
@@ -272,7 +274,7 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
         self.close()
 
     def close(self) -> None:
-        """Close collector, worker processes and environment; may be called at any time and repeatedly."""
+        """Close collector, worker processes and environment; safe at any time and repeatedly."""
         self._acting = None
         try:
             self._feed.close()
@@ -282,7 +284,7 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
     # ------------------------------------------------------------------ state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that a resumed run needs, from all ranks, as tensors and scalars."""
+        """Return the full state of all ranks for a resumed run, as tensors and scalars."""
         if self._held is not None:
             return dict(self._held)
         return {
@@ -296,14 +298,14 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore counters, generators and what there is of a buffer; the collector follows when it is needed first.
+        """Restore counters, generators and a stored buffer; the collector is restored when it is first built.
 
-        Before ``setup("fit")`` the state is kept until then; counters, and statistics to evaluate with, are restored at
-        once. For an evaluation restore the count of frames alone, on any number of ranks.
+        Before ``setup("fit")`` counters and normalisation statistics are restored immediately, the rest in ``setup``.
+        For an evaluation only the frame count and the statistics are restored, on any number of ranks.
 
         Raises:
-            ValueError: It comes from another environment, buffer, number of ranks or state version.
-            FileNotFoundError: A buffer that was kept beside the checkpoint is gone.
+            ValueError: The state comes from another environment, buffer, number of ranks or state version.
+            FileNotFoundError: A buffer that was stored beside the checkpoint no longer exists.
         """
         evaluates = self.trainer is not None and self.trainer.state.fn not in (None, TrainerFn.FITTING)
         if not (self._is_set_up or evaluates):
@@ -312,7 +314,7 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
             return
         self.check_state(state)
         for load, statistics in self._statistics(state):
-            copy.deepcopy(load)(statistics)  # of a copy, which refuses them before anything changes
+            copy.deepcopy(load)(statistics)  # a copy raises errors before anything changes
         if evaluates:
             self._clock = FrameClock(self.total_frames, self.state_frames(state))
         else:
@@ -325,66 +327,66 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
         self.load_statistics(state)
 
     def load_statistics(self, state: dict[str, Any]) -> None:
-        """Restore of a state what its policy's observations, and rewards, are normalised by, and nothing else."""
+        """Restore only the normalisation statistics of observations and rewards."""
         for load, statistics in self._statistics(state):
             load(statistics)
 
     def begin_from(self, statistics: Mapping[str, Any], *, trial: bool = False) -> None:
-        """Begin with what another run normalised by, the entry ``normalization`` of its state.
+        """Begin with the normalisation statistics of another run.
 
         Args:
-            statistics: That entry.
-            trial: Whether it is only seen if they fit.
+            statistics: The entry ``normalization`` of the other run's state.
+            trial: Only check that the statistics fit; change nothing.
 
         Raises:
-            ValueError: They do not fit what this run normalises.
+            ValueError: The statistics do not fit the normalised entries of this run.
         """
         _ = self.specs  # builds the normaliser
         (copy.deepcopy(self._normalization) if trial else self._normalization).begin_from(statistics)
 
     def _statistics(self, state: dict[str, Any]) -> list[tuple[Callable[[Any], Any], Any]]:
-        """Return what loads what is normalised by, the same on all ranks, each with its state."""
+        """Return (load function, state) of each normaliser, the same on all ranks."""
         return [(self._normalization.load_statistics, state["normalization"])]
 
     def check_state(self, state: dict[str, Any], learner: Any = None) -> None:
-        """Refuse a state that was written with other settings, by a ValueError that names the first difference."""
+        """Check that a state was written with the same settings; the ValueError names the first difference."""
         check_state(state, STATE, "experience", STATE_VERSION)
         check_fingerprint(state["fingerprint"], self.fingerprint(learner))
 
     @staticmethod
     def state_frames(state: dict[str, Any]) -> int:
-        """Return the number of environment frames after which a state was written."""
+        """Return the number of environment frames in a state."""
         return int(state["ranks"][0]["frames"])
 
     def fingerprint(self, learner: Any = None) -> dict[str, Any]:
-        """Return what must agree between a checkpoint and a run of ``learner``, by default the trainer's module."""
+        """Return the settings that a checkpoint and a run of ``learner`` (default: the trainer's) must share."""
         return run_fingerprint(self)
 
     def _any_buffer(self, learner: Any = None, *, trial: bool = True) -> Any:
-        """Return the buffer; build it where there is none, for a trial to look at: ranks may be forked later."""
+        """Return the buffer, or build one: by default a temporary one, because ranks may be forked later."""
         if self.buffer is not None:
             return self.buffer
         return build_buffer(self.make_buffer, learner or self._learner, trial=trial, **self._buffer_sizes)
 
     @property
     def _buffer_sizes(self) -> dict[str, int]:
-        """What a callable that builds the buffer is told."""
+        """Sizes that the buffer factory receives."""
         return {"num_envs": self.envs_of_rank}
 
     def _build_parts(self) -> None:
-        """Build the buffer, once, and what else the stream needs."""
+        """Build the buffer, once, and the other parts of the subclass."""
 
     def _parts_state(self) -> dict[str, Any]:
-        """Return the states of the parts that save themselves."""
+        """Return the states of buffer and source."""
         return {}
 
     def _load_parts(self, own: dict[str, Any]) -> None:
-        """Restore them; each takes its state wholly or not at all."""
+        """Restore the states of buffer and source; a failed load changes nothing in its part."""
 
     def _loaded(self, own: dict[str, Any]) -> None:
-        """Derive what follows from a rank's state, which has just been loaded."""
+        """Update dependent attributes after a rank's state was loaded."""
         if not self.reset_at_each_batch:
-            # The environments start anew, so that their unfinished episodes are lost.
+            # The environments are reset, so that their unfinished episodes are lost.
             self._episodes.forget_unfinished()
             self._normalization.forget_unfinished()
 
@@ -393,7 +395,7 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
         return spawn_seed(self.seed or 0, purpose, self._rank, *numbers)
 
     def _collector_options(self) -> dict[str, Any]:
-        """Return the stream's arguments for a collector."""
+        """Return the DataModule's arguments for a collector."""
         options = {"num_envs": self.envs_per_worker, "frames_per_batch": self.frames_per_batch}
         return {**options, "seed": self._spawn_seed("collector"), "reset_at_each_batch": self.reset_at_each_batch}
 
@@ -403,18 +405,18 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
         return collector_options(self.make_collector, self.world_size, **options) if self.make_collector else {}
 
     def _wrap_env(self, env: VectorEnv | EnvBase) -> Any:
-        """Let the buffer wrap the environment that is collected from."""
+        """Return the collection environment, wrapped if the buffer needs it."""
         return env
 
     def _wrap_policy(self, policy: Any) -> Any:
-        """Let the buffer wrap the policy that collects."""
+        """Return the collection policy, wrapped if the buffer needs it."""
         return policy
 
     def _open(self, policy: Any) -> None:
-        """Build the collector, when weights are restored and on their device."""
+        """Build the collector; call this after weights are restored and on their device."""
         if self.make_collector is None:
             self._feed.open(lambda: self._own_collector(policy))
-        else:  # some of TorchRL's take threads of this process
+        else:  # some TorchRL collectors reduce the threads of this process
             self._feed.open(lambda: self._users_collector(policy), policy=policy, inside=kept_threads())
 
     def _own_collector(self, policy: Any) -> tuple[CollectorApi, Iterator[TensorDictBase]]:
@@ -429,12 +431,12 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
         collector = CollectorApi.of(call_with_policy(self.make_collector, policy, **self._users_collector_options()))
         self._environments.follow_collector(collector)
         self._clock.check_end(self.trainer, collector.total_frames)
-        if self.trainer is not None and (view := view_of_collector(collector)) is not None:  # else nothing chooses
+        if self.trainer is not None and (view := view_of_collector(collector)) is not None:
             self._environments.check_evaluation(view)
         return collector, first_checked(self._rollouts(collector), self._environments.specs)
 
     def _of_raw(self, policy: Any) -> Any:
-        """Return a policy of the environment's observations that computes as in the training step."""
+        """Wrap the policy so that it accepts raw observations and runs under the training step's autocast."""
         _ = self.specs  # builds the normaliser
         return self._normalization.policy(self._as_learned(policy))
 
@@ -466,12 +468,12 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
         """Play finished episodes in separate environments, with seeds that training never sees.
 
         Args:
-            policy: the policy to evaluate; one that was trained here sees what it saw in training.
-            episodes: how many; ``eval_episodes`` if None.
-            deterministic: take the mode of the policy's distribution instead of a sample; as ``eval_mode`` if None.
+            policy: the policy to evaluate; its observations are normalised as in training.
+            episodes: number of episodes; ``eval_episodes`` if None.
+            deterministic: play the mode of the policy's distribution instead of a sample; ``eval_mode`` if None.
 
         Returns:
-            What :func:`~torchrl_lightning.play_episodes` returns.
+            The result of :func:`~torchrl_lightning.play_episodes`.
         """
         self.num_evaluations += 1
         episodes = self.eval_episodes if episodes is None else episodes
@@ -481,7 +483,7 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
         return play_episodes(self.eval_env, self._of_raw(policy), episodes, num_envs=num_envs, seed=seed, **options)
 
     def film(self, policy: Any, path: Path) -> None:
-        """Play one episode as :meth:`evaluate` does and write it as a video; all of a run begin in the same state."""
+        """Play one evaluation episode and write it as a video; all videos of a run begin in the same state."""
         options = {"deterministic": self.eval_mode == "deterministic", "clip_actions": self._environments.clips(policy)}
         film_episode(self.eval_env, self._of_raw(policy), path, seed=self._spawn_seed("film"), **options)
 
@@ -489,7 +491,7 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
         yield self.evaluate(self._module().policy)
 
     def __str__(self) -> str:
-        # Lightning's own version iterates the loaders, which would step the environments.
+        # Lightning's version iterates the loaders, which would step the environments.
         return (
             f"{type(self).__name__}(env={environment_name(self.env)}, num_envs={self.num_envs}, "
             f"frames_per_batch={self.frames_per_batch}, total_frames={self.total_frames}, frames={self.frames})"

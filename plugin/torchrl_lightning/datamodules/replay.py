@@ -1,4 +1,4 @@
-"""Off-policy experience: updates drawn from a replay buffer, new frames in a fixed ratio to them."""
+"""Off-policy experience: draw batches from a replay buffer and collect frames in a fixed ratio to updates."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 
 
 class ReplayBufferFactory(Protocol):
-    """What builds the buffer; LightningCLI reads from it which arguments are still to come."""
+    """A factory of replay buffers; LightningCLI reads the runtime arguments from its signature."""
 
     def __call__(self, *, num_envs: int) -> ExperienceBuffer:
         """Build the buffer."""
@@ -58,45 +58,45 @@ class ReplayBufferFactory(Protocol):
 
 
 class ReplayDataModule(UpdatesDataModule):
-    """Serve the batches of ``updates_per_epoch`` updates each epoch from a replay buffer that grows in step with them.
+    """Serve batches from a replay buffer and collect frames in a fixed ratio to updates.
 
-    Before update ``u`` (counted from 0 over the whole run) each rank's environments have been stepped for
-    ``warmup_frames + u * frames_per_update`` frames, rounded up to the next multiple of ``frames_per_batch``; the ratio
-    is kept exactly, also through a resume. A batch is drawn when its update begins, never ahead. After each update the
-    priorities that the loss wrote into the batch are taken back.
+    An epoch has ``updates_per_epoch`` updates. Before update ``u`` (counted from 0 over the whole run) each rank has
+    collected ``warmup_frames + u * frames_per_update`` frames, rounded up to a multiple of ``frames_per_batch``. The
+    ratio is exact, also after a resume. A batch is drawn when its update begins. After each update the buffer receives
+    the priorities that the loss wrote into the batch.
 
     Args:
-        buffer: a callable that takes ``num_envs``, and ``gamma`` if it likes, and returns the replay buffer of a rank.
-        source: a callable that takes the buffer and gives what batches are drawn from, e.g. a partial of
-            :class:`~torchrl_lightning.MixedReplay`; the buffer itself if None. Its method ``prepare`` is called with
-            the LightningModule before each batch. A ``ReplayService`` keeps the rows itself.
-        dataset: what fills the buffer before the first update: a directory of demonstrations, one of its files,
-            ``"minari:ID"`` or a ``minari.MinariDataset``, of ``env``. Nothing is collected then (``frames`` stays 0,
-            ``num_envs`` is 1, and loggers count updates), unless ``frames_per_update`` says so: what is collected is
-            written behind the data and, when the buffer is full, over them. An episode ends as its metadata say, else
-            it terminates.
-        dataset_share: the share of each batch that is drawn from the data (RLPD, Ball et al. 2023), which lie in a
-            buffer of their own and stay; collection is as without. If None, they share one buffer and are drawn alike.
+        buffer: a callable that takes ``num_envs``, optionally also ``gamma``, and returns the replay buffer of a rank.
+        source: a callable that takes the buffer and returns the source of batches, e.g. a partial of
+            :class:`~torchrl_lightning.MixedReplay`; if None, batches come from the buffer. Its method ``prepare`` is
+            called with the LightningModule before each batch. A ``ReplayService`` stores the rows itself.
+        dataset: demonstrations of ``env`` that fill the buffer before the first update: a directory, one of its files,
+            ``"minari:ID"`` or a ``minari.MinariDataset``. By default nothing is collected then: ``frames`` stays 0,
+            ``num_envs`` is 1, and loggers count updates. With ``frames_per_update``, collected steps follow the data
+            and overwrite them in a full buffer. The metadata define how an episode ends; the default is termination.
+        dataset_share: the share of each batch that is drawn from the data (RLPD, Ball et al. 2023). The data then have
+            their own buffer and are never overwritten; collection does not change. If None, data and collected steps
+            share one buffer and are sampled alike.
         batch_size: samples (or sequences) in a batch.
         updates_per_epoch: updates of one epoch.
         frames_per_update: new frames for each update, over all environments of this rank; may be below 1. If None, 1,
             and 0 with a data set.
-        warmup_frames: frames collected with random actions before the first update (by our own collector; one that is
-            given as ``collector=`` does so by its ``init_random_frames``). If None, 1000, and 0 with a data set.
-        write_back: keys that the module may rewrite in a batch, and that then replace the stored entries. If None,
-            those that its method ``rewritten_keys(batch)`` names, if it has one.
-        checkpoint_buffer: ``"inside"`` the checkpoint; ``"beside"`` it, in ``buffer_dir``, written once for each state
-            and without a copy where the cells are memory-mapped files; or ``"none"``: a resumed run then collects
-            ``warmup_frames`` anew, with a warning. Under several ranks ``"inside"`` means ``"beside"``: buffers are not
-            gathered, each rank writes its own.
-        buffer_dir: where ``"beside"`` writes; ``buffer`` below the trainer's root folder if None.
+        warmup_frames: frames collected with random actions before the first update; a collector given as
+            ``collector=`` needs its own ``init_random_frames`` for them. If None, 1000, and 0 with a data set.
+        write_back: keys that the module may rewrite in a batch; the rewritten entries replace the stored ones. If None,
+            the keys that the module's method ``rewritten_keys(batch)`` returns, if it has one.
+        checkpoint_buffer: ``"inside"`` the checkpoint; ``"beside"`` it, in ``buffer_dir``, written once for each state,
+            and without a copy if the cells are memory-mapped files; or ``"none"``: a resumed run then collects
+            ``warmup_frames`` again, with a warning. With several ranks ``"inside"`` means ``"beside"``, because each
+            rank writes its own buffer.
+        buffer_dir: the folder for ``"beside"``; ``buffer`` below the trainer's root folder if None.
         frames_per_batch: frames collected at a time; one step of every environment if None.
 
     The other arguments are those of :class:`UpdatesDataModule`.
 
     Raises:
-        ValueError: if a number is out of range or ``checkpoint_buffer`` is unknown, or if nothing is to be collected
-            and an argument of collection is given.
+        ValueError: A number is out of range, ``checkpoint_buffer`` is unknown, or a run without collection has an
+            argument of collection.
 
     Examples:
         >>> data = ReplayDataModule("CartPole-v1", buffer=ExperienceBuffer, num_envs=2, updates_per_epoch=100)
@@ -147,31 +147,31 @@ class ReplayDataModule(UpdatesDataModule):
             self.num_envs = self.num_envs if is_ready(self.env) else 1  # one ring holds an episode of any length
         self.frames_per_batch = self.envs_per_worker if self.frames_per_batch is None else self.frames_per_batch
         super().__post_init__()
-        # A fraction: as a floating-point number 30 * 0.1 exceeds 3, which would ask for a fourth frame.
+        # An exact fraction: in floating point 30 * 0.1 exceeds 3, so that a fourth frame would be collected.
         self._ratio = exact_ratio(self.frames_per_update)
         self._clock.announce_warmup(self.warmup_frames)
         self.updates = 0
-        """Updates whose batch was drawn."""
-        self._refilled = 0  # frames that are collected anew, because a checkpoint held no buffer
+        """Number of drawn batches."""
+        self._refilled = 0  # frames that are collected again because a checkpoint had no buffer
         self._dataset: BufferedDataset | None = None  # until the buffer is filled
         self._source: Any = None  # a BatchSource, from setup on
-        self._rows: Any = None  # the source, where it keeps the rows itself
-        self._kept_rows: Any = None  # what rows are written to: the buffer, or such a source
-        self._writes = True  # whether rollouts are written here, not where they are collected
-        self._prepare: Callable[[Any], None] | None = None  # what the source does before each batch
-        self._lent: LentSteps | None = None  # that were written last
+        self._rows: Any = None  # the source, if it stores the rows itself
+        self._kept_rows: Any = None  # the target of writes: the buffer, or a source that stores the rows
+        self._writes = True  # False if the collector's processes write the rollouts
+        self._prepare: Callable[[Any], None] | None = None  # the source's method that runs before each batch
+        self._lent: LentSteps | None = None  # the last written steps
         self._lends_rows = False  # whether the collector delivers its steps in the layout of the rings
-        self._is_drawn = False  # whether a batch is on its way to the learner
-        self._served: TensorDictBase | None = None  # the batch that is being learned from
-        self._resumed: TensorDictBase | None = None  # the one that a resumed run begins with
-        self._rewritten: Callable[[Any], Sequence[NestedKey]] = no_keys  # that the learner rewrites
+        self._is_drawn = False  # whether a drawn batch has not reached the learner yet
+        self._served: TensorDictBase | None = None  # the batch of the current update
+        self._resumed: TensorDictBase | None = None  # the first batch of a resumed run
+        self._rewritten: Callable[[Any], Sequence[NestedKey]] = no_keys  # returns the keys that the learner rewrites
         self._gamma, self._ranks = 0.99, 1
         self._seconds: dict[str, float] = {}  # of this epoch
-        self._snapshot: dict[str, Any] | None = None  # the state written last, as long as it is the present one
+        self._snapshot: dict[str, Any] | None = None  # the last written state; None after any change
 
     @property
     def _learned(self) -> int:
-        """Updates that are made: one whose batch was not learned from is made anew by a resumed run."""
+        """Number of finished updates; a resumed run repeats an update that was not finished."""
         return self.updates - (self._served is not None)
 
     @_learned.setter
@@ -180,7 +180,7 @@ class ReplayDataModule(UpdatesDataModule):
 
     @property
     def _pending(self) -> TensorDictBase | None:
-        """The batch that was drawn and not learned from; a run without its buffer draws another one."""
+        """The batch of an unfinished update; None if checkpoints do not store the buffer."""
         return None if self._kept == "none" else self._resumed if self._served is None else self._served
 
     @_pending.setter
@@ -198,11 +198,11 @@ class ReplayDataModule(UpdatesDataModule):
 
     @property
     def clock(self) -> tuple[int, str]:
-        """What loggers and progress bars count: frames, or updates where nothing is collected."""
+        """Count and unit for loggers and progress bars: frames, or updates if the run collects nothing."""
         return super().clock if self.warmup_frames or self.frames_per_update else (self.updates, "updates")
 
     def metrics(self) -> dict[str, float]:
-        """Add the number of updates, and as ``replay/size`` what the buffer holds."""
+        """Add the number of updates and, as ``replay/size``, the number of stored steps."""
         own = {} if self.buffer is None else {"replay/size": float(len(self.buffer))}
         own = own if self._rows is None else self._rows.metrics()
         return {**super().metrics(), "updates": float(self.updates), **own}
@@ -226,10 +226,10 @@ class ReplayDataModule(UpdatesDataModule):
             self._dataset = BufferedDataset(self.dataset, self.env, self._environments.specs, data)
 
     def check_fit(self, learner: Any = None) -> Iterator[str]:
-        """Ask the buffer's parts, the source and the data set, too."""
+        """Also check the parts of the buffer, the source and the data set."""
         yield from super().check_fit(learner)
         buffer = self._any_buffer(learner)
-        check_discount(buffer, learner)  # it may have been built for another learner's fit
+        check_discount(buffer, learner)  # the buffer may have been built for another learner's fit
         check_lengths(buffer)
         require_fit(buffer, self.specs, learner)
         check_resets(self._environments.env, buffer, self.world_size)
@@ -255,11 +255,11 @@ class ReplayDataModule(UpdatesDataModule):
             check_folder(Path(self.buffer_dir), self._kept, self.checkpoint_buffer)
         yield "dataset"
         if self.dataset is not None:
-            dataset_path(self.dataset)  # refuses one that is not there
+            dataset_path(self.dataset)  # raises an error if the data set does not exist
 
     @property
     def _warm_steps(self) -> int | None:
-        """Steps of each environment before the first update; None if the collector or the data decide that."""
+        """Steps of each environment before the first update; None if the collector or the data set them."""
         if self.make_collector is not None or self.dataset is not None:
             return None
         rollouts = max(1, -(-self.warmup_frames // self.frames_per_batch))
@@ -288,12 +288,12 @@ class ReplayDataModule(UpdatesDataModule):
         return True
 
     def end_step(self) -> None:
-        """Hand back to the buffer what the step's last update has made for it."""
+        """Write priorities and rewritten entries of the step's last update to the buffer."""
         self.take_back()
         super().end_step()
 
     def _draw(self, learner: LearnerApi, end: int, update: int) -> TensorDictBase | None:
-        """Collect what an update of an epoch of ``end`` waits for, and return its batch; None if collection ended."""
+        """Collect the frames for an update of an epoch of ``end`` and return its batch; None if the collector ended."""
         began = time.perf_counter()
         while self._waits_for_frames() or not len(self._kept_rows):
             if not self._collect_frames(learner):
@@ -324,12 +324,12 @@ class ReplayDataModule(UpdatesDataModule):
         return batch
 
     def _waits_for_frames(self) -> bool:
-        """Return whether the next update needs more frames than there are."""
+        """Return whether the next update needs more frames than the run has collected."""
         frames = (self._clock.frames + self._clock.count) // self._ranks - self.warmup_frames - self._refilled
         return self.updates * self._ratio.numerator > frames * self._ratio.denominator
 
     def _is_spent(self) -> bool:
-        """Return whether all frames are collected and all updates that they allow are served."""
+        """Return whether all frames are collected and all their updates are made."""
         return self._clock.is_spent and self._waits_for_frames()
 
     def _collect_frames(self, learner: LearnerApi) -> bool:
@@ -350,7 +350,7 @@ class ReplayDataModule(UpdatesDataModule):
         return True
 
     def _take(self, steps: Steps | LentSteps, is_last: bool = True) -> None:
-        """Count and store what was collected, the last part of a rollout or one before it."""
+        """Count and store a rollout, or one part of it."""
         cut = self.reset_at_each_batch and is_last
         self._clock.add(steps.rollout.numel(), self._ranks, steps.ends["replayed"])
         self._snapshot = None
@@ -368,7 +368,7 @@ class ReplayDataModule(UpdatesDataModule):
         self._normalization.note(rollout, ids, cut=cut, gamma=self._gamma)
 
     def _rollouts(self, collector: CollectorApi) -> Iterator[TensorDictBase]:
-        """Return a stream whose memory, in the layout of the rings, is the same each time, where that is possible."""
+        """Return the stream of rollouts; if possible, in the layout of the rings and always in the same memory."""
         self._writes = collector.service is None
         if collector.flags_beginnings:
             self._feed.trust_rows(self.buffer)
@@ -377,7 +377,7 @@ class ReplayDataModule(UpdatesDataModule):
         return super()._rollouts(collector) if lent is None else iter(lent)
 
     def take_back(self) -> None:
-        """Pass priorities and rewritten entries of the batch, if one was learned from, to the buffer."""
+        """Write priorities and rewritten entries of the last learned batch to the buffer, if there is a batch."""
         batch, self._served = self._served, None
         if batch is None:
             return
@@ -387,7 +387,7 @@ class ReplayDataModule(UpdatesDataModule):
             self._source.write_back(batch, keys)
 
     def _source_over(self, buffer: ExperienceBuffer, learner: Any) -> Any:
-        """Return the source; build it over a buffer if there is none, and raise an error if it is not a source."""
+        """Return the source; build it over a buffer if it is not built yet, and raise an error if it is invalid."""
         if self._source is not None:
             return self._source
         folder = self._root / "service" / (f"rank_{self._rank}" if self.world_size > 1 else "")
@@ -399,23 +399,23 @@ class ReplayDataModule(UpdatesDataModule):
         return {**super()._collector_options(), "init_random_frames": self.warmup_frames}
 
     def _users_collector_options(self) -> dict[str, Any]:
-        """Add where rollouts are written, for a collector that does so where they are collected."""
+        """Add the source as ``service`` if the collector's processes write into it."""
         options = super()._users_collector_options()
         return {**options, "service": self._source} if self._writes_there(self._source) else options
 
     def _writes_there(self, source: Any) -> bool:
-        """Return whether the collector writes into a source that keeps the rows, and not this process."""
+        """Return whether the collector, and not this process, writes into a source that stores the rows."""
         make = self.make_collector
         return make is not None and SourceApi.of(source).keeps_rows and "service" in signature(make).parameters
 
     def teardown(self, stage: str) -> None:
-        """Save what a source of its own holds before it ends; for a checkpoint that is written behind the fit."""
+        """Save the state of a source that stores the rows, for a checkpoint that is written after the fit."""
         if stage == "fit" and self._rows is not None:
             self._source.state_dict()
         super().teardown(stage)
 
     def close(self) -> None:
-        """Close collector and environment, and end a source of its own."""
+        """Close collector and environment, and shut down a source that stores the rows."""
         try:
             if self._rows is not None:
                 self._rows.shutdown()
@@ -423,10 +423,10 @@ class ReplayDataModule(UpdatesDataModule):
             super().close()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_rewritten": no_keys, "_lent": None}  # of the learner and of the collector
+        return {**super().__getstate__(), "_rewritten": no_keys, "_lent": None}  # both belong to other objects
 
     def fingerprint(self, learner: Any = None) -> dict[str, Any]:
-        """Add the kind and capacity of the buffer, and what the ratio of frames to updates depends on."""
+        """Add class and capacity of the buffer, and the settings of the ratio of frames to updates."""
         buffer = self._any_buffer(learner)
         return {
             **super().fingerprint(learner),
@@ -434,13 +434,13 @@ class ReplayDataModule(UpdatesDataModule):
             "sampler": type(buffer.sampler).__name__,
             "capacity": int(buffer.storage.max_size),
             "n_steps": buffer.n_steps,
-            "gamma": buffer.gamma if buffer.n_steps > 1 else 0.99,  # nothing that is read depends on it
+            "gamma": buffer.gamma if buffer.n_steps > 1 else 0.99,  # single steps do not depend on it
             "frames_per_update": str(self._ratio),
             "warmup_frames": self.warmup_frames,
         }
 
     def imagines(self, learner: Any) -> bool:
-        """Return whether batches hold what a learner's world model imagines."""
+        """Return whether batches contain steps that a learner's world model generates."""
         return SourceApi.of(self._source_over(self._any_buffer(learner), learner)).prepare is not None
 
     def _parts_state(self) -> dict[str, Any]:
@@ -452,9 +452,9 @@ class ReplayDataModule(UpdatesDataModule):
         return state if self._snapshot is None else {**state, "snapshot": self._snapshot}
 
     def save_buffer(self) -> bool:
-        """Write the buffer, where it is kept beside the checkpoint, and return whether it is.
+        """Write the buffer beside the checkpoint; return False if the settings do not store it there.
 
-        It is written for each checkpoint, whose :meth:`state_dict` refers to it, unless it has not changed since.
+        An unchanged buffer is not written again. The :meth:`state_dict` of the checkpoint refers to the written files.
         """
         if self.buffer is None or self._kept != "beside":
             return False
@@ -487,7 +487,7 @@ class ReplayDataModule(UpdatesDataModule):
 
     @property
     def _kept(self) -> str:
-        """Where the buffer is kept."""
+        """Place of the buffer in checkpoints: ``inside``, ``beside`` or ``none``."""
         return "beside" if self.checkpoint_buffer == "inside" and self.world_size > 1 else self.checkpoint_buffer
 
     @property
