@@ -1,4 +1,4 @@
-"""The feed of a run: a collector that is built when its first rollout is asked for, and what it delivers."""
+"""Build the collector of a run for its first rollout, draw rollouts, and keep the collector's state."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from torchrl_lightning.protocols import CollectorApi
 
 
 class KeepsSums(Protocol):
-    """What keeps sums over episodes that go on."""
+    """An object with running sums over unfinished episodes."""
 
     def forget_unfinished(self, env_ids: Tensor | slice = slice(None)) -> None:
-        """Forget those of some environments."""
+        """Reset the sums of some environments."""
         ...
 
 
 class Part(NamedTuple):
-    """Steps of a rollout within which no trajectory is cut.
+    """Consecutive steps of a rollout without a cut trajectory between them.
 
     Attributes:
         rollout: ``[N, t]``.
-        begun: The environments whose trajectories are cut before it; None if there are none.
-        is_last: Whether the rollout ends with it.
+        begun: Ids of environments with a cut before the first step; None if there are none.
+        is_last: True for the last part of the rollout.
     """
 
     rollout: TensorDictBase
@@ -39,17 +39,17 @@ class Part(NamedTuple):
 
 
 class Feed:
-    """Build a collector late, draw its rollouts, and keep what a checkpoint says of it until then.
+    """Build the collector as late as possible, draw its rollouts, and store its restored state until then.
 
-    By the first rollout the weights are restored and on their device. What a checkpoint says of torch's generator
-    waits for the first draw, so that nothing that is built for a resumed run draws from it.
+    At the first rollout the weights are restored and on their device. The generator state of a checkpoint is set at
+    the first draw, so that building the parts of a resumed run does not change it.
 
     Args:
-        *sums: What keeps sums over episodes, for a collector that may lose some.
+        *sums: Objects with sums over episodes, which are reset if the collector loses environments.
 
     Attributes:
-        collector: The collector, as long as there is one; its abilities are in ``api``.
-        trajectories: Finds trajectories that a user's collector cuts; None if flags tell all beginnings.
+        collector: The collector, or None; its abilities are in ``api``.
+        trajectories: Finds trajectories that a user's collector cuts; None if flags mark all beginnings.
     """
 
     def __init__(self, *sums: KeepsSums) -> None:
@@ -60,8 +60,8 @@ class Feed:
         self._stream: Iterator[TensorDictBase] | None = None
         self._origins = RowOrigins(1)
         self._until_closed = ExitStack()
-        self._is_resumed = False  # whether the next collector takes what is kept
-        self._rng: Tensor | None = None  # of a checkpoint, until the run goes on
+        self._is_resumed = False  # whether the next collector loads the kept state
+        self._rng: Tensor | None = None  # generator state of a checkpoint, until the run continues
         self._kept: Mapping[str, Any] | None = None  # the collector's state, while there is no collector
         self._before: tuple[dict[str, Any] | None, Tensor] | None = None  # states before a rollout that is not accepted
 
@@ -76,8 +76,8 @@ class Feed:
 
         Args:
             build: Returns the collector and its rollouts.
-            policy: What acts in a collector that has no care for its mode and its weights; None if the collector has.
-            inside: Entered before, and left when the feed closes.
+            policy: The policy, to set its evaluation mode and newest weights; None if the collector does that.
+            inside: A context manager to enter before the build; it exits when the feed closes.
         """
         rng = torch.get_rng_state() if self._is_resumed and self._rng is None else self._rng
         if inside is not None:
@@ -96,7 +96,9 @@ class Feed:
             torch.set_rng_state(rng)
 
     def trust_rows(self, buffer: Any) -> None:
-        """Let a buffer compare no rows with stored successors until the feed closes: their flags tell all beginnings.
+        """Switch off the buffer's comparison of rows with stored successors until the feed closes.
+
+        The flags of our collectors mark all beginnings of episodes, so that the comparison is not needed.
 
         Args:
             buffer: An ``ExperienceBuffer`` that one of our collectors fills.
@@ -111,7 +113,7 @@ class Feed:
         self._until_closed.callback(restore)
 
     def next(self) -> TensorDictBase | None:
-        """Return the next rollout as the collector delivers it; None when it has ended."""
+        """Return the collector's next rollout, unchanged; None when the collector has ended."""
         assert self._stream is not None
         rollout = next(self._stream, None)
         if lost := self.api.lost_envs:
@@ -120,16 +122,16 @@ class Feed:
         return rollout
 
     def forget_unfinished(self, env_ids: Tensor) -> None:
-        """Let the sums over episodes of some environments begin again."""
+        """Reset the episode sums of some environments."""
         for each in self._sums:
             each.forget_unfinished(env_ids)
 
     def in_parts(self, rollout: TensorDictBase, env_ids: Tensor | None) -> list[Part]:
-        """Split a rollout ``[N, T]`` into parts within which no trajectory is cut.
+        """Split a rollout ``[N, T]`` at the steps at which trajectories are cut.
 
         Args:
-            rollout: What the collector delivered.
-            env_ids: Whose rows these are, ``[N]``, -1 where that is unknown; None for all environments in order.
+            rollout: The collector's rollout.
+            env_ids: Environment of each row, ``[N]``, -1 if unknown; None for all environments in order.
         """
         if self.trajectories is None or (env_ids is not None and int(env_ids.min()) < 0):
             return [Part(rollout, None, True)]
@@ -141,9 +143,9 @@ class Feed:
 
     @contextmanager
     def giving_up(self) -> Iterator[None]:
-        """Let Ctrl-C end a block that draws a rollout, if the state of the collector holds all that the block changes.
+        """Allow Ctrl-C to end a block that draws a rollout, if the collector's state contains all changes of the block.
 
-        Until the rollout is accepted, checkpoints hold the states of collector and generator before it.
+        Until the rollout is accepted, checkpoints contain the earlier states of collector and generator.
         """
         if interrupts.between_steps and self.api.flags_beginnings and not self.api.replays:
             self._before = self.kept, self.rng
@@ -154,11 +156,11 @@ class Feed:
         interrupts.between_steps = False
 
     def accept(self) -> None:
-        """Let checkpoints hold the states after the last rollout: the run has counted and stored it."""
+        """Accept the last rollout after the run has counted and stored it: checkpoints use the current states again."""
         self._before = None
 
     def _acting(self, stream: Iterator[TensorDictBase], policy: Any) -> Iterator[TensorDictBase]:
-        """Draw with the policy's newest weights and in evaluation mode; copies in other processes are not reached."""
+        """Draw with the newest weights and in evaluation mode; copies in other processes keep their mode."""
         mode, take_weights = EvaluationMode(policy), self.api.update_policy_weights_
         while True:
             if take_weights is not None:
@@ -170,14 +172,14 @@ class Feed:
             yield rollout
 
     def numbered(self, rollout: TensorDictBase) -> TensorDictBase:
-        """Return a rollout ``[N, T]``, or ``[T]`` of one environment, as ``[N, T]`` that says whose rows it holds."""
+        """Return a rollout ``[N, T]`` with environment ids; also accepts ``[T]`` of one environment."""
         if rollout.ndim == 1:
             rollout = rollout.unsqueeze(0)
             rollout.names = [None, "time"]
         return self._origins.numbered(rollout)
 
     def keep(self) -> None:
-        """Keep the state of the collector, which is about to be closed."""
+        """Keep the state of the collector before it is closed."""
         self._kept = self.kept
 
     def close(self) -> None:
@@ -189,17 +191,17 @@ class Feed:
                 collector.shutdown()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a resumed run would have: a collector cannot be copied, and its copy continues from its state."""
+        """Return the state of a resumed run: collectors cannot be copied, so a copy builds a new one from the state."""
         if self.collector is None:
             return dict(vars(self))
         fresh = vars(type(self)(*self._sums))
         return {**fresh, "_kept": self.kept, "_is_resumed": True, "_rng": self.rng}
 
-    # ------------------------------------------------------------------ what a checkpoint holds
+    # ------------------------------------------------------------------ state
 
     @property
     def kept(self) -> dict[str, Any] | None:
-        """The state of the collector, if it has one; where there is none, that of the next one, or of the last one."""
+        """The state of the collector, or None; without a collector, the kept state of the next or the last one."""
         if self._before is not None:
             return self._before[0]
         if self.collector is None:
@@ -212,7 +214,7 @@ class Feed:
 
     @property
     def rng(self) -> Tensor:
-        """The state of torch's generator when the run goes on."""
+        """The state of torch's generator from which the run continues."""
         if self._before is not None:
             return self._before[1]
         return torch.get_rng_state() if self._rng is None else self._rng
@@ -222,7 +224,7 @@ class Feed:
         self._rng = state
 
     def restore_rng(self) -> None:
-        """Set torch's generator, where a resumed run learns before it collects."""
+        """Set torch's generator if a resumed run learns before it collects."""
         if self._rng is not None:
             torch.set_rng_state(self._rng)
             self._rng = None

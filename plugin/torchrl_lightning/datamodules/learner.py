@@ -1,4 +1,4 @@
-"""The LightningModule that a trainer fits: its networks are built early, and its policy acts."""
+"""Build the networks of a trainer's LightningModule early, and look up its policy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torchrl_lightning.protocols import LearnerApi
 
 
 def build_learner(module: Any, data: Any) -> None:
-    """Build the networks of a trainer's module before callbacks are set up, some of which read its parameters there."""
+    """Build the networks of a trainer's module before the setup of callbacks that read its parameters."""
     if LearnerApi.of(module).is_built is not False:
         return
     require_fit(module, data)
@@ -19,7 +19,7 @@ def build_learner(module: Any, data: Any) -> None:
 
 
 def acting(trainer: Any, owner: str) -> LearnerApi:
-    """Return the module that a trainer fits; a RuntimeError if there is none, a TypeError without a policy."""
+    """Return the abilities of a trainer's module; raise RuntimeError without a module, TypeError without a policy."""
     module = trainer.lightning_module if trainer is not None else None
     if module is None:
         raise RuntimeError(

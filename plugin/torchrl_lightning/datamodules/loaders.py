@@ -1,4 +1,4 @@
-"""Sized loaders of training batches and of evaluations for Lightning, and the clock of frames that ends them."""
+"""Sized loaders of training batches and evaluations for Lightning, and the frame counter that ends training."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ logger = logging.getLogger(__name__)
 
 
 class FrameClock(Stated):
-    """Count the frames of all ranks, and apart from them replayed steps, such as those of demonstrations.
+    """Count the frames of all ranks and, separately, replayed steps, for example of demonstrations.
 
     Args:
-        total: Frames after which a run ends, or as many replayed steps without a single frame; -1 for never.
+        total: The run ends after this number of frames, or of replayed steps without a frame between; -1 for never.
         frames: Frames that were collected before.
 
     Attributes:
@@ -55,19 +55,19 @@ class FrameClock(Stated):
 
     @property
     def is_spent(self) -> bool:
-        """Whether as many frames are collected as were asked for, or as many steps replayed without one."""
+        """Whether ``total`` frames are collected, or ``total`` steps were replayed since the last frame."""
         return 0 <= self.total <= max(self.frames, self.alone)
 
     def announce(self, rollout: int, trainer: Any) -> None:
-        """Log that a run has no end, or collects more, because rollouts, of so many frames of all ranks, are whole."""
+        """Log if a run has no end, or if whole rollouts (``rollout`` frames of all ranks) exceed its total."""
         self.check_end(trainer)
         if self.total > 0 and self.total % rollout:
             last = -(-self.total // rollout) * rollout
             logger.info("total_frames=%d becomes %d: rollouts of %d frames are whole.", self.total, last, rollout)
 
     def check_end(self, trainer: Any, collected: float = -1) -> None:
-        """Warn once if nothing ends a run: neither its total, nor its trainer, nor a collector of so many frames."""
-        has_end = self.total >= 0 or 0 <= collected < float("inf")  # TorchRL's collectors say inf for -1
+        """Warn once if neither the total, nor the trainer, nor the collector's number of frames ends the run."""
+        has_end = self.total >= 0 or 0 <= collected < float("inf")  # TorchRL's collectors replace -1 by inf
         if self._has_warned or trainer is None or has_end or not is_endless(trainer):
             return
         self._has_warned = True
@@ -79,7 +79,7 @@ class FrameClock(Stated):
             )
 
     def announce_warmup(self, frames: int) -> None:
-        """Log that a run collects more than its total, because its warm-up alone does."""
+        """Log a warning if the warm-up exceeds the total of the run."""
         if 0 <= self.total < frames:
             logger.warning(
                 "total_frames=%d becomes %d: warmup_frames=%d come before the only update. Raise total_frames, or "
@@ -90,9 +90,9 @@ class FrameClock(Stated):
             )
 
     def add(self, steps: int, world_size: int, replayed: Tensor | None) -> None:
-        """Count the steps of a rollout of each rank, of which those in the mask were replayed; none without a mask.
+        """Count the steps of a rollout of each rank; ``replayed`` is the mask of replayed steps, or None.
 
-        A warning says that as many steps were replayed without a frame as were asked for.
+        A warning is logged if ``total`` steps were replayed since the last frame.
         """
         if replayed is None:
             self.frames += steps * world_size
@@ -107,12 +107,12 @@ class FrameClock(Stated):
             logger.warning(self.reason)
 
     def metrics(self) -> dict[str, float]:
-        """Return ``frames``, and ``frames/replayed`` where steps were replayed."""
+        """Return ``frames``, and ``frames/replayed`` if steps were replayed."""
         return {"frames": float(self.frames), **({"frames/replayed": float(self.count)} if self.count else {})}
 
     @property
     def reason(self) -> str:
-        """Why a run ends that has come so far."""
+        """The reason why the run ends, as a sentence."""
         if self.frames >= self.total:
             return f"all {self.frames} frames are collected; raise total_frames={self.total} to go on."
         return (
@@ -122,10 +122,10 @@ class FrameClock(Stated):
 
 
 class Batches:
-    """A sized, re-iterable stream of ``length`` batches that does nothing before it is iterated.
+    """A sized, re-iterable loader of ``length`` batches that does nothing before it is iterated.
 
-    When a loader has no length, Lightning fetches one batch ahead of the training step, so that every batch would be
-    one update stale. It is not a :class:`torch.utils.data.DataLoader`, whose collation takes a TensorDict apart.
+    For a loader without a length, Lightning fetches one batch ahead of the training step, so that every batch would be
+    one update stale. A :class:`torch.utils.data.DataLoader` is not used, because its collation splits a TensorDict.
     """
 
     def __init__(self, length: int, make_iterator: Callable[[], Iterator[Any]]) -> None:
@@ -139,15 +139,15 @@ class Batches:
         return self._make_iterator()
 
     def state_dict(self) -> dict[str, int]:
-        """Return nothing, as the DataModule knows where the stream is; Lightning resumes within an epoch unwarned."""
+        """Return an empty state: the DataModule stores the position; without this method Lightning warns on resume."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Do nothing, as there is nothing to load."""
+        """Do nothing: the state is empty."""
 
 
 def is_there(batch: Any, device: torch.device) -> bool:
-    """Return whether a batch lies on a device, as the first tensor of a TensorDict tells."""
+    """Return whether the first tensor of a TensorDict is on a device; False for other batches."""
     for value in batch.values() if is_tensordict(batch) else ():
         if isinstance(value, torch.Tensor):
             return value.device == device
@@ -155,14 +155,14 @@ def is_there(batch: Any, device: torch.device) -> bool:
 
 
 def batches_served(trainer: Any) -> int:
-    """Return how many batches of this epoch were served before a checkpoint that was written within it."""
+    """Return the number of batches that this epoch served before the checkpoint from which the run resumes."""
     return 0 if trainer is None else int(trainer.fit_loop.epoch_loop.batch_progress.current.ready)
 
 
 def reopen_epoch(trainer: Trainer) -> None:
-    """Let a resumed run go on within the epoch in which it ended, as by ``max_steps``, ``max_time`` or its last frame.
+    """Let a resumed run continue an epoch that ``max_steps``, ``max_time`` or the last frame had ended early.
 
-    Lightning counts such an epoch as done. Call it when a loader is asked for.
+    Lightning counts this epoch as done. Call this function when Lightning requests a loader.
     """
     loop: Any = trainer.fit_loop
     batches, epochs = loop.epoch_loop.batch_progress, loop.epoch_progress
@@ -175,10 +175,10 @@ def reopen_epoch(trainer: Trainer) -> None:
 
 
 def end_restarted_epoch(trainer: Trainer, length: int) -> None:
-    """Let a run that resumes behind the last batch of an epoch begin the next one, of ``length`` batches, in front.
+    """Let a run that resumes after the last batch of an epoch begin the next epoch, of ``length`` batches, at batch 0.
 
-    Lightning compares the batches of the epoch that has ended with this length, and would leave as many out of a longer
-    one. Call it when the loader of the next epoch is asked for.
+    Lightning compares the batch count of the finished epoch with the new length, and would skip this number of batches
+    in a longer epoch. Call this function when Lightning requests the loader of the next epoch.
     """
     loop: Any = trainer.fit_loop
     batches = loop.epoch_loop.batch_progress
@@ -187,26 +187,26 @@ def end_restarted_epoch(trainer: Trainer, length: int) -> None:
 
 
 class LoadersDataModule(L.LightningDataModule):
-    """A DataModule of sized streams, as its subclasses fill them."""
+    """A DataModule with sized loaders; subclasses implement their iterators."""
 
     _clock: FrameClock
     _due: DueEvaluation
     _acting: LearnerApi | None = None
     episode_metrics: ClassVar[tuple[str, ...]] = ("train/return", "train/length", "train/episodes")
-    """Metrics that :meth:`metrics` has from the first episode on that ends in training."""
+    """Metrics that :meth:`metrics` returns after the first finished training episode."""
 
     def setup(self, stage: str) -> None:
-        """Let the rows that the trainer's loggers write have the count of frames as their step."""
+        """Use the frame count as the step of the trainer's loggers."""
         if self.trainer is not None:
             count_rows_by_clock(self.trainer)
 
     def teardown(self, stage: str) -> None:
-        """Leave the rows to Lightning again."""
+        """Restore Lightning's own step for the loggers."""
         if self.trainer is not None:
             count_rows_by_lightning(self.trainer)
 
     def on_exception(self, exception: BaseException) -> None:
-        """Leave rows and Ctrl-C to others again: after an exception Lightning does not call :meth:`teardown`."""
+        """Restore loggers and Ctrl-C: after an exception Lightning does not call :meth:`teardown`."""
         interrupts.release(self)
         if self.trainer is not None:
             count_rows_by_lightning(self.trainer)
@@ -216,7 +216,7 @@ class LoadersDataModule(L.LightningDataModule):
         raise NotImplementedError
 
     def publish_metrics(self) -> None:
-        """Let the trainer's callbacks monitor :meth:`metrics`; on several ranks, the means over them."""
+        """Publish :meth:`metrics` for the trainer's callbacks; on several ranks, their means over the ranks."""
         if self.trainer is not None:
             publish(self.trainer, self.metrics())
 
@@ -234,7 +234,7 @@ class LoadersDataModule(L.LightningDataModule):
         return self.trainer.lightning_module if self.trainer is not None else None
 
     def _module(self) -> LearnerApi:
-        """Return the abilities of the module that is fitted; they are read once in a fit."""
+        """Return the abilities of the trainer's module; they are read once per fit."""
         if self._acting is None or self._acting.part is not self._learner:
             self._acting = acting(self.trainer, type(self).__name__)
         return self._acting
@@ -248,14 +248,14 @@ class LoadersDataModule(L.LightningDataModule):
         raise NotImplementedError
 
     def _epoch_length(self) -> int:
-        """Return how many batches Lightning asks for in an epoch: fewer under ``limit_train_batches``."""
+        """Return the number of batches that Lightning uses in an epoch; ``limit_train_batches`` may reduce it."""
         asked = self.trainer.num_training_batches if self.trainer is not None else self.batches_per_epoch
         return int(min(self.batches_per_epoch, asked))
 
     def train_dataloader(self) -> Batches:
-        """Return the sized stream of training batches; nothing is collected before it is iterated.
+        """Return the sized loader of training batches; nothing is collected before it is iterated.
 
-        Training that has nothing left to collect or to learn from ends before it begins.
+        If nothing is left to collect or to learn from, training ends before the first batch.
         """
         epoch = self._epoch
         if self.trainer is not None:
@@ -275,38 +275,38 @@ class LoadersDataModule(L.LightningDataModule):
         return Batches(1, self._evaluation_or_stop)
 
     def test_dataloader(self) -> Batches:
-        """Return the same as :meth:`val_dataloader`."""
+        """Return the loader of :meth:`val_dataloader`."""
         return self.val_dataloader()
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Move a batch only if it is on another device: Lightning's own way takes 2 % of a small agent's training."""
+        """Move a batch only if it is on another device: Lightning's own check takes 2 % of a small agent's training."""
         return batch if is_there(batch, device) else super().transfer_batch_to_device(batch, device, dataloader_idx)
 
     def _transferred(self, batch: Any) -> Any:
-        """Do to a batch of several what Lightning does to a batch."""
+        """Transfer one batch of a step with several updates, with all of Lightning's transfer hooks."""
         batch = self.on_before_batch_transfer(batch, 0)
         if self.trainer is not None:
             batch = self.transfer_batch_to_device(batch, self.trainer.strategy.root_device, 0)
         return self.on_after_batch_transfer(batch, 0)
 
     def stop_if_spent(self) -> bool:
-        """Stop training if all frames are collected; return whether this call stopped it."""
+        """Stop training if nothing is left to do; return whether this call stopped it."""
         if self.trainer is None or self.trainer.should_stop or not self._is_spent():
             return False
         self._stop()
         return True
 
     def _stop(self) -> None:
-        """Stop training behind the present step, if a trainer runs."""
+        """Stop training after the current step, if there is a trainer."""
         if self.trainer is not None:
             self.trainer.should_stop = True
 
     def _is_spent(self) -> bool:
-        """Return whether nothing is left to collect, and to learn from."""
+        """Return whether nothing is left to collect or to learn from."""
         return self._clock.is_spent
 
     def _evaluation_or_stop(self) -> Iterator[Any]:
-        # A resumed run makes the evaluation again. The last one of a run is completed, as the epoch that it ends.
+        # Ctrl-C may end an evaluation, because a resumed run repeats it. The last evaluation of a run is completed.
         ends_run = self.trainer is not None and self.trainer.should_stop
         with nullcontext() if ends_run else interrupts.not_held():
             batches = list(self._evaluation())

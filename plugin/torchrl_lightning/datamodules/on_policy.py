@@ -1,4 +1,4 @@
-"""On-policy experience: one training epoch is one rollout, learned from for some passes and then replaced."""
+"""On-policy experience: each training epoch collects one rollout and learns from it in several passes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from torchrl_lightning.state import Attribute, fields, generator, mapping, whole
 
 
 class RolloutBufferFactory(Protocol):
-    """What builds the buffer; LightningCLI reads from it which arguments are still to come."""
+    """A factory of rollout buffers; LightningCLI reads the runtime arguments from its signature."""
 
     def __call__(self, *, size: int) -> RolloutBuffer:
         """Build the buffer."""
@@ -43,27 +43,27 @@ _PLACE = fields("place", {"epoch": whole(), "pass": whole(-1), "generator": gene
 
 
 class OnPolicyDataModule(UpdatesDataModule):
-    """Collect a rollout, estimate its advantages and serve it in mini-batches, once each Lightning epoch.
+    """Collect one rollout per Lightning epoch, estimate its advantages and serve it in mini-batches.
 
-    An epoch has ``num_epochs * num_mini_batch`` updates. The next rollout is collected when the next epoch begins, with
-    the weights that the last update left: no batch is ever older than its policy.
+    An epoch has ``num_epochs * num_mini_batch`` updates. The next rollout is collected at the beginning of the next
+    epoch with the newest weights.
 
     Args:
-        buffer: a callable that takes ``size`` and gives the on-policy buffer, e.g. a partial of
-            :class:`~torchrl_lightning.GAEBuffer` (the default). If it takes ``gamma``, it is handed that of a learner
-            that has one.
+        buffer: a callable that takes ``size`` and returns the on-policy buffer, e.g. a partial of
+            :class:`~torchrl_lightning.GAEBuffer` (the default). A parameter ``gamma`` receives the learner's discount,
+            if the learner has one.
         num_epochs: passes over each rollout.
-        mini_batch_size: samples (time steps times environments) in a mini-batch, at most; derived from
+        mini_batch_size: largest number of samples (time steps times environments) in a mini-batch; computed from
             ``num_mini_batch`` if None.
-        num_mini_batch: mini-batches in a pass; derived from ``mini_batch_size`` if None, or 4 without either. With
-            both, a pass has exactly that many batches of exactly that size (environments, for a recurrent policy). For
-            a recurrent policy it must divide ``num_envs``, which is checked before anything is collected.
+        num_mini_batch: mini-batches in a pass; computed from ``mini_batch_size`` if None, or 4 if both are None. If
+            both are given, a pass has exactly this number of batches of exactly this size (in environments for a
+            recurrent policy). For a recurrent policy it must divide ``num_envs``.
         shuffle: draw the samples of each pass in a new random order.
 
-    The other arguments are those of :class:`UpdatesDataModule`.
+    The other arguments are documented in :class:`UpdatesDataModule`.
 
     Raises:
-        ValueError: if the mini-batches do not fit the rollout, or (before anything is collected) a rollout the memory.
+        ValueError: The mini-batches do not fit the rollout, or the rollout does not fit into memory.
 
     Examples:
         >>> data = OnPolicyDataModule("CartPole-v1", num_envs=4, frames_per_batch=64, mini_batch_size=32, num_epochs=2)
@@ -91,8 +91,8 @@ class OnPolicyDataModule(UpdatesDataModule):
         super().__post_init__()
         self._given_batches = self.num_mini_batch, self.mini_batch_size
         self.num_mini_batch, self.mini_batch_size = self._mini_batches(self.num_mini_batch, self.mini_batch_size)
-        self._place: dict[str, Any] | None = None  # which epoch the rollout is for, and how far its passes have come
-        self._resumed: dict[str, Any] | None = None  # the place that a checkpoint was written at
+        self._place: dict[str, Any] | None = None  # epoch and current pass of the rollout
+        self._resumed: dict[str, Any] | None = None  # the ``_place`` of the loaded checkpoint
 
     @property
     def updates_of_epoch(self) -> int:
@@ -116,28 +116,28 @@ class OnPolicyDataModule(UpdatesDataModule):
             self.buffer.attach(self.env, self.envs_per_worker)
 
     def check_fit(self, learner: Any = None) -> Iterator[str]:
-        """Ask the buffer, too."""
+        """Also check the buffer and the mini-batches."""
         yield from super().check_fit(learner)
         buffer = self._any_buffer(learner, trial=False)
-        check_discount(buffer, learner)  # it may have been built for another learner's fit
+        check_discount(buffer, learner)  # the buffer may have been built for another learner's fit
         require_fit(buffer, self.specs, learner)
         number, size = self._given_batches
         yield "mini_batch_size" if number is None and size is not None else "num_mini_batch"
         self._check_batches(buffer, acts_recurrently(learner, buffer.recurrent_keys))
 
     def _check_batches(self, buffer: RolloutBuffer, recurrent: bool) -> None:
-        """Raise a ValueError if mini-batches are whole environments and cannot be."""
+        """Raise a ValueError if a recurrent policy would get mini-batches of incomplete environments."""
         if recurrent if buffer.recurrent is None else buffer.recurrent:
             check_whole_environments(self.envs_per_worker, self.rollout_length, *self._given_batches)
 
     @property
     def advantages_standardized_by(self) -> str | None:
-        """The name of the buffer if it standardises advantages over each rollout, which a learner then need not do."""
+        """Class name of the buffer if it standardises the advantages of each rollout, so that a learner need not."""
         buffer = self._any_buffer(trial=False)
         return type(buffer).__name__ if buffer.estimator.standardize else None
 
     def fingerprint(self, learner: Any = None) -> dict[str, Any]:
-        """Add the kind of buffer and its capacity."""
+        """Add class and capacity of the buffer."""
         buffer = self._any_buffer(learner, trial=False)
         return {**super().fingerprint(learner), "buffer": type(buffer).__name__, "capacity": self.rollout_length}
 
@@ -160,7 +160,7 @@ class OnPolicyDataModule(UpdatesDataModule):
     def _restore_held(self) -> None:
         is_held = self._held is not None
         super()._restore_held()
-        if is_held:  # without Lightning's own counters, the next epoch begins with a new rollout
+        if is_held:  # Lightning's counters are not restored then, so that the next epoch begins with a new rollout
             self._place = self._resumed = None
 
     def _epoch(self) -> Iterator[TensorDictBase | UpdateBatches]:
@@ -174,26 +174,26 @@ class OnPolicyDataModule(UpdatesDataModule):
             self._feed.restore_rng()
         else:
             resumed = None
-            # A run limited by max_steps restarts after its last batch, and a module may end an epoch early.
+            # A run that max_steps ended restarts after its last batch, and a module may end an epoch early.
             if made >= end or self.stop_if_spent() or not self._fill(learner, buffer, *networks):
                 return
         batches = self._passes(buffer, networks, resumed, made)
         yield from self._steps(partial(self._draw, batches, end), made, end)
 
     def _draw(self, batches: Iterator[tuple[int, TensorDictBase]], end: int, update: int) -> TensorDictBase | None:
-        """Return the numbered batch of an update of an epoch of ``end``, leaving out those before it."""
+        """Skip to the batch of an update and return it; ``end`` is the number of updates in the epoch."""
         for number, batch in batches:
             if number == update:
-                if number + 1 == end:  # nothing runs after the last update: Lightning never asks for one more
+                if number + 1 == end:  # Lightning does not call the iterator again after the last batch
                     self.buffer.after_gradients(None, {})
                     self.stop_if_spent()
                 return batch
         return None
 
     def _fill(self, learner: LearnerApi, buffer: RolloutBuffer, actor: Any, critic: Any) -> bool:
-        """Collect a rollout and estimate its advantages; return whether there is one."""
+        """Collect a rollout and estimate its advantages; return False if the collector has ended."""
         began = time.perf_counter()
-        if self.collector is None:  # a module may have built its policy only now
+        if self.collector is None:  # a module may have built its policy after the first check
             self._check_batches(buffer, stores_states(actor, buffer.recurrent_keys))
         rollout = self._collect(actor)
         if rollout is None:
@@ -210,13 +210,13 @@ class OnPolicyDataModule(UpdatesDataModule):
         buffer.before_gradients(actor, critic)
         seconds = {"time/collect": collected - began, "time/estimate": time.perf_counter() - collected}
         self._metrics = {**seconds, **buffer.metrics(self._feed.api.policy_version)}
-        if ids is None or int(ids.min()) >= 0:  # else, whose episodes these are is unknown
+        if ids is None or int(ids.min()) >= 0:  # negative ids: the environments of the rows are unknown
             for part in parts:
                 if part.begun is not None:
                     self._episodes.forget_unfinished(part.begun)
                 self._episodes.add(**ends_of(part.rollout), env_ids=ids, cut=cut and part.is_last)
             self._metrics |= self._episodes.summary()
-        # After all that may fail: a resumed run has either this rollout or another one in its place.
+        # Count the rollout after all steps that may fail, so that a resumed run collects a failed rollout again.
         self._clock.add(rollout.numel(), self.world_size, rollout.get(REPLAYED, None))
         self._feed.accept()
         self._note_pass(buffer, -1)
@@ -226,9 +226,9 @@ class OnPolicyDataModule(UpdatesDataModule):
     def _passes(
         self, buffer: RolloutBuffer, networks: tuple[Any, Any], resumed: dict[str, Any] | None, served: int
     ) -> Iterator[tuple[int, TensorDictBase]]:
-        """Yield the numbered batches of all passes over the rollout, starting with the pass that was interrupted.
+        """Yield the numbered batches of all passes over the rollout, beginning with the interrupted pass.
 
-        That one is told by ``served``, the batches learned from before; ``resumed`` is a checkpoint's place in it.
+        ``served`` is the number of batches before the interruption; ``resumed`` is the ``_place`` of the checkpoint.
         """
         for number in range(served // self.num_mini_batch, self.num_epochs):
             if resumed is not None and number == resumed["pass"]:
@@ -245,11 +245,11 @@ class OnPolicyDataModule(UpdatesDataModule):
         self._place = {"epoch": trainer.current_epoch, "pass": number, "generator": buffer.generator.get_state()}
 
     def _is_spent(self) -> bool:
-        """Return whether as many frames are collected as were asked for, and learned from."""
+        """Return whether ``total_frames`` frames are collected and all updates are made."""
         return super()._is_spent() and not self._goes_on()
 
     def _goes_on(self) -> bool:
-        """Return whether a resumed run first learns from the rest of its rollout."""
+        """Return whether a resumed run still has updates on its stored rollout."""
         trainer: Any = self.trainer
         if self._resumed is None or not trainer.fit_loop.restarting:
             return False
@@ -262,7 +262,7 @@ class OnPolicyDataModule(UpdatesDataModule):
             raise ValueError(f"mini_batch_size={size} is larger than a rollout of frames_per_batch={frames}.")
         if number is None:
             number = DEFAULT_MINI_BATCHES if size is None else -(-frames // size)
-            # With a size alone, batches are as even as possible, so that none is left with a handful of samples.
+            # If only the size is given, batches are as even as possible: the last one would otherwise be tiny.
             size = None
         if number * (size or 1) > frames:
             raise ValueError(
@@ -277,7 +277,7 @@ class OnPolicyDataModule(UpdatesDataModule):
             return options
         make = self.make_collector
         if make is None and isinstance(self._environments.built(), EnvBase):
-            return options  # there wrap_env() replays
+            return options  # wrap_env() adds the replay to a TorchRL environment
         if make is not None and "replay" not in inspect.signature(make).parameters:
             raise ValueError(
                 f"{type(self.buffer).__name__} replays demonstrations, but collector= takes no `replay`. Give it "
@@ -286,7 +286,7 @@ class OnPolicyDataModule(UpdatesDataModule):
         return {**options, "replay": replay}
 
     def _own_collector(self, policy: Any) -> tuple[CollectorApi, Iterator[TensorDictBase]]:
-        # One of the user's may act with older weights than those by whose values is learned.
+        # Only our own collector reuses the values: a user's collector may act with older weights.
         valued = self._module().valued_policy if self.buffer.keeps_values else None
         return super()._own_collector(policy if valued is None else valued)
 
@@ -297,7 +297,7 @@ class OnPolicyDataModule(UpdatesDataModule):
         return self.buffer.wrap_policy(policy)
 
     def _check(self, rollout: TensorDictBase, buffer: RolloutBuffer) -> None:
-        """Say what is wrong with a rollout ``[N, T]``."""
+        """Raise an error if shape or keys of a rollout ``[N, T]`` are wrong."""
         expected = (self.envs_per_worker, self.rollout_length)
         if tuple(rollout.batch_size) != expected:
             raise ValueError(

@@ -1,6 +1,6 @@
-"""Steps on their way from a collector into a replay buffer, batches on theirs into a checkpoint.
+"""Write collected steps into a replay buffer, and convert batches for checkpoints.
 
-Rows of memory that stays the same are written by :class:`PreparedRows`, which matches them with the buffer once.
+:class:`PreparedRows` writes rows that always have the same memory: it checks them against the buffer only once.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from torchrl_lightning.state import wrong
 
 
 def steps_in(rollout: TensorDictBase) -> list[TensorDictBase]:
-    """Cut a rollout ``[N, T]`` of which some rows are resets into rollouts ``[M, t]`` that have none.
+    """Split a rollout ``[N, T]`` with reset rows into rollouts ``[M, t]`` without them.
 
-    Each says whose rows it holds; one without resets stays whole.
+    Each part stores its environment ids; a rollout without resets is returned unchanged.
     """
     made = rollout.get(VALID, None)
     if made is None or made.all():
@@ -45,7 +45,7 @@ def steps_in(rollout: TensorDictBase) -> list[TensorDictBase]:
 
 
 def check_resets(env: Any, buffer: ExperienceBuffer, ranks: int) -> None:
-    """Refuse an environment some of whose rows are resets where the rings must be evenly filled, or ranks agree."""
+    """Raise a ValueError if reset rows meet a sampler that needs evenly filled rings, or several ranks."""
     if not tells_resets(env):
         return
     if ranks > 1:
@@ -65,13 +65,13 @@ class Steps:
 
     Args:
         rollout: ``[N, T]``.
-        num_envs: of how many environments the buffer has rings.
+        num_envs: number of environments in the buffer.
         left_out: entries that are not stored.
-        trajectories: finds trajectories that the collector cuts; None if flags tell all beginnings.
+        trajectories: finds trajectories that the collector cuts; None if flags mark all beginnings.
 
     Attributes:
-        ids: Whose rows these are; None for all environments in order.
-        ends: Rewards, flags, and which steps were replayed.
+        ids: Environment of each row; None for all environments in order.
+        ends: Rewards, end flags, and the mask of replayed steps.
     """
 
     def __init__(
@@ -86,10 +86,10 @@ class Steps:
         self.ends: dict[str, Any] = ends_of(rollout)
 
     def write(self, buffer: Any, truncated: bool = False) -> None:
-        """Write them into a buffer, or a source that keeps the rows.
+        """Write the steps into a buffer, or into a source that stores the rows.
 
         Args:
-            buffer: where they go.
+            buffer: the buffer or source.
             truncated: the environments are reset afterwards, so that the last steps are truncated.
         """
         if truncated:
@@ -97,18 +97,19 @@ class Steps:
         buffer.extend(self.rollout.exclude(*self._left_out), env_ids=self.ids)
 
     def write_in_parts(self, buffer: Any, truncated: bool = False) -> Iterator[tuple[Part, dict[str, Any]]]:
-        """Write them in parts within which no trajectory is cut, and yield each with its :attr:`ends`.
+        """Write the steps in parts, split at cut trajectories, and yield each part with its :attr:`ends`.
 
-        A trajectory is cut by ids, by ``is_init``, by ``writer.cut()``, or because the buffer holds another successor.
+        A trajectory is cut by ids, by ``is_init``, by ``writer.cut()``, or by a first row that differs from the stored
+        successor.
 
         Args:
-            buffer: a buffer, or a source that keeps the rows; None to write nothing.
+            buffer: a buffer, or a source that stores the rows; None to write nothing.
             truncated: as in :meth:`write`.
         """
         assert self.trajectories is not None
         length, ends = self.rollout.shape[1], self.ends
         if truncated:
-            ends = {**ends, "done": ends["done"].clone()}  # as it was
+            ends = {**ends, "done": ends["done"].clone()}  # before cut_off() changes it
             cut_off(self.rollout)
         rows = self.rollout.exclude(*self._left_out)
         for begin, end, found in self.trajectories.split(self.rollout, self.ids):
@@ -125,14 +126,14 @@ class Steps:
     def store_in_parts(
         self, buffer: Any, cut: bool, feed: Feed, episodes: FinishedEpisodes, note: Callable[..., None] | None = None
     ) -> None:
-        """Write what a user's collector delivered, and count its episodes as the buffer stored them.
+        """Write a rollout of a user's collector, and count the same episodes as the buffer stores.
 
         Args:
-            buffer: Where it goes; None if it is written elsewhere.
+            buffer: The buffer or source; None if another process writes the rollout.
             cut: The environments are reset afterwards, so that the last steps are truncated.
-            feed: Lets sums over episodes begin again.
+            feed: Resets the sums over cut episodes.
             episodes: Counts finished episodes.
-            note: Takes the rollout into the statistics, if anything is normalised.
+            note: Adds the rollout to the normalisation statistics; None without normalisation.
         """
         for part, ends in self.write_in_parts(buffer, cut):
             if part.begun is not None:
@@ -144,7 +145,7 @@ class Steps:
 
 
 def _write(buffer: Any, rows: TensorDictBase, env_ids: Tensor | None) -> Tensor:
-    """Write rows, and return the environments in which the first row begins an episode, if the buffer knows."""
+    """Write rows; return the environments in which the first row begins an episode, as far as the buffer knows."""
     writer = buffer.writer if isinstance(buffer, ExperienceBuffer) else None
     if writer is None or writer.index is None:
         buffer.extend(rows, env_ids=env_ids)
@@ -158,7 +159,7 @@ def _write(buffer: Any, rows: TensorDictBase, env_ids: Tensor | None) -> Tensor:
 
 
 def _cut(buffer: Any, env_ids: Tensor) -> None:
-    """End the trajectories of environments, unless the rows are kept by something that cannot cut them."""
+    """End the trajectories of environments, if the buffer or source supports it."""
     if isinstance(buffer, ExperienceBuffer):
         with buffer.locked():
             buffer.writer.cut(env_ids)
@@ -167,7 +168,7 @@ def _cut(buffer: Any, env_ids: Tensor) -> None:
 
 
 class LentSteps:
-    """Rows in the layout of the rings, which a collector lends again and again in the same memory.
+    """Rows in the layout of the rings; the collector overwrites the same memory for each rollout.
 
     Args:
         rows: ``[N]``, or ``[T, N]`` for several steps.
@@ -183,7 +184,7 @@ class LentSteps:
         self._is_known = False  # whether the buffer has stored such rows
 
     def write(self, buffer: ExperienceBuffer, truncated: bool = False) -> None:
-        """Write what the rows hold now into a buffer, by one call as soon as the buffer knows them."""
+        """Write the current rows into a buffer; from the third write on, with one compiled call if possible."""
         if truncated:
             cut_off(self.rollout)
         if self._prepared is not None and self._prepared.buffer is buffer:
@@ -204,7 +205,7 @@ def plain_batch(batch: TensorDictBase | None) -> dict[str, Any] | None:
 
 
 def read_batch(value: Any, name: str) -> TensorDictBase | None:
-    """Take what :func:`plain_batch` returned."""
+    """Rebuild a batch from the result of :func:`plain_batch`."""
     if value is None:
         return None
     try:
@@ -214,14 +215,14 @@ def read_batch(value: Any, name: str) -> TensorDictBase | None:
 
 
 class PreparedRows:
-    """Write the same TensorDict again and again, as ``buffer.extend(rows)`` does, by one compiled call.
+    """Write the same TensorDict repeatedly with one compiled call, with the effect of ``buffer.extend(rows)``.
 
     Args:
-        buffer: where to; it has stored these rows before.
+        buffer: the buffer; it has stored these rows before.
         rows: steps of all environments, ``[num_envs]`` or time-major ``[T, num_envs]``.
 
     Raises:
-        ValueError: ``extend`` has more to do with them each time.
+        ValueError: ``extend`` would have to convert or transform the rows, or to set priorities.
 
     Examples:
         >>> from tensordict import TensorDict
@@ -243,7 +244,7 @@ class PreparedRows:
         flat = rows if rows.ndim == 1 else rows.reshape(-1)
         count = flat.shape[0]
         self._writer, self._storage, self._steps = writer, storage, count // writer.num_envs
-        self._leaves, addresses = storage.check(flat, count)  # the addresses are valid as long as these are kept
+        self._leaves, addresses = storage.check(flat, count)  # keep the leaves: their addresses stay valid
         self._done, self._init = writer.flags(flat, self._leaves, self._steps)
         given = [rows.get(path).data_ptr() for path in storage.cells.places]
         flags = [flag for key in (writer.done_key, writer.init_key) if (flag := flat.get(key, None)) is not None]
@@ -260,7 +261,7 @@ class PreparedRows:
         self._sources = addresses[0]
 
     def write(self) -> Tensor:
-        """Write what the rows hold now, and return the cells."""
+        """Write the current rows, and return their cells."""
         return self.buffer.write_by(self._advance)
 
     def _advance(self) -> Tensor:

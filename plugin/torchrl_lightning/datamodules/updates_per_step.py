@@ -1,4 +1,4 @@
-"""How many updates a step of Lightning's makes, also where nobody says it, and the streams whose steps make several."""
+"""The number of updates in a Lightning step: choose it automatically, and serve several updates in one step."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from torchrl_lightning.state import Attribute, whole
 logger = logging.getLogger(__name__)
 
 AUTO = "auto"
-# Parameters times samples of a batch, up to which so many updates are made. Lightning takes as long for a step as an
-# update of a small network takes, and a fifteenth of one of two layers of 256 on 256 samples; both are in row 1.
+# Pairs: limit of parameters times batch size, updates per step. Lightning's overhead per step equals the update of a
+# small network, and a fifteenth of the update of two layers of 256 on 256 samples; the first pair covers both.
 TABLE = ((2**26, 16), (2**31, 4))
 HOOKS = (
     "on_train_batch_start",
@@ -47,7 +47,7 @@ def count_or_auto(value: Any, name: str) -> int | str:
 
 
 class StepSize:
-    """How many updates a step makes: as given, or as chosen before the first epoch of a fit.
+    """The number of updates in a step: given, or chosen before the first epoch of a fit.
 
     Args:
         given: The number, or ``"auto"``.
@@ -59,7 +59,7 @@ class StepSize:
 
     @property
     def kept(self) -> int | None:
-        """What a checkpoint keeps; None before it is chosen. One that is given stands over a checkpoint's."""
+        """The number in checkpoints; None before it is chosen. A given number overrides a checkpoint's number."""
         return self._chosen if self._given is None else self._given
 
     @kept.setter
@@ -72,7 +72,7 @@ class StepSize:
         return self.kept or 1
 
     def begin(self, learner: Any) -> None:
-        """Begin a fit; refuse, by a ValueError, several updates of a module that optimizes automatically."""
+        """Begin a fit; raise a ValueError for several updates of a module that optimizes automatically."""
         self._chosen = None
         if self.number > 1 and learner.automatic_optimization:
             raise ValueError(
@@ -82,9 +82,9 @@ class StepSize:
             )
 
     def choose(self, trainer: Any, batch_size: int) -> None:
-        """Choose by the size of an update, where nothing is chosen yet, and log it.
+        """Choose the number by the size of an update, once, and log it.
 
-        It is 1 where something counts or sees steps, for which each has to be an update.
+        The number is 1 if the trainer or a hook counts steps or handles batches.
         """
         if self.kept is not None or trainer is None:
             return
@@ -99,7 +99,7 @@ class StepSize:
 
 
 def _reason_for_one(trainer: Any, learner: Any) -> str | None:
-    """Return why each step has to be an update; None if several may be in one."""
+    """Return the reason why each step must be one update; None if a step may contain several."""
     name = type(learner).__name__
     if learner.automatic_optimization:
         return f"{name} optimizes automatically"
@@ -120,7 +120,7 @@ def _reason_for_one(trainer: Any, learner: Any) -> str | None:
 
 
 def _loops(learner: Any) -> bool:
-    """Return whether a module says that its training step, and not one that it overrides, learns from each update."""
+    """Return ``loops_over_updates``, but False if a subclass of the declaring class overrides ``training_step``."""
     for owner in (learner, *type(learner).__mro__):
         if "loops_over_updates" in vars(owner):
             return bool(learner.loops_over_updates)
@@ -130,7 +130,7 @@ def _loops(learner: Any) -> bool:
 
 
 def _sees_updates(part: Any) -> bool:
-    """Return whether it has hooks on batches that are neither ours nor harmless ones of Lightning."""
+    """Return whether a part has batch hooks other than ours and Lightning's harmless ones."""
     harmless = not isinstance(part, Callback) or isinstance(part, ProgressBar | Checkpoint | Timer)
     for name in HOOKS:
         hook = getattr(part, name, None)
@@ -143,17 +143,18 @@ def _sees_updates(part: Any) -> bool:
 
 
 class UpdatesDataModule(ExperienceDataModule):
-    """A stream whose steps of Lightning's make several updates each.
+    """A DataModule that serves several updates in one Lightning step.
 
     Args:
-        updates_per_step: updates that a module makes in one ``training_step``, so that Lightning's hooks are paid once
-            for them. Each batch is drawn when its update begins, so that frames, batches and weights are those of one
-            update a step; ``global_step`` counts steps. Above 1, the module optimizes manually and learns from each
-            batch of :func:`~torchrl_lightning.updates_of`, as ours do. The last step of an epoch has what is left.
-            ``"auto"`` chooses by the size of network and batch; a resumed run keeps it. It is 1 where the trainer or a
-            callback counts or sees batches, or the module does not declare ``loops_over_updates``.
+        updates_per_step: updates in one ``training_step``; Lightning's hooks then run once for all of them. Each batch
+            is drawn when its update begins, so that frames, batches and weights do not depend on this number.
+            ``global_step`` counts steps. Above 1, the module must optimize manually and learn from each batch of
+            :func:`~torchrl_lightning.updates_of`, like our modules. The last step of an epoch has the remaining
+            updates. ``"auto"`` chooses by the size of network and batch; a resumed run keeps the choice. The choice is
+            1 if the trainer or a callback counts or handles batches, or if the module does not declare
+            ``loops_over_updates``.
 
-    The other arguments are those of :class:`ExperienceDataModule`.
+    The other arguments are documented in :class:`ExperienceDataModule`.
     """
 
     CONFIG_NAME: ClassVar[str | None] = None
@@ -169,7 +170,7 @@ class UpdatesDataModule(ExperienceDataModule):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._step = StepSize(self.updates_per_step)
-        self._in_step = 0  # updates that an unfinished step has made
+        self._in_step = 0  # updates made in an unfinished step
         self._hooks = self.HOOKS(self)
 
     @property
@@ -179,12 +180,12 @@ class UpdatesDataModule(ExperienceDataModule):
 
     @property
     def batches_per_epoch(self) -> int:
-        """Steps of Lightning's in an epoch, the same on every rank."""
+        """Lightning steps of an epoch, the same on every rank."""
         return -(-self.updates_of_epoch // self._step.number)
 
     @property
     def _rows_of_update(self) -> int:
-        """Return how many samples an update learns from."""
+        """Number of samples in an update."""
         raise NotImplementedError
 
     def _build_parts(self) -> None:
@@ -193,14 +194,14 @@ class UpdatesDataModule(ExperienceDataModule):
             self._hooks.attach(self._learner.trainer)
 
     def train_dataloader(self) -> Batches:
-        """Return the stream of training steps."""
-        if self.trainer is not None:  # whose checkpoint, if there is one, is restored by now
+        """Return the loader of training steps."""
+        if self.trainer is not None:  # the trainer has restored a checkpoint before
             self._normalization.check_frozen()
         self._step.choose(self.trainer, self._rows_of_update)
         return super().train_dataloader()
 
     def _begin_epoch(self) -> tuple[int, int]:
-        """Return how many updates of an epoch were made before a checkpoint within it, and how many it makes."""
+        """Return the updates that this epoch made before a checkpoint, and the updates of the whole epoch."""
         size = self._step.number
         made = batches_served(self.trainer) * size + self._in_step
         return made, min(self._epoch_length() * size, self.updates_of_epoch)
@@ -208,7 +209,7 @@ class UpdatesDataModule(ExperienceDataModule):
     def _steps(
         self, draw: Callable[[int], TensorDictBase | None], update: int, end: int
     ) -> Iterator[TensorDictBase | UpdateBatches]:
-        """Yield the steps of an epoch from an update on; ``draw`` returns the batch of each, None if there is none."""
+        """Yield the steps of an epoch from ``update`` on; ``draw`` returns the batch of an update, None at the end."""
         size = self._step.number
         while update < end:
             behind = min(update - update % size + size, end)
@@ -225,7 +226,7 @@ class UpdatesDataModule(ExperienceDataModule):
             update = behind
 
     def _begin_step(self) -> None:
-        """End the run here if Ctrl-C has asked for it; let it do so until the batch of the step is drawn."""
+        """End the run if Ctrl-C was pressed; allow Ctrl-C to end it until the batch of the step is drawn."""
         if interrupts.pending:
             interrupts.check()
         interrupts.between_steps = True
@@ -246,9 +247,9 @@ class UpdatesDataModule(ExperienceDataModule):
             yield self._transferred(batch)
 
     def _end_update(self) -> bool:
-        """End an update within a step; return whether another one follows."""
+        """End an update within a step; return whether another update follows."""
         return True
 
     def end_step(self) -> None:
-        """End a step; Lightning's trainer does so, before any callback of others."""
+        """End a step; our first callback calls this, before the user's callbacks."""
         self._in_step = 0
