@@ -1,4 +1,4 @@
-"""Batches of real experience and of branches that a world model imagines from it."""
+"""Batches of real experience and of branches that a world model generates from it."""
 
 from __future__ import annotations
 
@@ -21,36 +21,36 @@ from torchrl_lightning.trust import Nameable
 
 
 def _first_seeds(generator: torch.Generator) -> list[int]:
-    """Return the seeds of the split and of the branches, drawn before the first fit."""
+    """Draw the seeds of the split and of the branches for the first fit."""
     seeds: list[int] = torch.randint(2**60, (2,), generator=generator).tolist()
     return seeds
 
 
 class BranchedReplay(Settings, Stated, Nameable):
-    r"""Draw batches of real rows and of rows that the learning agent's world model imagines, as in MBPO.
+    r"""Draw batches of real rows and of rows from the agent's world model, as in MBPO.
 
-    As the ``source=`` of a ``ReplayDataModule``. Before the first batch, and whenever ``frames_per_fit`` more rows have
-    been written to the buffer, the module fits its world model to all of them but those held out, and imagines
-    ``branches_per_fit`` branches from states drawn uniformly among them; the branches of the last ``fits_kept`` fits
-    are kept. Their length is \(k\) rows, or fewer where an episode terminates, with \(k\) growing linearly from
-    ``first_length`` to ``last_length`` while the number of written rows grows from the first to the second of
-    ``lengthened_between``. A branch that is cut off has not ended, so that its last row's value is bootstrapped.
+    Use it as the ``source=`` of a ``ReplayDataModule``. Before the first batch, and after every ``frames_per_fit`` new
+    rows, the module fits its world model to all rows except the held-out ones. It then generates ``branches_per_fit``
+    branches from uniformly drawn states; the branches of the last ``fits_kept`` fits are stored. A branch has \(k\)
+    rows, or fewer if the episode terminates. \(k\) grows linearly from ``first_length`` to ``last_length`` while the
+    number of written rows grows between the two numbers of ``lengthened_between``. The end of a branch is not
+    terminal, so the value of its last row is bootstrapped.
 
     Args:
-        buffer: what the environments' steps are written to.
+        buffer: the buffer of collected steps.
         real_ratio: the share of real rows in each batch.
         frames_per_fit: rows written between two fits.
         branches_per_fit: branches of each fit.
-        fits_kept: of how many fits the branches are kept.
-        first_length: the first length of branches.
-        last_length: the last one.
-        lengthened_between: numbers of written rows between which it grows.
+        fits_kept: number of fits with stored branches.
+        first_length: initial length of branches.
+        last_length: final length of branches.
+        lengthened_between: numbers of written rows at which the length begins and stops to grow.
         validation_fraction: share of the rows that is held out from the fits; a row never changes sides.
-        max_validation: most rows that are held out.
+        max_validation: largest number of held-out rows.
 
     Raises:
-        ValueError: a number is out of range, or the buffer makes returns of several steps; when a fit is set up or due:
-            one side of the split has no rows, or the buffer stores an entry that the world model does not imagine.
+        ValueError: A number is out of range, or the buffer computes n-step returns. Before or at a fit: one side of the
+            split has no rows, or the world model does not generate an entry that the buffer stores.
 
     Examples:
         >>> from functools import partial
@@ -103,11 +103,11 @@ class BranchedReplay(Settings, Stated, Nameable):
         self.split = HoldoutSplit(self.validation_fraction, self.max_validation)
         self.fits = 0
         self._fitted_at = 0  # rows written
-        self._rows: list[int] = []  # that each of the last fits imagined
+        self._rows: list[int] = []  # generated rows of each of the last fits
         self._mixed = self.mixture(self.rows_of(self.length(0)))
 
     def _restored(self, value: Any, name: str) -> MixedReplay:
-        """Return the branches of a state, in a buffer of the size that theirs had: it grows with their length."""
+        """Return the branches of a state in a buffer of the saved size, because the size grows with their length."""
         largest = self.rows_of(max(self.first_length, self.last_length))
         others = check_state(value, {"others": sequence}, MixedReplay.OWNER)["others"]
         state = check_state(others[0] if others else None, {"storage": mapping}, ExperienceBuffer.OWNER)["storage"]
@@ -118,11 +118,11 @@ class BranchedReplay(Settings, Stated, Nameable):
 
     @property
     def imagined(self) -> ExperienceBuffer:
-        """The branches."""
+        """The buffer of branches."""
         return self._mixed.buffers[1]
 
     def length(self, written: int) -> int:
-        """Return how long branches are when so many rows have been written.
+        """Return the length of branches after a number of written rows.
 
         Examples:
             >>> source = BranchedReplay(ExperienceBuffer(), last_length=5, lengthened_between=(100, 200))
@@ -137,13 +137,13 @@ class BranchedReplay(Settings, Stated, Nameable):
         return self.first_length + int((written - begin) * (self.last_length - self.first_length) / (end - begin))
 
     def rows_of(self, length: int) -> int:
-        """Return how many rows the branches of a length have at most."""
+        """Return the largest total number of rows for branches of a length."""
         return self.fits_kept * self.branches_per_fit * max(length, self.first_length)
 
     def _imagined(self, size: int, old: ExperienceBuffer | None = None) -> ExperienceBuffer:
-        """Return a buffer for so many rows of branches, with what another one holds."""
+        """Return a buffer of ``size`` branch rows with the newest rows of an old buffer."""
         storage = RingStorage(size, device=self.buffer.storage.device)
-        # Seeded by the first fit.
+        # The first fit seeds it.
         generator = torch.Generator() if old is None else old.generator
         made = ExperienceBuffer(storage=storage, generator=generator, check_successors=False)
         if old is not None and len(old):
@@ -153,18 +153,18 @@ class BranchedReplay(Settings, Stated, Nameable):
         return made
 
     def _like_real(self, rows: TensorDictBase) -> TensorDictBase:
-        """Return imagined rows in the dtypes of the real ones."""
+        """Convert imagined rows to the dtypes of the real rows."""
         real = self.buffer.storage.data
         return rows.named_apply(lambda key, value: nearest(value, real.get(key).dtype), nested_keys=True)
 
     def mixture(self, size: int) -> MixedReplay:
-        """Return real rows beside an empty buffer for so many rows of branches."""
+        """Return the mixture of real rows and an empty buffer of ``size`` branch rows."""
         return MixedReplay(self.buffer, [self._imagined(size)], [self.real_ratio, 1.0 - self.real_ratio])
 
     # ------------------------------------------------------------------ fits
 
     def misfit(self, specs: Any, learner: Any) -> str | None:
-        """Return why it does not fit a learner; None if it does."""
+        """Return the reason why a learner does not fit this source; None if it fits."""
         if learner is None or LearnerApi.of(learner).can_imagine:
             return None
         return (
@@ -177,7 +177,7 @@ class BranchedReplay(Settings, Stated, Nameable):
         """Validate that both sides of the split have rows at the first fit; raise ValueError if one has none.
 
         Args:
-            steps: Steps that each environment has written by then.
+            steps: Steps of each environment before the first fit.
             seed: The seed of the buffer's generator.
         """
         num_envs = self.buffer.parts[2].num_envs
@@ -195,7 +195,7 @@ class BranchedReplay(Settings, Stated, Nameable):
             )
 
     def prepare(self, module: Any) -> None:
-        """Have the module fit its world model and imagine branches, where enough rows have been written."""
+        """Let the module fit its world model and generate branches, if a fit is due."""
         written = self.buffer.writer.write_count
         if self.fits and written - self._fitted_at < self.frames_per_fit:
             return
@@ -219,11 +219,11 @@ class BranchedReplay(Settings, Stated, Nameable):
             )
         branches, held = self._like_real(branches.select(*keys)), self.imagined.storage.data
         size = self.rows_of(length)
-        # Earlier releases kept imagined observations as floating-point numbers.
+        # Earlier releases stored imagined observations as floating-point numbers.
         if size != self.imagined.storage.max_size or (held is not None and describe(held, 1) != describe(branches, 1)):
             self._mixed.buffers[1] = self._imagined(size, self.imagined)
         kept = self._rows[max(0, len(self._rows) - self.fits_kept + 1) :]
-        if (surplus := len(self.imagined) - sum(kept)) > 0:  # of earlier fits
+        if (surplus := len(self.imagined) - sum(kept)) > 0:  # rows of earlier fits
             self.imagined.writer.drop(surplus)
         self.imagined.extend(branches.to(storage.device))
         self._rows = [*kept, len(branches)]
@@ -235,13 +235,13 @@ class BranchedReplay(Settings, Stated, Nameable):
         """Draw a batch ``[batch_size]``; the entry ``source`` is 0 for real rows and 1 for imagined ones.
 
         Raises:
-            RuntimeError: nothing was imagined yet.
+            RuntimeError: There are no branches yet.
         """
         return self._mixed.draw(batch_size)
 
     def update_tensordict_priority(self, data: TensorDictBase) -> None:
-        """Do nothing: imagined rows have no priorities, and both kinds are drawn alike."""
+        """Do nothing: imagined rows have no priorities, and real rows are drawn in the same way."""
 
     def write_back(self, batch: TensorDictBase, keys: Sequence[NestedKey]) -> None:
-        """Write rewritten entries of a batch into the cells that they came from."""
+        """Write rewritten entries of a batch back into their cells."""
         self._mixed.write_back(batch, keys)

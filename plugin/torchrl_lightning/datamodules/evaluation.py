@@ -1,4 +1,4 @@
-"""Evaluation plays what collection steps: both environments are compared before anything is trained."""
+"""Compare the environments of collection and evaluation before training."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from torchrl_lightning.environments.specs import COUNTERS, layers, spec_fields
 from torchrl_lightning.environments.torchrl_env import PlayingTransform
 from torchrl_lightning.protocols import CollectorApi
 
-# They guard, cut, record or draw an episode; what the policy sees and earns in each step stays the same.
+# Wrappers that guard, cut, record or render an episode, and change neither observation nor reward of a step.
 _NEUTRAL_WRAPPERS = (
     KnownResets,
     FreshActions,
@@ -49,7 +49,7 @@ _NEUTRAL_TRANSFORMS = (
     transforms.DeviceCastTransform,
     transforms.PinMemoryTransform,
     transforms.VecGymEnvTransform,
-    transforms.DTypeCastTransform,  # the specs show it
+    transforms.DTypeCastTransform,  # already part of the specs
     # Evaluation plays no demonstrations.
     PlayingTransform,
     transforms.ConditionalSkip,
@@ -58,15 +58,15 @@ _NEUTRAL_TRANSFORMS = (
 
 @dataclass(frozen=True)
 class EnvironmentView:
-    """What is seen of an environment without stepping it.
+    """Specs, wrappers and transforms of an environment, read without a step.
 
     Attributes:
-        specs: What a policy sees and does.
-        wrappers: Class names of one Gymnasium environment and its wrappers, from the inside out; None if it is no such
-            environment, or out of reach.
-        arguments: For each of these its arguments as plain values; None where it does not tell them.
-        transforms: Class names of TorchRL's transforms around it that may change observation, reward or end; None if
-            it is no environment of TorchRL's.
+        specs: Specs of observation and action.
+        wrappers: Class names of one Gymnasium environment and its wrappers, from the inside out; None for other or
+            inaccessible environments.
+        arguments: Arguments of each wrapper as plain values; None if Gymnasium did not record them.
+        transforms: Class names of TorchRL transforms that may change observation, reward or end; None for other
+            environments.
     """
 
     specs: EnvironmentSpecs
@@ -76,7 +76,7 @@ class EnvironmentView:
 
 
 def view_of_collector(collector: CollectorApi) -> EnvironmentView | None:
-    """Return what is seen of the environment that a collector steps; None if it shows none."""
+    """Return the view of a collector's environment; None if the collector has neither environment nor specs."""
     if isinstance(collector.env, VectorEnv | EnvBase):
         return view_of(collector.env)
     specs = collector.specs
@@ -84,7 +84,7 @@ def view_of_collector(collector: CollectorApi) -> EnvironmentView | None:
 
 
 def view_of(env: VectorEnv[Any, Any, Any] | EnvBase) -> EnvironmentView:
-    """Return what is seen of an environment.
+    """Return the view of an environment.
 
     Examples:
         >>> from torchrl_lightning import make_vector_env
@@ -101,17 +101,17 @@ def view_of(env: VectorEnv[Any, Any, Any] | EnvBase) -> EnvironmentView:
 
 
 def check_evaluation(stepped: EnvironmentView, played: EnvironmentView, given: bool) -> str | None:
-    """Refuse an evaluation in another environment than that of collection.
+    """Check that evaluation and collection use the same environment.
 
-    Evaluation may show rewards that collection clips, as the score of a game is that of its own rewards.
+    Evaluation may leave out the clipping of rewards, because the score of a game counts unclipped rewards.
 
     Args:
-        stepped: what collection steps.
-        played: what evaluation plays.
-        given: the user has said what evaluation plays; then its wrappers may be others.
+        stepped: the environment of collection.
+        played: the environment of evaluation.
+        given: the user set ``eval_env``; then its wrappers may differ.
 
     Returns:
-        The difference of the wrappers that the user may have; None if there is none.
+        The allowed difference of the wrappers; None without a difference.
 
     Raises:
         ValueError: The message names each difference.
@@ -129,10 +129,10 @@ def check_evaluation(stepped: EnvironmentView, played: EnvironmentView, given: b
 
 
 def first_checked(stream: Iterable[TensorDictBase], specs: EnvironmentSpecs) -> Iterator[TensorDictBase]:
-    """Yield a collector's rollouts ``[*B]``, the first of them compared with the specs that networks are built from.
+    """Yield a collector's rollouts ``[*B]`` after a check of the first one against the specs of the networks.
 
     Raises:
-        ValueError: An observation is not there, or has another shape.
+        ValueError: An observation is missing or has another shape.
     """
     rollouts = iter(stream)
     for rollout in rollouts:
@@ -169,7 +169,7 @@ def _wrappers(env: Any) -> tuple[list[str] | None, list[dict[str, Any] | None] |
 
 
 def _arguments(part: Any) -> dict[str, Any] | None:
-    """Return the arguments of a wrapper or environment, if Gymnasium has kept them."""
+    """Return the arguments of a wrapper or environment, or None if Gymnasium did not record them."""
     if isinstance(part, gymnasium.Env) and not isinstance(part, gymnasium.Wrapper):
         given = None if part.spec is None else part.spec.kwargs
     else:
@@ -212,14 +212,14 @@ def _spec_fields(spec: TensorSpec) -> dict[str, Any]:
 
 
 def _numbers(bound: torch.Tensor) -> Any:
-    """Return a bound as numbers of six digits, as a bound that was computed differs in the last ones."""
+    """Return a bound as numbers of six digits, because computed bounds differ in the last digits."""
     flat = bound.flatten()
     numbers = [float(f"{number:.6g}") for number in (flat[:1] if (flat == flat[:1]).all() else flat).tolist()]
     return numbers[0] if len(numbers) == 1 else numbers
 
 
 def _shown(value: Any) -> str:
-    # Of the bounds of an image, the first ones will do.
+    # Shorten the bounds of an image.
     return reprlib.repr(value) if isinstance(value, list) else str(value)
 
 
@@ -231,7 +231,7 @@ def _wrapper_difference(stepped: EnvironmentView, played: EnvironmentView) -> st
         if stepped.wrappers is None or played.wrappers is None:
             return None
         if mine or theirs:
-            # Wrappers of the one may stand for transforms of the other; none at all, or those that both have, do not.
+            # Wrappers on one side may replace transforms on the other, unless it has none or both have the same ones.
             same = len((played if mine else stepped).wrappers or ()) > 1 and stepped.wrappers != played.wrappers
     if same:
         return _argument_differences(stepped, played)
@@ -242,7 +242,7 @@ def _wrapper_difference(stepped: EnvironmentView, played: EnvironmentView) -> st
 
 
 def _without_clipping(stepped: EnvironmentView, played: EnvironmentView) -> EnvironmentView:
-    """Leave the clipping of rewards out of what collection steps, where evaluation does not clip."""
+    """Return the view of collection without the clipping of rewards if evaluation does not clip."""
     clip = wrappers.ClipReward.__name__
     if stepped.wrappers is None or stepped.arguments is None or clip in (played.wrappers or ()):
         return stepped
@@ -252,7 +252,7 @@ def _without_clipping(stepped: EnvironmentView, played: EnvironmentView) -> Envi
 
 def _argument_differences(stepped: EnvironmentView, played: EnvironmentView) -> str | None:
     if stepped.wrappers != played.wrappers:
-        return None  # transforms stand for some
+        return None  # transforms replace some wrappers
     found = [
         f"{name} has {field}={_told(came)} in evaluation, expected {_told(expected)} as in collection"
         for name, mine, theirs in zip(

@@ -1,4 +1,4 @@
-"""Batches from several replay buffers: an agent's and demonstrations, real experience and imagined one."""
+"""Batches from several replay buffers, for example experience and demonstrations, or real and imagined steps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torchrl_lightning.replay import ExperienceBuffer
 from torchrl_lightning.state import Attribute, Stated, sequence, whole, wrong
 from torchrl_lightning.trust import Nameable
 
-WIDEST = 1 << 2000  # the denominator of a ratio with many digits exceeds 64 bits
+WIDEST = 1 << 2000  # denominators of ratios with many digits exceed 64 bits
 
 
 def _pairs(owed: list[Fraction]) -> list[list[int]]:
@@ -31,18 +31,17 @@ def _pairs(owed: list[Fraction]) -> list[list[int]]:
 class MixedReplay(Stated, Nameable):
     """Draw a share of each batch from each of several buffers.
 
-    The shares are exact: each batch holds the whole rows of every ratio, and what is left over is owed to the next
-    batches, so that no buffer is ever a row or more behind in the long run. Rows lie in the order of the buffers, and
-    their entry ``source`` has the number of the buffer; priorities and rewritten entries go back to the buffer that a
-    row came from.
+    The shares are exact: fractions of a row carry over to the next batches, so that each buffer is always less than one
+    row behind its ratio. Rows are sorted by buffer, and their entry ``source`` is the number of the buffer. Priorities
+    and rewritten entries are written to the buffer of each row.
 
     Args:
-        buffer: the first buffer; of a ``ReplayDataModule``, the one that it collects into.
-        others: further buffers, filled by somebody else.
-        ratios: the share of each, the first one included; they sum to 1.
+        buffer: the first buffer; a ``ReplayDataModule`` collects into it.
+        others: further buffers, filled elsewhere.
+        ratios: the share of each buffer, including the first; they sum to 1.
 
     Raises:
-        ValueError: the ratios are not one positive number for each buffer, or do not sum to 1.
+        ValueError: The ratios are not one positive number for each buffer, or do not sum to 1.
 
     Examples:
         >>> from tensordict import TensorDict
@@ -73,7 +72,7 @@ class MixedReplay(Stated, Nameable):
         self._owed = [Fraction(0)] * len(self.buffers)
 
     def _shares(self, batch_size: int) -> tuple[list[int], list[Fraction]]:
-        """Return how many rows of the next batch each buffer gives, and what is owed to it then."""
+        """Return each buffer's number of rows in the next batch, and the fractions that carry over."""
         due = [owed + ratio * batch_size for owed, ratio in zip(self._owed, self.ratios, strict=True)]
         shares = [int(ratio * batch_size) for ratio in self.ratios]
         for _ in range(batch_size - sum(shares)):
@@ -114,12 +113,12 @@ class MixedReplay(Stated, Nameable):
                 yield buffer, rows
 
     def update_tensordict_priority(self, data: TensorDictBase) -> None:
-        """Take the priorities that a loss wrote into a batch."""
+        """Write the priorities of a batch to the buffers of its rows."""
         for buffer, rows in self._parts(data):
             buffer.update_tensordict_priority(rows)
 
     def write_back(self, batch: TensorDictBase, keys: Sequence[NestedKey]) -> None:
-        """Write rewritten entries of a batch into the cells that they came from: of all buffers, or of none."""
+        """Write rewritten entries of a batch back into their cells, in all buffers or (after an error) in none."""
         parts = list(self._parts(batch))
         with ExitStack() as locks:
             for buffer, _ in parts:
@@ -129,7 +128,7 @@ class MixedReplay(Stated, Nameable):
 
     @property
     def _others(self) -> list[dict[str, Any]]:
-        """The states of the other buffers; the first one belongs to whoever collects into it."""
+        """The states of the other buffers; the DataModule saves the first one."""
         return [buffer.state_dict(copy=False) for buffer in self.buffers[1:]]
 
     @_others.setter
@@ -157,11 +156,11 @@ class MixedReplay(Stated, Nameable):
 
 
 def _joined(parts: Sequence[TensorDictBase], shape: torch.Size) -> TensorDictBase | None:
-    """Return what ``torch.cat`` does, in less time; None if the parts have different entries.
+    """Concatenate parts faster than ``torch.cat``; return None if they have different entries.
 
     Args:
         parts: ``[b, *]`` each.
-        shape: the shape of all of them together.
+        shape: batch shape of the result.
     """
     levels = list(map(level_of, parts))
     keys = levels[0].keys()
