@@ -1,4 +1,4 @@
-"""Model-based experience: an ensemble is fitted to all transitions for some epochs, then its planner collects more."""
+"""Model-based experience: fit an ensemble to all transitions for some epochs, then collect more with its planner."""
 
 from __future__ import annotations
 
@@ -40,48 +40,48 @@ ROWS_AT_ONCE = 8192  # read for several small batches together
 
 
 class DynamicsDataModule(ExperienceDataModule):
-    """Serve the transitions that a model of the environment learns from, in fits between which more are collected.
+    """Serve transitions to a model of the environment in fits, and collect new frames between fits.
 
-    An epoch of Lightning is one pass over the training part. When a fit is over, because the module says so or after
-    ``max_epochs_per_fit`` epochs, the next epoch begins with ``frames_per_fit`` new frames of the module's policy, and
-    another fit: to all that is stored, standardised by its training part. Before the first fit, ``warmup_frames`` are
-    collected with random actions.
+    A Lightning epoch is one pass over the training part. A fit ends when the module ends it, or after
+    ``max_epochs_per_fit`` epochs. The next epoch then collects ``frames_per_fit`` frames with the module's policy and
+    begins a new fit to all stored rows, standardised by their training part. Before the first fit, ``warmup_frames``
+    frames are collected with random actions.
 
-    ``train_dataloader`` yields ``[M, B]``: ``inputs [M, B, D_in]``, ``targets [M, B, D_out]`` and, if asked for,
-    ``terminated [M, B, 1]``, as :class:`~torchrl_lightning.DynamicsTargets` makes them. Each of the ``M`` members has
-    rows of its own, drawn with replacement once for a fit, in another order each epoch; the last batch is short where
-    they do not divide. ``val_dataloader`` yields the held out rows ``[B]``, the same to all members, and
-    ``test_dataloader`` finished episodes of the policy. The entries of a batch are views of one block.
+    ``train_dataloader`` yields batches ``[M, B]`` from :class:`~torchrl_lightning.DynamicsTargets`: ``inputs
+    [M, B, D_in]``, ``targets [M, B, D_out]`` and optionally ``terminated [M, B, 1]``. Each of the ``M`` members has its
+    own rows, drawn with replacement once per fit and shuffled each epoch; the last batch may be shorter.
+    ``val_dataloader`` yields the held-out rows ``[B]``, the same for all members. ``test_dataloader`` yields finished
+    episodes of the policy. The entries of a batch are views of one block of memory.
 
-    The module may have ``check_transitions``, ``begin_fit`` and ``fit_is_over`` beside ``policy``; see
-    :class:`torchrl_lightning.protocols.LearnerApi`. Frames are collected when Lightning asks for the loader of an
-    epoch, because its number of batches grows; for that, ``setup`` sets the trainer's
-    ``reload_dataloaders_every_n_epochs``, and it leaves out the sanity check, before which nothing can be held out.
+    The module may have ``check_transitions``, ``begin_fit`` and ``fit_is_over`` in addition to ``policy``; see
+    :class:`torchrl_lightning.protocols.LearnerApi`. Frames are collected when Lightning requests the loader of an
+    epoch, because the number of batches grows. Therefore ``setup`` sets ``reload_dataloaders_every_n_epochs`` of the
+    trainer. It also disables the sanity check, because no rows are held out before the first fit.
 
     Args:
-        buffer: a callable that takes ``num_envs`` and gives the buffer, e.g. a partial of
+        buffer: a callable that takes ``num_envs`` and returns the buffer, e.g. a partial of
             :class:`~torchrl_lightning.MBReplayBuffer`.
         batch_size: rows of each member in a batch.
         num_members: members of the ensemble, ``M``.
         frames_per_fit: new frames before each further fit, over all environments; fit ``f`` (counted from 0) begins
-            after ``warmup_frames + f * frames_per_fit`` frames, rounded up to whole batches of them.
-        warmup_frames: frames collected with random actions before the first fit (by our own collector; one that is
-            given as ``collector=`` does so by its ``init_random_frames``).
-        max_epochs_per_fit: most epochs of a fit.
+            after ``warmup_frames + f * frames_per_fit`` frames, rounded up to whole rollouts.
+        warmup_frames: frames collected with random actions before the first fit; a collector given as ``collector=``
+            needs its own ``init_random_frames`` for them.
+        max_epochs_per_fit: largest number of epochs in a fit.
         validation_fraction: share of the rows that is held out; a row never changes sides.
-        max_validation: most rows that are held out.
-        observation_keys: the observations that are learned, in the order of their columns; all of them if None.
-        reward: an analytic reward (see :class:`~torchrl_lightning.DynamicsTargets`); then it is not learned.
-        terminated: serve ``terminated``, too, from which a :class:`~torchrl_lightning.DynamicsEnsemble` learns where
-            episodes terminate, unless it is given a function ``terminated``.
-        frames_per_batch: frames collected at a time; ``frames_per_fit`` if None, rounded up to whole steps.
+        max_validation: largest number of held-out rows.
+        observation_keys: the observations to learn, in the order of their columns; all of them if None.
+        reward: an analytic reward (see :class:`~torchrl_lightning.DynamicsTargets`), which replaces a learned one.
+        terminated: also serve ``terminated``. A :class:`~torchrl_lightning.DynamicsEnsemble` without a function
+            ``terminated`` learns from it when episodes terminate.
+        frames_per_batch: frames of a rollout; ``frames_per_fit`` if None, rounded up to whole steps.
 
-    The other arguments are those of :class:`ExperienceDataModule`.
+    The other arguments are documented in :class:`ExperienceDataModule`.
 
     Raises:
-        ValueError: a number is out of range; in ``setup``: an observation is discrete; when a fit begins: a part of
-            the split is empty, the training part is smaller than a batch, or a stored number is NaN or infinite (names
-            its column).
+        ValueError: A number is out of range. In ``setup``: an observation is discrete. At the beginning of a fit: a
+            part of the split is empty, the training part is smaller than a batch, or a stored number is NaN or infinite
+            (with the name of its column).
 
     Examples:
         >>> from torchrl_lightning import MBReplayBuffer
@@ -129,7 +129,7 @@ class DynamicsDataModule(ExperienceDataModule):
     def __post_init__(self) -> None:
         if self.frames_per_batch is None:
             self.frames_per_batch = -(-self.frames_per_fit // self.envs_per_worker) * self.envs_per_worker
-        # The scalers of the targets standardise here.
+        # The scalers of the targets standardise the data instead.
         self.normalize_observation = self.normalize_reward = self.freeze_statistics = False
         self.normalize_clip, self.normalize_epsilon = 10.0, EPSILON
         super().__post_init__()
@@ -137,9 +137,9 @@ class DynamicsDataModule(ExperienceDataModule):
         self.fits = 0
         self.epochs_of_fit = 0
         self._order_seed = 0
-        self._pass_of: int | None = None  # the epoch of Lightning's that the present pass is for
-        self._resumed = False  # whether a checkpoint was restored and no loader asked for since
-        # Of the present fit; empty until they are read. All columns side by side: to read them apart takes half again.
+        self._pass_of: int | None = None  # the Lightning epoch of the current pass
+        self._resumed = False  # whether a checkpoint was restored and no loader was requested since
+        # Data of the current fit, empty until read. One tensor has all columns: separate ones take 50 % longer to read.
         self._training = torch.zeros(0, 0)
         self._validation = torch.zeros(0, 0)
         self._bootstrap = torch.zeros(0, 0, dtype=torch.int32)  # rows of the training part, [M, N]
@@ -149,23 +149,23 @@ class DynamicsDataModule(ExperienceDataModule):
 
     @cached_property
     def targets(self) -> DynamicsTargets:
-        """What makes inputs and targets of transitions, with the scalers of the last fit."""
+        """The conversion of transitions into inputs and targets, with the scalers of the last fit."""
         specs = self.specs
         options: dict[str, Any] = {"observation_keys": self.observation_keys, "terminated": self.terminated}
         return DynamicsTargets(specs.observation, specs.action, reward=self.reward, **options)
 
     @property
     def build_options(self) -> dict[str, Any]:
-        """Members, and inputs and targets."""
+        """Arguments of a learner's ``build``: ``num_members`` and ``targets``."""
         return {"num_members": self.num_members, "targets": self.targets}
 
     @property
     def batches_per_epoch(self) -> int:
-        """Batches of the present pass; 1 before the first."""
+        """Batches of the current pass; 1 before the first pass."""
         return max(1, -(-len(self._training) // self.batch_size))
 
     def metrics(self) -> dict[str, float]:
-        """Add numbers of fits and of stored and held out rows; returns are those of the last collection alone."""
+        """Add the numbers of fits, stored rows and held-out rows; returns are from the last collection only."""
         size = {} if self.buffer is None else {"replay/size": float(len(self.buffer))}
         return {**super().metrics(), **size, "holdout/size": float(len(self._validation)), "fits": float(self.fits)}
 
@@ -192,7 +192,7 @@ class DynamicsDataModule(ExperienceDataModule):
             self._hooks.attach(trainer)
 
     def check_fit(self, learner: Any = None) -> Iterator[str]:
-        """Ask the targets, too."""
+        """Also check the targets and the number of rows at the first fit."""
         yield from super().check_fit(learner)
         yield "observation_keys"
         require_fit(self.targets)
@@ -201,7 +201,7 @@ class DynamicsDataModule(ExperienceDataModule):
             self._check_first_fit(self._any_buffer(learner))
 
     def _check_first_fit(self, buffer: Any) -> None:
-        """Validate the numbers of rows and batches of the first fit; raise a ValueError if one of them is too small."""
+        """Validate the numbers of rows and batches of the first fit; raise ValueError if one is too small."""
         first = self.warmup_frames if self.total_frames < 0 else min(self.warmup_frames, self.total_frames)
         frames = max(1, -(-first // self.frames_per_batch)) * self.frames_per_batch
         steps = min(frames, int(buffer.storage.max_size)) // self.num_envs
@@ -235,14 +235,14 @@ class DynamicsDataModule(ExperienceDataModule):
             self.split = self._new_split()
 
     def train_dataloader(self) -> Batches:
-        """Return the loader of the present epoch's pass, for which frames are collected where a fit is over."""
+        """Return the loader of the current epoch's pass; if a fit has ended, collect frames first."""
         trainer: Any = self.trainer
         if trainer is not None and trainer.state.fn == TrainerFn.FITTING and not trainer.fit_loop.done:
             reopen_epoch(trainer)
-            is_due = self._due.reopen(trainer)  # so that nothing is collected before it
+            is_due = self._due.reopen(trainer)  # nothing is collected before a due evaluation
             goes_on = self._goes_on(trainer) or is_due
             if not goes_on and self._is_spent():
-                return super().train_dataloader()  # says so, and ends the run
+                return super().train_dataloader()  # logs the reason and ends the run
             if self.fits and not len(self._training):
                 self._read()
             if not goes_on:
@@ -252,7 +252,7 @@ class DynamicsDataModule(ExperienceDataModule):
         return Batches(self.batches_per_epoch, self._epoch)
 
     def val_dataloader(self) -> Batches:
-        """Return the loader of the held out rows; outside of a fit, that of :meth:`test_dataloader`."""
+        """Return the loader of the held-out rows; outside of a fit, the loader of :meth:`test_dataloader`."""
         trainer: Any = self.trainer
         if trainer is None or trainer.state.fn != TrainerFn.FITTING:
             return self.test_dataloader()
@@ -265,11 +265,11 @@ class DynamicsDataModule(ExperienceDataModule):
     # ------------------------------------------------------------------ fits and passes
 
     def _goes_on(self, trainer: Trainer) -> bool:
-        """Return whether the present epoch first serves the rest of a pass that a checkpoint was written in."""
+        """Return whether the current epoch continues a pass from a checkpoint."""
         resumed, self._resumed = self._resumed, False
         if self._pass_of == trainer.current_epoch:
             return True
-        # Of a run that max_steps ended, Lightning counts the epoch as done, and goes on behind its last batch.
+        # If max_steps ended the run, Lightning counts the epoch as done and continues after its last batch.
         return resumed and trainer.fit_loop.restarting and batches_served(self.trainer) > 0
 
     def _rollouts(self, collector: CollectorApi) -> Iterator[TensorDictBase]:
@@ -278,7 +278,7 @@ class DynamicsDataModule(ExperienceDataModule):
         return super()._rollouts(collector)
 
     def _next_pass(self, learner: LearnerApi) -> None:
-        """Go on with the fit for another pass, or collect and begin another fit."""
+        """Continue the fit with another pass, or collect frames and begin a new fit."""
         self._metrics = {}
         if self._fit_is_over():
             began = time.perf_counter()
@@ -300,22 +300,22 @@ class DynamicsDataModule(ExperienceDataModule):
         self.epochs_of_fit += 1
 
     def _fit_is_over(self) -> bool:
-        """Return whether there is no fit to go on with."""
+        """Return whether the last fit has ended, or no fit has begun yet."""
         is_new = not self.fits or self.epochs_of_fit >= self.max_epochs_per_fit
         return is_new or self._module().fit_is_over
 
     def _is_spent(self) -> bool:
-        """Return whether all frames are collected, and the fit to them is over."""
+        """Return whether all frames are collected and the last fit has ended."""
         return super()._is_spent() and self._fit_is_over() and not self._is_within_pass()
 
     def _is_within_pass(self) -> bool:
-        """Return whether batches of the present epoch's pass are left."""
+        """Return whether the current epoch's pass has batches left."""
         trainer: Any = self.trainer
         is_open = trainer is not None and self._pass_of == trainer.current_epoch
         return is_open and 0 < batches_served(trainer) < self._epoch_length()
 
     def _collect_frames(self, policy: Any) -> bool:
-        """Collect what the next fit waits for; return False when the collector has ended."""
+        """Collect the frames for the next fit; return False if the collector has ended."""
         buffer = self.buffer
         due = self.warmup_frames + self.fits * self.frames_per_fit
         due = due if self.total_frames < 0 else min(due, self.total_frames)
@@ -340,7 +340,7 @@ class DynamicsDataModule(ExperienceDataModule):
                 return True
 
     def _read(self, *, fit: bool = False) -> None:
-        """Read both parts of what is stored, standardised; for a new fit, by what its training part says."""
+        """Read the standardised rows of both parts; for a new fit, first fit the scalers to the training part."""
         buffer, targets = self.buffer, self.targets
         cells = buffer.writer.rings.filled_cells()
         training, validation = self.split.parts(cells[targets.usable(buffer.storage.get(cells))])
@@ -364,7 +364,7 @@ class DynamicsDataModule(ExperienceDataModule):
 
     @property
     def _widths(self) -> dict[str, int]:
-        """Entries of a batch, and how many columns each has."""
+        """Number of columns of each entry of a batch."""
         targets = self.targets
         widths = {"inputs": len(targets.input_columns), "targets": len(targets.target_columns)}
         return {**widths, "terminated": 1} if targets.has_terminated else widths
@@ -372,7 +372,7 @@ class DynamicsDataModule(ExperienceDataModule):
     def _epoch(self) -> Iterator[TensorDictBase]:
         self._feed.restore_rng()
         count, size, columns = len(self._training), self.batch_size, self._training
-        # From the numbers of fit and epoch, so that a resumed run has the same orders.
+        # The seed depends on the numbers of fit and epoch only, so that a resumed run has the same order.
         seed = spawn_seed(self._order_seed, "order", self.fits, self.epochs_of_fit)
         order = torch.randperm(count, generator=torch.Generator().manual_seed(seed), dtype=torch.int32)
         drawn = torch.stack([member.index_select(0, order) for member in self._bootstrap]).to(columns.device)
@@ -400,7 +400,7 @@ class DynamicsDataModule(ExperienceDataModule):
     # ------------------------------------------------------------------ state
 
     def fingerprint(self, learner: Any = None) -> dict[str, Any]:
-        """Add the kind and capacity of the buffer, the columns, and what the batches of a fit depend on."""
+        """Add class and capacity of the buffer, the columns, and the settings of the batches."""
         buffer = self._any_buffer(learner)
         return {
             **super().fingerprint(learner),

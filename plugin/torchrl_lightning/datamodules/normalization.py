@@ -1,4 +1,4 @@
-"""What a run normalises, with which statistics, and when these advance."""
+"""Normalise observations and rewards of a run by running statistics."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ from torchrl_lightning.state import (
     wrong,
 )
 
-_CHUNK = 256  # rows that are reduced to moments at a time, where they come one by one
+_CHUNK = 256  # single rows are reduced to moments in chunks of this size
 
 
 class Normalization(Stated):
     """Running moments of observations and of discounted sums of rewards, over all environments and ranks.
 
-    What is collected is noted, and enters the statistics when they advance, on all ranks at once; evaluation notes
-    nothing.
+    Collected steps are noted first. :meth:`advance` adds them to the statistics on all ranks together. Evaluation does
+    not change the statistics.
 
     Args:
         observation: True for all entries of the observation, or the names of some.
         reward: whether rewards are scaled.
-        clip: largest absolute value of what comes out.
+        clip: largest absolute value of a normalised entry.
         epsilon: added to variances.
-        frozen: whether the statistics stay as they are.
+        frozen: never update the statistics.
     """
 
     OWNER = "normalization"
@@ -55,7 +55,7 @@ class Normalization(Stated):
         "noted": Attribute(of=lambda own: own._read_moments, at="_kept_moments"),
         "scale": Child(at="_scale"),
     }
-    """What this rank has noted and not yet taken into the statistics."""
+    """The steps that this rank has noted and not yet added to the statistics."""
 
     def __init__(
         self,
@@ -71,23 +71,23 @@ class Normalization(Stated):
         self.is_on = bool(observation) or reward
         self._normalizer: ObservationNormalizer | None = None
         self._scale = RewardScale(self.clip, self.epsilon)
-        self._rows: dict[NestedKey, list[Tensor]] = {}  # observations that were noted
-        self._waiting = 0  # how many
-        self._noted: dict[NestedKey, Moments] = {}  # of what was noted before
+        self._rows: dict[NestedKey, list[Tensor]] = {}  # noted observations
+        self._waiting = 0  # number of rows in ``_rows``
+        self._noted: dict[NestedKey, Moments] = {}  # moments of earlier noted observations and of reward sums
         self._count = 0  # frames noted since the statistics advanced
         self._total = 0  # frames of this rank in the statistics
-        # The rollout that was noted last, its observations and where they go, its rewards and ends.
+        # The last noted rollout; its observations with their target lists; its rewards and end flags.
         self._last: TensorDictBase | None = None
         self._observed: list[tuple[list[Tensor], Tensor]] = []
         self._ends: list[Tensor] = []
 
-    # ------------------------------------------------------------------ what the learner sees
+    # ------------------------------------------------------------------ normalised data
 
     def specs(self, specs: EnvironmentSpecs) -> EnvironmentSpecs:
-        """Return the specs of what the learner sees.
+        """Return the specs with normalised observations.
 
         Raises:
-            ValueError: an entry is not there, or cannot be normalised.
+            ValueError: An entry is missing, or cannot be normalised.
         """
         if not self.observation:
             return specs
@@ -97,7 +97,7 @@ class Normalization(Stated):
         return shown.with_clipping(specs.action_format.clip)
 
     def policy(self, policy: Any) -> Any:
-        """Return a policy of normalised observations as one of raw observations, once."""
+        """Wrap a policy of normalised observations, once, so that it accepts raw observations."""
         if self._normalizer is None or normalizes(policy):
             return policy
         return NormalizedPolicy(policy, self._normalizer)
@@ -105,10 +105,9 @@ class Normalization(Stated):
     def rollout(
         self, rollout: TensorDictBase, parts: Sequence[Part], env_ids: Tensor | None, *, cut: bool, gamma: float
     ) -> TensorDictBase:
-        """Return a rollout ``[N, T]`` as the learner sees it, and take it, part by part, into the statistics.
+        """Return the normalised rollout ``[N, T]``, and add the raw one, part by part, to the statistics.
 
-        Its observations are those that the policy acted on, with the statistics before it; the rewards are scaled by
-        those with it.
+        Observations use the statistics before the rollout, as the policy did; rewards use the statistics after it.
         """
         if not self.is_on:
             return rollout
@@ -119,14 +118,14 @@ class Normalization(Stated):
             if part.begun is not None:
                 self.forget_unfinished(part.begun)
             self.note(part.rollout, env_ids, cut=cut and part.is_last, gamma=gamma)
-        self._last, self._observed, self._ends = None, [], []  # are not kept alive: the next one has other memory
+        self._last, self._observed, self._ends = None, [], []  # free them: the next rollout has other memory
         self.advance()
         if self.reward:
             self._scale.scale_(seen)
         return seen
 
     def normalize_(self, batch: TensorDictBase) -> None:
-        """Put what the learner sees in the place of a batch's raw observations and rewards."""
+        """Normalise observations and rewards of a batch in place."""
         if self._normalizer is not None:
             self._normalizer.normalize_(batch)
         if self.reward:
@@ -135,7 +134,7 @@ class Normalization(Stated):
     # ------------------------------------------------------------------ statistics
 
     def check_frozen(self) -> None:
-        """Validate that frozen statistics hold those of an earlier run; raise ValueError if something has none."""
+        """Validate that frozen statistics have moments for each entry; raise ValueError if not."""
         if not self.frozen:
             return
         moments = {} if self._normalizer is None else dict(self._normalizer.moments)
@@ -150,18 +149,18 @@ class Normalization(Stated):
             )
 
     def note(self, rollout: TensorDictBase, env_ids: Tensor | None, *, cut: bool, gamma: float) -> None:
-        """Note a rollout ``[N, T]`` of the environments ``env_ids`` ``[N]``, all in order if None.
+        """Note a rollout for the statistics.
 
         Args:
-            rollout: Raw steps.
-            env_ids: Whose they are.
+            rollout: Raw steps ``[N, T]``.
+            env_ids: Environment of each row, ``[N]``; None for all environments in order.
             cut: The environments are reset afterwards.
             gamma: The discount of the sums of rewards.
         """
         if self.frozen:
             return
         if rollout is not self._last:
-            # Looked up once where the collector delivers the same memory again and again.
+            # Look the entries up once if the collector always delivers the same memory.
             keys = [] if self._normalizer is None else self._normalizer.keys
             self._observed = [(self._rows.setdefault(key, []), rollout.get(key)) for key in keys]
             self._ends = [rollout.get(("next", name)) for name in ("reward", "done")]
@@ -181,13 +180,13 @@ class Normalization(Stated):
                 self.forget_unfinished()
 
     def advance_if_due(self) -> None:
-        """Advance the statistics as soon as some rows are noted, and a hundredth of those before."""
+        """Advance the statistics if enough rows are noted: 256, and 1 % of the earlier rows, or the first rows."""
         is_due = (self._count >= _CHUNK and self._count * 100 >= self._total) or not self._total
         if is_due and not self.frozen:
             self.advance()
 
     def advance(self) -> None:
-        """Take what all ranks have noted into the statistics."""
+        """Add the noted steps of all ranks to the statistics."""
         self._reduce_rows()
         self._add(REWARD, self._scale.reduced())
         noted, self._noted = self._noted, {}
@@ -203,7 +202,7 @@ class Normalization(Stated):
             self._normalizer.advance(merged)
 
     def forget_unfinished(self, env_ids: Tensor | slice = slice(None)) -> None:
-        """Let the next rewards of these environments be the first of their episodes."""
+        """Begin new reward sums for these environments."""
         self._add(REWARD, self._scale.reduced())
         self._scale.cut(env_ids)
 
@@ -224,15 +223,15 @@ class Normalization(Stated):
     # ------------------------------------------------------------------ state
 
     def statistics(self) -> dict[str, Any]:
-        """Return the statistics, which are the same on all ranks: all that acting and learning need."""
+        """Return the statistics for acting and learning; they are the same on all ranks."""
         observation = {} if self._normalizer is None else self._normalizer.moments_state()
         return {"observation": observation, "reward": self._scale.moments.state_dict()}
 
     def load_statistics(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`statistics` returned.
+        """Restore the result of :meth:`statistics`.
 
         Raises:
-            ValueError: it does not fit what this run normalises; nothing is changed then.
+            ValueError: The statistics do not fit the normalised entries of this run; nothing is changed then.
         """
         check_state(state, {"observation": mapping, "reward": mapping}, "normalization")
         scale = Moments.none().restored(state["reward"], "moments of rewards")
@@ -241,11 +240,11 @@ class Normalization(Stated):
         self._scale.load_moments(scale)
 
     def begin_from(self, state: Mapping[str, Any]) -> None:
-        """Take over the :meth:`statistics` of another run; rewards that it did not scale are scaled anew.
+        """Load the :meth:`statistics` of another run; without its reward moments, reward scaling starts fresh.
 
         Raises:
-            ValueError: Its learner saw observations otherwise, or nothing of it is there to be frozen; nothing is
-                changed then.
+            ValueError: Only one of the runs normalises observations, or moments for frozen rewards are missing; nothing
+                is changed then.
         """
         check_state(state, {"observation": mapping, "reward": mapping}, "normalization")
         scale = Moments.none().restored(state["reward"], "moments of rewards")
@@ -254,7 +253,7 @@ class Normalization(Stated):
             keys = [".".join(entry["key"]) for entry in state["observation"].get("entries", [])]
             mend = f"data.normalize_observation={str(keys == ['observation']).lower()}"
             if keys not in ([], ["observation"]):
-                mend = f"'data.normalize_observation=[{','.join(keys)}]'"  # a shell would read the brackets
+                mend = f"'data.normalize_observation=[{','.join(keys)}]'"  # quotes, because a shell interprets brackets
             raise ValueError(f"it learnt from {saw} observations, this run shows {sees} ones; say {mend}.")
         if self.frozen and self.reward and not scale.count:
             raise ValueError(
@@ -294,11 +293,11 @@ class Normalization(Stated):
         }
 
     def _shapes(self) -> dict[NestedKey, tuple[int, ...]]:
-        """Return the shape of each entry's moments, the reward's last."""
+        """Return the shape of each entry's moments; the reward is last."""
         observed = {} if self._normalizer is None else self._normalizer.moments
         return {**{key: tuple(moments.mean.shape) for key, moments in observed.items()}, REWARD: ()}
 
 
 def _flat(parts: Sequence[Tensor]) -> Tensor:
-    """Return rows ``[B, *F]`` of parts ``[N, T, *F]``."""
+    """Flatten parts ``[N, T, *F]`` into rows ``[B, *F]``."""
     return torch.cat([part.flatten(0, 1) for part in parts])
