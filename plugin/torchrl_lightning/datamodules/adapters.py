@@ -1,4 +1,4 @@
-"""The hooks of a DataModule that Lightning calls on callbacks alone."""
+"""Callbacks that forward Lightning's callback-only hooks to a DataModule."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ logger = logging.getLogger(__name__)
 class WaitingMonitors:
     """Let Lightning's callbacks wait for metrics that come later, such as the return of the first finished episode.
 
-    Without it, ``EarlyStopping`` and ``ModelCheckpoint`` end the run by an error if their metric is not there yet.
+    Otherwise ``EarlyStopping`` and ``ModelCheckpoint`` raise an error if their metric does not exist yet.
     """
 
     def __init__(self) -> None:
-        self._changed: list[tuple[Any, str, Any]] = []  # callback, attribute, and its own value
+        self._changed: list[tuple[Any, str, Any]] = []  # callback, attribute, original value
 
     def wait(self, trainer: Any, later: Collection[str]) -> None:
-        """Switch those callbacks off whose metric is among ``later`` ones and not there yet, until the next call."""
+        """Switch off callbacks that monitor a missing metric of ``later``, until the next call."""
         self.release()
         known = trainer.callback_metrics
         for callback in (*trainer.early_stopping_callbacks, *trainer.checkpoint_callbacks):
@@ -41,7 +41,7 @@ class WaitingMonitors:
                 setattr(callback, name, off)
 
     def release(self) -> list[Any]:
-        """Switch them on again, and return those that were off."""
+        """Switch the callbacks on again, and return them."""
         changed, self._changed = self._changed, []
         for callback, name, value in changed:
             setattr(callback, name, value)
@@ -49,7 +49,7 @@ class WaitingMonitors:
 
 
 class DataHooks(SparseCallback):
-    """A callback by which a DataModule hears of what Lightning tells callbacks alone."""
+    """A callback that forwards callback-only hooks to a DataModule."""
 
     def __init__(self, data: Any) -> None:
         super().__init__()
@@ -57,32 +57,32 @@ class DataHooks(SparseCallback):
         self._monitors = WaitingMonitors()
 
     def attach(self, trainer: Any) -> None:
-        """Put this callback before all others of a trainer, once."""
+        """Insert this callback before all others of a trainer, once."""
         if self not in trainer.callbacks:
             trainer.callbacks.insert(0, self)
 
     def is_of(self, trainer: Any) -> bool:
-        """Return whether the trainer fits with this DataModule: it may fit with another one later."""
+        """Return whether the trainer currently uses this DataModule; a later fit may use another one."""
         return trainer.datamodule is self.data
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Hold Ctrl-C until the run is between two steps; of several ranks, each would stop at another step."""
+        """Delay Ctrl-C until the end of a step; not with several ranks, which would stop at different steps."""
         if self.is_of(trainer) and trainer.world_size == 1:
             interrupts.hold(self.data)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Publish the DataModule's metrics, before callbacks that monitor one are called."""
+        """Publish the DataModule's metrics before the callbacks that monitor them run."""
         if self.is_of(trainer):
             self.data.publish_metrics()
             self._monitors.wait(trainer, self._later(trainer, pl_module))
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Let callbacks that are called next wait for metrics that come later."""
+        """Let the next callbacks wait for metrics that come later."""
         if self.is_of(trainer) and trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
             self._monitors.wait(trainer, self._later(trainer, pl_module))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Warn of callbacks that waited for an episode of training until the end."""
+        """Log a warning for callbacks that never received an episode metric of training."""
         for callback in self._monitors.release():
             if callback.monitor in self.data.episode_metrics:
                 logger.warning(
@@ -93,32 +93,31 @@ class DataHooks(SparseCallback):
                 )
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Leave other callbacks as they were, also after an evaluation; stop if Ctrl-C was pressed meanwhile."""
+        """Restore other callbacks, also after an evaluation; exit if Ctrl-C was pressed meanwhile."""
         self._monitors.release()
         if stage == "fit" and interrupts.release(self.data):
-            raise SystemExit(1)  # as Lightning ends a program for Ctrl-C, which it would ignore from here on
+            raise SystemExit(1)  # as Lightning does for Ctrl-C, which it ignores from here on
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Leave other callbacks as they were."""
+        """Restore other callbacks."""
         self._monitors.release()
 
     def _later(self, trainer: Trainer, pl_module: LightningModule) -> tuple[str, ...]:
-        """Return metrics that come with the first episode that ends, in training or in an evaluation."""
+        """Return the metrics that exist only after the first finished episode, in training or in an evaluation."""
         evaluated = LearnerApi.of(pl_module).evaluation_metrics
         is_evaluated = not trainer.enable_validation or any(name in trainer.callback_metrics for name in evaluated)
         return (*self.data.episode_metrics, *(() if is_evaluated else evaluated))
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Publish the DataModule's metrics for callbacks that are called at the end of an evaluation."""
+        """Publish the DataModule's metrics for callbacks that run at the end of an evaluation."""
         if self.is_of(trainer) and trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
             self.data.publish_metrics()
 
 
 class StepHooks(DataHooks):
-    """Tell a DataModule that a step has ended.
+    """End each step of a DataModule.
 
-    The DataModule puts this callback before all others, so that a checkpoint that another callback writes after a step
-    holds what the step has made.
+    This callback runs before all others, so that a checkpoint of another callback contains the results of the step.
     """
 
     def on_train_batch_end(
@@ -130,19 +129,19 @@ class StepHooks(DataHooks):
 
 
 class ReplayHooks(StepHooks):
-    """End each step, which takes priorities back, and write the buffer with each checkpoint."""
+    """End each step, which writes priorities to the buffer, and write the buffer with each checkpoint."""
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Write the buffer, where it is kept beside the checkpoint, and refer to it."""
+        """Write a buffer that is stored beside the checkpoint, and add its reference to the checkpoint."""
         if self.is_of(trainer) and self.data.save_buffer():
             checkpoint[type(self.data).__qualname__] = self.data.state_dict()
 
 
 class FitHooks(DataHooks):
-    """End a run with the last fit of a model, which validation may have ended."""
+    """End a run after the last fit of a model, which validation may have ended."""
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stop where all frames are collected and learned from."""
+        """Stop training if all frames are collected and the last fit has ended."""
         super().on_train_epoch_end(trainer, pl_module)
         if self.is_of(trainer):
             self.data.stop_if_spent()
@@ -150,10 +149,10 @@ class FitHooks(DataHooks):
 
 @contextmanager
 def outside_autocast() -> Iterator[None]:
-    """Leave the autocast of a training step, in which a rollout is collected, and forget its copies of old weights."""
+    """Disable the autocast of a training step while a rollout is collected, and clear its cache of old weights."""
     with ExitStack() as stack:
         for kind in ("cpu", "cuda"):
             if torch.is_autocast_enabled(kind):
-                torch.clear_autocast_cache()  # of copies of the weights, which the update has outdated
+                torch.clear_autocast_cache()  # the update has made the cached weights outdated
                 stack.enter_context(torch.autocast(kind, enabled=False))
         yield

@@ -1,4 +1,4 @@
-"""Arguments that come in several forms: environments and factories of collectors."""
+"""Validate arguments of DataModules, and compare them with the settings in checkpoints."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torchrl_lightning.settings import Settings
 
 
 def environment_name(env: Any) -> str:
-    """Return the name of an environment given as an id, a factory or a ready (vector) environment."""
+    """Return the name of an environment given as an id, a factory or a built (vector) environment."""
     if isinstance(env, str):
         return env
     if isinstance(env, VectorEnv):
@@ -27,10 +27,10 @@ def environment_name(env: Any) -> str:
 
 
 def environment_fields(env: Any) -> Any:
-    """Return by what a checkpoint knows an environment: the settings of a recipe, else a name.
+    """Return the description of an environment in checkpoints: the settings of a recipe, or a name.
 
-    How its copies are stepped, how long that may take, and whose demonstrations it takes, is not part of it. A recipe
-    of an id alone is that id.
+    The settings ``vectorization``, ``step_timeout`` and ``demonstrations_of`` are left out. A recipe with only an id is
+    described by the id.
 
     Examples:
         >>> environment_fields(EnvironmentRecipe("CartPole-v1", time_limit=9, vectorization="async"))
@@ -45,7 +45,7 @@ def environment_fields(env: Any) -> Any:
 
 
 def environment_difference(stored: Any, here: Any) -> str:
-    """Describe how two environments differ, field by field; "" if they do not.
+    """Describe field by field how two environments differ; return "" if they are equal.
 
     Examples:
         >>> environment_difference({"id": "Pong-v5", "frame_stack": 4}, "Pong-v5")
@@ -76,17 +76,17 @@ def run_fingerprint(data: Any) -> dict[str, Any]:
 
 
 def check_environment(data: Any, state: Mapping[str, Any]) -> None:
-    """Validate the environment of a stored state, to play a policy in it; no buffer is built.
+    """Validate the environment of a stored state before a policy is played in it; no buffer is built.
 
     Raises:
-        ValueError: It is another environment than the DataModule's, or was observed otherwise.
+        ValueError: The DataModule has another environment or other observations.
     """
     here = run_fingerprint(data)
     check_fingerprint({name: state["fingerprint"].get(name) for name in here}, here)
 
 
 def check_fingerprint(stored: Mapping[str, Any], here: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint of other settings, by a ValueError that names the first that differs."""
+    """Check that a checkpoint has the same settings; the ValueError names the first difference."""
     differs = environment_difference(stored.get("environment"), here["environment"])
     if differs:
         raise ValueError(
@@ -101,7 +101,7 @@ def check_fingerprint(stored: Mapping[str, Any], here: Mapping[str, Any]) -> Non
 
 
 def _listed(value: Any) -> Any:
-    """Return a value with lists in the place of tuples, which files do not tell apart."""
+    """Replace tuples by lists, because files do not distinguish them."""
     return list(map(_listed, value)) if isinstance(value, list | tuple) else value
 
 
@@ -110,7 +110,7 @@ def _shown(value: Any) -> str:
 
 
 def check_builds(buffer: Any, data: Any) -> None:
-    """Validate that a setting builds buffers of a DataModule's kind; raise TypeError if it is none that does."""
+    """Validate that a setting builds buffers of a DataModule's kind; raise TypeError if not."""
     if not callable(buffer):
         kind = type(buffer).__name__
         raise TypeError(f"buffer must be what builds one, as a class or a partial does, got an object of {kind}.")
@@ -127,7 +127,7 @@ def check_builds(buffer: Any, data: Any) -> None:
 
 
 def check_normalization(data: Settings, observation: bool | Sequence[Any], reward: bool) -> None:
-    """Validate that something is normalised if settings say how; raise ValueError that names the first setting."""
+    """Validate that settings of normalisation have an effect; the ValueError names the first setting without one."""
     if not isinstance(observation, bool) and not len(observation):
         raise ValueError("normalize_observation must name entries or be True or False, got []. Leave it out.")
     for name in ("normalize_clip", "normalize_epsilon"):
@@ -141,7 +141,7 @@ def check_frozen(data: Any) -> None:
 
 
 def check_frames(frames_per_batch: int, num_envs: int, reset_at_each_batch: bool) -> None:
-    """Refuse rollouts of no whole number of steps, and of a single one where each begins with a reset."""
+    """Raise a ValueError if rollouts have a fractional number of steps, or one step and a reset at each batch."""
     if frames_per_batch % num_envs:
         raise ValueError(
             f"frames_per_batch={frames_per_batch} is no multiple of num_envs={num_envs}; "

@@ -1,4 +1,4 @@
-"""Collectors of a run: our own or a user's, their arguments, and their shares of environments and ranks."""
+"""Build the collector of a run, pass its arguments, and divide environments among workers and ranks."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from torchrl_lightning.ranges import integer
 
 
 def own_collector(env: Any, policy: Any, num_envs: int, **options: Any) -> Any:
-    """Build our collector of Gymnasium's or of TorchRL's environments."""
+    """Build our collector for a Gymnasium or TorchRL environment."""
     if isinstance(env, EnvBase):
-        # A reset at each batch looks whether the environment's seed makes it begin alike.
+        # With a reset at each batch, TorchRLCollector checks that the environment's seed determines its beginning.
         together = None if options["reset_at_each_batch"] else stepped_together(env)
         if together is None:
-            return TorchRLCollector(env, policy, **options)  # which has its own number
+            return TorchRLCollector(env, policy, **options)  # it has its own number of environments
         env = together
     return GymnasiumCollector(env, policy, num_envs=num_envs, **options)
 
 
 def call_with_policy(make_collector: Callable[..., Any], policy: Any, **options: Any) -> Any:
-    """Call a collector factory with the policy, by name where it has such a parameter."""
+    """Call a collector factory with the policy, by name if it has a parameter ``policy``."""
     if "policy" in inspect.signature(make_collector).parameters:
         return make_collector(policy=policy, **options)
     return make_collector(policy, **options)
@@ -55,11 +55,11 @@ def collector_options(
     replay: Any = None,
     **sizes: Any,
 ) -> dict[str, Any]:
-    """Return what a collector factory is told: ``seed`` and ``reset_at_each_batch``, if it has such parameters.
+    """Return the arguments for a collector factory: ``seed`` and ``reset_at_each_batch``, if it has these parameters.
 
-    Moreover a ``replay``, and the sizes, if it still asks for ``frames_per_batch``. A seed that the user has bound to a
-    partial stays, on a single rank. A ValueError if all ranks would collect the same data, or if the collector would
-    not reset as the DataModule says.
+    ``replay`` is added if given, and the sizes if ``frames_per_batch`` is not bound yet. A seed that the user has bound
+    to a partial is kept on a single rank. A ValueError is raised if all ranks would collect the same data, or if the
+    collector's ``reset_at_each_batch`` differs from the DataModule's.
 
     Examples:
         >>> collector_options(lambda policy, seed: ..., 2, seed=7, reset_at_each_batch=False)
@@ -102,7 +102,7 @@ def collector_options(
 
 
 def share_of(make_collector: Callable[..., Any] | None, num_envs: int) -> int:
-    """Return how many of ``num_envs`` environments each worker of a collector gets; all, if it has none or is not told.
+    """Return the number of environments per worker; all without workers or if the factory does not receive sizes.
 
     Examples:
         >>> from torchrl_lightning import AsynchronousCollector
@@ -125,13 +125,12 @@ def share_of(make_collector: Callable[..., Any] | None, num_envs: int) -> int:
 
 
 def collectors_of_rank(make_collector: Callable[..., Any] | None, world_size: int) -> int | None:
-    """Return how many of a cluster's collectors each of several ranks has; None with one rank, or where it has its own.
+    """Return the number of a cluster's collectors per rank; None with one rank or if it is not divided.
 
-    Those of a cluster are a parameter ``num_collectors`` of what is told of the stream; each comes with its share of
-    the environments. The worker processes of a machine are not divided.
+    Each collector keeps its share of the environments. Worker processes of a machine are not divided among ranks.
 
     Raises:
-        Fault: They cannot be divided evenly.
+        Fault: The collectors cannot be divided evenly.
 
     Examples:
         >>> from torchrl_lightning import AsynchronousCollector, RayCollector
@@ -153,13 +152,13 @@ def collectors_of_rank(make_collector: Callable[..., Any] | None, world_size: in
 
 
 def envs_of_rank(make_collector: Callable[..., Any] | None, num_envs: int, world_size: int) -> int:
-    """Return how many of ``num_envs`` environments the collector of a rank has: all, or those of its collectors."""
+    """Return the number of environments of a rank: all, or the sum over its collectors of a cluster."""
     collectors = collectors_of_rank(make_collector, world_size)
     return num_envs if collectors is None else share_of(make_collector, num_envs) * collectors
 
 
 def still_asked(make_collector: Callable[..., Any], **given: Any) -> dict[str, Any]:
-    """Return what a collector factory is told of the stream; nothing where it has its ``frames_per_batch``."""
+    """Return the given arguments that a collector factory does not have yet; none if ``frames_per_batch`` is bound."""
     parameters = inspect.signature(make_collector).parameters
     frames = parameters.get("frames_per_batch")
     if frames is None or frames.default is not frames.empty:

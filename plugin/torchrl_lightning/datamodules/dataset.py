@@ -1,4 +1,4 @@
-"""A data set on its way into a replay buffer: read and checked before training, written when the policy is there."""
+"""Fill a replay buffer from a data set: read and check it before training, write it once the policy is built."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from torchrl_lightning.replay import ExperienceBuffer
 
 
 class BufferedDataset:
-    """The demonstrations of a data set, each whole in the ring that had the fewest steps before.
+    """The demonstrations of a data set, each assigned to the ring with the fewest steps so far.
 
     Args:
-        dataset: what :func:`~torchrl_lightning.read_dataset` takes.
-        env: the environment that they are to be of: an id, a factory or a ready one.
+        dataset: an argument of :func:`~torchrl_lightning.read_dataset`.
+        env: the expected environment: an id, a factory or a built environment.
         specs: its specs, with a frame stack.
-        buffer: where they are to be written; it is empty.
+        buffer: the empty buffer.
 
     Raises:
-        DemonstrationFault: the data set cannot be read, is of another environment, or has more steps than the buffer.
+        DemonstrationFault: The data set cannot be read, is of another environment, or has more steps than the buffer.
     """
 
     def __init__(self, dataset: Any, env: Any, specs: EnvironmentSpecs, buffer: ExperienceBuffer) -> None:
@@ -37,17 +37,17 @@ class BufferedDataset:
         self._placed = placed(buffer, read_dataset(dataset, env), f"dataset={dataset}")
 
     def write(self, policy: Any, note: Callable[[TensorDictBase, Tensor], None] | None) -> None:
-        """Write and let go of them, unless a checkpoint has brought them.
+        """Write the demonstrations and free them, unless a checkpoint has already filled the buffer.
 
         Args:
-            policy: what acts; a recurrent one finds its first states at each step.
-            note: what takes rows ``[1, T]`` of an environment into the statistics; None if they hold them.
+            policy: the policy; if it is recurrent, each step stores its initial states.
+            note: adds rows ``[1, T]`` of an environment to the statistics; None to leave the statistics unchanged.
         """
         if len(self._buffer):
             return
         states = recurrent_states(policy, 1)
         while self._placed:
-            ring, demonstration = self._placed.popleft()  # which frees it
+            ring, demonstration = self._placed.popleft()  # frees the demonstration
             rows = transitions(demonstration, self._specs)
             for key, state in states.items():
                 rows[key] = rows["next", *path_of(key)] = state.expand(len(rows), *state.shape[1:])
@@ -57,16 +57,16 @@ class BufferedDataset:
 
 
 class BesideData:
-    """Make the source of batches of which a share comes from data, in a buffer of their own that nothing overwrites.
+    """Build a source that draws a share of each batch from a data set in a separate buffer.
 
     Args:
-        make_buffer: what builds the buffers.
-        share: that of the data in each batch.
-        dataset: the data set that the run was given.
-        source: the source that it was given.
+        make_buffer: the factory of both buffers.
+        share: the share of the data in each batch.
+        dataset: the data set of the run.
+        source: the ``source`` argument of the run, which must be None.
 
     Raises:
-        ValueError: there are no data, the share is none, or another source is given.
+        ValueError: The data set is missing, the share is not between 0 and 1, or a source is given.
     """
 
     def __init__(self, make_buffer: Callable[..., ExperienceBuffer], share: float, dataset: Any, source: Any) -> None:
@@ -80,18 +80,18 @@ class BesideData:
                 f"dataset_share={share} mixes what is collected with a data set; give dataset= and no source=, or "
                 "leave it out."
             )
-        # Storage and sampler of a partial serve one buffer, and will be those of what is collected.
+        # A copy: storage and sampler of a partial serve only one buffer, which is the buffer of collected steps.
         self._make, self._share = copy.deepcopy(make_buffer), share
 
     def __call__(self, buffer: ExperienceBuffer) -> MixedReplay:
-        """Return it over the buffer of what is collected; that of the data is its second one, still empty."""
-        # One ring, which holds an episode of any length; the discount is the one that the other was given.
+        """Return the source over the buffer of collected steps and a second, still empty buffer for the data."""
+        # One ring holds episodes of any length. The discount is the one of the first buffer.
         data = build_buffer(self._make, buffer, trial=True, num_envs=1)
         return MixedReplay(buffer, [data], [1 - self._share, self._share])
 
 
 def refuse_collection(collector: Any, warmup_frames: float, total_frames: int) -> None:
-    """Refuse, by a ValueError, what means nothing where nothing is collected."""
+    """Raise a ValueError if a run without collection has settings of collection."""
     given = {"collector": collector, "warmup_frames": warmup_frames or None}
     given["total_frames"] = None if total_frames == -1 else total_frames
     if useless := [f"{name}={value}" for name, value in given.items() if value is not None]:

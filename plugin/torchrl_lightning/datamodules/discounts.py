@@ -1,4 +1,4 @@
-"""The discount of a run: the learner owns it where it has one, and the buffer is built with it."""
+"""The discount of a run: the learner owns it if it has one, and the buffer is built with it."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ B = TypeVar("B")
 
 
 def learner_discounts(learner: Any) -> dict[str, float]:
-    """Return the discounts that a learner has, by name: none of a learner that leaves them to its buffer.
+    """Return the discounts of a learner by name; an empty dict if the learner leaves them to its buffer.
 
     Raises:
-        ValueError: one is not between 0 and 1.
+        ValueError: A discount is not between 0 and 1.
 
     Examples:
         >>> from torchrl_lightning import DQNModule, PPOModule
@@ -40,18 +40,18 @@ def learner_discounts(learner: Any) -> dict[str, float]:
 
 
 def build_buffer(make: Callable[..., B], learner: Any, *, trial: bool = False, **sizes: int) -> B:
-    """Call a buffer factory with sizes and, as far as it takes them, the learner's discounts.
+    """Call a buffer factory with sizes and, if it accepts them, the learner's discounts.
 
     Args:
-        make: the factory; what is bound to a partial, or what LightningCLI makes of its options, is the buffer's own.
-        learner: the LightningModule; None, or one without discounts, leaves them to the factory.
-        trial: build of copies, because storage and sampler of a partial serve one buffer, and this one is not kept.
-        sizes: what else the DataModule hands over.
+        make: the factory; arguments bound by a partial or by LightningCLI are the buffer's own.
+        learner: the LightningModule; if it is None or has no discounts, the factory sets them.
+        trial: the buffer is temporary: build it from a copy, because storage and sampler of a partial serve one buffer.
+        sizes: further arguments of the DataModule.
 
     Raises:
-        ValueError: a discount of the buffer's own differs from the learner's.
+        ValueError: The buffer's own discount differs from the learner's.
     """
-    # The signature of a partial cannot be read where it has an argument that is wrong.
+    # A partial with a wrong argument has no readable signature, so the signature of its function is read.
     called, bound = (make.func, make.keywords) if isinstance(make, partial) else (make, dict[str, Any]())
     taken, handed = {*inspect.signature(called).parameters, *bound}, dict[str, Any](sizes)
     for name, discount in learner_discounts(learner).items():
@@ -65,7 +65,7 @@ def build_buffer(make: Callable[..., B], learner: Any, *, trial: bool = False, *
 
 
 def check_discount(source: Any, learner: Any) -> None:
-    """Refuse a buffer, or a source over several, that discounts otherwise than the learner, by a ValueError."""
+    """Raise a ValueError if a buffer, or a buffer of a source, has another discount than the learner."""
     discount = learner_discounts(learner).get("gamma")
     if discount is None:
         return
@@ -82,7 +82,7 @@ def discount_of(learner: Any, buffer: Any) -> float:
 
 
 def _applied(buffer: Any) -> list[float]:
-    """Return the discounts that make a difference to what is read: that of single steps makes none."""
+    """Return the discounts that affect batches; single steps do not depend on one."""
     storage = getattr(buffer, "storage", None)
     parts = [buffer] if getattr(buffer, "n_steps", 2) > 1 else []
     parts += [part for part in (attached(storage) if storage is not None else ()) if part is not buffer]

@@ -1,4 +1,4 @@
-"""The evaluation that was due when a checkpoint was written: a resumed run makes it before it goes on."""
+"""Let a resumed run first make the evaluation that was due when its checkpoint was written."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torchrl_lightning.callbacks.sparse import SparseCallback
 
 
 class DueEvaluation(SparseCallback):
-    """Have a resumed run make the evaluation that the interrupted run would have made next.
+    """Let a resumed run make the evaluation that the interrupted run would have made next.
 
-    Lightning evaluates after ``on_train_batch_end``, in which callbacks write checkpoints. If a run resumes from one of
-    these, Lightning skips that evaluation, and at the end of an epoch also the hooks that follow it. The best
-    checkpoint and early stopping would miss a score.
+    Callbacks write checkpoints in ``on_train_batch_end``, and Lightning evaluates after it. A run that resumes from a
+    checkpoint of this hook skips the evaluation and, at the end of an epoch, also the following hooks. Best checkpoint
+    and early stopping would miss a score.
 
     Args:
         data: The DataModule.
@@ -26,13 +26,13 @@ class DueEvaluation(SparseCallback):
     def __init__(self, data: Any) -> None:
         super().__init__()
         self.data = data
-        self._was_due = False  # when the checkpoint was written that this run resumes from
+        self._was_due = False  # whether an evaluation was due when the loaded checkpoint was written
         self._is_running = self._resumes = self._ends_run = False
-        self._count = 0  # evaluations before the one that is running
+        self._count = 0  # evaluations before the running one
 
     @property
     def is_due(self) -> bool:
-        """Whether an evaluation follows that is not complete yet."""
+        """Whether an evaluation is due and not complete yet."""
         trainer: Any = self.data.trainer
         if self._was_due or trainer is None or trainer.state.fn != TrainerFn.FITTING:
             return self._was_due
@@ -57,15 +57,15 @@ class DueEvaluation(SparseCallback):
         self.data.num_evaluations = value
 
     def attach(self, trainer: Any) -> None:
-        """Put this callback behind all others of a trainer, once, so that they are ready for an evaluation."""
+        """Append this callback to a trainer's callbacks, once, so that all others are ready for an evaluation."""
         if self not in trainer.callbacks:
             trainer.callbacks.append(self)
-            trainer.callbacks.insert(0, _EvaluationBounds(self))  # before those that write checkpoints
+            trainer.callbacks.insert(0, _EvaluationBounds(self))  # before callbacks that write checkpoints
 
     def reopen(self, trainer: Any) -> bool:
-        """Have Lightning resume within the evaluation that was due; return whether there is one.
+        """Let Lightning resume within the due evaluation; return whether an evaluation is due.
 
-        Call it when a loader is asked for.
+        Call this method when Lightning requests a loader.
         """
         if self._was_due:
             loop = trainer.fit_loop.epoch_loop
@@ -90,16 +90,19 @@ class DueEvaluation(SparseCallback):
         trainer.fit_loop.epoch_loop.val_loop.reset_restart_stage()
 
     def ends_epoch(self) -> bool:
-        """Return whether a resumed run has only to end its epoch, and end the run then; ask before the first batch."""
+        """End a resumed run that only had its last evaluation left; return whether it ends.
+
+        Call this method before the first batch.
+        """
         ends, self._ends_run = self._ends_run, False
         return ends and bool(self.data.stop_if_spent())
 
     def begin(self) -> None:
-        """Note that an evaluation begins."""
+        """Record the beginning of an evaluation."""
         self._is_running, self._count = True, int(self.data.num_evaluations)
 
     def end(self) -> None:
-        """Note that an evaluation has ended; end the run if it has nothing else to do."""
+        """Record the end of an evaluation; end the run if nothing is left to do."""
         self._is_running = False
         if self._resumes:
             self._resumes = False
@@ -107,7 +110,7 @@ class DueEvaluation(SparseCallback):
 
 
 class _EvaluationBounds(SparseCallback):
-    """Note when an evaluation begins and ends, before other callbacks write checkpoints there."""
+    """Record the beginning and end of evaluations before other callbacks write checkpoints in the same hooks."""
 
     def __init__(self, due: DueEvaluation) -> None:
         super().__init__()

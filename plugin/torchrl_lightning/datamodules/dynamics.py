@@ -47,9 +47,9 @@ class DynamicsDataModule(ExperienceDataModule):
     begins a new fit to all stored rows, standardised by their training part. Before the first fit, ``warmup_frames``
     frames are collected with random actions.
 
-    ``train_dataloader`` yields batches ``[M, B]`` from :class:`~torchrl_lightning.DynamicsTargets`: ``inputs
-    [M, B, D_in]``, ``targets [M, B, D_out]`` and optionally ``terminated [M, B, 1]``. Each of the ``M`` members has its
-    own rows, drawn with replacement once per fit and shuffled each epoch; the last batch may be shorter.
+    ``train_dataloader`` yields batches ``[M, B]`` from :class:`~torchrl_lightning.DynamicsTargets`:
+    ``inputs [M, B, D_in]``, ``targets [M, B, D_out]`` and optionally ``terminated [M, B, 1]``. Each of the ``M``
+    members has its own rows, drawn with replacement once per fit and shuffled each epoch; the last batch may be short.
     ``val_dataloader`` yields the held-out rows ``[B]``, the same for all members. ``test_dataloader`` yields finished
     episodes of the policy. The entries of a batch are views of one block of memory.
 

@@ -1,4 +1,4 @@
-"""The environment that a run collects from and the one that it is evaluated in: built when needed, compared, closed."""
+"""The environments of collection and evaluation: build them when needed, compare and close them."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ logger = logging.getLogger(__name__)
 
 
 class RunEnvironments:
-    """Build, show and close what a run steps, and hold evaluation to the same.
+    """Build and close the environment of collection, and check that evaluation uses the same environment.
 
     Args:
-        env: an id, a factory of one environment, or a ready one.
-        num_envs: how many are stepped side by side.
-        eval_env: what evaluation plays, as ``env``; ``env`` anew if None.
-        leaves_resets_out: a ready one in mode ``NEXT_STEP`` will do.
-        clip_actions: whether collection clips actions to their Box, so that evaluation and the policies in checkpoints
-            do, too; None if only a built collector knows.
+        env: an id, a factory of one environment, or a built environment.
+        num_envs: number of parallel environments.
+        eval_env: the environment of evaluation, in the form of ``env``; a new ``env`` if None.
+        leaves_resets_out: accept a built vector environment in mode ``NEXT_STEP``.
+        clip_actions: whether collection clips actions to their Box; evaluation and policies in checkpoints then also
+            clip. None if only a built collector defines this.
 
     Raises:
-        ValueError: ``env`` is ready, so that evaluation cannot build it a second time.
+        ValueError: ``env`` is already built, so that evaluation cannot build it again, and ``eval_env`` is None.
     """
 
     def __init__(
@@ -66,11 +66,11 @@ class RunEnvironments:
         self._knows_clipping, self._clips = clip_actions is not None, bool(clip_actions)
         self._built: VectorEnv | EnvBase | None = None
         self.goals = EnvironmentGoals(self.eval_env if is_ready(env) else env)
-        """What the environment says of goals, by one of its own."""
+        """The goal functions of the environment, read from a separate copy."""
 
     @property
     def specs(self) -> EnvironmentSpecs:
-        """Specs of one environment, how many there are, and whether their actions are clipped."""
+        """Specs of one environment, the number of environments, and whether actions are clipped."""
         return self._specs.with_clipping(self._clips)
 
     @cached_property
@@ -80,7 +80,7 @@ class RunEnvironments:
             return replace(environment_specs(env), num_envs=self.num_envs, frame_stack=stack)
 
     def clips(self, policy: object) -> bool:
-        """Return whether the environment gets the actions of a policy clipped."""
+        """Return whether the actions of a policy are clipped."""
         return self._clips or clips_actions(policy)
 
     def check_clipping(self) -> None:
@@ -88,22 +88,22 @@ class RunEnvironments:
         check_clipping(self.specs.action_format, self.specs.action)
 
     def follow_collector(self, collector: CollectorApi) -> None:
-        """Clip actions as a built collector does if its factory has no parameter ``clip_actions``."""
+        """Adopt ``clip_actions`` of a built collector if its factory has no parameter ``clip_actions``."""
         if collector.clip_actions is not None and not self._knows_clipping:
             self._clips = collector.clip_actions
 
     def restore_clipping(self, state: Mapping[str, Any], *, evaluates: bool) -> None:
-        """Clip actions as the run of a checkpoint did, to evaluate its policy, or until a collector is built.
+        """Clip actions like the run of a checkpoint, for an evaluation or until a collector is built.
 
         Args:
             state: The specs of the checkpoint.
-            evaluates: Whether nothing is collected. Otherwise the settings of the collector have priority, if known.
+            evaluates: True if nothing is collected. Otherwise known settings of the collector have priority.
         """
         if evaluates or not self._knows_clipping:
             self._clips |= bool(state.get("action_format", {}).get("clip", False))
 
     def check_room(self, frames: int) -> None:
-        """Refuse rollouts of more frames than memory holds."""
+        """Raise an error if a rollout of this number of frames does not fit into memory."""
         entries = [*self.specs.observation.values(True, True)] * 2 + [self.specs.action]  # before and after each step
         check_room(
             frames * sum(math.prod(entry.shape) * entry.dtype.itemsize for entry in entries),
@@ -112,18 +112,18 @@ class RunEnvironments:
         )
 
     def built(self) -> VectorEnv | EnvBase:
-        """Return what collection steps, built once."""
+        """Return the environment of collection; build it at the first call."""
         if self._built is None:
             self._built = make_environment(self.env, self.num_envs)
         return self._built
 
     def check_evaluation(self, stepped: EnvironmentView | None = None) -> None:
-        """Refuse an evaluation that would play another environment than collection steps.
+        """Check that evaluation and collection use the same environment.
 
-        A warning names the difference that the user may want.
+        A warning is logged for an allowed difference of the wrappers.
 
         Args:
-            stepped: what is seen of the environment that a collector of the user's steps; None for ``env``.
+            stepped: the view of the environment of a user's collector; None for ``env``.
 
         Raises:
             ValueError: The message names each difference.
@@ -144,7 +144,7 @@ class RunEnvironments:
 
     @contextmanager
     def _shown(self) -> Iterator[VectorEnv | EnvBase]:
-        """Lend the environment to look at it, or a copy, so that no process starts for that."""
+        """Yield the environment for inspection; instead of one with worker processes, yield a copy without them."""
         if vectorization_of(self.env) != "async":
             yield self.built()
         else:
@@ -155,7 +155,7 @@ class RunEnvironments:
                 close_environment(env)
 
     def __getstate__(self) -> dict[str, Any]:
-        # An environment is built anew, as its processes and simulators cannot be copied; a ready one is the user's.
+        # A copy builds its own environment, because processes and simulators cannot be copied. A user's is kept.
         return {**vars(self), "_built": self._built if self._built is self.env else None}
 
     def close(self) -> None:

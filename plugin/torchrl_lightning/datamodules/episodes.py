@@ -1,4 +1,4 @@
-"""Returns and lengths of the episodes that end inside rollouts, begun there or before."""
+"""Returns and lengths of episodes that end within rollouts, including episodes from earlier rollouts."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from torchrl_lightning.state import LARGEST, Attribute, Stated, sequence, tensor
 
 
 def ends_of(rollout: TensorDictBase) -> dict[str, Any]:
-    """Return what :meth:`FinishedEpisodes.add` takes of a rollout ``[N, T]``."""
+    """Return the arguments of :meth:`FinishedEpisodes.add` from a rollout ``[N, T]``."""
     rows = rollout["next"]
     return {"reward": rows["reward"], "done": rows["done"], "replayed": rollout.get(REPLAYED, None)}
 
 
 def _joined(finished: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
-    """Return the returns and the lengths of episodes; nothing if there are none."""
+    """Return all returns and all lengths of episodes; an empty list without episodes."""
     return [torch.cat(each) for each in zip(*finished, strict=True)]
 
 
 def _read_finished(value: Any, name: str) -> list[tuple[Tensor, Tensor]]:
-    """Take what :func:`_joined` returned."""
+    """Validate and convert the result of :func:`_joined`."""
     if not sequence(value, name):
         return []
     if len(value) != 2:
@@ -34,11 +34,11 @@ def _read_finished(value: Any, name: str) -> list[tuple[Tensor, Tensor]]:
 
 
 class FinishedEpisodes(Stated):
-    """Means over the episodes that ended since they were last asked for, of ``num_envs`` environments or more.
+    """Mean return and length of the episodes that ended since the last summary, of ``num_envs`` environments or more.
 
-    Rollouts of a single step are common, so that each is only noted; what ended is found for many at once. With
-    ``C[t]`` the cumulated reward of one environment, an episode that ended at ``t`` after one that ended at ``s``
-    returned ``C[t] - C[s]``; the first one adds what was carried over from before.
+    Rollouts of a single step are common, so rollouts are stored first and then evaluated together. With the cumulative
+    reward ``C[t]`` of an environment, an episode that ends at ``t`` after an earlier end at ``s`` has the return
+    ``C[t] - C[s]``. The first episode also includes its rewards from earlier rollouts.
 
     Examples:
         >>> episodes = FinishedEpisodes(1)
@@ -51,10 +51,10 @@ class FinishedEpisodes(Stated):
     STATE = {"finished": Attribute(_read_finished, "_finished", _joined)}
 
     def __init__(self, num_envs: int) -> None:
-        self._returns = torch.zeros(num_envs, dtype=torch.float64)  # of the episodes that go on
+        self._returns = torch.zeros(num_envs, dtype=torch.float64)  # of unfinished episodes
         self._lengths = torch.zeros(num_envs, dtype=torch.int64)
-        self._noted: list[tuple[Tensor, Tensor, Tensor | None]] = []  # all of the same environments
-        self._env_ids: Tensor | None = None  # which ones
+        self._noted: list[tuple[Tensor, Tensor, Tensor | None]] = []  # rollouts of the same environments
+        self._env_ids: Tensor | None = None  # ids of these environments
         self._finished: list[tuple[Tensor, Tensor]] = []
 
     def add(
@@ -66,11 +66,11 @@ class FinishedEpisodes(Stated):
         cut: bool = False,
         replayed: Tensor | None = None,
     ) -> None:
-        """Take the rewards (summed) and done flags (any ends an episode) ``[N, T, *]`` of a rollout.
+        """Add the rewards (to be summed) and done flags (any of them ends an episode) ``[N, T, *]`` of a rollout.
 
-        They are those of the environments ``env_ids`` ``[N]``, of the first ``N`` if None. With ``cut`` the
-        environments are reset afterwards; episodes that this ends do not count, nor do those that are ``replayed``
-        (``[N, T, 1]`` bool).
+        ``env_ids`` ``[N]`` are the environments of the rows; None for the first ``N``. ``cut`` is True if the
+        environments are reset afterwards. Episodes that this reset ends are not counted. Episodes that end at a
+        ``replayed`` step (``[N, T, 1]`` bool) are not counted either.
         """
         if env_ids is not self._env_ids:
             self._flush()
@@ -83,7 +83,7 @@ class FinishedEpisodes(Stated):
             self._flush()
 
     def summary(self) -> dict[str, float]:
-        """Return mean return, mean length and number of the episodes, and forget them; empty if there are none."""
+        """Return mean return, mean length and number of the episodes, and clear them; empty without episodes."""
         self._flush()
         finished, self._finished = self._finished, []
         if not sum(len(returns) for returns, _ in finished):
@@ -96,7 +96,7 @@ class FinishedEpisodes(Stated):
         }
 
     def forget_unfinished(self, env_ids: Tensor | slice = slice(None)) -> None:
-        """Forget unfinished episodes, as when these environments have been reset."""
+        """Drop the unfinished episodes of these environments, for example after a reset."""
         self._flush()
         if isinstance(env_ids, Tensor):
             env_ids = env_ids[env_ids < len(self._returns)]
@@ -104,7 +104,7 @@ class FinishedEpisodes(Stated):
         self._lengths[env_ids] = 0
 
     def _flush(self) -> None:
-        """Find what has ended in the noted rollouts."""
+        """Compute returns and lengths of the episodes that ended in the stored rollouts."""
         if not self._noted:
             return
         rewards, dones, replays = zip(*self._noted, strict=True)
@@ -129,7 +129,7 @@ class FinishedEpisodes(Stated):
         else:
             own = ~torch.cat(replays, 1)[env, time, 0].cpu()
             self._finished.append((returns[own], lengths[own]))
-        # Each environment carries over what it collected since the end of its last episode.
+        # Carry over each environment's rewards and steps since its last end of an episode.
         before, steps_before = before + total[:, -1], steps_before + total.shape[1]
         last = first.roll(-1)
         ended = env[last]
@@ -138,7 +138,7 @@ class FinishedEpisodes(Stated):
         self._returns[ids], self._lengths[ids] = before, steps_before
 
     def state_dict(self, *, copy: bool = True) -> dict[str, Any]:
-        """Return the episodes that the next summary is about; those that have not ended do not continue elsewhere."""
+        """Return the episodes of the next summary; unfinished episodes are not saved, because they cannot continue."""
         self._flush()
         return super().state_dict(copy=copy)
 

@@ -1,4 +1,4 @@
-"""DataModules that can be pickled, and rebuilt from a checkpoint with the plain settings of their run."""
+"""Pickle DataModules, and rebuild them from a checkpoint with the plain settings of the run."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from torchrl_lightning.suggestions import did_you_mean
 from torchrl_lightning.trust import LARGEST, check_config
 
 TO_GIVE = "to_give"
-"""Where a state keeps the names of the arguments that its settings lack."""
+"""State key for the names of arguments that are not in the stored settings."""
 _NOT_PLAIN: Any = object()
 
 
 class RunState(Stated):
-    """The attributes of a DataModule that its class lists in ``RUN_STATE``: what a rank of a run needs to go on."""
+    """The state of a rank: the attributes of a DataModule that its class lists in ``RUN_STATE``."""
 
     OWNER = "run"
 
@@ -42,15 +42,15 @@ class RunState(Stated):
 
 
 class RebuildableDataModule(PickledByValue):
-    """Keep the plain arguments of a DataModule in ``hparams``, and rebuild one from them.
+    """Store the plain arguments of a DataModule in ``hparams``, and rebuild a DataModule from them.
 
-    Plain are numbers, texts, flags, None, and lists and dicts of these. ``hparams`` holds them as they were given, also
-    those of a subclass with a constructor of its own. A checkpoint stores them, and :meth:`load_from_checkpoint` builds
-    with them; nothing else reads them.
+    Plain values are numbers, strings, booleans, None, and lists and dicts of these. ``hparams`` contains the original
+    arguments, also of a subclass with its own constructor. Checkpoints store them, and only
+    :meth:`load_from_checkpoint` reads them.
     """
 
     NOT_IN_FILES: ClassVar[tuple[str, ...]] = ("env", "eval_env")
-    """Arguments that no checkpoint sets, because they may name modules and folders."""
+    """Arguments that are never read from a checkpoint, because they may name modules and folders."""
 
     _arguments: dict[str, Any] | None = None
     """The arguments of the outermost constructor, until they are stored."""
@@ -64,7 +64,7 @@ class RebuildableDataModule(PickledByValue):
             cls.__init__ = _recorded(cls.__init__)  # type: ignore[method-assign]
 
     def _store_settings(self) -> None:
-        """Fill ``hparams`` from the arguments of the outermost constructor, and note which arguments they lack."""
+        """Fill ``hparams`` from the arguments of the outermost constructor, and record the names of missing ones."""
         arguments, self._arguments = self._arguments or {}, None
         parameters = inspect.signature(type(self).__init__).parameters
         hparams = {name: _plain(value) for name, value in arguments.items() if name not in self.NOT_IN_FILES}
@@ -74,7 +74,7 @@ class RebuildableDataModule(PickledByValue):
             for name, value in arguments.items()
             if name not in hparams and (name not in parameters or value is not parameters[name].default)
         ]
-        # The outermost frame belongs to no constructor, whose arguments Lightning would collect and compare.
+        # Lightning would collect the arguments of a constructor's frame, so pass the outermost frame instead.
         *_, frame = _frames()
         cast(L.LightningDataModule, self).save_hyperparameters(hparams, logger=False, frame=frame)
 
@@ -87,23 +87,23 @@ class RebuildableDataModule(PickledByValue):
         weights_only: bool | None = None,
         **kwargs: Any,
     ) -> Self:
-        """Build a DataModule with the settings of a checkpoint's run, to continue where that run was.
+        """Build a DataModule with the settings of a checkpoint, to continue its run.
 
-        The state is restored by ``setup("fit")``, when environment and buffer are built.
+        ``setup("fit")`` builds environment and buffer and restores the state.
 
         Args:
-            checkpoint_path: the checkpoint: a path, an address, or an open file.
-            map_location: where tensors are loaded; the CPU if None.
-            hparams_file: a YAML file with settings that replace those of the checkpoint.
-            weights_only: whether nothing but tensors and plain values is read; True if None.
-            kwargs: the arguments that a checkpoint does not hold: the environments, and the classes, functions, folders
-                and data sets that the run was given. Others replace the settings of the checkpoint.
+            checkpoint_path: the checkpoint: a path, a URL, or an open file.
+            map_location: device of loaded tensors; the CPU if None.
+            hparams_file: a YAML file with settings that replace the settings of the checkpoint.
+            weights_only: load only tensors and plain values; True if None.
+            kwargs: the arguments that checkpoints do not store: environments, classes, functions, folders and data sets
+                of the run. Other arguments replace the settings of the checkpoint.
 
         Raises:
-            TypeError: an argument is missing or unknown.
-            ValueError: the checkpoint is another DataModule's or environment's, its settings are not plain, or
-                ``hparams_file`` is no YAML mapping of plain values or exceeds a limit.
-            OSError: there is no such file, or it is no regular one.
+            TypeError: An argument is missing or unknown.
+            ValueError: The checkpoint is from another DataModule or environment, its settings are not plain, or
+                ``hparams_file`` is not a YAML mapping of plain values or exceeds a limit.
+            OSError: The file does not exist or is not a regular file.
         """
         parameters = inspect.signature(cls.__init__).parameters
         takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
@@ -142,18 +142,18 @@ class RebuildableDataModule(PickledByValue):
         return loaded
 
     def _hold(self, state: dict[str, Any], here: Mapping[str, Any]) -> None:
-        """Keep a state until ``setup``, when the learner, the buffer and the ranks are known; restore its counters.
+        """Keep a state until ``setup``, when learner, buffer and ranks are known; restore counters and statistics.
 
         Args:
-            state: That of a run with the same fingerprint.
-            here: The part of this run's fingerprint that is known already.
+            state: The state of a run with the same fingerprint.
+            here: The known part of this run's fingerprint.
         """
         check_fingerprint({name: state["fingerprint"].get(name) for name in here}, here)
         run = state_of_rank(state["ranks"][:1], 0, 1)
         data = cast(Any, self)
         values = data._run.read_state(run)
         for load, statistics in data._statistics(state):
-            copy.deepcopy(load)(statistics)  # of a copy, which refuses them before anything changes
+            copy.deepcopy(load)(statistics)  # a copy raises errors before anything changes
         data.load_statistics(state)
         data._run.put_state(values)
         data._environments.restore_clipping(state.get("specs", {}), evaluates=False)
@@ -167,7 +167,7 @@ class RebuildableDataModule(PickledByValue):
             cast(L.LightningDataModule, self).load_state_dict(state)
 
     def __getstate__(self) -> dict[str, Any]:
-        # As Lightning's modules, which are attached to a trainer again.
+        # Like Lightning's modules: the copy is attached to a trainer later.
         return {**vars(self), "trainer": None, "_acting": None}
 
     def _user_values(self) -> dict[str, Any]:
@@ -179,7 +179,7 @@ class RebuildableDataModule(PickledByValue):
 
 
 def _recorded(init: Callable[..., None]) -> Callable[..., None]:
-    """Return a constructor that first records its arguments by name, unless that of a subclass has done so."""
+    """Wrap a constructor so that it first records its arguments by name, unless a subclass's constructor has."""
 
     @functools.wraps(init)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -191,7 +191,7 @@ def _recorded(init: Callable[..., None]) -> Callable[..., None]:
 
 
 def _named(init: Callable[..., None], part: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return arguments by name, with defaults; none if the constructor will refuse them."""
+    """Return arguments by name, with defaults; an empty dict if the constructor does not accept them."""
     signature = inspect.signature(init)
     try:
         bound = signature.bind(part, *args, **kwargs)
@@ -220,7 +220,7 @@ def _frames() -> Iterator[Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as a file holds it: a number, a text, a flag or None, or lists and dicts of these."""
+    """Convert a value to plain numbers, strings, booleans, None, lists and dicts; ``_NOT_PLAIN`` if impossible."""
     value = value.item() if isinstance(value, np.generic) else value
     if value is None or type(value) in (bool, float, str):
         return value

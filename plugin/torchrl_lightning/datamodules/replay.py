@@ -92,7 +92,7 @@ class ReplayDataModule(UpdatesDataModule):
         buffer_dir: the folder for ``"beside"``; ``buffer`` below the trainer's root folder if None.
         frames_per_batch: frames collected at a time; one step of every environment if None.
 
-    The other arguments are those of :class:`UpdatesDataModule`.
+    The other arguments are documented in :class:`UpdatesDataModule`.
 
     Raises:
         ValueError: A number is out of range, ``checkpoint_buffer`` is unknown, or a run without collection has an

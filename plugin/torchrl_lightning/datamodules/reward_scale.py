@@ -1,4 +1,4 @@
-"""Rewards divided by the running deviation of their discounted sum."""
+"""Divide rewards by the running standard deviation of their discounted sum."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torchrl_lightning.moments import Moments
 from torchrl_lightning.ranges import Checked, not_negative, optional, positive
 from torchrl_lightning.state import Attribute, Stated, number, sequence, tensor, wrong
 
-_CHUNK = 256  # steps that are filtered at a time, where they come one by one
+_CHUNK = 256  # single steps are reduced to moments in chunks of this size
 
 
 def _side_by_side(noted: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
@@ -40,10 +40,10 @@ def _rewards_and_ends(value: Any, name: str) -> list[tuple[Tensor, Tensor]]:
 class RewardScale(Stated):
     r"""Divide rewards by the standard deviation of \(y_t = \gamma y_{t-1} + r_t\), and clip them.
 
-    The sum starts anew with each episode. What is noted enters the deviation by :meth:`load_moments` alone.
+    The sum starts again with each episode. Noted rewards change the deviation only after :meth:`load_moments`.
 
     Args:
-        clip: largest absolute value of what comes out.
+        clip: largest absolute value of a scaled reward.
         epsilon: added to the variance.
     """
 
@@ -60,18 +60,18 @@ class RewardScale(Stated):
 
     def __init__(self, clip: float, epsilon: float = EPSILON) -> None:
         self.clip, self.epsilon = clip, epsilon
-        self._gamma = 0.99  # until the first rewards bring another
+        self._gamma = 0.99  # until the first rewards set another value
         self.moments = Moments.none()
         """The moments of the sums."""
-        # Nothing is subtracted; one over the deviation.
+        # Subtracted value (always zero), and one over the standard deviation.
         self._constants = torch.zeros(1, dtype=torch.float64), torch.ones(1, dtype=torch.float64)
-        self._sums = torch.zeros(0, dtype=torch.float64)  # the last one of each environment
-        self._noted: list[tuple[Tensor, Tensor]] = []  # rewards and ends, all of the same environments
-        self._env_ids: Tensor | None = None  # which ones
-        self._steps = 0  # how many were noted
+        self._sums = torch.zeros(0, dtype=torch.float64)  # the last sum of each environment
+        self._noted: list[tuple[Tensor, Tensor]] = []  # rewards and end flags of the same environments
+        self._env_ids: Tensor | None = None  # ids of these environments
+        self._steps = 0  # number of noted steps
 
     def scale_(self, data: TensorDictBase) -> None:
-        """Put scaled rewards in the place of ``("next", "reward")``."""
+        """Scale ``("next", "reward")`` in place of the raw rewards."""
         following = level_of(data)["next"]
         reward = level_of(following)["reward"]
         zero, factor = self._constants
@@ -80,16 +80,16 @@ class RewardScale(Stated):
         put_entry(following, "reward", scaled(reward, zero, factor, self.clip))
 
     def note(self, reward: Tensor, done: Tensor, env_ids: Tensor | None, gamma: float) -> Moments | None:
-        """Note rewards and ends ``[N, T, *]`` of the environments ``env_ids`` ``[N]``, all in order if None.
+        """Note rewards and end flags of a rollout.
 
         Args:
-            reward: The rewards.
-            done: The ends.
-            env_ids: Whose they are.
+            reward: The rewards ``[N, T, *]``.
+            done: The end flags ``[N, T, *]``.
+            env_ids: Environment of each row, ``[N]``; None for all environments in order.
             gamma: The discount of the run.
 
         Returns:
-            The moments of the sums of a chunk of steps, when there are enough.
+            The moments of the sums of a chunk of steps, or None before the chunk is full.
         """
         before, self._gamma = None, gamma
         if env_ids is not self._env_ids:
@@ -99,10 +99,10 @@ class RewardScale(Stated):
         return before if self._steps < _CHUNK else _joined(before, self.reduced())
 
     def reduced(self) -> Moments | None:
-        """Return the moments of the sums over what was noted, and forget it; None if that is nothing.
+        """Return the moments of the sums of noted rewards, and clear the rewards; None without noted rewards.
 
         Raises:
-            ValueError: a reward is not finite.
+            ValueError: A reward is not finite.
         """
         if not self._noted:
             return None
@@ -114,7 +114,7 @@ class RewardScale(Stated):
         missing = int(ids.max()) + 1 - len(self._sums)
         if missing > 0:
             self._sums = torch.cat([self._sums, self._sums.new_zeros(missing)])
-        known = ids >= 0  # of the others, nobody knows which ones they were before
+        known = ids >= 0  # negative ids: the environment is unknown
         before = torch.where(known, self._sums[ids], 0.0)
         discount = torch.full_like(reward, self._gamma)
         discount[1:] *= goes_on[:-1]
@@ -126,7 +126,7 @@ class RewardScale(Stated):
         return moments
 
     def cut(self, env_ids: Tensor | slice = slice(None)) -> None:
-        """Let the next rewards be the first of these environments' episodes; what was noted must have been reduced."""
+        """Begin new sums for these environments; call :meth:`reduced` first."""
         if isinstance(env_ids, Tensor):
             env_ids = env_ids[env_ids < len(self._sums)]
         self._sums[env_ids] = 0

@@ -1,4 +1,4 @@
-"""Sizes of batches that a recurrent policy or windows of steps ask for, compared before anything is collected."""
+"""Check before collection that batch sizes fit a recurrent policy or windows of steps."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def stores_states(policy: Any, keys: Sequence[NestedKey]) -> bool:
 
 
 def serves_as_drawn(data: Any, learner: Any) -> bool:
-    """Return whether batches reach a learner's loss as they were drawn: no hook of the user's own may reshape them."""
+    """Return whether batches reach the loss unchanged: the user has no hooks that may reshape them."""
     hooks = [getattr(part, name, None) for part in (data, learner) for name in HOOKS]
     makers = (str(hook.__module__).partition(".")[0] for hook in hooks if hook is not None)
     return all(maker in ("torchrl_lightning", "lightning", "pytorch_lightning") for maker in makers)
 
 
 def acts_recurrently(learner: Any, keys: Sequence[NestedKey]) -> bool:
-    """Return whether a learner's policy is known to be recurrent: by its network's description, or once it is built."""
+    """Return whether a learner's policy is recurrent, by the network's description or the built policy."""
     abilities = LearnerApi.of(learner)
     if abilities.has_memory:
         return True
@@ -39,13 +39,13 @@ def acts_recurrently(learner: Any, keys: Sequence[NestedKey]) -> bool:
 
 
 def check_whole_environments(num_envs: int, steps: int, number: int | None, size: int | None) -> None:
-    """Raise a ValueError if mini-batches cannot be whole environments, as a recurrent policy needs them.
+    """Raise a ValueError if mini-batches cannot consist of whole environments, as a recurrent policy needs.
 
     Args:
         num_envs: environments of a rollout.
-        steps: steps of each.
-        number: ``num_mini_batch`` as the user gave it.
-        size: ``mini_batch_size`` as the user gave it.
+        steps: steps of each environment.
+        number: the user's ``num_mini_batch``.
+        size: the user's ``mini_batch_size``.
 
     Examples:
         >>> check_whole_environments(4, 16, 3, None)
@@ -85,12 +85,12 @@ environments. Take one of 1, 2, 4.
 
 
 def check_windows(buffer: Any, steps: int | None, recurrent: bool) -> None:
-    """Raise a ValueError if no batch can be drawn that a learner learns from.
+    """Raise a ValueError if the sampler cannot draw windows that the learner needs.
 
     Args:
-        buffer: the replay buffer that batches are drawn from.
+        buffer: the replay buffer.
         steps: steps of each environment before the first update; None if unknown.
-        recurrent: whether batches go to a recurrent network as they are drawn; it learns from sequences.
+        recurrent: whether a recurrent network receives the batches unchanged; it needs sequences.
     """
     sampler, length = buffer.sampler, None
     kind = type(sampler).__name__
@@ -106,7 +106,7 @@ def check_windows(buffer: Any, steps: int | None, recurrent: bool) -> None:
     pads = isinstance(sampler, SequenceSampler) and sampler.episode_ends == "pad"
     needed = sampler.burn_in + 1 if pads else length
     needed += SamplerApi.of(sampler).num_earliest_frames_ignored
-    num_envs = getattr(buffer.writer, "num_envs", 1)  # one of TorchRL's knows no environments
+    num_envs = getattr(buffer.writer, "num_envs", 1)  # TorchRL's writers have no environments
     room = buffer.storage.max_size // num_envs
     if needed > room:
         raise ValueError(

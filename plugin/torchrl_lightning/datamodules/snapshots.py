@@ -1,4 +1,4 @@
-"""States of replay buffers, kept beside the checkpoints that refer to them."""
+"""Store states of replay buffers beside the checkpoints that refer to them."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _RUN, _NAME = re.compile(r"[0-9a-f]{8}"), re.compile(r"after_\d+_[0-9a-f]{8}")
 
 
 class BufferSnapshots:
-    """A folder of buffer states, one subfolder for each, of which a run keeps the newest two.
+    """A folder of buffer states with a subfolder for each state; a run keeps the newest two.
 
-    Every run has a folder of its own below ``root``, which runs that resume it continue to use, so that runs that share
-    a ``root`` never remove or confuse each other's states; each rank has its own. A state appears whole or not at all.
-    The state that a run resumed from is removed only when the run has written two states itself: by then, a checkpoint
-    that refers to the first of them exists. While a state is written, the disk holds three.
+    Each run has its own folder below ``root``, with a subfolder for each rank, so that runs with the same ``root``
+    never remove or confuse states. A resumed run continues in the same folder. States are written atomically. The state
+    from which a run resumed is removed after the run has written two states: a checkpoint then refers to the first of
+    them. While a state is written, the disk contains three.
 
     Args:
-        root: where all runs' folders lie; made when the first state is written.
-        rank: which process this is.
+        root: parent folder of all runs; created with the first state.
+        rank: rank of this process.
         run: name of the run's folder, eight hexadecimal digits.
     """
 
@@ -40,7 +40,7 @@ class BufferSnapshots:
         return self.root / self.run / f"rank_{self.rank}"
 
     def save(self, buffer: ExperienceBuffer, updates: int) -> dict[str, Any]:
-        """Write the buffer's state, atomically, then remove what is too old; return what :meth:`load` needs."""
+        """Write the buffer's state atomically, then remove old states; return the reference for :meth:`load`."""
         name = f"after_{updates}_{secrets.token_hex(4)}"
         self.folder.mkdir(parents=True, exist_ok=True)
         buffer.dumps(self.folder / name)
@@ -50,17 +50,17 @@ class BufferSnapshots:
         return {"folder": str(self.folder), "run": self.run, "name": name}
 
     def _remove_all_but(self, names: list[str]) -> None:
-        # Includes what a killed process had finished without writing its checkpoint.
+        # This includes states of a killed process that did not write its checkpoint.
         for old in self.folder.iterdir():
             if old.name not in names and _NAME.fullmatch(old.name):
                 shutil.rmtree(old, ignore_errors=True)
 
     def load(self, buffer: ExperienceBuffer, reference: dict[str, Any]) -> None:
-        """Read a state into the buffer, and continue in the folder of the run that wrote it, if it is below ``root``.
+        """Load a state into the buffer, and write later states into the folder of its run below ``root``.
 
         Raises:
-            FileNotFoundError: the state no longer exists; the message names those that do.
-            ValueError: the state is damaged or does not fit the buffer, or the reference is not one of ours.
+            FileNotFoundError: The state no longer exists; the message names the existing states.
+            ValueError: The state is damaged or does not fit the buffer, or the reference is invalid.
         """
         found = snapshot_of(reference, self.root, rank=self.rank)
         buffer.loads(found)
@@ -68,16 +68,16 @@ class BufferSnapshots:
 
 
 def snapshot_of(reference: dict[str, Any], root: Path, *, rank: int | None = None) -> Path:
-    """Return the folder of a state, below ``root`` or where it was written.
+    """Return the folder of a state, below ``root`` or at its original path.
 
     Args:
-        reference: What :meth:`BufferSnapshots.save` returned.
-        root: Where all runs' folders lie now.
-        rank: Whose it is; None for the rank that wrote it.
+        reference: The result of :meth:`BufferSnapshots.save`.
+        root: The current parent folder of all runs.
+        rank: Rank of the state; None for the rank that wrote it.
 
     Raises:
-        FileNotFoundError: The state no longer exists; the message names those that do.
-        ValueError: The reference is not one of ours.
+        FileNotFoundError: The state no longer exists; the message names the existing states.
+        ValueError: The reference is invalid.
     """
     run, name, recorded = (str(reference.get(key)) for key in ("run", "name", "folder"))
     if not (_RUN.fullmatch(run) and _NAME.fullmatch(name)):
@@ -98,12 +98,12 @@ def snapshot_of(reference: dict[str, Any], root: Path, *, rank: int | None = Non
 
 
 def check_folder(folder: Path, mode: str, checkpoint_buffer: str) -> None:
-    """Validate ``buffer_dir``; raise MisfitError if nothing will be written there, or an OSError if nothing can be.
+    """Validate ``buffer_dir``; raise MisfitError if the run does not use it, or an OSError if it is not writable.
 
     Args:
         folder: The setting ``buffer_dir``.
-        mode: Where checkpoints of this run keep the buffer.
-        checkpoint_buffer: The setting from which the mode follows.
+        mode: The run's place of the buffer in checkpoints: ``inside``, ``beside`` or ``none``.
+        checkpoint_buffer: The setting ``checkpoint_buffer``, which determines the mode.
     """
     if mode != "beside":
         raise MisfitError(

@@ -1,4 +1,4 @@
-"""Sources of replayed batches: their protocol, checks and buffers."""
+"""Sources of replay batches: their protocol, checks and buffers."""
 
 from __future__ import annotations
 
@@ -21,33 +21,33 @@ from torchrl_lightning.replay.episode_transform import tell, transforms_in
 
 
 class BatchSource(Protocol):
-    """What replayed batches are drawn from: a buffer, or several."""
+    """A source of replay batches: one buffer, or a mixture of several."""
 
     def draw(self, batch_size: int) -> TensorDictBase:
         """Return a batch."""
 
     def update_tensordict_priority(self, data: TensorDictBase) -> None:
-        """Take the priorities that a loss wrote into a batch."""
+        """Update the stored priorities with the priorities that a loss wrote into a batch."""
 
     def write_back(self, batch: TensorDictBase, keys: Sequence[NestedKey]) -> Any:
         """Store rewritten entries of a batch."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs."""
+        """Return the state for a resumed run."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from it."""
+        """Restore a state."""
 
 
 def build_source(make: Callable[..., Any], buffer: Any, folder: Path) -> Any:
-    """Build a source over a buffer, which is handed a folder if it takes one that is not bound yet."""
+    """Build a source over a buffer; pass a folder if the factory has an unbound parameter ``folder``."""
     bound = make.keywords if isinstance(make, partial) else {}
     takes = "folder" in signature(make).parameters and "folder" not in bound
     return make(buffer, folder=folder) if takes else make(buffer)
 
 
 def check_rows(source: Any, are_missed: bool) -> None:
-    """Refuse a source into which rows are written elsewhere that must be normalised here."""
+    """Raise a ValueError if another process writes rows into the source that this process must normalise."""
     if are_missed:
         raise ValueError(
             "normalize_observation and normalize_reward need the rows, which this collector writes straight into "
@@ -56,17 +56,17 @@ def check_rows(source: Any, are_missed: bool) -> None:
 
 
 def check_source(source: Any, learner: Any, *, normalizes: bool, has_data: bool) -> None:
-    """Refuse what cannot be drawn from.
+    """Validate a source of batches.
 
     Args:
-        source: What ``source=`` gave.
-        learner: The LightningModule, if there is one.
+        source: The result of the ``source=`` factory.
+        learner: The LightningModule, or None.
         normalizes: Whether observations are normalised when batches are drawn.
-        has_data: Whether a data set is to fill the buffer.
+        has_data: Whether a data set fills the buffer.
 
     Raises:
-        TypeError: It is no :class:`BatchSource`.
-        ValueError: It does not go with the others.
+        TypeError: The source is not a :class:`BatchSource`.
+        ValueError: The source does not fit the other arguments.
     """
     check_discount(source, learner)
     wanted = [name for name in vars(BatchSource) if not name.startswith("_")]
@@ -89,7 +89,7 @@ def check_source(source: Any, learner: Any, *, normalizes: bool, has_data: bool)
 
 
 def buffers_of(source: Any, buffer: ExperienceBuffer) -> Sequence[ExperienceBuffer]:
-    """Return the buffers that a source draws from, the one that is collected into first."""
+    """Return the buffers of a source; the buffer of collected steps is the first."""
     buffers = SourceApi.of(source).buffers
     return [buffer] if buffers is None else buffers
 
@@ -109,12 +109,12 @@ def check_transforms(buffers: Sequence[ExperienceBuffer], goals: EnvironmentGoal
 
 
 def check_first_fit(source: Any, steps: int | None, seed: int | None, spawn: Callable[[str], int]) -> None:
-    """Validate what a source fits first; raise ValueError if it cannot.
+    """Validate the first model fit of a source; raise ValueError if its split would have an empty side.
 
     Args:
-        source: The source; only a :class:`BranchedReplay` fits anything.
-        steps: Steps of each environment by then, None if they are unknown.
-        seed: The seed of the run, None if it is unknown.
+        source: The source; only a :class:`BranchedReplay` fits a model.
+        steps: Steps of each environment before the fit; None if unknown.
+        seed: The seed of the run; None if unknown.
         spawn: Returns the seed of a part of the run by its name.
     """
     if isinstance(source, BranchedReplay) and steps is not None and seed is not None:

@@ -1,4 +1,4 @@
-"""Settings and callbacks of Lightning that have no effect on a run, or another one than they name."""
+"""Validate Lightning settings and callbacks that would have no effect, or a wrong one, on a run."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ _FOR_MANUAL_OPTIMIZATION: dict[type[Callback], str] = {
     StochasticWeightAveraging: "Use WeightAveraging or EMAWeightAveraging",
     SpikeDetection: "Watch the logged losses, or clip gradients by max_grad_norm",
 }
-"""Callbacks that act on what ``training_step`` returns, or on Lightning's own optimization; what helps instead."""
+"""Callbacks that need the result of ``training_step`` or Lightning's own optimization, each with its remedy."""
 
 _FOR_OWN_NETWORKS: dict[type[Callback], str] = {
     BaseFinetuning: "Freeze parameters by requires_grad_(False) after build(specs) of the module",
     ModelPruning: "Prune the trained module by torch.nn.utils.prune",
 }
-"""Callbacks that replace parameters, or group them anew, which our optimizers store in one block of memory."""
+"""Callbacks that replace or regroup parameters, which our optimizers store in one block of memory."""
 
 
 def check_surroundings(trainer: Any, learner: Any) -> None:
-    """Validate what a fit runs in: torch's global settings, and the trainer, if there is one."""
+    """Validate torch's global settings and, if there is one, the trainer of a fit."""
     check_default_device()
     check_gradients_allowed()
     if trainer is not None:
@@ -44,7 +44,7 @@ def check_surroundings(trainer: Any, learner: Any) -> None:
 
 
 def check_trainer(trainer: Any, learner: Any) -> None:
-    """Validate a trainer's callbacks and settings; raise MisfitError if one of them cannot have its effect."""
+    """Validate a trainer's callbacks and settings; raise MisfitError if one of them cannot work."""
     name, builds_networks = type(learner).__name__, LearnerApi.of(learner).is_built is not None
     for callback in trainer.callbacks:
         kind = type(callback).__name__
@@ -73,7 +73,7 @@ def check_trainer(trainer: Any, learner: Any) -> None:
 def check_batches(trainer: Any, training: int, validation: int) -> None:
     """Validate that limits of a trainer leave batches of both loaders; raise MisfitError if not.
 
-    Lightning refuses them, too, but only when it has the loaders.
+    Lightning raises its own errors later, when the loaders exist.
 
     Args:
         trainer: The trainer.
@@ -100,7 +100,7 @@ def check_batches(trainer: Any, training: int, validation: int) -> None:
 
 
 def val_check_interval(trainer: Any) -> int | float:
-    """Return the setting of a trainer; its default if the trainer evaluates by time, because it has none then."""
+    """Return ``val_check_interval``, or its default: a trainer that evaluates by time does not have the attribute."""
     return cast(int | float, vars(trainer).get("val_check_interval", 1.0))
 
 

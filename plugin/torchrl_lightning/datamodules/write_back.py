@@ -1,4 +1,4 @@
-"""Validate ``write_back`` of a ReplayDataModule: the entries must be stored, and belong to the step of their row."""
+"""Validate ``write_back`` of a ReplayDataModule: its entries must be stored and belong to the step of the row."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from torchrl_lightning.protocols import PolicyApi
 from torchrl_lightning.replay import ExperienceBuffer
 
 STORED = frozenset({ACTION, *FLAGS, REWARD[-1], IS_INIT, RETURN, STEP_TYPE})
-"""Names that a collector or an episodic buffer gives the entries of a step, beside its observations."""
+"""Entries of a step that a collector or an episodic buffer adds to the observations."""
 
 
 def check_later_keys(keys: Sequence[NestedKey] | None, n_steps: int) -> None:
-    """Validate that no entry of a later step is written back; raise ValueError if one is."""
+    """Validate that ``write_back`` names no entry of a later step; raise ValueError if it does."""
     later = [key for key in keys or () if path_of(key)[0] == NEXT]
     if n_steps > 1 and later:
         raise ValueError(
@@ -30,15 +30,15 @@ def check_later_keys(keys: Sequence[NestedKey] | None, n_steps: int) -> None:
 
 
 def check_collected_keys(keys: Sequence[NestedKey] | None, data: Any, env: Any, policy: Any) -> None:
-    """Validate that our collector stores the entries to write back; raise ValueError before it is built if not.
+    """Validate before collection that our collector stores the entries to write back; raise ValueError if not.
 
-    Other collectors, data sets and buffers may store more: see :func:`check_stored_keys`.
+    Other collectors, data sets and buffers may store more entries: see :func:`check_stored_keys`.
 
     Args:
         keys: The entries.
         data: The DataModule.
         env: Its environment.
-        policy: The policy that collects.
+        policy: The collection policy.
     """
     outputs, buffer = PolicyApi.of(policy).out_keys, data.buffer
     is_known = data.make_collector is None and data.dataset is None and not isinstance(env, EnvBase)
@@ -56,11 +56,11 @@ def check_collected_keys(keys: Sequence[NestedKey] | None, data: Any, env: Any, 
 
 
 def check_stored_keys(keys: Sequence[NestedKey] | None, buffer: Any, batch: TensorDictBase) -> None:
-    """Validate that the first batch and the buffer hold the entries to write back; raise ValueError if not.
+    """Validate that the first batch and the buffer contain the entries to write back; raise ValueError if not.
 
     Args:
         keys: The entries.
-        buffer: The buffer; one without rows, whose rows are stored elsewhere, is not asked.
+        buffer: The buffer; it is not checked if it is empty because a source stores the rows.
         batch: The batch.
     """
     for key in keys or ():
