@@ -1,4 +1,4 @@
-"""Lightning DataModules: each owns an environment, a collector, a buffer and the count of environment frames."""
+"""Lightning DataModules with an environment, a collector, a buffer and a frame counter."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from torchrl_lightning.settings import Settings
 
 
 def environment_name(env: Any) -> str:
-    """Return the name of an environment given as an id, a factory or a built (vector) environment."""
+    """Return the name of an environment given as an id, a factory or a ready (vector) environment."""
     if isinstance(env, str):
         return env
     if isinstance(env, VectorEnv):

@@ -73,7 +73,7 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
     the trainer's precision, like the training step.
 
     Args:
-        env: an environment id, a factory of one Gymnasium or TorchRL environment, or a built environment: a
+        env: an environment id, a factory of one Gymnasium or TorchRL environment, or a ready environment: a
             :class:`gymnasium.vector.VectorEnv`, or any ``EnvBase``.
         num_envs: parallel environments on each rank. A batched TorchRL environment has its own number. For collectors
             on a cluster it is the sum over all ranks.
@@ -445,7 +445,7 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
         return with_autocast(module, learning_dtype(self.trainer))
 
     def _rollouts(self, collector: CollectorApi) -> Iterator[TensorDictBase]:
-        """Return the stream of a collector's rollouts."""
+        """Return an iterator over a collector's rollouts."""
         return iter(collector.part)
 
     def _collect(self, policy: Any) -> TensorDictBase | None:

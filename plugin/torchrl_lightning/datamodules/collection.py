@@ -34,7 +34,7 @@ def call_with_policy(make_collector: Callable[..., Any], policy: Any, **options:
 
 
 def clipping_of(make_collector: Callable[..., Any] | None) -> bool | None:
-    """Return whether a collector factory has ``clip_actions=True``; None if it has no such parameter.
+    """Return whether a collector factory has ``clip_actions=True``; None without the parameter.
 
     Examples:
         >>> clipping_of(partial(GymnasiumCollector, clip_actions=True)), clipping_of(GymnasiumCollector)

@@ -24,7 +24,7 @@ class BufferedDataset:
 
     Args:
         dataset: an argument of :func:`~torchrl_lightning.read_dataset`.
-        env: the expected environment: an id, a factory or a built environment.
+        env: the expected environment: an id, a factory or a ready environment.
         specs: its specs, with a frame stack.
         buffer: the empty buffer.
 

@@ -47,7 +47,7 @@ class DueEvaluation(SparseCallback):
 
     @property
     def count(self) -> int:
-        """Complete evaluations of the run."""
+        """Number of complete evaluations of the run."""
         trainer: Any = self.data.trainer
         is_running = self._is_running and trainer is not None and trainer.validating
         return self._count if is_running else int(self.data.num_evaluations)

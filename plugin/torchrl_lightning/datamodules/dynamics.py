@@ -36,7 +36,7 @@ from torchrl_lightning.replay import ExperienceBuffer
 from torchrl_lightning.settings import Count, Positive, Switch, derived, setting
 from torchrl_lightning.state import Attribute, Child, mapping, whole
 
-ROWS_AT_ONCE = 8192  # read for several small batches together
+ROWS_AT_ONCE = 8192  # rows to read together for several small batches
 
 
 class DynamicsDataModule(ExperienceDataModule):

@@ -36,15 +36,15 @@ class RunEnvironments:
     """Build and close the environment of collection, and check that evaluation uses the same environment.
 
     Args:
-        env: an id, a factory of one environment, or a built environment.
+        env: an id, a factory of one environment, or a ready environment.
         num_envs: number of parallel environments.
         eval_env: the environment of evaluation, in the form of ``env``; a new ``env`` if None.
-        leaves_resets_out: accept a built vector environment in mode ``NEXT_STEP``.
+        leaves_resets_out: accept a ready vector environment in mode ``NEXT_STEP``.
         clip_actions: whether collection clips actions to their Box; evaluation and policies in checkpoints then also
             clip. None if only a built collector defines this.
 
     Raises:
-        ValueError: ``env`` is already built, so that evaluation cannot build it again, and ``eval_env`` is None.
+        ValueError: ``env`` is ready and ``eval_env`` is None, but evaluation needs a second environment.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class RunEnvironments:
         return self._clips or clips_actions(policy)
 
     def check_clipping(self) -> None:
-        """Validate that actions have a Box if collection clips them; raise ValueError if they have none."""
+        """Validate that actions have a Box if collection clips them; raise ValueError if not."""
         check_clipping(self.specs.action_format, self.specs.action)
 
     def follow_collector(self, collector: CollectorApi) -> None:
@@ -159,7 +159,7 @@ class RunEnvironments:
         return {**vars(self), "_built": self._built if self._built is self.env else None}
 
     def close(self) -> None:
-        """Close what was built here: a ready environment is closed by whoever made it."""
+        """Close the environments that this object has built; the user closes a ready environment."""
         self.goals.close()
         env, self._built = self._built, None
         if env is not None and env is not self.env:
@@ -167,5 +167,5 @@ class RunEnvironments:
 
 
 def is_ready(env: object) -> bool:
-    """Return whether it is an environment, and not what makes one."""
+    """Return whether ``env`` is a ready environment, not an id or a factory."""
     return isinstance(env, VectorEnv | EnvBase)

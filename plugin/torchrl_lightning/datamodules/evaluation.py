@@ -196,7 +196,7 @@ def _spec_differences(stepped: EnvironmentSpecs, played: EnvironmentSpecs) -> li
 
 
 def _fields(specs: EnvironmentSpecs) -> dict[str, dict[str, Any]]:
-    """Return the fields of each observation and of the action."""
+    """Return the spec fields of each observation and action."""
     leaves = {f"observation {key!r}": spec for key, spec in specs.observation.items(True, True)}
     if isinstance(specs.action, Composite):
         leaves |= {f"action {key!r}": spec for key, spec in specs.action.items(True, True)}

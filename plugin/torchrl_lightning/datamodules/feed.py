@@ -62,7 +62,7 @@ class Feed:
         self._until_closed = ExitStack()
         self._is_resumed = False  # whether the next collector loads the kept state
         self._rng: Tensor | None = None  # generator state of a checkpoint, until the run continues
-        self._kept: Mapping[str, Any] | None = None  # the collector's state, while there is no collector
+        self._kept: Mapping[str, Any] | None = None  # the collector's state if the collector is closed or not built
         self._before: tuple[dict[str, Any] | None, Tensor] | None = None  # states before a rollout that is not accepted
 
     def open(

@@ -83,8 +83,8 @@ class MixedReplay(Stated, Nameable):
         """Draw a batch ``[batch_size, *]``.
 
         Raises:
-            RuntimeError: a buffer is empty.
-            ValueError: the buffers' batches have different entries.
+            RuntimeError: A buffer is empty.
+            ValueError: The buffers' batches have different entries.
         """
         (shares, owed), parts = self._shares(batch_size), []
         for number, (buffer, share) in enumerate(zip(self.buffers, shares, strict=True)):
@@ -105,7 +105,7 @@ class MixedReplay(Stated, Nameable):
         return batch
 
     def _parts(self, batch: TensorDictBase) -> Iterator[tuple[ExperienceBuffer, TensorDictBase]]:
-        """Yield each buffer that gave rows of a batch, with these rows."""
+        """Yield each buffer that has rows in a batch, and these rows."""
         source = batch.get(SOURCE).flatten(1)[:, 0] if batch.ndim > 1 else batch.get(SOURCE)
         counts = torch.bincount(source, minlength=len(self.buffers)).tolist()
         for buffer, rows in zip(self.buffers, batch.split(counts), strict=True):

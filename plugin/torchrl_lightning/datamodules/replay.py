@@ -154,7 +154,7 @@ class ReplayDataModule(UpdatesDataModule):
         """Number of drawn batches."""
         self._refilled = 0  # frames that are collected again because a checkpoint had no buffer
         self._dataset: BufferedDataset | None = None  # until the buffer is filled
-        self._source: Any = None  # a BatchSource, from setup on
+        self._source: Any = None  # a BatchSource after setup
         self._rows: Any = None  # the source, if it stores the rows itself
         self._kept_rows: Any = None  # the target of writes: the buffer, or a source that stores the rows
         self._writes = True  # False if the collector's processes write the rollouts
@@ -333,7 +333,7 @@ class ReplayDataModule(UpdatesDataModule):
         return self._clock.is_spent and self._waits_for_frames()
 
     def _collect_frames(self, learner: LearnerApi) -> bool:
-        """Step the environments once more; return False when the collector has ended."""
+        """Collect and store one rollout; return False when the collector has ended."""
         if self._feed.collector is None:
             check_collected_keys(self.write_back, self, self._environments.built(), learner.policy)
             self._open(learner.policy)

@@ -95,13 +95,13 @@ def buffers_of(source: Any, buffer: ExperienceBuffer) -> Sequence[ExperienceBuff
 
 
 def set_goals(buffers: Sequence[ExperienceBuffer], goals: EnvironmentGoals) -> None:
-    """Give the transforms of buffers the goal functions of an environment."""
+    """Set the goal functions of an environment in the transforms of buffers."""
     for buffer in buffers:
         tell(buffer.transform, goals)
 
 
 def check_transforms(buffers: Sequence[ExperienceBuffer], goals: EnvironmentGoals, specs: Any, learner: Any) -> None:
-    """Validate the transforms of buffers; raise MisfitError if one does not fit the environment of these goals."""
+    """Validate the transforms of buffers; raise MisfitError if one does not fit the environment."""
     set_goals(buffers, goals)
     for buffer in buffers:
         for transform in transforms_in(buffer.transform):

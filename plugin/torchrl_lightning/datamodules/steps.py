@@ -145,7 +145,7 @@ class Steps:
 
 
 def _write(buffer: Any, rows: TensorDictBase, env_ids: Tensor | None) -> Tensor:
-    """Write rows; return the environments in which the first row begins an episode, as far as the buffer knows."""
+    """Write rows; return environments with a new episode at the first row, if known."""
     writer = buffer.writer if isinstance(buffer, ExperienceBuffer) else None
     if writer is None or writer.index is None:
         buffer.extend(rows, env_ids=env_ids)

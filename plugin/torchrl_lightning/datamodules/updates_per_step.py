@@ -175,7 +175,7 @@ class UpdatesDataModule(ExperienceDataModule):
 
     @property
     def updates_of_epoch(self) -> int:
-        """Updates of an epoch, the same on every rank."""
+        """Number of updates in an epoch, the same on every rank."""
         raise NotImplementedError
 
     @property
