@@ -89,9 +89,9 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
             environment and sizes: its workers divide ``num_envs``, and the ranks divide its ``num_collectors``.
         reset_at_each_batch: begin each rollout with a seeded reset; rollouts need several steps then. This cuts
             episodes, but a resumed run equals an uninterrupted one bit for bit, although environments are not stored.
-        eval_env: the environment of evaluation episodes, in the form of ``env``; by default a new ``env``. Setup raises
-            an error if collection steps a different environment. A given ``eval_env`` may differ in its wrappers, with
-            a warning.
+        eval_env: the environment of evaluation episodes, in the form of ``env``; by default a new ``env``. An error is
+            raised if collection steps a different environment. A given ``eval_env`` may differ in its wrappers, with a
+            warning.
         eval_episodes: finished episodes of one evaluation.
         eval_num_envs: parallel environments of an evaluation.
         eval_mode: ``deterministic`` plays the mode of the policy's distribution, ``sampled`` a sample of it.

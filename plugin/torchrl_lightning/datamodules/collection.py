@@ -125,7 +125,7 @@ def share_of(make_collector: Callable[..., Any] | None, num_envs: int) -> int:
 
 
 def collectors_of_rank(make_collector: Callable[..., Any] | None, world_size: int) -> int | None:
-    """Return the number of a cluster's collectors per rank; None with one rank or if it is not divided.
+    """Return the number of a cluster's collectors per rank; None with one rank or if they are not divided.
 
     Each collector keeps its share of the environments. Worker processes of a machine are not divided among ranks.
 

@@ -231,7 +231,7 @@ def _wrapper_difference(stepped: EnvironmentView, played: EnvironmentView) -> st
         if stepped.wrappers is None or played.wrappers is None:
             return None
         if mine or theirs:
-            # Wrappers on one side may replace transforms on the other, unless it has none or both have the same ones.
+            # Wrappers of one side may replace transforms of the other, unless they are missing or equal on both sides.
             same = len((played if mine else stepped).wrappers or ()) > 1 and stepped.wrappers != played.wrappers
     if same:
         return _argument_differences(stepped, played)

@@ -57,13 +57,13 @@ class OnPolicyDataModule(UpdatesDataModule):
             ``num_mini_batch`` if None.
         num_mini_batch: mini-batches in a pass; computed from ``mini_batch_size`` if None, or 4 if both are None. If
             both are given, a pass has exactly this number of batches of exactly this size (in environments for a
-            recurrent policy). For a recurrent policy it must divide ``num_envs``.
+            recurrent policy). For a recurrent policy it must divide ``num_envs``, which is checked before collection.
         shuffle: draw the samples of each pass in a new random order.
 
     The other arguments are documented in :class:`UpdatesDataModule`.
 
     Raises:
-        ValueError: The mini-batches do not fit the rollout, or the rollout does not fit into memory.
+        ValueError: The mini-batches do not fit the rollout, or (before collection) the rollout exceeds the memory.
 
     Examples:
         >>> data = OnPolicyDataModule("CartPole-v1", num_envs=4, frames_per_batch=64, mini_batch_size=32, num_epochs=2)

@@ -89,7 +89,7 @@ class RewardScale(Stated):
             gamma: The discount of the run.
 
         Returns:
-            The moments of the sums of a chunk of steps, or None before the chunk is full.
+            The moments of the sums if a chunk is full or ``env_ids`` changes, else None.
         """
         before, self._gamma = None, gamma
         if env_ids is not self._env_ids:
