@@ -1,4 +1,4 @@
-"""On-policy experience: one rollout, its advantages, and its mini-batches."""
+"""On-policy buffers: store one rollout, estimate its advantages, and split it into mini-batches."""
 
 from __future__ import annotations
 

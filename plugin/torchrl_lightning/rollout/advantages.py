@@ -1,4 +1,4 @@
-"""Transforms that write ``advantage`` and ``value_target``: their base, Monte-Carlo returns, GAE, V-trace."""
+"""Transforms that write ``advantage`` and ``value_target``: Monte-Carlo returns, GAE, V-trace."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from torchrl_lightning.settings import Fraction, Positive, Settings, Switch, set
 
 
 class AdvantageTransform(Settings, Transform):
-    """Base of the transforms that write advantages and value targets on a rollout.
+    """Base class of transforms that write advantages and value targets to a rollout.
 
-    Call it to compute. In a replay buffer, append it with ``invert=True`` or set ``on_write=True`` to compute when a
-    rollout is written; otherwise it computes on sampled sequences.
+    Call the transform on a rollout to compute them. In a replay buffer, it computes on sampled sequences by default.
+    Append it with ``invert=True`` or set ``on_write=True`` to compute when a rollout is written.
 
     Args:
         gamma: discount.
-        critic: module that writes ``value_key``; may be ``None`` where the rollout holds all values. It is not part of
-            the transform's ``state_dict``.
-        time_dim: as in :class:`DiscountedReturns`, here and below.
+        critic: module that writes ``value_key``; may be ``None`` if the rollout holds all values. The transform's
+            ``state_dict`` does not include it.
+        time_dim: this and the following arguments are those of :class:`DiscountedReturns`.
     """
 
     gamma: Fraction = setting(default=0.99, kw_only=False)
@@ -48,15 +48,15 @@ class AdvantageTransform(Settings, Transform):
 
     @property
     def estimator(self) -> Estimator:
-        """How advantages are estimated."""
+        """The advantage estimator."""
         raise NotImplementedError(f"{type(self).__name__} does not say how advantages are estimated.")
 
     @property
     def stream(self) -> Stream:
-        """What is read and written."""
+        """Keys of the read and written entries."""
         return Stream(self.reward_key, self.value_key, self.advantage_key, self.value_target_key)
 
-    # TorchRL's PPO trainer config puts its critic into ``transform.module.value_network``, where its own GAE has it.
+    # TorchRL's PPO trainer config assigns the critic to ``transform.module.value_network``, an attribute of its GAE.
     @property
     def module(self) -> AdvantageTransform:
         """The transform itself, under the name that TorchRL's trainer configs use."""
@@ -71,7 +71,7 @@ class AdvantageTransform(Settings, Transform):
     def value_network(self, critic: TensorDictModuleBase | None) -> None:
         self.critic = critic
 
-    # Critic and actor belong to the learner; registering them as submodules would save their weights with every buffer.
+    # The learner owns critic and actor. Registered submodules would add their weights to each buffer's state_dict.
     def __setattr__(self, name: str, value: Any) -> None:
         if name in ("critic", "actor", "value_network"):
             object.__setattr__(self, name, value)
@@ -79,18 +79,18 @@ class AdvantageTransform(Settings, Transform):
             super().__setattr__(name, value)
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Compute on a rollout; pass samples through when ``on_write``."""
+        """Write advantages and targets; return the data unchanged if ``on_write`` is set."""
         return tensordict if self.on_write else self.estimate(tensordict)
 
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
         return self.estimate(tensordict) if self.on_write else tensordict
 
-    # What append_transform(..., invert=True) runs when a rollout is written.
+    # append_transform(..., invert=True) runs this when a rollout is written.
     def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
         return self.estimate(next_tensordict)
 
     def estimate(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Write advantages and value targets on a rollout of any layout and return it."""
+        """Write advantages and value targets to a rollout of any layout and return it."""
         axis = time_axis(tensordict, self.time_dim)
         check_flags(tensordict)
         rollout = time_major(tensordict, self.time_dim)
@@ -103,7 +103,7 @@ class AdvantageTransform(Settings, Transform):
         return tensordict
 
     def compute(self, rollout: TensorDictBase) -> None:
-        """Write values, advantages and targets on a time-major rollout."""
+        """Write values, advantages and targets to a time-major rollout."""
         known = () if self.recompute_values else rollout.keys(include_nested=True)
         if self.stream.bootstrap:
             fill_values(rollout, self.critic, {self.value_key: self.stream.episodic}, known=known)
@@ -118,15 +118,15 @@ class DiscountedReturns(AdvantageTransform):
     Args:
         gamma: discount.
         critic: module that writes the values.
-        bootstrap: use values; if False, cut-off episodes count as ended, no critic is needed and ``A = R``.
-        time_dim: which dimension is time; ``None`` reads the dimension names.
-        reward_key: the reward.
-        value_key: values, or the parent of several critics' values.
+        bootstrap: use values; if False, truncated episodes count as terminated, no critic is needed and ``A = R``.
+        time_dim: time dimension of the rollout; ``None`` reads the dimension names.
+        reward_key: key of the rewards.
+        value_key: key of the values, or parent key for several critics.
         advantage_key: key of the advantages; nested for several critics.
         value_target_key: key of the value targets; nested for several critics.
         recompute_values: run the critic even if the rollout holds values.
-        standardize_advantages: zero mean, unit standard deviation over the whole rollout.
-        on_write: compute in a buffer's ``extend`` and pass samples through.
+        standardize_advantages: scale to zero mean and unit standard deviation over the whole rollout.
+        on_write: compute in a buffer's ``extend``, not on samples.
 
     Examples:
         >>> import torch
@@ -142,12 +142,12 @@ class DiscountedReturns(AdvantageTransform):
 
     @property
     def estimator(self) -> Estimator:
-        """Monte-Carlo returns."""
+        """The Monte-Carlo estimator."""
         return MonteCarlo(standardize=self.standardize_advantages)
 
     @property
     def stream(self) -> Stream:
-        """What is read and written."""
+        """Keys of the read and written entries."""
         return dataclasses.replace(super().stream, bootstrap=self.bootstrap)
 
 
@@ -160,7 +160,7 @@ class GeneralizedAdvantages(AdvantageTransform):
         gamma: discount.
         lmbda: λ.
         critic: module that writes the values.
-        time_dim: as in :class:`DiscountedReturns`, here and below.
+        time_dim: this and the following arguments are those of :class:`DiscountedReturns`.
 
     Examples:
         >>> import torch
@@ -177,7 +177,7 @@ class GeneralizedAdvantages(AdvantageTransform):
 
     @property
     def estimator(self) -> Estimator:
-        """GAE."""
+        """The GAE estimator."""
         return GAE(standardize=self.standardize_advantages, lmbda=self.lmbda)
 
 
@@ -191,14 +191,14 @@ class VTraceAdvantages(AdvantageTransform):
         gamma: discount.
         lmbda: λ.
         critic: module that writes the values.
-        actor: current policy; without one ``current_log_prob_key`` must be in the rollout.
+        actor: current policy; without it, the rollout must contain ``current_log_prob_key``.
         rho_clip: ρ̄.
         c_clip: c̄.
-        pg_rho_clip: ρ̄ of the policy gradient; as ``rho_clip`` when ``None``.
-        log_prob_key: log-probability under the behaviour policy; never overwritten.
-        current_log_prob_key: log-probability under the current policy.
-        action_key: the action.
-        time_dim: as in :class:`DiscountedReturns`, here and below.
+        pg_rho_clip: ρ̄ of the policy gradient; ``None`` uses ``rho_clip``.
+        log_prob_key: key of the behaviour policy's log-probabilities; never overwritten.
+        current_log_prob_key: key of the current policy's log-probabilities.
+        action_key: key of the actions.
+        time_dim: this and the following arguments are those of :class:`DiscountedReturns`.
 
     Examples:
         >>> import torch
@@ -224,7 +224,7 @@ class VTraceAdvantages(AdvantageTransform):
 
     @property
     def estimator(self) -> VTrace:
-        """V-trace."""
+        """The V-trace estimator."""
         return VTrace(
             standardize=self.standardize_advantages,
             lmbda=self.lmbda,
@@ -237,7 +237,7 @@ class VTraceAdvantages(AdvantageTransform):
         )
 
     def compute(self, rollout: TensorDictBase) -> None:
-        """Write values, the current policy's log-probabilities, advantages and targets on a time-major rollout."""
+        """Write values, the current policy's log-probabilities, advantages and targets to a time-major rollout."""
         if self.actor is not None or self.current_log_prob_key not in rollout.keys(include_nested=True):
             rollout.update(self.estimator.of_policy(rollout, self.actor, RECURRENT_KEYS))
         super().compute(rollout)

@@ -1,4 +1,4 @@
-"""Mini-batches of a rollout: their number in an epoch, their entries, and the sampler that visits them."""
+"""Split a rollout into mini-batches: batch sizes, selected entries, and the sampler."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ NAMES = (None, "time")
 def split_epoch(
     units: int, num_mini_batch: int | None, mini_batch_size: int | None, drop_last: bool, *, whole: bool
 ) -> tuple[int | None, int | None]:
-    """Decide ``(number, size)`` of an epoch's mini-batches; ``size=None`` means as even as possible.
+    """Return ``(number, size)`` of an epoch's mini-batches; ``size=None`` makes their sizes as even as possible.
 
     Raises:
-        ValueError: the numbers are not positive, ask for more than there is, or do not divide whole environments.
+        ValueError: a number is not positive, exceeds the stored data, or does not divide the number of environments.
     """
     unit = "environments" if whole else "steps"
     for name, value in (("num_mini_batch", num_mini_batch), ("mini_batch_size", mini_batch_size)):
@@ -54,17 +54,17 @@ def split_epoch(
 def pruned(
     rollout: TensorDictBase, keys: Collection[NestedKey] | None, hidden: Collection[NestedKey], *, flat: bool
 ) -> Tree:
-    """Return the entries ``keys`` of a mini-batch, or all but ``hidden``, as a nested dict, ``[T, N]`` or ``[T * N]``.
+    """Return the entries ``keys``, or all but ``hidden``, as a nested dict ``[T, N]``; ``flat`` makes it ``[T * N]``.
 
     Raises:
-        KeyError: one of ``keys`` is not there.
+        KeyError: the rollout lacks one of ``keys``.
     """
     if keys is not None:
         absent = [key for key in keys if key not in rollout.keys(include_nested=True)]
         if absent:
             have = sorted(map(str, rollout.keys(include_nested=True, leaves_only=True)))
             raise KeyError(f"batch_keys {absent} are not in the rollout; it has {have}.")
-        # Without it, a loss would take replayed steps for the policy's own.
+        # A loss needs this mark to tell replayed steps from the policy's steps.
         marks = [REPLAYED] if rollout.get(REPLAYED, None) is not None else []
         rollout = rollout.select(*keys, *marks)
         hidden = ()
@@ -87,14 +87,14 @@ def pruned(
 def sequences(
     rollout: TensorDictBase, envs: Tensor | None = None, recurrent_keys: Collection[NestedKey] = ("recurrent_state",)
 ) -> TensorDict:
-    """Read environments ``envs`` of ``[T, N]`` as ``[B, T]`` named ``(None, "time")``.
+    """Return the environments ``envs`` of ``[T, N]`` as sequences ``[B, T]`` named ``(None, "time")``.
 
-    Only the first step of a recurrent state is used; it is expanded over ``T``, with zeros where an episode starts,
-    because TorchRL's ``GRUModule`` and ``LSTMModule`` split a row at ``is_init`` and read the state at each split.
+    The recurrent state of the first step is expanded over ``T``, with zeros at episode starts: TorchRL's ``GRUModule``
+    and ``LSTMModule`` split a row at ``is_init`` and read the state at each split.
 
     Args:
         rollout: time-major ``[T, N]``.
-        envs: environment indices ``[B]``; all of them when ``None``.
+        envs: environment indices ``[B]``; ``None`` selects all.
         recurrent_keys: root keys of recurrent states.
     """
     envs = torch.arange(rollout.shape[1], device=device_in(rollout)) if envs is None else envs
@@ -120,7 +120,7 @@ def sequences(
 def viewed(
     data: TensorDictBase, view: Callable[[Any], Any], batch: torch.Size, names: Sequence[str | None] | None = None
 ) -> TensorDict:
-    """View every leaf otherwise; TensorDict's own ways take four times as long, and each write does so."""
+    """Apply a view to every leaf; TensorDict's methods take four times as long, and every write needs this."""
     entries = {
         key: viewed(value, view, batch, names)
         if isinstance(value, TensorDictBase) and not is_non_tensor(value)
@@ -131,7 +131,7 @@ def viewed(
 
 
 def device_in(data: TensorDictBase) -> torch.device | None:
-    """Return the device of the first leaf."""
+    """Return the device of the first leaf, or None without leaves."""
     for value in data.values(include_nested=True, leaves_only=True):
         return torch.device(value.device)
     return None
@@ -143,12 +143,12 @@ UNITS = ("steps", "environments")
 class MinibatchSampler(Stated, SamplerBase):
     """Visit every sample of a rollout exactly once per epoch, shuffled or in order.
 
-    With ``by="steps"`` a batch is ``[B]`` steps; with ``by="environments"`` it is ``[B, T]`` whole environments, for
-    recurrent policies, and the batch size counts environments. A write starts a new epoch.
+    With ``by="steps"`` a batch is ``[B]`` steps. With ``by="environments"`` a batch is ``[B, T]`` whole environments
+    for recurrent policies, and the batch size counts environments. A write starts a new epoch.
 
     Args:
-        drop_last: drop the ragged last batch of an epoch instead of delivering it short.
-        shuffle: draw a new order for each epoch; otherwise in time-major order.
+        drop_last: drop the last batch of an epoch if it is smaller than the batch size.
+        shuffle: draw a new order for each epoch; False visits the steps in time-major order.
         by: ``"steps"`` or ``"environments"``.
         generator: random generator; seeded from torch's global one when ``None``.
 
@@ -188,7 +188,7 @@ class MinibatchSampler(Stated, SamplerBase):
         self._own_rng = generator
 
     def order(self, count: int, shuffle: bool | None = None, device: torch.device | str = "cpu") -> Tensor:
-        """Return the indices ``0 .. count - 1`` of one epoch, permuted if shuffled."""
+        """Return the indices ``0 .. count - 1`` of one epoch, permuted if ``shuffle`` is set."""
         if not (self.shuffle if shuffle is None else shuffle):
             return torch.arange(count, device=device)
         rng = self.generator
@@ -208,10 +208,10 @@ class MinibatchSampler(Stated, SamplerBase):
 
         Args:
             count: number of units (steps or environments).
-            batch_size: units in a batch; None makes ``num_batches`` as even as possible.
+            batch_size: units per batch; None splits the epoch into ``num_batches`` of nearly equal size.
             shuffle: overrides the sampler's option.
             drop_last: overrides the sampler's option.
-            num_batches: stop after this number of batches.
+            num_batches: maximum number of batches.
             device: device of the indices.
 
         Raises:
@@ -233,11 +233,11 @@ class MinibatchSampler(Stated, SamplerBase):
             tensor(torch.int64, None, high=count - 1, anywhere=True)(remaining, "'remaining'")
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[tuple[Tensor, ...] | Tensor, dict[str, Any]]:
-        """Return the next batch of this epoch as TorchRL's buffers expect it: coordinates ``(t, n)``.
+        """Return the coordinates ``(t, n)`` of the next batch of this epoch, in the format of TorchRL's buffers.
 
         Raises:
             RuntimeError: the storage is empty.
-            ValueError: ``drop_last`` is set and an epoch holds no full batch, or the batch size is not positive.
+            ValueError: an epoch has no full batch and ``drop_last`` is set, or the batch size is not positive.
         """
         batch_size = integer(batch_size, "batch_size")
         if not len(storage):
@@ -265,7 +265,7 @@ class MinibatchSampler(Stated, SamplerBase):
         return (time, index.unsqueeze(1).expand_as(time)), {}
 
     def extend(self, index: Any) -> None:
-        """Start a new epoch, because data was written."""
+        """Start a new epoch after a write."""
         self.clear()
 
     add = extend

@@ -1,4 +1,4 @@
-"""A buffer of one rollout: a storage, a writer, an estimator of advantages, and mini-batches."""
+"""Store one rollout, estimate its advantages, and serve mini-batches."""
 
 from __future__ import annotations
 
@@ -36,35 +36,35 @@ from torchrl_lightning.state import Attribute, Child, Stated, flag
 
 
 class RolloutBuffer(Settings, Stated, TensorDictReplayBuffer, DocumentedVerbs):
-    """One rollout ``[T, N]``, its advantages and value targets, and its mini-batches.
+    """A buffer of one rollout ``[T, N]`` with advantages, value targets and mini-batches.
 
-    Any read of it, by TorchRL's verbs as by any other, first computes what is due: a loss that finds no advantages
-    estimates some itself, over samples in any order, which is noise.
+    Every read computes missing advantages first. A TorchRL loss would otherwise estimate them from shuffled samples,
+    and the result would be noise.
 
     Args:
         size: capacity along time.
-        estimator: how advantages follow from rewards and values; :class:`GAE` by default.
+        estimator: computes advantages from rewards and values; :class:`GAE` by default.
         device: device of the rollout.
-        actor: TensorDict policy, which V-trace asks, unless it is given when estimates are.
-        critic: writes the values, and ``intrinsic_state_value`` where there are intrinsic rewards, unless it is given
-            when estimates are.
+        actor: TensorDict policy for V-trace; :meth:`before_gradients` can override it.
+        critic: writes the values, and ``intrinsic_state_value`` if the rollout has intrinsic rewards;
+            :meth:`before_gradients` can override it.
         intrinsic_critic: writes ``intrinsic_state_value`` when the critic does not.
         algorithm: any object with ``gamma``, optionally ``gamma_intrinsic``, ``num_mini_batch``, ``mini_batch_size``;
-            read whenever they are needed.
+            the buffer reads them at each use.
         envs: environments with ``num_envs``.
-        gamma: discount; overrides the algorithm's; 0.99 if there is neither.
-        gamma_intrinsic: discount of the intrinsic stream; as ``gamma``, 0.99 by default.
-        normalize_intrinsic: divide intrinsic rewards by their running deviation.
+        gamma: discount; ``None`` uses the algorithm's, or 0.99 without one.
+        gamma_intrinsic: discount of the intrinsic rewards; the default follows the same rule as ``gamma``.
+        normalize_intrinsic: divide intrinsic rewards by their running standard deviation.
         intrinsic_direction: ``"forward"``, or ``"backward"`` as PyTorchRL does.
         recompute_values: run the critic even if the policy wrote values.
-        stream: the keys of rewards, values, advantages and targets; the usual ones by default.
-        hooks: called around each rollout, for example to replay demonstrations; they do nothing by default.
-        num_envs: number of environments; that of ``envs``, or of the first write, when ``None``.
-        time_dim: which dimension of a written rollout is time; ``None`` reads the dimension names.
+        stream: keys of rewards, values, advantages and targets; the standard keys by default.
+        hooks: called around each rollout, for example to replay demonstrations; the default does nothing.
+        num_envs: number of environments; ``None`` takes it from ``envs`` or the first write.
+        time_dim: time dimension of a written rollout; ``None`` reads the dimension names.
         recurrent: serve whole environments; ``None`` does so if a recurrent state is stored.
         recurrent_keys: root keys of recurrent states.
         batch_keys: entries of a mini-batch; ``None`` takes all but flags and successor values.
-        batch_size: samples of ``sample``.
+        batch_size: default batch size of ``sample``.
         generator: random generator; seeded from torch's global one when ``None``.
         transform: a TorchRL transform, applied on write (inverse) and on mini-batches.
 
@@ -95,7 +95,7 @@ class RolloutBuffer(Settings, Stated, TensorDictReplayBuffer, DocumentedVerbs):
         *("size", "gamma", "gamma_intrinsic", "actor", "critic", "intrinsic_critic", "algorithm", "envs"),
         *("recompute_values", "normalize_intrinsic", "batch_keys", "recurrent"),
     )
-    """The settings that :meth:`update_storage_parameter` may change."""
+    """Names of the settings that :meth:`update_storage_parameter` can change."""
 
     _size: InitVar[Count] = setting(alias="size", kw_only=False)
     _estimator: Annotated[Estimator, otherwise(GAE)] = setting(alias="estimator", default=None, kw_only=False)
@@ -157,7 +157,7 @@ class RolloutBuffer(Settings, Stated, TensorDictReplayBuffer, DocumentedVerbs):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.set_rng(self.generator)  # a copy, too, has one for all its parts
+        self.set_rng(self.generator)  # all parts of a copy share one generator, too
 
     # ---- the storage ------------------------------------------------------------------------------------------------
 
@@ -178,49 +178,49 @@ class RolloutBuffer(Settings, Stated, TensorDictReplayBuffer, DocumentedVerbs):
 
     @property
     def step(self) -> int:
-        """Steps stored."""
+        """Number of stored steps."""
         return self.storage.num_steps
 
     used_capacity = step
-    """Steps stored, under another documented name."""
+    """Number of stored steps, under PyTorchRL's name."""
 
     def dumps(self, path: str | Path) -> None:
-        """Write the state to a folder: streamed, atomic, without pickle."""
+        """Write the state to a folder atomically, in chunks and without pickle."""
         write_state(Path(path), self.state_dict(copy=False))
 
     def loads(self, path: str | Path) -> None:
-        """Read the state from a folder; one that is damaged or does not fit changes nothing."""
+        """Read the state from a folder; a damaged or incompatible state changes nothing."""
         self.load_state_dict(read_state(Path(path)))
 
     # ---- the settings that may change -------------------------------------------------------------------------------
 
     @property
     def _parameters(self) -> Mapping[str, Check]:
-        """What :meth:`update_storage_parameter` may change, and the check of the new value."""
+        """Validator of each setting that :meth:`update_storage_parameter` can change."""
         return {name: self.settings_of_class[name].check or (lambda value, name: value) for name in self.changeable}
 
     @property
     def _documented_keys(self) -> Mapping[str, NestedKey]:
-        """The keys of the documented names, as they are configured."""
+        """The configured key of each documented name."""
         stream = self.stream
         renamed = {"Value": stream.value, "Advantage": stream.advantage, "ExternalReturn": stream.target}
         return {**DOCUMENTED, **renamed}
 
     @property
     def is_recurrent(self) -> bool:
-        """Whether mini-batches are whole environments: as configured, else if a recurrent state is stored."""
+        """Whether mini-batches are whole environments; by default if a recurrent state is stored."""
         return self.storage.layout.holds(self.recurrent_keys) if self.recurrent is None else self.recurrent
 
-    # ---- what is estimated ------------------------------------------------------------------------------------------
+    # ---- settings of the estimates ----------------------------------------------------------------------------------
 
     @property
     def estimator(self) -> Estimator:
-        """How advantages are estimated by now."""
+        """The advantage estimator with the current settings."""
         return self._estimator
 
     @property
     def gamma(self) -> float:
-        """Discount: the configured one, else the algorithm's current one, else 0.99."""
+        """Discount: the configured value, else the algorithm's current value, else 0.99."""
         return self._discount("gamma", self._gamma)
 
     @gamma.setter
@@ -229,7 +229,7 @@ class RolloutBuffer(Settings, Stated, TensorDictReplayBuffer, DocumentedVerbs):
 
     @property
     def gamma_intrinsic(self) -> float:
-        """Discount of the intrinsic stream; see :attr:`gamma`."""
+        """Discount of the intrinsic rewards; see :attr:`gamma`."""
         return self._discount("gamma_intrinsic", self._gamma_intrinsic)
 
     @gamma_intrinsic.setter
@@ -246,7 +246,7 @@ class RolloutBuffer(Settings, Stated, TensorDictReplayBuffer, DocumentedVerbs):
 
     @property
     def normalizer(self) -> IntrinsicRewardNormalizer:
-        """The running deviation of the intrinsic rewards, with the current discount."""
+        """Normalizer of the intrinsic rewards, with the current discount."""
         if self._normalizer.gamma != (gamma := self.gamma_intrinsic):
             self._normalizer = self._normalizer.discounted_by(gamma)
         return self._normalizer
@@ -258,18 +258,18 @@ class RolloutBuffer(Settings, Stated, TensorDictReplayBuffer, DocumentedVerbs):
 
     @property
     def keeps_values(self) -> bool:
-        """Whether values stand that the policy has written, so that no critic is asked again."""
+        """Whether the buffer uses the policy's values instead of calling the critic again."""
         return self.stream.bootstrap and not (self.recompute_values or self.estimator.follows_policy)
 
     @property
     def _result_keys(self) -> list[NestedKey]:
-        """Entries that the estimates write, by their configured names."""
+        """Keys of the entries that the estimates write."""
         own, inner = self.stream, INTRINSIC
         return [own.advantage, own.target, inner.advantage, inner.target, NORMALIZED_REWARD, CURRENT_LOG_PROB]
 
     @property
     def _computed_keys(self) -> list[NestedKey]:
-        """Values, by their configured names."""
+        """Keys of the extrinsic and intrinsic values."""
         return [self.stream.value, INTRINSIC.value]
 
     # ---- writing ----------------------------------------------------------------------------------------------------
@@ -283,9 +283,9 @@ class RolloutBuffer(Settings, Stated, TensorDictReplayBuffer, DocumentedVerbs):
         self.writer.write(rollout, copy=copy)
 
     def _without_results(self, data: TensorDictBase) -> TensorDictBase:
-        """Leave out the results of an estimate, and the values that it computed."""
-        # Computed values come together with the successors' values and the results; given ones come alone. Once data
-        # is stored, its entries decide: they hold results and values only if a writer was given them.
+        """Return the data without the results and computed values of an earlier estimate."""
+        # Computed values come with successor values and results; the policy's values come without them. If data is
+        # stored, its schema decides: it contains results and values only if they were written with the data.
         schema = self.storage.schema
         drop = [key for key in self._result_keys if data.get(key, None) is not None]
         computed = self._values_in(data)
@@ -297,7 +297,7 @@ class RolloutBuffer(Settings, Stated, TensorDictReplayBuffer, DocumentedVerbs):
         return data.exclude(*drop) if drop else data
 
     def _values_in(self, data: TensorDictBase) -> list[NestedKey]:
-        """Return the keys of the values in ``data``, the successors' included."""
+        """Return the keys of all values in ``data``, including successor values."""
         return [
             found for key in self._computed_keys for root in (key, next_key(key)) for found in keys_below(data, root)
         ]
@@ -319,7 +319,7 @@ class RolloutBuffer(Settings, Stated, TensorDictReplayBuffer, DocumentedVerbs):
         self.sampler.clear()
 
     def extend(self, tensordicts: TensorDictBase, *, update_priority: bool | None = None) -> torch.Tensor:
-        """Append a rollout with all its entries, also advantages (TorchRL's verb); ``insert_data_slice`` replaces."""
+        """Append a rollout with all entries, including advantages; use ``insert_data_slice`` to replace the data."""
         if self._consumed:
             self.writer.prepare(tensordicts, self.writer.time_dim, 0)
             self.empty()
@@ -327,7 +327,7 @@ class RolloutBuffer(Settings, Stated, TensorDictReplayBuffer, DocumentedVerbs):
         return index
 
     def empty(self, empty_write_count: bool = True) -> None:
-        """Discard the stored steps; keep the step after the last, so that the next rollout can continue."""
+        """Discard the stored steps, but keep the bootstrap step so that the next rollout can continue."""
         self._consumed = False
         self.hooks.discard()
         super().empty(empty_write_count)
@@ -336,42 +336,42 @@ class RolloutBuffer(Settings, Stated, TensorDictReplayBuffer, DocumentedVerbs):
 
     @property
     def rollout(self) -> TensorDict:
-        """The stored rollout, ``[T, N]``, live: entries set on it go into mini-batches until the next write."""
+        """A live view of the stored rollout, ``[T, N]``; mini-batches include added entries until the next write."""
         return self.storage.rollout
 
     @property
     def _is_due(self) -> bool:
-        """Whether the stored rollout has no advantages yet: neither brought nor computed since the last write."""
+        """Whether a rollout is stored without advantages."""
         return self.storage.num_steps > 0 and self.storage.rollout.get(self.stream.advantage, None) is None
 
     def _estimated(self) -> TensorDict:
-        """Return the stored rollout, live, with advantages and targets; compute them if they are due.
+        """Return a live view of the stored rollout; compute advantages and targets if they are missing.
 
         Raises:
-            RuntimeError: nothing is stored, or a critic (for V-trace, an actor) is needed and missing.
+            RuntimeError: nothing is stored, or a required critic (for V-trace, an actor) is missing.
         """
         if self._is_due:
             self._write_estimates()
         return self.storage.rollout
 
     def before_gradients(self, actor: Any = None, critic: TensorDictModuleBase | None = None) -> None:
-        """Write values, advantages and targets of every stream and critic over the filled steps.
+        """Write values, advantages and targets of all stored steps, for extrinsic and intrinsic rewards.
 
         Args:
-            actor: the policy that learns; the buffer's if None.
-            critic: what writes its values; the buffer's if None.
+            actor: the current policy; None uses the buffer's.
+            critic: the value network; None uses the buffer's.
 
         Raises:
-            RuntimeError: nothing is stored, or a critic (for V-trace, an actor) is needed and missing.
-            KeyError: V-trace misses the log-probabilities of the policy that acted.
+            RuntimeError: nothing is stored, or a required critic (for V-trace, an actor) is missing.
+            KeyError: the behaviour policy's log-probabilities are missing for V-trace.
         """
         self._write_estimates(None, actor, critic)
         self.hooks.note_estimated(self.storage.rollout, self.stream.value)
 
     def before_epoch(self, actor: Any = None, critic: TensorDictModuleBase | None = None) -> None:
-        """Prepare another pass over the same data: correct for the updates of the previous pass, where that is meant.
+        """Estimate again before another pass over the data, if the estimator depends on the current policy.
 
-        A hook for DataModules; the arguments are those of :meth:`before_gradients`.
+        DataModules call this hook. It takes the arguments of :meth:`before_gradients`.
         """
         if self.estimator.follows_policy:
             self._write_estimates(None, actor, critic)
@@ -379,7 +379,7 @@ class RolloutBuffer(Settings, Stated, TensorDictReplayBuffer, DocumentedVerbs):
     def _write_estimates(
         self, estimator: Estimator | None = None, actor: Any = None, critic: TensorDictModuleBase | None = None
     ) -> None:
-        """Write values, advantages and targets; None stands for the buffer's own estimator, actor or critic."""
+        """Write values, advantages and targets; None uses the buffer's estimator, actor or critic."""
         estimator, rollout = self.estimator if estimator is None else estimator, self.storage.rollout
         self._write_inputs(estimator, actor, critic)
         estimator.compute(rollout, self.gamma, self.stream)
@@ -388,7 +388,7 @@ class RolloutBuffer(Settings, Stated, TensorDictReplayBuffer, DocumentedVerbs):
             estimator.compute(rollout, self.gamma_intrinsic, INTRINSIC)
 
     def _write_inputs(self, estimator: Estimator, actor: Any = None, critic: Any = None) -> None:
-        """Write the entries that an estimator reads: values, and the log-probabilities if it follows the policy."""
+        """Write the inputs of an estimator: values, and current log-probabilities if it needs them."""
         rollout, keys, now = self.storage.rollout, self.recurrent_keys, estimator.follows_policy
         said = estimator.of_policy(rollout, self.actor if actor is None else actor, keys)
         known = () if now or self.recompute_values else self.storage.schema
@@ -404,7 +404,7 @@ class RolloutBuffer(Settings, Stated, TensorDictReplayBuffer, DocumentedVerbs):
             rollout.set(key, value)
 
     def normalize_int_rewards(self) -> None:
-        """Divide the intrinsic rewards by a running estimate of their returns' deviation, once per rollout.
+        """Divide the intrinsic rewards by the running standard deviation of their returns, once per rollout.
 
         Raises:
             KeyError: the rollout has no intrinsic rewards.
@@ -414,7 +414,7 @@ class RolloutBuffer(Settings, Stated, TensorDictReplayBuffer, DocumentedVerbs):
             write_normalized(rollout, INTRINSIC_REWARD, self.normalizer if self.normalize_intrinsic else None)
 
     def after_gradients(self, batch: Any, info: Any) -> Any:
-        """Mark the rollout as used, so that the next write starts a new one; return ``info``. May be called often."""
+        """Return ``info``, and mark the rollout as used so that the next write replaces it."""
         self._consumed = True
         return info
 
@@ -425,7 +425,7 @@ class RolloutBuffer(Settings, Stated, TensorDictReplayBuffer, DocumentedVerbs):
     @overload
     def sample(self, batch_size: int | None = ..., return_info: bool = ..., include_info: bool | None = ...) -> Any: ...
     def sample(self, batch_size: int | None = None, return_info: bool = False, include_info: bool | None = None) -> Any:
-        """Sample the next batch of this epoch (TorchRL's verb); compute what is due before."""
+        """Sample the next batch of this epoch; compute missing advantages first."""
         if self.storage.num_steps:
             self._estimated()
         return super().sample(batch_size, return_info, include_info)
@@ -462,28 +462,28 @@ class RolloutBuffer(Settings, Stated, TensorDictReplayBuffer, DocumentedVerbs):
 
         return batches()
 
-    # ---- around a rollout: what a DataModule calls ------------------------------------------------------------------
+    # ---- hooks that DataModules call around a rollout ---------------------------------------------------------------
 
     @property
     def replay(self) -> ReplaySource | None:
-        """Source of the steps that a collector replays in some environments; None without one."""
+        """Source of the steps that a collector replays in some environments, or None."""
         return self.hooks.replay
 
     def attach(self, env: Any, num_envs: int) -> None:
-        """Prepare for ``num_envs`` environments that are collected from.
+        """Prepare to collect from ``num_envs`` environments.
 
         Args:
-            env: an id, a factory or a ready environment, as a DataModule takes it.
-            num_envs: how many are stepped side by side.
+            env: an id, a factory or a ready environment, as for a DataModule.
+            num_envs: number of parallel environments.
         """
         self.hooks.attach(env, num_envs)
 
     def wrap_env(self, env: Any) -> Any:
-        """Return the environment to collect from."""
+        """Return the wrapped environment for collection."""
         return self.hooks.wrap_env(env)
 
     def wrap_policy(self, policy: TensorDictModuleBase) -> TensorDictModuleBase:
-        """Return the policy to collect with, in what :meth:`wrap_env` returned."""
+        """Return the wrapped policy, for the environment from :meth:`wrap_env`."""
         return self.hooks.wrap_policy(policy)
 
     def metrics(self, policy_version: int | None = None) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""How advantages and value targets follow from rewards and values: Monte-Carlo returns, GAE, V-trace."""
+"""Estimators of advantages and value targets from rewards and values: Monte-Carlo returns, GAE, V-trace."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ from torchrl_lightning.trust import Nameable
 
 @dataclass(frozen=True)
 class Stream:
-    """The keys of one stream of rewards, and how far its values reach.
+    """Keys of one kind of reward (extrinsic or intrinsic) with its values, advantages and targets.
 
     Args:
-        reward: The rewards.
-        value: Values, or the parent of several critics' values.
-        advantage: Advantages; nested for several critics.
-        target: Value targets; nested for several critics.
-        episodic: Whether it ends with the episode.
-        bootstrap: Whether values are used; else they count as 0, and no critic is needed.
+        reward: Key of the rewards.
+        value: Key of the values, or parent key for several critics.
+        advantage: Key of the advantages; nested for several critics.
+        target: Key of the value targets; nested for several critics.
+        episodic: Whether returns end with the episode.
+        bootstrap: Whether to use values; if False, values count as 0 and no critic is needed.
     """
 
     reward: NestedKey = REWARD
@@ -54,7 +54,7 @@ class Stream:
 
 
 class Steps(NamedTuple):
-    """What one critic's advantages follow from, time first, all of one shape."""
+    """Inputs of the advantages of one critic: time-major tensors of equal shape."""
 
     reward: Tensor
     value: Tensor
@@ -69,25 +69,25 @@ INTRINSIC = Stream(NORMALIZED_REWARD, INTRINSIC_VALUE, INTRINSIC_ADVANTAGE, INTR
 
 @dataclass(frozen=True, kw_only=True)
 class Estimator(Nameable):
-    """Base of the ways to estimate advantages, each with its own settings.
+    """Base class of the advantage estimators.
 
     Args:
-        standardize: Whether advantages are scaled to zero mean and unit deviation over the whole rollout.
+        standardize: Whether to scale advantages to zero mean and unit standard deviation over the whole rollout.
     """
 
     standardize: bool = False
     required_keys: ClassVar[tuple[NestedKey, ...]] = (ACTION,)
     """Entries that the policy must write."""
     follows_policy: ClassVar[bool] = False
-    """Whether it asks :meth:`of_policy`, and for values of the current critic, before each pass over the data."""
+    """Whether each pass over the data needs :meth:`of_policy` and the current critic's values."""
 
     def compute(self, rollout: TensorDictBase, gamma: float, stream: Stream = EXTRINSIC) -> None:
-        """Write advantages and targets of every critic on a time-major rollout that holds all values.
+        """Write advantages and targets of every critic to a time-major rollout that holds all values.
 
         Args:
             rollout: ``[T, N]``.
-            gamma: Discount of the stream.
-            stream: Which rewards and values are read, and what is written.
+            gamma: Discount of these rewards.
+            stream: Keys of the read and written entries.
         """
         reward: Tensor = rollout.get(stream.reward)
         for key in keys_below(rollout, stream.value) if stream.bootstrap else [stream.value]:
@@ -103,25 +103,25 @@ class Estimator(Nameable):
             rollout.set(join(stream.target, critic), target)
 
     def advantages(self, steps: Steps, gamma: float, rollout: TensorDictBase) -> tuple[Tensor, Tensor]:
-        """Return advantage and value target of one critic."""
+        """Return the advantages and value targets of one critic."""
         raise NotImplementedError(f"{type(self).__name__} does not say how advantages are estimated.")
 
     def returns(self, steps: Steps, gamma: float) -> Tensor:
-        """Return the value target of one critic where the current policy collected the data."""
+        """Return the value targets of one critic for data of the current policy."""
         return discounted_returns(steps.reward, steps.next_value, steps.terminated, steps.done, gamma)
 
     def standardized(self, advantage: Tensor) -> Tensor:
-        """Return advantages as they are written."""
+        """Return the advantages, standardised if ``standardize`` is set."""
         return standardize(advantage) if self.standardize else advantage
 
     def of_policy(
         self, rollout: TensorDictBase, actor: Any, recurrent_keys: Collection[NestedKey]
     ) -> dict[NestedKey, Tensor]:
-        """Return what the current policy says of the stored steps, where the estimator follows it."""
+        """Return the entries that the current policy computes for the stored steps, if ``follows_policy``."""
         return {}
 
     def metrics(self, rollout: TensorDictBase, policy_version: int | None) -> dict[str, float]:
-        """Return metrics of an estimated rollout, where the estimator follows the policy."""
+        """Return metrics of an estimated rollout, if ``follows_policy``."""
         return {}
 
 
@@ -129,7 +129,7 @@ class MonteCarlo(Estimator):
     """Discounted returns as value targets, and ``A = R - V``; see :func:`~torchrl_lightning.discounted_returns`."""
 
     def advantages(self, steps: Steps, gamma: float, rollout: TensorDictBase) -> tuple[Tensor, Tensor]:
-        """Compute returns minus values, and the returns."""
+        """Return ``R - V``, and the returns ``R`` as value targets."""
         target = self.returns(steps, gamma)
         return target - steps.value, target
 
@@ -139,34 +139,34 @@ class GAE(Estimator):
     """Generalised advantage estimation; see :func:`~torchrl_lightning.gae`.
 
     Args:
-        standardize: As in :class:`Estimator`.
+        standardize: See :class:`Estimator`.
         lmbda: λ.
     """
 
     lmbda: float = 0.95
 
     def advantages(self, steps: Steps, gamma: float, rollout: TensorDictBase) -> tuple[Tensor, Tensor]:
-        """Compute GAE."""
+        """Return GAE advantages and value targets."""
         return gae(*steps, gamma, self.lmbda)
 
     def returns(self, steps: Steps, gamma: float) -> Tensor:
-        """Return the value target of GAE."""
+        """Return the value targets of GAE."""
         return gae(*steps, gamma, self.lmbda)[1]
 
 
 @dataclass(frozen=True, kw_only=True)
 class VTrace(Estimator):
-    """Corrections for data that an older policy collected; see :func:`~torchrl_lightning.vtrace`.
+    """V-trace, which corrects for data of an older policy; see :func:`~torchrl_lightning.vtrace`.
 
     Args:
-        standardize: As in :class:`Estimator`.
+        standardize: See :class:`Estimator`.
         lmbda: λ.
         rho_clip: ρ̄.
         c_clip: c̄.
-        pg_rho_clip: ρ̄ of the policy gradient; as ``rho_clip`` when ``None``.
-        log_prob_key: log-probability under the behaviour policy; never overwritten.
-        current_log_prob_key: log-probability under the current policy.
-        action_key: the action.
+        pg_rho_clip: ρ̄ of the policy gradient; ``None`` uses ``rho_clip``.
+        log_prob_key: key of the behaviour policy's log-probabilities; never overwritten.
+        current_log_prob_key: key of the current policy's log-probabilities.
+        action_key: key of the actions.
     """
 
     lmbda: float = 1.0
@@ -184,7 +184,7 @@ class VTrace(Estimator):
         return self.action_key, self.log_prob_key
 
     def advantages(self, steps: Steps, gamma: float, rollout: TensorDictBase) -> tuple[Tensor, Tensor]:
-        """Compute V-trace."""
+        """Return V-trace advantages and value targets."""
         self._check_behaviour(rollout)
         pair = []
         for key in (self.current_log_prob_key, self.log_prob_key):
@@ -219,7 +219,7 @@ class VTrace(Estimator):
             )
 
     def metrics(self, rollout: TensorDictBase, policy_version: int | None) -> dict[str, float]:
-        """Return mean ``|ρ - 1|``, and the policy lag if versions are known."""
+        """Return the mean ``|ρ - 1|``, and the policy lag if both versions are known."""
         figures: dict[str, float] = {}
         current, version = (rollout.get(key, None) for key in (self.current_log_prob_key, POLICY_VERSION))
         if current is not None:

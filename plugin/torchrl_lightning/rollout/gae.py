@@ -8,14 +8,15 @@ from torchrl_lightning.settings import Fraction, setting
 
 
 class GAEBuffer(VanillaOnPolicyBuffer):
-    """On-policy buffer with GAE (Schulman et al. 2016, arXiv:1506.02438).
+    """An on-policy buffer with GAE (Schulman et al. 2016, arXiv:1506.02438).
 
     ``δ[t] = r[t] + γ (1 - term[t]) V'[t] - V[t]``; ``A[t] = δ[t] + γ λ (1 - done[t]) A[t+1]``; the target is ``A + V``.
 
     Args:
-        size: as in :class:`VanillaOnPolicyBuffer`, here and in the next four.
+        size: this argument, ``device``, ``actor``, ``algorithm`` and ``envs`` are those of
+            :class:`VanillaOnPolicyBuffer`.
         gae_lambda: λ.
-        gamma: as in :class:`VanillaOnPolicyBuffer`, here and below.
+        gamma: this and the following arguments are those of :class:`VanillaOnPolicyBuffer`.
 
     Examples:
         >>> buffer = GAEBuffer(128, gae_lambda=0.9)
@@ -29,5 +30,5 @@ class GAEBuffer(VanillaOnPolicyBuffer):
 
     @property
     def estimator(self) -> Estimator:
-        """GAE, with the present settings."""
+        """GAE estimator with the current settings."""
         return GAE(standardize=self.standardize_advantages, lmbda=self.gae_lambda)

@@ -1,4 +1,4 @@
-"""Hooks of a rollout buffer, which DataModules and the buffer call around each rollout."""
+"""Hooks that DataModules and a rollout buffer call around each rollout."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ from torchrl_lightning.environments.played import ReplaySource
 
 
 class RolloutHooks:
-    """Hooks around each rollout of a buffer; this base does nothing."""
+    """Hooks around each rollout of a buffer; this base class does nothing."""
 
     replay: ReplaySource | None = None
-    """Source of the steps that a collector replays in some environments; None without one."""
+    """Source of the steps that a collector replays in some environments, or None."""
 
     def attach(self, env: Any, num_envs: int) -> None:
-        """Prepare for ``num_envs`` environments that are collected from.
+        """Prepare to collect from ``num_envs`` environments.
 
         Args:
-            env: an id, a factory or a ready environment, as a DataModule takes it.
-            num_envs: how many are stepped side by side.
+            env: an id, a factory or a ready environment, as for a DataModule.
+            num_envs: number of parallel environments.
         """
 
     def wrap_env(self, env: Any) -> Any:
-        """Return the environment to collect from."""
+        """Return the wrapped environment for collection."""
         return env
 
     def wrap_policy(self, policy: TensorDictModuleBase) -> TensorDictModuleBase:
-        """Return the policy to collect with, in what :meth:`wrap_env` returned."""
+        """Return the wrapped policy, for the environment from :meth:`wrap_env`."""
         return policy
 
     def note_collected(self, rollout: TensorDictBase) -> None:
-        """Receive a rollout as it was collected, ``[N, T]``; the stored one may be normalised."""
+        """Receive the collected rollout ``[N, T]`` before normalisation."""
 
     def note_estimated(self, rollout: TensorDictBase, value_key: NestedKey) -> None:
         """Receive the stored rollout ``[T, N]`` with its values and advantages, before an update."""
 
     def discard(self) -> None:
-        """Forget the stored rollout, which the buffer discards."""
+        """Discard data about the stored rollout; the buffer calls this when it is emptied."""
 
     def metrics(self, rollout: TensorDictBase | None) -> dict[str, float]:
-        """Return metrics to log; ``rollout`` is the stored one, ``[T, N]``, or None."""
+        """Return metrics to log; ``rollout`` is the stored rollout ``[T, N]`` or None."""
         return {}

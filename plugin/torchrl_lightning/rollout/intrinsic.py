@@ -1,4 +1,4 @@
-"""The intrinsic stream: normalised rewards and non-episodic returns with their own critic."""
+"""Intrinsic rewards: normalisation, and non-episodic returns with a separate critic."""
 
 from __future__ import annotations
 
@@ -29,19 +29,20 @@ from torchrl_lightning.settings import Switch
 class IntrinsicReturns(GeneralizedAdvantages):
     """Advantages and targets of the intrinsic rewards (Burda et al. 2018, arXiv:1810.12894).
 
-    The rewards are divided by the running standard deviation of their discounted sum, which begins again where
-    ``("collector", "traj_ids")`` change although no step is done. The stream does not end with the episode: it is GAE
-    with ``terminated = done = 0``, its own γ and its own critic. The raw reward stays as it is; the normalised one is
-    ``("next", "normalized_intrinsic_reward")``.
+    Rewards are divided by the running standard deviation of their discounted sum. The sum restarts when
+    ``("collector", "traj_ids")`` changes without a done step. Returns do not end with the episode: the estimate is GAE
+    with ``terminated = done = 0`` and a separate γ and critic. The normalised reward is written to
+    ``("next", "normalized_intrinsic_reward")``; the raw reward stays unchanged.
 
     Args:
-        gamma: discount of the intrinsic stream.
+        gamma: discount of the intrinsic rewards.
         lmbda: λ; 1 gives plain discounted returns.
         critic: module that writes ``intrinsic_state_value``.
         normalize: divide rewards by their running standard deviation.
-        direction: ``"forward"`` keeps the filter across rollouts, ``"backward"`` restarts it in each.
-        log_prob_keys: keys of the current and the behaviour policy's log-probabilities; with them V-trace replaces GAE.
-        time_dim: as in :class:`DiscountedReturns`, here and below, with keys of their own for this stream.
+        direction: ``"forward"`` keeps the filter across rollouts; ``"backward"`` restarts it in each rollout.
+        log_prob_keys: keys of the current and the behaviour policy's log-probabilities; if given, V-trace replaces GAE.
+        time_dim: this and the following arguments are those of :class:`DiscountedReturns`; the default keys are the
+            intrinsic keys.
 
     Examples:
         >>> import torch
@@ -70,7 +71,7 @@ class IntrinsicReturns(GeneralizedAdvantages):
 
     @property
     def estimator(self) -> Estimator:
-        """GAE, or V-trace."""
+        """The GAE estimator, or V-trace if ``log_prob_keys`` are given."""
         if self.log_prob_keys is None:
             return super().estimator
         current, behaviour = self.log_prob_keys
@@ -83,11 +84,11 @@ class IntrinsicReturns(GeneralizedAdvantages):
 
     @property
     def stream(self) -> Stream:
-        """What is read and written; it does not end with the episode."""
+        """Keys of the read and written entries; returns do not end with the episode."""
         return dataclasses.replace(super().stream, reward=NORMALIZED_REWARD, episodic=False)
 
     def compute(self, rollout: TensorDictBase) -> None:
-        """Write normalised rewards, values, advantages and targets on a time-major rollout."""
+        """Write normalised rewards, values, advantages and targets to a time-major rollout."""
         write_normalized(rollout, self.reward_key, self.normalizer if self.normalize else None)
         super().compute(rollout)
 
@@ -103,7 +104,7 @@ class IntrinsicReturns(GeneralizedAdvantages):
 def write_normalized(
     rollout: TensorDictBase, reward_key: NestedKey, normalizer: IntrinsicRewardNormalizer | None
 ) -> None:
-    """Write the normalised rewards of a time-major rollout, as they are without a normaliser."""
+    """Write the normalised rewards of a time-major rollout; without a normaliser, write the raw rewards."""
     reward = rollout.get(reward_key, None)
     if reward is None:
         raise KeyError(f"{reward_key!r} is missing: the intrinsic stream needs intrinsic rewards.")
@@ -114,5 +115,5 @@ def write_normalized(
 
 
 def has_intrinsic(rollout: TensorDictBase) -> bool:
-    """Return whether a rollout has intrinsic rewards."""
+    """Return True if a rollout has intrinsic rewards."""
     return rollout.get(INTRINSIC_REWARD, None) is not None

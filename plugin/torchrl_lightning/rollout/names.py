@@ -1,4 +1,4 @@
-"""The documented names of on-policy data, and the keys they stand for."""
+"""PyTorchRL's documented names of on-policy data, and the TensorDict key of each name."""
 
 from __future__ import annotations
 
@@ -55,27 +55,27 @@ KNOWN = sorted({*DOCUMENTED, *FLAGS, *(f"Next{name}" for name in WITH_SUCCESSORS
 
 
 def key_of(name: str, keys: Mapping[str, NestedKey] = DOCUMENTED) -> NestedKey:
-    """Return the key of a documented name, or of the successor's entry that a ``Next...`` name stands for."""
+    """Return the key of a documented name; a ``Next...`` name gives the successor's key."""
     return keys[name] if name in keys else next_key(keys[name.removeprefix("Next")])
 
 
 def from_documented(
     sample: Mapping[str, Any], batch_dims: int, keys: Mapping[str, NestedKey] = DOCUMENTED
 ) -> TensorDict:
-    """Read a dict with documented names as a TensorDict with our keys.
+    """Convert a dict with documented names to a TensorDict with this package's keys.
 
-    ``Done`` means terminated after this step, unless ``NextDone`` is there: then ``NextDone`` does, and ``Done`` marks
-    the start of an episode, as in PyTorchRL's transitions. ``Truncated`` is optional. Dict observations become root
-    keys.
+    ``Done`` means terminated after this step. If ``NextDone`` is given, ``NextDone`` has this meaning and ``Done``
+    marks the start of an episode, as in PyTorchRL's transitions. ``Truncated`` is optional. The entries of a dict
+    observation become root keys.
 
     Args:
         sample: documented names to tensors or arrays, ``[N, ...]`` or time-major ``[T, N, ...]``.
         batch_dims: 1 for a transition, 2 for a rollout.
-        keys: the keys of the documented names.
+        keys: the key of each documented name.
 
     Raises:
         KeyError: a name is unknown, or ``Reward`` or ``Done`` is missing.
-        TypeError: it is not a dict.
+        TypeError: ``sample`` is not a dict.
     """
     if not isinstance(sample, Mapping):
         raise TypeError(f"Expected a TensorDict, or a dict with the documented names, got a {type(sample).__name__}.")
@@ -119,10 +119,10 @@ def from_documented(
 
 
 def to_documented(data: TensorDictBase, keys: Mapping[str, NestedKey] = DOCUMENTED) -> dict[str, Any]:
-    """Return the entries of a rollout or batch under their documented names; nested ones as dicts.
+    """Return the entries of a rollout or batch under their documented names; nested entries become dicts.
 
-    Dict observations are the entries present both at the root and under ``"next"``. Entries without a documented name
-    are dropped. :func:`from_documented` reads the result.
+    Entries at the root and also under ``"next"`` form a dict observation. Entries without a documented name are
+    dropped. :func:`from_documented` converts the result back.
 
     Examples:
         >>> data = TensorDict({"action": torch.zeros(1), "next": {"reward": torch.ones(1, 1)}}, [1])

@@ -1,4 +1,4 @@
-"""The storage of one rollout: time-major ``[T, N]``, plus the one step after the last; and the roles of its entries."""
+"""Time-major storage ``[T, N]`` of one rollout, and the roles of its entries."""
 
 from __future__ import annotations
 
@@ -34,15 +34,14 @@ from torchrl_lightning.state import Attribute, Stated, mapping, same, whole
 
 
 class RolloutLayout:
-    """The roles of a rollout's entries.
+    """Roles of the entries of a rollout.
 
     Args:
         schema: shape and dtype of each entry.
 
     Attributes:
-        finite: entries that must be finite: reward and values.
-        handed_on: entries of a successor that the step after it begins with, as that step names them: all but rewards,
-            flags and values.
+        finite: keys of the entries that must be finite: reward and values.
+        handed_on: root keys of the entries that the next step takes from ``"next"``: all but rewards, flags and values.
     """
 
     def __init__(self, schema: Schema) -> None:
@@ -62,7 +61,7 @@ class RolloutLayout:
         self._held: dict[tuple[NestedKey, ...], bool] = {}
 
     def holds(self, roots: tuple[NestedKey, ...]) -> bool:
-        """Return whether there is an entry at or below one of these keys."""
+        """Return True if an entry exists at or below one of the keys."""
         if roots not in self._held:
             self._held[roots] = any(under(key, root) for key in self.schema for root in roots)
         return self._held[roots]
@@ -77,15 +76,15 @@ def _entries(tail: TensorDictBase | None) -> dict[str, Any] | None:
 
 
 class RolloutStorage(Stated, StorageBase):
-    """Time-major storage ``[T, N]`` of one rollout, with the one step after the last.
+    """Store one rollout time-major, ``[T, N]``, with its bootstrap step.
 
-    Cell ``(t, n)`` holds step ``t`` of environment ``n``; ``dim_extend`` is 0. Entries added to :attr:`rollout`
-    (as advantages) live until the next write. :attr:`tail` is the root of step ``T`` (observation, is_init, recurrent
-    state); it survives ``empty`` so that the next rollout can continue from it.
+    Cell ``(t, n)`` holds step ``t`` of environment ``n``; ``dim_extend`` is 0. The next write removes entries that were
+    added to :attr:`rollout`, for example advantages. :attr:`tail` is the bootstrap step: the root entries of step ``T``
+    (observation, is_init, recurrent state). ``empty`` keeps it so that the next rollout can continue from it.
 
     Args:
-        size: capacity along time; a longer rollout is refused.
-        num_envs: number of environments; taken from the first write when ``None``.
+        size: capacity along time; writing a longer rollout raises an error.
+        num_envs: number of environments; ``None`` takes it from the first write.
         device: device of the data.
 
     Raises:
@@ -130,12 +129,12 @@ class RolloutStorage(Stated, StorageBase):
 
     @property
     def shape(self) -> torch.Size | None:
-        """``[T, N]`` of the filled part, ``None`` before the first write."""
+        """Shape ``[T, N]`` of the filled part; ``None`` before the first write."""
         return None if self.data is None else torch.Size([self.num_steps, self.num_envs or 0])
 
     @property
     def rollout(self) -> TensorDict:
-        """The filled part, ``[T, N]`` named ``("time", None)``: live views, plus entries added since the last write.
+        """A live view of the filled part, ``[T, N]`` named ``("time", None)``, with entries added since the last write.
 
         Raises:
             RuntimeError: nothing is stored.
@@ -151,7 +150,7 @@ class RolloutStorage(Stated, StorageBase):
         """Reserve memory for ``size`` rows like ``row`` (batch size ``[N]``).
 
         Raises:
-            ValueError: the number of environments differs from ``num_envs``, or there is less memory than that.
+            ValueError: the number of environments differs from ``num_envs``, or the memory does not suffice.
         """
         if row.ndim != 1 or (self.num_envs is not None and row.shape[0] != self.num_envs):
             raise ValueError(f"Expected rows of {self.num_envs} environments, got batch size {list(row.shape)}.")
@@ -166,10 +165,10 @@ class RolloutStorage(Stated, StorageBase):
         self.layout = RolloutLayout(describe(row, 1))
 
     def adopt(self, rollout: TensorDictBase) -> bool:
-        """Take over the memory of a rollout ``[size, N]`` instead of copying it.
+        """Take ownership of the memory of a rollout ``[size, N]`` instead of copying it.
 
         Returns:
-            Whether it could: every leaf must be in one piece, on this device and for all steps.
+            True on success. Every leaf must be contiguous and on this device, and the rollout must have ``size`` steps.
         """
         fits = [each.is_contiguous() and each.device == self.device for each in rollout.values(True, True)]
         if type(rollout) is not TensorDict or rollout.shape[0] != self.size or not all(fits):
@@ -192,9 +191,9 @@ class RolloutStorage(Stated, StorageBase):
         )
 
     def set(self, cursor: Any, data: TensorDictBase, *, set_cursor: bool = True) -> None:
-        """Write rows: an integer cursor takes ``[N]``, a slice takes ``[T, N]``.
+        """Write one row ``[N]`` at an integer cursor, or rows ``[T, N]`` at a slice.
 
-        Any other index edits cells in place, as TorchRL does.
+        With ``set_cursor=False``, any index edits cells in place, as in TorchRL.
         """
         if set_cursor and not isinstance(cursor, int | slice):
             raise TypeError(
@@ -212,7 +211,7 @@ class RolloutStorage(Stated, StorageBase):
         self.finish_write(max(self.num_steps, cursor + 1 if isinstance(cursor, int) else cursor.stop))
 
     def keep_tail(self, data: TensorDictBase, row: Any, recurrent_keys: Collection[NestedKey]) -> None:
-        """Keep what the step after a row begins with; a recurrent state of an episode that ended there begins at 0."""
+        """Store the bootstrap step after a row; set recurrent states to 0 if the episode ended."""
         done = data.get(DONE)[row].to(self.device, copy=True)
         tail, following = TensorDict({}, done.shape[:1]), data.get(NEXT)
         for key in self.layout.handed_on:
@@ -224,14 +223,14 @@ class RolloutStorage(Stated, StorageBase):
         self.tail = tail
 
     def finish_write(self, num_steps: int) -> None:
-        """Note that cells were written and that ``num_steps`` steps are stored now; drop entries that were added."""
+        """Set the number of stored steps after a write, and drop added entries."""
         self._rollout = None
         self.num_steps = num_steps
         self.record_cursor(num_steps - 1)
         self.set_length(num_steps * (self.num_envs or 0))
 
     def get(self, index: Any) -> TensorDict:
-        """Read cells; gather a pair of equally shaped coordinates ``(t, n)`` leaf by leaf."""
+        """Return the cells at an index, for example a pair of coordinate tensors ``(t, n)`` of equal shape."""
         rollout = self.rollout
         if isinstance(index, tuple) and len(index) == 2 and all(isinstance(i, Tensor) for i in index):
             flat = torch.as_tensor(index[0] * self.num_envs + index[1])
@@ -240,16 +239,16 @@ class RolloutStorage(Stated, StorageBase):
         return rollout[index]
 
     def clear(self) -> None:
-        """Discard the stored steps; keep the step after the last."""
+        """Discard the stored steps, but keep the bootstrap step."""
         self._rollout = None
         self.num_steps = 0
         super().clear()
 
     def resize(self, size: int) -> None:
-        """Change the capacity along time and keep what is stored.
+        """Change the capacity along time and keep the stored steps.
 
         Raises:
-            ValueError: more steps are stored than fit, or there is too little memory.
+            ValueError: the stored steps do not fit, or the memory does not suffice.
         """
         integer(size, "size")
         if size < self.num_steps:
@@ -267,7 +266,7 @@ class RolloutStorage(Stated, StorageBase):
             self.rollout.set(key, value)
 
     def added(self) -> dict[NestedKey, Tensor]:
-        """Return entries of :attr:`rollout` that were added since the last write: new keys, and replaced values."""
+        """Return the new and replaced entries of :attr:`rollout` since the last write."""
         stored = self.data
         if stored is None or not self.num_steps:
             return {}
@@ -278,7 +277,7 @@ class RolloutStorage(Stated, StorageBase):
         }
 
     def __getstate__(self) -> dict[str, Any]:
-        # A pickled view is not a view of the pickled cells: it is made again, with the entries that were added to it.
+        # Pickling a view and its cells would separate them, so unpickling builds the view again with its added entries.
         state = {**super().__getstate__(), "_rollout": {} if self._rollout is None else self.added()}
         if is_spawning() or self.data is None:
             return state
@@ -323,7 +322,7 @@ class RolloutStorage(Stated, StorageBase):
                 raise ValueError(f"The state's step after the last has {key!r} as {kind}, its steps {found[key]}.")
 
     def put_state(self, values: Mapping[str, Any]) -> None:
-        """Take over a rollout, and the step after its last."""
+        """Load a rollout and its bootstrap step."""
         steps, envs, data, tail = (values[name] for name in ("num_steps", "num_envs", "data", "tail"))
         if data is not None and self.data is None:
             row = map_leaves(lambda value: value.new_empty((envs, *value.shape[2:])), data)
@@ -337,12 +336,12 @@ class RolloutStorage(Stated, StorageBase):
 
 
 def flatten_tree(rollout: TensorDictBase) -> Tree:
-    """Return the leaves of ``[T, N]`` as a nested dict of flat ``[T * N, ...]`` views."""
+    """Return the leaves of a rollout ``[T, N]`` as a nested dict of ``[T * N, ...]`` views."""
     return map_leaves(lambda value: value.flatten(0, 1), tree_of(rollout))
 
 
 def gather(tree: Tree, index: Tensor) -> TensorDict:
-    """Read rows ``index`` (``[B]``) of every leaf of a flat tree by ``index_select``."""
+    """Return the rows ``index`` (``[B]``) of every leaf of a flat tree."""
     batch = index.shape
     entries = {
         key: value.index_select(0, index) if isinstance(value, Tensor) else gather(value, index)

@@ -1,4 +1,4 @@
-"""Values and log-probabilities of a rollout, with as few critic calls as possible."""
+"""Compute values and log-probabilities of a rollout with as few critic calls as possible."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ RECURRENT_KEYS: tuple[NestedKey, ...] = (RECURRENT_STATE,)
 
 
 def value_keys(data: TensorDictBase, critic: TensorDictModuleBase | None, root: NestedKey) -> list[NestedKey]:
-    """Return all value entries at or below ``root``, one for each critic."""
+    """Return the value keys at or below ``root``, one for each critic."""
     keys = [] if critic is None else [join(key, ()) for key in critic.out_keys if under(key, root)]
     return keys or keys_below(data, root)
 
 
 def boundaries(rollout: TensorDictBase) -> Tensor:
-    """Return where the trace ends: at ``done``, or where the next stored step starts another episode."""
+    """Return the trace ends: steps that are done, or followed by a step of another episode."""
     done = rollout.get(DONE)
     start, changes = rollout.get(IS_INIT, None), id_changes(rollout, 0)
     has_starts = start is not None and start.shape == done.shape
@@ -53,26 +53,26 @@ def fill_values(
     recurrent_keys: Collection[NestedKey] = RECURRENT_KEYS,
     unroll: bool = False,
 ) -> None:
-    """Write the values of all steps and of their successors on a time-major rollout.
+    """Write the values of all steps and their successors to a time-major rollout.
 
-    ``V'[t]`` is ``V[t+1]``; the critic sees ``("next", ...)`` only for truncated and last steps, in one batch (or, if
-    unrolled, in one sequence with the steps). Terminated steps get 0.
+    ``V'[t]`` is ``V[t+1]``. The critic reads ``("next", ...)`` only for truncated and last steps, in one batch (or, if
+    unrolled, in one sequence with the steps). The successor value of a terminated step is 0.
 
     Args:
         rollout: ``[T, N]``; gets ``root`` and ``("next", root)``.
-        critic: writes the values; may be ``None`` where all of them are known.
-        roots: value keys, and whether the stream is episodic (a non-episodic one looks across episode ends).
-        known: the entries of the rollout that can be used as they are.
+        critic: writes the values; may be ``None`` if all values are known.
+        roots: value keys, each with True if its returns end with the episode.
+        known: entries of the rollout that need no computation.
         recurrent_keys: root keys of recurrent states.
         unroll: run a recurrent critic over whole sequences from the first state, not from each stored state.
 
     Raises:
-        RuntimeError: values are needed and there is no critic.
-        KeyError: the critic does not write ``root``, or reads something that a successor state does not have.
+        RuntimeError: values are missing and no critic is given.
+        KeyError: the critic does not write ``root``, or reads an entry that a successor state lacks.
         ValueError: the critic returned NaN or infinite values.
     """
     stale: list[NestedKey] = []
-    wanted: dict[NestedKey, bool] = {}  # whose successors' values are not there, and whether their stream is episodic
+    wanted: dict[NestedKey, bool] = {}  # keys with missing successor values -> episodic
     for root, episodic in roots.items():
         found = value_keys(rollout, critic, root)
         if not found and critic is None:
@@ -105,7 +105,7 @@ def fill_values(
 
 
 def _cut_rows(rollout: TensorDictBase, wanted: Mapping[NestedKey, bool]) -> Tensor:
-    """Mark the steps ``[T, N]`` whose successors are needed but not stored as steps: cut ones, and the last ones."""
+    """Mark the steps ``[T, N]`` that need a successor value without a stored next step: cut and last steps."""
     steps, envs = rollout.shape
     cut = torch.zeros(steps, envs, dtype=torch.bool, device=rollout.get(TERMINATED).device)
     if True in wanted.values():
@@ -133,12 +133,12 @@ def _fill_next(
 
 
 def is_recurrent(keys: Collection[NestedKey], recurrent_keys: Collection[NestedKey]) -> bool:
-    """Return whether one of the keys is a recurrent state's."""
+    """Return True if one of the keys belongs to a recurrent state."""
     return any(under(key, state) for key in keys for state in recurrent_keys)
 
 
 def flat_entries(data: TensorDictBase, keys: Collection[NestedKey], rows: Tensor | None = None) -> TensorDict:
-    """Read entries of ``[T, N]`` as far as they are there, as flat rows: all of them, or some."""
+    """Return the existing entries ``keys`` of ``[T, N]`` as flat rows: all rows, or the given ones."""
     out = TensorDict({}, [data.numel() if rows is None else len(rows)])
     for key in keys:
         value = data.get(key, None)
@@ -153,11 +153,11 @@ def run_on_sequences(
 ) -> tuple[TensorDictBase, TensorDictBase]:
     """Run a recurrent module over each environment from its first state, including successors of ``cut`` steps.
 
-    A successor is inserted after its step, so that it is seen with the memory of all steps before it. An episode begins
-    after it, or the rollout ends, so that it does not disturb later steps.
+    Each successor is inserted after its step, so that the module reads it with the state of all earlier steps. It does
+    not affect later steps, because a new episode begins after it or the rollout ends.
 
     Returns:
-        The results of the steps ``[T, N]``, and of the successors, in the order of the flat rows of ``cut``.
+        The results of the steps ``[T, N]``, and the results of the successors in the order of the flat rows of ``cut``.
     """
     steps, envs = rollout.shape
     time = torch.arange(steps, device=cut.device).unsqueeze(1)
@@ -176,7 +176,7 @@ def run_on_sequences(
         if key == "is_init":
             following = torch.zeros_like(value)
         elif is_recurrent([key], recurrent_keys):
-            following = value  # only the first step's state is read
+            following = value  # sequences() reads only the first step's state
         else:
             following = _successor_entry(rollout, key)
         laid_out.set(key, torch.cat((value, following))[source, column])
@@ -192,7 +192,7 @@ def _successor_entry(rollout: TensorDictBase, key: NestedKey) -> Any:
 
 
 def run_on_successors(module: TensorDictModuleBase, rollout: TensorDictBase, rows: Tensor) -> TensorDictBase:
-    """Run a module on the successor states of flat rows; they never start an episode."""
+    """Run a module on the successor states of flat rows, with ``is_init`` False."""
     for key in module.in_keys:
         if key != "is_init" and rollout.get(key, None) is not None:
             _successor_entry(rollout, key)
@@ -205,7 +205,7 @@ def run_on_successors(module: TensorDictModuleBase, rollout: TensorDictBase, row
 def run(
     module: Any, source: TensorDictBase, recurrent: bool = False, call: Callable[[TensorDictBase], Any] | None = None
 ) -> Any:
-    """Run a module where its parameters are, in evaluation mode and without gradients; bring the result back."""
+    """Run a module on its device in evaluation mode without gradients; return the result on the input's device."""
     home, there = device_in(source), device_of(module)
     moved = source if there is None or home == there else source.to(there)
     with torch.no_grad(), EvaluationMode(module), set_recurrent_mode(recurrent):
@@ -219,7 +219,7 @@ def current_log_prob(
     action_key: NestedKey = "action",
     recurrent_keys: Collection[NestedKey] = RECURRENT_KEYS,
 ) -> Tensor:
-    """Return ``log π(a|s)`` of the stored actions under the current actor, which has ``get_dist``, ``[T, N]``."""
+    """Return ``log π(a|s)`` of the stored actions under the current actor, ``[T, N]``; it must have ``get_dist``."""
     get_dist = PolicyApi.of(actor).get_dist
     if get_dist is None:
         raise TypeError(
@@ -236,7 +236,7 @@ def current_log_prob(
 
 
 def require(module: Any, name: str, purpose: str) -> Any:
-    """Return the module, or raise a RuntimeError where there is none."""
+    """Return the module; raise RuntimeError if it is None."""
     if module is None:
         raise RuntimeError(f"The {name} is needed {purpose}, but there is none: pass {name}=... or assign .{name}.")
     return module

@@ -1,4 +1,4 @@
-"""The plain on-policy buffer: one rollout, its Monte-Carlo returns and its mini-batches."""
+"""The basic on-policy buffer: one rollout with Monte-Carlo returns."""
 
 from __future__ import annotations
 
@@ -22,39 +22,40 @@ Values = Tensor | Mapping[str, Tensor]
 
 
 class VanillaOnPolicyBuffer(RolloutBuffer):
-    """On-policy buffer with Monte-Carlo returns, ``R[t] = r[t] + γ R[t+1]`` and ``A = R - V``, as PyTorchRL's.
+    """An on-policy buffer with Monte-Carlo returns ``R[t] = r[t] + γ R[t+1]`` and ``A = R - V``, as in PyTorchRL.
 
-    Write a rollout with ``insert_data_slice`` (or step by step with ``insert_transition``), compute values,
-    ``advantage`` and ``value_target`` with ``before_gradients``, and read it with ``generate_batches``. With TorchRL's
-    ``extend`` and ``sample`` alone the first read after a write computes them. All data is time-major.
+    Write a rollout with ``insert_data_slice``, or step by step with ``insert_transition``. Call ``before_gradients`` to
+    compute values, ``advantage`` and ``value_target``, and read mini-batches with ``generate_batches``. With TorchRL's
+    ``extend`` and ``sample``, the first read after a write computes them. All data is time-major.
 
     Args:
         size: capacity along time.
         device: device of the rollout.
         actor: TensorDict policy; may be assigned later.
         algorithm: any object with ``gamma``, optionally ``gamma_intrinsic``, ``num_mini_batch``, ``mini_batch_size``;
-            read whenever they are needed.
+            the buffer reads them at each use.
         envs: environments with ``num_envs``, and optionally ``env_kwargs["frame_stack"]``.
-        gamma: discount; overrides the algorithm's; 0.99 if there is neither.
-        critic: writes ``value_key`` (nested for several critics) and ``intrinsic_state_value`` where there are
+        gamma: discount; ``None`` uses the algorithm's, or 0.99 without one.
+        critic: writes ``value_key`` (nested for several critics), and ``intrinsic_state_value`` if the rollout has
             intrinsic rewards; may be assigned later.
         intrinsic_critic: writes ``intrinsic_state_value`` when the critic does not.
-        gamma_intrinsic: discount of the intrinsic stream; as ``gamma``, 0.99 by default.
-        normalize_intrinsic: divide intrinsic rewards by their running deviation.
+        gamma_intrinsic: discount of the intrinsic rewards; the default follows the same rule as ``gamma``.
+        normalize_intrinsic: divide intrinsic rewards by their running standard deviation.
         intrinsic_direction: ``"forward"``, or ``"backward"`` as PyTorchRL does.
-        standardize_advantages: scale to zero mean and unit (unbiased) deviation + 1e-5, over the whole rollout.
+        standardize_advantages: subtract the mean over the whole rollout and divide by the (unbiased) standard
+            deviation + 1e-5.
         recompute_values: run the critic even if the policy wrote values.
-        bootstrap: use values where episodes are cut off; if False, no critic is needed and ``A = R``.
-        value_key: values, or the parent of several critics' values.
-        advantage_key: advantages.
-        value_target_key: value targets.
-        frame_stack: frames stacked along the channels of an observation; that of ``envs``, else 1.
-        num_envs: number of environments; that of ``envs``, or of the first write, when ``None``.
-        time_dim: which dimension of a written rollout is time; ``None`` reads the dimension names.
+        bootstrap: use values when an episode is truncated; if False, no critic is needed and ``A = R``.
+        value_key: key of the values, or parent key for several critics.
+        advantage_key: key of the advantages.
+        value_target_key: key of the value targets.
+        frame_stack: frames stacked along the channels of an observation; ``None`` takes it from ``envs``, else 1.
+        num_envs: number of environments; ``None`` takes it from ``envs`` or the first write.
+        time_dim: time dimension of a written rollout; ``None`` reads the dimension names.
         recurrent: serve whole environments; ``None`` does so if a recurrent state is stored.
         recurrent_keys: root keys of recurrent states.
         batch_keys: entries of a mini-batch; ``None`` takes all but flags and successor values.
-        batch_size: samples of ``sample``.
+        batch_size: default batch size of ``sample``.
         generator: random generator; seeded from torch's global one when ``None``.
         transform: a TorchRL transform, applied on write (inverse) and on mini-batches.
 
@@ -100,15 +101,15 @@ class VanillaOnPolicyBuffer(RolloutBuffer):
 
     @property
     def _parameters(self) -> Mapping[str, Check]:
-        """What :meth:`update_storage_parameter` may change, and the check of the new value."""
+        """Validator of each setting that :meth:`update_storage_parameter` can change."""
         return {**super()._parameters, "frame_stack": integer}
 
     @property
     def estimator(self) -> Estimator:
-        """Monte-Carlo returns, with the present settings."""
+        """Monte-Carlo estimator with the current settings."""
         return MonteCarlo(standardize=self.standardize_advantages)
 
-    # ---- documented verbs over tensors ------------------------------------------------------------------------------
+    # ---- PyTorchRL methods on tensors -------------------------------------------------------------------------------
 
     def compute_returns(
         self,
@@ -119,15 +120,16 @@ class VanillaOnPolicyBuffer(RolloutBuffer):
         gamma: float,
         truncated: Tensor | None = None,
     ) -> Values:
-        """Compute the returns of time-major tensors; fill ``returns`` in place if given.
+        """Compute returns from time-major tensors; fill ``returns`` in place if given.
 
         Args:
-            rewards: ``[T, N, 1]``, or ``T + 1`` rows of which the last is ignored.
+            rewards: ``[T, N, 1]``, or ``[T + 1, N, 1]`` with an unused last row.
             returns: ``[T, N, 1]`` or ``[T + 1, N, 1]`` to write into, or ``None``; a dict for several critics.
-            values: ``[T + 1, N, 1]``, the last row is the bootstrap; a dict for several critics.
-            dones: terminated after each step, ``[T, N, 1]``; with ``T + 1`` rows, row ``t + 1`` belongs to step ``t``.
+            values: ``[T + 1, N, 1]`` with the bootstrap value in the last row; a dict for several critics.
+            dones: terminated flags of the steps, ``[T, N, 1]``; with ``T + 1`` rows, row ``t + 1`` belongs to step
+                ``t``.
             gamma: discount.
-            truncated: cut off after each step, like ``dones``.
+            truncated: truncated flags, in the layout of ``dones``.
         """
         if isinstance(values, Mapping):
             outs = cast("Mapping[str, Tensor]", returns or {})
@@ -150,11 +152,11 @@ class VanillaOnPolicyBuffer(RolloutBuffer):
         return result
 
     def compute_advantages(self, returns: Values, values: Values) -> Values:
-        """Compute transition advantages ``R - V``, standardised over all of them unless that is switched off.
+        """Compute the advantages ``R - V``, standardised over all steps if ``standardize_advantages`` is set.
 
         Args:
-            returns: ``[T, N, 1]``, or ``T + 1`` rows of which the last is ignored; a dict for several critics.
-            values: likewise; one row more than ``returns`` is ignored.
+            returns: ``[T, N, 1]``, or ``[T + 1, N, 1]`` with an unused last row; a dict for several critics.
+            values: the same layout, with at most one more row than ``returns``; that row is unused.
         """
         if isinstance(values, Mapping):
             targets = cast("Mapping[str, Tensor]", returns)

@@ -1,4 +1,4 @@
-"""PyTorchRL's documented verbs, over any buffer."""
+"""PyTorchRL's documented buffer methods, for any buffer."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from torchrl_lightning.rollout.names import DOCUMENTED, from_documented, to_docu
 
 
 class DocumentedVerbs:
-    """PyTorchRL's documented verbs, over any buffer that is built as ``(size, device, actor, algorithm, envs)``.
+    """Mixin with PyTorchRL's documented methods for buffers built as ``(size, device, actor, algorithm, envs)``.
 
-    The verbs take and return our keys or the documented names. What they do to its own storage, a buffer says by the
-    methods that are not implemented here.
+    The methods accept and return TensorDicts with this package's keys or dicts with the documented names. A buffer
+    implements the storage methods that are declared below.
     """
 
     storage_tensors: ClassVar[tuple[str, ...]] = tuple(DOCUMENTED)
-    """The documented names of what may be stored."""
+    """The documented names of the entries."""
     algorithm: Any = None
     frame_stack: int = 1
     num_channels_obs: int | None = None
 
-    # What the verbs do to its storage, a buffer says: reserve memory for steps [N] like this one, append one, store a
-    # rollout, change the capacity, discard everything, copy everything, and iterate over mini-batches.
+    # Storage methods of the buffer: reserve memory for steps [N], append one step, store a rollout, change the
+    # capacity, discard all data, copy all data, and iterate over mini-batches.
     _reserve: Callable[[TensorDictBase], None]
     _write_step: Callable[[TensorDictBase], None]
     _write_slice: Callable[[TensorDictBase, int | None, bool], None]
@@ -39,15 +39,15 @@ class DocumentedVerbs:
 
     @classmethod
     def create_factory(cls, size: int, *settings: Any, **options: Any) -> Callable[..., Self]:
-        """Return ``f(device, actor, algorithm, envs)`` that builds a buffer of this class.
+        """Return a function ``f(device, actor, algorithm, envs)`` that builds a buffer of this class.
 
         Args:
             size: capacity along time.
-            *settings: what the constructor takes by place besides these, in its order.
-            **options: constructor options.
+            *settings: the other positional arguments of the constructor, in its order.
+            **options: keyword arguments of the constructor.
 
         Raises:
-            TypeError: the constructor has fewer places.
+            TypeError: the constructor has fewer positional arguments.
         """
         build: Any = cls
         own = ("size", "device", "actor", "algorithm", "envs")
@@ -64,12 +64,12 @@ class DocumentedVerbs:
 
     @property
     def _parameters(self) -> Mapping[str, Check]:
-        """What :meth:`update_storage_parameter` may change, and the check of the new value."""
+        """Validator of each setting that :meth:`update_storage_parameter` can change."""
         return {}
 
     @property
     def _documented_keys(self) -> Mapping[str, NestedKey]:
-        """The keys of the documented names."""
+        """The key of each documented name."""
         return DOCUMENTED
 
     def _read(self, sample: TensorDictBase | Mapping[str, Any], batch_dims: int) -> TensorDictBase:
@@ -78,23 +78,22 @@ class DocumentedVerbs:
         )
 
     def init_tensors(self, sample: TensorDictBase | Mapping[str, Any]) -> None:
-        """Reserve memory for steps like ``sample`` (``[N]``, our keys or documented names); nothing is stored.
+        """Reserve memory for steps like ``sample`` (``[N]``, TensorDict or documented names) without storing it.
 
         Raises:
-            ValueError: other steps are stored already.
+            ValueError: steps are already stored.
         """
         self._reserve(self._read(sample, 1))
 
     def insert_transition(self, sample: TensorDictBase | Mapping[str, Any]) -> None:
         """Append one step of all environments.
 
-        Observation, recurrent state and ``is_init`` may be omitted if they follow from the previous step or rollout:
-        they are carried over from the step after the last one. A new episode's first observation does not follow from
-        the episode before it.
+        The buffer fills in a missing observation, recurrent state or ``is_init`` from the ``"next"`` entries of the
+        previous step or rollout. The first observation of a new episode must be given.
 
         Args:
-            sample: TensorDict ``[N]`` with our keys, or a dict with the documented names. Results of an earlier
-                estimate in it are left out, unless ``extend`` has stored such results.
+            sample: TensorDict ``[N]``, or a dict with the documented names. Its advantages and other estimates are
+                dropped, unless ``extend`` has stored these entries before.
 
         Raises:
             KeyError: an entry is missing and cannot be carried over.
@@ -104,32 +103,31 @@ class DocumentedVerbs:
     def insert_data_slice(
         self, new_data: TensorDictBase | Mapping[str, Any], time_dim: int | None = None, *, copy: bool = True
     ) -> None:
-        """Replace the stored data by a rollout.
+        """Replace the stored data with a rollout.
 
         Args:
-            new_data: ``[N, T]`` with a dimension named ``"time"``, or any order with ``time_dim``; or a dict with the
-                documented names, time-major ``[T, N, ...]``. Results of an earlier estimate in it are left out, unless
-                ``extend`` has stored such results.
-            time_dim: which dimension is time.
-            copy: if False, the buffer may keep the memory itself, where it is time-major and fills the buffer; then
-                nobody else may write to it.
+            new_data: TensorDict ``[N, T]`` with a dimension named ``"time"``, or in any order with ``time_dim``; or a
+                time-major dict ``[T, N, ...]`` with the documented names. Its advantages and other estimates are
+                dropped, unless ``extend`` has stored these entries before.
+            time_dim: index of the time dimension.
+            copy: if False, the buffer may keep the memory of a time-major rollout that fills it; the caller must not
+                write to this memory afterwards.
         """
         self._write_slice(self._read(new_data, 2), time_dim if isinstance(new_data, TensorDictBase) else 0, copy)
 
     def reset(self) -> None:
-        """Set all counters to zero and discard the stored data (documented verb for ``empty``)."""
+        """Discard the stored data and reset all counters (PyTorchRL's name for ``empty``)."""
         self.empty()
 
     def get_all_buffer_data(self, data_to_cpu: bool = False, documented_names: bool = False) -> Any:
-        """Return a copy of the filled part, ``[T, N]`` named ``("time", None)``, results included.
+        """Return a copy of the filled part, ``[T, N]`` named ``("time", None)``, including estimates.
 
-        The result can be passed to :meth:`insert_data_slice`, also of another buffer: values that came with the data
-        stay data, and values that this buffer computed are recomputed. To tell them apart, successors' values are
-        included only with computed values.
+        :meth:`insert_data_slice` of this or another buffer accepts the result. It keeps values that came with the data
+        and recomputes values that this buffer computed. Only computed values include the successors' values.
 
         Args:
             data_to_cpu: move the copy to the CPU.
-            documented_names: return a dict with the documented names instead, time-major.
+            documented_names: return a time-major dict with the documented names instead.
         """
         data = self._all_data()
         data = data.cpu() if data_to_cpu else data
@@ -144,25 +142,25 @@ class DocumentedVerbs:
         drop_last: bool = False,
         documented_names: bool = False,
     ) -> Iterator[Any]:
-        """Iterate over mini-batches; each sample comes exactly once per epoch unless the numbers limit it.
+        """Iterate over mini-batches; each epoch visits every sample once, unless the arguments limit it.
 
-        Steps are flat, ``[B]``; a recurrent buffer yields whole environments ``[B, T]`` named ``(None, "time")``, and
-        sizes count environments. ``batch_keys`` selects the entries; the default is all but the ``collector`` subtree,
-        the flags at the root, and the values of successors.
+        A mini-batch is ``[B]`` steps. A recurrent buffer yields whole environments ``[B, T]`` named ``(None, "time")``,
+        and sizes count environments. ``batch_keys`` selects the entries; the default is all but the ``collector``
+        subtree, the flags at the root, and successor values.
 
         Args:
-            num_mini_batch: mini-batches per epoch; alone, their sizes are as even as possible. The algorithm's, if
-                neither number is given.
-            mini_batch_size: samples in each; alone, the last one may be short. With both, exactly that many batches
-                of that size.
-            num_epochs: passes over the data.
-            shuffle: a new order for each epoch.
+            num_mini_batch: mini-batches per epoch, of nearly equal size without ``mini_batch_size``. If both arguments
+                are ``None``, the algorithm's values apply.
+            mini_batch_size: samples per mini-batch; without ``num_mini_batch``, the last mini-batch may be smaller.
+                With both arguments, an epoch has exactly ``num_mini_batch`` mini-batches of this size.
+            num_epochs: number of passes over the data.
+            shuffle: draw a new order for each epoch.
             drop_last: drop the remainder, so that all mini-batches have the same size.
             documented_names: yield dicts with the documented names instead of TensorDicts.
 
         Raises:
             RuntimeError: nothing is stored.
-            ValueError: there are fewer samples than requested, or environments do not divide evenly.
+            ValueError: fewer samples are stored than requested, or the environments do not divide evenly.
         """
         if num_mini_batch is None and mini_batch_size is None:
             num_mini_batch, mini_batch_size = (
@@ -175,22 +173,23 @@ class DocumentedVerbs:
     # ---- around an update -------------------------------------------------------------------------------------------
 
     def before_gradients(self) -> None:
-        """Prepare what is stored for an update."""
+        """Prepare the stored data for an update."""
 
     def after_gradients(self, batch: Any, info: Any) -> Any:
-        """Take note that a mini-batch was learned from, and change no data.
+        """Record an update and return ``info``; the data stays unchanged.
 
         Args:
-            batch: the mini-batch.
+            batch: the mini-batch of the update.
             info: returned unchanged.
         """
         return info
 
     def get_num_channels_obs(self, sample: TensorDictBase | Mapping[str, Any]) -> int:
-        """Return the channels of one frame, and set ``num_channels_obs``.
+        """Return the number of channels of one frame, and set ``num_channels_obs``.
 
         Raises:
-            ValueError: observations are a dict, have no channels, or these are no multiple of the frame stack.
+            ValueError: observations are a dict, have no channels, or the channels are not a multiple of
+                ``frame_stack``.
         """
         obs = sample.get("Observation", sample.get("observation", None))
         if not isinstance(obs, Tensor):
@@ -210,9 +209,9 @@ class DocumentedVerbs:
         """Set a parameter; ``size`` reallocates and keeps the stored data.
 
         Raises:
-            ValueError: there is no such parameter, its value is out of range, or what is stored does not fit into the
+            ValueError: the parameter is unknown, its value is out of range, or the stored data does not fit into the
                 new size.
-            TypeError: the value is of another type.
+            TypeError: the value has the wrong type.
         """
         parameters = self._parameters
         if parameter_name not in parameters:

@@ -1,4 +1,4 @@
-"""The on-policy buffer that corrects for stale actors with V-trace."""
+"""The on-policy buffer with V-trace, which corrects for data of an older policy."""
 
 from __future__ import annotations
 
@@ -25,20 +25,21 @@ Threshold = Annotated[float, _threshold]
 
 
 class VTraceBuffer(VanillaOnPolicyBuffer):
-    """On-policy buffer with V-trace targets (Espeholt et al. 2018, arXiv:1802.01561).
+    """An on-policy buffer with V-trace targets (Espeholt et al. 2018, arXiv:1802.01561).
 
-    The rollout keeps the log-probabilities of the policy that acted, so :meth:`compute_vtrace` may run again after each
-    epoch: log-probabilities and values come from the current actor and critic, the behaviour policy's are kept.
+    The rollout keeps the behaviour policy's log-probabilities, so :meth:`compute_vtrace` can run again after each epoch
+    with log-probabilities and values of the current actor and critic.
 
     Args:
-        size: as in :class:`VanillaOnPolicyBuffer`, here and in the next four.
+        size: this argument, ``device``, ``actor``, ``algorithm`` and ``envs`` are those of
+            :class:`VanillaOnPolicyBuffer`.
         lmbda: λ.
         clip_rho_thres: ρ̄.
         clip_c_thres: c̄.
-        clip_pg_rho_thres: ρ̄ of the policy-gradient term; as ρ̄ when ``None``.
-        log_prob_key: behaviour log-probabilities.
-        action_key: the action.
-        gamma: as in :class:`VanillaOnPolicyBuffer`, here and below.
+        clip_pg_rho_thres: ρ̄ of the policy-gradient term; ``None`` uses ``clip_rho_thres``.
+        log_prob_key: key of the behaviour policy's log-probabilities.
+        action_key: key of the actions.
+        gamma: this and the following arguments are those of :class:`VanillaOnPolicyBuffer`.
 
     Examples:
         >>> buffer = VTraceBuffer(64, lmbda=0.9, clip_rho_thres=2.0)
@@ -57,7 +58,7 @@ class VTraceBuffer(VanillaOnPolicyBuffer):
 
     @property
     def estimator(self) -> VTrace:
-        """V-trace, with the present settings."""
+        """V-trace estimator with the current settings."""
         return VTrace(
             standardize=self.standardize_advantages,
             lmbda=self.lmbda,
@@ -70,11 +71,11 @@ class VTraceBuffer(VanillaOnPolicyBuffer):
 
     @property
     def _documented_keys(self) -> Mapping[str, NestedKey]:
-        """The keys of the documented names, as they are configured."""
+        """The configured key of each documented name."""
         return {**super()._documented_keys, "LogProbability": self.log_prob_key, "Action": self.action_key}
 
     def get_updated_action_log_probs(self) -> Tensor:
-        """Return log-probabilities of the stored actions under the current actor, ``[T, N]``; update values too."""
+        """Return the log-probabilities of the stored actions under the current actor, ``[T, N]``; update values."""
         estimator = self.estimator
         self._write_inputs(estimator)
         log_prob: Tensor = self.rollout.get(estimator.current_log_prob_key)
@@ -84,8 +85,8 @@ class VTraceBuffer(VanillaOnPolicyBuffer):
         """Write V-trace targets and advantages for the current policy.
 
         Args:
-            clip_rho_thres: ρ̄ of this call; the configured one when ``None``.
-            clip_c_thres: c̄ of this call; the configured one when ``None``.
+            clip_rho_thres: ρ̄ of this call; ``None`` uses the configured value.
+            clip_c_thres: c̄ of this call; ``None`` uses the configured value.
 
         Raises:
             ValueError: a threshold is not above 0.

@@ -1,4 +1,4 @@
-"""The writer of rollouts, the only place that transposes."""
+"""Check rollouts, transpose them to time-major, and write them to the storage."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ _HOW = (
 
 
 class RolloutWriter(Stated, WriterBase):
-    """Write rollouts into a :class:`RolloutStorage`, time-major, and refuse data that does not fit.
+    """Validate rollouts and write them to a :class:`RolloutStorage`, time-major.
 
-    ``extend`` takes ``[N, T]`` whose time dimension is named ``"time"`` (TorchRL's collectors name it), or any order
-    with ``time_dim``; ``add`` takes one step of all environments, ``[N]``. An unnamed two-dimensional batch is an
+    ``extend`` takes ``[N, T]`` with a dimension named ``"time"`` (TorchRL's collectors name it), or any order with
+    ``time_dim``. ``add`` takes one step of all environments, ``[N]``. A two-dimensional batch without names is an
     error.
 
     Args:
-        time_dim: which dimension is time; ``None`` reads the dimension names.
-        recurrent_keys: root keys of recurrent states; zeroed in the step after the last where an episode ended.
+        time_dim: index of the time dimension; ``None`` reads the dimension names.
+        recurrent_keys: root keys of recurrent states; set to 0 in the bootstrap step of an ended episode.
 
     Raises:
-        ValueError: on write, before anything changes: unknown time dimension, overflow, other keys, shapes or dtypes
-            than stored, rewards or values that are not finite.
+        ValueError: on write, before anything changes: the time dimension is unknown, the rollout does not fit, keys,
+            shapes or dtypes differ from the stored ones, or rewards or values are not finite.
         KeyError: on write, ``("next", "terminated")`` is missing.
         TypeError: the registered storage is not a :class:`RolloutStorage`, or flags are not boolean.
 
@@ -92,11 +92,11 @@ class RolloutWriter(Stated, WriterBase):
         cells = self.write(rollout)
         if data.ndim == 2 and time_axis(data, time_dim) == 1:
             cells = cells.unflatten(0, (rollout.shape[0], -1)).transpose(0, 1).flatten(0, 1)
-        # TorchRL's tensordict buffer cannot attach (t, n) pairs where the first sizes agree; it can attach the rows.
+        # TorchRL's buffer cannot add (t, n) pairs to the data if the first sizes agree; it can add the rows.
         return cells[:, 0] if cells.shape[0] == data.shape[0] else cells
 
     def prepare(self, data: TensorDictBase, time_dim: int | None, start: int) -> TensorDictBase:
-        """Check that ``data`` may be written from step ``start`` on and view it as ``[T, N]``; change nothing."""
+        """Validate ``data`` for a write from step ``start`` and return it as a view ``[T, N]``; change nothing."""
         check_tensordict(data)
         rollout, storage = time_major(data, time_dim), self._target
         (steps, envs), size, layout = rollout.shape, storage.size, storage.layout
@@ -127,9 +127,9 @@ class RolloutWriter(Stated, WriterBase):
         return rollout
 
     def write(self, rollout: TensorDictBase, *, copy: bool = True) -> Tensor:
-        """Write a rollout that :meth:`prepare` returned and return its cells, in order of time.
+        """Write a rollout from :meth:`prepare` and return its cells, in order of time.
 
-        With ``copy=False`` the storage takes over its memory where that fits.
+        With ``copy=False`` the storage takes ownership of the memory if possible.
         """
         storage = self._target
         start, steps = storage.num_steps, rollout.shape[0]
@@ -143,7 +143,7 @@ class RolloutWriter(Stated, WriterBase):
         return cells
 
     def _with_cuts(self, rollout: TensorDictBase, storage: RolloutStorage, start: int) -> TensorDictBase:
-        """Return a rollout ``[T, N]`` whose ``is_init`` is also set where the ids of trajectories change."""
+        """Return a rollout ``[T, N]`` with ``is_init`` also set at changes of the trajectory ids."""
         entries = entries_of(rollout)
         is_init, collector, last = entries.get(IS_INIT), entries.get(COLLECTOR), None
         ids = None if collector is None else entries_of(collector).get(TRAJ_IDS[-1])
@@ -173,16 +173,16 @@ class RolloutWriter(Stated, WriterBase):
         return row
 
     def overwrite(self, row: int, data: TensorDictBase) -> None:
-        """Replace a stored row by a step of all environments, ``[N]``."""
+        """Replace a stored row with one step of all environments, ``[N]``."""
         self.prepare(data.unsqueeze(0), 0, 0)
         self._target.set(row, data)
         self.write_count += 1
 
     def complete(self, step: TensorDictBase) -> TensorDictBase:
-        """Return a step ``[N]`` with what it lacks and the step after the stored ones has.
+        """Return a step ``[N]`` with missing entries filled from the stored bootstrap step.
 
         Raises:
-            KeyError: what is missing does not follow from the step before.
+            KeyError: the previous step does not determine a missing entry.
         """
         step, storage = step.copy(), self._target
         tail, schema = storage.tail, storage.schema
@@ -223,7 +223,7 @@ class RolloutWriter(Stated, WriterBase):
 
 
 def check_flags(data: TensorDictBase) -> None:
-    """Check that the reward is there, and the end-of-episode flags, as booleans."""
+    """Check that the reward and boolean ``done`` and ``terminated`` flags exist."""
     following = data.get("next", None)
     if following is None:
         raise KeyError('The rollout has no "next" entry; TorchRL layout holds the outcome of a step under "next".')
@@ -236,7 +236,7 @@ def check_flags(data: TensorDictBase) -> None:
 
 
 def time_axis(data: TensorDictBase, time_dim: int | None) -> int:
-    """Find the time dimension: the explicit one, else the one named ``"time"``; never a guess."""
+    """Return the time dimension: ``time_dim``, else the dimension named ``"time"``; never guess it."""
     if time_dim is not None:
         if not -data.ndim <= time_dim < data.ndim:
             raise ValueError(f"time_dim={time_dim} does not exist in batch size {list(data.shape)}.")
@@ -250,7 +250,7 @@ def time_axis(data: TensorDictBase, time_dim: int | None) -> int:
 
 
 def time_major(data: TensorDictBase, time_dim: int | None) -> TensorDictBase:
-    """View ``data`` as ``[T, N]``; a single time dimension ``[T]`` becomes ``[T, 1]``."""
+    """Return ``data`` as a view ``[T, N]``; a single time dimension ``[T]`` becomes ``[T, 1]``."""
     axis = time_axis(data, time_dim)
     if data.ndim == 1:
         return data.unsqueeze(1)
