@@ -1,4 +1,4 @@
-"""What both collectors are made of: an environment's source, sizes, counters and the specs."""
+"""Base class of the collectors: environment source, sizes, counters and specs."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def _by_dotted_name(states: Mapping[NestedKey, Tensor]) -> dict[str, Tensor]:
 RECURRENT_STATES = Attribute(
     of=lambda collector: collector._read_states, at="_states", form=_by_dotted_name, only="_plays"
 )
-"""The entry of what goes on within a replay."""
+"""State entry: recurrent states of environments in a replay."""
 
 
 def check_random_frames(value: Any, policy: object) -> int:
-    """Return a number of frames with random actions, also given as a float such as 1e5; 0 without a policy."""
+    """Validate and return ``init_random_frames``, also given as a float (1e5); it must be 0 without a policy."""
     number = frames(value, "init_random_frames")
     if policy is None:
         check_defaults("without a policy", "give a policy", init_random_frames=(number, 0))
@@ -42,7 +42,7 @@ def check_random_frames(value: Any, policy: object) -> int:
 
 
 def check_acting(policy: object, exploration_type: ExplorationType | None, **switches: bool) -> None:
-    """Validate how a policy explores, which has no effect without one, and switches by their names."""
+    """Validate the exploration type and named boolean switches; exploration needs a policy."""
     if exploration_type is not None and not isinstance(exploration_type, ExplorationType):
         raise TypeError(f"exploration_type must be an ExplorationType, got {exploration_type!r}.")
     if policy is None:
@@ -54,7 +54,7 @@ def check_acting(policy: object, exploration_type: ExplorationType | None, **swi
 
 def check_replay(replay: ReplaySource | None, num_envs: int, owner: str) -> None:
     """Validate that a replay is for the ``num_envs`` environments that ``owner`` steps together."""
-    playing = getattr(replay, "playing", None)  # a plain function replays, too
+    playing = getattr(replay, "playing", None)  # a plain function can be a replay, too
     if playing is not None and len(playing) != num_envs:
         raise ValueError(
             f"replay= is for {len(playing)} environments, but {owner} has num_envs={num_envs}; build it for these."
@@ -62,7 +62,7 @@ def check_replay(replay: ReplaySource | None, num_envs: int, owner: str) -> None
 
 
 class CollectorBase(Stated):
-    """A collector of ``frames_per_batch`` frames at a time, up to ``total_frames``; its subclasses collect them."""
+    """Base class of collectors that yield ``frames_per_batch`` frames at a time, up to ``total_frames``."""
 
     OWNER, VERSION = "collector", 1
     STATE = {
@@ -74,17 +74,17 @@ class CollectorBase(Stated):
     }
     flags_beginnings = True
     """Whether ``is_init`` and ``done`` mark the start of each trajectory."""
-    _plays = False  # whether there is a replay, which goes on where a restored collector does
-    _states: Mapping[NestedKey, Tensor]  # recurrent states of what goes on
+    _plays = False  # True if a replay is given; it continues in a restored collector
+    _states: Mapping[NestedKey, Tensor]  # recurrent states of running episodes
 
     @property
     def replays(self) -> bool:
-        """Whether recorded steps are replayed in some environments."""
+        """Whether the collector replays recorded steps in some environments."""
         return self._plays
 
     total_frames = Checked(budget)
     clip_actions = False
-    """Whether the environment gets actions clipped to their Box."""
+    """Whether actions are clipped to their Box for the environment."""
 
     def __init__(
         self,
@@ -111,12 +111,12 @@ class CollectorBase(Stated):
         self.seed = check_seed(seed)
         self.closed = False
         self.frames = 0
-        self._batches = 0  # since the collector was seeded
+        self._batches = 0  # number of batches since the collector was seeded
         self._specs: EnvironmentSpecs | None = None
 
     @property
     def specs(self) -> EnvironmentSpecs:
-        """The specs of the environments (of one worker); reading them starts no process."""
+        """Specs of the environments (of one worker); reading them starts no process."""
         if self._specs is None:
             if isinstance(self._env_source, VectorEnv):
                 specs = environment_specs(self._env_source)
@@ -128,7 +128,7 @@ class CollectorBase(Stated):
         return self._specs
 
     def __len__(self) -> int:
-        """Return the number of batches of a whole run; a RuntimeError if the collector never stops."""
+        """Return the number of batches of a whole run; raise RuntimeError without a frame limit."""
         if self.total_frames < 0:
             raise RuntimeError("A collector with total_frames=-1 never stops, so it has no length.")
         return -(self.total_frames // -self.frames_per_batch)
@@ -158,7 +158,7 @@ class CollectorBase(Stated):
         raise NotImplementedError
 
     def update_policy_weights_(self, policy_or_weights: object = None) -> None:
-        """Copy weights into the policy; without an argument do nothing, because the policy itself acts.
+        """Copy weights into the policy; without an argument do nothing, because the collector uses the policy itself.
 
         Args:
             policy_or_weights: A module, a state dict, or a TensorDict of parameters.
@@ -166,11 +166,11 @@ class CollectorBase(Stated):
         load_weights(self.policy, policy_or_weights)
 
     def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
-        """Close what is open; may be called any number of times. The arguments are those of TorchRL's collectors."""
+        """Close the environments; repeated calls are allowed. TorchRL's collectors define the arguments."""
         raise NotImplementedError
 
     def put_state(self, values: Mapping[str, Any]) -> None:
-        """Go on behind the batch after which a state was taken, with a reset (of all workers)."""
+        """Continue after the last batch of the state, with a reset of all environments (and workers)."""
         self.reset()
         super().put_state(values)
 

@@ -1,4 +1,4 @@
-"""The loop over one rollout: policy, environment, and the time-major memory that it writes."""
+"""The loop of one rollout: call the policy, step the environment, write time-major memory."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from torchrl_lightning.keys import ACTION_MASK, FLAGS, LOG_PROB, VALID
 
 
 class RolloutLoop:
-    """The loop that fills rollout memories step by step; batches, frames and seeds are the collector's concern.
+    """Fill rollout memories step by step; the collector counts batches and frames and sets seeds.
 
-    What the policy reads lies in one TensorDict ``[N]``, made once, so that a rollout goes on where any other ended.
+    One TensorDict ``[N]`` holds the policy's inputs. It persists, so each rollout continues after the previous one.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class RolloutLoop:
         self._step = TensorDict(flags, [num_envs])
         self._starts = flags["is_init"].numpy()[:, 0]
         self._mask = action_mask(specs.observation, specs.action)
-        self.info: dict[str, Any] = {}  # of the newest step
+        self.info: dict[str, Any] = {}  # info of the latest step
         self._observations: list[Array] = []
         for key, space in zip(stepper.keys, stepper.spaces, strict=True):
             spec = specs.observation[key]
@@ -65,16 +65,16 @@ class RolloutLoop:
         for key, value in self.recurrent.items():
             self._step[key] = value
         self._next_states = {key: join((), next_key(key)) for key in self.states}
-        # Prepared for the step's tensors, which stay where they are.
+        # A call prepared for the step's tensors; they keep their memory.
         self._standing: Callable[[], Outputs] | None = None
         self._unsaid: dict[NestedKey, Tensor] | None = None
-        self._is_new = True  # nothing was looked at that is not looked at each time
+        self._is_new = True  # the first rollout gets additional checks
         self._is_nested = any(isinstance(value, TensorDictBase) for value in level_of(self._step).values())
 
     def reset(self, seeds: list[int] | None, resumed: Mapping[NestedKey, Tensor] | None = None) -> Array:
-        """Begin an episode in every environment, and return where one begins.
+        """Begin an episode in every environment, and return the mask of the new episodes.
 
-        In a resumed run those that replay go on, with the recurrent states that are given; theirs follows.
+        In a resumed run, environments in a replay continue it with the recurrent states ``resumed``.
         """
         for source, target in zip(self.stepper.reset(seeds), self._observations, strict=True):
             np.copyto(target, source)
@@ -91,10 +91,10 @@ class RolloutLoop:
     def steps(
         self, memory: RolloutMemory, device: torch.device, random: bool = False, before: int = 0
     ) -> Iterator[int]:
-        """Fill a memory, and yield the number of each completed step; ``before`` them there were others.
+        """Fill a memory, and yield the index of each completed step; ``before`` is the number of earlier steps.
 
-        Actions that are missing, of the wrong shape or NaN, policies that return no TensorDict, and environments that
-        return what they may not raise errors.
+        Raise an error if an action is missing, NaN or of the wrong shape, if the policy returns no TensorDict, or if
+        the environment returns invalid values.
         """
         completed = 0
         try:
@@ -102,12 +102,12 @@ class RolloutLoop:
                 completed = t + 1
                 yield t
         except EnvironmentFault as fault:
-            if fault.__cause__ is not None:  # an environment may have raised because of what it had computed before
+            if fault.__cause__ is not None:  # the cause may be an invalid value that the environment returned earlier
                 memory.check_part(completed, before)
             fault.within(f"At step {before + completed} of the rollout, ")
             raise
         except Exception:
-            # A policy may have failed because of what it read.
+            # The policy may have failed because of an invalid observation.
             memory.check_part(completed, before)
             read = zip(self.stepper.keys, self._observations, strict=True)
             named = [(f"observation {key!r}", values[None], self.limits.get(key, math.inf)) for key, values in read]
@@ -170,7 +170,7 @@ class RolloutLoop:
         assert policy is not None
 
         def dispatched() -> Outputs:
-            # The policy writes into what it is given, which must not be there at the next step.
+            # The policy writes its outputs into its input; a copy keeps them out of the next step.
             if move:
                 given: TensorDictBase = step.to(device)
             elif self._is_nested:
@@ -182,7 +182,7 @@ class RolloutLoop:
         return dispatched
 
     def _drawer(self, device: torch.device) -> Callable[[], Outputs]:
-        # The recurrent states keep their initial values, so that the batch has its usual keys.
+        # Include the initial recurrent states, so that all batches have equal keys.
         kept = {self._next_states[key]: state for key, state in self.states.items()}
         if self._unsaid is None:
             self._unsaid = {} if self.policy is None else unsaid(self.policy, self._step, device, kept)
@@ -210,7 +210,7 @@ class RolloutLoop:
             )
 
     def _write_played(self, memory: RolloutMemory, t: int, rows: ReplayedRows, device: torch.device) -> None:
-        """Mark the played rows of step ``t``, and put their actions in the place of the policy's."""
+        """Mark the replayed rows of step ``t``, and replace the policy's actions in these rows."""
         assert self._playing is not None
         where, actions = self._playing.where, memory.actions[t]
         memory.played[t][where], memory.serials[t][where] = True, rows.serial
@@ -227,13 +227,13 @@ class RolloutLoop:
                 "The policy must offer get_dist(td), as TorchRL's ProbabilisticActor does, to tell how likely replayed "
                 f"actions are, got {type(self.policy).__name__}; replay with log_prob='deterministic' to do without."
             )
-        # What the policy reads is unchanged yet, its recurrent states included.
+        # The policy's inputs, including recurrent states, are still unchanged.
         places = torch.from_numpy(where)
         read, action = self._step[places].to(device), memory.outputs["action"][t][places].to(device)
         written[t][where] = get_dist(read).log_prob(action).cpu().numpy()
 
     def _advance(self, memory: RolloutMemory, t: int, played: ReplayedRows | None) -> None:
-        """Step the environment with the actions of step ``t``, and write what comes of it."""
+        """Step the environment with the actions of step ``t``, and write the results."""
         stepper = self.stepper
         action = memory.actions[t]
         if action.dtype.kind == "f" and np.isnan(np.minimum.reduce(action, axis=None)):
@@ -242,7 +242,7 @@ class RolloutLoop:
                 f"{np.flatnonzero(np.isnan(action.reshape(len(action), -1)).any(1)).tolist()}: "
                 "its weights or its inputs are not finite. Look at the learning rate and the gradient norm."
             )
-        # Memory of its own, which environments may change and keep.
+        # A copy, because environments may change and keep it.
         action = self._form.to_environment(action)
         resting = None if played is None else played.mask
         leaves, memory.rewards[t][:], terminated, truncated, self.info = stepper.step(action, resting)
@@ -254,7 +254,7 @@ class RolloutLoop:
             np.copyto(target, source)
         if done.any():
             if stepper.mode is AutoresetMode.DISABLED:
-                self.info = copied(self.info)  # before the reset, which may change it
+                self.info = copied(self.info)  # the reset may change it
             leaves, finals = stepper.finish(done, leaves, self.info, resting, self._observations)
             for index, final in finals:
                 for target, source in zip(successor, final, strict=True):
@@ -263,9 +263,9 @@ class RolloutLoop:
             np.copyto(target, source)
         if (resets := stepper.resets) is not None and memory.made is not None:
             np.logical_not(resets, out=memory.made[t])
-            if self._mask is not None:  # what resets is shown again as it ended, and takes any action
+            if self._mask is not None:  # a resetting row repeats its last observation and ignores its action
                 self._step[ACTION_MASK][torch.from_numpy(done)] = 1
-            done[:] = resets  # where an episode begins only now
+            done[:] = resets  # in this mode, an episode begins one step later
         if played is not None and self._playing is not None:
             where = self._playing.where
             memory.rewards[t][where] = played.reward
@@ -273,7 +273,7 @@ class RolloutLoop:
             done[where] = memory.done[t][where] = over = played.terminated | played.truncated
             self._put(successor, played.next_observation)
             if not stepper.can_rest and over.any():
-                # Its own episode has gone on unseen.
+                # The environment's own episode has continued during the replay, so reset it.
                 ended = where[over]
                 mask = np.zeros_like(done)
                 mask[ended] = True
@@ -281,7 +281,7 @@ class RolloutLoop:
                     target[ended] = source[ended]
 
     def _put(self, targets: Sequence[Array], values: Mapping[NestedKey, Array]) -> None:
-        """Write observations of what is played, in place of those of the environments that replay it."""
+        """Replace the observations of replaying environments with the recorded observations."""
         assert self._playing is not None
         where = self._playing.where
         for key, target in zip(self.stepper.keys, targets, strict=True):
@@ -289,7 +289,7 @@ class RolloutLoop:
 
 
 def _refuse_not_finite(parts: Iterable[tuple[str, Array, float]], first_step: int = 0) -> None:
-    """Refuse values ``[T, N, *F]`` of environments, named, that are not finite numbers, or exceed a magnitude."""
+    """Check named values ``[T, N, *F]``; raise EnvironmentFault if one is not finite or exceeds its limit."""
     for name, values, limit in parts:
         _refuse(
             name,
@@ -314,10 +314,10 @@ def _refuse(name: str, values: Array, wrong: Array, expected: str, first_step: i
 
 
 class RolloutMemory:
-    """Tensors of one rollout, ``[T, N, *F]``, with a view of every step, made once; it may serve any number of them.
+    """Preallocated tensors of one rollout, ``[T, N, *F]``, with a view of every step; rollouts can reuse them.
 
-    The stepper says in which order and shapes observations come; ``states`` are recurrent ones, ``[N, *state]`` each.
-    Where steps may be played, it also holds which of them are, and the numbers of what is played.
+    The stepper defines the order and shapes of the observations. ``states`` are recurrent states, ``[N, *state]`` each.
+    With ``plays``, the memory also holds the mask of replayed steps and the serial numbers of their recordings.
     """
 
     def __init__(
@@ -338,7 +338,7 @@ class RolloutMemory:
         for name in FLAGS:
             self._reserve(("next", name), torch.bool, 1)
         self.trajectories = self._reserve(("collector", "traj_ids"), torch.int64).numpy()
-        self.made: Array | None = None  # which rows are steps, where some are resets
+        self.made: Array | None = None  # mask of the steps, if some rows are resets
         if stepper.resets is not None:
             self.made = self._reserve(VALID, torch.bool).numpy()
         self._plays = plays
@@ -360,7 +360,7 @@ class RolloutMemory:
         self.rewards = self._views(("next", "reward"))
         self.done, self.terminated, self.truncated = (self._views(("next", name)) for name in FLAGS)
         self.states = {key: self._entries[path_of(key)].unbind(0) for key in states}
-        # What steps returned comes first, so that only what resets did is left to find among the observations.
+        # Check results of steps first: an invalid value that is left in the observations then comes from a reset.
         most = {key: limits.get(key, math.inf) for key in stepper.keys}
         read = [(f"observation {key!r}", self._entries[next_key(key)], most[key]) for key in stepper.keys]
         read.append(("reward", self._entries["next", "reward"], math.inf))
@@ -378,7 +378,7 @@ class RolloutMemory:
         self._action_shape = stepper.action_shape
         self.outputs: dict[NestedKey, tuple[Tensor, ...]] = {}
         self.actions: list[Array] = []
-        self.log_probs: list[Array] | None = None  # where some may be replaced
+        self.log_probs: list[Array] | None = None  # only if a replay may replace some
         self._layout: dict[NestedKey, tuple[torch.Size, torch.dtype]] = {}
         self._written: dict[NestedKey, Tensor] = {}
         self._ready: dict[object, TensorDict] = {}
@@ -388,7 +388,7 @@ class RolloutMemory:
         return value
 
     def _views(self, path: Path, shape: tuple[int, ...] = ()) -> list[Array]:
-        # numpy's views of a step have the shape of the space, TorchRL's that of the spec ([1] for a scalar Box).
+        # NumPy views have the shape of the space; the tensors have the shape of the spec ([1] for a scalar Box).
         return list(self._entries[path].numpy().reshape(self.steps, self.num_envs, *shape))
 
     def _by_step(self, paths: Sequence[Path], shapes: Sequence[tuple[int, ...]]) -> list[tuple[Array, ...]]:
@@ -396,23 +396,23 @@ class RolloutMemory:
 
     @property
     def frames(self) -> int:
-        """How many steps environments have made."""
+        """Number of environment steps, without resets."""
         return self.steps * self.num_envs if self.made is None else int(self.made.sum())
 
     def clear_marks(self) -> None:
-        """Forget which steps were played in the rollout before."""
+        """Clear the marks of replayed steps from the previous rollout."""
         self._entries["demo", "mask"].zero_()
         self._entries["demo", "serial"].fill_(-1)
 
     def check(self, before: int = 0) -> None:
-        """Refuse a rollout in which environments returned what is not finite or too large, by an EnvironmentFault."""
+        """Check the rollout; raise EnvironmentFault if a value is not finite or too large."""
         for flat, limit in self._flats:
-            # The fastest pass over so few numbers; their squares may be infinite where they are not.
+            # The fastest test for few numbers. A square can overflow although the number is finite.
             if not flat.dot(flat) < limit:
                 self.check_part(self.steps, before)
 
     def check_part(self, steps: int, before: int = 0) -> None:
-        """Do the same for the first steps, and refuse choices that their spaces do not have."""
+        """Check the first ``steps`` steps in the same way, and check that discrete values are inside their spaces."""
         _refuse_not_finite(((name, values[:steps], limit) for name, values, limit in self._floats), before)
         for name, values, space in self._choices:
             shown, number = values[:steps], space.n if isinstance(space, spaces.Discrete) else space.nvec
@@ -422,7 +422,7 @@ class RolloutMemory:
             )
 
     def fits(self, outputs: Mapping[NestedKey, Tensor]) -> bool:
-        """Return whether memory is reserved for what the policy writes at a step."""
+        """Return True if the reserved memory fits the policy's outputs at a step."""
         layout = self._layout
         for key, value in outputs.items():
             if layout.get(key) != (value.shape, value.dtype):
@@ -430,7 +430,7 @@ class RolloutMemory:
         return bool(layout) and len(layout) == len(outputs)
 
     def reserve(self, outputs: Mapping[NestedKey, Tensor]) -> None:
-        """Reserve memory for what the policy writes at each step."""
+        """Reserve memory for the policy's outputs at each step."""
         self._layout = {key: (value.shape, value.dtype) for key, value in outputs.items()}
         self._written = {
             key: torch.empty(self.steps, *shape, dtype=dtype) for key, (shape, dtype) in self._layout.items()
@@ -442,14 +442,14 @@ class RolloutMemory:
         self._ready.clear()
 
     def batch(self) -> TensorDict:
-        """Return the rollout as ``[N, T]``, over this memory."""
+        """Return the rollout as a TensorDict ``[N, T]`` over this memory."""
         if None not in self._ready:
             entries = {path: value.transpose(0, 1) for path, value in self._all_entries().items()}
             self._ready[None] = tensordict_of(entries, torch.Size([self.num_envs, self.steps]), (None, "time"))
         return self._ready[None]
 
     def rows(self, leave_out: Collection[str] = ()) -> TensorDict:
-        """Return the rollout as a ring takes it, ``[T, N]`` or one step ``[N]``, without these first names."""
+        """Return the rollout for a ring buffer, ``[T, N]`` or one step ``[N]``, without the root keys ``leave_out``."""
         wanted = tuple(leave_out)
         if wanted not in self._ready:
             entries = {path: value for path, value in self._all_entries().items() if path[0] not in wanted}
@@ -463,5 +463,5 @@ class RolloutMemory:
 
     def _all_entries(self) -> dict[Path, Tensor]:
         written = {path_of(key): value for key, value in self._written.items()}
-        # The environment decides what follows a step.
+        # For entries under "next", the environment's values take precedence over the policy's outputs.
         return {**self._entries, **{p: v for p, v in written.items() if p[0] != "next" or p not in self._entries}}

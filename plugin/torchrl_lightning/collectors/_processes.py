@@ -1,4 +1,4 @@
-"""The worker processes of the asynchronous collector, and the memory that they share with it."""
+"""Worker processes of the asynchronous collector, and their shared memory."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ from torchrl_lightning.processes import (
 )
 
 _PATIENCE = 30.0  # seconds; a copy takes milliseconds, so a process that holds the lock longer has died
-_ENTRIES = 8  # of a rollout, at least, each a file of its own in shared memory
-_FOR_EVER, _AFTER_SIGTERM = 1e6, 8.0  # seconds for a rollout
-_FAULTY = 1  # exit code of a worker that has sent a fault
+_ENTRIES = 8  # minimum number of entries of a rollout; each is a separate file in shared memory
+_FOR_EVER, _AFTER_SIGTERM = 1e6, 8.0  # time limits of a rollout in seconds
+_FAULTY = 1  # exit code of a worker after it sent a fault
 
 
 class SharedWeights:
     """A copy of a module's parameters and buffers in one block of shared memory, with a version number.
 
-    Pass it to a process as an argument when the process is started.
+    Pass it as an argument when you start a process.
     """
 
     def __init__(self, module: object, version: int) -> None:
@@ -57,7 +57,7 @@ class SharedWeights:
             self._version.fill_(version)
 
     def fetch(self, module: object, known: int) -> int:
-        """Copy the published weights into a module unless it already has them, and return their version."""
+        """Copy the published weights into a module unless it has this version; return the version."""
         with self._locked():
             version = int(self._version.item())
             if version != known:
@@ -83,23 +83,23 @@ def _tensors(module: object) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class WorkerTask:
-    """What a worker needs to know when it starts."""
+    """Start arguments of a worker process."""
 
     payload: bytes  # the pickled environment, policy and keyword arguments of its GymnasiumCollector
-    begun: int  # rollouts before these
-    worker: int  # its number
+    begun: int  # number of rollouts that the worker has begun before
+    worker: int  # index of the worker
     num_workers: int
-    slots: int  # how many rollouts it may have in flight
-    parent: int  # id of the parent process; the worker ends when it does
-    by_signal: bool  # which the parent's main thread has started
+    slots: int  # maximum number of rollouts in flight
+    parent: int  # id of the parent process; the worker ends with it
+    by_signal: bool  # True if the parent's main thread starts the worker
 
 
 def run_worker(task: WorkerTask, weights: SharedWeights, connection: Connection) -> None:
-    """Collect rollouts into shared memory until the parent closes the connection or asks for the end.
+    """Collect rollouts into shared memory until the parent closes the connection or sends ``None``.
 
     Messages to the parent: ``("slots", [TensorDict])`` once, then ``("rollout", slot)`` for each rollout, or
-    ``("fault", EnvironmentFault)``, or ``("error", text)``. The parent sends the number of a slot that is free
-    again, a tensor of bytes that are pickled news of what is replayed, or ``None`` to end the worker.
+    ``("fault", EnvironmentFault)``, or ``("error", text)``. The parent sends the index of a released slot, a byte
+    tensor with pickled replay changes, or ``None`` to end the worker.
     """
     end_with_parent(task.parent, task.by_signal)
     tell_by(lambda line: connection.send(("fault", WorkerFault(line))))
@@ -108,7 +108,7 @@ def run_worker(task: WorkerTask, weights: SharedWeights, connection: Connection)
     try:
         _collect(task, weights, connection)
     except (EOFError, BrokenPipeError, ConnectionResetError):
-        pass  # the parent is gone or has closed the connection
+        pass  # the parent has exited or closed the connection
     except EnvironmentFault as fault:
         with suppress(OSError):
             connection.send(("fault", fault.sent()))
@@ -144,7 +144,7 @@ def _collect(task: WorkerTask, weights: SharedWeights, connection: Connection) -
                 connection.send(("slots", slots))
                 while isinstance(message := connection.recv(), Tensor):
                     worker.follow(message.numpy().tobytes())
-                if message is None:  # else the parent has mapped them
+                if message is None:  # any other message means that the parent has mapped the slots
                     return worker.collector.shutdown()
             slot = free.pop(0)
             slots[slot].update_(rollout.transpose(0, 1))
@@ -154,10 +154,10 @@ def _collect(task: WorkerTask, weights: SharedWeights, connection: Connection) -
 
 
 class WorkerPool:
-    """Worker processes and the rollouts that they pass through shared memory.
+    """Worker processes that pass rollouts through shared memory.
 
-    Each worker has its own pipe, so that a process that is killed cannot keep a common lock. Of each worker come the
-    payload and how many rollouts it began before; ``slots`` is how many it may have in flight.
+    Each worker has a separate pipe, so a killed process cannot hold a common lock. ``payloads`` and ``begun`` have one
+    entry for each worker. ``slots`` is the maximum number of rollouts in flight per worker.
     """
 
     def __init__(self, payloads: Sequence[bytes], begun: Sequence[int], slots: int, weights: SharedWeights) -> None:
@@ -178,14 +178,14 @@ class WorkerPool:
                 process = context.Process(target=target, args=arguments, name=f"collector-{worker}", daemon=True)
                 with _without_interrupts():
                     process.start()
-                theirs.close()  # so that the pipe ends when the worker does
+                theirs.close()  # so that the pipe closes when the worker exits
                 self._processes.append(process)
         except BaseException:
             self.close()
             raise
 
     def receive(self, worker: int) -> TensorDict:
-        """Wait for a worker's next rollout and return a copy, ``[T, N]``; a RuntimeError if it failed or died."""
+        """Wait for a worker's next rollout and return a copy ``[T, N]``; raise RuntimeError if it failed or died."""
         while True:
             kind, content = self._message(worker)
             if kind == "rollout":
@@ -200,12 +200,12 @@ class WorkerPool:
             self._send(worker, 0)
 
     def tell(self, worker: int, news: bytes) -> None:
-        """Tell a worker what is new of what it replays, before its next rollout."""
-        # Through shared memory: a pipe would hold what does not fit until the worker has done its rollout.
+        """Send pickled replay changes to a worker; it applies them before its next rollout."""
+        # Use shared memory: a full pipe would block the parent until the worker has finished its rollout.
         self._send(worker, torch.frombuffer(bytearray(news), dtype=torch.uint8).share_memory_())
 
     def close(self) -> None:
-        """End all processes; terminate those that do not exit within a second.
+        """End all processes; terminate every process that does not exit within a second.
 
         Raises:
             EnvironmentFault: an environment failed to close.
@@ -216,7 +216,7 @@ class WorkerPool:
         end_processes(self._processes, 1.0)
         faults = []
         for worker, (process, connection) in enumerate(zip(self._processes, self._connections, strict=False)):
-            with suppress(Exception):  # tensors that were not received in time
+            with suppress(Exception):  # receiving tensors fails if their process has already exited
                 while process.exitcode == _FAULTY and connection.poll():
                     kind, content = connection.recv()
                     if kind == "fault":
@@ -232,7 +232,7 @@ class WorkerPool:
         with self._waiting.running():
             multiprocessing.connection.wait([connection, process.sentinel])
         try:
-            # A worker that has exited may have left its last message in the pipe.
+            # The last message of an exited worker may still be in the pipe.
             if connection.poll():
                 message: tuple[str, Any] = connection.recv()
                 return message
@@ -241,17 +241,17 @@ class WorkerPool:
         raise WorkerFault(f"Collector worker {worker} {how_it_died(process)}")
 
     def _send(self, worker: int, message: int | Tensor) -> None:
-        with suppress(OSError):  # if the worker has died, reading its next message reports that
+        with suppress(OSError):  # reading the next message reports a dead worker
             self._connections[worker].send(message)
 
 
 @contextmanager
 def _without_interrupts() -> Iterator[None]:
-    # The process inherits the mask, so that Ctrl-C cannot hit it during its imports; here Ctrl-C is only delayed.
+    # The child inherits the mask, so Ctrl-C cannot interrupt its imports; in this process Ctrl-C is only delayed.
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
-    resource_tracker.ensure_running()  # if it started within the block, it would lift the mask
+    resource_tracker.ensure_running()  # a start within the block would remove the mask
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         yield

@@ -1,4 +1,4 @@
-"""A single interface to vector environments, whatever their autoreset mode."""
+"""One interface to vector environments with any autoreset mode."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ from torchrl_lightning.environments.worker_env import WorkerVectorEnv
 
 logger = logging.getLogger(__name__)
 
-Final = tuple[int | Array, list[Array]]  # environment, or several, and the leaves of their last observations
+Final = tuple[int | Array, list[Array]]  # index or indices of environments, and the leaves of their last observations
 _SUCCESS = ("is_success", "success")
-_COPY_ENDS = (ResumableVectorEnv, WorkerVectorEnv, EnvPoolVectorEnv, BatchVectorEnv)  # those built by this package
-_SUSPECT_ENDS = 3  # in succession, after which a last observation is suspected to be the one after the reset
+_COPY_ENDS = (ResumableVectorEnv, WorkerVectorEnv, EnvPoolVectorEnv, BatchVectorEnv)  # classes of this package
+_SUSPECT_ENDS = 3  # warn after this number of consecutive last observations that equal the first of the next episode
 _WARNED: WeakSet[VectorEnv[Any, Any, Any]] = WeakSet()
 
 
 class VectorStepper:
-    """Step a vector environment, and separate last observations from those after a reset.
+    """Step a vector environment, and separate last observations from observations after a reset.
 
     Observations are lists of arrays ``[N, *space]``, in the order of ``keys``. The arrays may be the environment's own
-    memory: copy them before the next call. What does not fit its space is an
+    memory: copy them before the next call. A value outside its space raises an
     :class:`~torchrl_lightning.environments.faults.EnvironmentFault`.
     """
 
@@ -59,8 +59,8 @@ class VectorStepper:
         self.action_shape = (env.num_envs, *(space.shape or ()))
         self.actions = ActionFormat.of_space(space)
         self._unchecked = {"reset", "step"}
-        self._takes_one_seed = False  # whether it was seen to refuse one for each copy
-        self._resets_parts = False  # whether it was seen to reset some environments without the others
+        self._takes_one_seed = False  # True after the environment rejected a list of seeds
+        self._resets_parts = False  # True after a reset of some environments left the others unchanged
         self.can_rest = isinstance(env, ResumableVectorEnv)
         self._idle = self.actions.to_environment(np.zeros((1, *self.actions.spec_shape)), clip=True)[0]
         self._copies_ends = isinstance(env.unwrapped, _COPY_ENDS)
@@ -70,13 +70,13 @@ class VectorStepper:
 
     @property
     def resets(self) -> Array | None:
-        """Where the last step was a reset, ``[N]`` bool, in mode ``NEXT_STEP``; None in the others, which have none."""
+        """Mask ``[N]`` of the environments that the last step reset, in mode ``NEXT_STEP``; None in other modes."""
         return self.env.resets if self.mode is AutoresetMode.NEXT_STEP else None  # type: ignore[attr-defined]
 
     def reset(self, seeds: list[int] | None) -> list[Array]:
         """Start an episode in every environment.
 
-        One that steps its copies in its own code may take one seed for all of them alone.
+        If the environment rejects a list of seeds, it gets the first seed.
         """
         position.environment = None
         try:
@@ -88,10 +88,10 @@ class VectorStepper:
         return self.leaves(observation)
 
     def step(self, action: Array, resting: Array | None = None) -> tuple[list[Array], Array, Array, Array, Any]:
-        """Step once, all but the environments that rest; return observations, rewards, both kinds of ends and info.
+        """Step all environments except ``resting``; return observations, rewards, terminated, truncated and info.
 
-        Actions are as ``actions.to_environment`` returns them. Where environments cannot rest, some valid action is
-        taken, and what comes of it is of no use.
+        Actions have the format of ``actions.to_environment``. If environments cannot rest, they take an arbitrary valid
+        action; ignore their results.
         """
         position.environment = None
         try:
@@ -118,10 +118,10 @@ class VectorStepper:
         resting: Array | None = None,
         before: Sequence[Array] = (),
     ) -> tuple[list[Array], list[Final]]:
-        """Return what to act on next, and the true last observation of each episode that ended (``done``, ``[N]``).
+        """Return the observations for the next action, and the true last observation of each ended episode.
 
-        Environments in ``resting`` report nothing. ``before`` are the observations before the step: with them, a
-        warning is logged if the last observations seem to be those after the reset.
+        ``done`` is ``[N]``. Environments in ``resting`` report nothing. ``before`` are the observations before the
+        step. The stepper logs a warning if the last observations seem to be the observations after the reset.
 
         Raises:
             RuntimeError: The environment does not report the last observations, or cannot reset single environments.
@@ -129,9 +129,9 @@ class VectorStepper:
         """
         own = done if resting is None else done & ~resting
         if self.mode is AutoresetMode.NEXT_STEP:
-            return leaves, []  # which are the last ones; the next step is a reset
+            return leaves, []  # the leaves are the last observations; the next step is a reset
         if self.mode is AutoresetMode.DISABLED:
-            finals = _rows(leaves, own)  # copied before their memory shows something else
+            finals = _rows(leaves, own)  # copy before the reset overwrites the memory
             return self.restart(done, leaves), finals
         if not own.any():
             return leaves, []
@@ -141,12 +141,12 @@ class VectorStepper:
                 f"{self.env} ended episodes {np.flatnonzero(done).tolist()} without info['final_obs']; "
                 "AutoresetMode.SAME_STEP promises the last observation there."
             )
-        if isinstance(final, dict) or (isinstance(final, np.ndarray) and final.dtype.kind != "O"):  # of all, together
+        if isinstance(final, dict) or (isinstance(final, np.ndarray) and final.dtype.kind != "O"):  # one batch for all
             reported = [self.leaves(final)]
             finals = _rows(reported[0], own)
         else:
             ended = np.flatnonzero(own).tolist()
-            for i in ended:  # nobody has put them together, which would have shown what does not fit
+            for i in ended:  # separate observations: no concatenation has checked their shapes
                 check_observation(self.env.single_observation_space, final[i], f"environment {i}")
             finals = [(i, self.leaves(final[i])) for i in ended]
             reported = [values for _, values in finals]
@@ -155,7 +155,7 @@ class VectorStepper:
         return leaves, finals
 
     def _guard_calls(self) -> None:
-        """Guard the calls of the single environments of a ready vector environment, if they are reachable."""
+        """Guard the calls of the single environments of a ready vector environment, if it has a list ``envs``."""
         envs = getattr(self.env.unwrapped, "envs", None)
         for index, env in enumerate(envs if isinstance(envs, list | tuple) else ()):
             if isinstance(env, gymnasium.Env):
@@ -165,7 +165,7 @@ class VectorStepper:
     def _check_finals(
         self, reported: list[list[Array]], finals: list[Final], leaves: list[Array], before: Sequence[Array]
     ) -> None:
-        """Check that last observations are not those after the reset."""
+        """Check that last observations are not the observations after the reset."""
         if any(np.shares_memory(last, leaf) for values in reported for last, leaf in zip(values, leaves, strict=True)):
             raise EnvironmentFault(
                 f"{self.env} returned info['final_obs'] in the memory of the next observations, expected memory of its "
@@ -183,12 +183,12 @@ class VectorStepper:
                     logger.warning(_SUSPECT, self.env, _SUSPECT_ENDS)
 
     def successes(self, info: dict[str, Any]) -> Array | None:
-        """Return where the episodes that end in this step reach their goal (``[N]`` bool); None if nobody says so.
+        """Return the mask ``[N]`` of successes at the episode ends of this step; None if no environment reports it.
 
-        Of several numbers all must be true.
+        If an environment reports several values, all must be true.
         """
         final = entry_of(info, "final_info") if self.mode is AutoresetMode.SAME_STEP else info
-        if isinstance(final, list | tuple | np.ndarray):  # one dict, or None, for each environment
+        if isinstance(final, list | tuple | np.ndarray):  # one dict or None for each environment
             told = [success_of(each) if isinstance(each, Mapping) else None for each in final]
             if all(each is None for each in told):
                 return None
@@ -211,17 +211,17 @@ class VectorStepper:
         return self._observation(env.reset(seed=None if seeds is None else seeds[0]))
 
     def _observation(self, returned: tuple[Any, Any]) -> Any:
-        """Return the observation of a reset; check its info at the first one."""
+        """Return the observation of a reset; check the info of the first reset."""
         if "reset" in self._unchecked:
             self._check_info("reset", returned[1])
         return returned[0]
 
     def restart(self, ended: Array, leaves: list[Array]) -> list[Array]:
-        """Reset some environments (``[N]`` bool), and return what all show then; ``leaves`` are what they show now.
+        """Reset the environments of the mask ``ended`` (``[N]``), and return the new observations of all.
 
-        A RuntimeError if the environment cannot do that without the others.
+        ``leaves`` are the current observations. Raise RuntimeError if the environment cannot reset only these.
         """
-        # Looked at once: later ends cost what they reset alone.
+        # One successful check is enough; later resets skip the comparison.
         others = [] if self._resets_parts else [leaf[~ended] for leaf in leaves]
         position.environment = None
         try:
@@ -240,7 +240,7 @@ class VectorStepper:
         return fresh
 
     def leaves(self, observation: Any) -> list[Array]:
-        """List an observation's arrays in the order of ``keys``."""
+        """Return the arrays of an observation in the order of ``keys``."""
         return [reduce(lambda tree, name: tree[name], path, observation) for path in self._paths]
 
     def close(self) -> None:
@@ -262,7 +262,7 @@ class VectorStepper:
             self._unchecked.remove(call)
 
     def _check_info(self, call: str, info: Any) -> None:
-        """Raise an EnvironmentFault unless info is one dict, or a list of one dict for each environment."""
+        """Raise EnvironmentFault unless info is a dict, or a list with one dict for each environment."""
         many = self.env.num_envs
         is_list = (
             isinstance(info, list | tuple) and len(info) == many and all(isinstance(each, Mapping) for each in info)
@@ -275,7 +275,7 @@ class VectorStepper:
             )
 
     def _blame(self, error: BaseException, call: str, when: str = "") -> None:
-        """Find what one of several environments did, or returned that could not be put together."""
+        """Find the environment that caused an error, for example by an observation that cannot be concatenated."""
         env = self.env.unwrapped
         places = extract_tb(error.__traceback__)
         if isinstance(env, SyncVectorEnv) and any("concatenate" in place.name for place in places):
@@ -285,12 +285,12 @@ class VectorStepper:
 
 
 def entry_of(info: Any, name: str) -> Any:
-    """Return an entry of a vector environment's info; None if nobody has it.
+    """Return an entry of a vector environment's info, or None if it is missing.
 
     Args:
-        info: One dict of arrays, or a list of one dict for each environment, as
+        info: One dict of arrays, or a list with one dict for each environment, as
             :class:`gymnasium.wrappers.vector.DictInfoToList` returns it.
-        name: The entry. Of a list its values are returned as an array ``[N]`` of objects, None where it is missing.
+        name: Name of the entry. For a list, the result is an object array ``[N]`` with None for missing values.
 
     Examples:
         >>> entry_of([{"final_obs": 3}, {}], "final_obs")
@@ -307,7 +307,7 @@ def entry_of(info: Any, name: str) -> Any:
 
 
 def success_of(info: Mapping[str, Any]) -> Any:
-    """Return what an environment says in its info of whether the goal is reached; None if it says nothing."""
+    """Return the success value in an environment's info, or None if it is missing."""
     return next((info[name] for name in _SUCCESS if name in info), None)
 
 

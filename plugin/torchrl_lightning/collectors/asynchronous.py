@@ -1,4 +1,4 @@
-"""A collector whose environments run in separate processes, with weights that may be stale."""
+"""Collect rollouts in worker processes; the weights of a worker may be stale."""
 
 from __future__ import annotations
 
@@ -20,45 +20,45 @@ from torchrl_lightning.state import Attribute
 
 
 class AsynchronousCollector(WorkersCollector):
-    """Collect rollouts in worker processes while the learner learns.
+    """Collect rollouts in worker processes while the learner trains.
 
-    Each worker runs a :class:`GymnasiumCollector` with a copy of the policy. Before each rollout it takes the latest
-    weights that :meth:`update_policy_weights_` has published, and marks the rollout with their version:
-    ``policy_version - batch["collector", "policy_version"]`` is the lag. Workers are served in turn and have at most
-    ``rollouts_in_flight`` rollouts begun but not yet yielded, so with one publication per batch the lag is at most
-    ``num_workers * rollouts_in_flight``.
+    Each worker runs a :class:`GymnasiumCollector` with a copy of the policy. Before each rollout the worker loads the
+    latest weights from :meth:`update_policy_weights_` and marks the rollout with their version. The lag is
+    ``policy_version - batch["collector", "policy_version"]``. Batches come from the workers in turn. A worker has at
+    most ``rollouts_in_flight`` rollouts that are begun but not yet yielded. With one publication per batch, the lag is
+    therefore at most ``num_workers * rollouts_in_flight``.
 
-    Processes start with the first batch (by ``spawn``: a script needs ``if __name__ == "__main__":``), ignore Ctrl-C
-    and never outlive this process. Batches are ``[N, T]`` named ``(None, "time")``, each from one worker:
-    ``batch["collector", "env_ids"]`` numbers the environments over all workers, ``num_envs * worker + i``. Resuming is
-    not exact: rollouts in flight are lost, and every worker begins with a reset, also of what it replays.
+    Processes start with the first batch by ``spawn``, so a script needs ``if __name__ == "__main__":``. They ignore
+    Ctrl-C and end with this process. Each batch ``[N, T]`` named ``(None, "time")`` comes from one worker.
+    ``batch["collector", "env_ids"]`` numbers the environments of all workers: ``num_envs * worker + i``. Resuming is
+    not exact: rollouts in flight are lost, and every worker resets its environments and its replay.
 
-    With ``replay``, each worker has a copy of it, which draws by a seed of its own, so that no worker waits for another
-    to draw, and the draws do not depend on who is faster. What is replayed from travels to the workers where
-    it has changed, what they know already without its steps: with each publication of weights, and when a batch is
-    asked for. Rollouts that begin afterwards see it.
+    With ``replay``, each worker draws from its copy of the replay with its own seed. Workers therefore do not wait for
+    each other, and the draws do not depend on their speed. The collector sends changes of the replay to the workers
+    with each publication of weights and with each request for a batch, without steps that a worker already has.
+    Rollouts that begin afterwards use the changed replay.
 
     Args:
-        env: An id, or a factory of one environment that can be pickled.
-        num_workers: The number of processes.
-        num_envs: The number of environments in each process.
+        env: An id, or a picklable factory of one environment.
+        num_workers: Number of processes.
+        num_envs: Number of environments in each process.
         frames_per_batch: Steps per batch over the environments of one worker; a multiple of ``num_envs``.
         seed: The seed of each worker's :class:`GymnasiumCollector` is spawned from it
             (:func:`~torchrl_lightning.collectors.spawn_seed`); ``None`` draws it from torch's global generator.
-        rollouts_in_flight: How many rollouts a worker may have begun but not yet yielded.
+        rollouts_in_flight: Maximum number of rollouts per worker that are begun but not yet yielded.
         replay: Replays recorded steps in some environments of each worker, as in :class:`GymnasiumCollector`: a
-            :class:`~torchrl_lightning.collectors.FollowedReplaySource`, such as
+            :class:`~torchrl_lightning.collectors.FollowedReplaySource`, for example
             :class:`~torchrl_lightning.DemonstrationReplay`, built for the ``num_envs`` environments of one worker.
-        init_random_frames: Random actions are drawn in the first frames of each worker, in this many over all of them.
+        init_random_frames: Number of frames with random actions, summed over all workers; each worker draws them first.
 
-    The other arguments are those of :class:`GymnasiumCollector`. Each worker steps its environments itself: a recipe
-    with ``vectorization="async"`` is refused.
+    :class:`GymnasiumCollector` describes the other arguments. Each worker steps its environments itself, so a recipe
+    with ``vectorization="async"`` raises a ValueError.
 
     Raises:
         ValueError: Sizes do not fit, or the id is unknown.
-        TypeError: The environment or policy cannot be sent to a process.
+        TypeError: The environment or policy cannot be pickled.
         RuntimeError: A worker failed (its traceback is in the message) or died.
-        EnvironmentFault: An environment in a worker did what it may not; also a RuntimeError.
+        EnvironmentFault: An environment in a worker raised an error or returned invalid values; also a RuntimeError.
 
     Source:
         Espeholt et al. (2018), IMPALA, https://arxiv.org/abs/1802.01561
@@ -144,7 +144,7 @@ class AsynchronousCollector(WorkersCollector):
             end()
 
     def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
-        """End all workers; may be called any number of times. Only ``raise_on_error`` has an effect."""
+        """End all workers; repeated calls are allowed. Only ``raise_on_error`` has an effect."""
         self.closed = True
         try:
             self._stop()

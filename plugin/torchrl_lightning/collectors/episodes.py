@@ -1,4 +1,4 @@
-"""Finished episodes of a policy, for its evaluation."""
+"""Play complete episodes of a policy for evaluation."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 _MAX_ENVS = 32
 MANY_STEPS = 100_000
-MANY_TORCHRL_STEPS = 2_000  # each of which may take some hundredths of a second
+MANY_TORCHRL_STEPS = 2_000  # lower, because one step may take some hundredths of a second
 
 
 def play_episodes(
@@ -53,33 +53,33 @@ def play_episodes(
     deterministic: bool = True,
     clip_actions: bool = False,
 ) -> TensorDict:
-    """Play exactly ``num_episodes`` finished episodes.
+    """Play exactly ``num_episodes`` complete episodes.
 
-    Each environment contributes a fixed number of episodes, its first ones; taking whichever finish first would favour
-    short ones. The policy is put in evaluation mode meanwhile; its training flags and torch's global
-    generators are afterwards as they were.
+    Each environment contributes a fixed number of episodes, because taking the first finished episodes would favour
+    short ones. The policy acts in evaluation mode; afterwards its training flags and torch's global generators are
+    restored.
 
     Args:
-        env: An id, a factory of one environment, Gymnasium's or TorchRL's, or a ready (vector) environment, which
-            stays open.
+        env: An id, a factory of one Gymnasium or TorchRL environment, or a ready (vector) environment, which stays
+            open.
         policy: Reads a TensorDict ``[N]`` and writes ``action``.
-        num_episodes: How many episodes to play, ``E``.
-        num_envs: How many run side by side; ``None`` means as many as there are episodes, at most 32, or as many as a
-            ready one or one that TorchRL steps as a batch has, whatever is asked for.
-        seed: Seeds of environments and policy are spawned from it (:func:`~torchrl_lightning.collectors.spawn_seed`),
-            others than a collector with this seed has; with ``None`` both are random.
-        deterministic: Whether the policy takes the mode of its distribution, or a sample.
-        clip_actions: Whether the environment gets actions clipped to their Box. A policy of
-            :func:`~torchrl_lightning.load_policy` has them clipped anyway if the collector of its run clipped.
+        num_episodes: Number of episodes ``E``.
+        num_envs: Number of parallel environments; ``None`` means one per episode, at most 32. A ready environment, and
+            a batched TorchRL environment, keep their own number.
+        seed: The seeds of environments and policy are spawned from it
+            (:func:`~torchrl_lightning.collectors.spawn_seed`). They differ from the seeds of a collector with the same
+            seed. With ``None`` both are random.
+        deterministic: Take the mode of the policy's distribution; False draws a sample.
+        clip_actions: Clip the actions for the environment to their Box. For a policy from
+            :func:`~torchrl_lightning.load_policy`, actions are also clipped if the collector of its run clipped them.
 
     Returns:
         ``episode_return`` (float32), ``episode_length`` (int64), ``terminated`` and ``truncated`` (bool), each
-        ``[E]``, ordered by environment and time; of Gymnasium's environments that say at the end of an episode whether
-        its goal is reached, by ``is_success`` or ``success`` in their info, also ``success`` (bool).
+        ``[E]``, ordered by environment and time. If a Gymnasium environment reports ``is_success`` or ``success`` in
+        the info at the end of an episode, also ``success`` (bool).
 
     Raises:
-        ValueError: There are no episodes to play, the environment does not fit, or actions without a Box should be
-            clipped.
+        ValueError: ``num_episodes`` is not positive, the environment does not fit, or the actions to clip have no Box.
 
     Examples:
         >>> from tensordict.nn import TensorDictModule
@@ -163,10 +163,10 @@ def _play_torchrl(env: EnvBase, policy: Policy, num_episodes: int, seed: int | N
 
 
 class _Record:
-    """What the first episodes of each of ``count`` environments came to, as many of each as make ``num_episodes``."""
+    """Results of the first episodes of ``count`` environments, ``num_episodes`` in total."""
 
     def __init__(self, num_episodes: int, count: int, many_steps: int = MANY_STEPS) -> None:
-        self._many_steps = many_steps  # those after which it is told that no episode has ended
+        self._many_steps = many_steps  # log a warning if no episode has ended after this number of steps
         self._quota = num_episodes // count + (np.arange(count) < num_episodes % count)
         self._first_row = np.concatenate([[0], np.cumsum(self._quota)[:-1]])
         self._played = np.zeros(count, dtype=np.int64)
@@ -202,7 +202,7 @@ class _Record:
         if success is not None:
             self._result.setdefault("success", np.zeros_like(self._result["terminated"]))
             figures.append(success)
-        for value, now in zip(self._result.values(), figures, strict=False):  # success may have been told of before
+        for value, now in zip(self._result.values(), figures, strict=False):  # success may be missing in this step
             value[rows] = now[counted]
         self._played[counted] += 1
         self._returns[done], self._lengths[done] = 0, 0

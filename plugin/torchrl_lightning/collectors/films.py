@@ -1,4 +1,4 @@
-"""One episode of a policy as a video."""
+"""Record one episode of a policy as a video."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _NEEDED = "a video needs an environment that draws render_mode=rgb_array, but th
 
 
 def check_film(env: Any) -> None:
-    """Refuse an environment that cannot be filmed: one is made, reset and drawn.
+    """Check that an environment can be recorded: build, reset and render one.
 
     Args:
-        env: What :func:`film_episode` takes.
+        env: An id or a factory, as for :func:`film_episode`.
 
     Raises:
-        Fault: A package is missing, or it draws no picture.
+        Fault: A package is missing, or the environment renders no image.
 
     Examples:
         >>> from torchrl_lightning import make_vector_env
@@ -48,7 +48,7 @@ def check_film(env: Any) -> None:
     picture = None
     try:
         with IsolatedRng(None, torch.device("cpu")), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Gymnasium's, which only say what is refused here
+            warnings.simplefilter("ignore")  # this function raises an error in the cases of Gymnasium's warnings
             made = _drawn(env)()
             try:
                 if isinstance(made, gymnasium.Env):
@@ -56,7 +56,7 @@ def check_film(env: Any) -> None:
                     picture = made.render()
             finally:
                 close_environment(made)
-    except Exception as error:  # whatever an environment or a library for pictures raises
+    except Exception as error:  # environments and rendering libraries raise any type
         raise Fault(f"{_NEEDED} cannot: {' '.join(str(error).split())}") from error
     if not isinstance(made, gymnasium.Env):
         raise Fault("a video is of Gymnasium's environments, but that of this run is TorchRL's; leave the video out.")
@@ -67,15 +67,15 @@ def check_film(env: Any) -> None:
 def film_episode(
     env: Any, policy: Policy, path: Path, *, seed: int, deterministic: bool = True, clip_actions: bool = False
 ) -> None:
-    """Play one episode and write it as a video, whole or not at all; its pictures are in memory until it ends.
+    """Play one episode and write it atomically as a video; its frames stay in memory until the episode ends.
 
     Args:
-        env: An id, or a factory of one of Gymnasium's environments that takes ``render_mode``.
-        policy: Plays it.
-        path: The file, which is replaced; its folder is made.
-        seed: Seeds of environment and policy are spawned from it.
-        deterministic: Whether the policy takes the mode of its distribution, or a sample.
-        clip_actions: As of :func:`~torchrl_lightning.play_episodes`.
+        env: An id, or a factory of a Gymnasium environment that takes ``render_mode``.
+        policy: The policy to record.
+        path: The video file; an existing file is replaced, and its folder is created.
+        seed: The seeds of environment and policy are spawned from it.
+        deterministic: Take the mode of the policy's distribution; False draws a sample.
+        clip_actions: See :func:`~torchrl_lightning.play_episodes`.
     """
     make = _drawn(env)
     with TemporaryDirectory() as folder:
@@ -91,7 +91,7 @@ def film_episode(
 
 
 def _drawn(env: Any) -> Callable[[], Any]:
-    """Return what makes an environment that draws itself."""
+    """Return a factory of an environment with ``render_mode="rgb_array"``."""
     return lambda: (
         gymnasium.make(env, render_mode="rgb_array") if isinstance(env, str) else env(render_mode="rgb_array")
     )

@@ -1,4 +1,4 @@
-"""A collector that steps a gymnasium vector environment and writes straight into preallocated memory."""
+"""Collect rollouts from a Gymnasium vector environment into preallocated memory."""
 
 from __future__ import annotations
 
@@ -35,60 +35,60 @@ from torchrl_lightning.state import Attribute, InPlace, flag, whole
 
 
 class GymnasiumCollector(CollectorBase):
-    """Collect rollouts of a TensorDict policy in a gymnasium vector environment.
+    """Collect rollouts of a TensorDict policy in a Gymnasium vector environment.
 
-    It yields what ``torchrl.collectors.Collector`` yields over the same environment with ``InitTracker``: TensorDicts
-    ``[N, T]`` named ``(None, "time")`` whose memory is time-major. ``("next", observation)`` is the true successor,
-    also where an episode ends. Recurrent states that the policy's submodules declare by ``make_tensordict_primer``
-    are carried from ``("next", key)`` to ``key``, and set to their initial values where an episode starts.
+    Batches equal the batches of ``torchrl.collectors.Collector`` over the same environment with ``InitTracker``:
+    TensorDicts ``[N, T]`` named ``(None, "time")`` with time-major memory. ``("next", observation)`` is the true
+    successor, also at the end of an episode. The policy's submodules declare recurrent states by
+    ``make_tensordict_primer``. The collector carries these states from ``("next", key)`` to ``key``, and sets them to
+    their initial values at the start of an episode.
 
-    The policy acts in evaluation mode; its submodules keep their own modes outside a rollout. It draws from a random
-    stream of its own, derived from ``seed`` and the number of the batch; torch's
-    global generators are left as they were. With ``reset_at_each_batch=True`` a restored collector therefore repeats
-    exactly what the original would have done. Otherwise episodes run on across batches, an environment's inner state
-    cannot be restored, and the first batch after ``load_state_dict`` begins with a reset.
+    During a rollout the policy is in evaluation mode; afterwards its submodules have their previous modes again. The
+    policy draws from a separate random stream, derived from ``seed`` and the batch number. torch's global generators
+    stay unchanged. With ``reset_at_each_batch=True``, a restored collector therefore repeats the original run exactly.
+    Otherwise episodes continue across batches, the inner state of an environment cannot be restored, and the first
+    batch after ``load_state_dict`` begins with a reset.
 
-    Environments may reuse and change all that they return, and may change and keep the actions that they get. The
-    single environments in the list ``envs`` of a ready vector environment get a ``step`` that copies the end of each
-    episode. Without such a list, ``final_obs`` must have memory of its own.
+    Environments may reuse and change all objects that they return, and may change and keep the actions. The single
+    environments in the list ``envs`` of a ready vector environment get a ``step`` that copies the end of each episode.
+    Without this list, ``final_obs`` must not share memory with other observations.
 
     Args:
         env: An id, a factory of one environment, or a ready vector environment.
-        policy: Reads a TensorDict ``[N]`` and writes ``action``; ``None`` draws random actions. What it reads is
-            overwritten at the next step. A method ``act_on(step)``, which returns what it would write as a dict, is
-            called in its place: that spares a small network half of its time. Perceptrons of our modules are compiled.
-        num_envs: The number of environments; ``None`` means one, or as many as a ready vector environment has.
+        policy: Reads a TensorDict ``[N]`` and writes ``action``; ``None`` draws random actions. The next step
+            overwrites its inputs. If the policy has a method ``act_on(step)`` that returns its outputs as a dict, the
+            collector calls it instead; this halves the time of a small network. MLPs of this package are compiled.
+        num_envs: Number of environments; ``None`` means one, or the number of a ready vector environment.
         frames_per_batch: Steps per batch over all environments; a multiple of ``num_envs``.
-        total_frames: Iteration stops when this many steps are collected, replayed ones included; -1 means never.
-        seed: Seeds of environments and policy are spawned from it (:func:`~torchrl_lightning.collectors.spawn_seed`);
-            ``None`` draws it from torch's global generator.
+        total_frames: Maximum number of collected steps, including replayed steps; -1 means no limit.
+        seed: The seeds of environments and policy are spawned from it
+            (:func:`~torchrl_lightning.collectors.spawn_seed`); ``None`` draws it from torch's global generator.
         reset_at_each_batch: Begin every batch with seeded resets.
-        init_random_frames: Draw random actions until this many frames are collected (in whole batches); whatever else
-            the policy writes is zero there.
-        exploration_type: How the policy acts.
+        init_random_frames: Draw random actions for this number of frames (in whole batches); all other policy outputs
+            are zero in these batches.
+        exploration_type: TorchRL's exploration type of the policy.
         device: Device of the policy's inputs and of the batches; with ``None``, inputs follow the policy's parameters
             and batches stay on the CPU.
         storing_device: Device of the batches; ``None`` means ``device``.
-        return_same_td: Yield the same memory each time instead of new memory; refused if batches are copied to a
-            device.
-        clip_actions: Clip the actions that the environment gets (not those that are stored) to its Box. In a run, the
+        return_same_td: Yield the same memory each time; an error if batches are copied to a device.
+        clip_actions: Clip the actions for the environment to its Box; stored actions are not clipped. In a run, the
             evaluation and the policies loaded or exported from its checkpoints clip, too.
         replay: Replays recorded steps in some environments
-            (:class:`~torchrl_lightning.collectors.ReplaySource`). Batches say then which steps these are
-            (``("demo", "mask")``), and what is replayed (``("demo", "serial")``, -1 for nothing), ``[N, T, 1]`` each.
-            These environments rest meanwhile, if :func:`make_vector_env` builds or built them with
-            ``vectorization="sync"``. All others are stepped, and reset at the end of a replay, for which the vector
-            environment must take ``options={"reset_mask": mask}``.
+            (:class:`~torchrl_lightning.collectors.ReplaySource`). Batches then mark these steps in
+            ``("demo", "mask")`` and number the recording in ``("demo", "serial")`` (-1 without a replay), ``[N, T, 1]``
+            each. An environment pauses during a replay if :func:`make_vector_env` builds it with
+            ``vectorization="sync"``. Other environments keep stepping and are reset at the end of a replay; their
+            vector environment must accept ``options={"reset_mask": mask}``.
 
-    ``vectorization``, ``env_kwargs`` and ``wrappers`` are those of :func:`make_vector_env`.
+    ``vectorization``, ``env_kwargs`` and ``wrappers`` are arguments of :func:`make_vector_env`.
 
     Raises:
         ValueError: Sizes do not fit, a setting has no effect with the others, the id is unknown, actions are NaN, the
-            environment resets in mode ``NEXT_STEP`` and does not tell which rows are resets (``("collector", "mask")``
-            is then false there), or it returns what its spaces do not allow or is not finite.
-        TypeError: The environment or policy is something else, or a space has no TorchRL spec.
+            environment resets in mode ``NEXT_STEP`` without reporting which rows are resets, or it returns values that
+            are not finite or outside its spaces. If it reports resets, ``("collector", "mask")`` is False in them.
+        TypeError: The environment or policy has an unsupported type, or a space has no TorchRL spec.
         KeyError: The policy writes no ``action``.
-        RuntimeError: The environment cannot reset in part, where that is needed.
+        RuntimeError: A replay needs to reset single environments, and the environment does not support this.
 
     Examples:
         >>> collector = GymnasiumCollector("CartPole-v1", num_envs=2, frames_per_batch=8, total_frames=16, seed=0)
@@ -150,22 +150,22 @@ class GymnasiumCollector(CollectorBase):
             check_defaults(on, remedy, return_same_td=(return_same_td, False))
         self.return_same_td, self.clip_actions = return_same_td, clip_actions
         self._player, self._plays = replay, replay is not None
-        self._spawned = (-1, 0)  # a seed, and that of the policy's stream
+        self._spawned = (-1, 0)  # the seed, and the policy's seed that is spawned from it
         self._trajectories = 0
         self._needs_reset = True
-        self._restored: Mapping[NestedKey, Tensor] | None = None  # recurrent states of what is resumed
+        self._restored: Mapping[NestedKey, Tensor] | None = None  # recurrent states of a restored collector
         self._static_seed = False
         self._loop: RolloutLoop | None = None
         self._evaluation = EvaluationMode(policy)
-        # Looked for once: moving a module leaves its parameters the same objects.
+        # One lookup is enough: moving a module keeps its parameter objects.
         self._parameter = next(policy.parameters(), None) if isinstance(policy, nn.Module) else None
-        self._memory: RolloutMemory | None = None  # that is written again and again
-        self._ids: Array = np.arange(self.num_envs)  # of the trajectories that are running
+        self._memory: RolloutMemory | None = None  # reused by several rollouts
+        self._ids: Array = np.arange(self.num_envs)  # ids of the running trajectories
 
     # -- environment -------------------------------------------------------------------------------------------------
     @property
     def env(self) -> VectorEnv[Any, Any, Any]:
-        """The vector environment; built at first use, so that no process starts before it is needed."""
+        """The vector environment; built at first use so that no process starts earlier than necessary."""
         return self._built().stepper.env
 
     def _built(self) -> RolloutLoop:
@@ -190,20 +190,20 @@ class GymnasiumCollector(CollectorBase):
 
     @property
     def lends_rows(self) -> bool:
-        """Whether :meth:`reused_rows` yields what iteration does; with a ``rollout`` of its own, a subclass says so."""
+        """Whether :meth:`reused_rows` yields the steps of iteration; False if a subclass overrides ``rollout``."""
         own = type(self).rollout is GymnasiumCollector.rollout and not tells_resets(self._env_source)
         return own and self.storing_device in (None, torch.device("cpu"))
 
     @property
     def gives_rollouts_away(self) -> bool:
-        """Whether each rollout has memory of its own, which is not written again."""
+        """Whether each rollout has separate memory that the collector does not write again."""
         return type(self).rollout is GymnasiumCollector.rollout and not self.return_same_td
 
     def reused_rows(self, leave_out: Collection[str] = ()) -> Iterator[TensorDict]:
-        """Yield what iteration yields in the layout of a ring, on the CPU, for a reader that copies it at once.
+        """Yield batches in the layout of a ring buffer, on the CPU, for a reader that copies each batch immediately.
 
-        The memory is the same each time, and each TensorDict over it is made once: ``[N]`` if a batch is one step,
-        else ``[T, N]`` named ``("time", None)``, without the entries whose first names are left out.
+        Each batch overwrites the memory of the previous one. It is a TensorDict ``[N]`` if it has one step, else
+        ``[T, N]`` named ``("time", None)``. ``leave_out`` names the root keys to omit.
 
         Examples:
             >>> collector = GymnasiumCollector("CartPole-v1", num_envs=2, frames_per_batch=2, total_frames=4, seed=0)
@@ -222,7 +222,7 @@ class GymnasiumCollector(CollectorBase):
         parameter = self._parameter
         device = self.device or (policy_device(self.policy) if parameter is None else parameter.device)
         begin_anew = self._needs_reset or self.reset_at_each_batch
-        self._needs_reset = True  # if this rollout fails half-way, the next one cannot continue it
+        self._needs_reset = True  # if this rollout fails midway, the next one cannot continue it
         with (
             torch.no_grad(),
             self._evaluation,
@@ -243,7 +243,7 @@ class GymnasiumCollector(CollectorBase):
         return memory
 
     def _number_trajectories(self, memory: RolloutMemory) -> None:
-        """Assign numbers to the trajectories of a rollout, in the order in which they begin."""
+        """Assign numbers to the trajectories of a rollout, in the order of their first steps."""
         memory.trajectories[:] = self._ids
         ends = memory.ends
         count = int(ends.sum())
@@ -251,7 +251,7 @@ class GymnasiumCollector(CollectorBase):
             return
         begun = np.full(ends.shape, -1)
         begun[ends] = np.arange(self._trajectories, self._trajectories + count)
-        np.maximum.accumulate(begun, 0, out=begun)  # the number of the one that began last
+        np.maximum.accumulate(begun, 0, out=begun)  # the number of the latest trajectory
         np.copyto(memory.trajectories[1:], begun[:-1], where=begun[:-1] >= 0)
         self._ids = np.where(begun[-1] >= 0, begun[-1], self._ids)
         self._trajectories += count
@@ -282,13 +282,13 @@ class GymnasiumCollector(CollectorBase):
         self._restored = states
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
-        """Seed the environments, ``static_seed`` all alike, and return the seed of the last one; a reset follows."""
+        """Seed the environments (equally if ``static_seed``), reset at the next batch, and return the last seed."""
         self.seed, self._static_seed = check_seed(seed), static_seed
         self._batches, self._needs_reset = 0, True
         return self._reset_seeds()[-1]
 
     def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
-        """Close the environment; may be called any number of times. ``timeout`` has no effect."""
+        """Close the environment; repeated calls are allowed. ``timeout`` has no effect."""
         if self.closed:
             return
         self.closed = True

@@ -1,4 +1,4 @@
-"""A collector of TorchRL environments, with the seeds, counters and state of ours around TorchRL's own."""
+"""Collect rollouts from TorchRL environments: TorchRL's collector with this package's seeds, counters and state."""
 
 from __future__ import annotations
 
@@ -50,29 +50,29 @@ T = TypeVar("T")
 
 
 class TorchRLCollector(CollectorBase):
-    """Collect rollouts of a TensorDict policy in a TorchRL environment, by ``torchrl.collectors.Collector``.
+    """Collect rollouts of a TensorDict policy in a TorchRL environment, with ``torchrl.collectors.Collector``.
 
-    It yields TensorDicts ``[N, T]`` named ``(None, "time")``, as :class:`~torchrl_lightning.GymnasiumCollector` does;
-    what is said there of modes, random streams, recurrent states and resuming holds here. ``is_init`` and recurrent
-    states are added where the environment lacks them.
+    The collector yields TensorDicts ``[N, T]`` named ``(None, "time")``. Modes, random streams, recurrent states and
+    resuming work as in :class:`~torchrl_lightning.GymnasiumCollector`. The collector adds ``is_init`` and recurrent
+    states if the environment lacks them.
 
     Args:
-        env: The environment; with :func:`make_environment` it is built from a factory, and checked.
+        env: The environment; :func:`make_environment` builds and checks one from a factory.
         policy: Reads a TensorDict ``[N]`` and writes ``action``; ``None`` draws random actions.
         frames_per_batch: Steps per batch over all environments; a multiple of their number.
-        total_frames: Iteration stops when this many steps are collected, replayed ones included; -1 means never.
-        seed: Seeds of environment and policy are spawned from it; ``None`` draws it from torch's global generator.
+        total_frames: Maximum number of collected steps, including replayed steps; -1 means no limit.
+        seed: The seeds of environment and policy are spawned from it; ``None`` draws it from torch's global generator.
         reset_at_each_batch: Begin every batch with a seeded reset.
-        init_random_frames: Draw random actions until this many frames are collected (in whole batches); whatever else
-            the policy writes is zero there.
+        init_random_frames: Draw random actions for this number of frames (in whole batches); all other policy outputs
+            are zero in these batches.
 
-    Batches lie where the environment's tensors do. The environment may reuse and change all that it returns, and change
-    and keep all that it is given: its ``_step`` and ``_reset`` are replaced by ones that copy both.
+    Batches are on the environment's device. The environment may reuse and change its inputs and outputs, because the
+    collector replaces its ``_step`` and ``_reset`` with versions that copy both.
 
     Raises:
-        ValueError: Sizes do not fit, the environment's values or actions are not finite, or with
-            ``reset_at_each_batch`` the environment does not begin alike when it is seeded alike.
-        TypeError: The policy is something else.
+        ValueError: Sizes do not fit, the environment's values or actions are not finite, or two resets after the same
+            seed differ with ``reset_at_each_batch``.
+        TypeError: The policy has an unsupported type.
         KeyError: The policy writes no ``action``.
 
     Examples:
@@ -128,7 +128,7 @@ class TorchRLCollector(CollectorBase):
         self._next_states = {join((), next_key(key)): state for key, state in self._initial.items()}
         self._plays = any(True for _ in playing_transforms(env))
         self._going_on = GoingOn()
-        # Where episodes ended, and recurrent states, after the last batch.
+        # Ended episodes and recurrent states after the last batch.
         self._ended = torch.ones(self.num_envs, dtype=torch.bool)
         self._states = self._initial
 
@@ -136,13 +136,13 @@ class TorchRLCollector(CollectorBase):
         """Collect one batch, even beyond ``total_frames``."""
         device = policy_device(self.policy)
         begin_anew = self._needs_reset or self.reset_at_each_batch
-        self._needs_reset = True  # if this rollout fails half-way, the next one cannot continue it
+        self._needs_reset = True  # if this rollout fails midway, the next one cannot continue it
         stream = numbered_seed(spawn_seed(self.seed, "policy"), self._batches)
         if begin_anew and self.reset_at_each_batch and self._collector is None:
             self._check_seeding(stream, device)
         self._acts_randomly = self.policy is None or self.frames < self.init_random_frames
         with self._evaluation, IsolatedRng(stream, device):
-            collector = self._blaming(self._built)  # tries the policy, which draws
+            collector = self._blaming(self._built)  # calls the policy once, which draws random numbers
         with torch.no_grad(), self._evaluation, IsolatedRng(stream, device):
             collector.reset_at_each_iter = begin_anew
             if begin_anew:
@@ -154,7 +154,7 @@ class TorchRLCollector(CollectorBase):
                     playing |= transform.replay.playing
                 self._going_on.resume(torch.from_numpy(playing) & ~self._ended, self._states)
             batch = self._blaming(collector.rollout)
-            if batch.ndim == 1:  # of an environment without a batch
+            if batch.ndim == 1:  # the environment has no batch dimension
                 batch = batch.unsqueeze(0)
                 batch.names = [None, "time"]
             if self._handed_on:
@@ -177,7 +177,7 @@ class TorchRLCollector(CollectorBase):
         return batch
 
     def _blaming(self, call: Callable[[], T]) -> T:
-        """Make a call in which environment and policy take turns."""
+        """Call a function that runs environment and policy; add the step number to errors of the environment."""
         self._acted, self._policy_failed = 0, False
         position.environment = None
         try:
@@ -188,7 +188,7 @@ class TorchRLCollector(CollectorBase):
             raise
 
     def _number_trajectories(self, ids: Tensor, begin_anew: bool) -> None:
-        """Count the trajectories from the beginning of the run, also where it was resumed."""
+        """Count the trajectories from the beginning of the run, also after resuming."""
         if begin_anew:
             self._shift = self._trajectories - int(ids.min())
         ids += self._shift
@@ -198,19 +198,19 @@ class TorchRLCollector(CollectorBase):
         if self.closed:
             raise RuntimeError("The collector was shut down; build a new one.")
         if self._collector is None:
-            from torchrl.collectors import Collector  # takes time to import, and most runs never need it
+            from torchrl.collectors import Collector  # a slow import that most runs do not need
 
             env = with_bookkeeping(self.env, self.policy)
             if self._plays:
                 env = TransformedEnv(env, self._going_on, auto_unwrap=False)
-            with playing_nothing_yet(self.env):  # it is reset again before the first step
+            with playing_nothing_yet(self.env):  # the environment is reset again before the first step
                 self._collector = Collector(
                     env,
                     self._act,
                     frames_per_batch=self.frames_per_batch,
                     exploration_type=ExplorationType.RANDOM,
                     env_device=env.device,
-                    policy_device=env.device,  # the policy's inputs are moved by the call
+                    policy_device=env.device,  # _act moves the policy's inputs itself
                     storing_device=env.device,
                     trust_policy=True,
                     use_buffers=False,
@@ -260,7 +260,7 @@ class TorchRLCollector(CollectorBase):
         self.env.set_seed(spawn_seed(self.seed, "environment", self._batches))
 
     def _check_seeding(self, stream: int, device: torch.device) -> None:
-        """Refuse an environment that would begin otherwise in a resumed run."""
+        """Check that two resets after the same seed are equal; raise ValueError if a resumed run would differ."""
         starts = []
         for _ in range(2):
             with torch.no_grad(), IsolatedRng(stream, device), playing_nothing_yet(self.env):
@@ -283,13 +283,13 @@ class TorchRLCollector(CollectorBase):
         self._resumed = self._plays
 
     def set_seed(self, seed: int) -> int:
-        """Seed the environment, and return the seed; a reset follows."""
+        """Seed the environment, reset it before the next batch, and return the seed."""
         self.seed = check_seed(seed)
         self._batches, self._needs_reset = 0, True
         return self.seed
 
     def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
-        """Close the environment and its processes; may be called any number of times. ``timeout`` has no effect."""
+        """Close the environment and its processes; repeated calls are allowed. ``timeout`` has no effect."""
         if self.closed:
             return
         self.closed = True

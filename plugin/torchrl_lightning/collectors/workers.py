@@ -1,4 +1,4 @@
-"""What every collector with workers is made of: what one worker does, and what is known of all of them."""
+"""Base class of collectors with workers, and the worker itself."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from torchrl_lightning.state import Attribute, InPlace, whole
 
 
 class Worker:
-    """One of several that collect: a :class:`GymnasiumCollector` whose rollouts say whose they are.
+    """One of several workers: a :class:`GymnasiumCollector` that adds environment ids to its rollouts.
 
     Args:
-        payload: The pickled environment, policy and keyword arguments of its collector.
-        number: Its number.
-        count: How many workers there are.
-        begun: How many rollouts this worker has begun before, in this run or before it was resumed; its seeds and
-            trajectory ids are others than in those.
+        payload: The pickled environment, policy and keyword arguments of the worker's collector.
+        number: Index of this worker.
+        count: Number of workers.
+        begun: Number of rollouts that this worker has begun before, also before the run was resumed. New rollouts use
+            other seeds and trajectory ids.
     """
 
     def __init__(self, payload: bytes, number: int, count: int, begun: int) -> None:
@@ -53,7 +53,7 @@ class Worker:
         self.collector.load_state_dict({**self.collector.state_dict(), **counters})
 
     def rollout(self, version: int) -> TensorDict:
-        """Collect ``[N, T]`` with the policy as it is, whose weights are of that version."""
+        """Collect a rollout ``[N, T]`` with the current policy and mark it with the version of its weights."""
         rollout = self.collector.rollout()
         ids = rollout[TRAJ_IDS]
         first_env = self.number * self.collector.num_envs
@@ -63,22 +63,22 @@ class Worker:
         return rollout
 
     def follow(self, news: bytes) -> None:
-        """Take over what is new of what is replayed."""
+        """Apply pickled changes to the replay."""
         assert self.replay is not None
         self.replay.follow(pickle.loads(news))
 
 
 class WorkersCollector(CollectorBase):
-    """A collector whose rollouts come from workers, each of them from one; its subclasses run them elsewhere.
+    """Base class of collectors that yield rollouts of workers; subclasses run the workers in other processes.
 
     Attributes:
-        policy_version: How often weights were published.
+        policy_version: Number of published versions of the weights.
     """
 
     SHARED_STATE = {
         **CollectorBase.STATE,
         "policy_version": Attribute(whole()),
-        # Of each worker, the number behind that of its last rollout that was yielded.
+        # For each worker, the index of its next rollout to yield.
         "rollouts": InPlace(at="_yielded", low=0),
     }
 
@@ -119,7 +119,7 @@ class WorkersCollector(CollectorBase):
         check_replay(replay, num_envs, "each worker")
         self.env, self.num_workers, self.clip_actions = env, num_workers, clip_actions
         self._player = replay
-        self._told: dict[int, Any] = {}  # what each worker knows of its contents
+        self._told: dict[int, Any] = {}  # the replay's contents that each worker has
         self._kwargs: dict[str, Any] = {
             **env_args,
             "reset_at_each_batch": reset_at_each_batch,
@@ -130,7 +130,7 @@ class WorkersCollector(CollectorBase):
             "init_random_frames": -(check_random_frames(init_random_frames, policy) // -num_workers),
         }
         self.policy_version = 0
-        self._lag = 0  # of the last batch, in versions
+        self._lag = 0  # lag of the last batch, in versions
         self._yielded: Array = np.zeros(num_workers, dtype=np.int64)
 
     def iterator(self) -> Iterator[TensorDict]:
@@ -159,15 +159,15 @@ class WorkersCollector(CollectorBase):
         return self._player is not None
 
     def metrics(self) -> dict[str, float]:
-        """Return by how many versions the weights of the last batch were older than those published."""
+        """Return the policy lag of the last batch, in versions of the weights."""
         return {"collector/lag": float(self._lag)}
 
     def _next(self) -> tuple[TensorDict, int, int]:
-        """Return the next rollout ``[N, T]``, whose it is, and the number behind its own among this worker's."""
+        """Return the next rollout ``[N, T]``, its worker, and the index of this worker's following rollout."""
         raise NotImplementedError
 
     def _payload(self, worker: int) -> bytes:
-        """Pickle what a worker needs, which begins now."""
+        """Pickle the environment, policy and options of a worker that starts now."""
         policy = self.policy
         if isinstance(policy, nn.Module) and policy_device(policy).type != "cpu":
             policy = copy.deepcopy(policy).cpu()
@@ -182,14 +182,14 @@ class WorkersCollector(CollectorBase):
         return spawn_seed(self.seed, "worker", worker)
 
     def _news(self, worker: int) -> bytes | None:
-        """Return what is new to a worker of what it replays; None where it knows it all."""
+        """Return the pickled replay changes that a worker lacks, or None if it is up to date."""
         if self._player is None:
             return None
         known, self._told[worker] = self._told[worker], self._player.contents()
         return None if self._told[worker] == known else pickle.dumps(self._player.news(known))
 
     def _stop(self) -> None:
-        """End all workers, of which there may be none."""
+        """End all workers, if any are running."""
         raise NotImplementedError
 
     # -- control -----------------------------------------------------------------------------------------------------
@@ -205,11 +205,11 @@ class WorkersCollector(CollectorBase):
         self.policy_version += 1
 
     def _publish(self, version: int) -> None:
-        """Tell the workers, of which there may be none, of the policy's weights."""
+        """Send the policy's weights to the workers, if any are running."""
         raise NotImplementedError
 
     def reset(self) -> None:
-        """Discard the rollouts in flight, and restart all workers at the next batch."""
+        """Discard rollouts in flight, and restart all workers at the next batch."""
         self._stop()
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
