@@ -1,4 +1,4 @@
-"""Pure functions on time-major tensors: returns, advantages, normalisation. Time is dimension 0."""
+"""Pure functions on time-major tensors (time is dimension 0): returns, advantages, normalisation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of the inputs that all estimators share, and their error messages."""
+"""Input checks of all estimators, and their error messages."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _MISSING_FLAG = {
 def rows_of(
     caller: str, names: tuple[str, ...], floats: tuple[Tensor, ...], flags: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, ...] | None:
-    """Check the inputs and return them, flags last, as the compiled kernels read them; None where torch must serve.
+    """Check the inputs and return them for the compiled kernels, flags last; return None if torch must compute.
 
-    All must have one shape and device, the floats, which have these names, one floating dtype, and the flags, which are
-    ``terminated`` and ``done``, must be bool.
+    All inputs must have one shape and device. The ``floats`` with these ``names`` must have one floating dtype. The
+    ``flags`` are ``terminated`` and ``done``, and must be bool.
     """
     if is_plain(floats, flags):
         return floats + flags
@@ -56,10 +56,10 @@ def _check_inputs(caller: str, floats: dict[str, Tensor], flags: dict[str, Tenso
 
 
 def explain_not_finite(caller: str, **tensors: Tensor) -> None:
-    """Raise for the first input that holds NaN or infinity and name the place; return if all inputs are finite.
+    """Raise ValueError with the index of the first NaN or infinity in the inputs; return if all are finite.
 
-    The recurrences multiply and never select, so that a bad element reaches the first row of the result. Checking that
-    row costs nothing, and this function is only called when it is bad.
+    The recurrences multiply and never select, so a bad element reaches the first row of the result. Estimators check
+    only this row, which is cheap, and call this function if the row is not finite.
     """
     if "log_pi" in tensors:
         tensors["log_pi - log_mu"] = tensors["log_pi"] - tensors["log_mu"]

@@ -29,10 +29,10 @@ def gae(
 
     Args:
         reward: ``[T, ...]``, time first, any trailing shape.
-        value: ``[T, ...]``, the critic at each step.
-        next_value: ``[T, ...]``, the critic at each step's true successor, also where the episode was cut; not at the
-            observation after a reset.
-        terminated: ``[T, ...]`` bool, the episode ended in the task's sense; cuts the bootstrap.
+        value: ``[T, ...]``, the value of each step.
+        next_value: ``[T, ...]``, the value of each step's true successor, also for truncated episodes; not the value of
+            the observation after a reset.
+        terminated: ``[T, ...]`` bool, the episode reached a terminal state; cuts the bootstrap.
         done: ``[T, ...]`` bool, terminated or truncated; cuts the trace. A terminated step counts as done.
         gamma: discount in [0, 1].
         lmbda: weight of longer horizons in [0, 1].
@@ -41,8 +41,8 @@ def gae(
         Advantage and value target, contiguous, in the shape and dtype of ``reward``.
 
     Raises:
-        ValueError: a flag is missing, shapes or devices differ, ``gamma`` or ``lmbda`` leave [0, 1], or an input is
-            not finite.
+        ValueError: a flag is missing, shapes or devices differ, ``gamma`` or ``lmbda`` is outside [0, 1], or an input
+            is not finite.
         TypeError: dtypes differ, flags are not bool or rewards not floating point.
 
     >>> import torch

@@ -1,4 +1,4 @@
-"""Normalisation of intrinsic rewards by the running deviation of their discounted sum."""
+"""Normalise intrinsic rewards by the running standard deviation of their discounted sum."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DIRECTIONS = ("forward", "backward")
 
 
 def _sums(value: Any, name: str) -> Tensor | None:
-    """Expect the sums of a filter, of any shape."""
+    """Validate the sums of a filter, of any shape, or None."""
     if value is None:
         return None
     shape, largest = value.shape if isinstance(value, Tensor) else (), sys.float_info.max
@@ -31,18 +31,19 @@ class IntrinsicRewardNormalizer(Stated):
     .. math::
         x_t = \gamma x_{t-1} + r_t, \qquad r_t \leftarrow r_t / \sqrt{\mathrm{Var}[x]}
 
-    The mean is not subtracted. The variance runs over everything seen so far and includes the rollout at hand. Forward,
-    the filter ignores episode ends, but not cut trajectories, and continues in the next rollout (Burda et al.,
-    "Exploration by Random Network Distillation", https://arxiv.org/abs/1810.12894, and its code; population variance).
-    Backward, it is the reward to go, :math:`x_t = \gamma x_{t+1} + r_t`, starts anew in each rollout and enters the
-    variance unbiased.
+    The mean is not subtracted. The variance covers all rollouts so far, including the current one.
+
+    ``"forward"`` (Burda et al., "Exploration by Random Network Distillation", https://arxiv.org/abs/1810.12894, and its
+    code) uses the population variance. The filter continues across episode ends and rollouts, but not across cut
+    trajectories. ``"backward"`` uses the reward-to-go :math:`x_t = \gamma x_{t+1} + r_t` and the unbiased variance, and
+    restarts in each rollout.
 
     Args:
         gamma: discount of the filter in [0, 1].
         direction: ``"forward"`` or ``"backward"``.
 
     Raises:
-        ValueError: ``gamma`` leaves [0, 1] or the direction is unknown.
+        ValueError: ``gamma`` is outside [0, 1] or the direction is unknown.
 
     >>> import torch
     >>> normalizer = IntrinsicRewardNormalizer(gamma=0.0)
@@ -67,11 +68,11 @@ class IntrinsicRewardNormalizer(Stated):
         self.direction = direction
         self.gamma = gamma
         self._filter: Tensor | None = None  # the sum after the last step, one entry for each environment
-        self._last: dict[int, tuple[int, bool]] = {}  # id of its trajectory, and whether the step was done
+        self._last: dict[int, tuple[int, bool]] = {}  # environment -> trajectory id and done flag of its last step
         self._mean, self._variance, self._count = 0.0, 1.0, 1e-4
 
     def discounted_by(self, gamma: float) -> Self:
-        """Return a normaliser with another discount that goes on from these statistics."""
+        """Return a normaliser with another discount that continues from these statistics."""
         other = type(self)(gamma, self.direction)
         other.load_state_dict({**self.state_dict(), "gamma": other.gamma})
         other._last = self._last
@@ -91,23 +92,23 @@ class IntrinsicRewardNormalizer(Stated):
         traj_ids: Tensor | None = None,
         done: Tensor | None = None,
     ) -> Tensor:
-        """Take a rollout of intrinsic rewards into the statistics and return it normalised.
+        """Update the statistics with a rollout of intrinsic rewards and return the normalised rewards.
 
         Args:
             reward: ``[T, N, ...]``, time first, floating point.
-            env_ids: Whose columns these are, ``[N]``: different numbers, or -1 where that is unknown and the filter
-                starts anew. If None, those of the same ``N`` environments in each rollout.
-            traj_ids: ids of the trajectories, ``[T, N]``. The filter begins again where they change although the step
-                before is not ``done``, also from one rollout to the next. None never begins it again.
-            done: whether a step ends an episode, ``[T, N, ...]``; never if None.
+            env_ids: distinct environment ids of the columns, ``[N]``; -1 means unknown and restarts the filter. None
+                means the same ``N`` environments in each rollout.
+            traj_ids: trajectory ids, ``[T, N]``. The filter restarts at a change of the id if the previous step is not
+                ``done``, also between rollouts. With None it never restarts.
+            done: end-of-episode flags, ``[T, N, ...]``; None means False for all steps.
 
         Returns:
             A new tensor in the shape and dtype of ``reward``.
 
         Raises:
             TypeError: the rewards are not a floating-point tensor.
-            ValueError: there is no reward, one is not finite, or the environments do not fit. Nothing is taken into
-                the statistics then.
+            ValueError: ``reward`` is empty or not finite, or the environments do not fit; the statistics stay
+                unchanged.
         """
         if not isinstance(reward, Tensor) or not reward.dtype.is_floating_point:
             came = f"a tensor of {reward.dtype}" if isinstance(reward, Tensor) else type(reward).__name__
@@ -129,7 +130,7 @@ class IntrinsicRewardNormalizer(Stated):
         if forward:
             self._keep(sums[-1], env_ids)
         self._update(mean, variance, sums.numel())
-        # The documented backward filter takes its deviation in single precision; rewards scaled by it stay comparable.
+        # PyTorchRL's backward filter uses a single-precision deviation; do the same for comparable rewards.
         dtype = torch.float64 if forward else torch.float32
         deviation = float(torch.tensor(self._variance, dtype=dtype).sqrt())
         return (wide / deviation).to(reward.dtype)
@@ -137,7 +138,7 @@ class IntrinsicRewardNormalizer(Stated):
     def _cuts(
         self, reward: Tensor, env_ids: Tensor | None, traj_ids: Tensor, done: Tensor | None
     ) -> tuple[Tensor, dict[int, tuple[int, bool]]]:
-        """Return where trajectories are cut, ``[T, N]``, and the last id of each environment and whether it ended."""
+        """Return the mask ``[T, N]`` of trajectory cuts, and the last (id, ended) of each environment."""
         steps, envs = shape = tuple(reward.shape[:2])
         for name, value in (("traj_ids", traj_ids), ("done", done)):
             if value is not None and tuple(value.shape[:2]) != shape:
@@ -156,7 +157,7 @@ class IntrinsicRewardNormalizer(Stated):
         return cuts, {**self._last, **{e: last for e, last in zip(env, end, strict=True) if e >= 0}}
 
     def _discount(self, reward: Tensor, cuts: Tensor | None) -> float | Tensor:
-        """Return the discount of the sum before each step (or behind it, backward), 0 over cuts."""
+        """Return the discount between each step and the previous (backward: next) step; 0 across cuts."""
         if cuts is None or not bool(cuts.any()):
             return self.gamma
         if self.direction == "backward":
@@ -165,10 +166,10 @@ class IntrinsicRewardNormalizer(Stated):
         return self.gamma * kept.to(reward.dtype).expand_as(reward)
 
     def _loaded(self) -> None:
-        self._last = {}  # a new collector may count trajectories from 0 again
+        self._last = {}  # a new collector may restart its trajectory ids at 0
 
     def _before(self, reward: Tensor, env_ids: Tensor | None) -> Tensor | None:
-        """Look up the sums that a rollout goes on from."""
+        """Return the sums from the previous rollout, or None."""
         kept, shape = self._filter, reward.shape[1:]
         if env_ids is not None:
             if env_ids.shape != shape[:1]:
@@ -196,7 +197,7 @@ class IntrinsicRewardNormalizer(Stated):
         return kept.to(reward.device)
 
     def _keep(self, sums: Tensor, env_ids: Tensor | None) -> None:
-        """Store the sums that the next rollout goes on from."""
+        """Store the sums for the next rollout."""
         if env_ids is None:
             self._filter = sums.clone()
             return
@@ -210,7 +211,7 @@ class IntrinsicRewardNormalizer(Stated):
         self._filter = kept
 
     def _update(self, mean: float, variance: float, count: int) -> None:
-        """Merge the moments of a batch into the running ones (Chan et al. 1979)."""
+        """Merge the moments of a batch into the running moments (Chan et al. 1979)."""
         total = self._count + count
         shift = mean - self._mean
         spread = self._variance * self._count + variance * count + shift**2 * self._count * count / total

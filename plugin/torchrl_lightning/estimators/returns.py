@@ -17,7 +17,7 @@ from torchrl_lightning.ranges import fraction
 
 
 def discounted_returns(reward: Tensor, next_value: Tensor, terminated: Tensor, done: Tensor, gamma: float) -> Tensor:
-    r"""Sum discounted rewards to the end of the episode, bootstrapping where it was cut.
+    r"""Sum discounted rewards to the end of the episode, and bootstrap if it was truncated.
 
     .. math::
         R_t = r_t + \gamma \begin{cases}
@@ -26,9 +26,9 @@ def discounted_returns(reward: Tensor, next_value: Tensor, terminated: Tensor, d
 
     Args:
         reward: ``[T, ...]``, time first, any trailing shape.
-        next_value: ``[T, ...]``, the critic at each step's true successor; it counts at truncated steps and at the
-            last one, and must be finite everywhere.
-        terminated: ``[T, ...]`` bool, the episode ended in the task's sense; cuts the bootstrap.
+        next_value: ``[T, ...]``, the value of each step's true successor; used at truncated steps and the last step,
+            but must be finite everywhere.
+        terminated: ``[T, ...]`` bool, the episode reached a terminal state; cuts the bootstrap.
         done: ``[T, ...]`` bool, terminated or truncated; cuts the sum. A terminated step counts as done.
         gamma: discount in [0, 1].
 
@@ -36,7 +36,7 @@ def discounted_returns(reward: Tensor, next_value: Tensor, terminated: Tensor, d
         Value target, contiguous, in the shape and dtype of ``reward``.
 
     Raises:
-        ValueError: a flag is missing, shapes or devices differ, ``gamma`` leaves [0, 1], or an input is not finite.
+        ValueError: a flag is missing, shapes or devices differ, ``gamma`` is outside [0, 1], or an input is not finite.
         TypeError: dtypes differ, flags are not bool or rewards not floating point.
 
     >>> import torch
@@ -79,7 +79,7 @@ def discount_cumsum(x: Any, discount: Any) -> Any:
 
     Raises:
         TypeError: ``x`` is neither a floating-point tensor nor an array of numbers.
-        ValueError: ``x`` has no dimension or ``discount`` does not broadcast.
+        ValueError: ``x`` is a scalar, or ``discount`` does not broadcast.
 
     >>> import torch
     >>> discount_cumsum(torch.tensor([1.0, 2.0, 4.0]), 0.5)
@@ -116,7 +116,7 @@ def _return_rows(
         y = floats_at(target, low, high, like)
         stop, cut = bools_at(terminated, low, high), bools_at(done, low, high)
         for i in range(high - low):
-            # One of the two factors is zero; the product passes a NaN on, where a selection would hide it.
+            # One of the two factors is zero; a product propagates NaN, but a selection would hide it.
             y[i] = r[i] + (g if cut[i] & (not stop[i]) else zero) * w[i]
             factor[i] = zero if stop[i] | cut[i] else g
         scan_rows(y, factor, carry, width, True)

@@ -1,4 +1,4 @@
-"""Zero mean and unit standard deviation over the valid entries."""
+"""Standardise the valid entries to zero mean and unit standard deviation."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch import Tensor
 def standardize(x: Tensor, mask: Tensor | None = None, eps: float = 1e-5) -> Tensor:
     r"""Shift and scale to :math:`(x - \mathrm{mean}) / (\mathrm{std} + \mathrm{eps})` over all valid entries.
 
-    The standard deviation is unbiased. Equal entries, or a single valid one, become 0, also with ``eps=0``. Masked
+    The standard deviation is unbiased. Equal entries and a single valid entry become 0, also with ``eps=0``. Masked
     entries are ignored and become 0.
 
     Args:
         x: any shape, floating point.
-        mask: bool, the shape of ``x``, true where the entry is valid; all of them by default.
+        mask: bool, the shape of ``x``, True for valid entries; by default all entries are valid.
         eps: added to the standard deviation.
 
     Returns:
@@ -22,7 +22,7 @@ def standardize(x: Tensor, mask: Tensor | None = None, eps: float = 1e-5) -> Ten
 
     Raises:
         TypeError: ``x`` is not floating point or ``mask`` is not bool.
-        ValueError: the shape or device of ``mask`` is not that of ``x``, or ``eps`` is negative.
+        ValueError: ``mask`` and ``x`` differ in shape or device, or ``eps`` is negative.
 
     >>> import torch
     >>> standardize(torch.tensor([1.0, 2.0, 3.0, 99.0]), torch.tensor([True, True, True, False]), eps=0.0)
@@ -49,7 +49,7 @@ def standardize(x: Tensor, mask: Tensor | None = None, eps: float = 1e-5) -> Ten
     zero = torch.zeros((), dtype=x.dtype, device=x.device)
     divisor = count.clamp(min=1.0)
     mean = torch.where(mask, x, zero).sum() / divisor
-    mean = mean + torch.where(mask, x - mean, zero).sum() / divisor  # what the sum has lost by rounding
+    mean = mean + torch.where(mask, x - mean, zero).sum() / divisor  # correct the rounding error of the sum
     centred = torch.where(mask, x - mean, zero)
     std = (centred.square().sum() / (count - 1.0).clamp(min=1.0)).sqrt()
     return _divide(centred, std + eps)

@@ -32,7 +32,7 @@ def vtrace(
     c_clip: float = 1.0,
     pg_rho_clip: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    r"""Correct values and advantages for data that an older policy :math:`\mu` collected.
+    r"""Correct values and advantages for data of an older policy :math:`\mu`.
 
     With :math:`\rho_t = \pi(a_t|s_t) / \mu(a_t|s_t)` and :math:`c_t = \lambda \min(\bar c, \rho_t)`
 
@@ -41,24 +41,24 @@ def vtrace(
         v_t - V(s_t) &= \delta_t + \gamma (1 - \mathrm{done}_t)\, c_t\, (v_{t+1} - V(s_{t+1})) \\
         A_t &= \min(\bar\rho_{pg}, \rho_t) \,(r_t + \gamma (1 - \mathrm{terminated}_t)\, v^+_t - V(s_t))
 
-    where :math:`v^+_t` is :math:`V(s'_t)` at a done step and at the last one, and :math:`v_{t+1}` elsewhere. Espeholt
-    et al., "IMPALA", https://arxiv.org/abs/1802.01561. With :math:`\pi = \mu` the target is that of TD(lambda).
+    where :math:`v^+_t` is :math:`V(s'_t)` at done steps and the last step, and :math:`v_{t+1}` at other steps. Espeholt
+    et al., "IMPALA", https://arxiv.org/abs/1802.01561. With :math:`\pi = \mu` the target equals the TD(lambda) target.
 
     Args:
         log_pi: ``[T, ...]``, log-probability of the action under the current policy.
-        log_mu: ``[T, ...]``, the same under the policy that acted.
+        log_mu: ``[T, ...]``, log-probability of the action under the behaviour policy.
         reward: ``[T, ...]``, time first, any trailing shape.
-        value: ``[T, ...]``, the critic at each step.
-        next_value: ``[T, ...]``, the critic at each step's true successor.
-        terminated: ``[T, ...]`` bool, the episode ended in the task's sense; cuts the bootstrap.
+        value: ``[T, ...]``, the value of each step.
+        next_value: ``[T, ...]``, the value of each step's true successor.
+        terminated: ``[T, ...]`` bool, the episode reached a terminal state; cuts the bootstrap.
         done: ``[T, ...]`` bool, terminated or truncated; cuts the trace. A terminated step counts as done.
         gamma: discount in [0, 1].
         lmbda: mixing factor of the trace in [0, 1].
-        rho_clip: truncation of the importance weight in the temporal-difference error; it decides which policy's value
-            is learned. ``float("inf")`` clips nothing.
-        c_clip: truncation of the weight in the trace; it only affects the speed of learning, and should not exceed
+        rho_clip: upper limit of the importance weight in the temporal-difference error; it determines which policy's
+            value is learned. ``float("inf")`` clips nothing.
+        c_clip: upper limit of the weight in the trace; it only affects the speed of learning, and should not exceed
             ``rho_clip``.
-        pg_rho_clip: truncation of the weight in the advantage; as ``rho_clip`` by default.
+        pg_rho_clip: upper limit of the weight in the advantage; ``None`` uses ``rho_clip``.
 
     Returns:
         Advantage (not standardised) and value target, contiguous, in the shape and dtype of ``reward``.
@@ -81,7 +81,7 @@ def vtrace(
     pg_rho_clip = rho_clip if pg_rho_clip is None else positive(pg_rho_clip, "vtrace: pg_rho_clip", _HINT)
     if rows is not None:
         r, v, w, new, old, stop, cut = rows
-        ratio = (new - old).exp_()  # torch's exponential is vectorised, numba's is not
+        ratio = (new - old).exp_()  # torch vectorises the exponential, numba does not
         advantage, target = torch.empty_like(r), torch.empty_like(r)
         tensors = (ratio, r, v, w, stop, cut, advantage, target)
         finite = run_rows(_vtrace_rows, tensors, gamma, lmbda, rho_clip, c_clip, pg_rho_clip)
@@ -130,7 +130,7 @@ def _vtrace_rows(
         stop, cut = bools_at(terminated, low, high), bools_at(done, low, high)
         a, y = floats_at(advantage, low, high, like), floats_at(target, low, high, like)
         for i in range(high - low):
-            # Written so that a NaN fails the comparison and remains; the products with zero pass it on as well.
+            # A NaN fails this comparison and remains; the products with zero also propagate it.
             weight = rho_clip if rho[i] > rho_clip else rho[i]
             y[i] = weight * (r[i] + (zero if stop[i] else g) * w[i] - v[i])
         for i in range(high - low):

@@ -1,4 +1,4 @@
-"""l2r-lab's buffers: steps go in one by one, batches come out at random; their typed configs."""
+"""Buffers with l2r-lab's interface: store single steps, sample random batches, and read typed configs."""
 
 from __future__ import annotations
 

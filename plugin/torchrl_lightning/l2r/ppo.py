@@ -1,4 +1,4 @@
-"""l2r-lab's PPO buffer: steps go in one by one, a finished path gets its advantages, batches come out at random."""
+"""PPO buffer with l2r-lab's interface: store single steps, finish paths with advantages, sample random batches."""
 
 from __future__ import annotations
 
@@ -32,30 +32,30 @@ PATHS = fields("path", {"stored": whole(), "path_start": whole(), "told": flag})
 
 @dataclass(frozen=True, kw_only=True)
 class PathAdvantages(GAE):
-    """GAE as advantages, discounted rewards-to-go (bootstrapped where a path is cut) as value targets.
+    """GAE advantages, with discounted rewards-to-go as value targets (bootstrapped at the cut of a path).
 
     Args:
-        standardize: Whether advantages are shifted to mean 0 and divided by their population deviation.
+        standardize: Whether to shift advantages to mean 0 and divide them by their population standard deviation.
         lmbda: λ.
-        eps: Added to the deviation.
+        eps: Added to the standard deviation.
     """
 
     eps: float
 
     def advantages(self, steps: Steps, gamma: float, rollout: TensorDictBase) -> tuple[Tensor, Tensor]:
-        """Compute GAE, and rewards-to-go."""
+        """Return GAE advantages, and rewards-to-go as value targets."""
         advantage, _ = super().advantages(steps, gamma, rollout)
         return advantage, discounted_returns(steps.reward, steps.next_value, steps.terminated, steps.done, gamma)
 
     def standardized(self, advantage: Tensor) -> Tensor:
-        """Return advantages as they are written."""
+        """Return the advantages, standardised if ``standardize`` is set."""
         return population_standardize(advantage, self.eps) if self.standardize else advantage
 
 
 def population_standardize(x: Tensor, eps: float) -> Tensor:
-    """Return ``(x - mean) / (std + eps)`` with the population deviation; equal entries become 0."""
+    """Return ``(x - mean) / (std + eps)`` with the population standard deviation; equal entries become 0."""
     mean = x.mean()
-    centred = x - (mean + (x - mean).mean())  # a sum loses digits, so that equal entries would differ from their mean
+    centred = x - (mean + (x - mean).mean())  # correct rounding errors, so that equal entries equal their mean
     deviation = centred.square().mean().sqrt() + eps
     return centred / deviation if float(deviation) else centred
 
@@ -70,26 +70,26 @@ class PPOBufferSchema(SimpleReplayBufferSchema):
 
 
 class PPOBuffer(Configurable, VanillaOnPolicyBuffer):
-    """GAE over paths, as l2r-lab's; also an on-policy buffer with all verbs of :class:`GAEBuffer`.
+    """A PPO buffer with GAE over paths as in l2r-lab, and with all methods of :class:`GAEBuffer`.
 
-    ``store`` appends one step to the open path, ``finish_path`` gives every step of it
-    ``A[t] = Σ (γλ)^k δ[t+k]`` and the reward-to-go ``R[t] = Σ γ^k r[t+k] + γ^n V(s_T)``, ``sample_batch`` draws from
-    the finished paths, with ``(A - mean) / (std + eps)`` over all of them (population deviation). The ``size`` cells
-    are a ring: when it is full, the oldest finished steps are overwritten, and a path may run on from the last cell to
-    the first. A whole rollout may be written by ``insert_data_slice`` and ``before_gradients`` instead; its targets are
-    rewards-to-go as well.
+    ``store`` appends one step to the open path. ``finish_path`` writes the advantage ``A[t] = Σ (γλ)^k δ[t+k]`` and
+    the reward-to-go ``R[t] = Σ γ^k r[t+k] + γ^n V(s_T)`` of its steps. ``sample_batch`` samples from the finished paths
+    and standardises over all their steps: ``(A - mean) / (std + eps)`` (population standard deviation). The ``size``
+    cells are a ring: new steps replace the oldest finished steps, and a path may continue from the last cell to the
+    first. Instead, ``insert_data_slice`` and ``before_gradients`` can write a whole rollout; its value targets are also
+    rewards-to-go.
 
     Args:
-        obs_dim: length of an observation; ``None`` takes what the first step has.
-        act_dim: length of an action; ``None`` takes what the first step has.
+        obs_dim: length of an observation; ``None`` takes it from the first step.
+        act_dim: length of an action; ``None`` takes it from the first step.
         size: capacity in steps.
         batch_size: steps in a batch of ``sample_batch``.
         gamma: discount γ; 0.99 by default, as in :class:`GAEBuffer`.
         lam: λ.
-        eps: added to the deviation of the advantages.
+        eps: added to the standard deviation of the advantages.
         device: device of the steps and batches.
-        standardize_advantages: shift to mean 0 and divide by the population deviation plus ``eps``.
-        actor: as in :class:`GAEBuffer`, here and below.
+        standardize_advantages: shift to mean 0 and divide by the population standard deviation plus ``eps``.
+        actor: this and the following arguments are those of :class:`GAEBuffer`.
 
     Raises:
         ValueError: a number is out of range.
@@ -133,35 +133,35 @@ class PPOBuffer(Configurable, VanillaOnPolicyBuffer):
 
     @classmethod
     def create_factory(cls, size: int, gae_lambda: float = 0.95, **options: Any) -> Callable[..., Self]:
-        """Return ``f(device, actor, algorithm, envs)`` that builds a buffer; ``lam`` goes before ``gae_lambda``."""
+        """Return ``f(device, actor, algorithm, envs)`` that builds a buffer; ``lam`` overrides ``gae_lambda``."""
         return super().create_factory(size, **{"lam": gae_lambda, **options})
 
     @property
     def lam(self) -> float:
-        """λ, the documented name of ``gae_lambda``."""
+        """λ, l2r-lab's name of ``gae_lambda``."""
         return self.gae_lambda
 
     @property
     def _parameters(self) -> Mapping[str, Check]:
-        """What :meth:`update_storage_parameter` may change, and the check of the new value."""
+        """Validator of each setting that :meth:`update_storage_parameter` can change."""
         return {**super()._parameters, "gae_lambda": fraction}
 
     max_size = VanillaOnPolicyBuffer.size
-    """Capacity, the documented name of ``size``."""
+    """Capacity in steps, l2r-lab's name of ``size``."""
 
     @property
     def ptr(self) -> int:
-        """Cell of the next step."""
+        """Index of the cell for the next step."""
         return self._stored % self.size
 
     @property
     def path_start_idx(self) -> int:
-        """Cell where the open path starts."""
+        """Index of the first cell of the open path."""
         return self._path_start % self.size
 
     @property
     def path_length(self) -> int:
-        """Steps of the open path."""
+        """Number of steps in the open path."""
         return self._stored - self._path_start
 
     # ---- writing ----------------------------------------------------------------------------------------------------
@@ -171,14 +171,14 @@ class PPOBuffer(Configurable, VanillaOnPolicyBuffer):
 
         Args:
             buffer_dict: ``obs``; ``act``, an object with ``action``, ``value`` and ``logp``; ``rew``; optionally
-                ``done``, that the step ended in a terminal state, ``truncated``, that the episode was cut after it,
-                and ``next_obs``.
+                ``done`` (the next state is terminal), ``truncated`` (the episode was cut after the step) and
+                ``next_obs``.
 
         Raises:
             KeyError: ``obs``, ``act`` or ``rew`` is missing.
-            TypeError: it is not a mapping, or an entry does not hold numbers.
-            ValueError: a size differs from what was declared, or a number is not finite.
-            RuntimeError: the open path has ended or fills the whole buffer, so that ``finish_path`` is missing.
+            TypeError: ``buffer_dict`` is not a mapping, or an entry does not hold numbers.
+            ValueError: a size differs from the declared size, or a number is not finite.
+            RuntimeError: the open path has ended or fills the whole buffer; call ``finish_path`` first.
         """
         row = self._row(buffer_dict)
         if self.path_length and bool(self._cells(DONE, [self._stored - 1])):
@@ -190,7 +190,7 @@ class PPOBuffer(Configurable, VanillaOnPolicyBuffer):
             )
         if not self._stored and self.step:
             self.writer.prepare(row.unsqueeze(0), 0, 0)
-            self.empty()  # drop a rollout that was inserted as a whole
+            self.empty()  # drop a rollout from insert_data_slice
         if self.step < self.size:
             self.writer.add(row)
         else:
@@ -200,7 +200,7 @@ class PPOBuffer(Configurable, VanillaOnPolicyBuffer):
         self._last_step, self._drawable = buffer_dict, None
 
     def _row(self, step: Mapping[str, Any]) -> TensorDict:
-        """Read a documented step as one row ``[1]`` with our keys, its results still zero."""
+        """Convert an l2r-lab step to one row ``[1]`` with this package's keys; its estimates are zero."""
         needed, of_act, device = ("obs", "act", "rew"), ("action", "value", "logp"), self.device
         row = read_step(step, needed, of_act, self.obs_dim, self.act_dim, device)
         act, zero = step["act"], torch.zeros(1, 1, dtype=torch.float32, device=device)
@@ -216,22 +216,22 @@ class PPOBuffer(Configurable, VanillaOnPolicyBuffer):
         return self.storage.data
 
     def _cells(self, key: Any, steps: Any) -> Tensor:
-        """Entry ``key`` of the given steps, ``[n, 1, 1]``."""
+        """Return the entry ``key`` of the given steps, ``[n, 1, 1]``."""
         return self._data.get(key)[torch.as_tensor(steps, device=self.device) % self.size]
 
     def finish_path(self, action_obj: Any = None) -> None:
-        """Give every step of the open path its advantage and its reward-to-go.
+        """Write the advantages and rewards-to-go of the open path, and close it.
 
-        The value behind the path is 0 where its last step was stored with ``done``, whatever is given here. Elsewhere
-        the path was cut, and the value is that of ``action_obj``.
+        If the last step was stored with ``done``, the bootstrap value is 0 and ``action_obj`` is ignored. Otherwise the
+        path was cut, and ``action_obj`` gives the bootstrap value.
 
         Args:
-            action_obj: what the agent says at the observation *behind* the last step (an object with ``value``), or
-                that value itself. ``None`` stands for a terminal state.
+            action_obj: the agent's output for the observation *after* the last step (an object with ``value``), or the
+                value itself. ``None`` means a terminal state.
 
         Raises:
             RuntimeError: no path is open.
-            ValueError: ``None`` although the last step was stored as not terminal, or the value is not finite.
+            ValueError: ``action_obj`` is None but the last step was stored as not terminal, or the value is not finite.
         """
         if not self.path_length:
             raise RuntimeError("No path is open: store at least one step before finish_path.")
@@ -251,7 +251,7 @@ class PPOBuffer(Configurable, VanillaOnPolicyBuffer):
         self._drawable = None
 
     def _last_value(self, action_obj: Any, terminated: bool) -> float | None:
-        """Return the value to bootstrap from, ``None`` at a terminal state."""
+        """Return the bootstrap value, or ``None`` at a terminal state."""
         if terminated:
             return None
         if action_obj is None:
@@ -277,18 +277,17 @@ class PPOBuffer(Configurable, VanillaOnPolicyBuffer):
     # ---- reading ----------------------------------------------------------------------------------------------------
 
     def sample_batch(self) -> dict[str, Tensor]:
-        """Draw ``batch_size`` different steps of finished paths.
+        """Sample ``batch_size`` steps of finished paths without replacement, and set ``weights`` to 1.
 
-        Drawing changes nothing: later calls draw from the same steps and advantages. Also set ``weights``, which are
-        all 1.
+        Sampling does not change the stored steps and advantages.
 
         Returns:
             ``obs`` ``[B, obs_dim]``, ``act`` ``[B, act_dim]``, and ``[B]``: ``rew``, ``ret`` (reward-to-go), ``adv``
             (standardised), ``val``, ``logp``.
 
         Raises:
-            ValueError: fewer steps are finished than ``batch_size``; names both numbers.
-            RuntimeError: a whole rollout was inserted, and its advantages need a critic that is missing.
+            ValueError: the finished paths have fewer steps than ``batch_size``.
+            RuntimeError: the advantages of an inserted rollout need a critic, and none is set.
         """
         cells, advantage = self._finished()
         wanted = self.batch_size
@@ -311,7 +310,7 @@ class PPOBuffer(Configurable, VanillaOnPolicyBuffer):
         return column.flatten(0, 1).index_select(0, cells)
 
     def _finished(self) -> tuple[Tensor, Tensor]:
-        """Return the cells to draw from, and their standardised advantages; cached until the next write."""
+        """Return the cells of finished paths and their standardised advantages; cached until the next write."""
         if not self._stored:
             if not self.step:
                 return torch.zeros(0, dtype=torch.int64, device=self.device), torch.zeros(0, device=self.device)
@@ -328,12 +327,12 @@ class PPOBuffer(Configurable, VanillaOnPolicyBuffer):
 
     @property
     def estimator(self) -> Estimator:
-        """GAE with rewards-to-go, with the present settings."""
+        """Estimator of GAE and rewards-to-go, with the current settings."""
         return PathAdvantages(standardize=self.standardize_advantages, lmbda=self.gae_lambda, eps=self.eps)
 
     @property
     def _is_due(self) -> bool:
-        """Whether an inserted rollout has no advantages yet, or a path is open, or not standardised."""
+        """Whether an inserted rollout lacks advantages, a path is open, or advantages are not standardised yet."""
         if not self._stored:
             return super()._is_due
         return self.path_length > 0 or (self.standardize_advantages and "advantage" not in self.storage.added())
@@ -341,10 +340,10 @@ class PPOBuffer(Configurable, VanillaOnPolicyBuffer):
     def _write_estimates(
         self, estimator: Estimator | None = None, actor: Any = None, critic: TensorDictModuleBase | None = None
     ) -> None:
-        """Write values, advantages and targets on an inserted rollout; standardise those of stored paths.
+        """Write values, advantages and targets to an inserted rollout; standardise the advantages of stored paths.
 
         Raises:
-            RuntimeError: a path is open, nothing is stored, or a critic is needed and missing.
+            RuntimeError: a path is open, nothing is stored, or a required critic is missing.
         """
         if not self._stored:
             super()._write_estimates(estimator, actor, critic)

@@ -1,4 +1,4 @@
-"""Typed configs of l2r-lab's buffers: a structured config that names the field where something is wrong."""
+"""Typed configs of the l2r-lab buffers; errors name the invalid field."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ WRAPPER = {"name", "config"}
 
 
 class Configurable:
-    """Give a class l2r-lab's verbs: a typed ``schema``, and building from a YAML file or a dict that fits it.
+    """Mixin that builds a class from a YAML file or a dict and validates the config with a typed ``schema``.
 
-    Both take the bare parameters, or l2r-lab's wrapper ``{name: <class>, config: {<parameters>}}``. A number may be
-    written with underscores (``200_000``), and an integer does for a float.
+    A config holds the parameters, or l2r-lab's wrapper ``{name: <class>, config: {<parameters>}}``. A number may
+    contain underscores (``200_000``), and an integer is valid for a float.
     """
 
     schema: ClassVar[type]
@@ -30,8 +30,8 @@ class Configurable:
         """Build an instance from a YAML file.
 
         Raises:
-            FileNotFoundError: there is no such file.
-            ValueError: the file is no YAML mapping, or a field is missing, unknown or of another type.
+            FileNotFoundError: the file does not exist.
+            ValueError: the file is not a YAML mapping, or a field is missing, unknown or has the wrong type.
         """
         try:
             config = read_config(config_file_location)
@@ -45,7 +45,7 @@ class Configurable:
         """Build an instance from a dict.
 
         Raises:
-            ValueError: it is no mapping, or a field is missing, unknown or of another type.
+            ValueError: ``config`` is not a mapping, or a field is missing, unknown or has the wrong type.
         """
         return cls._build(config, "the config")
 

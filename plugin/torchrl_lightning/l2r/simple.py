@@ -1,4 +1,4 @@
-"""l2r-lab's simple replay buffer: steps go in one by one, batches come out at random."""
+"""Simple replay buffer with l2r-lab's interface: store single steps, sample random batches."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ class SimpleReplayBufferSchema:
 
 
 class SimpleReplayBuffer(Configurable, ExperienceBuffer):
-    """FIFO replay buffer, as l2r-lab's; a batch holds no step twice.
+    """A FIFO replay buffer as in l2r-lab; the steps of a batch are distinct.
 
-    Steps are stored under our keys, so that ``extend``, ``sample`` and every other TorchRL verb work beside ``store``
-    and ``sample_batch``.
+    Steps are stored under this package's keys, so ``extend``, ``sample`` and all other TorchRL methods work together
+    with ``store`` and ``sample_batch``.
 
     Args:
-        obs_dim: length of an observation; ``None`` takes what the first step has.
-        act_dim: length of an action; ``None`` takes what the first step has.
-        size: steps kept; later ones replace the oldest.
+        obs_dim: length of an observation; ``None`` takes it from the first step.
+        act_dim: length of an action; ``None`` takes it from the first step.
+        size: capacity in steps; new steps replace the oldest.
         batch_size: steps in a batch.
-        device: where steps lie and batches come out.
-        scratch_dir: folder on whose disk memory-mapped steps lie; ``None`` keeps them in memory.
-        sampler: any sampler; a :class:`UniformSampler` without replacement by default.
-        writer: as in :class:`ExperienceBuffer`, here and below.
+        device: device of the steps and batches.
+        scratch_dir: folder for memory-mapped steps; ``None`` keeps them in memory.
+        sampler: any sampler; ``None`` means a :class:`UniformSampler` without replacement.
+        writer: this and the following arguments are those of :class:`ExperienceBuffer`.
 
     Raises:
         ValueError: a number is not a positive integer.
@@ -111,7 +111,7 @@ class SimpleReplayBuffer(Configurable, ExperienceBuffer):
         self.weights: Tensor | None = None
 
     def misfit(self, specs: Any, learner: Any) -> str | None:
-        """Return which declared size differs from an environment's; None if both fit."""
+        """Return an error text if ``obs_dim`` or ``act_dim`` differs from the environment's size, or None."""
         shown, action = dict(specs.observation.items(True, True)).get("observation"), specs.action
         for name, declared, spec in (("obs_dim", self.obs_dim, shown), ("act_dim", self.act_dim, action)):
             width = None if spec is None else spec.shape.numel()
@@ -121,25 +121,25 @@ class SimpleReplayBuffer(Configurable, ExperienceBuffer):
 
     @property
     def size(self) -> int:
-        """Steps stored."""
+        """Number of stored steps."""
         return len(self)
 
     @property
     def ptr(self) -> int:
-        """Cell of the next step."""
+        """Index of the cell for the next step."""
         return int(self.writer.positions[0]) % self.writer.length * self.writer.num_envs
 
     def store(self, buffer_dict: Mapping[str, Any] | SimpleReplayBuffer) -> None:
         """Store one step, or all steps of another buffer, oldest first.
 
         Args:
-            buffer_dict: ``obs``, ``next_obs``, ``act`` (an object with ``action``, or the action itself), ``rew`` and
-                ``done``, that ``next_obs`` is terminal; optionally ``truncated``, that the episode was cut there.
+            buffer_dict: ``obs``, ``next_obs``, ``act`` (an object with ``action``, or the action itself), ``rew``,
+                ``done`` (``next_obs`` is terminal), and optionally ``truncated`` (the episode was cut after the step).
 
         Raises:
             KeyError: an entry is missing.
-            TypeError: it is not a mapping, or an entry does not hold numbers.
-            ValueError: a size differs from what was declared, or a number is not finite; nothing is stored.
+            TypeError: ``buffer_dict`` is not a mapping, or an entry does not hold numbers.
+            ValueError: a size differs from the declared size, or a number is not finite; nothing is stored.
         """
         if isinstance(buffer_dict, SimpleReplayBuffer):
             writer = buffer_dict.writer
@@ -153,11 +153,11 @@ class SimpleReplayBuffer(Configurable, ExperienceBuffer):
         self.extend(read_step(buffer_dict, needed, (), self.obs_dim, self.act_dim, self.storage.device))
 
     def extend(self, data: TensorDictBase, *args: Any, **kwargs: Any) -> Tensor:
-        """Write TensorDicts with our keys; see :meth:`ExperienceBuffer.extend`.
+        """Write a TensorDict with this package's keys; see :meth:`ExperienceBuffer.extend`.
 
         Raises:
-            TypeError: it is not a TensorDict.
-            ValueError: an observation or action has another size than declared.
+            TypeError: ``data`` is not a TensorDict.
+            ValueError: the size of an observation or action differs from the declared size.
         """
         check_tensordict(data)
         found: dict[str, int | None] = {"obs_dim": self.obs_dim, "act_dim": self.act_dim}
@@ -172,20 +172,20 @@ class SimpleReplayBuffer(Configurable, ExperienceBuffer):
         return index
 
     def finish_path(self, action_obj: Any = None) -> None:
-        """Do nothing: paths mean nothing to this buffer; here so that a runner may treat all buffers alike.
+        """Do nothing; a runner can call this method on every buffer.
 
         Args:
             action_obj: not used.
         """
 
     def sample_batch(self) -> dict[str, Tensor]:
-        """Draw ``batch_size`` different steps; sets ``weights``, 1 unless the sampler gives importance weights.
+        """Sample ``batch_size`` distinct steps; set ``weights`` to the sampler's importance weights, or 1 without them.
 
         Returns:
             Float32: ``obs``, ``obs2`` ``[B, obs_dim]``, ``act`` ``[B, act_dim]``, ``rew``, ``done`` ``[B]``.
 
         Raises:
-            ValueError: fewer steps are stored; names both numbers.
+            ValueError: fewer steps are stored than ``batch_size``.
         """
         if self.batch_size > len(self):
             raise ValueError(

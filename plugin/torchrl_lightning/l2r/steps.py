@@ -1,4 +1,4 @@
-"""Steps as l2r-lab's runners give them, and batches as its learners take them."""
+"""Conversion of steps from l2r-lab's runners, and of batches for its learners."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ COLUMNS: dict[str, NestedKey] = {
     "val": VALUE,
     "logp": LOG_PROB,
 }
-"""The documented names of a batch, and the keys they stand for."""
+"""Key of each l2r-lab name in a batch."""
 
 
 def read_step(
@@ -36,7 +36,7 @@ def read_step(
     act_dim: int | None,
     device: torch.device,
 ) -> TensorDict:
-    """Read a documented step as one row ``[1]`` with our keys; ``act`` is an object with ``of_act``, or an action."""
+    """Convert an l2r-lab step to one row ``[1]``; ``act`` is an object with the attributes ``of_act``, or an action."""
     if not isinstance(step, Mapping):
         raise TypeError(f"A step is a dict of documented entries, got a {type(step).__name__}; nothing was stored.")
     if missing := [name for name in needed if name not in step]:
@@ -63,7 +63,7 @@ def read_step(
 
 
 def documented(columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Give a batch its documented form: float32; observations and actions ``[B, features]``, all else ``[B]``."""
+    """Return a batch in l2r-lab's format: float32, observations and actions ``[B, features]``, all else ``[B]``."""
     vectors = ("obs", "obs2", "act")
     return {
         name: each.float().reshape(len(each), -1) if name in vectors else each.float().flatten()

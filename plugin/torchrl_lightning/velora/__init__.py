@@ -1,4 +1,4 @@
-"""Velora's buffers: transitions with recurrent states, their documented columns, and their files."""
+"""Buffers with Velora's interface: transitions with recurrent states, documented columns, and files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The common base of Velora's buffers: six documented columns over one ring, and their files."""
+"""Base class of the Velora buffers: six documented columns in one ring buffer, and their files."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ WIDTHS: dict[str, NestedKey] = {"state_dim": "observation", "action_dim": "actio
 
 
 class BufferBase(ExperienceBuffer):
-    """Base of Velora's buffers; a subclass defines ``sample``.
+    """Base class of the Velora buffers; a subclass defines ``sample``.
 
-    The columns are stored under our keys, so that every TorchRL verb, transform and sampler works beside the documented
-    verbs. ``extend`` takes TensorDicts whose entries have the declared sizes, in any shape.
+    The columns are stored under this package's keys. TorchRL's methods, transforms and samplers therefore work together
+    with Velora's methods. ``extend`` takes TensorDicts with entries of the declared sizes, in any shape.
 
     Args:
-        capacity: number of transitions kept; later ones replace the oldest.
-        state_dim: length of an observation; ``None`` takes that of the first transition, here as in the next two.
-        action_dim: length of an action.
-        hidden_dim: length of a recurrent state.
+        capacity: maximum number of transitions; new transitions replace the oldest.
+        state_dim: length of an observation; ``None`` takes it from the first transition.
+        action_dim: length of an action; ``None`` takes it from the first transition.
+        hidden_dim: length of a recurrent state; ``None`` takes it from the first transition.
         device: device of the transitions; ``None`` means torch's default device.
-        scratch_dir: folder on whose disk memory-mapped transitions lie; ``None`` keeps them in memory.
-        sampler: as in :class:`ExperienceBuffer`, here and below.
+        scratch_dir: folder for memory-mapped transitions; ``None`` keeps them in memory.
+        sampler: this and the following arguments are those of :class:`ExperienceBuffer`.
 
     Raises:
-        TypeError: the class has no ``sample`` of its own.
+        TypeError: the class does not define ``sample``.
         ValueError: a size is not a positive integer.
 
     Examples:
@@ -117,12 +117,12 @@ class BufferBase(ExperienceBuffer):
         truncated: Any = False,
         previous_hidden: Any = None,
     ) -> Any:
-        """Add one transition: one row of each of the arguments of :meth:`add_multi`.
+        """Add one transition: one row of each argument of :meth:`add_multi`.
 
-        The first may also be a TensorDict with our keys, and nothing else (TorchRL's verb).
+        As in TorchRL, ``state`` may also be a TensorDict with this package's keys, without other arguments.
 
         Raises:
-            ValueError: something is missing or has another size.
+            ValueError: an argument is missing or has the wrong size.
         """
         if isinstance(state, TensorDictBase):
             return super().add(state)
@@ -146,22 +146,22 @@ class BufferBase(ExperienceBuffer):
         truncated: Any = None,
         previous_hiddens: Any = None,
     ) -> None:
-        """Add transitions, oldest first; of more than ``capacity`` the last ones stay.
+        """Add transitions, oldest first; the buffer keeps the last ``capacity`` transitions.
 
-        With rings of several environments, every step of all of them: ``n`` is a multiple of their number.
+        With rings of several environments, pass each step of all environments: ``n`` is a multiple of their number.
 
         Args:
             states: ``[n, state_dim]``.
             actions: ``[n, action_dim]``, or ``[n]``.
             rewards: ``[n]`` or ``[n, 1]``.
             next_states: ``[n, state_dim]``.
-            dones: ``[n]`` or ``[n, 1]``, whether the successors are terminal.
-            hiddens: ``[n, hidden_dim]``, after acting.
-            truncated: like ``dones``: cut without being terminal; nowhere by default.
-            previous_hiddens: like ``hiddens``, before acting; always or never.
+            dones: ``[n]`` or ``[n, 1]``, True if the successor is terminal.
+            hiddens: ``[n, hidden_dim]``, the recurrent states after acting.
+            truncated: ``[n]`` or ``[n, 1]``, True if the episode was truncated; False by default.
+            previous_hiddens: ``[n, hidden_dim]``, the recurrent states before acting; give them in all calls or none.
 
         Raises:
-            ValueError: something is missing or has another size; nothing is written.
+            ValueError: an argument is missing or has the wrong size; nothing is written.
         """
         given = (states, actions, rewards, next_states, dones, hiddens)
         columns = {name: self._column(value, name) for name, value in zip(NAMES, given, strict=True)}
@@ -190,14 +190,14 @@ class BufferBase(ExperienceBuffer):
         return column.unsqueeze(-1) if column.ndim == 1 else column.flatten(1) if column.ndim else column.reshape(1, 1)
 
     def extend(self, data: TensorDictBase, *args: Any, **kwargs: Any) -> Tensor:
-        """Write TensorDicts with our keys; see :meth:`ExperienceBuffer.extend`.
+        """Write a TensorDict with this package's keys; see :meth:`ExperienceBuffer.extend`.
 
         Raises:
-            TypeError: it is not a TensorDict.
-            ValueError: an observation, action or recurrent state has another size than declared.
+            TypeError: ``data`` is not a TensorDict.
+            ValueError: the size of an observation, action or recurrent state differs from the declared size.
         """
         if self.storage.tree and None not in (self.state_dim, self.action_dim, self.hidden_dim):
-            same: Tensor = super().extend(data, *args, **kwargs)  # which refuses another schema
+            same: Tensor = super().extend(data, *args, **kwargs)  # raises an error for another schema
             return same
         check_tensordict(data)
         found = {name: width_of(data, key) for name, key in WIDTHS.items()}
@@ -220,12 +220,12 @@ class BufferBase(ExperienceBuffer):
         raise NotImplementedError(f"{type(self).__name__} does not say how to sample.")
 
     def draw(self, batch_size: int | None = None) -> TensorDictBase:
-        """Sample as TorchRL does: a TensorDict with our keys, and the ``index`` that priorities go back to."""
+        """Sample a TensorDict with this package's keys, and the ``index`` for priority updates, as in TorchRL."""
         batch: TensorDictBase = super().sample(batch_size)
         return batch
 
     def experience(self, data: TensorDictBase) -> BatchExperience:
-        """Rename the entries of ``[B]`` transitions; float32, recurrent states flat.
+        """Convert transitions ``[B]`` to Velora's names in float32, with flat recurrent states.
 
         Raises:
             KeyError: the transitions lack one of the documented columns.
@@ -238,7 +238,7 @@ class BufferBase(ExperienceBuffer):
 
     @property
     def size(self) -> int:
-        """Transitions stored."""
+        """Number of stored transitions."""
         return len(self)
 
     @property
@@ -255,7 +255,7 @@ class BufferBase(ExperienceBuffer):
 
     @property
     def _dims(self) -> dict[str, int | None]:
-        """The numbers in a state, an action and a recurrent state, as far as they are known."""
+        """Length of an observation, an action and a recurrent state; None if unknown."""
         return {"state_dim": self.state_dim, "action_dim": self.action_dim, "hidden_dim": self.hidden_dim}
 
     # ------------------------------------------------------------------ state and files
@@ -278,9 +278,9 @@ class BufferBase(ExperienceBuffer):
         return {name: experience.get(name) for name in NAMES}
 
     def state_dict(self, *, copy: bool = True) -> dict[str, Any]:
-        """Return Velora's six tensors (the filled rows), beside the exact state that ``load_state_dict`` takes.
+        """Return the exact state for ``load_state_dict``, and Velora's six tensors (the filled rows).
 
-        Where rings are unevenly filled, or the transitions of a network without a memory are stored, there are no such.
+        The six tensors are missing if rings are unevenly filled or the transitions have no recurrent state.
         """
         state = super().state_dict(copy=copy)
         if self.writer.is_even and (not len(self) or "recurrent_state" in self.storage.tree.get("next", {})):
@@ -295,23 +295,24 @@ class BufferBase(ExperienceBuffer):
                 raise ValueError(f"The state has {name}={width}, this buffer has {name}={own[name]}.")
 
     def put_state(self, values: Mapping[str, Any]) -> None:
-        """Take over what is stored, and the widths of its rows."""
+        """Load the stored transitions and the sizes of their columns."""
         super().put_state(values)
         dims = {**self._dims, **_widths(values)}
         self.state_dim, self.action_dim, self.hidden_dim = (dims[name] for name in WIDTHS)
 
     def save(self, dirpath: str | Path, prefix: str = "buffer_") -> None:
-        """Write ``<prefix>metadata.json`` and ``<prefix>state.safetensors``, which Velora reads.
+        """Write ``<prefix>metadata.json`` and ``<prefix>state.safetensors`` in Velora's format.
 
-        They hold the six tensors at full capacity; ``dumps`` keeps everything. An error leaves older files intact.
+        The files hold the six tensors at full capacity; ``dumps`` saves the whole state. An error leaves older files
+        intact.
 
         Args:
-            dirpath: the folder; made where it is missing.
-            prefix: how both names begin.
+            dirpath: the folder; created if it is missing.
+            prefix: prefix of both file names.
 
         Raises:
-            OSError: the disk is full or cannot be written.
-            ValueError: nothing was stored yet and a size is not known.
+            OSError: the disk is full or not writable.
+            ValueError: the buffer is empty and a size is unknown.
         """
         metadata = self.metadata()
         unknown = [name for name in DIMS if metadata[name] is None]
@@ -321,21 +322,21 @@ class BufferBase(ExperienceBuffer):
 
     @classmethod
     def load(cls, state_path: str | Path, metadata: Mapping[str, Any]) -> Self:
-        """Build a buffer from files that this class or Velora wrote.
+        """Build a buffer from files of this class or Velora.
 
         Args:
-            state_path: the safetensors file; the suffix may be left out.
+            state_path: the safetensors file; the suffix is optional.
             metadata: the content of the JSON file.
 
         Raises:
-            FileNotFoundError: there is no such file.
-            ValueError: an entry of the metadata is missing or impossible, the file is truncated, corrupted or foreign,
-                the two contradict each other, or memory would not do; nothing is allocated before.
+            FileNotFoundError: the file does not exist.
+            ValueError: an entry of the metadata is missing or invalid, the file is truncated, corrupted or has another
+                format, the two contradict each other, or the memory does not suffice; nothing is allocated before.
         """
         path, checked = check_files(state_path, metadata)
         size = checked["size"]
         buffer = cls(*(checked[name] for name in DIMS), device=checked["device"] or "cpu")
-        # A full ring is entered once more up to where its oldest row is: every row keeps its place.
+        # Write the rows of a full ring before the oldest row twice, so that position and rows stay the same.
         again = checked["position"] if size == checked["capacity"] else 0
         with safe_open(path, framework="pt", device="cpu") as file:
             columns = [file.get_slice(name) for name in NAMES]
@@ -346,7 +347,7 @@ class BufferBase(ExperienceBuffer):
 
 
 def _widths(values: Mapping[str, Any]) -> dict[str, int]:
-    """Return how wide the rows of a state are, as far as they tell it."""
+    """Return the sizes of the columns in a state, if it stores rows."""
     count, data = values["storage"]["count"], values["storage"]["data"]
     rows = to_tensordict(data, torch.Size([count])) if data is not None and count else TensorDict()
     return {name: width for name, key in WIDTHS.items() if (width := width_of(rows, key)) is not None}

@@ -1,4 +1,4 @@
-"""Transitions under Velora's names, and the mapping between these names and our keys."""
+"""Transitions with Velora's names, and the mapping between these names and this package's keys."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ COLUMNS: dict[str, NestedKey] = dict(zip(NAMES, [*KEYS, HIDDEN], strict=True))  
 
 
 class BatchExperience(TensorClass):
-    """A batch of transitions with Velora's names; all float32, ``[B, features]``.
+    """A batch of transitions with Velora's names; all entries are float32 ``[B, features]``.
 
     Attributes:
         states: observations.
-        actions: actions taken in them.
-        rewards: what they earned, ``[B, 1]``.
+        actions: actions in these states.
+        rewards: rewards of the actions, ``[B, 1]``.
         next_states: the true successors.
-        dones: 1 where the successor is terminal, ``[B, 1]``.
-        hiddens: the recurrent state *after* acting, which belongs to ``next_states``.
-        previous_hiddens: the recurrent state before acting, which belongs to ``states``; ``None`` if it was not stored.
+        dones: 1 if the successor is terminal, else 0, ``[B, 1]``.
+        hiddens: recurrent states *after* acting; use them with ``next_states``.
+        previous_hiddens: recurrent states before acting; use them with ``states``; ``None`` if not stored.
 
     Examples:
         >>> import torch
@@ -47,7 +47,7 @@ class BatchExperience(TensorClass):
 
 
 def transitions(columns: Mapping[str, Tensor]) -> TensorDict:
-    """Build transitions ``[n]`` with our keys from the documented columns ``[n, features]`` and ``truncated``."""
+    """Build transitions ``[n]`` with this package's keys from Velora's columns ``[n, features]`` and ``truncated``."""
     terminated, truncated = (_flags(columns[name], name) for name in ("dones", "truncated"))
     size = terminated.shape[:1]
     following = {
@@ -65,13 +65,13 @@ def transitions(columns: Mapping[str, Tensor]) -> TensorDict:
 
 
 def width_of(data: TensorDictBase, key: NestedKey) -> int | None:
-    """Count the numbers that an entry has for each row, over all its leaves; ``None`` where there is no such entry."""
+    """Return the number of elements per row of an entry, over all its leaves; ``None`` if the entry is missing."""
     leaves = _leaves(data, key)
     return sum(int(leaf.shape[data.ndim :].numel()) for leaf in leaves) if leaves else None
 
 
 def flat(data: TensorDictBase, key: NestedKey) -> Tensor:
-    """Return an entry of transitions ``[B]`` as float32 ``[B, features]``, its leaves side by side."""
+    """Return an entry of transitions ``[B]`` as float32 ``[B, features]``, with its leaves concatenated."""
     leaves = _leaves(data, key)
     if not leaves:
         raise KeyError(f"The stored transitions have no entry {key!r}; use draw to get what they have.")

@@ -1,7 +1,7 @@
-"""Velora's buffer files: six float32 tensors in a safetensors file, and the metadata in a JSON file beside it.
+"""Velora's buffer files: six float32 tensors in a safetensors file, and metadata in a JSON file.
 
-Both files are replaced only when both new ones are complete and on the disk. Position and size are also written into
-the header of the safetensors file, so that the pair stays readable when a process dies between the two renames.
+Both files are replaced only after both new files are complete and on disk. The header of the safetensors file also
+stores position and size, so the pair stays readable if a process dies between the two renames.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def shapes_of(metadata: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
 
 
 def save_files(dirpath: str | Path, prefix: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> None:
-    """Write both files, of the filled part ``[size, dim]`` of the six tensors; an error leaves the old ones intact."""
+    """Write both files from the filled part ``[size, dim]`` of the six tensors; an error leaves old files intact."""
     # A prefix may contain dots.
     state_path, metadata_path = (Path(dirpath) / f"{prefix}{name}" for name in ("state.safetensors", "metadata.json"))
     state_path.parent.mkdir(parents=True, exist_ok=True)
@@ -45,7 +45,7 @@ def save_files(dirpath: str | Path, prefix: str, tensors: Mapping[str, Tensor], 
 
 
 def _write_tensors(file: BinaryIO, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> None:
-    # Not by the safetensors package, which needs every tensor at full capacity in memory.
+    # The safetensors package would need every tensor at full capacity in memory.
     shapes = shapes_of(metadata)
     header: dict[str, Any] = {"__metadata__": {name: str(metadata[name]) for name in COUNTERS}}
     start = 0
@@ -65,10 +65,10 @@ def _write_tensors(file: BinaryIO, tensors: Mapping[str, Tensor], metadata: Mapp
 
 
 def check_files(state_path: str | Path, metadata: Mapping[str, Any]) -> tuple[Path, dict[str, Any]]:
-    """Check a saved buffer without reading its tensors; return the file of the tensors, and the metadata."""
+    """Check a saved buffer without reading its tensors; return the path of the tensor file and the metadata."""
     checked = _check_metadata(metadata)
     path = _find(Path(state_path))
-    # For the buffer, and as much again while the file is read. The file's size bounds what the metadata can ask for.
+    # Count the buffer and a copy during reading. The file size limits the sizes in the metadata.
     needed = 2 * path.stat().st_size
     check_room(needed, str(path), "free some, or change the metadata's device", device=checked["device"] or "cpu")
 
@@ -87,7 +87,7 @@ def check_files(state_path: str | Path, metadata: Mapping[str, Any]) -> tuple[Pa
 
 
 def _find(path: Path) -> Path:
-    # Velora cuts off whatever follows the last dot, so its "run.1_" became "run.safetensors".
+    # Velora removes the text after the last dot, so it writes "run.1_" to "run.safetensors".
     candidates = [path, Path(f"{path}.safetensors"), path.with_suffix(".safetensors")]
     for candidate in candidates if path.suffix == ".safetensors" else candidates[1:]:
         if candidate.is_file():
@@ -101,7 +101,7 @@ def _check_metadata(metadata: Mapping[str, Any]) -> dict[str, Any]:
     checked = {name: metadata[name] for name in schema}
     try:
         torch.empty(0, device=checked["device"] or "cpu")
-    except Exception as error:  # every backend has its own way to be missing
+    except Exception as error:  # each missing backend raises a different type
         raise ValueError(
             f"The metadata has device={checked['device']!r}, which this machine does not have; set it to 'cpu'."
         ) from error
@@ -119,7 +119,7 @@ def _check_counters(metadata: Mapping[str, Any]) -> None:
 
 
 def _same_save(metadata: dict[str, Any], header: Mapping[str, str], path: Path) -> dict[str, Any]:
-    """Take position and size from the file of the tensors where it has them: it was replaced as a whole."""
+    """Return the metadata with position and size from the tensor file's header, which was written with the tensors."""
     try:
         own = {name: int(header[name]) for name in COUNTERS if name in header}
     except ValueError as error:

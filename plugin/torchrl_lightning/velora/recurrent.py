@@ -1,4 +1,4 @@
-"""Velora's replay buffer: transitions with the recurrent state that the actor had reached."""
+"""Replay buffer with Velora's interface: transitions with the actor's recurrent state."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from torchrl_lightning.ranges import integer
 from torchrl_lightning.velora.base import BufferBase
 from torchrl_lightning.velora.experience import COLUMNS, PREVIOUS, BatchExperience
 
-STEPS = 64  # steps of one batch of ``warm``, at most
+STEPS = 64  # maximum number of steps in one batch of ``warm``
 
 
 @dataclass(frozen=True)
 class BufferConfig:
-    """What a buffer was built with."""
+    """Constructor arguments of a buffer."""
 
     type: Literal["ReplayBuffer"]
     capacity: int
@@ -31,11 +31,11 @@ class BufferConfig:
 
 
 class RecurrentReplayBuffer(BufferBase):
-    """FIFO replay buffer with recurrent states, as Velora's ``ReplayBuffer``.
+    """A FIFO replay buffer with recurrent states and the interface of Velora's ``ReplayBuffer``.
 
-    ``hidden`` is the state *after* acting in ``state``: it is the one to evaluate ``next_state`` from. The one for
-    ``state`` is the hidden state before; give it as ``previous_hidden`` to have both. Arguments as of
-    :class:`BufferBase`.
+    ``hidden`` is the recurrent state *after* acting in ``state``; use it to evaluate ``next_state``. To evaluate
+    ``state`` as well, also store the recurrent state before acting as ``previous_hidden``. :class:`BufferBase`
+    describes the arguments.
 
     Source:
         https://github.com/Achronus/Velora
@@ -49,13 +49,13 @@ class RecurrentReplayBuffer(BufferBase):
     """
 
     def sample(self, batch_size: int | None = None) -> BatchExperience:  # type: ignore[override]
-        """Sample transitions uniformly, with replacement (or as the given ``sampler`` does).
+        """Sample transitions uniformly with replacement, or with the given ``sampler``.
 
         Args:
-            batch_size: how many; the buffer's own by default.
+            batch_size: number of transitions; ``None`` uses the buffer's ``batch_size``.
 
         Raises:
-            ValueError: fewer are stored (names both numbers), or ``batch_size`` is not a size.
+            ValueError: fewer transitions are stored, or ``batch_size`` is invalid.
         """
         wanted = self.batch_size if batch_size is None else integer(batch_size, "batch_size", 0)
         if wanted is not None and len(self) < wanted:
@@ -65,25 +65,25 @@ class RecurrentReplayBuffer(BufferBase):
         return self.experience(self.draw(batch_size))
 
     def config(self) -> BufferConfig:
-        """Return what the buffer was built with, under the type name that Velora knows."""
+        """Return the constructor arguments, with Velora's type name."""
         return BufferConfig("ReplayBuffer", self.capacity, self.state_dim, self.action_dim, self.hidden_dim)
 
     def warm(self, agent: Any, n_samples: int, num_envs: int = 8, *, previous_hidden: bool | None = None) -> None:
-        """Fill the buffer up to exactly ``n_samples`` transitions of an agent.
+        """Fill the buffer with transitions of an agent until it stores exactly ``n_samples``.
 
-        It acts in fresh copies of its environment, with a zero recurrent state at the start of each episode. ``dones``
-        mark terminal successors, and every stored successor is the true one.
+        The agent acts in new copies of its environment, with a zero recurrent state at the start of each episode.
+        ``dones`` mark terminal successors, and every stored successor is the true successor.
 
         Args:
             agent: has ``env.spec`` and ``predict(states, hidden, train_mode=True) -> (actions, hidden)``; ``hidden`` is
                 ``None`` at the first step.
-            n_samples: transitions stored afterwards; nothing happens where there are as many already.
-            num_envs: copies stepped side by side, at least 2.
-            previous_hidden: also store the states before acting; as what is stored already by default.
+            n_samples: final number of stored transitions; a buffer with at least this number stays unchanged.
+            num_envs: number of parallel environments, at least 2.
+            previous_hidden: also store the recurrent states before acting; ``None`` follows the stored transitions.
 
         Raises:
-            ValueError: ``num_envs`` below 2, more samples than the capacity, or an agent, environment or recurrent
-                state that does not fit; nothing is stored then.
+            ValueError: ``num_envs`` is below 2, ``n_samples`` exceeds the capacity, or the agent, environment or
+                recurrent state does not fit; nothing is stored then.
         """
         if num_envs < 2:
             raise ValueError(f"'{num_envs=}' cannot be smaller than 2.")
@@ -112,7 +112,7 @@ def _collect(
     agent: Any, count: int, num_envs: int, dims: tuple[int | None, int], generator: torch.Generator
 ) -> Iterator[dict[str, Any]]:
     """Yield exactly ``count`` transitions, oldest first, in batches with Velora's names."""
-    # Here, so that importing the buffers costs no gymnasium.
+    # Import inside the function, so that importing the buffers does not load gymnasium.
     from torchrl_lightning.collectors import GymnasiumCollector
     from torchrl_lightning.environments import make_vector_env
 
@@ -144,11 +144,11 @@ def _collect(
 
 
 class _AgentPolicy(nn.Module):
-    """Let a collector act with ``agent.predict``; the collector carries and resets the recurrent state."""
+    """Policy that calls ``agent.predict``; the collector carries and resets the recurrent state."""
 
     def __init__(self, agent: Any, hidden_dim: int, action_shape: tuple[int, ...]) -> None:
         super().__init__()
-        self._agent = [agent]  # in a list it is no submodule and keeps its own mode
+        self._agent = [agent]  # a list prevents registration as a submodule, so the agent keeps its mode
         self.action_shape = action_shape
         self.hidden_dim = hidden_dim
         self.started = False
