@@ -1,6 +1,6 @@
-"""Collectors: rollouts of a policy in environments.
+"""Collectors: gather rollouts of a policy in environments.
 
-Names are imported when they are asked for: a process that only steps an environment then needs no torch.
+Names are imported at first access, so a process that only steps an environment does not import torch.
 """
 
 from __future__ import annotations

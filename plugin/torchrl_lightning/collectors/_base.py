@@ -54,7 +54,7 @@ def check_acting(policy: object, exploration_type: ExplorationType | None, **swi
 
 def check_replay(replay: ReplaySource | None, num_envs: int, owner: str) -> None:
     """Validate that a replay is for the ``num_envs`` environments that ``owner`` steps together."""
-    playing = getattr(replay, "playing", None)  # a plain function can be a replay, too
+    playing = getattr(replay, "playing", None)  # a plain function can also be a replay
     if playing is not None and len(playing) != num_envs:
         raise ValueError(
             f"replay= is for {len(playing)} environments, but {owner} has num_envs={num_envs}; build it for these."

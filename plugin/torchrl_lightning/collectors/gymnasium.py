@@ -71,8 +71,8 @@ class GymnasiumCollector(CollectorBase):
             and batches stay on the CPU.
         storing_device: Device of the batches; ``None`` means ``device``.
         return_same_td: Yield the same memory each time; an error if batches are copied to a device.
-        clip_actions: Clip the actions for the environment to its Box; stored actions are not clipped. In a run, the
-            evaluation and the policies loaded or exported from its checkpoints clip, too.
+        clip_actions: Clip the actions for the environment to its Box; stored actions are not clipped. In a run,
+            the evaluation and policies from its checkpoints (loaded or exported) also clip.
         replay: Replays recorded steps in some environments
             (:class:`~torchrl_lightning.collectors.ReplaySource`). Batches then mark these steps in
             ``("demo", "mask")`` and number the recording in ``("demo", "serial")`` (-1 without a replay), ``[N, T, 1]``

@@ -70,7 +70,7 @@ class PPOBufferSchema(SimpleReplayBufferSchema):
 
 
 class PPOBuffer(Configurable, VanillaOnPolicyBuffer):
-    """A PPO buffer with GAE over paths as in l2r-lab, and with all methods of :class:`GAEBuffer`.
+    """PPO buffer with GAE over paths as in l2r-lab, and with all methods of :class:`GAEBuffer`.
 
     ``store`` appends one step to the open path. ``finish_path`` writes the advantage ``A[t] = Σ (γλ)^k δ[t+k]`` and
     the reward-to-go ``R[t] = Σ γ^k r[t+k] + γ^n V(s_T)`` of its steps. ``sample_batch`` samples from the finished paths
@@ -89,7 +89,7 @@ class PPOBuffer(Configurable, VanillaOnPolicyBuffer):
         eps: added to the standard deviation of the advantages.
         device: device of the steps and batches.
         standardize_advantages: shift to mean 0 and divide by the population standard deviation plus ``eps``.
-        actor: this and the following arguments are those of :class:`GAEBuffer`.
+        actor: see :class:`GAEBuffer`, also for the following arguments.
 
     Raises:
         ValueError: a number is out of range.

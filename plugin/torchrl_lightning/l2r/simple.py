@@ -36,7 +36,7 @@ class SimpleReplayBufferSchema:
 
 
 class SimpleReplayBuffer(Configurable, ExperienceBuffer):
-    """A FIFO replay buffer as in l2r-lab; the steps of a batch are distinct.
+    """FIFO replay buffer as in l2r-lab; the steps of a batch are distinct.
 
     Steps are stored under this package's keys, so ``extend``, ``sample`` and all other TorchRL methods work together
     with ``store`` and ``sample_batch``.
@@ -49,7 +49,7 @@ class SimpleReplayBuffer(Configurable, ExperienceBuffer):
         device: device of the steps and batches.
         scratch_dir: folder for memory-mapped steps; ``None`` keeps them in memory.
         sampler: any sampler; ``None`` means a :class:`UniformSampler` without replacement.
-        writer: this and the following arguments are those of :class:`ExperienceBuffer`.
+        writer: see :class:`ExperienceBuffer`, also for the following arguments.
 
     Raises:
         ValueError: a number is not a positive integer.

@@ -27,7 +27,7 @@ class AdvantageTransform(Settings, Transform):
         gamma: discount.
         critic: module that writes ``value_key``; may be ``None`` if the rollout holds all values. The transform's
             ``state_dict`` does not include it.
-        time_dim: this and the following arguments are those of :class:`DiscountedReturns`.
+        time_dim: see :class:`DiscountedReturns`, also for the following arguments.
     """
 
     gamma: Fraction = setting(default=0.99, kw_only=False)
@@ -160,7 +160,7 @@ class GeneralizedAdvantages(AdvantageTransform):
         gamma: discount.
         lmbda: λ.
         critic: module that writes the values.
-        time_dim: this and the following arguments are those of :class:`DiscountedReturns`.
+        time_dim: see :class:`DiscountedReturns`, also for the following arguments.
 
     Examples:
         >>> import torch
@@ -198,7 +198,7 @@ class VTraceAdvantages(AdvantageTransform):
         log_prob_key: key of the behaviour policy's log-probabilities; never overwritten.
         current_log_prob_key: key of the current policy's log-probabilities.
         action_key: key of the actions.
-        time_dim: this and the following arguments are those of :class:`DiscountedReturns`.
+        time_dim: see :class:`DiscountedReturns`, also for the following arguments.
 
     Examples:
         >>> import torch

@@ -64,7 +64,7 @@ def pruned(
         if absent:
             have = sorted(map(str, rollout.keys(include_nested=True, leaves_only=True)))
             raise KeyError(f"batch_keys {absent} are not in the rollout; it has {have}.")
-        # A loss needs this mark to tell replayed steps from the policy's steps.
+        # A loss needs this mark to distinguish replayed steps from the policy's steps.
         marks = [REPLAYED] if rollout.get(REPLAYED, None) is not None else []
         rollout = rollout.select(*keys, *marks)
         hidden = ()
@@ -150,7 +150,7 @@ class MinibatchSampler(Stated, SamplerBase):
         drop_last: drop the last batch of an epoch if it is smaller than the batch size.
         shuffle: draw a new order for each epoch; False visits the steps in time-major order.
         by: ``"steps"`` or ``"environments"``.
-        generator: random generator; seeded from torch's global one when ``None``.
+        generator: random generator; ``None`` seeds a new one from torch's global generator.
 
     Raises:
         ValueError: ``by`` is unknown.

@@ -36,7 +36,7 @@ from torchrl_lightning.state import Attribute, Child, Stated, flag
 
 
 class RolloutBuffer(Settings, Stated, TensorDictReplayBuffer, DocumentedVerbs):
-    """A buffer of one rollout ``[T, N]`` with advantages, value targets and mini-batches.
+    """Buffer of one rollout ``[T, N]`` with advantages, value targets and mini-batches.
 
     Every read computes missing advantages first. A TorchRL loss would otherwise estimate them from shuffled samples,
     and the result would be noise.
@@ -65,7 +65,7 @@ class RolloutBuffer(Settings, Stated, TensorDictReplayBuffer, DocumentedVerbs):
         recurrent_keys: root keys of recurrent states.
         batch_keys: entries of a mini-batch; ``None`` takes all but flags and successor values.
         batch_size: default batch size of ``sample``.
-        generator: random generator; seeded from torch's global one when ``None``.
+        generator: random generator; ``None`` seeds a new one from torch's global generator.
         transform: a TorchRL transform, applied on write (inverse) and on mini-batches.
 
     Examples:
@@ -157,7 +157,7 @@ class RolloutBuffer(Settings, Stated, TensorDictReplayBuffer, DocumentedVerbs):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.set_rng(self.generator)  # all parts of a copy share one generator, too
+        self.set_rng(self.generator)  # all parts of a copy also share one generator
 
     # ---- the storage ------------------------------------------------------------------------------------------------
 

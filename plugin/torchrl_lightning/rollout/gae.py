@@ -8,15 +8,14 @@ from torchrl_lightning.settings import Fraction, setting
 
 
 class GAEBuffer(VanillaOnPolicyBuffer):
-    """An on-policy buffer with GAE (Schulman et al. 2016, arXiv:1506.02438).
+    """On-policy buffer with GAE (Schulman et al. 2016, arXiv:1506.02438).
 
     ``δ[t] = r[t] + γ (1 - term[t]) V'[t] - V[t]``; ``A[t] = δ[t] + γ λ (1 - done[t]) A[t+1]``; the target is ``A + V``.
 
     Args:
-        size: this argument, ``device``, ``actor``, ``algorithm`` and ``envs`` are those of
-            :class:`VanillaOnPolicyBuffer`.
+        size: see :class:`VanillaOnPolicyBuffer`, also for ``device``, ``actor``, ``algorithm`` and ``envs``.
         gae_lambda: λ.
-        gamma: this and the following arguments are those of :class:`VanillaOnPolicyBuffer`.
+        gamma: see :class:`VanillaOnPolicyBuffer`, also for the following arguments.
 
     Examples:
         >>> buffer = GAEBuffer(128, gae_lambda=0.9)

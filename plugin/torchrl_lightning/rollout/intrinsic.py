@@ -41,7 +41,7 @@ class IntrinsicReturns(GeneralizedAdvantages):
         normalize: divide rewards by their running standard deviation.
         direction: ``"forward"`` keeps the filter across rollouts; ``"backward"`` restarts it in each rollout.
         log_prob_keys: keys of the current and the behaviour policy's log-probabilities; if given, V-trace replaces GAE.
-        time_dim: this and the following arguments are those of :class:`DiscountedReturns`; the default keys are the
+        time_dim: see :class:`DiscountedReturns`, also for the following arguments; the default keys are the
             intrinsic keys.
 
     Examples:

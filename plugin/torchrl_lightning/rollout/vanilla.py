@@ -22,7 +22,7 @@ Values = Tensor | Mapping[str, Tensor]
 
 
 class VanillaOnPolicyBuffer(RolloutBuffer):
-    """An on-policy buffer with Monte-Carlo returns ``R[t] = r[t] + γ R[t+1]`` and ``A = R - V``, as in PyTorchRL.
+    """On-policy buffer with Monte-Carlo returns ``R[t] = r[t] + γ R[t+1]`` and ``A = R - V``, as in PyTorchRL.
 
     Write a rollout with ``insert_data_slice``, or step by step with ``insert_transition``. Call ``before_gradients`` to
     compute values, ``advantage`` and ``value_target``, and read mini-batches with ``generate_batches``. With TorchRL's
@@ -56,7 +56,7 @@ class VanillaOnPolicyBuffer(RolloutBuffer):
         recurrent_keys: root keys of recurrent states.
         batch_keys: entries of a mini-batch; ``None`` takes all but flags and successor values.
         batch_size: default batch size of ``sample``.
-        generator: random generator; seeded from torch's global one when ``None``.
+        generator: random generator; ``None`` seeds a new one from torch's global generator.
         transform: a TorchRL transform, applied on write (inverse) and on mini-batches.
 
     Examples:

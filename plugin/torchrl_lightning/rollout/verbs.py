@@ -88,8 +88,8 @@ class DocumentedVerbs:
     def insert_transition(self, sample: TensorDictBase | Mapping[str, Any]) -> None:
         """Append one step of all environments.
 
-        The buffer fills in a missing observation, recurrent state or ``is_init`` from the ``"next"`` entries of the
-        previous step or rollout. The first observation of a new episode must be given.
+        The buffer fills in a missing observation, recurrent state or ``is_init`` from the previous step or rollout. The
+        first observation of a new episode must be given.
 
         Args:
             sample: TensorDict ``[N]``, or a dict with the documented names. Its advantages and other estimates are

@@ -25,21 +25,20 @@ Threshold = Annotated[float, _threshold]
 
 
 class VTraceBuffer(VanillaOnPolicyBuffer):
-    """An on-policy buffer with V-trace targets (Espeholt et al. 2018, arXiv:1802.01561).
+    """On-policy buffer with V-trace targets (Espeholt et al. 2018, arXiv:1802.01561).
 
     The rollout keeps the behaviour policy's log-probabilities, so :meth:`compute_vtrace` can run again after each epoch
     with log-probabilities and values of the current actor and critic.
 
     Args:
-        size: this argument, ``device``, ``actor``, ``algorithm`` and ``envs`` are those of
-            :class:`VanillaOnPolicyBuffer`.
+        size: see :class:`VanillaOnPolicyBuffer`, also for ``device``, ``actor``, ``algorithm`` and ``envs``.
         lmbda: λ.
         clip_rho_thres: ρ̄.
         clip_c_thres: c̄.
         clip_pg_rho_thres: ρ̄ of the policy-gradient term; ``None`` uses ``clip_rho_thres``.
         log_prob_key: key of the behaviour policy's log-probabilities.
         action_key: key of the actions.
-        gamma: this and the following arguments are those of :class:`VanillaOnPolicyBuffer`.
+        gamma: see :class:`VanillaOnPolicyBuffer`, also for the following arguments.
 
     Examples:
         >>> buffer = VTraceBuffer(64, lmbda=0.9, clip_rho_thres=2.0)

@@ -41,7 +41,7 @@ class BufferBase(ExperienceBuffer):
         hidden_dim: length of a recurrent state; ``None`` takes it from the first transition.
         device: device of the transitions; ``None`` means torch's default device.
         scratch_dir: folder for memory-mapped transitions; ``None`` keeps them in memory.
-        sampler: this and the following arguments are those of :class:`ExperienceBuffer`.
+        sampler: see :class:`ExperienceBuffer`, also for the following arguments.
 
     Raises:
         TypeError: the class does not define ``sample``.

@@ -31,7 +31,7 @@ class BufferConfig:
 
 
 class RecurrentReplayBuffer(BufferBase):
-    """A FIFO replay buffer with recurrent states and the interface of Velora's ``ReplayBuffer``.
+    """FIFO replay buffer with recurrent states and the interface of Velora's ``ReplayBuffer``.
 
     ``hidden`` is the recurrent state *after* acting in ``state``; use it to evaluate ``next_state``. To evaluate
     ``state`` as well, also store the recurrent state before acting as ``previous_hidden``. :class:`BufferBase`
