@@ -55,9 +55,9 @@ def play_episodes(
 ) -> TensorDict:
     """Play exactly ``num_episodes`` complete episodes.
 
-    Each environment contributes a fixed number of episodes, because taking the first finished episodes would favour
-    short ones. The policy acts in evaluation mode; afterwards its training flags and torch's global generators are
-    restored.
+    Each environment contributes a fixed number of its first episodes, because taking the episodes that finish first
+    would favour short episodes. The policy acts in evaluation mode; afterwards its training flags and torch's global
+    generators are restored.
 
     Args:
         env: An id, a factory of one Gymnasium or TorchRL environment, or a ready (vector) environment, which stays

@@ -60,7 +60,7 @@ class GymnasiumCollector(CollectorBase):
             collector calls it instead; this halves the time of a small network. MLPs of this package are compiled.
         num_envs: Number of environments; ``None`` means one, or the number of a ready vector environment.
         frames_per_batch: Steps per batch over all environments; a multiple of ``num_envs``.
-        total_frames: Maximum number of collected steps, including replayed steps; -1 means no limit.
+        total_frames: Stop iteration after this number of steps, including replayed steps; -1 means no limit.
         seed: The seeds of environments and policy are spawned from it
             (:func:`~torchrl_lightning.collectors.spawn_seed`); ``None`` draws it from torch's global generator.
         reset_at_each_batch: Begin every batch with seeded resets.

@@ -60,7 +60,7 @@ class TorchRLCollector(CollectorBase):
         env: The environment; :func:`make_environment` builds and checks one from a factory.
         policy: Reads a TensorDict ``[N]`` and writes ``action``; ``None`` draws random actions.
         frames_per_batch: Steps per batch over all environments; a multiple of their number.
-        total_frames: Maximum number of collected steps, including replayed steps; -1 means no limit.
+        total_frames: Stop iteration after this number of steps, including replayed steps; -1 means no limit.
         seed: The seeds of environment and policy are spawned from it; ``None`` draws it from torch's global generator.
         reset_at_each_batch: Begin every batch with a seeded reset.
         init_random_frames: Draw random actions for this number of frames (in whole batches); all other policy outputs
