@@ -1,4 +1,4 @@
-"""What a buffer holds, and what looks wrong in it: computed in pieces, printed, and drawn."""
+"""Summarize a buffer in pieces, find likely mistakes, and print or draw the result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The buffers in a saved or live state: their entries, and which step of which environment each row is."""
+"""Find the buffers in a saved or live state, and map their rows to steps of environments."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torchrl_lightning.inspection.leaves import Chained, Ints, Leaf, checked, fr
 from torchrl_lightning.limits import SHOWN_BUFFERS, SHOWN_ENTRIES
 from torchrl_lightning.untrusted import MESSAGE_LIMIT, printable
 
-PIECE = 1 << 22  # bytes of an entry that are read at a time
+PIECE = 1 << 22  # bytes of an entry to read at a time
 DEPTH = 16
 
 
@@ -29,8 +29,8 @@ class Index:
     """The episode index of a buffer.
 
     Attributes:
-        column: For each filled cell a position: that of the step itself or a later one if the step begins an episode.
-        done: Whether the step in each filled cell ends its episode by a flag.
+        column: A position for each filled cell. It is at least the step's own position if the step begins an episode.
+        done: Whether a flag ends the episode at each filled cell.
         is_open: Whether the newest episode of each environment continues, ``[N]``.
     """
 
@@ -41,20 +41,20 @@ class Index:
 
 @dataclass(frozen=True)
 class Content:
-    """A buffer in a state, whose steps are read in the order of time.
+    """A buffer in a state, with the range of steps to inspect.
 
     Attributes:
-        name: Where it is from.
-        kind: What it is: ``"replay buffer"``, ``"rollout"``, ``"storage"`` or ``"demonstrations"``.
+        name: The name of the buffer or its source.
+        kind: ``"replay buffer"``, ``"rollout"``, ``"storage"`` or ``"demonstrations"``.
         leaves: The entries, ``[count, ...]`` each: the filled cells in ascending order.
-        count: How many cells are filled.
-        capacity: How many there are.
-        length: Cells of each environment's ring: step ``p`` of environment ``e`` lies in ``p % length * N + e``.
-        first: The oldest step that is looked at, ``[N]``.
-        behind: Behind the newest step, ``[N]``.
-        cells: The filled cells, where they are not the first ones.
-        mass: What each cell is drawn in proportion to, if it has a priority.
-        index: The episode index of a buffer; None if it has none.
+        count: Number of filled cells.
+        capacity: Number of cells; for demonstrations, the number of episodes.
+        length: Cells of each environment's ring: cell ``p % length * N + e`` stores step ``p`` of environment ``e``.
+        first: The position of the oldest inspected step, ``[N]``.
+        behind: The position after the newest step, ``[N]``.
+        cells: The indices of the filled cells; None if the first ``count`` cells are filled.
+        mass: The sampling weight of each cell, or None for a buffer without priorities.
+        index: The episode index, or None.
     """
 
     name: str
@@ -76,25 +76,25 @@ class Content:
 
     @property
     def looked_at(self) -> int:
-        """Number of the cells that are looked at."""
+        """Number of inspected cells."""
         return int((self.behind - self.first).sum())
 
     def find(self, *names: str, below: str | None = None) -> Path | None:
-        """Return the first entry whose last part has one of the names; below ``next``, if there is such a one."""
+        """Return the key of an entry with one of the names as its last part, or None; prefer keys below ``next``."""
         found = [path for path in self.leaves if path[-1] in names and (below is None or path[0] == below)]
         return min(found, key=lambda path: (path[0] != "next", len(path)), default=None)
 
     def walk(self, row_bytes: int) -> Iterator[tuple[Ints, Ints, Ints, Ints]]:
-        """Find the steps that are looked at, in the order of their rows.
+        """Yield the inspected steps in the order of their rows.
 
         Args:
-            row_bytes: Bytes of memory for a row; as many rows at a time as a piece holds.
+            row_bytes: Bytes of memory per row, which limits the number of rows per piece.
 
         Yields:
-            Rows, their cells, and of the steps in them the environments and the ages: 0 of the newest step.
+            Rows, cells, environments and ages of the steps; the newest step has age 0.
 
         Raises:
-            Fault: Not all of these steps are in the filled cells.
+            Fault: Some of these steps are missing in the filled cells.
         """
         size = max(1, PIECE // row_bytes)
         held, newest, number, last = self.behind - self.first, self.behind - 1, 0, -1
@@ -122,7 +122,7 @@ class Content:
             raise Fault(f"positions must lead to the {self.count:,} filled cells, got {number:,} of {self.looked_at:,}")
 
     def pieces(self, leaf: Leaf) -> Iterator[Tensor]:
-        """Read an entry of the steps that are looked at, in the order of their rows, a few megabytes at a time."""
+        """Yield an entry of the inspected steps in the order of their rows, a few megabytes at a time."""
         row_bytes = max(32, leaf[:1].nbytes)
         if self.looked_at == self.count:
             size = max(1, PIECE // row_bytes)
@@ -131,7 +131,7 @@ class Content:
             yield from (rows_of(leaf, rows) for rows, *_ in self.walk(row_bytes))
 
     def steps(self, leaf: Leaf, env: int, begin: int, end: int) -> Tensor:
-        """Read the steps ``begin`` to ``end`` of an environment from an entry, ``[n, ...]``."""
+        """Return an entry of the steps ``begin`` to ``end`` of an environment, ``[n, ...]``."""
         found = [leaf[:0]]
         while begin < end:
             stop = min(end, begin - begin % self.length + self.length)  # the end of the ring
@@ -145,7 +145,7 @@ class Content:
 
 
 def unreadable(name: str, error: Exception) -> str:
-    """Return the line that stands for a buffer whose state raises an error."""
+    """Return a line with the reason why a buffer cannot be inspected."""
     name, reason = printable(name), " ".join(str(error).split()).rstrip(".")
     if not isinstance(error, ValueError | OSError):
         reason = f"it is no state of ours: {type(error).__name__}: {printable(reason)}"
@@ -153,16 +153,16 @@ def unreadable(name: str, error: Exception) -> str:
 
 
 def contents_in(state: Any, name: str, last: int | None = None) -> Iterator[Content | str]:
-    """Find the buffers in a state, however deep it is nested.
+    """Yield the buffers in a nested state.
 
     Args:
-        state: Nested dicts and lists of tensors and scalars, as a part's ``state_dict(copy=False)``, a folder of a
-            buffer or a checkpoint has it.
-        name: What it is called.
-        last: Look at the newest cells alone, about so many.
+        state: Nested dicts and lists of tensors and scalars from ``state_dict(copy=False)``, a buffer folder or a
+            checkpoint.
+        name: The name of the state.
+        last: Inspect only about this number of the newest cells.
 
     Yields:
-        Each buffer, or a line that says why it cannot be shown.
+        Each buffer, or a line with the reason why it cannot be inspected.
     """
     for number, found in enumerate(_search(state, printable(name), last, 0)):
         if number == SHOWN_BUFFERS:
@@ -182,7 +182,7 @@ def _search(node: Any, name: str, last: int | None, depth: int) -> Iterator[Cont
     found: Content | str | None
     try:
         found = _content_of(node, name, last)
-    except Exception as error:  # a damaged or hostile state makes numpy and torch raise anything
+    except Exception as error:  # NumPy and torch raise any error for a damaged or hostile state
         found = unreadable(name, error)
     if found is not None:
         yield found
@@ -193,7 +193,7 @@ def _search(node: Any, name: str, last: int | None, depth: int) -> Iterator[Cont
 
 
 def _content_of(node: Mapping[Any, Any], name: str, last: int | None) -> Content | None:
-    """Return the buffer that a mapping is the state of; None if it is none."""
+    """Return the buffer in a state, or None for any other mapping."""
     storage, writer = node.get("storage"), node.get("writer")
     if isinstance(storage, Mapping) and "num_steps" in storage:
         return _rollout(storage, name)
@@ -216,12 +216,12 @@ def _count(value: Any, name: str, least: int = 0) -> int:
 
 
 def _numbers(value: Any, name: str, count: int | None = None) -> Ints:
-    """Return a vector of integers of a state."""
+    """Return a vector of integers; raise Fault for any other value."""
     return checked(value, name, [torch.int64], count)[:].numpy().copy()
 
 
 def _leaves(tree: Any, count: int | None) -> dict[Path, Any]:
-    """Return the entries of a state, of ``count`` rows each."""
+    """Return the entries of a state by key; raise Fault unless each has ``count`` rows (None for any number)."""
     if not isinstance(tree, Mapping):
         raise Fault(f"data must be a dict, got a {type(tree).__name__}")
     found = dict(leaves_of(dict(tree)))
@@ -235,7 +235,7 @@ def _leaves(tree: Any, count: int | None) -> dict[Path, Any]:
             raise Fault(f"{name} must have {count:,} rows, one for each filled cell, got {len(leaf):,}")
         if not all(isinstance(part, str) for part in path):
             raise Fault(f"the key {name} must consist of texts")
-    # A claimed cell costs time, whether or not it holds anything.
+    # Each claimed cell costs time, even an empty one.
     if count and sum(math.prod(shape_of(leaf)) for leaf in found.values()) < count:
         raise Fault(f"its entries hold no numbers for {count:,} cells")
     return {path: leaf.detach() if isinstance(leaf, Tensor) else leaf for path, leaf in found.items()}
@@ -256,7 +256,7 @@ def _rings(
 ) -> Content:
     count, capacity = _count(storage["count"], "count"), _count(storage["max_size"], "max_size", 1)
     leaves: dict[Path, Any] = {} if storage["data"] is None else _leaves(storage["data"], count)
-    if writer is None:  # the order of its rows is unknown
+    if writer is None:  # without a writer, the order of the rows is unknown
         first, behind, length, cells, index = np.zeros(1, np.int64), np.full(1, count), max(count, 1), None, None
     else:
         first, length = _numbers(writer["oldest"], "oldest"), _count(writer["length"], "length", 1)
@@ -276,7 +276,7 @@ def _rings(
 
 
 def _index(known: Any, count: int, num_envs: int) -> Index | None:
-    """Return the episode index of a writer, None if it has none; raise ValueError if it is not of this buffer."""
+    """Return the episode index of a writer, or None; raise Fault if it does not fit this buffer."""
     if known is None:
         return None
     if not isinstance(known, Mapping):
@@ -287,7 +287,7 @@ def _index(known: Any, count: int, num_envs: int) -> Index | None:
 
 
 def _stacked(leaves: Mapping[Path, Any], storage: Mapping[str, Any], num_envs: int) -> dict[Path, Leaf]:
-    """Return the entries, with images instead of the numbers of frames if each frame is stored once."""
+    """Return the entries; replace frame numbers by stacked images if the storage stores each frame once."""
     found, frames = dict(leaves), storage.get("frames")
     names = frames if isinstance(frames, Mapping) else {}
     for path, numbers in leaves.items():
@@ -315,15 +315,16 @@ def _rollout(storage: Mapping[str, Any], name: str) -> Content:
 
 
 def _flattened(leaf: Any) -> Any:
-    """Return rows of steps and environments as rows."""
+    """Merge the first two dimensions, steps and environments, into one."""
     shape = torch.Size([leaf.shape[0] * leaf.shape[1], *leaf.shape[2:]])
     return replace(leaf, shape=shape) if isinstance(leaf, StoredRows) else leaf.reshape(shape)
 
 
 def demonstrations(states: Sequence[Mapping[str, Any]], name: str, capacity: int | None = None) -> Content:
-    """Return what demonstrations hold, one behind the other, by what each of them is: ``steps`` and its ends.
+    """Return demonstrations as one buffer, concatenated.
 
-    The end of one that does not say how it ended counts as terminal.
+    Each state has ``steps``, ``terminated`` and ``truncated``. A demonstration with ``terminated`` None counts as
+    terminated.
     """
     trees = [_leaves(state["steps"], None) for state in states]
     shared = [path for path in (trees[0] if trees else ()) if all(path in tree for tree in trees)]

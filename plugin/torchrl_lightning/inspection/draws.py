@@ -1,18 +1,18 @@
-"""How often steps are drawn, and how old they are then."""
+"""Count how often steps are sampled, and their ages at that time."""
 
 from __future__ import annotations
 
 import numpy as np
 from torch import Tensor
 
-EVERY = 8  # batches, of which a run counts one
-PARTS = 1024  # of the length of a ring, in which ages are counted
+EVERY = 8  # a run counts one batch in EVERY
+PARTS = 1024  # bins of the age histogram, over the length of a ring
 
 
 class Draws:
-    """Counts of what batches held, over the cells of evenly long rings.
+    """Sample counts and ages of the cells of rings with equal lengths.
 
-    A step that overwrites another one begins at 0.
+    The count of a cell restarts at 0 when a new step overwrites the old one.
 
     Args:
         length: Cells of each environment's ring.
@@ -31,14 +31,14 @@ class Draws:
         self.number, self._age = 0, 0
         self.ages = np.zeros(PARTS, np.int64)
         self.counts = np.zeros(length * num_envs, np.int64)
-        self._steps = np.full(length * num_envs, -1)  # of its environment, that each count is of
+        self._steps = np.full(length * num_envs, -1)  # the position of the step that each count belongs to
 
     def note(self, index: Tensor, stamp: Tensor) -> None:
         """Count a batch.
 
         Args:
-            index: Its cells, of any shape.
-            stamp: How far the ring of each was written, of the same shape.
+            index: Sampled cells, of any shape.
+            stamp: The write position of each cell's ring, of the same shape.
         """
         cells, written = index.cpu().numpy().ravel(), stamp.cpu().numpy().ravel()
         age = (written - 1 - cells // self.num_envs) % self.length
@@ -52,10 +52,10 @@ class Draws:
 
     @property
     def mean_age(self) -> float:
-        """How many steps of its environment were written behind a step when it was drawn, on average."""
+        """Mean age of the sampled steps: the number of newer steps of the same environment."""
         return self._age / max(self.number, 1)
 
     @property
     def most(self) -> int:
-        """How often that step was drawn that was drawn most."""
+        """The largest sample count of a step."""
         return int(self.counts.max())

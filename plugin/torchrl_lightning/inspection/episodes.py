@@ -1,4 +1,4 @@
-"""The episodes in a buffer: where each begins, how long it is, what it returned, and how it ended."""
+"""Find the episodes in a buffer, with their first step, length, return and end."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Episodes:
 
     Attributes:
         env: The environment.
-        begin: The position of its first step that is stored.
-        length: Its stored steps.
-        returned: The sum of their rewards.
-        end: How it ended: a place in :data:`ENDS`.
-        whole: Whether its first step is known to be stored, and its last.
+        begin: The position of the first stored step.
+        length: Number of stored steps.
+        returned: The sum of the stored rewards.
+        end: The kind of end, as an index into :data:`ENDS`.
+        whole: Whether the first and the last step are known to be stored.
     """
 
     env: Ints
@@ -45,7 +45,7 @@ class Episodes:
 
 
 def episodes_in(content: Content) -> Episodes | None:
-    """Find the episodes of the buffer's index, or by their flags if it has none; None if it has no flags either.
+    """Return the episodes of a buffer by its index or its done flags, or None without both.
 
     Args:
         content: The buffer.
@@ -65,7 +65,7 @@ def episodes_in(content: Content) -> Episodes | None:
         order = np.argsort(env.astype(np.min_scalar_type(content.num_envs)), kind="stable")
         rows, env, age = rows[order], env[order], age[order]
         flagged = numbers_of(flags, rows) != 0
-        # Of an episode, or of its steps in these rows.
+        # The last step of an episode, or of its part in these rows.
         is_last = np.r_[(np.diff(env) != 0) | (np.diff(age) != -1), True]
         if index is None:
             begins = flagged  # unused
@@ -78,7 +78,7 @@ def episodes_in(content: Content) -> Episodes | None:
         returned = np.add.reduceat(numbers_of(reward, rows), first, dtype=np.float64)
         ends = [numbers_of(leaf, rows[last]) != 0 for leaf in kinds]
         found.append([env[last], age[last], last - first + 1, returned, flagged[last], begins[first], *ends])
-    # Join the parts of an episode that lies in several pieces.
+    # Join the parts of an episode from several pieces.
     columns = [np.concatenate(column) for column in zip(*found, strict=True)]
     order = np.lexsort((-columns[1], columns[0]))
     env, age, length, returned, flagged, begins, terminated, truncated = (column[order] for column in columns)
@@ -91,7 +91,7 @@ def episodes_in(content: Content) -> Episodes | None:
     begin = position - length + 1
     choices = {RUNNING: ~ended, CUT: ~flagged[last], TERMINATED: terminated[last], TRUNCATED: truncated[last]}
     end = np.select([*choices.values()], [*choices], DONE)
-    # An episode begins at the first step that was ever written; but a rollout continues the one before.
+    # The first written step begins an episode, but a rollout continues the previous one.
     whole = ended & ((begin > content.first[env]) | ((begin == 0) & (content.kind != "rollout")))
     order = np.lexsort((~ended, position))
     ordered: list[Any] = [column[order] for column in (env, begin, length, returned, end.astype(np.int8), whole)]

@@ -1,4 +1,4 @@
-"""What looks wrong in a buffer, one sentence each, with what to look at."""
+"""Describe likely mistakes in a buffer, one sentence each."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import numpy as np
 from torchrl_lightning.inspection.episodes import CUT, RUNNING, TERMINATED
 from torchrl_lightning.inspection.summary import ACTIONS, WIDE, Summary
 
-BOUND = 0.5  # the share of an action's values at their bounds, from which it is told
-ALONE = 100  # steps below which nothing is said of what never happens
+BOUND = 0.5  # report an action with more than this share of values at its bounds
+ALONE = 100  # fewer steps are too few to report that an event never happens
 
 
 def findings(summary: Summary) -> list[str]:
-    """Return what looks wrong.
+    """Return a sentence for each likely mistake.
 
     Args:
-        summary: What was computed of the buffer.
+        summary: The statistics of the buffer.
     """
     return list(_findings(summary))
 
@@ -43,7 +43,7 @@ def _findings(summary: Summary) -> Iterator[str]:
 
 
 def _may_vary(key: tuple[str, ...], size: int) -> bool:
-    """Return whether it is a mistake that an entry is constant; at the edges of images much is."""
+    """Return whether a constant entry is a likely mistake; image edges are often constant."""
     own = {"reward", "rewards", "done", "dones", "terminated", "truncated", "is_init", "collector", "demo", "index"}
     return size <= WIDE and not own & set(key)
 

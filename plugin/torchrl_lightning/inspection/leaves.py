@@ -1,4 +1,4 @@
-"""The rows of one entry of a state, of which pieces are read: a tensor, or an object that replaces one."""
+"""Read slices of an entry of a state, from a tensor or an object that replaces one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Ints = NDArray[np.int64]
 
 
 class Leaf(Protocol):
-    """Rows of one entry, of which pieces are read."""
+    """The rows of one entry, which can be sliced."""
 
     def __len__(self) -> int: ...
 
@@ -29,7 +29,7 @@ class Leaf(Protocol):
 
 @dataclass(frozen=True)
 class Chained:
-    """The rows of several tensors, one behind the other, each in the dtype of the first."""
+    """The concatenated rows of several tensors, in the dtype of the first."""
 
     parts: Sequence[Tensor]
 
@@ -37,7 +37,7 @@ class Chained:
         return sum(map(len, self.parts))
 
     def __getitem__(self, part: slice) -> Tensor:
-        """Join the rows of a piece."""
+        """Return the rows of a slice as one tensor."""
         start, stop, _ = part.indices(len(self))
         found, begin = [self.parts[0][:0]], 0
         for rows in self.parts:
@@ -47,7 +47,7 @@ class Chained:
 
 
 def shape_of(leaf: Any) -> torch.Size:
-    """Return the shape of the rows of an entry."""
+    """Return the shape of an entry, rows first."""
     found: torch.Size = torch.Size([len(leaf), *leaf.leaf.shape[1:]]) if isinstance(leaf, Rows) else leaf.shape
     return found
 
@@ -64,14 +64,14 @@ def checked(leaf: Any, name: str, dtypes: Collection[torch.dtype], *shape: int |
 
 
 def rows_of(leaf: Leaf, ascending: Ints) -> Tensor:
-    """Read some rows in ascending order."""
+    """Return rows at ascending indices."""
     begin = int(ascending[0])
     rows = leaf[begin : int(ascending[-1]) + 1]
     return rows if len(rows) == len(ascending) else rows[torch.from_numpy(ascending - begin)]
 
 
 def numbers_of(leaf: Leaf, rows: Ints) -> NDArray[Any]:
-    """Read the first number of some rows of an entry, in any order; zeros if its rows hold none."""
+    """Return the first number of each of the given rows, in any order; return zeros for empty rows."""
     if not leaf[:1].numel():
         return np.zeros(len(rows))
     begin = int(rows.min())
@@ -83,7 +83,7 @@ def numbers_of(leaf: Leaf, rows: Ints) -> NDArray[Any]:
 
 
 def read_rows(leaf: Leaf, ascending: Ints, size: int) -> Iterator[Tensor]:
-    """Read some rows in ascending order, and at most ``size`` neighbours at a time."""
+    """Yield rows at ascending indices; each read spans at most ``size`` neighbouring rows."""
     at = 0
     while at < len(ascending):
         end = int(np.searchsorted(ascending, ascending[at] + size))
@@ -93,16 +93,16 @@ def read_rows(leaf: Leaf, ascending: Ints, size: int) -> Iterator[Tensor]:
 
 @dataclass(frozen=True)
 class FrameRows:
-    """Stacks that are put together when they are read.
+    """Frame stacks that are assembled on reading.
 
     Attributes:
         numbers: The numbers of the frames of each stack, ``[count, K]``.
-        ring: The frames below number ``spares_from``, ``[n, bytes]``.
+        ring: The frames with numbers below ``spares_from``, ``[n, bytes]``.
         spares: The other frames.
-        spares_from: The number of the first of them.
+        spares_from: The number of the first spare frame.
         shape: The shape of one stack.
-        dtype: Its dtype.
-        axis: The axis of the stack that the frames are joined along.
+        dtype: The dtype of a stack.
+        axis: The axis of a stack along which the frames are joined.
     """
 
     numbers: Any
@@ -117,7 +117,7 @@ class FrameRows:
         return len(self.numbers)
 
     def __getitem__(self, part: slice) -> Tensor:
-        """Read some of the stacks, which are next to each other."""
+        """Return the stacks of a slice."""
         numbers = self.numbers[part]
         found, place = np.unique(numbers.numpy(), return_inverse=True)
         if len(found) and found[0] < 0:
@@ -138,10 +138,10 @@ class FrameRows:
 
 
 def frame_rows(numbers: Any, frames: Any, max_size: int, num_envs: int, frame_stack: Any) -> FrameRows:
-    """Return the stacks of an entry of which a state holds the numbers of frames and the frames.
+    """Return the frame stacks of an entry from the frame numbers and frames in a state.
 
     Raises:
-        ValueError: The state is not as a storage of frames writes it.
+        ValueError: The state does not match the format of a frame storage.
     """
     stack = frames.get("stack") if isinstance(frames, Mapping) else None
     if not isinstance(stack, Tensor) or stack.ndim != 4 or type(frame_stack) is not int or frame_stack < 1:
