@@ -1,8 +1,8 @@
-"""The private names of other libraries that we touch, behind public ones.
+"""Public wrappers for private names of other libraries.
 
-TorchRL's component classes are extended through private hooks (``_empty``, ``_init``, ``_len``, ...). They are gathered
-here, so that an upgrade which moves one of them breaks this file and its contract tests instead of silently changing
-behaviour somewhere else. How the parts use them is written in their packages.
+This package extends TorchRL's components through private hooks (``_empty``, ``_init``, ``_len``, ...). They are
+collected in this file, so that an incompatible upgrade breaks this file and its contract tests instead of silently
+changing other code.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from torchrl_lightning.parts import ConstructorSignature, OwnGenerator, is_spawn
 T = TypeVar("T")
 C = TypeVar("C", bound=TensorClass)
 Drawn = tuple[Any, dict[Any, Any]]
-"""A batch, and the entries that the sampler adds to it."""
+"""A batch and the entries added by the sampler."""
 
 
 def new_tensordict(
@@ -45,10 +45,10 @@ def new_tensordict(
 ) -> TensorDict:
     """Build a TensorDict without checking its entries, several times faster than the constructor.
 
-    The keys of ``source`` are strings; every value is a tensor or TensorDict (no dict) that starts with ``batch_size``,
-    and lies on ``device`` if the TensorDict is to record it.
+    The keys of ``source`` must be strings and its values tensors or TensorDicts with leading dimensions ``batch_size``.
+    If ``device`` is given, all values must be on it.
     """
-    # What ``TensorDict._new_unsafe`` does, without looking at each entry.
+    # Like ``TensorDict._new_unsafe``, without visiting each entry.
     data = TensorDict.__new__(TensorDict)
     data._tensordict = dict(source)
     data._batch_size, data._device, data._td_dim_names = batch_size, device, names
@@ -56,19 +56,19 @@ def new_tensordict(
 
 
 def new_tensorclass(cls: type[C], source: TensorDictBase, others: dict[str, Any]) -> C:
-    """Build a TensorClass over the entries of ``source`` without checking them; ``others`` are all other attributes."""
+    """Build a TensorClass from ``source`` and all non-tensor attributes ``others`` without checking them."""
     found = object.__new__(cls)
     found.__dict__.update(_tensordict=source, _non_tensordict=others, _is_initialized=True)
     return found
 
 
 def entries_of(data: TensorDictBase) -> dict[str, Any]:
-    """Return the entries of one level of any TensorDict, for reading only: no checks, no copy of a plain one."""
+    """Return the entries of one level of a TensorDict; the dict of a plain TensorDict is not copied: do not change it."""
     return data._tensordict if type(data) is TensorDict else dict(data.items())
 
 
 def put_entry(data: TensorDictBase, name: str, value: Tensor) -> None:
-    """Put a tensor that fits under a plain name, into a plain TensorDict without the checks of ``set``."""
+    """Set an entry of matching shape and device; an unlocked plain TensorDict skips the checks of ``set``."""
     if type(data) is TensorDict and not data.is_locked:
         data._tensordict[name] = value
     else:
@@ -76,28 +76,28 @@ def put_entry(data: TensorDictBase, name: str, value: Tensor) -> None:
 
 
 def attached(storage: Storage) -> Iterator[Any]:
-    """Iterate over what is attached to a storage, and told which cells are written."""
+    """Iterate over the entities attached to a storage; they are notified of written cells."""
     return iter(storage._attached_entities_iter())
 
 
 def alias(name: str, *names: str) -> Any:
-    """Show a private attribute, or several as a tuple, under a public name; reading it runs no Python code."""
+    """Return a property for one private attribute, or a tuple of several; reading it does not run Python code."""
     return property(attrgetter(name, *names), lambda holder, value: setattr(holder, name, value))
 
 
 class StorageBase(OwnFiles, LazyTensorStorage):
-    """``LazyTensorStorage`` with its private hooks under public names."""
+    """``LazyTensorStorage`` with public names for its private hooks."""
 
     generator = alias("_rng")
     """The buffer's random generator."""
     record_cursor = alias("_set_last_cursor")
-    """Tell TorchRL which row was written last."""
+    """Set TorchRL's index of the last written row."""
     _own_length = 0
     _shared = _is_packing = False
 
     @property
     def checkpointer(self) -> Any:
-        """TorchRL's way to files, which is not ours."""
+        """TorchRL's checkpointer; this package writes files in its own format."""
         return self._checkpointer
 
     @checkpointer.setter
@@ -108,7 +108,7 @@ class StorageBase(OwnFiles, LazyTensorStorage):
 
     @property
     def data(self) -> TensorDictBase | None:
-        """Everything allocated, filled or not."""
+        """All allocated cells, including empty ones, or None before allocation."""
         return self._storage
 
     @data.setter
@@ -117,7 +117,7 @@ class StorageBase(OwnFiles, LazyTensorStorage):
         self.initialized = value is not None
         self.__dict__.pop("_total_shape_value", None)
 
-    # TorchRL's length lies in shared memory from the start, while positions and cells do not.
+    # TorchRL always keeps the length in shared memory, but positions and cells are private until shared.
     @property
     def _len(self) -> Any:
         return LazyTensorStorage._len.fget(self) if self._shared else self._own_length
@@ -130,7 +130,7 @@ class StorageBase(OwnFiles, LazyTensorStorage):
             self._own_length = length
 
     def move_counters(self, make: Callable[[str, int], Any]) -> None:
-        """Move length, revision and cursor into what ``make(kind, number)`` builds in memory that processes share."""
+        """Move length, revision and cursor into shared memory; ``make(kind, number)`` builds each counter."""
         length, revision, cursor = len(self), self._mutation_revision, self.cursor
         self._shared = True
         self._len_value = make("i", length)
@@ -149,24 +149,24 @@ class StorageBase(OwnFiles, LazyTensorStorage):
             self._is_packing = False
 
     def set_length(self, length: int) -> None:
-        """Declare how many cells are filled, and that the content changed."""
+        """Set the number of filled cells and increment the revision."""
         if len(self) != length:
             self._len = length
         self._bump_mutation_revision()
 
     def touch(self) -> None:
-        """Declare that the content changed, without the lock between processes: any change of the number will do."""
+        """Increment the revision without the lock between processes; a lost increment does not matter."""
         self._mutation_revision_value.get_obj().value += 1
 
     def draw(self, count: int) -> Tensor:
-        """Draw cells uniformly."""
+        """Sample cells uniformly."""
         return super()._rand_given_ndim(count)
 
     def _rand_given_ndim(self, batch_size: int) -> Tensor:
         return self.draw(batch_size)
 
     def check_seam(self) -> None:
-        """Refuse, where it must, to tell which cell was written last; called before TorchRL reads it."""
+        """Raise if readers must not use the last written cell; TorchRL reads it after this check."""
 
     @property
     def _last_cursor_index(self) -> int | Tensor | None:
@@ -176,12 +176,12 @@ class StorageBase(OwnFiles, LazyTensorStorage):
 
     @property
     def cursor(self) -> int:
-        """The row that was written last; -1 if there is none."""
+        """The last written row, or -1 before the first write."""
         row = LazyTensorStorage._last_cursor_index.fget(self)
         return -1 if row is None else int(row)
 
     def clear(self) -> None:
-        """Forget the stored data; called by ``ReplayBuffer.empty``."""
+        """Delete the stored data; called by ``ReplayBuffer.empty``."""
         self.set_length(0)
 
     def _empty(self) -> None:
@@ -189,23 +189,23 @@ class StorageBase(OwnFiles, LazyTensorStorage):
 
 
 class WriterBase(StateFiles, Writer):
-    """``Writer`` with its private hooks under public names."""
+    """``Writer`` with public names for its private hooks."""
 
     storage = alias("_storage")
-    """The storage that this writer fills, once registered."""
+    """The registered storage."""
     _write_count = alias("write_count")
 
     def __init__(self) -> None:
         super().__init__()
-        self.write_count = 0  # rows written since the buffer was emptied
+        self.write_count = 0  # rows written since the buffer was last emptied
 
     def notify(self, index: Tensor) -> None:
-        """Tell every entity attached to the storage which cells were written."""
+        """Notify every entity attached to the storage of the written cells."""
         for entity in attached(self._storage):
             entity.mark_update(index)
 
     def clear(self, empty_write_count: bool = True) -> None:
-        """Move back to the start; called by ``ReplayBuffer.empty``."""
+        """Reset the write count; called by ``ReplayBuffer.empty``."""
         if empty_write_count:
             self.write_count = 0
 
@@ -214,10 +214,10 @@ class WriterBase(StateFiles, Writer):
 
 
 class SamplerMeta(type(Sampler)):  # type: ignore[misc]
-    """TorchRL's metaclass of samplers, which would take the argument ``replacement`` away before any constructor."""
+    """Metaclass that rejects ``replacement``, because TorchRL's metaclass removes it before the constructor."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Build a sampler; a TypeError if it is given ``replacement``."""
+        """Build a sampler; raise TypeError for the argument ``replacement``."""
         if "replacement" in kwargs:
             value = kwargs["replacement"]
             remedy = f"Write with_replacement={value!r}."
@@ -228,12 +228,12 @@ class SamplerMeta(type(Sampler)):  # type: ignore[misc]
 
 
 class SamplerHooks(StateFiles, OwnGenerator, metaclass=SamplerMeta):
-    """A sampler's private hooks under public names, with a generator of its own."""
+    """Public names for a sampler's private hooks, and the sampler's own generator."""
 
     __signature__ = ConstructorSignature()
     HANDED_OVER: ClassVar[tuple[str, ...]] = ("generator",)
 
-    # A TorchRL buffer without a generator assigns None here; the sampler then keeps its own.
+    # A TorchRL buffer without a generator assigns None; the sampler then keeps its own.
     @property
     def _rng(self) -> torch.Generator:
         return self.generator
@@ -244,74 +244,74 @@ class SamplerHooks(StateFiles, OwnGenerator, metaclass=SamplerMeta):
             self.generator = value
 
     def clear(self) -> None:
-        """Forget what belongs to the stored data; called by ``ReplayBuffer.empty``."""
+        """Delete state that depends on the stored data; called by ``ReplayBuffer.empty``."""
 
     def _empty(self) -> None:
         self.clear()
 
-    def _init(self) -> None:  # TorchRL's prioritized sampler would build its compiled trees here
+    def _init(self) -> None:  # TorchRL's prioritized sampler would build its compiled trees
         self.clear()
 
 
 class SamplerBase(SamplerHooks, SamplerWithoutReplacement):
-    """``SamplerWithoutReplacement`` with its private hooks under public names."""
+    """``SamplerWithoutReplacement`` with public names for its private hooks."""
 
     drop_last: bool
     shuffle: bool
     len_storage: int
 
     remaining = alias("_sample_list")
-    """Indices that this epoch has not delivered yet."""
+    """Indices not yet sampled in this epoch."""
     remaining_batches = alias("_remaining_batches")
-    """How many batches this epoch still holds, for TorchRL's prefetcher."""
+    """Number of batches left in this epoch, for TorchRL's prefetcher."""
 
     def clear(self) -> None:
-        """Forget the epoch; called by ``ReplayBuffer.empty``."""
+        """Reset the epoch; called by ``ReplayBuffer.empty``."""
         SamplerWithoutReplacement._empty(self)
 
 
 class BufferBase(TensorDictReplayBuffer):
-    """``TensorDictReplayBuffer`` with its private parts under public names."""
+    """``TensorDictReplayBuffer`` with public names for its private attributes."""
 
     generator = alias("_rng")
     """The random generator."""
     thread_lock = alias("_replay_lock")
     """The lock between threads."""
     write_lock = alias("_write_lock")
-    """The lock of those who write, also between processes."""
+    """The lock of writers, across threads and processes."""
     prefetches = alias("_prefetch")
-    """Whether batches are drawn ahead."""
+    """Whether batches are prefetched."""
     prefetch_cap = alias("_prefetch_cap")
-    """How many batches are drawn ahead at most."""
+    """Maximum number of prefetched batches."""
     prefetch_threads = alias("_prefetch_executor")
-    """What draws them."""
+    """The executor of the prefetch threads."""
     collate = alias("_collate_fn")
-    """What TorchRL calls for a batch that was looked up."""
+    """The collate function for batches read from the storage."""
     unit = alias("_sample_unit")
-    """What TorchRL makes of sampled cells, such as slices; None for cells."""
+    """TorchRL's sample unit, for example slices; None for single cells."""
     detours = alias("_prefetch", "_pin_memory", "_service_shutdown", "_sample_unit", "_sample_dependency")
-    """What TorchRL does in its own way: three switches, and two objects or None."""
+    """Attributes that require TorchRL's own sample path if they are set: three flags and two optional objects."""
     batch_sizes = alias("_batch_size", "_warned_batch_size_conflict")
-    """The batch size, and whether TorchRL has warned of another one in ``sample``."""
+    """The batch size, and whether TorchRL has warned about a different one in ``sample``."""
 
     def clear_sampler(self) -> None:
-        """Let the sampler forget what belongs to the stored data."""
+        """Delete the sampler's state that depends on the stored data."""
         self._sampler._empty()
 
     def set_sampler(self, sampler: Sampler) -> Sampler:
-        """Exchange the sampler and hand it the generator, which TorchRL forgets; returns the old one."""
+        """Replace the sampler and return the old one; also set its generator, which TorchRL omits."""
         previous = super().set_sampler(sampler)
         sampler._rng = self._rng
         return previous
 
     @contextmanager
     def paused_prefetch(self) -> Iterator[list[tuple[TensorDictBase, dict[Any, Any]]]]:
-        """Hold the lock between threads, and yield the batches that were prefetched and not yet delivered."""
+        """Hold the lock between threads and yield the prefetched batches that are not yet delivered."""
         with self._capture_prefetch_state(clone_queue=False) as state:
             yield list(state["queue"])
 
     def set_prefetched(self, batches: Sequence[tuple[TensorDictBase, dict[Any, Any]]]) -> None:
-        """Wait for batches that are being prefetched, and put these in their place."""
+        """Wait for running prefetches and replace their batches by the given ones."""
         with self._futures_lock:
             self._synchronize_futures_locked()
             self._clear_prefetch_queue_locked()
@@ -320,7 +320,7 @@ class BufferBase(TensorDictReplayBuffer):
                 self._restore_prefetch_queue_locked(state, clone_queue=False)
 
     def draw_batch(self, batch_size: int) -> Drawn:
-        """Draw a batch in TorchRL's way."""
+        """Sample a batch for TorchRL's sample path."""
         raise NotImplementedError
 
     @pin_memory_output
@@ -329,40 +329,40 @@ class BufferBase(TensorDictReplayBuffer):
 
 
 def should_validate(trainer: Any) -> bool:
-    """Return whether a Lightning trainer evaluates behind the batch that ends."""
+    """Return whether a Lightning trainer runs validation after the current batch."""
     loop = trainer.fit_loop
     return bool(loop.epoch_loop._should_check_val_fx(loop._data_fetcher))
 
 
-# ---- functions and classes under public names; those of attrgetter run no Python code ------------------------------
+# ---- public names for private functions; attrgetter does not run Python code ---------------------------------------
 
 logger_connector = attrgetter("_logger_connector")
-"""Return what writes the rows of a Lightning trainer, by its ``log_metrics(metrics, step=None)``."""
+"""Return the logger connector of a Lightning trainer, with the method ``log_metrics(metrics, step=None)``."""
 has_global_hooks = _has_any_global_hook
-"""Return whether hooks are registered that run with every torch module."""
+"""Return whether global module hooks are registered."""
 forward_hooks = attrgetter("_forward_hooks", "_forward_pre_hooks")
-"""Return the hooks that run with a torch module's forward pass: two dicts."""
+"""Return the forward hooks and the forward pre-hooks of a torch module, two dicts."""
 interpolate_all_ = torch._foreach_lerp_
-"""Move tensors towards others by a fraction."""
+"""Interpolate lists of tensors in place towards other tensors by a weight."""
 env_observations = attrgetter("_env_obs")
-"""Return the observation of each environment of gymnasium's ``SyncVectorEnv``."""
+"""Return the observation of each environment of Gymnasium's ``SyncVectorEnv``."""
 vector_arrays = attrgetter("_env_obs", "_rewards", "_terminations", "_truncations")
-"""Return these observations, and the arrays of rewards and ends."""
+"""Return the observations, rewards, terminations and truncations of Gymnasium's ``SyncVectorEnv``."""
 info_adder = attrgetter("_add_info")
-"""Return the method of a vector environment of gymnasium's that adds an environment's info."""
+"""Return the method of a Gymnasium vector environment that adds the info of one environment."""
 serial_envs = attrgetter("_envs")
 """Return the environments of TorchRL's ``SerialEnv``."""
 dispatches_modules = _set_dispatch_td_nn_modules
-"""Let TensorDict modules take plain tensors, or not, for a block."""
+"""Enable or disable plain tensor arguments of TensorDict modules in a ``with`` block."""
 collates_nothing = _collate_id
-"""What a buffer of TensorDicts does with a batch that was looked up."""
+"""The default collate function of a buffer of TensorDicts, which returns the batch unchanged."""
 
 
 def persistent_buffers(module: torch.nn.Module) -> set[str]:
-    """Return the names of the buffers of a torch module itself that its state dict holds."""
+    """Return the names of a torch module's own buffers in its state dict."""
     return module._buffers.keys() - module._non_persistent_buffers_set
 
 
 def buffers_of(module: torch.nn.Module) -> dict[str, Any]:
-    """Return the buffers of a torch module itself, by name; reading one as an attribute takes ten times as long."""
+    """Return a torch module's own buffers by name; reading them as attributes would take ten times longer."""
     return module._buffers

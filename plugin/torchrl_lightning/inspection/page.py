@@ -1,4 +1,4 @@
-"""What buffers hold as one page of HTML, which needs no other file, no script and no network."""
+"""Write the contents of buffers as one HTML page without scripts, network access or other files."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from torchrl_lightning.inspection.summary import BARS, WIDE, Summary
 from torchrl_lightning.inspection.tables import entry_rows, facts, title_of
 from torchrl_lightning.untrusted import printable
 
-OF_EACH = 6  # of the newest episodes, of those with the highest and of those with the lowest return
-FRAMES = 12  # of an episode
-STEPS = 2000  # of an episode whose numbers are drawn
-LEAST = 16  # pixels of an image's sides
+OF_EACH = 6  # newest episodes; the same number with the highest and with the lowest returns
+FRAMES = 12  # images per episode
+STEPS = 2000  # plotted steps per episode
+LEAST = 16  # pixels per side of an image
 FLAGS = {"done", "dones", "terminated", "truncated", "is_init", "index"}
 
 
@@ -56,18 +56,18 @@ STYLE = f"""
 
 
 def write_page(summaries: Sequence[Summary], path: Path, unreadable: Sequence[str] = ()) -> None:
-    """Write the page, whole or not at all.
+    """Write the page atomically.
 
     Args:
         summaries: One for each buffer.
-        path: The file, which is replaced.
-        unreadable: A line for each buffer that cannot be shown.
+        path: The file to write; an existing one is replaced.
+        unreadable: A line for each unreadable buffer.
 
     Raises:
-        OSError: It cannot be written.
+        OSError: The file cannot be written.
     """
     head = '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>What the buffer holds</title></head>'
-    # The style leaves the margin of a browser's page white.
+    # STYLE does not color the body's margin.
     body = "<body><style>@media (prefers-color-scheme: dark) { body { background: #181818; } }</style>"
     whole = f"{head}{body}{fragment(summaries, unreadable)}</body></html>\n".encode()
     with replaced_files(path) as (file,):
@@ -75,7 +75,7 @@ def write_page(summaries: Sequence[Summary], path: Path, unreadable: Sequence[st
 
 
 def fragment(summaries: Sequence[Summary], unreadable: Sequence[str] = ()) -> str:
-    """Return the body of the page, as a notebook shows it."""
+    """Return the page as an HTML fragment, for example for a notebook."""
     parts = "".join(part for summary in summaries for part in _parts(summary))
     parts += "".join(f'<p class="wrong">{escape(line)}</p>' for line in unreadable)
     return f'<div class="inspection"><style>{STYLE}</style>{parts}</div>'
@@ -120,7 +120,7 @@ def _pictures(summary: Summary) -> Iterator[str]:
 
 
 def _gallery(summary: Summary) -> Iterator[str]:
-    """Yield each chosen episode, folded: its frames, and its numbers over its steps."""
+    """Yield each selected episode as a collapsed section with frames and line plots."""
     content, episodes = summary.content, summary.episodes
     if episodes is None:
         return
@@ -141,7 +141,7 @@ def _gallery(summary: Summary) -> Iterator[str]:
 
 
 def chosen(episodes: Episodes) -> Ints:
-    """Return which episodes are shown: the newest, and of the whole ones those of the highest and lowest returns."""
+    """Return the indices of the newest episodes and of the whole episodes with the highest and lowest returns."""
     whole = np.flatnonzero(episodes.whole)
     order = whole[np.argsort(episodes.returned[whole], kind="stable")]
     newest = np.arange(len(episodes))[::-1][:OF_EACH]
@@ -150,7 +150,7 @@ def chosen(episodes: Episodes) -> Ints:
 
 
 def is_image(leaf: Leaf) -> bool:
-    """Return whether an entry is an image: bytes of at least 16 x 16 pixels."""
+    """Return whether an entry is a uint8 image of at least 16 x 16 pixels."""
     shape = leaf[:1].shape[1:]
     return leaf[:1].dtype is torch.uint8 and sum(side >= LEAST for side in shape) >= 2
 
@@ -167,7 +167,7 @@ def _frames(content: Content, leaf: Leaf, env: int, begin: int, length: int) -> 
 
 
 def pixels(image: Tensor) -> NDArray[np.uint8]:
-    """Return an image as ``[H, W]`` or ``[H, W, 3]``: of a stack the newest, of what has no three colours the last."""
+    """Return an image as ``[H, W]`` or ``[H, W, 3]``; select the newest of a stack, and the last of other channels."""
     while image.ndim > 3:
         image = image[-1]
     found: NDArray[np.uint8] = image.numpy()
@@ -179,7 +179,7 @@ def pixels(image: Tensor) -> NDArray[np.uint8]:
 
 
 def is_told(path: entries.Path) -> bool:
-    """Return whether an entry is drawn: no flag, and no observation a second time."""
+    """Return whether to plot an entry; flags and next observations are skipped."""
     return (
         path[-1] not in FLAGS and "collector" not in path and (path[0] != "next" or path[-1] in ("reward", "rewards"))
     )

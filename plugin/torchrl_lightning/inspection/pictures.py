@@ -1,4 +1,4 @@
-"""Pictures as SVG, which a page holds without any other file and colours by its own style."""
+"""Draw inline SVG figures; the style sheet of the page sets their colors."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 WIDTH, HEIGHT = 240, 80
-POINTS = 120  # of a line, at most
+POINTS = 120  # per line, at most
 COLOURS = ("#3366aa", "#cc6633", "#339966", "#aa3377", "#888833", "#6644bb", "#228899", "#777777")
 DARK_COLOURS = ("#77aaee", "#ee9966", "#66cc99", "#dd77aa", "#bbbb66", "#aa99ee", "#66bbcc", "#aaaaaa")
 
 
 def bars(heights: Sequence[float], low: float, high: float, title: str, second: Sequence[float] = ()) -> str:
-    """Draw bars over equal parts of a range, and narrower ones of a second series before them."""
+    """Draw bars over equal parts of a range, with narrower bars of a second series in front."""
     most = max([*heights, *second, 1e-12])
     drawn = []
     for series, width in [(heights, 0.9), (second, 0.4)][: 1 + bool(second)]:
@@ -27,14 +27,14 @@ def bars(heights: Sequence[float], low: float, high: float, title: str, second: 
 
 
 def histogram(values: NDArray[Any], title: str, parts: int = 32) -> str:
-    """Draw how many of some numbers are in each part of their range; return nothing if none is finite."""
+    """Draw a histogram of the finite values; return an empty string without any."""
     values = np.asarray(values.real, np.float64)
     values = values[np.isfinite(values)]
     if not values.size:
         return ""
     low, high = float(values.min()), float(values.max())
-    # Above, float64 does not hold every whole number.
-    if max(-low, high) < 1 << 52 and (values % 1 == 0).all():  # as many whole numbers in each part
+    # The limit keeps the range below 2**53, because float64 cannot represent every larger integer.
+    if max(-low, high) < 1 << 52 and (values % 1 == 0).all():  # equally many integers per bin
         width = -(-int(high - low + 1) // parts)
         counts = np.bincount((values - low).astype(np.int64) // width)
     else:
@@ -43,7 +43,7 @@ def histogram(values: NDArray[Any], title: str, parts: int = 32) -> str:
 
 
 def lines(columns: NDArray[Any], title: str) -> str:
-    """Draw columns ``[n, k]`` over their rows; of many rows, the least and the largest number of each part."""
+    """Draw columns ``[n, k]`` over their rows; reduce many rows to the minimum and maximum of each part."""
     shown = np.asarray(columns.real, np.float64)
     finite = shown[np.isfinite(shown)]
     low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
@@ -53,23 +53,23 @@ def lines(columns: NDArray[Any], title: str) -> str:
         extremes = [extreme.reduceat(shown, begins, axis=0) for extreme in (np.minimum, np.maximum)]
         shown = np.stack(extremes, 1).reshape(-1, shown.shape[1])
     shown = shown.repeat(2, 0) if len(shown) == 1 else shown
-    # Smaller differences are rounding.
+    # Smaller differences are rounding errors.
     heights = _scaled(shown, low, high) if high / 2 - low / 2 > 5e-13 else np.zeros_like(shown)
     across, up = np.linspace(0, WIDTH, len(shown)), 1 + heights * (HEIGHT - 2)
     return _figure([(across, column) for column in up.T], f"{title}: {low:.4g} to {high:.4g}", 0, len(columns) - 1)
 
 
 def _scaled(values: NDArray[np.float64], low: float, high: float) -> NDArray[np.float64]:
-    """Return values between 0 and 1; halves do not overflow where the range does."""
+    """Scale values to 0 to 1; the halved bounds prevent an overflow of the range."""
     span = high / 2 - low / 2
     return (values / 2 - low / 2) / span if span > 0 else np.zeros_like(values)
 
 
 def _figure(paths: Iterable[tuple[Any, Any]], title: str, low: float, high: float, *, is_filled: bool = False) -> str:
-    """Return paths, in points of the picture, between a caption and the ends of the range.
+    """Return paths in SVG coordinates as a figure with a caption and the bounds of the range.
 
-    The renderer of matplotlib draws them without a figure, which would take three times as long, and without the user's
-    style, so that equal numbers make equal pictures.
+    This calls matplotlib's renderer directly: a matplotlib figure would take three times as long, and the user's
+    style would change the output.
     """
     from matplotlib.backends.backend_svg import RendererSVG
     from matplotlib.colors import to_rgb

@@ -1,4 +1,4 @@
-"""Look inside a buffer, from Python."""
+"""Inspect a buffer from Python."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from torchrl_lightning.untrusted import printable
 
 
 class NoBufferError(Fault):
-    """There is nothing to look at."""
+    """Raised if a state does not contain a buffer."""
 
 
 @dataclass(frozen=True)
 class Inspection:
-    """What one or several buffers hold: prints as tables, and shows itself as a page in a notebook.
+    """Summaries of buffers, rendered as tables in a terminal and as HTML in a notebook.
 
     Attributes:
         summaries: One for each buffer.
-        unreadable: One line for each buffer that cannot be shown.
+        unreadable: One line for each unreadable buffer.
     """
 
     summaries: tuple[Summary, ...]
@@ -38,7 +38,7 @@ class Inspection:
 
     @property
     def findings(self) -> list[str]:
-        """What looks wrong."""
+        """One sentence for each likely mistake."""
         return [finding for summary in self.summaries for finding in findings(summary)]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -52,10 +52,10 @@ class Inspection:
         return fragment(self.summaries, self.unreadable)
 
     def write_html(self, path: str | Path) -> None:
-        """Write one page that needs no other file: the tables, pictures, and episodes to leaf through.
+        """Write one self-contained page with tables, figures and an episode gallery.
 
         Raises:
-            OSError: It cannot be written; a file of that name stays as it was.
+            OSError: The file cannot be written; an existing file stays unchanged.
         """
         from torchrl_lightning.inspection.page import write_page
 
@@ -69,17 +69,17 @@ class Inspection:
 
 
 def inspect_buffer(buffer: Any, *, name: str | None = None, last: int | None = None) -> Inspection:
-    """Look inside a buffer, or a storage: what it holds, its episodes, ages and priorities, and what looks wrong.
+    """Return the entries, episodes, ages, priorities and likely mistakes of a buffer or a storage.
 
-    It is read in pieces, as it stands; nothing is copied as a whole.
+    The data is read in pieces without a full copy.
 
     Args:
-        buffer: A buffer or a storage of ours, or what its ``state_dict()`` returned.
-        name: What it is called; as its class by default.
-        last: Look at its newest cells alone, about so many; None for all.
+        buffer: A buffer or storage of this package, or its ``state_dict()``.
+        name: The name in the report; the class name by default.
+        last: Inspect only about this number of the newest cells; None for all.
 
     Raises:
-        ValueError: It is none of ours, it holds more cells than are looked at, or ``last`` is not positive.
+        ValueError: The buffer has an unknown type or too many cells, or ``last`` is not positive.
 
     Examples:
         >>> import torch
@@ -108,19 +108,19 @@ def inspect_buffer(buffer: Any, *, name: str | None = None, last: int | None = N
 
 
 def inspect_state(state: Any, name: str | Path, *, last: int | None = None) -> Inspection:
-    """Look inside the buffers of a state, which may be nested.
+    """Inspect the buffers in a nested state.
 
     Raises:
-        Fault: There is none in it, or one is not as its counters say.
+        Fault: The state does not contain a buffer, or none can be inspected.
     """
     return inspect_contents(contents_in(state, str(name), last), name)
 
 
 def inspect_contents(contents: Iterable[Content | str], name: str | Path) -> Inspection:
-    """Look inside buffers; a text is the line that says why one of them cannot be shown.
+    """Inspect buffers; a string in ``contents`` is the line for an unreadable buffer.
 
     Raises:
-        Fault: None can be shown.
+        Fault: None of the buffers can be inspected.
     """
     summaries: list[Summary] = []
     lines: list[str] = []
@@ -130,7 +130,7 @@ def inspect_contents(contents: Iterable[Content | str], name: str | Path) -> Ins
             continue
         try:
             summaries.append(summarize(content))
-        except Exception as error:  # numbers may be anything
+        except Exception as error:  # a damaged state may raise any error
             lines.append(unreadable(content.name, error))
     if not summaries and lines:
         others = f"; {len(lines) - 1} more cannot be shown either" if len(lines) > 1 else ""

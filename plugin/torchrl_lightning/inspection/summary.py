@@ -1,4 +1,4 @@
-"""What is in a buffer in numbers: computed in pieces, so that nothing is loaded as a whole."""
+"""Compute statistics of a buffer in pieces, without loading a whole entry."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from torchrl_lightning.inspection.leaves import Leaf
 from torchrl_lightning.moments import Moments
 from torchrl_lightning.untrusted import printable
 
-MOST = 200_000_000  # cells that are looked at
-SAMPLED = 4096  # rows of an entry that pictures and quantiles are made of
-WIDE = 64  # numbers of a row, above which it counts as an image
+MOST = 200_000_000  # cells to inspect at most
+SAMPLED = 4096  # sampled rows per entry, for figures and action bounds
+WIDE = 64  # a row with more numbers counts as an image
 BARS = 32
 ACTIONS = ("action", "actions")
-VALUES = 64  # of a discrete action
+VALUES = 64  # largest range of a discrete action
 
 
 @dataclass(frozen=True)
@@ -32,19 +32,19 @@ class Entry:
     """One entry of the steps.
 
     Attributes:
-        key: Its key.
-        shape: Of one step.
-        dtype: Of its numbers.
-        bytes: Of all filled cells.
-        low: The least finite number.
-        high: The largest.
-        mean: Of the finite ones.
-        std: Their standard deviation.
-        nans: How many numbers are NaN, or infinite.
-        constant: How many numbers of a row are the same in all steps.
-        size: Numbers of a row.
-        sample: Some rows ``[n, size]``, one alone of what is wide, evenly spread over time.
-        counts: How often each integer from ``low`` on is there, of an action that is one of few.
+        key: The key.
+        shape: The shape of one step.
+        dtype: The name of the dtype.
+        bytes: The size of all filled cells.
+        low: The smallest finite number.
+        high: The largest finite number.
+        mean: The mean of the finite numbers.
+        std: The standard deviation of the finite numbers.
+        nans: Count of NaN and infinite numbers.
+        constant: Count of the columns with the same number in all steps.
+        size: Numbers per row.
+        sample: Evenly spaced rows ``[n, size]``; only one column ``[n, 1]`` of a wide entry.
+        counts: Count of each integer from ``low`` on, for a discrete action.
     """
 
     key: tuple[str, ...]
@@ -63,20 +63,20 @@ class Entry:
 
     @property
     def name(self) -> str:
-        """The key as one printable word."""
+        """The key as a dotted, printable string."""
         return printable(".".join(self.key))
 
 
 @dataclass(frozen=True)
 class Ages:
-    """How long ago steps were written, in steps of their environment, and how old what is drawn is.
+    """Ages of stored and sampled steps, in steps of their environment.
 
     Attributes:
         oldest: The age of the oldest step.
-        mean: Of what is stored.
-        drawn: Of what is drawn: by priority, or as what is stored.
-        stored_bars: The share of the steps in each of as many equal spans of age.
-        drawn_bars: The same of what is drawn.
+        mean: Mean age of the stored steps.
+        drawn: Expected age of a sampled step; equal to ``mean`` without priorities.
+        stored_bars: Share of the stored steps in each of 32 equal age ranges.
+        drawn_bars: Probability of sampling from each of these ranges.
     """
 
     oldest: int
@@ -88,14 +88,14 @@ class Ages:
 
 @dataclass(frozen=True)
 class Priorities:
-    """How unevenly steps are drawn.
+    """Concentration of the sampling probability.
 
     Attributes:
-        known: Cells that can be drawn.
-        largest: The largest share that one cell has.
-        half: The least number of cells that together are drawn half of the time.
-        effective: How many equally likely cells would repeat as often.
-        shares: What each 1/32 of the cells adds up to, those of the largest shares first.
+        known: Number of cells with a positive, finite priority.
+        largest: The largest probability of a cell.
+        half: The smallest number of cells with half of the probability together.
+        effective: Effective sample size: the number of equally likely cells with the same rate of repeats.
+        shares: Probability of each 1/32 of the cells, sorted from the largest priorities to the smallest.
     """
 
     known: int
@@ -107,7 +107,7 @@ class Priorities:
 
 @dataclass(frozen=True)
 class Summary:
-    """All of one buffer."""
+    """The statistics of one buffer."""
 
     content: Content
     entries: tuple[Entry, ...]
@@ -117,26 +117,26 @@ class Summary:
     draws: Draws | None = None
 
     def entry(self, *names: str) -> Entry | None:
-        """Return the entry of one of these names, as :meth:`Content.find` finds it."""
+        """Return the entry with one of these names, by the rules of :meth:`Content.find`."""
         path = self.content.find(*names)
         return next((entry for entry in self.entries if entry.key == path), None)
 
 
 def summarize(content: Content) -> Summary:
-    """Compute what is in a buffer.
+    """Compute the statistics of a buffer.
 
     Args:
         content: The buffer.
 
     Raises:
-        Fault: It holds more cells than are looked at.
+        Fault: The buffer has more cells to inspect than the limit.
     """
     if content.looked_at > MOST:
         raise Fault(
             f"{content.name} holds {content.looked_at:,} cells, of which at most {MOST:,} are looked at; "
             "look at its newest ones: --last 10000000 (from Python: last=10_000_000)."
         )
-    with np.errstate(all="ignore"):  # numbers may be infinite, or too large for their sums
+    with np.errstate(all="ignore"):  # numbers may be infinite, and sums may overflow
         entries = tuple(_entry(content, path, leaf) for path, leaf in content.leaves.items())
         ages = _ages(content) if content.kind == "replay buffer" and content.looked_at else None
         return Summary(content, entries, episodes_in(content), ages, _priorities(content.mass))
@@ -149,7 +149,7 @@ def _entry(content: Content, path: tuple[str, ...], leaf: Leaf) -> Entry:
     high, moments = -low, Moments.none()
     nans = seen = taken = 0
     every = max(1, content.looked_at // SAMPLED)
-    # One array from the start: small ones that stay between the pieces would keep the heap from reusing their room.
+    # Preallocate one array: small arrays between the pieces would keep the heap from reusing freed memory.
     sample = np.empty((-(-content.looked_at // every), size if size <= WIDE else 1), np.float64)
     for rows in content.pieces(leaf) if size and not dtype.is_complex else ():
         rows = rows.reshape(-1, size)
@@ -193,7 +193,7 @@ def _entry(content: Content, path: tuple[str, ...], leaf: Leaf) -> Entry:
 
 
 def _moments(values: Tensor) -> Moments:
-    """Return the moments of all numbers; bytes, which may be images, take the shorter way through float32."""
+    """Return the moments of all numbers; one-byte dtypes, such as images, take a faster path through float32."""
     flat = values.reshape(-1)
     if flat.element_size() > 1 or not len(flat):
         return Moments.of(flat) if len(flat) else Moments.none()
@@ -204,7 +204,7 @@ def _moments(values: Tensor) -> Moments:
 
 
 def _known(mass: Leaf, begin: int, end: int) -> NDArray[Any]:
-    """Return the priorities of some cells, 0 if one cannot be drawn."""
+    """Return the priorities of a range of cells; 0 for cells that cannot be sampled."""
     known: NDArray[Any] = np.zeros(end - begin, mass[:0].numpy().dtype)
     found = mass[begin:end].numpy()
     known[: len(found)] = np.where((found > 0) & (found < np.inf), found, 0)
@@ -247,7 +247,7 @@ def _priorities(leaf: Leaf | None) -> Priorities | None:
     for number in range(BARS):
         part = mass[edges[number] : edges[number + 1]].astype(np.float64)
         sums[number + 1] = np.append(sums[number], part).cumsum()[-1]
-        scaled = part / float(mass[0])  # whose squares neither overflow nor vanish
+        scaled = part / float(mass[0])  # the squares of scaled values do not overflow or vanish
         scaled_sum, squares = scaled_sum + float(scaled.sum()), squares + float(np.dot(scaled, scaled))
     total = float(sums[-1])
     block = int(np.searchsorted(sums[1:], total / 2))

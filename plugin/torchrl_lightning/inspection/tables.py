@@ -1,4 +1,4 @@
-"""What a buffer holds, as tables of a terminal."""
+"""Build terminal tables from the summary of a buffer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torchrl_lightning.memory import readable
 
 
 def title_of(summary: Summary) -> str:
-    """Say in one line what it is, and how full."""
+    """Return one line with the name, kind and fill level of a buffer."""
     content = summary.content
     if content.kind == "demonstrations":
         number = 0 if summary.episodes is None else len(summary.episodes)
@@ -37,7 +37,7 @@ def _bytes(summary: Summary) -> int:
 
 
 def entry_rows(summary: Summary) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Return the heads and the rows of the table of entries."""
+    """Return the header and the rows of the table of entries."""
     heads = ("entry", "shape", "dtype", "bytes", "least", "mean", "std", "most")
     rows = [
         (
@@ -54,7 +54,7 @@ def _shape(entry: Entry) -> str:
 
 
 def facts(summary: Summary) -> list[tuple[str, str]]:
-    """Return what is known of episodes, ages and priorities: names, and what is said."""
+    """Return labels and descriptions of the episodes, ages, priorities and samples."""
     found = [] if summary.episodes is None else list(_episode_facts(summary.episodes))
     if summary.ages is not None:
         ages = summary.ages
