@@ -63,7 +63,7 @@ def new_tensorclass(cls: type[C], source: TensorDictBase, others: dict[str, Any]
 
 
 def entries_of(data: TensorDictBase) -> dict[str, Any]:
-    """Return the entries of one level of a TensorDict; the dict of a plain TensorDict is not copied: do not change it."""
+    """Return the entries of one level of a TensorDict, read-only: a plain TensorDict returns its own dict."""
     return data._tensordict if type(data) is TensorDict else dict(data.items())
 
 
@@ -155,7 +155,7 @@ class StorageBase(OwnFiles, LazyTensorStorage):
         self._bump_mutation_revision()
 
     def touch(self) -> None:
-        """Increment the revision without the lock between processes; a lost increment does not matter."""
+        """Increment the revision without the lock between processes; any change of the number is enough."""
         self._mutation_revision_value.get_obj().value += 1
 
     def draw(self, count: int) -> Tensor:
@@ -166,7 +166,7 @@ class StorageBase(OwnFiles, LazyTensorStorage):
         return self.draw(batch_size)
 
     def check_seam(self) -> None:
-        """Raise if readers must not use the last written cell; TorchRL reads it after this check."""
+        """Raise an error if TorchRL must not read the last written cell; called before each read."""
 
     @property
     def _last_cursor_index(self) -> int | Tensor | None:
@@ -205,7 +205,7 @@ class WriterBase(StateFiles, Writer):
             entity.mark_update(index)
 
     def clear(self, empty_write_count: bool = True) -> None:
-        """Reset the write count; called by ``ReplayBuffer.empty``."""
+        """Reset the writer; called by ``ReplayBuffer.empty``."""
         if empty_write_count:
             self.write_count = 0
 

@@ -1,4 +1,4 @@
-"""What Hydra 1.3 and 1.4 are told in different words, and nothing else; Hydra is imported where it is needed."""
+"""Wrap the API differences between Hydra 1.3 and 1.4; each function imports Hydra on use."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from typing import Any
 config_dir: ContextVar[str | None] = ContextVar("config_dir", default=None)
 """The folder of ``--config-dir``, while Hydra is initialized for one of our commands."""
 
-# Hydra refuses what deletes, moves or ends, by a list of names that a whitelist of ours would overrule.
+# Hydra blocks functions that delete or move files or end the process; a whitelist would override this blocklist.
 _REFUSED = {"os", "posix", "nt", "shutil", "_sitebuiltins"}
 _OUR_CALLBACKS = r"hydra\.utils\.instantiate\(\) resolved _target_='torchrl_lightning\.cli\."
 _LOOKED_UP = {f"hydra.utils.get_{kind}" for kind in ("class", "method", "object", "static_method")}
 
 
 def hydra_main(config_path: str, config_name: str) -> Callable[[Callable[[Any], Any]], Callable[[], Any]]:
-    """Return Hydra's decorator of a task."""
+    """Return Hydra's decorator for a task function."""
     import hydra
 
     newer: dict[str, Any] = {} if _has_whitelist() else {"version_base": "1.3"}
@@ -29,7 +29,7 @@ def hydra_main(config_path: str, config_name: str) -> Callable[[Callable[[Any], 
 
 
 def options_parser() -> ArgumentParser:
-    """Return a parser of the options of Hydra's command line."""
+    """Return a parser for Hydra's command-line options."""
     parser = ArgumentParser(add_help=False)
     parser.add_argument("overrides", nargs="*")
     for option in ("help,h", "hydra-help", "version", "resolve", "run,r", "multirun,m", "shell-completion,sc"):
@@ -52,13 +52,15 @@ def initialized(config_path: str, name: str, beside: str | None = None) -> Itera
     Args:
         config_path: The folder of the configs.
         name: The name of the job.
-        beside: A further folder of configs, behind that one on the search path.
+        beside: A second config folder, after ``config_path`` on the search path.
     """
     from hydra import initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
 
     newer: dict[str, Any] = {} if _has_whitelist() else {"version_base": "1.3"}
-    if _has_whitelist():  # Hydra 1.4 builds hydra.callbacks without a whitelist; one of ours would refuse users' own
+    if (
+        _has_whitelist()
+    ):  # Hydra 1.4 builds hydra.callbacks without a whitelist; setting one would block users' callbacks
         warnings.filterwarnings("ignore", _OUR_CALLBACKS)
     before = config_dir.set(None if beside is None else os.path.abspath(beside))
     try:
@@ -70,20 +72,20 @@ def initialized(config_path: str, name: str, beside: str | None = None) -> Itera
 
 
 def register_resolver(name: str, resolver: Callable[..., Any]) -> None:
-    """Register what an interpolation ``${name:}`` becomes, in the place of an earlier one."""
+    """Register the resolver of an interpolation ``${name:}``; replace an earlier one."""
     from omegaconf import OmegaConf
 
-    # OmegaConf 2.4's name; an older one means something else by it.
+    # OmegaConf 2.4's name; older versions use it for a different function.
     newer: Any = OmegaConf.register_resolver if _has_whitelist() else OmegaConf.register_new_resolver
     newer(name, resolver, replace=True)
 
 
 def instantiate(config: Any, **arguments: Any) -> Any:
-    """Build what a config describes, that was looked at before: what it names, but for what Hydra refuses by itself.
+    """Build the object of an already validated config; names on Hydra's blocklist stay blocked.
 
     Args:
-        config: A node of a config, or plain dicts and lists.
-        arguments: Further arguments, which are not looked at.
+        config: A config node, or plain dicts and lists.
+        arguments: Further arguments, passed without validation.
 
     Examples:
         >>> instantiate({"_target_": "fractions.Fraction", "numerator": 3})
@@ -105,7 +107,7 @@ def _has_whitelist() -> bool:
 
 
 def _named(node: Any) -> Iterator[str]:
-    """Yield what a config names to be called, and to be looked up by Hydra."""
+    """Yield the names in a config that Hydra calls or looks up."""
     if isinstance(node, Mapping):
         target = node.get("_target_")
         names = [target, *((node.get("path"), *node.get("_args_", ())) if target in _LOOKED_UP else ())]
@@ -116,11 +118,11 @@ def _named(node: Any) -> Iterator[str]:
 
 
 def _entries(name: str) -> Iterator[str]:
-    """Yield a name, where it lies, and what a function of that name defines: Hydra looks at callable results, too."""
+    """Yield whitelist entries for a name: itself, its definition, and nested functions, which Hydra also checks."""
     try:
         named = resolve_name(name)
     except (ImportError, AttributeError, ValueError):
-        named = None  # Hydra says so, too
+        named = None  # Hydra reports the same error
     module, place = getattr(named, "__module__", None), getattr(named, "__qualname__", None)
     if module not in _REFUSED:
         yield name

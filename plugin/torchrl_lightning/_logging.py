@@ -1,4 +1,4 @@
-"""Metrics of a run over what its DataModule counts: rows of loggers, and the numbers that callbacks monitor."""
+"""Log metrics over the DataModule's frame count, and publish metrics for callbacks to monitor."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from torchrl_lightning.protocols import DataApi
 from torchrl_lightning.ranks import gathered
 
 EVALUATION, TRAINING = "eval/", "train/"
-"""Beginnings of the names of metrics."""
+"""Prefixes of metric names."""
 RESERVED = frozenset({"step", "epoch"})
-"""Names that Lightning itself gives to checkpoints and rows."""
+"""Names that Lightning uses in checkpoint file names and logged rows."""
 
 
 class _RowsOverClock:
-    """Write a row of logged metrics as Lightning's trainer does, with the DataModule's count as its step."""
+    """A replacement for Lightning's ``log_metrics`` that uses the DataModule's frame count as the step."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
 
     def __call__(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        if metrics and "step" not in metrics:  # Lightning writes a row over a metric of this name
+        if metrics and "step" not in metrics:  # Lightning uses a metric of this name as the step
             clock = DataApi.of_run(self._trainer).clock
             step = step if clock is None else clock[0]
         connector = logger_connector(self._trainer)
@@ -32,9 +32,9 @@ class _RowsOverClock:
 
 
 def count_rows_by_clock(trainer: Any) -> None:
-    """Let all rows that a trainer writes have the DataModule's count of frames as their step.
+    """Use the DataModule's frame count as the step of all logged rows of a trainer.
 
-    A logged metric ``step`` would do so, too, but Lightning names checkpoints by it.
+    A logged metric ``step`` would have the same effect, but Lightning also names checkpoints by it.
     """
     logger_connector(trainer).log_metrics = _RowsOverClock(trainer)
 
@@ -45,9 +45,10 @@ def count_rows_by_lightning(trainer: Any) -> None:
 
 
 def publish(trainer: Any, metrics: Mapping[str, float]) -> None:
-    """Add metrics to a trainer's ``callback_metrics``, which checkpoints and early stopping monitor.
+    """Add metrics to a trainer's ``callback_metrics``, the input of checkpointing and early stopping.
 
-    All ranks call it together, and monitor the same numbers: the mean of each metric over the ranks that have it.
+    All ranks must call this together. Each metric is averaged over the ranks that have it, so all ranks monitor equal
+    values.
     """
     rows = gathered(dict(metrics))
     names = [name for name in dict.fromkeys(name for row in rows for name in row) if name not in RESERVED]

@@ -1,4 +1,4 @@
-"""What every room asks of a torch module: where it computes, and that it acts and estimates in evaluation mode."""
+"""Shared helpers for torch modules: device, unregistered attributes, method owner and evaluation mode."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from torch import nn
 
 
 def device_of(module: Any) -> torch.device | None:
-    """Return the device of a module's first parameter or buffer; ``None`` where it has neither."""
+    """Return the device of a module's first parameter or buffer, or None without both."""
     tensors = chain(module.parameters(), module.buffers()) if isinstance(module, nn.Module) else ()
     return next((tensor.device for tensor in tensors), None)
 
 
 def hold(module: nn.Module, **parts: Any) -> None:
-    """Set attributes of a module without registering what is one itself: another owns its weights and its mode."""
+    """Set attributes without registering submodules: another module owns their weights and their mode."""
     module.__dict__.update(parts)
 
 
 def owner_of(thing: object, name: str) -> type | None:
-    """Return the class whose method of a name a thing has; None if it has none, or one of its own."""
+    """Return the class that defines a method of an object; return None for a missing or instance attribute."""
     if name in vars(thing):
         return None
     return next((kind for kind in type(thing).__mro__ if name in vars(kind)), None)
 
 
 class EvaluationMode:
-    """Put modules into evaluation mode for a block, and each submodule back into its own mode afterwards.
+    """Context manager that sets modules to evaluation mode and restores the mode of each submodule.
 
-    The submodules are listed once, when this is built; keep the object where the block is entered often. A module names
-    others that it computes with but does not own in an attribute ``borrowed``. What is no module is ignored.
+    The constructor lists the submodules, so reuse the object if the block is entered often. The attribute ``borrowed``
+    of a module lists modules that it uses but does not own. Other objects than modules are ignored.
     """
 
     def __init__(self, *modules: object) -> None:
@@ -41,16 +41,16 @@ class EvaluationMode:
         self._switched: list[list[nn.Module]] = []
 
     def __enter__(self) -> None:
-        """Switch what is in training mode."""
+        """Set all modules in training mode to evaluation mode."""
         switched: list[nn.Module] = []
         self._switched.append(switched)
-        # Not by `train()`, which visits the children again, nor by setattr, which costs a microsecond for each module.
+        # `train()` would visit the children again; setattr would cost a microsecond per module.
         for module in self._modules:
             if module.training:
                 module.__dict__.update(training=False)
                 switched.append(module)
 
     def __exit__(self, *error: object) -> None:
-        """Switch it back."""
+        """Set these modules back to training mode."""
         for module in self._switched.pop():
             module.__dict__.update(training=True)

@@ -1,8 +1,9 @@
-"""Typed configs of our parts; Hydra checks names and types of every field against them.
+"""Build typed config schemas of this package's components, so that Hydra validates names and types of all fields.
 
-They are made of ``schemas.json``, which ``tests/wiring.py`` derives from the constructors. Only our own commands merge
-them: a schema has a value for each setting, which would replace the value of an app that merges it later. No torch is
-imported, because the search-path plugin stores them in every Hydra application of the environment.
+The schemas are built from ``schemas.json``, which ``tests/wiring.py`` derives from the constructors. Only the commands
+of this package merge them: a schema has a default for each setting, which would replace the values of another
+application. This file does not import torch, because the search-path plugin registers the schemas in every Hydra
+application of the environment.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ TORCHRL_GROUPS = {
     "storage": ("storage",),
     "writer": ("writer",),
     "sampler": ("sampler",),
-    # ``value`` is TorchRL's group for the modules of its ModuleTransform.
+    # TorchRL's group ``value`` contains the modules of its ModuleTransform.
     "value": ("transform", "value"),
     "transform": ("transform",),
     "buffer": ("replay_buffer",),
 }
-"""The groups of TorchRL that have the classes of a group of ours, too."""
+"""TorchRL's config groups for the classes of each group of this package."""
 _PLAIN = (bool, int, float, str)
 _TYPES: dict[str, Any] = {
     "Any": Any,
@@ -41,9 +42,9 @@ _TYPES: dict[str, Any] = {
 
 @cache
 def schema_data() -> dict[str, dict[str, Any]]:
-    """Read the group and name of each class in configs, and the type and default of its constructor's arguments.
+    """Return the config group and name of each class, and the types and defaults of its constructor arguments.
 
-    An argument without a default has a type only. A program passes the arguments in ``handed_over``.
+    A required argument has only a type. Code passes the arguments in ``handed_over``; configs do not set them.
     """
     described: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("schemas.json").read_text())
     return described
@@ -57,7 +58,7 @@ def config_class(
     bases: tuple[type[Any], ...] = (),
     **directives: bool | str,
 ) -> type[Any]:
-    """Make the dataclass of a part's arguments but those left out, with directives for Hydra."""
+    """Build a dataclass of a component's arguments, except ``left_out``, with Hydra directives."""
     fields: list[tuple[str, Any, Any]] = [("_target_", str, target), ("_convert_", str, "all")]
     fields += [(f"_{directive}_", type(value), value) for directive, value in directives.items()]
     for argument, (kind, *default) in schema_data()[target]["arguments"].items():
@@ -71,7 +72,7 @@ def config_class(
 
 @cache
 def schema(target: str) -> type[Any]:
-    """Make the config of a part without what a program hands over to it.
+    """Return the config class of a component, without the arguments that code passes.
 
     Examples:
         >>> schema("torchrl_lightning.UniformSampler")()
@@ -83,7 +84,7 @@ stratified=False)
 
 
 class _Schema(ConfigNode):
-    """An entry of Hydra's store whose config is made when it is read: of all schemas an application reads a few."""
+    """An entry of Hydra's ConfigStore that builds its config on first read, because most schemas are never read."""
 
     made: DictConfig | None = None
     is_open = False
@@ -94,7 +95,7 @@ class _Schema(ConfigNode):
 
     @property
     def node(self) -> DictConfig:
-        """The config, which whoever loads it may change."""
+        """The config; callers may change it."""
         if self.made is None:
             self.made = OmegaConf.structured(schema(self.target))
         OmegaConf.set_struct(self.made, False if _Schema.is_open else None)
@@ -107,7 +108,7 @@ class _Schema(ConfigNode):
 
 @contextmanager
 def open_schemas() -> Iterator[None]:
-    """Let files and command lines add settings that a schema lacks, for parts that get another class."""
+    """Allow settings outside the schema in a ``with`` block, for components configured with another class."""
     _Schema.is_open = True
     try:
         yield
@@ -116,7 +117,7 @@ def open_schemas() -> Iterator[None]:
 
 
 def register_schemas() -> None:
-    """Store every schema in Hydra's ConfigStore; storing twice changes nothing."""
+    """Store every schema in Hydra's ConfigStore; repeated calls have no effect."""
     for target, part in schema_data().items():
         group, nodes = f"{GROUP}/{part['group']}", ConfigStore.instance().repo
         for level in group.split("/"):
@@ -126,7 +127,7 @@ def register_schemas() -> None:
 
 
 def __getattr__(name: str) -> Any:
-    """Find a schema again by its name, as pickle does."""
+    """Return a schema by its class name, for pickle."""
     target = next((each for each in schema_data() if _name(each) == name), None)
     if target is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
