@@ -58,9 +58,7 @@ def initialized(config_path: str, name: str, beside: str | None = None) -> Itera
     from hydra.core.global_hydra import GlobalHydra
 
     newer: dict[str, Any] = {} if _has_whitelist() else {"version_base": "1.3"}
-    if (
-        _has_whitelist()
-    ):  # Hydra 1.4 builds hydra.callbacks without a whitelist; setting one would block users' callbacks
+    if _has_whitelist():  # Hydra 1.4 builds hydra.callbacks without a whitelist; one would block users' callbacks
         warnings.filterwarnings("ignore", _OUR_CALLBACKS)
     before = config_dir.set(None if beside is None else os.path.abspath(beside))
     try:

@@ -117,7 +117,7 @@ def open_schemas() -> Iterator[None]:
 
 
 def register_schemas() -> None:
-    """Store every schema in Hydra's ConfigStore; repeated calls have no effect."""
+    """Store every schema in Hydra's ConfigStore; it may be called repeatedly."""
     for target, part in schema_data().items():
         group, nodes = f"{GROUP}/{part['group']}", ConfigStore.instance().repo
         for level in group.split("/"):

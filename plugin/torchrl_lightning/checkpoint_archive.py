@@ -1,4 +1,4 @@
-"""The records of a file of ``torch.save``, a zip file, in which each is stored as it is."""
+"""Read the records of a ``torch.save`` file, a zip file without compression."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _END, _END64, _LOCATOR64 = struct.Struct("<4s4H2LH"), struct.Struct("<4sQ2H2L4Q"
 
 
 class Archive:
-    """The records of a zip file, each stored as it is."""
+    """A zip file with uncompressed records."""
 
     def __init__(self, file: BinaryIO, mapped: Path | None) -> None:
         self.file = file
@@ -47,14 +47,14 @@ class Archive:
             self._whole = torch.UntypedStorage.from_file(str(mapped), False, self.size)
 
     def length(self, name: str) -> int:
-        """Return the bytes of a record; a ValueError if there is none."""
+        """Return the size of a record in bytes; raise ValueError for a missing record."""
         record = self._records.get(self._root + name)
         if record is None:
             raise ValueError(f"it lacks the record {name[:80]!r}")
         return record.file_size
 
     def record(self, name: str) -> bytes:
-        """Read a small record."""
+        """Return the bytes of a small record."""
         length = self.length(name)
         if length > PICKLE_BYTES:
             raise ValueError(f"the record {name!r} has {length} bytes, more than {PICKLE_BYTES}")
@@ -65,11 +65,11 @@ class Archive:
         return data
 
     def storage(self, name: str) -> torch.UntypedStorage:
-        """Read the memory of a tensor, or map it from the file."""
+        """Return the storage of a tensor, read from the file or memory-mapped."""
         length, offset = self.length(name), self._offset(name)
         if offset + length > self.size:
             raise ValueError(f"the record {name[:80]!r} is truncated")
-        if self._whole is not None and length and offset % 16 == 0:  # else numbers would lie across words
+        if self._whole is not None and length and offset % 16 == 0:  # unaligned storages are copied
             return cast(torch.UntypedStorage, self._whole[offset : offset + length])
         memory = torch.empty(length, dtype=torch.uint8)
         self.file.seek(offset)
@@ -82,7 +82,7 @@ class Archive:
         return memory.untyped_storage()
 
     def _offset(self, name: str) -> int:
-        """Return the begin of a record, behind its local header."""
+        """Return the offset of a record's data, after the local header."""
         begin = self._records[self._root + name].header_offset
         self.file.seek(begin)
         header = self.file.read(30)
@@ -92,7 +92,7 @@ class Archive:
 
 
 def _check_directory(file: BinaryIO, size: int) -> None:
-    """Validate the length of a zip file's directory, of which zipfile builds an object for each record."""
+    """Limit the size of a zip file's directory, because zipfile builds an object for each record in it."""
     begin = max(0, size - _END.size - _LOCATOR64.size - _END64.size)
     file.seek(begin)
     tail = file.read()

@@ -1,8 +1,8 @@
-"""Read a checkpoint of plain values and tensors, and compare each size in it with the file before it takes memory.
+"""Read a checkpoint of plain values and tensors safely: check each size against the file before allocating memory.
 
-``torch.load(weights_only=True)`` runs no code, but it builds a bytearray of any size, unpacks compressed records and
-believes shapes and strides. This reader takes the files of ``torch.save`` with the same few operations of pickle, and
-builds only plain values and tensors in the memory of the file's own records.
+``torch.load(weights_only=True)`` does not run code, but it allocates bytearrays of any size, unpacks compressed records
+and trusts shapes and strides. This reader supports the pickle operations that ``torch.save`` writes. It builds only
+plain values, and tensors over the records of the file.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ def load_checkpoint(source: str | Path | BinaryIO, *, mapped: bool = False) -> A
 
     Args:
         source: A path or a file that is open for reading.
-        mapped: Leave the tensors in the file until they are read; needs a path.
+        mapped: Memory-map the tensors instead of reading them; requires a path.
 
     Raises:
         OSError: The file cannot be read.
-        ValueError: It is damaged, or holds other than plain values and tensors, compressed records, or tensors with
-            more elements than the file explains.
+        ValueError: The file is damaged, or contains compressed records, other objects than plain values and tensors,
+            or tensors too large for the size of the file.
     """
     if not isinstance(source, str | Path):
         return _read(source, None)
@@ -67,36 +67,36 @@ def _read(file: BinaryIO, mapped: Path | None) -> Any:
     except _DAMAGED as error:
         raise ValueError(f"its pickle is damaged: {type(error).__name__}: {error}") from error
     finally:
-        vars(machine).clear()  # its names hold itself, so that its memory would wait for the garbage collector
+        vars(machine).clear()  # break the reference cycle, so that memory is released without the garbage collector
 
 
 class _Mark:
-    """A callable that a pickle may name; it is called only by this reader."""
+    """A function that a pickle may call."""
 
     def __init__(self, build: Callable[..., Any]) -> None:
         self.build = build
 
 
 class _Storage:
-    """A class of storages."""
+    """A storage class, given by its dtype."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
 
 
 class _Memory:
-    """A storage and the dtype of its numbers."""
+    """A storage and its dtype."""
 
     def __init__(self, dtype: torch.dtype, storage: torch.UntypedStorage) -> None:
         self.dtype, self.storage = dtype, storage
 
 
 class _Arguments(tuple[Any, ...]):
-    """A tuple that holds one of these, or a class: an argument, which is no value."""
+    """A tuple with a function, class or storage: valid only as arguments, not as a checkpoint value."""
 
 
 class _Unpickler:
-    """A machine for the operations of pickle that torch.save uses, each within the limits."""
+    """An interpreter of the pickle operations that torch.save writes, with size limits."""
 
     def __init__(self, archive: Archive) -> None:
         self.archive = archive
@@ -117,7 +117,7 @@ class _Unpickler:
             "_codecs.encode": _Mark(_encoded),
             "torch.Size": _Mark(_size),
             "torch.device": _Mark(_device),
-            "torch.serialization._get_layout": _Mark(lambda *_: None),  # of a sparse tensor
+            "torch.serialization._get_layout": _Mark(lambda *_: None),  # for sparse tensors
             "torch.Tensor": Tensor,
             "torch.nn.parameter.Parameter": nn.Parameter,
             "torch.storage.UntypedStorage": _Storage(torch.uint8),
@@ -127,12 +127,12 @@ class _Unpickler:
             "torch._tensor._rebuild_from_type_v2": _Mark(_of_type),
             **{f"torch.{name}Storage": _Storage(dtype) for name, dtype in _STORAGES.items()},
             **{f"torch.{name}": dtype for name, dtype in _DTYPES.items()},
-            # They are no plain tensors, and are refused by their place in the checkpoint.
+            # Placeholders for unsupported tensors; later checks reject them and name their key in the checkpoint.
             **{f"torch._utils.{name}": _Mark(lambda *_: torch.empty(0, device="meta")) for name in _FOREIGN},
         }
 
     def load(self) -> Any:
-        """Run the pickle; return its value."""
+        """Run the pickle and return its value."""
         operations, data = _OPERATIONS, self.data
         for _ in range(PICKLE_OPERATIONS):
             if self.at >= len(data):
@@ -151,20 +151,20 @@ class _Unpickler:
 
     # -- reading ---------------------------------------------------------------------------------------------------
     def number(self, form: struct.Struct) -> Any:
-        """Read a number."""
+        """Read and return a number."""
         (value,) = form.unpack_from(self.data, self.at)
         self.at += form.size
         return value
 
     def take(self, count: int) -> bytes:
-        """Read bytes."""
+        """Read and return ``count`` bytes."""
         if count < 0 or self.at + count > len(self.data):
             raise ValueError("its pickle is truncated")
         self.at += count
         return self.data[self.at - count : self.at]
 
     def line(self) -> str:
-        """Read a line of text."""
+        """Read and return a line of text."""
         end = self.data.find(b"\n", self.at, self.at + 256)
         if end < 0:
             raise ValueError("its pickle has a name of more than 256 characters")
@@ -173,7 +173,7 @@ class _Unpickler:
         return text
 
     def above(self) -> list[Any]:
-        """Return the values above the last mark."""
+        """Pop and return the values above the last mark."""
         if not self.marks:
             raise ValueError("its pickle lacks a mark")
         values, self.stack = self.stack, self.marks.pop()
@@ -181,7 +181,7 @@ class _Unpickler:
 
     # -- building --------------------------------------------------------------------------------------------------
     def named(self) -> None:
-        """Push one of the few names that torch.save writes."""
+        """Push the object for an allowed name."""
         name = f"{self.line()}.{self.line()}"
         value = self.names.get("torch.storage.UntypedStorage" if name == "torch.UntypedStorage" else name)
         if value is None:
@@ -189,21 +189,21 @@ class _Unpickler:
         self.stack.append(value)
 
     def called(self) -> None:
-        """Call one of these names."""
+        """Call an allowed function and push its result."""
         arguments, function = self.stack.pop(), self.stack.pop()
         if not isinstance(function, _Mark) or not isinstance(arguments, tuple):
             raise ValueError("its pickle calls a value that is no function")
         self.stack.append(function.build(*arguments))
 
     def attributes(self) -> None:
-        """Set the versions of modules on the ordered dict of their weights; nothing else has attributes."""
+        """Set ``_metadata`` (module versions) of an ordered dict, the only supported attribute."""
         state, value = self.stack.pop(), self.stack[-1]
         if type(value) is not OrderedDict or type(state) is not dict or not set(state) <= {"_metadata"}:
             raise ValueError("its pickle sets attributes of a value that has none")
         vars(value).update(state)
 
     def memory(self) -> None:
-        """Push a storage, of which the archive holds a record."""
+        """Push a storage from its record in the archive."""
         described = self.stack.pop()
         if not isinstance(described, tuple) or len(described) != 5 or described[0] != "storage":
             raise ValueError("its pickle names no storage")
@@ -228,7 +228,7 @@ class _Unpickler:
         return self._view(dtype, storage.storage, offset, size, stride)
 
     def _view(self, dtype: torch.dtype, memory: torch.UntypedStorage, offset: Any, size: Any, stride: Any) -> Tensor:
-        """Return a tensor over a storage, whose shape and strides stay inside it."""
+        """Return a tensor over a storage; raise ValueError if shape and strides exceed the storage."""
         if not (
             isinstance(size, tuple)
             and isinstance(stride, tuple)
@@ -260,14 +260,14 @@ def _natural(value: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value that may be part of a checkpoint, and not only an argument."""
+    """Return a value of a checkpoint; raise ValueError for objects that are valid only as arguments."""
     if isinstance(value, _ARGUMENTS):
         raise ValueError("its pickle holds a name in the place of a value")
     return value
 
 
 def _key(value: Any) -> Any:
-    """Return a key of a dict: a text, a number, or a few of them."""
+    """Return a dict key; raise ValueError unless it is None, a string, a number or a short tuple of these."""
     parts = value if type(value) is tuple else (value,)
     if len(parts) > KEY_PARTS or not all(each is None or type(each) in (str, int, float, bool) for each in parts):
         raise ValueError("its pickle has a key that is no text and no number")
@@ -323,7 +323,7 @@ def _parameter(data: Any, *others: Any) -> nn.Parameter:
 
 
 def _of_type(function: Any, kind: Any, arguments: Any, state: Any) -> Tensor:
-    """Return a tensor whose Python attributes are left out."""
+    """Return a tensor without its Python attributes."""
     if not isinstance(function, _Mark) or not isinstance(arguments, tuple) or kind not in (Tensor, nn.Parameter):
         raise ValueError("its pickle has a tensor of a class of its own")
     value = function.build(*arguments)

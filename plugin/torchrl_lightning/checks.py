@@ -1,4 +1,4 @@
-"""Checks of saved states that several families make, before anything is changed: of nested data and TorchRL's parts."""
+"""Validate saved states of nested data and TorchRL components before anything changes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchrl_lightning.state import described, mapping, saved
 
 
 def check_tree(data: Any, batch: torch.Size, owner: str, path: Path = ()) -> None:
-    """Refuse what is not nested dicts of tensors that start with a batch size; the error names the entry."""
+    """Validate nested dicts of tensors with leading dimensions ``batch``; raise ValueError with the entry's name."""
     what = f"entry {name_of(path)}" if path else "the data"
     if isinstance(data, dict):
         if not data or any(not isinstance(key, str) or not key for key in data):
@@ -27,13 +27,14 @@ def check_tree(data: Any, batch: torch.Size, owner: str, path: Path = ()) -> Non
 
 
 class TorchRLState:
-    """The state of a part of TorchRL's, as a child of ours: a copy of the part tries a state before the part loads it.
+    """Adapter for the state of a TorchRL component; a copy of the component loads a state first to validate it.
 
     Args:
-        name: What messages call it.
-        part: The part.
-        storage: The storage that it may read, which is not copied.
-        check: Refuses a state that the part would take, but not bear; it gets the part's own, too.
+        name: The component's name in error messages.
+        part: The component.
+        storage: The storage that the component may read; it is not copied.
+        check: Called with the new and the current state. It raises for an invalid state that the component would
+            load without an error.
     """
 
     def __init__(
@@ -42,20 +43,20 @@ class TorchRLState:
         self._name, self._part, self._storage, self._check = name, part, storage, check
 
     def state_dict(self, *, copy: bool) -> dict[str, Any]:
-        """Return the state of the part."""
+        """Return the state of the component."""
         return dict(saved(self._part.state_dict(), copy))
 
     def read_state(self, value: Any) -> Mapping[str, Any]:
-        """Return a state that the part takes."""
+        """Return a state after validation; raise ValueError if the component cannot load it."""
         state = mapping(value, f"the state of the {self._name}")
         self._check(state, self._part.state_dict())
         try:
             copy.deepcopy(self._part, {id(self._storage): self._storage}).load_state_dict(copy.deepcopy(dict(state)))
-        except Exception as error:  # a part may keep and refuse what it likes
+        except Exception as error:  # a component may raise any error
             reason = " ".join(str(error).split())
             raise ValueError(f"The state does not fit the {self._name}: {reason}") from error
         return state
 
     def put_state(self, value: Any) -> None:
-        """Let the part load its state."""
+        """Load a validated state into the component."""
         self._part.load_state_dict(value)

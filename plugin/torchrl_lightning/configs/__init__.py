@@ -1,9 +1,8 @@
-"""Put our components into TorchRL's Hydra groups, beside TorchRL's own: importing this package does it.
+"""Add this package's components to TorchRL's Hydra groups on import.
 
-TorchRL's groups are those of ``torchrl.trainers.algorithms.configs``, which is imported here: a config then selects,
-say, ``sampler@replay_buffer.sampler: torchrl_lightning_minibatch``. Runs of ``torchrl-lightning-train`` do not need it
-and never import it, for TorchRL also has groups such as ``logger`` and ``trainer``, which clash with files of those
-names.
+The import also loads TorchRL's groups from ``torchrl.trainers.algorithms.configs``. A config can then select, for
+example, ``sampler@replay_buffer.sampler: torchrl_lightning_minibatch``. ``torchrl-lightning-train`` never imports this
+module, because some TorchRL groups, such as ``logger`` and ``trainer``, clash with config files of the same names.
 """
 
 from __future__ import annotations

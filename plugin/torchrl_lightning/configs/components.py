@@ -1,13 +1,13 @@
-"""Configs of our components for TorchRL's groups, with all arguments of their constructors.
+"""Build configs of this package's components for TorchRL's groups, with all constructor arguments.
 
-A key may be written as a string or as a list of strings, a dtype as its name.
+A config may contain a key as a string or a list of strings, and a dtype as its name.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-# Also for its side effect: it stores TorchRL's own options of the groups below.
+# This import also registers TorchRL's options of the groups below.
 import torchrl.trainers.algorithms.configs  # noqa: F401
 from hydra.core.config_store import ConfigStore
 from torchrl.trainers.algorithms.configs.data import ReplayBufferBaseConfig, SamplerConfig, StorageConfig, WriterConfig
@@ -17,7 +17,7 @@ from torchrl_lightning._schemas import TORCHRL_GROUPS, config_class, schema_data
 
 PREFIX = "torchrl_lightning_"
 PROVIDER = "torchrl-lightning"
-# What TorchRL's groups hold.
+# The config classes of TorchRL's groups.
 _KINDS: dict[str, type[Any]] = {
     "storage": StorageConfig,
     "writer": WriterConfig,
@@ -42,7 +42,7 @@ COMPONENTS = _components()
 
 
 def register_configs() -> None:
-    """Store every component under ``torchrl_lightning_NAME`` in its group; storing twice changes nothing.
+    """Store every component under ``torchrl_lightning_NAME`` in its group; it may be called repeatedly.
 
     Examples:
         >>> register_configs()
