@@ -47,8 +47,7 @@ def count_rows_by_lightning(trainer: Any) -> None:
 def publish(trainer: Any, metrics: Mapping[str, float]) -> None:
     """Add metrics to a trainer's ``callback_metrics``, the input of checkpointing and early stopping.
 
-    All ranks must call this together. Each metric is averaged over the ranks that have it, so all ranks monitor equal
-    values.
+    All ranks must call this together. Each metric is the mean over the ranks that have it, so it is equal on all ranks.
     """
     rows = gathered(dict(metrics))
     names = [name for name in dict.fromkeys(name for row in rows for name in row) if name not in RESERVED]

@@ -69,7 +69,7 @@ class Archive:
         length, offset = self.length(name), self._offset(name)
         if offset + length > self.size:
             raise ValueError(f"the record {name[:80]!r} is truncated")
-        if self._whole is not None and length and offset % 16 == 0:  # unaligned storages are copied
+        if self._whole is not None and length and offset % 16 == 0:  # mapped tensors must be aligned; others are copied
             return cast(torch.UntypedStorage, self._whole[offset : offset + length])
         memory = torch.empty(length, dtype=torch.uint8)
         self.file.seek(offset)

@@ -33,8 +33,7 @@ class TorchRLState:
         name: The component's name in error messages.
         part: The component.
         storage: The storage that the component may read; it is not copied.
-        check: Called with the new and the current state. It raises for an invalid state that the component would
-            load without an error.
+        check: Called with the new and the current state; it rejects invalid states that the component would accept.
     """
 
     def __init__(

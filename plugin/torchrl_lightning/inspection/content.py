@@ -48,7 +48,7 @@ class Content:
         kind: ``"replay buffer"``, ``"rollout"``, ``"storage"`` or ``"demonstrations"``.
         leaves: The entries, ``[count, ...]`` each: the filled cells in ascending order.
         count: Number of filled cells.
-        capacity: Number of cells; for demonstrations, the number of episodes.
+        capacity: Number of cells; for demonstrations, the maximum number of demonstrations.
         length: Cells of each environment's ring: cell ``p % length * N + e`` stores step ``p`` of environment ``e``.
         first: The position of the oldest inspected step, ``[N]``.
         behind: The position after the newest step, ``[N]``.

@@ -68,7 +68,7 @@ def episodes_in(content: Content) -> Episodes | None:
         # The last step of an episode, or of its part in these rows.
         is_last = np.r_[(np.diff(env) != 0) | (np.diff(age) != -1), True]
         if index is None:
-            begins = flagged  # unused
+            begins = flagged  # not used without an index
             is_last |= flagged
         else:
             begins = numbers_of(index.column, rows) >= content.behind[env] - 1 - age

@@ -28,7 +28,7 @@ from torchrl_lightning.untrusted import printable
 OF_EACH = 6  # newest episodes; the same number with the highest and with the lowest returns
 FRAMES = 12  # images per episode
 STEPS = 2000  # plotted steps per episode
-LEAST = 16  # pixels per side of an image
+LEAST = 16  # smallest side of an image, in pixels
 FLAGS = {"done", "dones", "terminated", "truncated", "is_init", "index"}
 
 
