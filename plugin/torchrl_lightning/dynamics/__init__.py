@@ -1,4 +1,4 @@
-"""Experience that models of an environment learn from: their inputs and targets, and the buffer of transitions."""
+"""Training data for dynamics models: inputs and targets, a holdout split, and a replay buffer of transitions."""
 
 from __future__ import annotations
 

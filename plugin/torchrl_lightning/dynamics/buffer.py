@@ -1,4 +1,4 @@
-"""PyTorchRL's buffer of transitions that models of an environment learn from."""
+"""PyTorchRL's replay buffer for dynamics models."""
 
 from __future__ import annotations
 
@@ -32,28 +32,28 @@ def _anything(value: Any, name: str) -> Any:
 
 
 class MBReplayBuffer(ExperienceBuffer, DocumentedVerbs):
-    """Replay buffer of PyTorchRL's model-based algorithms: appends transitions, and serves them as inputs and targets.
+    """Replay buffer of PyTorchRL's model-based algorithms: stores transitions and yields model inputs and targets.
 
-    One row is a step of all environments; in a batch, they are folded into one dimension. ``generate_batches`` serves
-    what :class:`DynamicsTargets` makes of all rows, standardised by themselves. TorchRL's verbs work beside the
-    documented ones: ``sample`` draws plain transitions.
+    One row holds one step of all environments; a batch flattens time and environments into one dimension.
+    ``generate_batches`` applies :class:`DynamicsTargets` to all rows and standardises them with their own statistics.
+    TorchRL's methods work, too: ``sample`` draws plain transitions.
 
     Args:
         size: capacity along time.
-        device: where rows lie and batches come out.
-        actor: if it has ``dynamics_model.reward_function``, rewards are analytic; its ``action_space`` is that of the
-            actions.
-        algorithm: any object; kept.
-        envs: environments with ``num_envs``; vector environments, Gymnasium's or TorchRL's, also give the action spec.
-        reward_function: an analytic reward (see :class:`DynamicsTargets`); that of the actor's model if None. Without
-            one, the reward is a target.
-        action_spec: spec of an action, which discrete actions need; that of ``envs`` or ``actor`` if None.
-        autoreset: whether the next observation of a step that ended its episode is the first of the following one, as
-            PyTorchRL's environments give it. Such a step is kept, marked by ``("next", "is_init")``, and comes in no
-            batch. What our collectors store needs no such care.
-        num_envs: number of environments; that of ``envs``, or of the first write, if None.
-        generator: random generator; seeded from torch's global one if None.
-        batch_size: rows that ``sample()`` draws.
+        device: device of the stored rows and the batches.
+        actor: its ``dynamics_model.reward_function``, if present, is the analytic reward; its ``action_space``
+            describes the actions.
+        algorithm: any object; stored as an attribute.
+        envs: environments with ``num_envs``; Gymnasium's or TorchRL's vector environments also define the action spec.
+        reward_function: an analytic reward (see :class:`DynamicsTargets`); None uses the reward function of the actor's
+            model. Without a reward function, the reward is a target.
+        action_spec: spec of an action, required for discrete actions; None uses the spec of ``envs`` or ``actor``.
+        autoreset: True if the next observation of an episode's last step is the first one of the next episode, as in
+            PyTorchRL's environments. The buffer stores these steps, marks them by ``("next", "is_init")``, and leaves
+            them out of batches. Data of our collectors do not need this.
+        num_envs: number of environments; None uses the number of ``envs`` or of the first write.
+        generator: random generator; None seeds one from torch's global generator.
+        batch_size: rows per ``sample()``.
         transform: a TorchRL transform, as in :class:`ExperienceBuffer`.
 
     Raises:
@@ -136,12 +136,12 @@ class MBReplayBuffer(ExperienceBuffer, DocumentedVerbs):
 
     @property
     def size(self) -> int:
-        """Rows stored along time, those of the fullest environment."""
+        """Number of stored rows along time, in the fullest environment."""
         return int(self.writer.filled.max())
 
     @property
     def step(self) -> int:
-        """Row that the next transition goes to."""
+        """Row index of the next write."""
         return int(self.writer.positions.max()) % self.max_size
 
     @property
@@ -151,7 +151,7 @@ class MBReplayBuffer(ExperienceBuffer, DocumentedVerbs):
 
     @property
     def device(self) -> torch.device:
-        """Where rows lie."""
+        """Device of the stored rows."""
         return torch.device(self.storage.device)
 
     # ---- writing ----------------------------------------------------------------------------------------------------
@@ -164,10 +164,10 @@ class MBReplayBuffer(ExperienceBuffer, DocumentedVerbs):
         time_dim: int | None = None,
         update_priority: bool | None = None,
     ) -> Tensor:
-        """Write steps; see :meth:`ExperienceBuffer.extend`. The first ones, ``[n]``, are of one environment.
+        """Write steps; see :meth:`ExperienceBuffer.extend`. If the first write is ``[n]``, ``num_envs`` becomes 1.
 
         Raises:
-            KeyError: there is no next observation, or ``autoreset`` finds no ``("next", "done")``.
+            KeyError: the next observation is missing, or ``("next", "done")`` is missing with ``autoreset``.
         """
         check_tensordict(data)
         data = self._marked(data)
@@ -176,7 +176,7 @@ class MBReplayBuffer(ExperienceBuffer, DocumentedVerbs):
             return super().extend(data, env_ids, time_dim=time_dim, update_priority=update_priority)
 
     def _marked(self, data: TensorDictBase) -> TensorDictBase:
-        """Mark the steps whose next observation is that of a reset; refuse data without next observations."""
+        """Mark steps with a reset's observation as next one; raise KeyError for data without next observations."""
         if self.storage.cells is None and not _observations(data):
             raise KeyError(
                 "A transition has no next observation: no entry is there both alone and under 'next'; it has "
@@ -200,31 +200,31 @@ class MBReplayBuffer(ExperienceBuffer, DocumentedVerbs):
     def insert_data_slice(
         self, new_data: TensorDictBase | Mapping[str, Any], time_dim: int | None = None, *, copy: bool = True
     ) -> None:
-        """Append transitions; of more than fit, the newest are kept.
+        """Append transitions; keep the newest if they exceed the capacity.
 
         Args:
             new_data: ``[N, T]`` with a dimension named ``"time"``, any order with ``time_dim``, or ``[T]`` of one
                 environment; or a dict with the documented names, time-major ``[T, N, ...]``.
-            time_dim: which dimension is time.
-            copy: rows are always copied.
+            time_dim: index of the time dimension.
+            copy: ignored; rows are always copied.
         """
         super().insert_data_slice(new_data, time_dim, copy=copy)
 
     def insert_single_tensor_slice(
         self, tensor_storage: MutableMapping[str, Tensor], tensor_key: str, tensor_values: Tensor
     ) -> int:
-        """Write values of one entry to where ``insert_data_slice`` would, and move nothing.
+        """Write values of one entry into the rows that ``insert_data_slice`` would use; do not advance the cursor.
 
         Args:
-            tensor_storage: entries ``[max_size, ...]``; a missing one is added, zeros.
-            tensor_key: the entry.
-            tensor_values: ``[T, ...]``; of more than fit, the newest are kept.
+            tensor_storage: entries ``[max_size, ...]``; a missing entry is added and filled with zeros.
+            tensor_key: name of the entry.
+            tensor_values: ``[T, ...]``; the newest are kept if they exceed the capacity.
 
         Returns:
-            How many values came, ``T``.
+            Number of given values, ``T``.
 
         Raises:
-            ValueError: shape or dtype of a row differ from those that are there.
+            ValueError: shape or dtype of a row differ from the stored entry.
 
         Examples:
             >>> columns = {}
@@ -257,7 +257,7 @@ class MBReplayBuffer(ExperienceBuffer, DocumentedVerbs):
 
     @contextmanager
     def _laid(self, num_envs: int | None) -> Iterator[None]:
-        """Lay rings for so many environments, where there are none yet and what follows does not fail."""
+        """Build rings for ``num_envs`` environments if their number is not known yet; undo it if the block fails."""
         first = self._num_envs is None and num_envs is not None
         if first:
             self._lay(self.max_size, num_envs)
@@ -269,7 +269,7 @@ class MBReplayBuffer(ExperienceBuffer, DocumentedVerbs):
             raise
 
     def _lay(self, size: int, num_envs: int | None) -> None:
-        """Lay rings of ``size`` steps for so many environments, and move the newest rows there."""
+        """Replace the rings by rings of ``size`` steps for ``num_envs`` environments; move the newest rows there."""
         storage = RingStorage(size * (num_envs or 1), device=self.storage.device)
         old = self.writer
         writer = RingWriter(num_envs or 1, done_reduce=old.done_reduce, check_successors=False)
@@ -286,7 +286,7 @@ class MBReplayBuffer(ExperienceBuffer, DocumentedVerbs):
             if old.index is not None and not old.index.is_running(ring.numpy()).all():
                 writer.cut(ring)
         writer.check_successors = old.check_successors
-        writer.write_count = old.write_count  # they are not written, but moved
+        writer.write_count = old.write_count  # moved rows do not count as writes
         with self.locked():
             self.set_storage(storage)
             self.set_writer(writer)
@@ -297,12 +297,12 @@ class MBReplayBuffer(ExperienceBuffer, DocumentedVerbs):
     # ---- reading ----------------------------------------------------------------------------------------------------
 
     def _cells_of(self, env: int) -> Tensor:
-        """Return the filled cells of an environment in order of age."""
+        """Return the filled cells of an environment, oldest first."""
         steps = torch.arange(int(self.writer.oldest[env]), int(self.writer.positions[env]))
         return self.writer.cell(torch.tensor(env), steps)
 
     def _episodes_of(self, env: int) -> list[Tensor]:
-        """Return the filled cells of the episodes of an environment, so far as they are known, in order of age."""
+        """Return the filled cells of each episode of an environment, oldest first; one group without an index."""
         cells, index = self._cells_of(env), self.writer.index
         if index is None or not len(cells):
             return [cells] if len(cells) else []
@@ -311,15 +311,15 @@ class MBReplayBuffer(ExperienceBuffer, DocumentedVerbs):
         return list(cells.split(first.unique_consecutive(return_counts=True)[1].tolist()))
 
     def get_data_slice(self, start_pos: int, end_pos: int, documented_names: bool = False) -> Any:
-        """Return a copy of the rows ``[start_pos, end_pos)`` in order of age, ``[T, N]`` named ``("time", None)``.
+        """Return a copy of the rows ``[start_pos, end_pos)``, oldest first, ``[T, N]`` named ``("time", None)``.
 
         Args:
             start_pos: first row; 0 is the oldest stored one.
-            end_pos: behind the last row, at most ``size``.
+            end_pos: end of the range (exclusive), at most ``size``.
             documented_names: return a dict with the documented names instead.
 
         Raises:
-            IndexError: such rows are not stored.
+            IndexError: a row is not stored.
             RuntimeError: environments hold different numbers of rows.
         """
         if not 0 <= start_pos <= end_pos <= self.size or start_pos == self.size:
@@ -341,10 +341,10 @@ class MBReplayBuffer(ExperienceBuffer, DocumentedVerbs):
 
     @property
     def targets(self) -> DynamicsTargets:
-        """What makes inputs and targets of the stored rows; a new one each time.
+        """Build a new transform that computes inputs and targets of the stored rows.
 
         Raises:
-            RuntimeError: nothing is stored.
+            RuntimeError: the buffer is empty.
             ValueError: actions are integers, and their spec is unknown.
         """
         data = self.storage.data
@@ -379,21 +379,21 @@ class MBReplayBuffer(ExperienceBuffer, DocumentedVerbs):
         shuffle: bool = True,
         documented_names: bool = False,
     ) -> Iterator[Any]:
-        """Iterate over all rows that a model may learn from, as inputs and targets, standardised by themselves.
+        """Iterate over inputs and targets of all usable rows, standardised with their own statistics.
 
         Args:
-            num_mini_batch: not used, as documented; the size says how many there are.
-            mini_batch_size: rows in each; the last one of a pass may be short, and is never empty.
-            num_epochs: passes.
-            shuffle: a new order for each pass; otherwise that of age.
+            num_mini_batch: ignored, as documented; ``mini_batch_size`` determines the number of batches.
+            mini_batch_size: rows per batch; the last batch of an epoch may be smaller, but is never empty.
+            num_epochs: passes over the rows.
+            shuffle: draw a new order for each epoch; otherwise, oldest first.
             documented_names: yield dicts of ``train_input``, ``train_label`` and ``batch_number`` instead.
 
         Returns:
             An iterator over TensorDicts ``[B]`` with ``inputs`` and ``targets``.
 
         Raises:
-            RuntimeError: nothing is stored.
-            ValueError: none of the stored rows can be learned from, or a number is NaN or infinite; names its column.
+            RuntimeError: the buffer is empty.
+            ValueError: no stored row is usable, or a number is NaN or infinite; the message names its column.
         """
         size = integer(mini_batch_size, "mini_batch_size")
         integer(num_epochs, "num_epochs")
@@ -430,7 +430,7 @@ class MBReplayBuffer(ExperienceBuffer, DocumentedVerbs):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore a state exactly; see :meth:`ExperienceBuffer.load_state_dict`.
 
-        One in which nothing was ever stored fits any number of environments.
+        The state of a buffer without any write fits any number of environments.
         """
         state_dict = self._widened(state_dict)
         held = state_dict.get("writer")
@@ -439,7 +439,7 @@ class MBReplayBuffer(ExperienceBuffer, DocumentedVerbs):
             super().load_state_dict(state_dict)
 
     def _widened(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return a state in which nothing was ever stored as one of as many environments as there are here."""
+        """Return the state, adapted to this buffer's ``num_envs`` if it comes from a buffer without any write."""
         storage, writer, empty = state.get("storage"), state.get("writer"), torch.zeros(1, dtype=torch.int64)
         if self._num_envs is None or not isinstance(storage, Mapping) or not isinstance(writer, Mapping):
             return state
@@ -455,7 +455,7 @@ class MBReplayBuffer(ExperienceBuffer, DocumentedVerbs):
 
 
 def _observations(data: TensorDictBase) -> dict[Any, Tensor]:
-    """Return the leaves that are both at the root and under ``"next"``, but for flags and recurrent states."""
+    """Return the leaves that exist at the root and under ``"next"``, except flags and recurrent states."""
     return {
         key: leaf
         for key, leaf in keyed_leaves(data)
@@ -464,7 +464,7 @@ def _observations(data: TensorDictBase) -> dict[Any, Tensor]:
 
 
 def _width(data: TensorDictBase, time_dim: int | None) -> int:
-    """Return of how many environments data are."""
+    """Return the number of environments in the data."""
     if data.ndim < 2:
         return 1
     axis = data.names.index("time") if time_dim is None and "time" in data.names else time_dim

@@ -1,4 +1,4 @@
-"""Columns scaled to zero mean and unit deviation."""
+"""Standardise columns to zero mean and unit standard deviation."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ SMALLEST_STD = 1e-8
 
 
 class StandardScaler(nn.Module):
-    """Scale columns to zero mean and unit deviation, and back.
+    """Scale columns to zero mean and unit standard deviation, and back.
 
-    The deviation is unbiased; below 1e-8, as of a constant column or a single row, it counts as 1. Moments are summed
-    in float64. Values are scaled in their own dtype, integers in float64. Before the first fit, nothing is changed. A
-    module, so that mean and deviation travel with the device and the state of the module that holds it.
+    The standard deviation is unbiased; a value below 1e-8 (a constant column, a single row) counts as 1. Moments are
+    summed in float64. Values are scaled in their own dtype, integers in float64. Before the first fit, values stay
+    unchanged. The scaler is a module, so mean and deviation are part of the parent's ``state_dict`` and follow its
+    device.
 
     Args:
-        columns: names of the columns, for messages.
+        columns: names of the columns, for error messages.
 
     Examples:
         >>> scaler = StandardScaler(["height", "width"]).fit(torch.tensor([[1.0, 7.0], [3.0, 7.0], [5.0, 7.0]]))
@@ -36,7 +37,7 @@ class StandardScaler(nn.Module):
     std: Tensor
     """``[D]``, float64."""
     count: Tensor
-    """Rows of the last fit, 0 before it."""
+    """Number of rows in the last fit, 0 before the first."""
 
     def __init__(self, columns: Sequence[str]) -> None:
         super().__init__()
@@ -46,10 +47,11 @@ class StandardScaler(nn.Module):
         self.register_buffer("count", torch.zeros((), dtype=torch.int64))
 
     def fit(self, rows: Tensor) -> Self:
-        """Take mean and deviation of rows ``[N, D]``, in place of those before; return the scaler.
+        """Replace mean and deviation by those of the rows ``[N, D]``; return the scaler.
 
         Raises:
-            ValueError: there are no rows, or rows of another width, or a number is NaN or infinite; names the column.
+            ValueError: the rows are empty or have another width, or a number is NaN or infinite; the message names
+                the column.
         """
         if rows.ndim != 2 or rows.shape[1] != len(self.columns) or not len(rows):
             raise ValueError(
@@ -57,7 +59,7 @@ class StandardScaler(nn.Module):
                 f"{list(rows.shape)}."
             )
         check_finite(rows, self.columns)
-        # Beside the first row, so that the deviation of a constant column is 0 exactly.
+        # Subtract the first row, so that the deviation of a constant column is exactly 0.
         first = rows[:1].detach().to("cpu", torch.float64)
         moments = Moments.of(rows.detach().to("cpu", torch.float64) - first)
         std = (moments.spread / max(moments.count - 1, 1)).sqrt()
@@ -78,7 +80,7 @@ class StandardScaler(nn.Module):
 
 
 def check_finite(rows: Tensor, columns: Sequence[str]) -> None:
-    """Refuse rows ``[N, D]`` with a number that is NaN or infinite by a ValueError that names the first column."""
+    """Validate rows ``[N, D]``; raise ValueError with the column's name if a number is NaN or infinite."""
     finite = rows.isfinite()
     if finite.all():
         return

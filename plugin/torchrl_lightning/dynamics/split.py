@@ -1,4 +1,4 @@
-"""Which stored rows train a model and which judge it."""
+"""Split stored rows into training and validation data."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _STEP, _ONCE, _TWICE = (np.uint64(number) for number in (0x9E3779B97F4A7C15, 0xB
 
 
 class HoldoutSplit(Stated, Nameable):
-    """Split the rows in rings into a training and a validation part, where no row ever changes sides.
+    """Split the rows of ring buffers into a training and a validation part; a row never changes its part.
 
-    The side of a row is decided when it is first seen, by a hash of the seed, its environment and its ever-increasing
-    position, and is kept until another row takes its cell, also where the rings are laid anew for another ``max_size``.
-    So the same rows are split alike in every run with the same seed, however they came in. Where as many as
-    ``max_validation`` rows are held out, all further ones train until held out rows are overwritten.
+    A hash of the seed, the environment and the ever-increasing position assigns a row when it is first seen. The
+    assignment stays until another row overwrites the cell, even if ``max_size`` changes and the rings are rebuilt. So
+    runs with the same seed split the same rows in the same way, however they were written. Once ``max_validation`` rows
+    are held out, all further rows are training rows until held-out rows are overwritten.
 
     Args:
-        validation_fraction: share of the rows that is held out.
-        max_validation: most rows that are held out.
-        seed: of the hash.
+        validation_fraction: fraction of held-out rows.
+        max_validation: maximum number of held-out rows.
+        seed: seed of the hash.
 
     Raises:
         ValueError: the fraction is not between 0 and 1, or a number is out of range.
@@ -64,8 +64,8 @@ class HoldoutSplit(Stated, Nameable):
 
     def __init__(self, validation_fraction: float = 0.2, max_validation: int = 5000, *, seed: int = 0) -> None:
         self.validation_fraction, self.max_validation, self.seed = validation_fraction, max_validation, seed
-        self._held = torch.zeros(0, dtype=torch.bool)  # beside the cells
-        self._seen = torch.zeros(0, dtype=torch.int64)  # how far each ring was looked at, over all restarts
+        self._held = torch.zeros(0, dtype=torch.bool)  # one flag per cell
+        self._seen = torch.zeros(0, dtype=torch.int64)  # first unseen position of each ring, counted over restarts
         self._era = 0
 
     @staticmethod
@@ -85,7 +85,7 @@ class HoldoutSplit(Stated, Nameable):
         self._held[cells] = True
 
     def extend(self, writer: RingWriter) -> None:
-        """Decide the sides of all rows that were written since the last time."""
+        """Assign all rows written since the last call."""
         snapshot, era = writer.rings.snapshot(), writer.rings.era
         stamps = snapshot.numpy()
         oldest = stamps - writer.filled.numpy()
@@ -93,9 +93,9 @@ class HoldoutSplit(Stated, Nameable):
         if len(self._seen) != writer.num_envs:
             self._held = torch.zeros(cells, dtype=torch.bool)
             self._seen = torch.zeros(writer.num_envs, dtype=torch.int64)
-        elif era != self._era or len(self._held) != cells:  # the rings were emptied, or laid anew
+        elif era != self._era or len(self._held) != cells:  # the rings were emptied or rebuilt
             self._move(writer, torch.from_numpy(oldest), era)
-        else:  # steps that were removed do not count
+        else:  # removed steps do not count as held out
             held = self._held.nonzero().squeeze(1)
             self._held[held[~writer.rings.is_filled(held)]] = False
         env, stamp, _ = steps_between(np.maximum(self._seen.numpy(), oldest), stamps - 1)
@@ -109,13 +109,13 @@ class HoldoutSplit(Stated, Nameable):
         self._seen, self._era = snapshot.clone(), era
 
     def count_training(self, num_envs: int, steps: int) -> int:
-        """Return how many of the first ``steps`` of each environment train; they need not be written."""
+        """Return the number of training rows among the first ``steps`` of each environment, written or not."""
         stamp, env = (each.reshape(-1) for each in np.mgrid[:steps, :num_envs])
         drawn = _shares(self.seed, env, stamp) < self.validation_fraction
         return int(len(drawn) - min(drawn.sum(), self.max_validation))
 
     def _move(self, writer: RingWriter, oldest: Tensor, era: int) -> None:
-        """Find the held out rows that are still stored, whose stamps stay, in the cells where they are now."""
+        """Move the flags of the held-out rows that are still stored to their new cells."""
         before = Rings.at(len(self._held) // len(self._seen), self._seen - self._era)
         cells = self._held.nonzero().squeeze(1)
         env, stamp = before.env_of(cells), before.position_of(cells) + self._era
@@ -124,10 +124,10 @@ class HoldoutSplit(Stated, Nameable):
         self._held[writer.cell(env[there], stamp[there] - era)] = True
 
     def parts(self, cells: Tensor) -> tuple[Tensor, Tensor]:
-        """Return which of these cells train, and which validate, in their order.
+        """Return the training cells and the validation cells among ``cells``, in their order.
 
         Raises:
-            ValueError: one of both is none.
+            ValueError: one of the two parts is empty.
         """
         held = self._held[cells.cpu()].to(cells.device)
         training, validation = cells[~held], cells[held]
@@ -162,7 +162,7 @@ class HoldoutSplit(Stated, Nameable):
 
 
 def _shares(seed: int, env: NDArray[np.int64], stamp: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return a number in [0, 1) for each row, which looks random (SplitMix64)."""
+    """Return a pseudorandom number in [0, 1) for each row (SplitMix64)."""
     mixed = _mixed(np.full(len(env), seed, np.uint64))
     mixed = _mixed(_mixed(mixed + env.astype(np.uint64)) + stamp.astype(np.uint64))
     return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53

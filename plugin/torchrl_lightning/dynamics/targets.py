@@ -1,4 +1,4 @@
-"""What a model of an environment learns from transitions: inputs, and the change that follows."""
+"""Compute inputs and targets of dynamics models from transitions."""
 
 from __future__ import annotations
 
@@ -24,36 +24,35 @@ IS_RESET = (NEXT, IS_INIT)
 
 
 class DynamicsTargets(Transform):
-    r"""Make inputs \([s, a]\) and targets \([s' - s, r]\) of transitions, each column standardised.
+    r"""Compute inputs \([s, a]\) and targets \([s' - s, r]\) of transitions and standardise each column.
 
-    A transform on read, for the ``transform=`` of an :class:`ExperienceBuffer`: a batch ``[*B]`` gets ``inputs``
-    ``[*B, D_in]``, ``targets`` ``[*B, D_out]`` and, if asked for, ``terminated`` ``[*B, 1]``, numbers 0 and 1 that are
-    not standardised. Columns are known from the specs: observations one after the other, each flattened; actions behind
-    them, discrete ones one-hot over what the spec has, however they are stored. They are standardised by what
-    :meth:`fit` found, as they are before it. Observations of float64 and integers stay float64 until their mean is
-    subtracted; inputs and targets are float32, or what ``torch.get_default_dtype`` says.
+    Use it as ``transform=`` of an :class:`ExperienceBuffer`; it changes sampled batches only. It adds ``inputs``
+    ``[*B, D_in]``, ``targets`` ``[*B, D_out]`` and, with ``terminated=True``, ``terminated`` ``[*B, 1]`` (0 or 1, not
+    standardised) to a batch ``[*B]``. The specs determine the columns: first all observations, each flattened, then the
+    action. Discrete actions become one-hot over all options of the spec, whatever their stored format. :meth:`fit` sets
+    the statistics; before it, values stay unscaled. Observations of float64 and integers stay float64 until their mean
+    is subtracted. Inputs and targets have the dtype of ``torch.get_default_dtype``, usually float32.
 
-    A row whose next observation begins another episode teaches nothing. Our collectors and TorchRL's store the last
-    observation of an episode in its place, so that no row is lost. Other data say which rows these are by an entry
+    A row is useless if its next observation is the first one of another episode. Our collectors and TorchRL's store the
+    last observation of the episode instead, so no row is lost. Other data mark these rows by an entry
     ``("next", "is_init")`` (see :meth:`usable`; :class:`MBReplayBuffer` writes it).
 
     Args:
         observation_spec: a Composite of each observation's spec, without batch dimensions.
         action_spec: spec of an action, without batch dimensions.
-        observation_keys: the observations, in the order of the columns; all of the spec if None.
-        action_key: the action.
-        reward_key: the reward.
-        terminated_key: the flag that an episode ended for good.
-        reward: an analytic reward, ``reward(observation, action, next_observation)`` with ``[..., D]`` as the columns
-            show them; if it is given, the reward is no column.
-        terminated: give ``terminated``, too.
+        observation_keys: keys of the observations, in the order of the columns; None uses all of the spec.
+        action_key: key of the action.
+        reward_key: key of the reward.
+        terminated_key: key of the termination flag.
+        reward: an analytic reward, ``reward(observation, action, next_observation)`` with arguments ``[..., D]`` in
+            column format; if given, the reward is not a target column.
+        terminated: also add ``terminated``.
 
     Raises:
-        TypeError: ``observation_spec`` is no Composite.
+        TypeError: ``observation_spec`` is not a Composite.
         KeyError: the spec lacks an observation; when transitions are read: they lack an entry.
-        ValueError: ``observation_keys`` names nothing, or an observation twice, or ``reward_key`` is given beside
-            ``reward``; when transitions are read: a discrete action lies outside of the spec, or an entry has another
-            size.
+        ValueError: ``observation_keys`` is empty or repeats an observation, or both ``reward_key`` and ``reward`` are
+            given; when transitions are read: a discrete action is outside the spec, or an entry has another size.
 
     Examples:
         >>> from tensordict import TensorDict
@@ -119,26 +118,26 @@ class DynamicsTargets(Transform):
 
     @property
     def column_dtype(self) -> torch.dtype:
-        """The dtype of :meth:`observation` for rows in the dtypes of the specs."""
+        """Dtype that :meth:`observation` returns for rows with the dtypes of the specs."""
         dtypes = [_column_dtype(spec.dtype) for spec in self._specs]
         return functools.reduce(torch.promote_types, dtypes, torch.get_default_dtype())
 
     def usable(self, rows: TensorDictBase) -> Tensor:
-        """Return which rows ``[*B]`` a model may learn from: those whose next observation is not that of a reset."""
+        """Return a mask ``[*B]``, False for rows with a reset's observation as next observation."""
         is_reset = entry_of(rows, IS_RESET)
         if is_reset is None:
             return torch.ones(rows.shape, dtype=torch.bool, device=rows.device)
         return ~is_reset.reshape(rows.shape)
 
     def observation(self, rows: TensorDictBase) -> Tensor:
-        """Return the observations of ``rows`` ``[*B]`` as columns ``[*B, D]``; ``rows["next"]`` gives the next ones."""
+        """Return the observations of ``rows`` ``[*B]`` as columns ``[*B, D]``; pass ``rows["next"]`` for next ones."""
         return self._observations(rows, self.observation_keys)
 
     def action(self, action: Tensor, batch_size: torch.Size) -> Tensor:
         """Return actions ``[*batch_size, ...]`` as columns, one-hot if they are discrete.
 
         Raises:
-            ValueError: a discrete action lies outside of the spec, or they have another size.
+            ValueError: a discrete action is outside the spec, or the actions have another size.
         """
         spec, choices = self.action_spec, _choices(self.action_spec)
         flat = _flat(action, batch_size)
@@ -158,12 +157,12 @@ class DynamicsTargets(Transform):
         return flat.to(torch.get_default_dtype()).reshape(*batch_size, flat.shape[1])
 
     def raw_inputs(self, rows: TensorDictBase) -> Tensor:
-        """Return the inputs of ``rows`` ``[*B]``, not standardised: observations and actions, ``[*B, D_in]``."""
+        """Return the unscaled inputs of ``rows`` ``[*B]``: observations and actions, ``[*B, D_in]``."""
         action = self.action(_entry(rows, self.action_key), rows.shape)
         return torch.cat([self.observation(rows), action], -1)
 
     def raw_targets(self, rows: TensorDictBase) -> Tensor:
-        """Return the targets of ``rows`` ``[*B]``, not standardised, ``[*B, D_out]``."""
+        """Return the unscaled targets of ``rows`` ``[*B]``, ``[*B, D_out]``."""
         following = self._observations(rows, [next_key(key) for key in self.observation_keys])
         change = following - self.observation(rows)
         if self.reward is not None:
@@ -171,18 +170,18 @@ class DynamicsTargets(Transform):
         return torch.cat([change, _numbers(rows, self.reward_key, 1)], -1)
 
     def terminated(self, rows: TensorDictBase) -> Tensor:
-        """Return the flags of ``rows`` ``[*B]`` as numbers ``[*B, 1]``."""
+        """Return the termination flags of ``rows`` ``[*B]`` as numbers ``[*B, 1]``."""
         return _numbers(rows, self.terminated_key, 1).to(torch.get_default_dtype())
 
     def fit(self, rows: TensorDictBase) -> Self:
-        """Fit both scalers to the usable ones of ``rows`` ``[*B]``; return the transform.
+        """Fit both scalers to the usable rows of ``rows`` ``[*B]``; return the transform.
 
         Raises:
-            ValueError: there is none, or a number is NaN or infinite; names its column.
+            ValueError: no row is usable, or a number is NaN or infinite; the message names its column.
         """
         rows = rows[self.usable(rows)]
         inputs, targets = self.raw_inputs(rows), self.raw_targets(rows)
-        # Both before either scaler changes; a target that is not finite where the inputs are has a wrong next step.
+        # Check both before either scaler changes. If only a target is not finite, the next step is wrong.
         check_finite(inputs, self.input_columns)
         check_finite(targets, [f"next {name}" if name != "reward" else name for name in self.target_columns])
         self.input_scaler.fit(inputs)
@@ -190,7 +189,7 @@ class DynamicsTargets(Transform):
         return self
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Add ``inputs``, ``targets`` and, if asked for, ``terminated`` to a batch."""
+        """Add ``inputs``, ``targets`` and, if configured, ``terminated`` to a batch."""
         tensordict.set(INPUTS, self.inputs(tensordict))
         targets = self.target_scaler(self.raw_targets(tensordict))
         tensordict.set(TARGETS, targets.to(torch.get_default_dtype()))
@@ -201,25 +200,25 @@ class DynamicsTargets(Transform):
     # ------------------------------------------------------------------ predicting
 
     def inputs(self, rows: TensorDictBase) -> Tensor:
-        """Return what a model is shown, ``[*B, D_in]``: observations and actions; nothing under ``"next"`` is read."""
+        """Return the standardised model inputs ``[*B, D_in]``; entries under ``"next"`` are not needed."""
         return self.input_scaler(self.raw_inputs(rows)).to(torch.get_default_dtype())
 
     def inverse(self, observation: Tensor, prediction: Tensor) -> tuple[Tensor, Tensor | None]:
-        r"""Return the next observations and rewards that standardised targets mean: \(s + \sigma f + \mu\).
+        r"""Return next observations and rewards from standardised predictions: \(s + \sigma f + \mu\).
 
         Args:
-            observation: as columns, ``[..., D]`` (see :meth:`observation`).
-            prediction: ``[..., D_out]``.
+            observation: observations as columns, ``[..., D]`` (see :meth:`observation`).
+            prediction: predicted targets, ``[..., D_out]``.
 
         Returns:
-            Next observations ``[..., D]``, and rewards ``[..., 1]``, None where these are analytic.
+            Next observations ``[..., D]`` and rewards ``[..., 1]``; None instead of rewards if they are analytic.
         """
         change = self.target_scaler.inverse(prediction)
         width = len(self.observation_columns)
         return observation + change[..., :width], change[..., width:] if self.reward is None else None
 
     def split(self, columns: Tensor) -> dict[NestedKey, Tensor]:
-        """Return observations as columns ``[..., D]`` under their keys, in their own shapes.
+        """Split columns ``[..., D]`` into observations with their keys and original shapes.
 
         Examples:
             >>> from torchrl.data import Unbounded
@@ -234,7 +233,7 @@ class DynamicsTargets(Transform):
         }
 
     def observed(self, columns: Tensor) -> dict[NestedKey, Tensor]:
-        """Return observations as columns ``[..., D]`` as :meth:`split` does, in the dtypes of their specs, too.
+        """Split columns ``[..., D]`` like :meth:`split`, and cast each observation to the dtype of its spec.
 
         Examples:
             >>> from torchrl.data import Unbounded
@@ -249,18 +248,18 @@ class DynamicsTargets(Transform):
         """Validate that a function of three rows of columns returns a number or flag for each.
 
         Args:
-            function: Takes observations, actions and next observations.
-            name: What a user calls it.
+            function: A function of observations, actions and next observations.
+            name: Name of the function in the error message.
 
         Raises:
-            ValueError: It returns something else, or fails.
+            ValueError: The function fails or returns another result.
         """
         rows, actions = 3, len(self.input_columns) - len(self.observation_columns)
         observation = torch.zeros(rows, len(self.observation_columns), dtype=self.column_dtype)
         try:
             found = function(observation, torch.zeros(rows, actions), observation.clone())
         except Exception as error:
-            if "same device" in str(error):  # it holds tensors of the device on which the model will run
+            if "same device" in str(error):  # the function uses tensors on the model's device
                 return
             failure = " ".join(f"{type(error).__name__}: {error}".split())
         else:
@@ -273,7 +272,7 @@ class DynamicsTargets(Transform):
         )
 
     def misfit(self) -> str | None:
-        """Return that an observation is a choice, whose number is no magnitude, or that ``reward`` fails; else None."""
+        """Return an error message if an observation is categorical or ``reward`` fails, else None."""
         if self.reward is not None:
             try:
                 self.check_function(self.reward, "reward")
@@ -312,7 +311,7 @@ def _numbers(rows: TensorDictBase, key: NestedKey, width: int) -> Tensor:
 
 
 def _column_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of columns of an entry: float64 if the default dtype could not hold its numbers."""
+    """Return the column dtype of an entry: float64 if the default dtype cannot represent its values."""
     wide = torch.get_default_dtype() if dtype is torch.bool else precision_of(dtype)
     return torch.promote_types(wide, torch.get_default_dtype())
 
@@ -333,7 +332,7 @@ def _columns(key: NestedKey, shape: torch.Size) -> list[str]:
 
 
 def _choices(spec: TensorSpec) -> list[int]:
-    """Return the numbers of options of each choice that an action makes; none where it is no choice among some."""
+    """Return the number of options of each discrete part of an action; empty for other actions."""
     if isinstance(spec, MultiCategorical):
         return [int(count) for count in spec.nvec]
     if isinstance(spec, MultiOneHot):
