@@ -1,4 +1,4 @@
-"""Episodic replay after ALF: rings of several environments, what is known of their episodes, and samplers over them."""
+"""Episodic replay after ALF: ring buffers of several environments, their episodes, and samplers."""
 
 from __future__ import annotations
 

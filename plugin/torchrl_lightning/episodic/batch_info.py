@@ -1,4 +1,4 @@
-"""Where a documented batch comes from."""
+"""Origin of a sampled batch."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torchrl_lightning._compat import new_tensorclass, new_tensordict
 
 
 class BatchInfo(TensorClass):
-    """What :meth:`EpisodicReplayBuffer.get_batch` tells of its windows, ``[B]``.
+    """Origin of the windows of :meth:`EpisodicReplayBuffer.get_batch`, ``[B]``.
 
     Attributes:
         env_ids: the environment of each window.
-        positions: the position of its first step.
-        importance_weights: priority of that step over the mean priority that is not zero; None without priorities.
-        replay_buffer: the buffer that it was drawn from.
-        discounted_return: the return of its first step; None where returns are not recorded.
+        positions: the position of each window's first step.
+        importance_weights: priority of the first step, divided by the mean nonzero priority; None without priorities.
+        replay_buffer: the sampled buffer.
+        discounted_return: the return of the first step; None if returns are not recorded.
 
     Examples:
         >>> import torch
@@ -27,7 +27,7 @@ class BatchInfo(TensorClass):
         >>> info[1].positions.item(), info.importance_weights
         (7, None)
 
-    Indices mean rows, so that it cannot be unpacked into its fields.
+    An index selects rows, so a BatchInfo cannot be unpacked into its fields.
     """
 
     env_ids: Tensor
@@ -37,14 +37,14 @@ class BatchInfo(TensorClass):
     discounted_return: Tensor | None = None
 
     def __iter__(self) -> NoReturn:
-        """Refuse to be unpacked: iteration would give rows, where ALF's tuple gives fields."""
+        """Raise TypeError: iteration would yield rows, but ALF's tuple yields fields."""
         fields = ", ".join(each.name for each in self.fields())
         raise TypeError(f"A BatchInfo is not unpacked: read its fields {fields}; info[i] is row i.")
 
 
 def info_of(buffer: Any, entries: dict[str, Any], batch_size: torch.Size) -> BatchInfo:
-    """Build what the constructor builds, from tensors that fit, in a small part of the time."""
-    # The buffer is kept as the constructor keeps it.
+    """Build a BatchInfo without validation, much faster than the constructor."""
+    # Wrap the buffer in the same way as the constructor.
     kept = {"data": buffer, "_is_non_tensor": True, "_metadata": None}
     where = new_tensorclass(NonTensorData, new_tensordict({}, batch_size), kept)
     absent = dict.fromkeys(("importance_weights", "discounted_return") - entries.keys())
@@ -52,7 +52,7 @@ def info_of(buffer: Any, entries: dict[str, Any], batch_size: torch.Size) -> Bat
 
 
 def first_steps(windows: Tensor) -> Tensor:
-    """Return what holds for the first step of each window, ``[B, ...]``, or ``[B]`` if that is one number."""
+    """Return the values of each window's first step, ``[B, ...]``, or ``[B]`` if a step has one number."""
     shape, stride = windows.shape, windows.stride()
     rest = slice(2, 2 if shape[2:] == (1,) else None)
-    return windows.as_strided(shape[:1] + shape[rest], stride[:1] + stride[rest])  # a third faster than an index
+    return windows.as_strided(shape[:1] + shape[rest], stride[:1] + stride[rest])  # a third faster than indexing

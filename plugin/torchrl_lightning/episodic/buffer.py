@@ -1,4 +1,4 @@
-"""ALF's replay buffer: a ring for each environment, its episodes, priorities, recency and returns."""
+"""ALF's replay buffer: one ring per environment, with episodes, priorities, recent-data sampling and returns."""
 
 from __future__ import annotations
 
@@ -32,47 +32,47 @@ from torchrl_lightning.replay.storage import RingStorage
 
 
 class EpisodicReplayBuffer(ExperienceBuffer):
-    """Replay buffer of several environments, as ALF's: a ring for each, of which some may be written without others.
+    """ALF's replay buffer of several environments: one ring for each, written together or separately.
 
-    A row is a transition with our keys, or, if ``data_spec`` has a ``step_type``, a time step as ALF stores them;
-    :mod:`torchrl_lightning.episodic.steps` says how they correspond. Every TorchRL verb works beside the documented
-    ones: ``sample`` draws single steps, flat, and :meth:`get_batch` windows. A position counts the steps of an
-    environment since the buffer was emptied.
+    A row is a transition with our keys. If ``data_spec`` has a ``step_type``, a row is one of ALF's time steps;
+    :mod:`torchrl_lightning.episodic.steps` maps one layout to the other. All TorchRL methods work, too: ``sample``
+    draws single steps, and :meth:`get_batch` draws windows. A position counts the steps of an environment since the
+    buffer was emptied.
 
     Args:
-        data_spec: a row without batch size: a ``Composite`` spec or a TensorDict. ``None`` takes what is written first.
+        data_spec: a row without batch size: a ``Composite`` spec or a TensorDict. ``None`` uses the first write.
         num_environments: number of rings.
-        max_length: steps of each; later ones replace the oldest.
-        num_earliest_frames_ignored: the oldest so many steps of each are not drawn.
+        max_length: capacity of each ring; new steps replace the oldest.
+        num_earliest_frames_ignored: number of oldest steps per environment excluded from sampling.
         prioritized_sampling: draw in proportion to priorities.
-        initial_priority: least priority of new steps; it is the highest stored one if that is more.
-        recent_data_steps: as in :class:`RecentSampler`, here and below.
-        recent_data_ratio: which share of a batch is drawn among the newest steps.
+        initial_priority: minimum priority of new steps; they get the highest stored priority if it is larger.
+        recent_data_steps: as in :class:`RecentSampler`, like the next two arguments.
+        recent_data_ratio: fraction of a batch drawn from the newest steps.
         with_replacement: draw independently instead of evenly spread.
-        device: where the steps lie and batches come out.
-        allow_multiprocess: let other processes, forked or spawned later, write and read (see
-            :meth:`ExperienceBuffer.share`), and wait for each other. Needs a ``data_spec``. Priorities are each
-            process's own: what one of them updates the others do not see, and new steps have the priority of new data
-            in all. So update and draw in the same one. To load a state, build the buffer without, load, and call
-            ``share()``, which is all that this argument does; ``share(timeout=...)`` limits how long processes wait.
-        keep_episodic_info: keep the index of episodes. ``None`` does so where the data say how episodes end, which they
-            must if returns are recorded.
-        record_episodic_return: keep the return of every step; see :class:`EpisodicReturn`, here and below.
-        default_return: the return of a step for which there is none (yet).
-        gamma: its discount.
-        reward_clip: lowest and highest reward that counts in it.
-        enable_checkpoint: a loaded state is that of a run that starts its environments anew: new steps do not continue
-            the episodes that were running. Otherwise they do, if they are the stored successors.
-        name: shown by ``repr``.
+        device: device of the stored steps and the batches.
+        allow_multiprocess: let other processes, forked or spawned later, write, read (see
+            :meth:`ExperienceBuffer.share`) and wait for each other. Needs a ``data_spec``. Each process has its own
+            priorities: the others do not see its updates, and in all of them new steps have the priority of new data.
+            So update and draw in the same process. The argument only calls ``share()``. To load a state, build the
+            buffer without it, load, and call ``share()``; ``share(timeout=...)`` limits the waiting time.
+        keep_episodic_info: keep the index of episodes. ``None`` keeps it if the data contain the ends of episodes.
+            Recorded returns need these.
+        record_episodic_return: store the return of every step; see :class:`EpisodicReturn`, also for the next three.
+        default_return: value stored for a step without a known return.
+        gamma: discount of the return.
+        reward_clip: (lowest, highest) bounds for rewards in the return.
+        enable_checkpoint: True if a resumed run resets its environments: after a state was loaded, new steps do not
+            continue the unfinished episodes. Otherwise they do, if they are the stored successors.
+        name: name in ``repr``.
         critic: as in :class:`EpisodicReturn`.
-        layout: under which keys rows hold what; by default, our keys or ALF's.
-        overwrite: replace the oldest steps of a full ring; otherwise, refuse a write that does not wait.
+        layout: keys of the row entries; by default, our keys or ALF's.
+        overwrite: replace the oldest steps of a full ring; otherwise, a write that does not wait raises an error.
         scratch_dir: as in :class:`RingStorage`.
-        sampler: takes the place of the sampler that the arguments above describe.
-        generator: as in :class:`ExperienceBuffer`, here and below.
+        sampler: replaces the sampler configured by the arguments above.
+        generator: as in :class:`ExperienceBuffer`, like the arguments below.
 
     Raises:
-        KeyError: returns are to be recorded, and ``data_spec`` has no rewards.
+        KeyError: returns are recorded, but ``data_spec`` has no rewards.
         ValueError: an argument is out of range, or two contradict each other.
 
     Source:
@@ -190,23 +190,23 @@ class EpisodicReplayBuffer(ExperienceBuffer):
     # ------------------------------------------------------------------ writing
 
     def add_batch(self, batch: TensorDictBase, env_ids: Tensor | None = None, blocking: bool = False) -> bool:
-        """Add one step of some environments, or several with a dimension named ``"time"``; the oldest ones go.
+        """Add one step per environment, or several with a dimension named ``"time"``; full rings drop the oldest steps.
 
         Args:
-            batch: ``[B]``, one step for each id; of all environments in order where there are no ids.
+            batch: ``[B]``, one step per id, or one step of each environment in order if ``env_ids`` is None.
             env_ids: different environments, ``[B]``.
-            blocking: overwrite nothing: wait until another process has taken out enough (:meth:`dequeue`).
+            blocking: overwrite nothing: wait until another process has removed enough steps (:meth:`dequeue`).
 
         Returns:
-            Whether it was added, which it is not if waiting was stopped (:meth:`stop`).
+            True if the batch was added; False if :meth:`stop` ended the waiting.
 
         Raises:
-            KeyError: an entry is missing that the index or the returns need.
-            TimeoutError: nobody made room within the timeout of :meth:`share`.
-            TypeError: it is not a TensorDict.
-            ValueError: ids are out of range or come twice, the batch has another size or schema than expected, or more
-                steps than a ring; there is no room, and ``overwrite=False``; or it shall wait for other processes, and
-                there are none. Nothing is written.
+            KeyError: an entry for the index or the returns is missing.
+            TimeoutError: no process made room within the timeout of :meth:`share`.
+            TypeError: the batch is not a TensorDict.
+            ValueError: ids are out of range or repeated; the batch has another size or schema, or more steps than a
+                ring; the ring is full with ``overwrite=False``; or ``blocking=True`` without other processes. Nothing
+                is written.
         """
         if not blocking:
             self.extend(batch, env_ids)
@@ -232,21 +232,21 @@ class EpisodicReplayBuffer(ExperienceBuffer):
         return super().extend(data, env_ids, time_dim=time_dim, update_priority=update_priority)
 
     def dequeue(self, env_ids: Tensor | None = None, n: int = 1, blocking: bool = False) -> TensorDictBase | None:
-        """Take out the oldest steps of environments and return them, ``[B, n]``.
+        """Remove the oldest steps of environments and return them, ``[B, n]``.
 
         Args:
             env_ids: different environments; None for all.
-            n: how many steps of each.
-            blocking: wait until all of them hold so many.
+            n: number of steps per environment.
+            blocking: wait until each environment holds ``n`` steps.
 
         Returns:
-            The steps; None if waiting was stopped (:meth:`stop`). No other process gets them, even if this one dies.
+            The steps, or None if :meth:`stop` ended the waiting. No other process gets them, even if this one dies.
 
         Raises:
-            TimeoutError: nobody brought them within the timeout of :meth:`share`.
-            StepsMissing: a ValueError and AssertionError: an environment holds fewer steps, or can never hold so many.
-            ValueError: ids are out of range or come twice; or it waits for other processes, and there are none. Nothing
-                is taken out in any of these cases.
+            TimeoutError: no process wrote enough steps within the timeout of :meth:`share`.
+            StepsMissing: a ValueError and AssertionError: an environment holds fewer steps, or ``n`` exceeds its ring.
+            ValueError: ids are out of range or repeated; or ``blocking=True`` without other processes. All these
+                errors leave the buffer unchanged.
         """
         integer(n, "n")
         if not blocking:
@@ -258,7 +258,7 @@ class EpisodicReplayBuffer(ExperienceBuffer):
         return self.wait_for(lambda: self._take(n, env_ids) if int(self.writer.filled[env].min()) >= n else None)
 
     def _take(self, count: int, env_ids: Tensor | None) -> TensorDictBase:
-        # Reading after the removal is safe: nobody writes meanwhile.
+        # Reading after the removal is safe: the lock blocks all writers.
         return self._read(self.writer.drop(count, env_ids).view(-1, count))
 
     def _awaited(self, steps: int) -> int:
@@ -267,10 +267,10 @@ class EpisodicReplayBuffer(ExperienceBuffer):
         return steps
 
     def clear(self, env_ids: Tensor | None = None) -> None:
-        """Forget everything, or everything of some environments: steps, episodes, priorities and returns.
+        """Delete steps, episodes, priorities and returns of all or of some environments.
 
         Raises:
-            ValueError: ids are out of range or come twice; nothing is forgotten.
+            ValueError: ids are out of range or repeated; nothing is deleted.
         """
         if env_ids is None:
             self.empty()
@@ -283,22 +283,22 @@ class EpisodicReplayBuffer(ExperienceBuffer):
 
     @property
     def total_size(self) -> int:
-        """Steps stored of all environments."""
+        """Number of stored steps in all environments."""
         return len(self)
 
     def get_batch(self, batch_size: int, batch_length: int) -> tuple[TensorDictBase, BatchInfo]:
-        """Draw windows of successive steps, which may go on in the next episode.
+        """Draw windows of successive steps; a window may continue in the next episode.
 
         Args:
-            batch_size: how many.
-            batch_length: steps of each.
+            batch_size: number of windows.
+            batch_length: steps per window.
 
         Returns:
-            The windows, ``[batch_size, batch_length]``, and where they come from, ``[batch_size]``.
+            The windows, ``[batch_size, batch_length]``, and their origin, ``[batch_size]``.
 
         Raises:
-            StepsMissing: a ValueError and AssertionError: nothing is stored, no environment holds as many steps that
-                are not ignored, or all priorities are zero.
+            StepsMissing: a ValueError and AssertionError: the buffer is empty, no environment holds ``batch_length``
+                steps besides the ignored ones, or all priorities are zero.
         """
         writer, steps = self.writer, integer(batch_length, "batch_length")
         with self.locked():
@@ -313,20 +313,20 @@ class EpisodicReplayBuffer(ExperienceBuffer):
                 value: Any = entry_of(batch, self.returns.key)
                 found["discounted_return"] = first_steps(value)
             info = info_of(self, found, batch.batch_size[:1])
-            return (self.transform(batch) if self.transforms else batch), info  # which may read more cells
+            return (self.transform(batch) if self.transforms else batch), info  # the transform may read more cells
 
     def gather_all(
         self, ignore_earliest_frames: bool = False, convert_to_default_device: bool = True
     ) -> tuple[TensorDictBase, BatchInfo]:
-        """Return all steps in order, ``[num_environments, T]``, and where they come from.
+        """Return all steps in order, ``[num_environments, T]``, and their origin.
 
         Args:
-            ignore_earliest_frames: leave the ``num_earliest_frames_ignored`` oldest steps of each out.
-            convert_to_default_device: move them to torch's default device.
+            ignore_earliest_frames: leave out the ``num_earliest_frames_ignored`` oldest steps of each environment.
+            convert_to_default_device: move the steps to torch's default device.
 
         Raises:
-            StepsMissing: a ValueError and AssertionError: the environments hold different numbers of steps, or none but
-                those that are to be ignored.
+            StepsMissing: a ValueError and AssertionError: the environments hold different numbers of steps, or only
+                ignored steps.
         """
         writer = self.writer
         with self.locked():
@@ -346,17 +346,17 @@ class EpisodicReplayBuffer(ExperienceBuffer):
         return (batch if batch.device == device else batch.to(device)), info
 
     def get_field(self, field_name: Any, env_ids: Tensor, positions: Tensor) -> Any:
-        """Return an entry of stored steps, of the broadcast shape of ids and positions, or several of them.
+        """Return one or several entries of stored steps, with the broadcast shape of ids and positions.
 
         Args:
-            field_name: a key, also as a string with dots; the empty string for everything. A list, a dict or a tuple
-                that is no key of a stored entry holds several, and what is returned is like it.
+            field_name: a key or a string with dots; the empty string returns all entries. A list, a dict, or a tuple
+                that is not a stored key selects several entries; the result has the same structure.
             env_ids: environments.
-            positions: their steps.
+            positions: positions of the steps.
 
         Raises:
-            IndexError: a step is not stored, or there is no such environment.
-            KeyError: there is no such entry.
+            IndexError: a step is not stored, or an environment id is out of range.
+            KeyError: an entry does not exist.
         """
         with self.undisturbed():
             return self._fields(field_name, self._cells_of(env_ids, positions))
@@ -370,7 +370,7 @@ class EpisodicReplayBuffer(ExperienceBuffer):
         skip = [path for path in storage.cells.places if not under(path, key)]
         if len(skip) == len(storage.cells.places) and not isinstance(name, str):
             return getattr(name, "_make", type(name))(self._fields(part, cells) for part in name)
-        storage.leaves(key)  # refuses a name that there is not
+        storage.leaves(key)  # raises KeyError for an unknown name
         found: Any = storage.gather(cells.to(storage.device), None, skip)
         for part in key:
             found = found[part]
@@ -402,40 +402,40 @@ class EpisodicReplayBuffer(ExperienceBuffer):
         return index
 
     def steps_to_episode_end(self, pos: Tensor, env_ids: Tensor) -> Tensor:
-        """Return how many steps come after stored ones in their episodes; up to the newest one if it is not over.
+        """Return the number of steps that follow in the same episode, up to the newest step of a running episode.
 
         Raises:
-            IndexError: a step is not stored, or there is no such environment.
-            RuntimeError: there is no index of episodes.
+            IndexError: a step is not stored, or an environment id is out of range.
+            RuntimeError: the buffer has no index of episodes.
         """
         with self.undisturbed():
             return self._index().steps_to_end(env_ids, pos)
 
     def get_episode_begin_position(self, pos: Tensor, env_ids: Tensor) -> Tensor:
-        """Return the first positions of the episodes of stored steps, which may not be stored any more.
+        """Return the first position of each step's episode; the first step itself may already be overwritten.
 
         Raises:
-            IndexError: a step is not stored, or there is no such environment.
-            RuntimeError: there is no index of episodes.
+            IndexError: a step is not stored, or an environment id is out of range.
+            RuntimeError: the buffer has no index of episodes.
         """
         with self.undisturbed():
             return self._index().begin(env_ids, pos, clip=False)
 
     def get_disc_0_begin_position(self, pos: Tensor, env_ids: Tensor) -> Tensor:
-        """Return where the rewards begin that count in the returns of stored steps: after the end of a life, if any.
+        """Return the first position of each step's life, the part of an episode between two terminations.
 
-        That is the newest step, up to the given one, that is the first of its episode or follows one that terminates;
-        a time step whose discount is zero is itself where the next life begins. Where this step is not stored any more,
-        it is the first of the episode. Costs as much as there are steps in between.
+        A life begins with the first step of the episode or with the step after a termination. Among time steps, the
+        step with discount zero itself begins the next life. If the begin of the life is overwritten, the result is the
+        first position of the episode. The cost grows with the number of steps in between.
 
         Raises:
-            IndexError: a step is not stored, or there is no such environment.
-            KeyError: the data do not say where they terminate.
-            RuntimeError: there is no index of episodes.
+            IndexError: a step is not stored, or an environment id is out of range.
+            KeyError: the data have no termination flag.
+            RuntimeError: the buffer has no index of episodes.
         """
         env, position = torch.broadcast_tensors(env_ids, pos)
         shape, env, position = env.shape, env.flatten(), position.flatten()
-        skipped = int(not self.layout.time_steps)  # a transition that terminates is the last of its life
+        skipped = int(not self.layout.time_steps)  # a terminating transition is the last of its life
         with self.undisturbed():
             begin = self.get_episode_begin_position(position, env)
             oldest = self.writer.oldest[env]
@@ -459,17 +459,17 @@ class EpisodicReplayBuffer(ExperienceBuffer):
         return self._initial_priority if prioritized is None else prioritized.default_priority
 
     def update_priority(self, env_ids: Tensor, positions: Tensor, priorities: Tensor | None = None) -> None:
-        """Set priorities of steps; those of steps that were overwritten in between are ignored.
+        """Set priorities of steps; ignore steps that were overwritten in the meantime.
 
-        With two arguments, it is TorchRL's verb: cells and their priorities.
+        Two arguments are TorchRL's signature: cells and their priorities.
 
         Args:
             env_ids: environments, ``[B]``.
-            positions: their steps, ``[B]``, from a :class:`BatchInfo`.
+            positions: positions of the steps, ``[B]``, from a :class:`BatchInfo`.
             priorities: ``[B]``, or ``[B, ...]`` for the sampler's ``reduction``.
 
         Raises:
-            IndexError: a step was not written yet, or there is no such environment.
+            IndexError: a step was not written yet, or an environment id is out of range.
             ValueError: a priority is negative, NaN or infinite, shapes differ, or the buffer draws without priorities.
         """
         if priorities is None:
@@ -491,7 +491,7 @@ class EpisodicReplayBuffer(ExperienceBuffer):
     # ------------------------------------------------------------------ state
 
     def _loaded(self) -> None:
-        if self.enable_checkpoint:  # the episodes that were running end here, unfinished
+        if self.enable_checkpoint:  # end the unfinished episodes
             self.writer.cut()
 
     def __repr__(self) -> str:
