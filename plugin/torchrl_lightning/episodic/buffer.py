@@ -190,7 +190,7 @@ class EpisodicReplayBuffer(ExperienceBuffer):
     # ------------------------------------------------------------------ writing
 
     def add_batch(self, batch: TensorDictBase, env_ids: Tensor | None = None, blocking: bool = False) -> bool:
-        """Add one step per environment, or several with a dimension named ``"time"``; full rings drop the oldest steps.
+        """Add one step of some environments, or several with a ``"time"`` dimension; full rings drop the oldest steps.
 
         Args:
             batch: ``[B]``, one step per id, or one step of each environment in order if ``env_ids`` is None.

@@ -1,4 +1,4 @@
-"""The single frames of stacks, each kept once."""
+"""Store each frame of stacked images once."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from torchrl_lightning.state import check_state, expect, tensor
 
 
 class FrameRing:
-    """The frames of one entry of the steps of several environments, and of the entry after each step.
+    """Frames of one stacked entry of several environments, including the entry under ``"next"``.
 
-    A stack is a row of numbers of frames. Frames lie in one ring for each environment, longer than that of the steps
-    by a stack, so that the oldest step still finds those before it. The newest frame after a step lies where the next
-    step's will lie, which is the same one, as long as that step shows the very stack that was seen after this one.
-    Where it does not, because an episode begins or steps are missing, the frame moves to a spare place, and so do the
-    earlier frames of the new stack, unless they are all alike. A spare place is free again when no step that is left
-    shows it; if none is, their number grows by a quarter. So whatever comes in comes out again, no matter what flags or
-    positions say.
+    A stack is stored as a row of frame numbers. Each environment has one ring of frames. It is longer than the ring of
+    steps by one stack, so the frames before the oldest step remain stored. The newest frame after a step occupies the
+    slot of the next step's newest frame. Both are the same frame if the next step's stack equals the stack after this
+    step. Otherwise an episode begins or steps are missing: then the frame moves to a spare slot. The earlier frames of
+    the new stack get spare slots, too, unless all frames of the stack are equal. A spare slot becomes free when no
+    stored step uses it; if no slot is free, the number of slots grows by a quarter. So reads always return the written
+    stacks, regardless of flags and positions.
 
     Args:
-        stack: rows of stacks, of which shape and dtype are read.
-        frame_stack: frames of a stack.
-        length: steps of each environment.
+        stack: rows of stacks; only shape and dtype matter.
+        frame_stack: frames per stack.
+        length: steps per environment.
         num_envs: number of environments.
 
     Raises:
-        ValueError: the stack is none of so many images, or there is not enough memory.
+        ValueError: ``stack`` does not hold ``frame_stack`` images, or the memory is too small.
     """
 
     def __init__(self, stack: Tensor, frame_stack: int, length: int, num_envs: int) -> None:
@@ -53,7 +53,7 @@ class FrameRing:
         self.clear()
 
     def clear(self) -> None:
-        """Forget which steps show which frames."""
+        """Delete all frames of the stored steps."""
         self.last[:] = -1
         self.spares = torch.empty((self.count, self.ring.shape[1]), dtype=torch.uint8)
         self._set_free(np.arange(len(self.spares)))
@@ -71,25 +71,25 @@ class FrameRing:
 
     @property
     def reserved(self) -> int:
-        """How many frames there is room for."""
+        """Number of frames for which memory is allocated."""
         return len(self.ring) + len(self.spares)
 
     def first_break(self, stack: Tensor, after: Tensor) -> int | None:
-        """Return the first row where the stack after a step, ``[n, ...]``, does not go on from that of the step."""
+        """Return the first row in which ``after`` is not ``stack`` shifted by one frame, or None."""
         earlier, later = self._split(stack)[:, 1:], self._split(after)[:, :-1]
         if torch.equal(earlier, later):
             return None
         return int((earlier != later).flatten(1).any(1).nonzero()[0])
 
     def write(self, stack: Tensor, after: Tensor, cells: Tensor, now: Tensor, then: Tensor) -> None:
-        """Keep the frames of steps; rows of several steps of an environment in their order.
+        """Store the frames of steps; the rows of each environment must be in chronological order.
 
         Args:
-            stack: what the steps show, ``[n, ...]``.
-            after: what is seen after them.
-            cells: where the steps go, ``[n]``.
-            now: the numbers of the frames of all cells, ``[cells, K]``; negative where nothing was written yet.
-            then: of the frames after them.
+            stack: stacks of the steps, ``[n, ...]``.
+            after: stacks after the steps.
+            cells: cells of the steps, ``[n]``.
+            now: frame numbers of all cells, ``[cells, K]``; negative for empty cells.
+            then: frame numbers of the stacks after the steps.
         """
         shown, seen = self._split(stack).contiguous().numpy(), self._split(after).contiguous().numpy()
         start = 0
@@ -102,7 +102,7 @@ class FrameRing:
                 self._grow(len(self.spares) + max(self.count, len(self.spares) // 4))
 
     def read(self, numbers: Tensor) -> Tensor:
-        """Put stacks together of the numbers of their frames, ``[*B, K]``."""
+        """Return the stacks of frame numbers ``[*B, K]``."""
         flat = numbers.reshape(-1).numpy()
         frames = np.empty((len(flat), self.ring.shape[1]), np.uint8)
         jitted(read_frames)(flat, self.ring.numpy(), self.spares.numpy(), frames)
@@ -125,13 +125,13 @@ class FrameRing:
 
     @property
     def written(self) -> int:
-        """How many of the first cells were ever written."""
+        """Number of leading cells that have ever been written."""
         envs = len(self.counts)
         return min(int(self.counts.max()), len(self.ring) // envs - self.count) * envs
 
     @property
     def _used(self) -> tuple[int, int]:
-        """How many of the first frames of the ring, and of the spare ones, are in use."""
+        """Number of leading ring frames and of leading spare slots in use."""
         envs, spare = len(self.counts), np.setdiff1d(np.arange(len(self.spares)), self.free[: self.left[0]])
         return min(int(self.counts.max()) + 1, len(self.ring) // envs) * envs, int(spare.max(initial=-1)) + 1
 
@@ -147,7 +147,7 @@ class FrameRing:
         self.ring, self.spares = (unpacked_rows(part, len(part), size) for part, size in zip(rows, sizes, strict=True))
 
     def known_of(self, numbers: Tensor) -> dict[str, Any]:
-        """Return the frames that are there, for a state; ``numbers`` are those that steps show."""
+        """Return the stored frames as a state; ``numbers`` are the frame numbers of all stored steps."""
         highest = int(numbers.max()) if numbers.numel() else 0
         frames = self.ring[: self._used[0]]
         spares = self.spares[: max(highest + 1 - len(self.ring), 0)]
@@ -160,7 +160,7 @@ class FrameRing:
         }
 
     def learn(self, known: Mapping[str, Any], now: Tensor, then: Tensor) -> None:
-        """Take over what :meth:`known_of` returned, with the numbers of all cells, as :meth:`write` takes them."""
+        """Restore the state ``known`` of :meth:`known_of`; ``now`` and ``then`` are as in :meth:`write`."""
         self.clear()
         frames, spares = known["frames"], known["spares"]
         self.ring[: len(frames)] = frames
@@ -177,7 +177,7 @@ class FrameRing:
 def check_frames(
     state_dict: Any, name: str, now: Tensor, then: Tensor, width: int, cells: int, frame_stack: int
 ) -> None:
-    """Refuse the state of frames that does not fit steps, or a ring of so many cells, that show them."""
+    """Validate a state of frames against the frame numbers of the steps and the ring size; raise ValueError."""
     owner = f"frames of {name}"
     check_state(state_dict, {"stack": tensor_of_images, "counts": tensor(torch.int64, width, low=0)}, owner)
     stack = state_dict["stack"]
@@ -219,26 +219,26 @@ def write_frames(
     now: Any,
     then: Any,
 ) -> int:
-    """Keep the frames of steps (numba).
+    """Store the frames of steps (numba).
 
     Args:
         start: the first row to write.
-        cells: where the steps go, ``[n]``.
+        cells: cells of the steps, ``[n]``.
         shown: the stacks of the steps, ``[n, K, S]`` bytes.
-        seen: the stacks after them; only the newest frames are new.
+        seen: the stacks after the steps; only the newest frames are new.
         ring: the frames of the environments, ``[R, S]``.
-        spares: frames that are elsewhere, numbered from ``R`` on.
-        free: numbers of spare places, less ``R``, that are free.
-        left: how many of them are.
-        counts: steps written of each environment, ``[num_envs]``.
-        last: cell of the step written last, or -1.
-        now: numbers of the frames of each cell, ``[cells, K]``.
-        then: of the frames after it.
+        spares: the spare slots, numbered from ``R`` on.
+        free: numbers of the free spare slots, minus ``R``.
+        left: number of free spare slots.
+        counts: number of steps written per environment, ``[num_envs]``.
+        last: cell of the last written step of each environment, or -1.
+        now: frame numbers of each cell, ``[cells, K]``.
+        then: frame numbers of the stack after each cell.
 
     Returns:
-        The row for which there are not enough spare places, or ``n``.
+        The first row without enough spare slots, or ``n``.
     """
-    # Bytes are copied between addresses: assignments of slices would take numba three times as long to compile.
+    # Copy bytes between addresses: numba needs three times as long to compile slice assignments.
     rows, size = ring.shape
     width, count = len(counts), shown.shape[1]
     length = rows // width
@@ -278,7 +278,7 @@ def write_frames(
                     earlier = source + (row * count + place) * size
                     copy_bytes(spared + free[left[0]] * size, earlier, size)
                     numbers[place] = rows + free[left[0]]
-        # The step that was in the cell goes, and with it what no later step shows.
+        # Remove the overwritten step and free its spare slots, unless a later step uses them.
         if now[cell, 0] >= rows:
             free[left[0]] = now[cell, 0] - rows
             left[0] += 1
@@ -297,7 +297,7 @@ def write_frames(
 
 
 def read_frames(numbers: Any, ring: Any, spares: Any, frames: Any) -> None:
-    """Copy numbered frames (numba): ``[n]`` of those of the ring, and of spare ones behind, to ``[n, S]``."""
+    """Copy the frames ``numbers``, ``[n]``, from ring or spare slots to ``frames``, ``[n, S]`` (numba)."""
     rows, size = ring.shape
     source, other, target = ring.ctypes.data, spares.ctypes.data, frames.ctypes.data
     for row in range(len(numbers)):

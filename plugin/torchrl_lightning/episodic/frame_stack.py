@@ -1,4 +1,4 @@
-"""The last frames of sampled steps as one, put together when they are read."""
+"""Stack the last frames of sampled steps when they are read."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from torchrl_lightning.replay.episode_transform import EpisodeTransform
 
 
 class FrameStackTransform(EpisodeTransform):
-    """Show sampled steps the last frames of their episodes as one, as a recipe's ``frame_stack`` does while playing.
+    """Stack the last frames of sampled steps, like a recipe's ``frame_stack`` during collection.
 
-    A transform on read, for the ``transform=`` of an :class:`ExperienceBuffer` whose writer tracks episodes: what is
-    stored are single frames. ``[H, W]`` becomes ``[K, H, W]``, ``[C, H, W]`` ``[K * C, H, W]``, and ``[H, W, C]``
-    ``[H, W, K * C]``. Each step of a batch, in a window too, is stacked within its own episode: before the first frame
-    of an episode comes that frame again, and before the oldest stored one, where the episode's beginning is
-    overwritten, the oldest again. What lies under ``"next"`` is stacked behind the frames of its step.
+    Use it as ``transform=`` of an :class:`ExperienceBuffer`; its writer must track episodes. The buffer stores single
+    frames. ``[H, W]`` becomes ``[K, H, W]``, ``[C, H, W]`` becomes ``[K * C, H, W]``, and ``[H, W, C]`` becomes
+    ``[H, W, K * C]``. Each step, also in a window, is stacked within its own episode. The first frame of the episode is
+    repeated to fill the stack, or the oldest stored frame if the first one is overwritten. Frames under ``"next"``
+    follow the frames of their step.
 
     Args:
-        frame_stack: frames of a stack, ``K``.
-        keys: the entries that hold frames.
+        frame_stack: frames per stack, ``K``.
+        keys: keys of the frame entries.
 
     Raises:
-        ValueError: ``frame_stack`` is not positive; when sampling: it is in no buffer, nothing tracks episodes, or an
-            entry holds no images.
+        ValueError: ``frame_stack`` is not positive; when sampling: the transform has no buffer, the writer does not
+            track episodes, or an entry does not hold images.
         KeyError: when sampling: an entry is missing.
 
     Examples:
@@ -57,11 +57,11 @@ class FrameStackTransform(EpisodeTransform):
         self.keys = keys
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Stack the frames of a batch, which has an entry ``index`` of its shape."""
+        """Stack the frames of a batch; its entry ``index`` has the batch shape."""
         episodes = self.episodes
         env, position = episodes.steps_of(self.cells_of(tensordict).numpy())
         begin, _ = episodes.bounds(torch.from_numpy(env), torch.from_numpy(position))
-        steps = entry_of(tensordict, "steps_to_next_obs")  # what is under "next" may be of a later step
+        steps = entry_of(tensordict, "steps_to_next_obs")  # n-step returns: "next" belongs to a later step
         last = position if steps is None else position + steps.cpu().numpy() - 1
 
         def before(where: NDArray[np.int64], count: int) -> Tensor:

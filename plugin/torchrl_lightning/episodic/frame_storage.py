@@ -1,4 +1,4 @@
-"""A storage that keeps each frame of stacked images once."""
+"""Replay storage that stores each frame of stacked images once."""
 
 from __future__ import annotations
 
@@ -32,26 +32,25 @@ from torchrl_lightning.state import Attribute, check_state, mapping
 
 
 class FrameStorage(RingStorage):
-    """A :class:`RingStorage` for stacks of images, of which each frame is kept once.
+    """A :class:`RingStorage` that stores each frame of image stacks once.
 
-    What comes in are the stacked observations of a recipe with ``frame_stack=K`` and those after each step, and what
-    comes out are the same, bit for bit, put together when they are read; kept are the newest frame of each step and
-    the last ones of episodes. Steps whose earlier frames belong to overwritten steps come out whole, too, because the
-    frames before the oldest step stay. A :class:`RingWriter`, which every :class:`ExperienceBuffer` has, fills it, in
-    memory of the CPU.
+    Write the stacked observations and next observations of a recipe with ``frame_stack=K``; reads return them bit for
+    bit. The storage holds the newest frame of each step and the last frames of episodes, and builds the stacks on
+    read. It also keeps the frames before the oldest step, so that step is complete, too. A :class:`RingWriter`, part of
+    every :class:`ExperienceBuffer`, fills the storage. All data are in CPU memory.
 
-    A frame of ``S`` bytes takes ``S * (max_size + K * num_envs)`` bytes, and ``S`` to ``1.25 * S`` more for each
-    episode of which the end is stored; the numbers of the frames of a step take ``8 * K``. Of 84 x 84 images in stacks
-    of four, 10,000 steps of 8 environments in episodes of 300 steps take 71 MB, instead of 564 MB, 1.01 frames a step.
+    For frames of ``S`` bytes, the storage takes ``S * (max_size + K * num_envs)`` bytes. Each stored end of an episode
+    adds ``S`` to ``1.25 * S`` bytes, and the frame numbers take ``8 * K`` bytes per step. Example: stacks of four 84 x
+    84 images, 10,000 steps of 8 environments, episodes of 300 steps: 71 MB instead of 564 MB, 1.01 frames per step.
 
     Args:
         max_size: number of cells.
-        frame_stack: frames of a stack, ``K``.
-        keys: the entries that hold stacks, each also under ``"next"``.
+        frame_stack: frames per stack, ``K``.
+        keys: keys of the stacks, each also present under ``"next"``.
 
     Raises:
-        ValueError: a number is not positive; when writing, an entry is no stack of so many images, or the stack after
-            a step does not go on from that of the step.
+        ValueError: a number is not positive; when writing: an entry is not a stack of ``frame_stack`` images, or the
+            next stack is not the step's stack shifted by one frame.
 
     Examples:
         >>> from tensordict import TensorDict
@@ -72,39 +71,39 @@ class FrameStorage(RingStorage):
         self.frame_stack = integer(frame_stack, "frame_stack")
         self.keys = nested_keys(keys)
         self.frames: dict[Path, FrameRing] = {}
-        """The frames of each of the entries."""
+        """The frames of each stacked entry."""
         self._schema: Tree = {}
 
     @property
     def reserved_frames(self) -> int:
-        """How many frames there is room for, over all keys."""
+        """Number of frames for which memory is allocated, over all keys."""
         return sum(frames.reserved for frames in self.frames.values())
 
     def misfit(self, specs: Any, learner: Any = None) -> str | None:
-        """Return why it cannot keep what an environment of these specs shows; None if it can."""
+        """Return an error message if the storage cannot hold observations of these specs, else None."""
         shapes = [list(specs.observation[key].shape) for key in self.keys]
         if any(len(shape) != 3 for shape in shapes):
             return (
                 f"frame_stack={self.frame_stack} keeps stacks of images, but the environment observes {shapes[0]}. "
                 "Take one that stacks images, such as env=atari, or another stream, such as data=uniform."
             )
-        if specs.frame_stack in (None, 1, self.frame_stack):  # wrappers of one's own may stack them
+        if specs.frame_stack in (None, 1, self.frame_stack):  # the user's own wrappers may stack frames
             return None
         return (
             f"frame_stack={self.frame_stack} differs from data.env.frame_stack={specs.frame_stack}; give both the same."
         )
 
     def share(self) -> NoReturn:
-        """Refuse: frames cannot be shared with other processes."""
+        """Raise ValueError: frames cannot be shared with other processes."""
         raise ValueError("A FrameStorage cannot be shared with other processes; use RingStorage.")
 
     # ------------------------------------------------------------------ writing
 
     def allocate(self, data: TensorDictBase) -> None:
-        """Reserve memory for rows like those of ``data`` (batch size ``[n]``).
+        """Allocate memory for rows like ``data`` (batch size ``[n]``).
 
         Raises:
-            ValueError: there is no RingWriter, not enough memory, or an entry is no stack of images.
+            ValueError: the RingWriter is missing, the memory is too small, or an entry is not a stack of images.
             KeyError: an entry is missing.
         """
         rings = rings_in(self)
@@ -131,21 +130,21 @@ class FrameStorage(RingStorage):
             self.leaf(path).fill_(-1)
 
     def adopt(self, tree: Tree) -> None:
-        """Use these leaves (``[max_size, ...]``) as the cells: numbers of frames in place of stacks."""
+        """Use these leaves (``[max_size, ...]``) as the cells; they hold frame numbers instead of stacks."""
         super().adopt(tree)
         self.cells = FrameCells(tree, self._schema, self.frames)
 
     def leaf(self, path: Path) -> Tensor:
-        """Return the stored leaf of a path; of a stack the numbers of its frames, ``[max_size, K]``."""
+        """Return the stored leaf of a path; for a stack, its frame numbers, ``[max_size, K]``."""
         assert self.cells is not None
         return self.cells.leaves[self.cells.places[path]]
 
     def set(self, cursor: Any, data: TensorDictBase, *, set_cursor: bool = True) -> NoReturn:
-        """Refuse to write scattered cells: frames must come in their order."""
+        """Raise TypeError: frames must be written in order, not to scattered cells."""
         raise TypeError("A FrameStorage is written by its RingWriter alone; use extend of the buffer.")
 
     def clear(self) -> None:
-        """Forget the stored data; called by ``ReplayBuffer.empty``."""
+        """Delete the stored data; called by ``ReplayBuffer.empty``."""
         super().clear()
         for path, frames in self.frames.items():
             frames.clear()
@@ -154,10 +153,10 @@ class FrameStorage(RingStorage):
     # ------------------------------------------------------------------ reading
 
     def leaves(self, key: NestedKey) -> list[tuple[Path, Tensor]]:
-        """Return stored leaves as :meth:`RingStorage.leaves` does, but no stacks.
+        """Return stored leaves like :meth:`RingStorage.leaves`, except stacks.
 
         Raises:
-            KeyError: nothing of that name is stored, or a stack.
+            KeyError: the entry is not stored, or it is a stack.
         """
         found = super().leaves(key)
         stacks = [path for path, _ in found if (path[1:] if path[0] == "next" else path) in self.frames]
@@ -169,13 +168,13 @@ class FrameStorage(RingStorage):
         if isinstance(index, int) or (isinstance(index, Tensor) and index.ndim == 0 and index.dtype != torch.bool):
             return self.get(self._from_end(torch.tensor([int(index)])))[0]
         if not self.is_prefix:
-            return super()._view(index)  # refuses
+            return super()._view(index)  # raises an error
         return self.get(torch.arange(len(self))[index])
 
     # ------------------------------------------------------------------ state
 
     def _kept_cells(self) -> int:
-        """Return the number of the cells that were ever written, whose frames are replaced or freed later."""
+        """Return the number of cells ever written; their frames are replaced or freed later."""
         return max((ring.written for ring in self.frames.values()), default=0)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -212,7 +211,7 @@ class FrameStorage(RingStorage):
                 raise ValueError(f"The state holds other stacks {name_of(path)} than this storage.")
 
     def put_state(self, values: Mapping[str, Any]) -> None:
-        """Take over the filled part, and the frames that it shows."""
+        """Restore the filled cells and their frames."""
         data, count, cells, rings = (values[name] for name in ("data", "count", "cells", "frames"))
         if data is not None:
             leaves = dict(leaves_of(data))
@@ -233,12 +232,12 @@ class FrameStorage(RingStorage):
 
 
 class FrameCells(Cells):
-    """Cells with the numbers of frames in place of stacks, which are written and read.
+    """Cells that store frame numbers, but are written and read as stacks.
 
     Args:
-        tree: the leaves; the numbers are int32, ``[cells, K]``.
-        schema: rows of what is written.
-        frames: of each entry.
+        tree: the leaves; the frame numbers are int32, ``[cells, K]``.
+        schema: example rows of the written data.
+        frames: the frames of each stacked entry.
     """
 
     def __init__(self, tree: Tree, schema: Tree, frames: dict[Path, FrameRing]) -> None:
@@ -247,7 +246,7 @@ class FrameCells(Cells):
         self._stacks = {path: (self.places[path], self.places[next_key(path)]) for path in frames}
 
     def match(self, data: TensorDictBase, rows: int) -> tuple[list[Tensor], tuple[Ints, Ints] | None]:
-        """Read the leaves of ``data`` if they fit, the stacks, too."""
+        """Return the leaves of ``data``, stacks included, after validating them."""
         found, _ = super().match(data, rows)
         for path, (place, after) in self._stacks.items():
             row = self.frames[path].first_break(found[place], found[after])
@@ -259,7 +258,7 @@ class FrameCells(Cells):
         return found, None
 
     def scatter(self, leaves: list[Tensor], index: Tensor) -> None:
-        """Copy matched leaves into cells, rows of an environment in their order."""
+        """Copy matched leaves into cells; the rows of each environment must be in order."""
         stacks = {place for pair in self._stacks.values() for place in pair}
         for place, (store, leaf) in enumerate(zip(self.leaves, leaves, strict=True)):
             if place not in stacks:
@@ -270,7 +269,7 @@ class FrameCells(Cells):
     def gather(
         self, index: Tensor, names: Names = None, skip: Collection[Path] = frozenset(), after: Tensor | None = None
     ) -> dict[str, Any]:
-        """Read entries of the cells ``index``, as :meth:`Cells.gather` does, with whole stacks."""
+        """Read entries of the cells ``index`` like :meth:`Cells.gather`, with complete stacks."""
         entries = super().gather(index, names, skip, after)
         for path, frames in self.frames.items():
             for full in (path, next_key(path)):
@@ -283,7 +282,7 @@ class FrameCells(Cells):
 
 
 def to_tree(leaves: Mapping[Path, Tensor]) -> Tree:
-    """Build the nested dict of leaves."""
+    """Build a nested dict from leaves."""
     tree: Tree = {}
     for path, leaf in leaves.items():
         level = tree

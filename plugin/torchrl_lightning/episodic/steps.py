@@ -1,4 +1,4 @@
-"""How the rows of an episodic buffer are read: the one place where ALF's time steps meet our transitions.
+"""Map the rows of an episodic buffer, our transitions or ALF's time steps, to rewards, flags and observations.
 
 ==========================  =======================================  =========================================
 what                        a row is a transition (our keys)         a row is a time step (ALF's layout)
@@ -11,8 +11,8 @@ its successor               ``("next", "observation")`` of row t     ``observati
 rows of n actions           n                                        n + 1: the LAST one has no action
 ==========================  =======================================  =========================================
 
-So a time step carries the reward of the transition *into* it, and a window of two time steps is one transition. An
-episode that ends without being terminated (a LAST step whose discount is not zero) was truncated.
+So a time step holds the reward of the transition *into* it, and a window of two time steps is one transition. An
+episode is truncated if it ends without a termination (a LAST step with a nonzero discount).
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ FIRST, MID, LAST = 0, 1, 2
 
 @dataclass(frozen=True)
 class StepLayout(Nameable):
-    """Under which keys rows say what; by default a row is a transition with our keys.
+    """Keys of the row entries; the default is a transition with our keys.
 
     Attributes:
-        reward: the reward.
-        done: the flag of the end of an episode; of time steps, the ``step_type``.
-        init: the flag of its beginning; of time steps, the ``step_type``.
-        terminated: the flag that nothing comes after; of time steps, the ``discount``, which is zero there.
-        time_steps: whether a row is a time step, with the reward of the transition into it.
+        reward: key of the reward.
+        done: key of the flag for the end of an episode; ``step_type`` for time steps.
+        init: key of the flag for the beginning of an episode; ``step_type`` for time steps.
+        terminated: key of the termination flag; for time steps, of the ``discount``, zero at a termination.
+        time_steps: True if a row is a time step and holds the reward of the transition into it.
     """
 
     reward: NestedKey = REWARD
@@ -50,7 +50,7 @@ class StepLayout(Nameable):
     time_steps: bool = False
 
     def terminates(self, value: Tensor, done_reduce: str | None = None) -> Flags:
-        """Return from the entry ``terminated`` of rows which of them are, ``[n]``; see :class:`RingWriter`."""
+        """Return the termination flags ``[n]`` from the rows' entry ``terminated``; see :class:`RingWriter`."""
         return flag_of(value == 0 if self.time_steps else value, 1, done_reduce)[0]
 
     def writer(
@@ -61,7 +61,7 @@ class StepLayout(Nameable):
         done_reduce: str | None = None,
         check_successors: bool = True,
     ) -> RingWriter:
-        """Build the writer whose index follows such rows."""
+        """Build a writer for rows with this layout."""
         kind = TimeStepWriter if self.time_steps else RingWriter
         return kind(
             num_envs, track_episodes=track_episodes, done_key=self.done, init_key=self.init, overwrite=overwrite,
@@ -74,12 +74,12 @@ TIME_STEPS = StepLayout(REWARD[-1], STEP_TYPE, STEP_TYPE, "discount", time_steps
 
 
 class TimeStepWriter(RingWriter):
-    """Writer of time steps, whose ``step_type`` (both ``done_key`` and ``init_key``) begins and ends episodes."""
+    """Writer of time steps; their ``step_type`` is both ``done_key`` and ``init_key``."""
 
     def done_flags(self, value: Tensor, steps: int) -> Flags:
-        """Return which rows end an episode, ``[steps, M]``."""
+        """Return a mask of the rows that end an episode, ``[steps, M]``."""
         return super().done_flags(value == LAST, steps)
 
     def init_flags(self, value: Tensor, steps: int) -> Flags:
-        """Return which rows begin an episode, ``[steps, M]``."""
+        """Return a mask of the rows that begin an episode, ``[steps, M]``."""
         return super().init_flags(value == FIRST, steps)
