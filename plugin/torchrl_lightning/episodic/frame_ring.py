@@ -53,7 +53,7 @@ class FrameRing:
         self.clear()
 
     def clear(self) -> None:
-        """Delete all frames of the stored steps."""
+        """Mark all frames as unused."""
         self.last[:] = -1
         self.spares = torch.empty((self.count, self.ring.shape[1]), dtype=torch.uint8)
         self._set_free(np.arange(len(self.spares)))

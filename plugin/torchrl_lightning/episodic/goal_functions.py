@@ -1,4 +1,4 @@
-"""Rewards and ends of many steps, by functions that an environment computes for one or for many."""
+"""Evaluate goal functions, such as an environment's ``compute_reward``, on many steps."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from torchrl_lightning.environments.goals import GoalFunction
 
 NEAR = 0.05
 Goals = Any
-"""A tensor, or a TensorDict of nested goals, which have the dimensions of steps before their own."""
+"""A tensor, or a TensorDict of nested goals; the step dimensions come first."""
 Lookup = Callable[[str], Tensor | None]
-"""Gives the entry of this name, ``[n, ...]``, that steps ended with; None if there is none."""
-_FEW = 16  # steps by which a function shows whether it takes many at once
+"""Return an entry ``[n, ...]`` of the observations after the steps by its name, or None."""
+_FEW = 16  # number of steps for the test whether a function is vectorised
 
 
 class _Untouchable:
-    """A goal that raises an error as soon as a function compares it or reads it."""
+    """A goal that raises an error if a function compares or reads it."""
 
     def _raise(self, *args: Any, **options: Any) -> Any:
         raise TypeError("a goal was read")
@@ -33,7 +33,7 @@ class _Untouchable:
 
 
 class EnvironmentFunction:
-    """Call a goal environment's function with many steps at once if it takes them, as most do, else with each.
+    """Call a goal environment's function on all steps at once if it is vectorised, as most are, else step by step.
 
     Args:
         function: an environment's ``compute_reward`` or ``compute_terminated``.
@@ -41,24 +41,24 @@ class EnvironmentFunction:
 
     def __init__(self, function: GoalFunction) -> None:
         self._function = function
-        self._takes_many: bool | None = None  # until a batch has shown it
+        self._takes_many: bool | None = None  # None until the first batch
 
     def depends_on_goals(self) -> bool:
-        """Return whether goals change what comes out, which they do not where an episode never ends at one."""
+        """Return False if the function ignores the goals, as in environments that never end at a goal."""
         try:
             self._function(_Untouchable(), _Untouchable(), StepInfo(lambda name: None))
         except NotImplementedError:
             return False
-        except Exception:  # it has looked at them
+        except Exception:  # the function read a goal
             return True
         return False
 
     def __call__(self, achieved: Goals, desired: Goals, lookup: Lookup, dims: int) -> Tensor:
-        """Return one number for each step; goals have ``dims`` dimensions of steps before their own."""
+        """Return one number for each step; the goals start with ``dims`` step dimensions."""
         if dims > 1:
             rewards = self(achieved.flatten(0, dims - 1), desired.flatten(0, dims - 1), _flat(lookup, dims), 1)
             return rewards.view(achieved.shape[:dims])
-        # The environment gets copies, because it may change them.
+        # Pass copies, because the environment may modify them.
         reached, wanted = copied(_arrays(achieved)), copied(_arrays(desired))
         if self._takes_many is None and len(achieved) > 1:
             first, goals = _part(reached, slice(_FEW)), _part(wanted, slice(_FEW))
@@ -67,7 +67,7 @@ class EnvironmentFunction:
             try:
                 many = np.asarray(self._function(*few), dtype=np.float64)
                 self._takes_many = many.size == rows.size and np.allclose(many.reshape(-1), rows, equal_nan=True)
-            except Exception:  # it takes a single step
+            except Exception:  # the function is not vectorised
                 self._takes_many = False
         if not self._takes_many:
             return torch.from_numpy(self._of_each(reached, wanted, lookup))
@@ -100,7 +100,7 @@ def _part(goals: Any, part: Any) -> Any:
 
 
 def _each(goals: Any) -> Any:
-    """Return what iterates over the goals of single steps."""
+    """Return an iterable over the goals of single steps."""
     if not isinstance(goals, dict):
         return goals
     entry = goals
@@ -118,18 +118,18 @@ def _flat(lookup: Lookup, dims: int) -> Lookup:
 
 
 class GivenFunction:
-    """Call a function of tensors, one that a user gives."""
+    """Call a user's function of tensors."""
 
     def __init__(self, function: GoalFunction) -> None:
         self._function = function
 
     def __call__(self, achieved: Tensor, desired: Tensor, lookup: Lookup, dims: int) -> Any:
-        """Return what the function gives."""
+        """Return the result of the function."""
         return self._function(achieved, desired, StepInfo(lookup))
 
 
 class StepInfo(dict[str, Any]):
-    """The info of stored steps, as far as it is stored: what their last observation shows, under its names."""
+    """The ``info`` of stored steps: the entries of the observation after each step, by name."""
 
     def __init__(self, lookup: Lookup, rows: Any = None) -> None:
         self._lookup, self._rows = lookup, rows
@@ -146,7 +146,7 @@ class StepInfo(dict[str, Any]):
         return isinstance(name, str) and self._lookup(name) is not None
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return what is there under a name, or the default."""
+        """Return the entry of a name, or the default."""
         return default if self._lookup(name) is None else self[name]
 
 
@@ -154,8 +154,8 @@ class DefaultReward:
     """Return 0 for steps within a distance of 0.05 of their goals, and -1 for the others."""
 
     def __call__(self, achieved: Tensor, desired: Tensor, lookup: Lookup, dims: int) -> Tensor:
-        """Return one number for each step; :func:`default_reward_error` must have found nothing."""
-        if achieved.shape != desired.shape:  # single numbers of shapes [] and [1]
+        """Return one number for each step; call it only if :func:`default_reward_error` returns None."""
+        if achieved.shape != desired.shape:  # scalars of the shapes [] and [1]
             desired = desired.reshape(achieved.shape)
         if not achieved.dtype.is_floating_point:
             achieved = achieved if achieved.is_complex() else achieved.double()
@@ -165,10 +165,10 @@ class DefaultReward:
 
 
 def default_reward_error(*goals: tuple[torch.Size, torch.dtype] | None) -> str | None:
-    """Return why the default reward cannot compare goals; None if it can.
+    """Return an error message if the default reward cannot compare the goals, else None.
 
     Args:
-        goals: shape, without the dimensions of steps, and dtype of achieved and desired goals; None for nested ones.
+        goals: shape without step dimensions and dtype of achieved and desired goals; None for nested goals.
     """
     for form in goals:
         if form is None:
@@ -193,7 +193,7 @@ def default_reward_error(*goals: tuple[torch.Size, torch.dtype] | None) -> str |
 
 
 def form_of(goals: Goals, dims: int) -> tuple[torch.Size, torch.dtype] | None:
-    """Return shape and dtype of goals with ``dims`` dimensions of steps; None for nested ones."""
+    """Return shape and dtype of goals after their ``dims`` step dimensions; None for nested goals."""
     return None if isinstance(goals, TensorDictBase) else (goals.shape[dims:], goals.dtype)
 
 
@@ -201,10 +201,10 @@ _COMPARED = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.
 
 
 def check_recomputed(what: str, stored: Tensor, found: Tensor) -> None:
-    """Refuse a function that gives stored steps other numbers than they have.
+    """Validate that a function reproduces the stored numbers.
 
     Raises:
-        EnvironmentFault: the message has both numbers.
+        EnvironmentFault: a number differs; the message contains both numbers.
     """
     expected, found = stored.double().cpu(), found.double()
     wrong = ~torch.isclose(found, expected, rtol=1e-3, atol=1e-3)

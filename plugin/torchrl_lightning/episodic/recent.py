@@ -1,4 +1,4 @@
-"""Windows drawn evenly over environments, a part of them among the newest steps."""
+"""Sample windows evenly over environments, a fraction of them from the newest steps."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def check_sampling(
     """Validate arguments that describe how a buffer draws; raise ValueError if one of them has no effect.
 
     Args:
-        sampler: The sampler that takes the place of the arguments below.
+        sampler: The sampler that replaces the arguments below.
         prioritized: The argument ``prioritized_sampling``.
-        initial_priority: Least priority of new steps.
+        initial_priority: Minimum priority of new steps.
         steps: The argument ``recent_data_steps``.
         ratio: The argument ``recent_data_ratio``.
         replacement: The argument ``with_replacement``.
@@ -51,34 +51,35 @@ def check_sampling(
 
 
 class RecentSampler(SequenceSampler):
-    """Draw windows of ``batch_length`` steps evenly over environments, part of them among the newest steps.
+    """Draw windows of ``batch_length`` steps evenly over environments, a fraction of them from the newest steps.
 
-    Every environment that holds a whole window gives the same number of draws, or one more by chance, however many
-    steps it holds; every beginning in it is equally likely. Windows may go on in the next episode, as with
-    ``SequenceSampler(episode_ends="across")``; batches are ``[B, T]`` and hold what those of a :class:`SequenceSampler`
-    hold.
+    Each environment with at least one complete window contributes the same number of windows, however many steps it
+    holds. If the batch does not divide evenly, randomly chosen environments contribute one more. All start positions
+    of an environment are equally likely. Windows may continue in the next episode, as with
+    ``SequenceSampler(episode_ends="across")``. Batches are ``[B, T]`` with the entries of a :class:`SequenceSampler`.
 
-    ``ceil(B * recent_data_ratio)`` windows begin among the last ``recent_data_steps`` beginnings of each environment,
-    and come first in the batch. This is done only where environments have, on average, more than
-    ``recent_data_steps / recent_data_ratio`` beginnings: in smaller buffers, even draws give as many of the newest.
+    The first ``ceil(B * recent_data_ratio)`` windows of a batch start at one of the last ``recent_data_steps`` start
+    positions of an environment. This applies only if the environments have more than
+    ``recent_data_steps / recent_data_ratio`` start positions on average: in smaller buffers, even sampling draws at
+    least this fraction anyway.
 
-    With ``prioritized`` that sampler draws the windows that are not recent, and batches hold the entries that it gives
-    instead. Recent windows are not drawn by priority: their ``priority_weight`` and ``importance_weights`` are 1.
+    With ``prioritized``, that sampler draws the other windows, and batches have its entries instead. Recent windows
+    are not drawn by priority: their ``priority_weight`` and ``importance_weights`` are 1.
 
     Args:
-        batch_length: steps of a window.
-        recent_data_steps: among how many of the newest beginnings of each environment.
-        recent_data_ratio: which share of a batch; 0 draws everything evenly.
-        with_replacement: draw beginnings of an environment independently; otherwise one from each of as many equal
-            stretches as it gives draws, so that one comes twice only where two stretches meet within a step.
-        num_earliest_frames_ignored: no window begins in the oldest so many stored steps of an environment.
-        prioritized: draws by priority what is not recent; built with a ``batch_length``, in place of which it is asked
-            for this sampler's, and with the same ``num_earliest_frames_ignored``. A callable, such as the class or a
-            partial of it, is called with both.
-        generator: random generator; the buffer's takes its place.
+        batch_length: steps per window.
+        recent_data_steps: number of newest start positions per environment that count as recent.
+        recent_data_ratio: fraction of recent windows in a batch; 0 draws all windows evenly.
+        with_replacement: draw start positions independently. Otherwise, divide the start positions of an environment
+            into equal intervals, one per draw, and draw one position from each; a position repeats only at the border
+            of two intervals.
+        num_earliest_frames_ignored: number of oldest stored steps per environment at which no window starts.
+        prioritized: sampler of the other windows. Build it with any ``batch_length``, which this sampler's replaces,
+            and with the same ``num_earliest_frames_ignored``. A callable, such as the class or a partial, gets both.
+        generator: random generator; the buffer's generator replaces it.
 
     Raises:
-        ValueError: an option out of range.
+        ValueError: an option is out of range.
 
     Examples:
         >>> from tensordict import TensorDict
@@ -135,7 +136,7 @@ class RecentSampler(SequenceSampler):
 
     @property
     def recent_data_ratio(self) -> float:
-        """Which share of a batch is drawn among the newest steps."""
+        """Fraction of a batch drawn from the newest steps."""
         return self._recent_data_ratio
 
     @recent_data_ratio.setter
@@ -145,7 +146,7 @@ class RecentSampler(SequenceSampler):
 
     @property
     def generator(self) -> torch.Generator:
-        """The random generator, which is that of the prioritized sampler, too."""
+        """The random generator, shared with the prioritized sampler."""
         return super().generator if self.prioritized is None else self.prioritized.generator
 
     @generator.setter
@@ -157,15 +158,15 @@ class RecentSampler(SequenceSampler):
     def sample(
         self, storage: Storage, batch_size: int, batch_length: int | Literal["own"] | None = "own"
     ) -> tuple[Tensor, dict[Any, Any]]:
-        """Draw windows, as :meth:`SequenceSampler.sample` does.
+        """Draw windows like :meth:`SequenceSampler.sample`.
 
         Returns:
-            Cells ``[B, T]``, and what a :class:`SequenceSampler` gives, or a :class:`PrioritizedSampler`.
+            Cells ``[B, T]``, and the info of a :class:`SequenceSampler` or :class:`PrioritizedSampler`.
 
         Raises:
-            StepsMissing: a ValueError, RuntimeError and AssertionError: nothing is stored, no environment holds a whole
-                window, or all priorities are zero.
-            ValueError: no :class:`RingWriter` fills the storage.
+            StepsMissing: a ValueError, RuntimeError and AssertionError: the storage is empty, no environment holds a
+                complete window, or all priorities are zero.
+            ValueError: the storage has no :class:`RingWriter`.
         """
         if batch_length == "own":
             length: int = self.batch_length
@@ -184,11 +185,11 @@ class RecentSampler(SequenceSampler):
         return torch.cat([newest, index]), {key: torch.cat([beside.get(key, ones), info[key]]) for key in info}
 
     def draw(self, count: int) -> NDArray[np.float64]:
-        """Draw numbers in [0, 1), ``[count]``: all the randomness there is; override it to decide what is drawn.
+        """Draw numbers in [0, 1), ``[count]``, the only source of randomness; override it to control the sampling.
 
-        It is asked for the windows drawn evenly, then for the recent ones: each time first for a number of every
-        environment, if they cannot all give equally many (those with the smallest numbers give one more), then for one
-        of every window.
+        The sampler calls it for the even windows, then for the recent ones. Each time, it first draws one number per
+        environment if the windows do not divide evenly (the environments with the smallest numbers contribute one
+        more), then one number per window.
         """
         return uniform(count, self.generator)
 
@@ -198,7 +199,7 @@ class RecentSampler(SequenceSampler):
         self._draw_evenly(writer, self.recent_data_steps, cells[:recent], mask[:recent])
 
     def _recent(self, writer: RingWriter, count: int, steps: int) -> int:
-        """Return how many of so many windows are to be drawn among the newest steps."""
+        """Return the number of recent windows among ``count`` windows of ``steps`` steps."""
         part, whole = self._share
         filled, envs = writer.filled, len(writer.filled)
         beginnings = int(filled.sum()) - (steps - 1 + self.num_earliest_frames_ignored) * envs
@@ -206,7 +207,7 @@ class RecentSampler(SequenceSampler):
         return -(-count * part // whole) if enough else 0
 
     def _draw_evenly(self, writer: RingWriter, newest: int, cells: Ints, mask: NDArray[np.bool_]) -> None:
-        """Fill windows, ``[n, T]``, that begin among so many of the newest beginnings."""
+        """Fill ``cells`` ``[n, T]`` with windows that start at one of the ``newest`` last start positions."""
         count, reach = cells.shape[0], cells.shape[1] - 1
         if not count:
             return
@@ -226,7 +227,7 @@ class RecentSampler(SequenceSampler):
         if not self.with_replacement:
             place = (np.arange(count) // len(owners) + place) / np.bincount(env)[env]
         rank = np.minimum((place * room[env]).astype(np.int64), room[env] - 1)
-        # Candidates are ranked by environment, then by age.
+        # Rank the candidates by environment, then by age.
         ranks = (room.cumsum() - room)[env] + rank
         rings = writer.length, positions, positions - reach - room
         jitted(windows.draw)(ranks.astype(np.float64), False, rings, NO_INDEX, (reach, 0, False, False), cells, mask, 0)
@@ -239,17 +240,17 @@ class RecentSampler(SequenceSampler):
         storage: Storage | None = None,
         generation: Tensor | None = None,
     ) -> None:
-        """Change priorities, as :meth:`PrioritizedSampler.update_priority` does; without that sampler, nothing."""
+        """Update priorities like :meth:`PrioritizedSampler.update_priority`; do nothing without ``prioritized``."""
         if self.prioritized is not None:
             self.prioritized.update_priority(index, priority, storage=storage, generation=generation)
 
     def mark_update(self, index: Any, *, storage: Storage | None = None) -> None:
-        """Give cells that were just written the priority of new data; called by the storage."""
+        """Set the priority of new data for newly written cells; called by the storage."""
         if self.prioritized is not None:
             self.prioritized.mark_update(index, storage=storage)
 
     def clear(self) -> None:
-        """Forget what is known of the storage; called by ``ReplayBuffer.empty``."""
+        """Reset the sampler's state of the storage; called by ``ReplayBuffer.empty``."""
         super().clear()
         if self.prioritized is not None:
             self.prioritized.clear()

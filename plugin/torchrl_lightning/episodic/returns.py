@@ -1,4 +1,4 @@
-"""The discounted return of every stored step, known when its episode has ended."""
+"""Compute the discounted return of every stored step when its episode ends."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DEFAULT_RETURN = -1000.0
 
 
 def check_recorded(record_episodic_return: bool, reward_clip: Any, default_return: float, critic: Any) -> None:
-    """Validate arguments of returns; raise ValueError if one is given, but returns are not recorded."""
+    """Validate the arguments of returns; raise ValueError if one is given although returns are not recorded."""
     if record_episodic_return:
         return
     check_defaults(
@@ -46,28 +46,28 @@ UNKNOWN: tuple[Ints | None, tuple[Any, Any, Any] | None] = None, None
 
 
 class EpisodicReturn(Nameable):
-    """Write the discounted return of every step of an episode back into its cell when the episode ends.
+    """Write the discounted returns of an episode into its stored steps when the episode ends.
 
-    The return of a step is ``G[t] = r[t] + gamma * G[t+1]`` over the rewards of its action and of all later ones of the
-    episode; nothing is added after a step that terminates (also one that ends a life, but not the episode). Until the
-    episode has ended, and for steps after which it was truncated, the return is ``default_return``, small enough to be
-    no lower bound of a value; with a ``critic``, the value of the truncated episode's last successor takes the place of
-    what is missing. Where the first steps of an episode were overwritten, the others get theirs all the same.
+    The return of a step is ``G[t] = r[t] + gamma * G[t+1]``, summed to the end of the episode or to the first
+    terminated step, which may also end only a life. The return is ``default_return`` in running episodes, and in steps
+    whose episode was truncated without a later termination. The default is so small that it has no effect as a lower
+    bound of a value. A ``critic`` completes the returns of truncated episodes by the value of the last successor. If
+    the first steps of an episode are overwritten, the others still get their returns.
 
-    Nothing is kept but the stored entry, and a step costs O(1): an episode is read once, when it ends. Attached to the
-    storage, it hears of every write. The rows that are written hold the entry already: see :meth:`with_default`.
+    The returns are stored only in their entry. The cost is O(1) per step: each episode is read once, when it ends. The
+    storage calls this object on every write. Written rows must already have the entry: see :meth:`with_default`.
 
     Args:
-        storage: where the rows lie; a :class:`RingWriter` with ``track_episodes=True`` fills it.
+        storage: storage of the rows, filled by a :class:`RingWriter` with ``track_episodes=True``.
         gamma: the discount; 0.99 if None.
-        reward_clip: lowest and highest reward that counts in a return; stored rewards stay as they are.
-        default_return: the return of a step for which there is none (yet).
+        reward_clip: (lowest, highest) bounds for rewards in a return; stored rewards do not change.
+        default_return: value stored for a step without a known return.
         critic: a TensorDictModule that writes ``state_value``, called on the last successors of truncated episodes.
-        key: name of the stored entry, of the shape of the reward.
-        layout: under which keys rows hold what.
+        key: name of the stored entry, with the shape of the reward.
+        layout: keys of the row entries.
 
     Raises:
-        ValueError: no writer with an episode index fills the storage, or a number is out of range.
+        ValueError: the storage has no writer with an episode index, or a number is out of range.
 
     Examples:
         >>> from torchrl_lightning.replay import ExperienceBuffer, RingWriter
@@ -109,7 +109,7 @@ class EpisodicReturn(Nameable):
 
     @property
     def default_return(self) -> float:
-        """The return of a step for which there is none (yet)."""
+        """Value stored for a step without a known return."""
         return self._default_return
 
     @default_return.setter
@@ -120,11 +120,11 @@ class EpisodicReturn(Nameable):
             number = math.nan
         if math.isnan(number):
             raise ValueError(f"default_return must be a number, got {value!r}; take one below all returns, as -inf.")
-        self._default_return, self._default = number, torch.empty(0)  # the entry of the last rows
+        self._default_return, self._default = number, torch.empty(0)  # cached entry for the next rows
 
     @property
     def gamma(self) -> float:
-        """The discount of returns that are computed from now on."""
+        """Discount; a new value applies to returns computed later."""
         return self._factors[0]
 
     @gamma.setter
@@ -133,7 +133,7 @@ class EpisodicReturn(Nameable):
 
     @property
     def reward_clip(self) -> tuple[float, float] | None:
-        """Lowest and highest reward that counts in a return; None for all."""
+        """(lowest, highest) bounds for rewards in a return, or None."""
         return None if self._factors[1:] == _ALL else self._factors[1:]
 
     @reward_clip.setter
@@ -143,12 +143,12 @@ class EpisodicReturn(Nameable):
         self._factors = self._factors[0], *(_ALL if value is None else (float(value[0]), float(value[1])))
 
     def with_default(self, data: TensorDictBase) -> TensorDict:
-        """Return the rows with the entry that the return goes to, holding ``default_return``; entries are shared.
+        """Return the rows with the entry for the return, filled with ``default_return``; entries are not copied.
 
-        That entry, too, is the same tensor for the next rows of this shape: copy it to change it.
+        Later calls with rows of this shape return the same tensor, so copy the entry before you change it.
 
         Raises:
-            KeyError: the rows have no reward, or do not say where they terminate.
+            KeyError: the rows have no reward or no termination flag.
             FlagsDifferError: the flags of a row differ, and ``done_reduce`` of the writer is None.
         """
         reward, ends = entry_of(data, self.layout.reward), entry_of(data, self.layout.terminated)
@@ -159,7 +159,7 @@ class EpisodicReturn(Nameable):
                 "Add it, or name another one by layout=StepLayout(...)."
             )
         if ends.numel() > data.numel():
-            self._terminates(ends)  # raises an error if the flags of a row differ, before anything is written
+            self._terminates(ends)  # before the write: raises an error if the flags of a row differ
         dtype = reward.dtype if reward.dtype.is_floating_point else torch.float32
         default = self._default
         if default.shape != reward.shape or default.dtype is not dtype or default.device != reward.device:
@@ -169,7 +169,7 @@ class EpisodicReturn(Nameable):
         return new_tensordict({**entries_of(data), self.key: default}, data.batch_size, names, data.device)
 
     def refresh(self, cells: Ints) -> None:
-        """Write the returns of steps again whose flags or rewards, or those of others in their episodes, changed."""
+        """Recompute the returns of ``cells`` after flags or rewards in their episodes changed."""
         (path, leaf), *_ = self._storage.leaves(self.key)
         index = torch.from_numpy(cells)
         self._storage.write_entry(path, index, leaf.new_full((len(cells), *leaf.shape[1:]), self.default_return))
@@ -197,11 +197,11 @@ class EpisodicReturn(Nameable):
             self._storage.touch()
 
     def _entries(self) -> tuple[Any, Any, Any] | None:
-        """Return rewards, ends and returns of all cells for the kernel; None if they are not plain on the CPU."""
+        """Return rewards, ends and returns of all cells for the kernel; None if the kernel does not support them."""
         cells = self._storage.cells
         assert cells is not None
         table = cells.table
-        if self._found[0] is not table:  # cells were reserved, or have moved
+        if self._found[0] is not table:  # the cells were allocated or moved
             out, reward, ends = (cells.leaves[cells.places[path]] for path in self._paths)
             plain = out.is_cpu and out.dtype in LIKE and reward.dtype == out.dtype and ends.numel() == len(ends)
             found = None
@@ -217,7 +217,7 @@ class EpisodicReturn(Nameable):
     def _fill(self, index: EpisodeIndex, ended: Ints) -> None:
         layout, storage = self.layout, self._storage
         env, end = index.steps_of(ended)
-        # The reward of a time step belongs to the row before.
+        # The reward of a time step belongs to the previous row.
         low = index.bounds(torch.from_numpy(env), torch.from_numpy(end))[0].numpy() + layout.time_steps
         several = low <= end
         env, low, end, ended = env[several], low[several], end[several], ended[several]
@@ -233,7 +233,7 @@ class EpisodicReturn(Nameable):
         terminated = self._terminates(self._read(layout.terminated, rows))
         closing = starts + (end - low)  # the last row of each run
         place = np.arange(len(rows))
-        known = np.maximum.reduceat(np.where(terminated, place, -1), starts)  # the last row whose return is known
+        known = np.maximum.reduceat(np.where(terminated, place, -1), starts)  # last row with a known return
         cut = ~terminated[closing]
         if self.critic is not None and cut.any():
             value = self._values(self.critic, ended[cut]).to(reward)
@@ -249,7 +249,7 @@ class EpisodicReturn(Nameable):
         storage.write_entry(self.key, torch.from_numpy(targets), returns[torch.from_numpy(keep).to(returns.device)])
 
     def _terminates(self, ends: Tensor) -> Flags:
-        """Return after which rows nothing comes, ``[n]``."""
+        """Return a mask of the terminated rows, ``[n]``."""
         writer = writer_of(self._storage)
         return self.layout.terminates(ends, None if writer is None else writer.done_reduce)
 

@@ -1,13 +1,13 @@
 """Map the rows of an episodic buffer, our transitions or ALF's time steps, to rewards, flags and observations.
 
 ==========================  =======================================  =========================================
-what                        a row is a transition (our keys)         a row is a time step (ALF's layout)
+item                        a row is a transition (our keys)         a row is a time step (ALF's layout)
 ==========================  =======================================  =========================================
 an episode begins           ``is_init``                              ``step_type`` is FIRST
 an episode ends             ``("next", "done")``                     ``step_type`` is LAST
-nothing comes after         ``("next", "terminated")``               ``discount`` is zero
+a termination               ``("next", "terminated")``               ``discount`` is zero
 reward of the action of t   ``("next", "reward")`` of row t          ``reward`` of row t + 1
-its successor               ``("next", "observation")`` of row t     ``observation`` of row t + 1
+its next observation        ``("next", "observation")`` of row t     ``observation`` of row t + 1
 rows of n actions           n                                        n + 1: the LAST one has no action
 ==========================  =======================================  =========================================
 
