@@ -18,7 +18,7 @@ NEAR = 0.05
 Goals = Any
 """A tensor, or a TensorDict of nested goals; the step dimensions come first."""
 Lookup = Callable[[str], Tensor | None]
-"""Return an entry ``[n, ...]`` of the observations after the steps by its name, or None."""
+"""A function of a name: the entry ``[n, ...]`` of the observations after the steps, or None."""
 _FEW = 16  # number of steps for the test whether a function is vectorised
 
 

@@ -1,4 +1,4 @@
-"""Hindsight: some of what is sampled aims at a goal that was reached in the same episode."""
+"""Hindsight experience replay: relabel sampled steps with goals achieved in the same episode."""
 
 from __future__ import annotations
 
@@ -43,64 +43,62 @@ from torchrl_lightning.replay.episode_transform import EpisodeTransform
 logger = logging.getLogger(__name__)
 STRATEGIES = "future", "episode", "final"
 UNCHANGED = 1000
-"""Rows with another goal after which rewards that never changed are reported."""
+"""Number of rows with a new goal but no changed reward that triggers a warning."""
 ROUNDING = 1e-5
-"""Difference of two rewards, as a fraction of the largest one, up to which they count as the same."""
+"""Tolerance for equal rewards, as a fraction of the largest reward."""
 Function = EnvironmentFunction | GivenFunction | DefaultReward
 _Functions = tuple[Function, Function | None, dict[str, float]]
-"""Of rewards and of flags, and the returns of other goals by their names."""
+"""Functions for rewards and termination flags, and the default of each stored return by its key."""
 
 
 class HindsightRelabel(EpisodeTransform):
     """Replace goals of sampled steps by goals that were achieved in their episodes (Andrychowicz et al. 2017).
 
-    A transform on read, for the ``transform=`` of an :class:`ExperienceBuffer` whose writer tracks episodes: what is
-    stored never changes, and random numbers come from the buffer's generator. A share of the samples gets as its goal
-    what was achieved after one of the steps of its episode, which the ``strategy`` chooses; its reward is computed
-    anew. Of an episode that goes on, or lost its first steps, those count that are stored. Samples are single steps
-    ``[B]`` or windows ``[B, T]``. A window gets one goal, with *future* achieved after its last step or later; one that
-    straddles the end of an episode keeps its own.
+    Use it as ``transform=`` of an :class:`ExperienceBuffer`; its writer must track episodes. The transform changes
+    sampled batches only and draws from the buffer's generator. It replaces the goal of some samples by the goal that
+    was achieved after a step of the same episode, and recomputes the reward. The ``strategy`` selects this step among
+    the stored ones of the episode. Samples are single steps ``[B]`` or windows ``[B, T]``. A window gets one goal, with
+    *future* achieved after its last step or later. A window over two episodes keeps its goals.
 
-    With ``n_steps`` of the buffer, all rewards of a step's return are computed anew for its one goal, from the single
-    steps that are stored, and the return ends where ``compute_terminated`` ends the episode. Of several transforms,
-    this one is then the first.
+    If the buffer has ``n_steps``, the transform recomputes all rewards of a return for the new goal from the stored
+    single steps. The return then ends at the step that ``compute_terminated`` marks. In a chain of transforms, this one
+    must be the first.
 
-    What is achieved after a step is read under ``"next"``; where the stored steps have no such entry, they are time
-    steps as of dm_env, whose reward is that of the step before, and what is achieved stands beside the goal.
+    The achieved goal is read under ``"next"``. Stored steps without this entry are time steps as in dm_env: their
+    reward belongs to the previous step, and the achieved goal is read at the root.
 
-    Rewards come from the environment's own ``compute_reward``, its wrappers' included, which a DataModule hands over
-    (:meth:`use_environment`) or ``compute_reward=env.unwrapped.compute_reward`` gives. The steps of the first batches,
-    and of ever fewer later ones, must have the rewards that it gives for their own goals. A warning reports once that
-    1,000 rows got another goal and no reward has changed. Where goals are another, a stored return
-    (:class:`EpisodicReturn`) is unknown: it is ``default_return``.
+    Rewards come from the environment's ``compute_reward``, including wrappers. A DataModule passes it by
+    :meth:`use_environment`; without one, pass ``compute_reward=env.unwrapped.compute_reward``. In batches 1, 2, 4, 8
+    and so on, the transform checks that the function reproduces the stored rewards. It warns once if 1,000 rows got
+    another goal and no reward has changed. Relabelled steps have no known return: a stored return
+    (:class:`EpisodicReturn`) becomes ``default_return``.
 
     Args:
-        her_proportion: probability with which a sample is relabelled.
-        strategy: of which step a goal is what was achieved after it: ``"future"``, of one from the sample's own to the
-            last of its episode, each equally likely; ``"episode"``, of any of its episode, each equally likely;
-            ``"final"``, of the last one.
-        skip_reached: leave those samples their own goal that show theirs as reached already: whose reward, for what
-            was achieved before the step, is that for the goal itself. A block that nobody moves is where it was all
-            along, and such samples teach not to touch it (Manela and Biess 2019).
-        achieved_goal_key: what a goal is read from.
-        desired_goal_key: the goal, replaced also under ``"next"``.
-        reward_key: the reward; of time steps ``"reward"``, unless another is given.
-        goal: makes goals of achieved entries ``[n, ...]``, where these are, for instance, whole observations.
+        her_proportion: probability of relabelling a sample.
+        strategy: the step whose achieved goal is used: ``"future"``, a uniformly drawn step from the sample's own to
+            the last of its episode; ``"episode"``, a uniformly drawn step of the episode; ``"final"``, the last step.
+        skip_reached: keep a sample's own goal if the new goal was already reached before the step, so that its reward
+            equals the reward of the goal itself. An untouched block is always at its achieved goal, and these samples
+            would teach the policy not to touch it (Manela and Biess 2019).
+        achieved_goal_key: key of the achieved goal.
+        desired_goal_key: key of the desired goal, also replaced under ``"next"``.
+        reward_key: key of the reward; the default becomes ``"reward"`` for time steps.
+        goal: converts achieved entries ``[n, ...]`` to goals, for example if they are complete observations.
         compute_reward: called as ``compute_reward(achieved, desired, info)`` with goals ``[n, ...]`` or
-            ``[n, T, ...]``; a method of an environment gets arrays, and single steps if it takes no other. ``info`` has
-            the observations after the step by name. If None, that of the environment; if it has none, 0 within a
-            distance of 0.05 and -1 elsewhere, which compares floating-point vectors and single numbers. Goals of other
-            kinds, such as images, integers and nested entries, need a function.
-        compute_terminated: the same for ``("next", "terminated")``, with which ``("next", "done")`` is made again (of
-            time steps, ``discount`` and ``step_type``). If None, that of the environment, if it depends on goals; else
-            flags stay as they are stored: right where an episode goes on at the goal, or ends for reasons of its own.
-            Where it ends at the goal, give it, else a value is bootstrapped from behind the goal.
+            ``[n, T, ...]``. A method of an environment gets arrays, or single steps if it is not vectorised. ``info``
+            has the entries of the observation after the step. None uses the environment's method, or without one a
+            default: 0 within a distance of 0.05, else -1. The default compares floating-point vectors and single
+            numbers; other goals, such as images, integers and nested entries, need a function.
+        compute_terminated: the same for ``("next", "terminated")``; ``("next", "done")`` is updated, too (``discount``
+            and ``step_type`` of time steps). None uses the environment's method if it depends on goals. Otherwise the
+            stored flags remain, which is correct if reaching the goal does not end an episode. If it does, pass a
+            function; otherwise the target bootstraps from a state after the goal.
 
     Raises:
-        ValueError: ``her_proportion`` is no probability, or there is no such strategy; when sampling: it is in no
-            buffer, nothing tracks episodes, the single steps of n-step returns are not stored, a function gives another
-            number of values than there are steps, or other numbers for stored steps than they have, or the default
-            reward cannot compare the goals.
+        ValueError: ``her_proportion`` is not a probability, or the strategy is unknown; when sampling: the transform
+            has no buffer, the writer does not track episodes, the single steps of n-step returns are not stored, a
+            function returns a wrong number of values or does not reproduce the stored ones, or the default reward
+            cannot compare the goals.
         KeyError: when sampling: an entry is missing.
 
     Examples:
@@ -142,12 +140,12 @@ class HindsightRelabel(EpisodeTransform):
         self.goal = goal
         self._given = {"compute_reward": _apart(compute_reward), "compute_terminated": _apart(compute_terminated)}
         self._environment: EnvironmentGoals | None = None
-        self._functions: _Functions | None = None  # once they are needed
-        self._unchanged: list[int] = [0]  # rows with another goal, and no other reward; empty once this is decided
-        self._batches = [0, 1]  # how many there were, and which is checked next; a list, as a module's attributes cost
+        self._functions: _Functions | None = None  # set on first use
+        self._unchanged: list[int] = [0]  # rows with a new goal but the same reward; empty after the decision
+        self._batches = [0, 1]  # count and next batch to check; a list, because setting a module's attribute is slow
 
     def misfit(self, specs: Any, learner: Any = None) -> str | None:
-        """Return why an environment of these specs has no goals that can be relabelled; None if it has."""
+        """Return an error message if goals of an environment with these specs cannot be relabelled, else None."""
         shown = specs.keys
         for name, key in (("achieved_goal_key", self.achieved_goal_key), ("desired_goal_key", self.desired_goal_key)):
             if not any(under(entry, key) for entry in shown):
@@ -163,16 +161,16 @@ class HindsightRelabel(EpisodeTransform):
         return error
 
     def use_environment(self, goals: EnvironmentGoals) -> None:
-        """Compute by an environment's functions what is not given; a DataModule hands over those of its own."""
+        """Use an environment's functions if the user passed none; a DataModule calls this with its environment."""
         self._environment, self._functions = goals, None
 
     def draw(self, count: int) -> Tensor:
-        """Draw uniform numbers from [0, 1): one for each sample, then one for each that is relabelled, if need be."""
+        """Draw uniform numbers from [0, 1): one per sample, then, except for ``"final"``, one per relabelled sample."""
         rng = self.storage.generator
         return torch.rand(count, dtype=torch.float64, generator=rng, device="cpu" if rng is None else rng.device).cpu()
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Relabel a batch, which has an entry ``index``, ``[B]`` or ``[B, T]``."""
+        """Relabel a batch; it needs an entry ``index``, ``[B]`` or ``[B, T]``."""
         episodes = self.episodes
         is_folded = "steps_to_next_obs" in tensordict
         index = self.cells_of(tensordict)
@@ -201,7 +199,7 @@ class HindsightRelabel(EpisodeTransform):
         return tensordict
 
     def _reached(self, batch: TensorDictBase, rows: Tensor, cells: Tensor) -> Tensor:
-        """Return which samples show the goals that they are to get as reached, ``[n]``."""
+        """Return a mask of the samples whose new goal was already reached before the step, ``[n]``."""
         key, *_ = self._layout(batch)
         goals = self._goals(_stored_goals(self.storage.leaves(key), key, cells))
 
@@ -218,7 +216,7 @@ class HindsightRelabel(EpisodeTransform):
         return (found >= most).reshape(len(rows)).cpu()
 
     def _single_steps(self, batch: TensorDictBase, cells: Tensor) -> TensorDictBase:
-        """Read the steps of which a batch has n-step returns."""
+        """Read the single steps of a batch of n-step returns."""
         single = self.storage.get(cells)
         if "steps_to_next_obs" in single or self._layout(batch)[1:] != (REWARD, False):
             raise ValueError(
@@ -228,7 +226,7 @@ class HindsightRelabel(EpisodeTransform):
         return single
 
     def _relabel_folded(self, batch: TensorDictBase, rows: Tensor, cells: Tensor) -> None:
-        """Relabel each step of n-step returns, and fold them again."""
+        """Relabel all steps of n-step returns, and compute the returns again."""
         folded = self.cells_of(batch), batch["steps_to_next_obs"], batch["gamma"]
         index, steps, gamma = (_rows(entry, rows).flatten().cpu() for entry in folded)
         ahead, discount = torch.arange(int(steps.max())), gamma.double() ** (1 / steps)
@@ -244,7 +242,7 @@ class HindsightRelabel(EpisodeTransform):
         rewards, weights = single[REWARD], torch.where(ahead < steps[:, None], discount[:, None] ** ahead, 0.0)
         weights = weights.to(rewards.device).view(*weights.shape, *[1] * (rewards.ndim - 2))
         last.set(REWARD, (weights * rewards).sum(1).to(rewards.dtype))
-        assert self._functions is not None  # they were needed to relabel
+        assert self._functions is not None  # set by _relabel
         for key in (self.desired_goal_key, *self._functions[2]):
             if entry_of(batch, key) is not None:
                 _replace(batch, key, rows, entry_of(first, key))
@@ -284,23 +282,23 @@ class HindsightRelabel(EpisodeTransform):
             (_end_time_steps if time_steps else _end_transitions)(batch, rows, ends)
 
     def _note_unchanged(self, batch: TensorDictBase, rows: Tensor, goals: Goals, rewards: Tensor, key: Any) -> None:
-        """Count rows with another goal; warn if there are many and no reward has changed, and count no more then.
+        """Count rows with a new goal; warn once if many have one and no reward has changed.
 
         Args:
-            batch: the batch, relabelled.
-            rows: which of its rows are relabelled.
-            goals: the entry of the goals before.
-            rewards: the entry of the rewards before.
+            batch: the relabelled batch.
+            rows: indices of the relabelled rows.
+            goals: the goals before relabelling.
+            rewards: the rewards before relabelling.
             key: the key of the rewards.
         """
         differs = _differ(_rows(goals, rows), _rows(_require(batch, self.desired_goal_key), rows))
         old, new = (_rows(entry, rows).double().cpu().reshape(len(rows), -1) for entry in (rewards, batch[key]))
         kinds = entry_of(batch, TIME_STEPS.done)
-        if key == TIME_STEPS.reward and kinds is not None:  # the first time step has earned no reward
+        if key == TIME_STEPS.reward and kinds is not None:  # the first time step has no reward
             began = (_rows(kinds, rows) == FIRST).cpu().reshape(len(rows), -1)
             if began.shape == old.shape:
                 old = old.where(~began, new)
-        # A reward that is computed again for the same goal may be rounded differently.
+        # A recomputed reward may be rounded differently.
         largest = torch.cat([old, new]).abs().nan_to_num(0.0).max()
         if not torch.isclose(new, old, rtol=0.0, atol=float(ROUNDING * largest), equal_nan=True).all():
             self._unchanged.clear()
@@ -316,10 +314,10 @@ class HindsightRelabel(EpisodeTransform):
             )  # fmt: skip
 
     def _computing(self, achieved: Goals, desired: Goals, dims: int) -> _Functions:
-        """Find what gives rewards and, if it does, flags: what is given, or the environment's own.
+        """Select the functions for rewards and flags: the user's, else the environment's.
 
         Raises:
-            EnvironmentFault: only the default reward is left, and it cannot compare such goals.
+            EnvironmentFault: only the default reward is available, and it cannot compare these goals.
         """
         reward, terminated = (self._function(name) for name in ("compute_reward", "compute_terminated"))
         if reward is None:
@@ -337,11 +335,11 @@ class HindsightRelabel(EpisodeTransform):
         goals, called = (self._environment, name) if given is None else given
         method = None if goals is None else goals.find(called)
         function = None if method is None else EnvironmentFunction(method)
-        # What is given is meant, whatever it looks at.
+        # Always use a function of the user, even if it ignores the goals.
         return function if function is None or given is not None or function.depends_on_goals() else None
 
     def _layout(self, batch: TensorDictBase) -> tuple[NestedKey, NestedKey, bool]:
-        """Return where achieved goals and rewards are, and whether the rows are time steps."""
+        """Return the keys of achieved goals and rewards, and True if the rows are time steps."""
         after = next_key(self.achieved_goal_key)
         if entry_of(batch, after) is not None:
             return after, self.reward_key, False
@@ -349,9 +347,9 @@ class HindsightRelabel(EpisodeTransform):
         return self.achieved_goal_key, own, True
 
     def _check(self, batch: TensorDictBase) -> None:
-        """Refuse functions that do not give stored steps what they have."""
+        """Validate that the functions reproduce the stored rewards and flags; raise EnvironmentFault otherwise."""
         achieved_key, reward_key, time_steps = self._layout(batch)
-        after = entry_of(batch, next_key(self.desired_goal_key))  # by which the environment has rewarded
+        after = entry_of(batch, next_key(self.desired_goal_key))  # the goal of the stored reward
         goals = _require(batch, self.desired_goal_key) if after is None else after
         achieved = self._goals(_require(batch, achieved_key))
 
@@ -360,7 +358,7 @@ class HindsightRelabel(EpisodeTransform):
 
         env, position = self.episodes.steps_of(self.cells_of(batch).numpy().ravel())
         begin, _ = self.episodes.bounds(torch.from_numpy(env), torch.from_numpy(position), clip=False)
-        # What a time step begins with was not earned.
+        # The reward of an episode's first time step belongs to no action.
         counts = torch.from_numpy(begin.numpy() < position) if time_steps else torch.ones(len(env), dtype=torch.bool)
         reward, terminated, _ = self._functions or self._computing(achieved, goals, batch.ndim)
         found = {"reward": (_require(batch, reward_key), reward)}
@@ -380,7 +378,7 @@ class HindsightRelabel(EpisodeTransform):
 
 
 def _apart(function: GoalFunction | None) -> Any:
-    """Return a method of an environment as its name and what makes the environment, which copies can take along."""
+    """Return an environment's method as a copyable pair (its EnvironmentGoals, name), other functions unchanged."""
     goals = None if function is None else EnvironmentGoals.of(function)
     return function if function is None or goals is None else (goals, function.__name__)
 
@@ -394,7 +392,7 @@ def _end_transitions(batch: TensorDictBase, rows: Tensor, ends: Tensor) -> None:
 
 
 def _end_time_steps(batch: TensorDictBase, rows: Tensor, ends: Tensor) -> None:
-    """Let time steps end an episode where they terminate, and go on where they did and do not any more."""
+    """Set LAST and discount 0 at new terminations; restore MID and discount 1 at steps that no longer terminate."""
     discount, kind = (_rows(_require(batch, key), rows) for key in (TIME_STEPS.terminated, TIME_STEPS.done))
     began = kind == FIRST
     ended = discount == 0
@@ -412,7 +410,7 @@ def _rows(entry: Any, rows: Tensor) -> Any:
 
 
 def _stored_goals(leaves: list[tuple[Path, Tensor]], key: NestedKey, cells: Tensor) -> Goals:
-    """Read the goals of stored steps, a tensor or a TensorDict, from the leaves of their entry."""
+    """Return the goals of stored steps as a tensor or, if nested, as a TensorDict."""
     (path, leaf), *others = leaves
     if not others and (path[-1] == key or path == key):
         return leaf.index_select(0, cells.to(leaf.device))
@@ -421,7 +419,7 @@ def _stored_goals(leaves: list[tuple[Path, Tensor]], key: NestedKey, cells: Tens
 
 
 def _differ(own: Goals, goals: Goals) -> Tensor:
-    """Return which rows have another goal, ``[n]``."""
+    """Return a mask of the rows with different goals, ``[n]``."""
     if isinstance(own, Tensor):
         differs = own.cpu() != goals.reshape(own.shape).to(own).cpu()
         return differs.reshape(len(own), -1).any(1)
@@ -445,5 +443,5 @@ def _replace(batch: TensorDictBase, key: NestedKey, rows: Tensor, values: Any) -
     shape = torch.Size([len(rows), *entry.shape[1:]])
     if found.numel() != shape.numel():
         raise ValueError(f"Entry {key!r} of the relabelled steps is {list(shape)}, got {list(found.shape)}.")
-    # Another tensor, because a batch made by hand may be what is stored.
+    # Write to a new tensor, because a batch built by hand may share memory with the storage.
     batch.set(key, entry.index_copy(0, rows.to(entry.device), found.reshape(shape).to(entry)))
