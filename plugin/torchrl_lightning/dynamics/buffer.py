@@ -36,7 +36,7 @@ class MBReplayBuffer(ExperienceBuffer, DocumentedVerbs):
 
     One row holds one step of all environments; a batch flattens time and environments into one dimension.
     ``generate_batches`` applies :class:`DynamicsTargets` to all rows and standardises them with their own statistics.
-    TorchRL's methods work, too: ``sample`` draws plain transitions.
+    TorchRL's methods also work: ``sample`` draws plain transitions.
 
     Args:
         size: capacity along time.
@@ -176,7 +176,7 @@ class MBReplayBuffer(ExperienceBuffer, DocumentedVerbs):
             return super().extend(data, env_ids, time_dim=time_dim, update_priority=update_priority)
 
     def _marked(self, data: TensorDictBase) -> TensorDictBase:
-        """Mark steps with a reset's observation as next one; raise KeyError for data without next observations."""
+        """Mark the steps before a reset; raise KeyError for data without next observations."""
         if self.storage.cells is None and not _observations(data):
             raise KeyError(
                 "A transition has no next observation: no entry is there both alone and under 'next'; it has "

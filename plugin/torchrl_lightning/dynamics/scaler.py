@@ -47,7 +47,7 @@ class StandardScaler(nn.Module):
         self.register_buffer("count", torch.zeros((), dtype=torch.int64))
 
     def fit(self, rows: Tensor) -> Self:
-        """Replace mean and deviation by those of the rows ``[N, D]``; return the scaler.
+        """Compute mean and standard deviation from the rows ``[N, D]``; return the scaler.
 
         Raises:
             ValueError: the rows are empty or have another width, or a number is NaN or infinite; the message names

@@ -123,7 +123,7 @@ class DynamicsTargets(Transform):
         return functools.reduce(torch.promote_types, dtypes, torch.get_default_dtype())
 
     def usable(self, rows: TensorDictBase) -> Tensor:
-        """Return a mask ``[*B]``, False for rows with a reset's observation as next observation."""
+        """Return a mask ``[*B]`` of the rows to learn from: False if the next observation comes from a reset."""
         is_reset = entry_of(rows, IS_RESET)
         if is_reset is None:
             return torch.ones(rows.shape, dtype=torch.bool, device=rows.device)

@@ -35,7 +35,7 @@ class EpisodicReplayBuffer(ExperienceBuffer):
     """ALF's replay buffer of several environments: one ring for each, written together or separately.
 
     A row is a transition with our keys. If ``data_spec`` has a ``step_type``, a row is one of ALF's time steps;
-    :mod:`torchrl_lightning.episodic.steps` maps one layout to the other. All TorchRL methods work, too: ``sample``
+    :mod:`torchrl_lightning.episodic.steps` maps one layout to the other. All TorchRL methods also work: ``sample``
     draws single steps, and :meth:`get_batch` draws windows. A position counts the steps of an environment since the
     buffer was emptied.
 

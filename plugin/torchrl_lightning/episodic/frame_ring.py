@@ -22,7 +22,7 @@ class FrameRing:
     steps by one stack, so the frames before the oldest step remain stored. The newest frame after a step occupies the
     slot of the next step's newest frame. Both are the same frame if the next step's stack equals the stack after this
     step. Otherwise an episode begins or steps are missing: then the frame moves to a spare slot. The earlier frames of
-    the new stack get spare slots, too, unless all frames of the stack are equal. A spare slot becomes free when no
+    the new stack also get spare slots, unless all frames of the stack are equal. A spare slot becomes free when no
     stored step uses it; if no slot is free, the number of slots grows by a quarter. So reads always return the written
     stacks, regardless of flags and positions.
 
@@ -75,7 +75,7 @@ class FrameRing:
         return len(self.ring) + len(self.spares)
 
     def first_break(self, stack: Tensor, after: Tensor) -> int | None:
-        """Return the first row in which ``after`` is not ``stack`` shifted by one frame, or None."""
+        """Return the first row with ``after`` different from ``stack`` shifted by one frame, or None."""
         earlier, later = self._split(stack)[:, 1:], self._split(after)[:, :-1]
         if torch.equal(earlier, later):
             return None

@@ -36,7 +36,7 @@ class FrameStorage(RingStorage):
 
     Write the stacked observations and next observations of a recipe with ``frame_stack=K``; reads return them bit for
     bit. The storage holds the newest frame of each step and the last frames of episodes, and builds the stacks on
-    read. It also keeps the frames before the oldest step, so that step is complete, too. A :class:`RingWriter`, part of
+    read. It also keeps the frames before the oldest step, so that this step is complete. A :class:`RingWriter`, part of
     every :class:`ExperienceBuffer`, fills the storage. All data are in CPU memory.
 
     For frames of ``S`` bytes, the storage takes ``S * (max_size + K * num_envs)`` bytes. Each stored end of an episode

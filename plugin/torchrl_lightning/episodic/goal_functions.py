@@ -19,7 +19,7 @@ Goals = Any
 """A tensor, or a TensorDict of nested goals; the step dimensions come first."""
 Lookup = Callable[[str], Tensor | None]
 """A function of a name: the entry ``[n, ...]`` of the observations after the steps, or None."""
-_FEW = 16  # number of steps for the test whether a function is vectorised
+_FEW = 16  # number of steps to test if a function is vectorised
 
 
 class _Untouchable:
@@ -33,7 +33,7 @@ class _Untouchable:
 
 
 class EnvironmentFunction:
-    """Call a goal environment's function on all steps at once if it is vectorised, as most are, else step by step.
+    """Call a goal environment's function on a whole batch if it is vectorised, as most are, else step by step.
 
     Args:
         function: an environment's ``compute_reward`` or ``compute_terminated``.

@@ -75,11 +75,11 @@ class HindsightRelabel(EpisodeTransform):
 
     Args:
         her_proportion: probability of relabelling a sample.
-        strategy: the step whose achieved goal is used: ``"future"``, a uniformly drawn step from the sample's own to
-            the last of its episode; ``"episode"``, a uniformly drawn step of the episode; ``"final"``, the last step.
-        skip_reached: keep a sample's own goal if the new goal was already reached before the step, so that its reward
-            equals the reward of the goal itself. An untouched block is always at its achieved goal, and these samples
-            would teach the policy not to touch it (Manela and Biess 2019).
+        strategy: selects the step of the new goal: ``"future"``, a uniformly drawn step from the sample's own to the
+            last of its episode; ``"episode"``, a uniformly drawn step of the episode; ``"final"``, the last step.
+        skip_reached: keep a sample's own goal if the new goal was already reached before the step: the reward before
+            the step is at least the reward at the goal itself. An untouched block is always at its achieved goal, and
+            these samples would teach the policy not to touch it (Manela and Biess 2019).
         achieved_goal_key: key of the achieved goal.
         desired_goal_key: key of the desired goal, also replaced under ``"next"``.
         reward_key: key of the reward; the default becomes ``"reward"`` for time steps.
@@ -89,10 +89,10 @@ class HindsightRelabel(EpisodeTransform):
             has the entries of the observation after the step. None uses the environment's method, or without one a
             default: 0 within a distance of 0.05, else -1. The default compares floating-point vectors and single
             numbers; other goals, such as images, integers and nested entries, need a function.
-        compute_terminated: the same for ``("next", "terminated")``; ``("next", "done")`` is updated, too (``discount``
-            and ``step_type`` of time steps). None uses the environment's method if it depends on goals. Otherwise the
-            stored flags remain, which is correct if reaching the goal does not end an episode. If it does, pass a
-            function; otherwise the target bootstraps from a state after the goal.
+        compute_terminated: the same for ``("next", "terminated")``; also updates ``("next", "done")`` (for time steps,
+            ``discount`` and ``step_type``). None uses the environment's method if it depends on goals. Otherwise the
+            stored flags remain: correct if reaching the goal does not end an episode. If it does, pass a function,
+            or else targets bootstrap from a state after the goal.
 
     Raises:
         ValueError: ``her_proportion`` is not a probability, or the strategy is unknown; when sampling: the transform
@@ -199,7 +199,7 @@ class HindsightRelabel(EpisodeTransform):
         return tensordict
 
     def _reached(self, batch: TensorDictBase, rows: Tensor, cells: Tensor) -> Tensor:
-        """Return a mask of the samples whose new goal was already reached before the step, ``[n]``."""
+        """Return a mask of the samples with a new goal that was already reached before the step, ``[n]``."""
         key, *_ = self._layout(batch)
         goals = self._goals(_stored_goals(self.storage.leaves(key), key, cells))
 

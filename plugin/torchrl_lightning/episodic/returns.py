@@ -49,8 +49,8 @@ class EpisodicReturn(Nameable):
     """Write the discounted returns of an episode into its stored steps when the episode ends.
 
     The return of a step is ``G[t] = r[t] + gamma * G[t+1]``, summed to the end of the episode or to the first
-    terminated step, which may also end only a life. The return is ``default_return`` in running episodes, and in steps
-    whose episode was truncated without a later termination. The default is so small that it has no effect as a lower
+    terminated step, which may also end only a life. The return stays ``default_return`` in running episodes, and in the
+    steps of a truncated episode after its last termination. The default is so small that it does not matter as a lower
     bound of a value. A ``critic`` completes the returns of truncated episodes by the value of the last successor. If
     the first steps of an episode are overwritten, the others still get their returns.
 
