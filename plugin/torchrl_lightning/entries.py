@@ -1,4 +1,4 @@
-"""Nested keys, trees of leaves, and how they differ: nested dicts of tensors that start with one batch dimension."""
+"""Nested keys, trees (nested dicts of tensors with one leading batch dimension), and differences between trees."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ Key = Annotated[NestedKey, lambda key, name: nested_key(key)]
 Keys = Annotated[tuple[NestedKey, ...], lambda keys, name: nested_keys(keys)]
 """A setting that is a list of keys."""
 Schema = dict[NestedKey, tuple[Any, ...]]
-"""Feature shape and dtype of each leaf, and its device where that matters."""
+"""Feature shape and dtype of each leaf, and optionally its device."""
 
 
 def nested_key(key: Any) -> NestedKey:
-    """Read a key from YAML or code: a string, or a list or tuple of strings; anything else is a TypeError."""
+    """Return a key from YAML or code, a string or a sequence of strings; raise TypeError for anything else."""
     if isinstance(key, str):
         return key
     if not isinstance(key, Sequence) or not key or not all(isinstance(part, str) for part in key):
@@ -34,7 +34,7 @@ def nested_key(key: Any) -> NestedKey:
 
 
 def nested_keys(keys: Any) -> tuple[NestedKey, ...]:
-    """Read a list of keys; a string alone is a list of one, anything else a TypeError."""
+    """Return a collection of keys as a tuple, and a string as a tuple of one; raise TypeError for anything else."""
     if isinstance(keys, str):
         return (keys,)
     if not isinstance(keys, Collection):
@@ -84,13 +84,13 @@ def _collect(tree: Tree, path: Path, found: list[tuple[Path, Tensor]]) -> None:
 
 
 def keyed_leaves(data: TensorDictBase | Tree) -> list[tuple[NestedKey, Tensor]]:
-    """Return every leaf with its key, a plain string if possible; refuse what :func:`tree_of` refuses."""
+    """Return every leaf with its key, a plain string if possible; raise TypeError as :func:`tree_of` does."""
     leaves = leaves_of(data if isinstance(data, dict) else tree_of(data))
     return [(path[0] if len(path) == 1 else path, leaf) for path, leaf in leaves]
 
 
 def keys_below(data: TensorDictBase, root: NestedKey) -> list[NestedKey]:
-    """Return the keys of all leaves at or below ``root``; none where there is no such entry."""
+    """Return the keys of all leaves at or below ``root``; an empty list if ``root`` is missing."""
     entry = data.get(root, None)
     if entry is None:
         return []
@@ -103,8 +103,8 @@ def map_leaves(function: Callable[[Tensor], Any], tree: Tree) -> Tree:
 
 
 def level_of(data: TensorDictBase) -> dict[str, Any]:
-    """Return the entries of one level, for reading only; a TypeError if only some rows of a lazy stack have one."""
-    # A lazy stack shows only what all of its rows have.
+    """Return the entries of one level, read-only; raise TypeError if some rows of a lazy stack lack an entry."""
+    # A lazy stack lists only the keys that all of its rows have.
     if type(data) is not TensorDict and isinstance(data, LazyStackedTensorDict):
         lost = set().union(*(row.keys() for row in data.tensordicts)) - set(data.keys())
         if lost:
@@ -113,7 +113,7 @@ def level_of(data: TensorDictBase) -> dict[str, Any]:
 
 
 def tree_of(data: TensorDictBase, path: Path = ()) -> Tree:
-    """Build the nested dict of the leaves of ``data``; a TypeError if one is no dense tensor, or some rows lack it."""
+    """Build the nested dict of the leaves; raise TypeError if one is not a dense tensor, or if some rows lack it."""
     tree: Tree = {}
     for key, value in (entries_of if type(data) is TensorDict else level_of)(data).items():
         if isinstance(value, TensorDictBase) and not is_non_tensor(value):
@@ -135,7 +135,7 @@ def to_tensordict(tree: Tree, batch: torch.Size, device: torch.device | None = N
 def tensordict_of(
     entries: Mapping[Path, Tensor], batch: torch.Size, names: Sequence[str | None] | None = None
 ) -> TensorDict:
-    """Nest entries by their paths without checking them."""
+    """Build a TensorDict from entries and their paths, without checks."""
     level: dict[str, Any] = {}
     for (name, *rest), value in entries.items():
         if rest:
@@ -147,17 +147,17 @@ def tensordict_of(
 
 
 def name_of(path: Path) -> str:
-    """Write a path as the key that a user types."""
+    """Return a path as the key that a user types."""
     return repr(path[0] if len(path) == 1 else path)
 
 
 def is_tensordict(value: Any) -> TypeGuard[TensorDictBase]:
-    """Return whether a value is a TensorDict, without the slow check of the abstract class for plain ones."""
+    """Return whether a value is a TensorDict; skip the slow check of the abstract class for a plain TensorDict."""
     return type(value) is TensorDict or isinstance(value, TensorDictBase)
 
 
 def check_tensordict(data: Any) -> None:
-    """Refuse anything but a TensorDict by a TypeError that says how it becomes one."""
+    """Validate that a value is a TensorDict; raise TypeError with a remedy if it is not."""
     if not is_tensordict(data):
         kind = "a plain tensor" if isinstance(data, Tensor) else f"a {type(data).__name__}"
         raise TypeError(
@@ -167,7 +167,7 @@ def check_tensordict(data: Any) -> None:
 
 
 def entry_of(data: TensorDictBase, key: NestedKey) -> Tensor | None:
-    """Look an entry up without the checks of ``get``; None if there is none."""
+    """Return an entry without the checks of ``get``, or None."""
     node: Any = data
     for part in (key,) if isinstance(key, str) else key:
         node = entries_of(node).get(part) if is_tensordict(node) else None
@@ -175,12 +175,12 @@ def entry_of(data: TensorDictBase, key: NestedKey) -> Tensor | None:
 
 
 def moved(value: Tensor, device: torch.device | str) -> Tensor:
-    """Move a tensor to a device; asking where it is costs a tenth of a move that moves nothing."""
+    """Move a tensor to a device; comparing devices first costs a tenth of a ``to`` without effect."""
     return value if value.device == device else value.to(device)
 
 
 def nearest(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return values as another type, floating-point ones as the nearest integers within its limits.
+    """Cast values to another dtype; round and clamp floating-point values to an integer dtype.
 
     Examples:
         >>> nearest(torch.tensor([-1.0, 2.6, 256.0]), torch.uint8).tolist()
@@ -195,7 +195,7 @@ def nearest(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def describe(data: TensorDictBase | Tree, batch_dims: int, *, devices: bool = False) -> Schema:
-    """Return shape (after the first ``batch_dims`` dimensions), dtype and, if asked for, device of every leaf."""
+    """Return shape (after the first ``batch_dims`` dimensions), dtype and optionally device of every leaf."""
     return {
         key: (leaf.shape[batch_dims:], leaf.dtype, *((leaf.device,) if devices else ()))
         for key, leaf in keyed_leaves(data)
@@ -219,7 +219,7 @@ def schema_difference(stored: Schema, given: Schema) -> str:
 
 
 def difference(tree: Tree, data: TensorDictBase, *, devices: bool = True) -> str:
-    """Describe in words how the leaves of ``data`` differ from those that are stored."""
+    """Describe in words how the leaves of ``data`` differ from the stored leaves in ``tree``."""
     return schema_difference(describe(tree, 1, devices=devices), describe(tree_of(data), 1, devices=devices))
 
 

@@ -1,4 +1,4 @@
-"""Files that are replaced as a whole, and states in them: one JSON file that names one binary file, without pickle."""
+"""Atomic files, and states in folders: one JSON manifest and the binary file that it names, without pickle."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ DTYPES = {
     )
 }  # fmt: skip
 _ALIGNMENT = 64
-_STREAMED = 1 << 20  # bytes of a tensor that is not read as a whole where a reader streams
+_STREAMED = 1 << 20  # bytes; a streaming reader reads larger tensors in slices
 _BINARY = re.compile(r"state-[0-9a-f]{16}\.bin")
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}\.tmp")
 _TENSOR, _TUPLE = "__tensor__", "__tuple__"
@@ -51,8 +51,8 @@ _TENSOR, _TUPLE = "__tensor__", "__tuple__"
 def replaced_files(*paths: Path) -> Iterator[list[BinaryIO]]:
     """Open a temporary file beside each path; when the block ends without an error, flush all, then rename in order.
 
-    The temporary files are new and have unpredictable names, so that no symbolic link is followed. Those that a killed
-    process left in the same folders are removed.
+    The temporary files are new and have unpredictable names, so that no symbolic link is followed. Temporary
+    files that killed processes left in the same folders are removed.
     """
     folders = {path.parent for path in paths}
     for folder in folders:
@@ -72,9 +72,9 @@ def replaced_files(*paths: Path) -> Iterator[list[BinaryIO]]:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove from a folder the temporary files and folders that processes left behind which were killed.
+    """Remove the temporary files and folders that killed processes left in a folder.
 
-    Those that a process is writing are locked, and stay.
+    Files in use are locked by the process that writes them, and are not removed.
     """
     for path in folder.iterdir() if folder.is_dir() else ():
         if _TEMPORARY.fullmatch(path.name) and (holder := _hold(path, False)) is not None:
@@ -84,11 +84,11 @@ def remove_leftovers(folder: Path) -> None:
 
 @contextlib.contextmanager
 def aside(target: Path, make: Callable[[Path], None]) -> Iterator[Path]:
-    """Make a temporary file or folder beside the target, hold it, and remove it behind the block if it is there."""
+    """Create and lock a temporary file or folder beside the target; remove it after the block if it still exists."""
     while True:
         path = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
         make(path)
-        if (holder := _hold(path, True)) is not None:  # else another process has taken it for a leftover
+        if (holder := _hold(path, True)) is not None:  # otherwise another process took it for a leftover
             break
     with holder:
         try:
@@ -98,15 +98,15 @@ def aside(target: Path, make: Callable[[Path], None]) -> Iterator[Path]:
 
 
 def _hold(path: Path, where_none_can: bool) -> contextlib.ExitStack | None:
-    """Lock a temporary file or folder until the stack is closed or the process ends; None if another one holds it.
+    """Lock a temporary file or folder until the stack is closed or the process ends; return None if it is locked.
 
-    Where nothing can be locked, ``where_none_can`` says whether it counts as held.
+    If the system cannot lock files, ``where_none_can`` decides whether the file counts as locked.
     """
     held = contextlib.ExitStack()
     if fcntl is None:
         return held if where_none_can else None
     try:
-        # Some filesystems lock no file that is open for reading alone.
+        # Some filesystems cannot lock a file that is open for reading only.
         descriptor = os.open(path, (os.O_RDONLY if path.is_dir() else os.O_RDWR) | os.O_NOFOLLOW)
         held.callback(os.close, descriptor)
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -127,7 +127,7 @@ def _remove(path: Path) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    # A rename lasts only once the folder itself is on the disk; not every platform can open a folder.
+    # A rename is durable only after a sync of the folder; not every platform can open a folder.
     with contextlib.suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:
@@ -137,14 +137,14 @@ def _sync_folder(folder: Path) -> None:
 
 
 def check_writable(folder: Path, name: str) -> None:
-    """Refuse a folder that cannot be made, or that no file can be written to.
+    """Validate that a folder is writable, or that it can be created.
 
     Args:
         folder: The folder.
         name: The setting that names it.
 
     Raises:
-        Fault: It, or the folder that it would be made in, cannot be written to.
+        Fault: The folder, or its nearest existing parent, is not writable.
     """
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     try:
@@ -154,13 +154,13 @@ def check_writable(folder: Path, name: str) -> None:
 
 
 class StateFiles:
-    """Write a part's state to a folder, and read it again; the part's states are declared."""
+    """Mixin that writes the declared state of a part to a folder and reads it again."""
 
     def dumps(self: Any, path: str | Path) -> None:
         """Write the state to a folder: streamed, atomic, without pickle.
 
         Raises:
-            OSError: the disk is full or not writable; an earlier state stays whole.
+            OSError: The disk is full or not writable; an earlier state stays intact.
         """
         write_state(Path(path), self.state_dict(copy=False))
 
@@ -168,17 +168,17 @@ class StateFiles:
         """Read the state from a folder.
 
         Raises:
-            FileNotFoundError: there is none.
-            ValueError: it is damaged, foreign, or does not fit; nothing is changed.
+            FileNotFoundError: The folder has no state.
+            ValueError: The state is damaged, foreign, or does not fit; nothing is changed.
         """
         self.load_state_dict(read_state(Path(path)))
 
 
 class OwnFiles(StateFiles):
-    """Refuse TorchRL's checkpointers and their hooks, which would be ignored: our parts write files of their own."""
+    """Mixin that rejects the hooks of TorchRL's checkpointers, because parts with their own files would ignore them."""
 
     def register_save_hook(self, hook: Any) -> None:
-        """Refuse a hook by a TypeError."""
+        """Raise TypeError, because the hook would be ignored."""
         raise TypeError(
             f"{type(self).__name__} writes its own files, which TorchRL's checkpointers and hooks do not reach; "
             "change what state_dict() gives, or use TorchRL's buffer and storage."
@@ -189,7 +189,7 @@ class OwnFiles(StateFiles):
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of a leaf that are not in one piece, gathered while they are written."""
+    """Scattered rows of a leaf, gathered in slices while they are written."""
 
     leaf: Tensor
     cells: Tensor
@@ -198,15 +198,15 @@ class Rows:
         return len(self.cells)
 
     def __getitem__(self, part: slice) -> Tensor:
-        """Gather some of the rows."""
+        """Gather a slice of the rows."""
         return self.leaf.index_select(0, self.cells[part].to(self.leaf.device))
 
 
 def write_state(folder: Path, state: Mapping[str, Any]) -> None:
-    """Write nested dicts, lists, tensors (or :class:`Rows`) and scalars to a folder, all of it or nothing.
+    """Write nested dicts, lists, tensors (or :class:`Rows`) and scalars to a folder, atomically.
 
-    A new folder appears complete. In an existing one, the manifest is replaced last, after everything that it names has
-    reached the disk, so that an error leaves the old state intact.
+    A new folder appears only when it is complete. In an existing folder, the manifest is replaced last, after the
+    binary file is on the disk, so that an error leaves the old state intact.
     """
     folder = folder.absolute()
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -233,7 +233,7 @@ def _write_into(folder: Path, state: Mapping[str, Any]) -> None:
                 f"than {MANIFEST_VALUES:,} in {MANIFEST_BYTES:,}, which could not be read again."
             )
         manifest.write(described)
-    for old in folder.iterdir():  # also what a killed process had completed
+    for old in folder.iterdir():  # also complete files of killed processes
         if old.name != name and _BINARY.fullmatch(old.name):
             old.unlink(missing_ok=True)
 
@@ -278,7 +278,7 @@ def _write_tensor(value: Tensor | Rows, file: BinaryIO, path: str) -> dict[str, 
 
 @dataclass(frozen=True)
 class StoredRows:
-    """A tensor in a file, of which pieces are read."""
+    """A tensor in a file, read in slices."""
 
     file: Path
     offset: int
@@ -289,7 +289,7 @@ class StoredRows:
         return self.shape[0]
 
     def __getitem__(self, part: slice) -> Tensor:
-        """Read some of the rows, which are next to each other."""
+        """Read a contiguous slice of the rows."""
         start, stop, _ = part.indices(len(self))
         row = math.prod(self.shape[1:]) * self.dtype.itemsize
         with self.file.open("rb") as file:
@@ -300,9 +300,9 @@ class StoredRows:
 
 
 def read_state(folder: Path, *, streamed: bool = False) -> dict[str, Any]:
-    """Read what :func:`write_state` wrote, if it is there and whole; tensors are mapped from the file, not loaded.
+    """Read and validate a state that :func:`write_state` wrote; tensors are mapped from the file, not loaded.
 
-    With ``streamed``, large ones are :class:`StoredRows`, whose pages do not stay in memory.
+    With ``streamed``, large tensors are :class:`StoredRows`, which keep no pages in memory.
     """
     folder = folder.absolute()
     manifest = folder / MANIFEST
@@ -311,7 +311,7 @@ def read_state(folder: Path, *, streamed: bool = False) -> dict[str, Any]:
     try:
         if manifest.is_symlink():
             raise ValueError(f"{MANIFEST} is a link, which we never write")
-        # A text of other characters than ASCII could take four times its bytes.
+        # A string with characters outside ASCII could take four times its bytes in memory.
         written = read_json(manifest, MANIFEST_BYTES, MANIFEST_VALUES, "ascii")
         if written["version"] != VERSION:
             raise ValueError(f"it has version {written['version']!r}, this release reads {VERSION}")
@@ -338,7 +338,7 @@ def read_state(folder: Path, *, streamed: bool = False) -> dict[str, Any]:
 class _Reader:
     def __init__(self, data: np.ndarray[Any, np.dtype[np.uint8]], streamed: Path | None) -> None:
         self.data, self.streamed = data, streamed
-        self.left = len(data)  # no byte is read twice, so that a hostile manifest cannot ask for more than there is
+        self.left = len(data)  # no byte is read twice, so a hostile manifest cannot request more than the file has
 
     def decode(self, value: Any) -> Any:
         if isinstance(value, dict):

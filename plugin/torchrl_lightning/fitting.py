@@ -1,4 +1,4 @@
-"""What a run is refused for, and whether parts fit: each answers for itself, by ``misfit``, which returns why not."""
+"""User errors, and checks that parts fit together: the method ``misfit`` of a part returns the reason or None."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from torchrl_lightning.protocols import DataApi, LearnerApi
 
 
 class Fault(ValueError):
-    """What is wrong with a run and not with the program; its message, one line, is all that its user needs to see."""
+    """A user error in a run, not a bug in the program; the user needs only its one-line message."""
 
 
 class MisfitError(ValueError):
-    """A part does not fit the environment, the learner or the data; its message says what would."""
+    """A part does not fit the environment, the learner or the data; the message names a part that would."""
 
 
 def require_fit(part: Any, *others: Any) -> None:
-    """Ask a part whether it fits others, by its method ``misfit``; a MisfitError says why it does not.
+    """Check by its method ``misfit`` that a part fits others; raise MisfitError with the reason if it does not.
 
     Examples:
         >>> class Stack:
@@ -34,9 +34,9 @@ def require_fit(part: Any, *others: Any) -> None:
 
 
 def require_stream(learner: Any, data: Any) -> None:
-    """Refuse a learner that learns from another stream than a DataModule serves, by a MisfitError.
+    """Check that a learner learns from the stream that a DataModule serves; raise MisfitError if it does not.
 
-    A learner names the stream in ``learns_from``, a DataModule in ``serves``; who names none is not asked.
+    A learner names the stream in ``learns_from``, a DataModule in ``serves``; None fits any stream.
     """
     wanted, served = LearnerApi.of(learner), DataApi.of(data)
     if wanted.learns_from is None or served.serves is None or wanted.learns_from == served.serves:
@@ -48,7 +48,7 @@ def require_stream(learner: Any, data: Any) -> None:
 
 
 def check_precision(trainer: Any) -> None:
-    """Validate a trainer's precision; raise ValueError if the policy could not act in it as it learns."""
+    """Validate a trainer's precision; raise ValueError if the policy could not act in the precision of training."""
     precision, plugin = str(trainer.precision), trainer.precision_plugin
     if precision.endswith("-true") and precision != "32-true":
         raise ValueError(
@@ -81,7 +81,7 @@ def learning_dtype(trainer: Any) -> Any:
 
 
 def _only_autocasts(plugin: Any) -> bool:
-    """Return whether a precision plugin leaves batches and torch's default dtype as they are."""
+    """Return whether a precision plugin leaves batches and torch's default dtype unchanged."""
     if plugin is None:
         return True
     import torch

@@ -1,4 +1,4 @@
-"""Where the channels of an image are. Imports nothing heavy."""
+"""Find the channel axis of an image. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Sequence
 
 
 def stack_axis(shape: Sequence[int]) -> int:
-    """Return the axis of an image along which frames are stacked: that of its channels, a new one where it has none."""
+    """Return the axis for stacking frames: the channel axis of an image, or a new first axis without channels."""
     return 2 if channels_are_last(shape) else 0
 
 
 def channels_are_last(shape: Sequence[int]) -> bool:
     """Return whether images of three dimensions are ``[H, W, C]``.
 
-    Squares show where the channels are, as a stack of small images has more channels than rows; of others the channels
-    are fewer than rows or columns.
+    In a square image the two equal sizes are rows and columns, because a stack of small images may have more channels
+    than rows. In other images the first or last axis is the channel axis, whichever is smaller.
 
     Examples:
         >>> channels_are_last((64, 64, 12)), channels_are_last((4, 84, 84)), channels_are_last((210, 160, 3))

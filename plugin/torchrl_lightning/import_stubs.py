@@ -1,8 +1,8 @@
-"""Start our own processes faster: import libraries without modules that they name and hardly ever use.
+"""Start our own processes faster: import libraries without dependencies that they rarely use.
 
-Lightning names torch's compiler and TorchMetrics, which brings SciPy and matplotlib; TorchRL brings Ray and MuJoCo.
-Stubs replace these modules while the libraries are imported. A later import gets the module itself, and names that are
-bound to a stub resolve when they are used. Only the commands, and the processes that collectors start, call this.
+Lightning imports torch's compiler and TorchMetrics, which imports SciPy and matplotlib. TorchRL imports Ray and MuJoCo.
+Stubs replace these modules while the libraries are imported. A later import loads the real module, and names bound to a
+stub resolve on first use. Only the commands, and the processes that collectors start, use this module.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ALL = ("lightning", *COLLECTING, "torchrl.modules")
 
 
 def import_libraries(names: Sequence[str] = _ALL) -> None:
-    """Import libraries without the deferred modules; modules that are imported already stay as they are."""
+    """Import libraries without the deferred modules; modules that are already imported do not change."""
     if all(name in sys.modules for name in names):
         return
     calls = DeferredCompilerCalls()
@@ -39,13 +39,13 @@ def import_libraries(names: Sequence[str] = _ALL) -> None:
 
 
 class CollectingTarget:
-    """The target of a process that collects, a function as ``module:name``: its libraries are imported before it."""
+    """The target function of a collecting process, as ``module:name``; unpickling imports the libraries first."""
 
     def __init__(self, function: str) -> None:
         self.function = function
 
     def __setstate__(self, state: dict[str, str]) -> None:
-        import_libraries(COLLECTING)  # in the process, before the arguments of the function are unpickled
+        import_libraries(COLLECTING)  # in the new process, before the function's arguments are unpickled
         self.function = state["function"]
 
     def __call__(self, *arguments: Any) -> None:
@@ -55,7 +55,7 @@ class CollectingTarget:
 
 @contextmanager
 def _garbage_collection_paused() -> Iterator[None]:
-    # Each collection would visit hundreds of thousands of objects, which all stay, now and later.
+    # Each collection would visit hundreds of thousands of objects that are never freed.
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -68,7 +68,7 @@ def _garbage_collection_paused() -> Iterator[None]:
 
 @contextmanager
 def stub_modules(contents: Mapping[str, Mapping[str, Any]]) -> Iterator[None]:
-    """Replace modules, and all modules below them, by stubs while this context imports others.
+    """Replace modules and their submodules by stubs while this context imports others.
 
     Args:
         contents: The names of the modules, each with the attributes of its stub. Imported modules are not replaced.
@@ -90,7 +90,7 @@ def stub_modules(contents: Mapping[str, Mapping[str, Any]]) -> Iterator[None]:
 
 
 class StubModule(ModuleType):
-    """Replaces a module until one of its names is used."""
+    """Stub that replaces a module until one of its names is used."""
 
     def __init__(self, name: str, finder: _StubFinder) -> None:
         super().__init__(name)
@@ -122,11 +122,11 @@ class LazyAttribute:
         return not isinstance(sys.modules.get(self._stub.__name__, self._stub), StubModule)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call it."""
+        """Import the module and call the attribute."""
         return self._real()(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # a protocol of Python, which others ask for
+        if name.startswith("__"):  # other libraries probe for special methods
             raise AttributeError(name)
         return getattr(self._real(), name)
 
@@ -142,13 +142,13 @@ class LazyAttribute:
 
 
 class _StubFinder(MetaPathFinder, Loader):
-    """Finds and loads stubs."""
+    """Import finder and loader of stubs."""
 
     def __init__(self, contents: dict[str, Mapping[str, Any]]) -> None:
         self.contents = contents
 
     def root_of(self, name: str) -> str | None:
-        """Return the replaced module that a module is, or is below, or None."""
+        """Return the replaced module that equals or contains a module, or None."""
         return next((root for root in self.contents if f"{name}.".startswith(f"{root}.")), None)
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
@@ -183,17 +183,17 @@ class _StubFinder(MetaPathFinder, Loader):
 
 
 class DeferredCompilerCalls(MetaPathFinder):
-    """Calls of torch's compiler at import time, such as ``disable``; its import repeats them."""
+    """Store calls to torch's compiler at import time, such as ``disable``, and repeat them when it is imported."""
 
     def __init__(self) -> None:
         self._calls: list[Callable[[ModuleType], object]] = []
 
     def decorators(self) -> dict[str, Callable[..., Any]]:
-        """Return the functions that replace those of the compiler."""
+        """Return the replacements of the compiler's functions, by name."""
         return {each.__name__: each for each in (self.disable, self.allow_in_graph, self.assume_constant_result)}
 
     def disable(self, fn: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Return a function that calls ``fn`` as it is, and once the compiler is imported, its uncompiled ``fn``."""
+        """Return a wrapper that calls ``fn``, or the compiler's ``disable(fn)`` once the compiler is imported."""
         if fn is None:
             return lambda fn: self.disable(fn, *args, **kwargs)
         if not isinstance(fn, FunctionType):  # a class, which the compiler changes in place
@@ -215,12 +215,12 @@ class DeferredCompilerCalls(MetaPathFinder):
         return uncompiled
 
     def allow_in_graph(self, fn: Any) -> Any:
-        """Return ``fn``, which the compiler takes as it is."""
+        """Return ``fn``, and store the call of ``allow_in_graph``."""
         self._calls.append(lambda compiler: compiler.allow_in_graph(fn))
         return fn
 
     def assume_constant_result(self, fn: Any) -> Any:
-        """Return ``fn``, which the compiler calls once."""
+        """Return ``fn``, and store the call of ``assume_constant_result``."""
         self._calls.append(lambda compiler: compiler.assume_constant_result(fn))
         return fn
 
@@ -232,7 +232,7 @@ class DeferredCompilerCalls(MetaPathFinder):
             sys.meta_path.insert(0, self)
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Find the compiler, once."""
+        """Find the compiler's module once, and repeat the stored calls after its import."""
         if name != COMPILER:
             return None
         sys.meta_path.remove(self)

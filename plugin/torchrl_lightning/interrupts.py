@@ -1,4 +1,4 @@
-"""Ctrl-C of a process that trains: it waits until the run is between two steps. Imports nothing heavy."""
+"""Delay Ctrl-C in a training process until the run is between two steps. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _NOTE = b"\nCtrl-C: the run stops when its step is complete. Press Ctrl-C again 
 class InterruptHolder:
     """Hold Ctrl-C while counters, buffer and weights change, so that a checkpoint never mixes two states.
 
-    Python raises KeyboardInterrupt between any two instructions, also when a collector has counted a rollout that the
-    DataModule has not. A second Ctrl-C is not held.
+    Python may raise KeyboardInterrupt between any two instructions, for example after a collector has counted a rollout
+    and before the DataModule has. A second Ctrl-C acts immediately.
 
     Attributes:
-        pending: Whether a Ctrl-C waits.
+        pending: Whether a Ctrl-C is held.
         between_steps: Whether the last step is complete and nothing of the next one has changed the run.
         is_torn: Whether a second Ctrl-C has stopped the run within a step, so that its state is not consistent.
     """
@@ -32,7 +32,7 @@ class InterruptHolder:
         self._raises_now = False
 
     def hold(self, owner: object) -> None:
-        """Hold Ctrl-C from now on; do nothing if another owner does, or if Ctrl-C does not raise KeyboardInterrupt."""
+        """Hold Ctrl-C from now on; do nothing if another owner holds it, or if it does not raise KeyboardInterrupt."""
         if self._owner is not None or not is_main_thread():
             return
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -41,7 +41,7 @@ class InterruptHolder:
             signal.signal(signal.SIGINT, self._handle)
 
     def release(self, owner: object) -> bool:
-        """Hold Ctrl-C no longer; return whether one waits."""
+        """Stop holding Ctrl-C; return whether one is pending."""
         if self._owner is not owner:
             return False
         self._owner = None
@@ -51,14 +51,14 @@ class InterruptHolder:
         return pending
 
     def check(self) -> None:
-        """Raise KeyboardInterrupt if a Ctrl-C waits; call it where the state of the run is consistent."""
+        """Raise KeyboardInterrupt if a Ctrl-C is pending; call it when the state of the run is consistent."""
         if self.pending:
             self.pending = self.between_steps = False
             raise KeyboardInterrupt
 
     @contextmanager
     def not_held(self) -> Iterator[None]:
-        """Let Ctrl-C act immediately within a block that may be given up without a trace."""
+        """Let Ctrl-C act immediately within a block that can be aborted without side effects."""
         self.check()
         self._raises_now = True
         try:
@@ -67,7 +67,7 @@ class InterruptHolder:
             self._raises_now = False
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._process:  # a forked process, which has inherited this
+        if os.getpid() != self._process:  # a forked process inherits the handler
             raise KeyboardInterrupt
         if self._raises_now:
             self._raises_now = False
@@ -80,4 +80,4 @@ class InterruptHolder:
 
 
 interrupts = InterruptHolder()
-"""Python has one handler of Ctrl-C for the whole process."""
+"""The only instance, because Python has one Ctrl-C handler for the whole process."""

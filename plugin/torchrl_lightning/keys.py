@@ -1,4 +1,4 @@
-"""The names of all entries of a run, for every room: what the environment's observations must not be called."""
+"""Names of all entries of a run; observations of an environment must not have these names."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 NEXT = "next"
 OBSERVATION = "observation"
-# What an environment may observe beside it, as TorchRL has it: which actions it allows. No network reads it.
+# TorchRL's name for the mask of allowed actions, which an environment may return. No network reads it.
 ACTION_MASK = "action_mask"
 
-# What a step is.
+# Entries of a step.
 ACTION, LOG_PROB, IS_INIT, RECURRENT_STATE = "action", "action_log_prob", "is_init", "recurrent_state"
 FLAGS = ("done", "terminated", "truncated")
 REWARD = (NEXT, "reward")
@@ -21,31 +21,31 @@ ENV_IDS, TRAJ_IDS, VALID, POLICY_VERSION = (
     (COLLECTOR, name) for name in ("env_ids", "traj_ids", "mask", "policy_version")
 )
 DEMO = "demo"
-# Which steps were replayed, such as a demonstration's: neither the policy nor the environment made them.
+# Entries of replayed steps, such as demonstrations: neither the policy nor the environment produced these steps.
 REPLAYED, DEMO_ACTION, DEMO_SERIAL = ((DEMO, name) for name in ("mask", "action", "serial"))
 
 # TorchRL's transforms write these beside the observations; no network should read them as observations.
 BOOKKEEPING = (IS_INIT, "step_count", RECURRENT_STATE)
-# What repeats the step before, or serves bookkeeping alone.
+# Entries that repeat the previous step, or serve only bookkeeping.
 REPEATED = (COLLECTOR, *FLAGS)
 
-# What estimators make of a rollout.
+# Entries that estimators add to a rollout.
 VALUE, TARGET, ADVANTAGE = "state_value", "value_target", "advantage"
 INTRINSIC_REWARD, NORMALIZED_REWARD = (NEXT, "intrinsic_reward"), (NEXT, "normalized_intrinsic_reward")
 INTRINSIC_VALUE, INTRINSIC_TARGET = "intrinsic_state_value", "intrinsic_value_target"
 INTRINSIC_ADVANTAGE, CURRENT_LOG_PROB = "intrinsic_advantage", "current_action_log_prob"
 FINISHED = "finished"
 
-# What comes with a batch.
+# Entries that come with a batch.
 INDEX, MASK, WEIGHT, TD_ERROR, SOURCE = "index", "mask", "priority_weight", "td_error", "source"
 STAMPS = ("write_position", "write_generation", "importance_weights")
 FOLDED = ("steps_to_next_obs", "gamma")
 RETURN, STEP_TYPE = "discounted_return", "step_type"
 INPUTS, TARGETS = "inputs", "targets"
 
-# What networks and models hand on within a TensorDict.
+# Entries that networks and models pass on within a TensorDict.
 FEATURES, ACTION_VALUE, MEMBER, REMEMBERED = "features", "action_value", "member", "remembered"
-# And TorchRL's, in the same TensorDicts.
+# TorchRL's entries in the same TensorDicts.
 TORCHRL = ("_reset", "episode_reward", "sample_log_prob", "chosen_action_value", "logits", "loc", "scale")
 
 RESERVED = frozenset(
@@ -57,7 +57,7 @@ RESERVED = frozenset(
         *(FEATURES, ACTION_VALUE, MEMBER, REMEMBERED, *TORCHRL),
     }
 )
-"""Names at the root of a TensorDict, or under ``"next"``, that are a run's own."""
+"""Names at the root of a TensorDict, or under ``"next"``, that a run reserves for its own entries."""
 
 
 UNNAMEABLE = frozenset({"shape", "device", "dtype", "space", ""})
@@ -65,10 +65,10 @@ UNNAMEABLE = frozenset({"shape", "device", "dtype", "space", ""})
 
 
 def check_names(paths: Iterable[tuple[Any, ...]]) -> None:
-    """Raise a ValueError if an observation's entry has a name that TorchRL's specs cannot hold.
+    """Validate the names of an observation's entries; raise ValueError if TorchRL's specs cannot hold one.
 
     Args:
-        paths: Names of the entries, from the root on.
+        paths: The path of each entry from the root.
 
     Examples:
         >>> check_names([("arm", "shape")])
@@ -93,7 +93,7 @@ EnvironmentRecipe (in a command, env=recipe data.env.rename=...), or leave them 
 
 
 def joined(path: tuple[Any, ...]) -> str:
-    """Return the path of an entry as a setting names it, such as ``arm.position``."""
+    """Return the path of an entry in the notation of settings, such as ``arm.position``."""
     return ".".join(map(str, path))
 
 
@@ -103,11 +103,11 @@ def _is_nameable(name: Any) -> bool:
 
 
 def check_observed(names: Iterable[str], meant: Mapping[str, str] = MappingProxyType({})) -> None:
-    """Refuse, by a ValueError, entries of an observation that are named as a run's own.
+    """Validate that an observation's entries have no reserved names; raise ValueError if one does.
 
     Args:
-        names: Those of its entries.
-        meant: Which names some of them should have.
+        names: The names of its entries.
+        meant: The suggested new names of some entries.
 
     Examples:
         >>> check_observed(["observation", "gamma"])

@@ -1,20 +1,20 @@
-"""Limits of files from others, in one place: a file is compared with them before it takes memory or time."""
+"""Limits of untrusted files; each file is checked against them before it takes memory or time."""
 
 from __future__ import annotations
 
 # -- checkpoints and states ------------------------------------------------------------------------------------------
 CHECKPOINT_VALUES = 1_000_000
-"""Values in a checkpoint, each counted as often as it is named."""
+"""Values in a checkpoint, each counted once per reference."""
 CHECKPOINT_DEPTH = 64
 """Levels of dicts and lists in a checkpoint."""
 CHECKPOINT_TEXT = 1 << 26
-"""Characters of all texts of a checkpoint, each counted as often as it is named."""
+"""Characters of all strings in a checkpoint, each counted once per reference."""
 PICKLE_BYTES = 1 << 25
-"""Bytes of the pickle of a checkpoint, which holds everything but the numbers of its tensors."""
+"""Bytes of the pickle of a checkpoint, which stores everything except the data of tensors."""
 PICKLE_OPERATIONS = 1_000_000
-"""Operations of that pickle."""
+"""Operations in the pickle of a checkpoint."""
 PICKLE_DIGITS = 32
-"""Bytes of an integer in that pickle; the states of numpy's generators have 16."""
+"""Bytes of an integer in the pickle of a checkpoint; the states of NumPy's generators have 16."""
 KEY_PARTS = 16
 """Parts of a key that is a tuple."""
 DIRECTORY_BYTES = 1 << 23
@@ -22,9 +22,9 @@ DIRECTORY_BYTES = 1 << 23
 TENSOR_DIMENSIONS = 64
 """Dimensions of a tensor."""
 ELEMENTS_PER_BYTE = 4
-"""Bytes of all tensors of a checkpoint, each with its own elements, for each byte of the file."""
+"""Bytes of all tensors of a checkpoint, with shared elements counted for each tensor, per byte of the file."""
 ELEMENTS_LEAST = 1 << 20
-"""Bytes of tensors that any checkpoint may have."""
+"""Bytes of tensors that a checkpoint of any size may have."""
 
 MANIFEST_BYTES = 1 << 26
 """Bytes of the manifest of a state in a folder."""
@@ -41,11 +41,11 @@ YAML_BYTES = 1 << 18
 YAML_DEPTH = 32
 """Levels of a YAML file."""
 YAML_VALUES = 50_000
-"""Values in a YAML file, with each alias counted as all that it stands for."""
+"""Values in a YAML file; each alias counts as all values of its anchor."""
 YAML_INTERPOLATION = 1000
-"""Characters of a text that holds an interpolation."""
+"""Characters of a string with an interpolation."""
 YAML_REFERENCES = 8
-"""Interpolations that lead to a value."""
+"""Interpolations in the chain that leads to a value."""
 OVERRIDES = 500
 """Overrides of the command in a checkpoint; each takes Hydra's grammar a millisecond."""
 LOG_BYTES = 1 << 28
@@ -55,31 +55,31 @@ LOG_LINES = 1_000_000
 LOG_LINE = 1 << 20
 """Characters of one of these lines."""
 SHOWN_BUFFERS = 64
-"""Buffers of one source that an inspection shows."""
+"""Buffers of one source in an inspection."""
 SHOWN_ENTRIES = 500
-"""Entries of one buffer that an inspection shows."""
+"""Entries of one buffer in an inspection."""
 
 # -- parts that a config in a file names -----------------------------------------------------------------------------
 BUILT_PER_BYTE = 8
-"""Bytes of the tensors that networks make while they are built, for each byte of the stored weights."""
+"""Bytes of the tensors that are created while networks are built, per byte of the stored weights."""
 BUILT_LEAST = 1 << 26
-"""Bytes that any networks may make."""
+"""Bytes that networks of any size may create while they are built."""
 OPERATIONS_PER_WEIGHT = 200
-"""Operations of torch while networks are built, for each stored weight."""
+"""Torch operations while networks are built, per stored weight."""
 OPERATIONS_LEAST = 20_000
-"""Operations that building any networks may take."""
+"""Torch operations that networks of any size may take while they are built."""
 COUNT = 1 << 28
 """Cells of a buffer."""
 WIDTH = 1 << 17
-"""Units of a layer, environments, and all other whole numbers but cells, times and seeds."""
+"""Units of a layer, environments, and all other integers except cells, times and seeds."""
 LENGTH = 4096
-"""Whole numbers in the settings of an environment and its wrappers, such as stacked frames and pixels of a side."""
+"""Integers in the settings of an environment and its wrappers, such as stacked frames and pixels of a side."""
 
 # -- optimizers ------------------------------------------------------------------------------------------------------
 OPTIMIZER_STEPS = 1 << 40
 """Steps that an optimizer has made."""
 OPTIMIZER_COUNT = 10_000
-"""Whole numbers among the settings of an optimizer, such as a number of iterations."""
+"""Integers in the settings of an optimizer, such as a number of iterations."""
 
 # -- data sets -------------------------------------------------------------------------------------------------------
 FILE_BYTES = 1 << 30
@@ -89,6 +89,6 @@ COLLECTION_BYTES = 1 << 32
 MINARI_BYTES = 1 << 24
 """Bytes of the metadata of a Minari data set; the bounds of an image of 640 x 480 pixels take 10 MB."""
 MINARI_VALUES = 1 << 20
-"""Values in these metadata; the spaces, which are texts in them, count by their bytes."""
+"""Values in the metadata of a Minari data set; spaces are strings there, and count by their bytes."""
 UNPACKED_AT_ONCE = 1 << 24
 """Bytes of a compressed array that are unpacked at a time."""

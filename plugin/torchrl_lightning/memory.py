@@ -1,6 +1,6 @@
-"""Memory for what is stored, or a file without a name in its place, and checks that there is enough of it.
+"""Allocate stored rows in memory or in an unnamed file, and check that enough space is free.
 
-Sizes are checked before anything is allocated, so that a typo in a size is an error and not a killed process.
+Sizes are checked before the allocation, so that a typo in a size raises an error instead of killing the process.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ LINE = 64  # bytes of a cache line
 
 
 def allocate(size: int, dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    """Reserve uninitialised memory; on the CPU numpy's, which asks for huge pages: scattered reads miss fewer of them.
+    """Allocate uninitialised memory, on the CPU by NumPy and aligned to a cache line.
 
-    It begins with a cache line.
+    NumPy requests huge pages, so scattered reads cause fewer page misses.
     """
     if torch.device(device).type != "cpu":
         return torch.empty(size, dtype=dtype, device=device)
@@ -45,7 +45,7 @@ def allocate(size: int, dtype: torch.dtype, device: torch.device | str) -> Tenso
 
 
 def zeros(size: int, dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    """Reserve zeros as :func:`allocate` does; on the CPU, the system provides their memory when they are written."""
+    """Allocate zeros as :func:`allocate` does; on the CPU, the system provides the memory when they are written."""
     if torch.device(device).type != "cpu":
         return torch.zeros(size, dtype=dtype, device=device)
     raw = np.zeros(size * dtype.itemsize + LINE, np.uint8)
@@ -56,10 +56,10 @@ def zeros(size: int, dtype: torch.dtype, device: torch.device | str) -> Tensor:
 def check_room(
     needed: int, owner: str, remedy: str, *, device: torch.device | str = "cpu", folder: Path | None = None
 ) -> None:
-    """Refuse to allocate more bytes than are free on a device, or on the disk of a folder.
+    """Validate that enough bytes are free on a device, or on the disk of a folder.
 
     Raises:
-        ValueError: there is not enough room; the message gives both numbers, who needs them, and what the user can do.
+        ValueError: Too few bytes are free; the message gives both numbers, the owner and the remedy.
     """
     free = free_bytes(torch.device(device), folder)
     if free is not None and needed > free:
@@ -68,7 +68,7 @@ def check_room(
 
 
 def reserve(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Allocate an uninitialised tensor; on the CPU by numpy, whose huge pages make scattered reads faster."""
+    """Allocate an uninitialised tensor; on the CPU by NumPy, because its huge pages speed up scattered reads."""
     size = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or not size:
         return torch.empty(shape, dtype=dtype, device=device)
@@ -76,9 +76,9 @@ def reserve(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) ->
 
 
 def packed_rows(leaf: Tensor, cells: Tensor | int) -> Tensor:
-    """Copy the first rows of a tensor, or these, so that a pickle does not include the memory of the others.
+    """Copy the first ``cells`` rows, or the rows at these indices, so that a pickle does not include the other rows.
 
-    A tensor over a file with a name is returned as it is: its pickle refers to the file, which the copy then shares.
+    A ``MemoryMappedTensor`` is returned unchanged: its pickle refers to the file, which the copy then shares.
     """
     if isinstance(leaf, MemoryMappedTensor):
         return leaf
@@ -88,7 +88,7 @@ def packed_rows(leaf: Tensor, cells: Tensor | int) -> Tensor:
 
 
 def unpacked_rows(rows: Tensor, cells: Tensor | int, count: int) -> Tensor:
-    """Reserve memory for ``count`` rows, and copy packed rows to their places."""
+    """Allocate ``count`` rows, and copy packed rows to their indices."""
     if isinstance(rows, MemoryMappedTensor):
         return rows
     leaf = reserve((count, *rows.shape[1:]), rows.dtype, rows.device)
@@ -100,23 +100,23 @@ def unpacked_rows(rows: Tensor, cells: Tensor | int, count: int) -> Tensor:
 
 
 def packed_tree(tree: Tree, cells: Tensor | int) -> Tree:
-    """Copy the first rows of all leaves, or these."""
+    """Copy the first ``cells`` rows of all leaves, or the rows at these indices."""
     return map_leaves(lambda leaf: packed_rows(leaf, cells), tree)
 
 
 def unpacked_tree(tree: Tree, cells: Tensor | int, count: int) -> Tree:
-    """Reserve memory for ``count`` rows of all leaves, and copy packed rows to their places."""
+    """Allocate ``count`` rows of all leaves, and copy packed rows to their indices."""
     with torch.inference_mode(False):
         return map_leaves(lambda rows: unpacked_rows(rows, cells, count), tree)
 
 
 class UnnamedFile:
-    """A file without a name, which the kernel removes when its last user has ended.
+    """A file without a name; the kernel removes it when the last process that uses it has ended.
 
-    Its pickle refers to this process: another process of the same machine opens the same file while this one lives.
+    Its pickle refers to this process: another process of the same machine can open the file while this process lives.
 
     Args:
-        descriptor: an open descriptor, which is closed with the object.
+        descriptor: An open descriptor; it is closed when the object is deleted.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -145,7 +145,7 @@ def _open_again(process: int, descriptor: int, device: int, number: int) -> Unna
     """Open the unnamed file of another process, or of this one.
 
     Raises:
-        RuntimeError: the process has ended, belongs to another user, or runs on another machine.
+        RuntimeError: The process has ended, belongs to another user, or runs on another machine.
     """
     path = f"/proc/{process}/fd/{descriptor}"
     try:
@@ -166,19 +166,19 @@ def _open_again(process: int, descriptor: int, device: int, number: int) -> Unna
 def map_cells(folder: Path, tree: Tree, rows: int) -> tuple[Tree, UnnamedFile]:
     """Map leaves of ``rows`` rows each from one new file on the disk of ``folder``; return the leaves and the file.
 
-    The file has no name, and the kernel removes it when its last user has ended. So processes may share a folder, and a
-    killed process leaves nothing behind. The blocks are reserved at once, because a write to a mapped page for which
-    the disk has no block left kills the process. The folder is made where it is missing.
+    The file has no name, and the kernel removes it when the last process that uses it has ended. So processes may share
+    a folder, and a killed process leaves no files. All blocks are reserved first, because a write to a mapped page
+    without a block on a full disk kills the process. A missing folder is created.
 
     Raises:
-        OSError: the folder cannot be written, or its disk has no room; the message gives both numbers.
+        OSError: The folder is not writable, or its disk has too little space; the message gives both numbers.
     """
     file = UnnamedFile.new(folder, _offsets(tree, rows)[-1])
     return mapped_tree(file, tree, rows), file
 
 
 def mapped_tree(file: UnnamedFile, tree: Tree, rows: int) -> Tree:
-    """Map leaves of ``rows`` rows each, like those of ``tree``, from a file that :func:`map_cells` made."""
+    """Map leaves like the leaves of ``tree``, with ``rows`` rows each, from a file that :func:`map_cells` created."""
     *offsets, total = _offsets(tree, rows)
     memory, begins = mmap.mmap(file.descriptor, total), iter(offsets)
 
@@ -221,7 +221,7 @@ def _reserve_blocks(descriptor: int, size: int, folder: Path) -> None:
 
 
 def free_bytes(device: torch.device, folder: Path | None = None) -> int | None:
-    """Return how many bytes are free on a device, or on the disk of a folder; None where that is unknown."""
+    """Return the number of free bytes on a device, or on the disk of a folder; None if it is unknown."""
     if folder is not None:
         while not folder.exists() and folder != folder.parent:
             folder = folder.parent
@@ -248,7 +248,7 @@ def _available() -> int | None:
 
 
 def _container() -> int | None:
-    # Pages of memory-mapped files count as used here, but the kernel gives them up; only a limit of its own binds.
+    # Only anonymous memory counts as used, because the kernel can free the pages of memory-mapped files.
     try:
         limit = (CGROUP / "memory.max").read_text().strip()
         used = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())

@@ -1,4 +1,4 @@
-"""Running means and variances in float64, and the precision in which a mean is subtracted."""
+"""Running means and variances in float64, and the dtype for subtracting a mean."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torchrl_lightning.state import check_state, tensor, whole
 
 
 def precision_of(dtype: torch.dtype) -> torch.dtype:
-    """Return the type in which a mean is subtracted from values: float64 for float64 and integers, else float32.
+    """Return the dtype for subtracting a mean from values: float64 for float64 and integers, else float32.
 
-    A mean that is rounded to float32 before loses what varies at a large offset, such as seconds since 1970.
+    Rounding the mean to float32 first would lose small variations at a large offset, such as seconds since 1970.
     """
     return torch.float32 if dtype.is_floating_point and dtype is not torch.float64 else torch.float64
 
@@ -25,9 +25,9 @@ class Moments:
     r"""Count, mean and summed squared deviations \(\sum (x - \bar x)^2\) of samples, float64.
 
     Attributes:
-        count: How many samples.
-        mean: ``[*F]``.
-        spread: ``[*F]``.
+        count: The number of samples.
+        mean: The mean, ``[*F]``.
+        spread: The summed squared deviations, ``[*F]``.
 
     Examples:
         >>> both = Moments.of(torch.tensor([[1.0], [3.0]])).merged(Moments.of(torch.tensor([[8.0]])))
@@ -41,15 +41,15 @@ class Moments:
 
     @classmethod
     def none(cls, *shape: int) -> Moments:
-        """Return the moments of no sample."""
+        """Return the moments of zero samples."""
         return cls(0, torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.float64))
 
     @classmethod
     def of(cls, samples: Tensor) -> Moments:
-        """Return the moments of samples ``[B, *F]``, on the CPU; a constant has its value as mean, and no spread."""
+        """Return the moments of samples ``[B, *F]``, on the CPU; a constant has an exact mean and no spread."""
         wide = samples.detach().to("cpu", torch.float64)
         mean = wide.mean(0)
-        mean += (wide - mean).mean(0)  # what the sum has lost by rounding
+        mean += (wide - mean).mean(0)  # correct the rounding of the sum
         return cls(len(wide), mean, (wide - mean).square_().sum(0))
 
     @property
@@ -71,7 +71,7 @@ class Moments:
         return {"count": self.count, "mean": self.mean.clone(), "spread": self.spread.clone()}
 
     def restored(self, state: Mapping[str, Any], owner: str) -> Moments:
-        """Return what :meth:`state_dict` returned for samples of this shape; a ValueError if it is none."""
+        """Return the moments of a :meth:`state_dict`; raise ValueError if it does not fit samples of this shape."""
         shape, largest = self.mean.shape, torch.finfo(torch.float64).max
         schema = {
             "count": whole(),
