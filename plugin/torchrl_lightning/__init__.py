@@ -1,7 +1,7 @@
 """TorchRL experience buffers as Lightning DataModules, configured by Hydra.
 
-Every public name is exported here, lazily (PEP 562): importing the package costs no torch import, so that shell
-completion and other people's Hydra applications stay fast.
+All public names are exported lazily (PEP 562): importing the package does not import torch, so that shell completion
+and other Hydra applications stay fast.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Mixins that our parts have beyond TorchRL's: a readable constructor, and a generator that travels to processes.
+"""Mixins for our parts: pickling of lambdas, a readable constructor, and a random generator that can be pickled.
 
-:func:`integers_below` and :func:`uniform` draw the random numbers of torch's functions in half of the time on the CPU.
+:func:`integers_below` and :func:`uniform` draw the same numbers as torch's functions in half of the time on the CPU.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _BY_VALUE: ContextVar[frozenset[int]] = ContextVar("parts that are being pickled
 
 
 class PickledByValue:
-    """Pickle a part by cloudpickle if its user gave it functions that other processes cannot import, as lambdas."""
+    """Mixin that pickles a part by cloudpickle if it has user functions that pickle cannot import, such as lambdas."""
 
     def _user_values(self) -> Mapping[str, Any]:
-        """Return the values that a user gave and that may be such functions, by name."""
+        """Return the user's values that may be functions, by name."""
         return {name: value for name, value in vars(self).items() if callable(value) and not name.startswith("_")}
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -64,15 +64,15 @@ class PickledByValue:
 def _is_picklable(value: Any) -> bool:
     try:
         ForkingPickler.dumps(value) if is_spawning() else pickle.dumps(value)
-    except Exception:  # functions, modules, and processes raise each their own
+    except Exception:  # functions, modules and processes raise different errors
         return False
     return True
 
 
 class ConstructorSignature:
-    """Show a class's constructor to ``inspect.signature``, ``help`` and editors, as the class's ``__signature__``.
+    """Descriptor for ``__signature__``, so that ``inspect.signature``, ``help`` and editors find the constructor.
 
-    TorchRL's metaclasses of buffers and samplers define ``__call__(cls, *args, **kwargs)``, which hides it.
+    TorchRL's metaclasses of buffers and samplers hide it by their ``__call__(cls, *args, **kwargs)``.
     """
 
     def __get__(self, instance: Any, owner: type) -> inspect.Signature:
@@ -81,7 +81,7 @@ class ConstructorSignature:
 
 
 def is_spawning() -> bool:
-    """Return whether objects are pickled right now for a process that starts, and not for a copy or a file."""
+    """Return whether objects are now being pickled for a starting process, and not for a copy or a file."""
     return get_spawning_popen() is not None
 
 
@@ -89,13 +89,12 @@ def _built(device: str, state: Any) -> torch.Generator:
     return torch.Generator(device).set_state(torch.from_numpy(state))
 
 
-# To processes travels what numpy holds: a tensor that exists only while a process starts loses its file before the
-# process opens it.
+# Send the state as a NumPy array: the shared file of a temporary tensor is gone before the new process opens it.
 ForkingPickler.register(torch.Generator, lambda each: (_built, (str(each.device), each.get_state().numpy())))
 
 
 def fresh_generator() -> torch.Generator:
-    """Return a generator that is seeded from torch's global one."""
+    """Return a new generator, seeded from torch's global one."""
     return torch.Generator().manual_seed(int(torch.randint(2**62, ())))
 
 
@@ -107,7 +106,7 @@ def check_generator(value: Any) -> torch.Generator:
 
 
 class OwnGenerator:
-    """Give a part a generator: the one that it is handed, else its own, seeded from torch's global one."""
+    """Mixin with a random generator: the assigned one, or else a new one that is seeded from torch's global one."""
 
     _own_rng: torch.Generator | None = None
 
@@ -124,7 +123,7 @@ class OwnGenerator:
 
     @property
     def generator_state(self) -> torch.Tensor:
-        """The state of the generator, which stays the same object."""
+        """The state of the generator; setting it keeps the generator object."""
         return self.generator.get_state()
 
     @generator_state.setter
@@ -132,20 +131,20 @@ class OwnGenerator:
         self.generator.set_state(state)
 
     def __getstate__(self) -> dict[str, Any]:
-        return dict(self.__dict__)  # TorchRL's samplers refuse to travel, and leave their generator out
+        return dict(self.__dict__)  # TorchRL's samplers refuse to be sent to processes, and omit their generator
 
 
 def integers_below(high: int, count: int, generator: torch.Generator | None) -> Tensor:
-    """Draw what ``torch.randint(high, (count,))`` draws, on the generator's device."""
+    """Draw the same numbers as ``torch.randint(high, (count,))``, on the generator's device."""
     try:
         return torch.from_numpy(np.empty(count, np.int64)).random_(0, high, generator=generator)
-    except RuntimeError:  # a generator of another device; asking for it first would cost as much as the draw
+    except RuntimeError:  # a generator on another device; a check before the draw would cost as much
         device = None if generator is None else generator.device
         return torch.randint(high, (count,), generator=generator, device=device)
 
 
 def uniform(count: int, generator: torch.Generator, dtype: Any = np.float64) -> NDArray[Any]:
-    """Draw what ``torch.rand(count)`` draws on the generator's device."""
+    """Draw the same numbers as ``torch.rand(count)`` on the generator's device."""
     shares: NDArray[Any] = np.empty(count, dtype)
     tensor = torch.from_numpy(shares)
     try:

@@ -1,4 +1,4 @@
-"""Read YAML files that somebody else may have written, as plain data: limited size, depth and aliases, and no tags."""
+"""Read untrusted YAML files as plain data, with limited size, depth and aliases, and without tags."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def read_config(path: str | Path) -> DictConfig:
     """Read the mapping in a YAML file as a config, without resolving its interpolations.
 
     Raises:
-        OSError: There is no such file, or it is no regular one.
-        ValueError: It is no YAML mapping of plain values, or exceeds a limit; the message is one line.
+        OSError: The file does not exist, or is not a regular file.
+        ValueError: The file is not a YAML mapping of plain values, or exceeds a limit; the message is one line.
     """
     data = read_regular(path, YAML_BYTES)
     try:
@@ -41,11 +41,11 @@ def read_config(path: str | Path) -> DictConfig:
 
 
 def check_file(path: str | Path) -> None:
-    """Validate the limits of a YAML file that another library reads; it reports what is no YAML itself.
+    """Validate the limits of a YAML file that another library reads; that library reports syntax errors.
 
     Raises:
-        OSError: There is no such file, or it is no regular one.
-        ValueError: It exceeds a limit, or holds a tag; the message is one line.
+        OSError: The file does not exist, or is not a regular file.
+        ValueError: The file exceeds a limit, or has a tag; the message is one line.
     """
     data = read_regular(path, YAML_BYTES)
     try:
@@ -59,8 +59,8 @@ def check_file(path: str | Path) -> None:
 def raw_value(config: Any, key: str) -> Any:
     """Return the plain value at ``a.b.c`` of a config, or None.
 
-    An interpolation counts as the value that it refers to if it is nothing but a reference, such as ``${seed}``. Other
-    interpolations may compute anything: they are returned as they are written.
+    A plain reference such as ``${seed}`` is replaced by its value. Other interpolations may compute anything, so they
+    are returned unresolved.
     """
     for _ in range(YAML_REFERENCES):
         value: Any = OmegaConf.to_container(config, resolve=False) if OmegaConf.is_config(config) else config
@@ -76,7 +76,7 @@ def raw_value(config: Any, key: str) -> Any:
 def _check(text: str) -> None:
     """Validate size, depth, aliases and tags of a YAML text; raise ValueError if they exceed a limit."""
     sizes: dict[str, int] = {}  # values below each anchor
-    opened: list[tuple[str | None, int]] = []  # anchor of each open collection, and the values before it
+    opened: list[tuple[str | None, int]] = []  # anchor of each open collection, and number of values before it
     count = 0
     for event in yaml.parse(text, Loader=_Parser):
         if isinstance(event, yaml.AliasEvent):

@@ -1,4 +1,4 @@
-"""Processes that this one starts: how they end when it does, or when they are no longer needed."""
+"""Child processes: end them with their parent or on request, and explain why they died or cannot start."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ from pathlib import Path
 from torchrl_lightning.fitting import Fault
 
 SHARED_MEMORY = "/dev/shm"
-_PAUSE = 1.0  # seconds between looks at the parent
+_PAUSE = 1.0  # seconds between checks of the parent
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 
 
 def is_main_thread() -> bool:
-    """Return whether this thread is the one in which signals are handled."""
+    """Return whether this thread is the main thread, which handles signals."""
     return threading.current_thread() is threading.main_thread()
 
 
 def after_fork(renew: Callable[[], object]) -> None:
-    """Let every process call this that is forked from this one, where processes are forked at all."""
+    """Register a function that every process forked from this one calls; do nothing on Windows."""
     if sys.platform != "win32":
         os.register_at_fork(after_in_child=renew)
 
 
 def end_with_parent(parent: int, by_signal: bool) -> None:
-    """End this process when the one that started it ends, whatever it is doing.
+    """End this process when its parent ends, even in the middle of a computation.
 
     Args:
-        parent: its id.
-        by_signal: whether Linux may send a signal, which ends also what never returns to Python. It sends it when the
-            thread ends that has started this process, which must therefore be the parent's main thread.
+        parent: The parent's process id.
+        by_signal: Whether Linux may send a signal, which also ends code that never returns to Python. Linux sends it
+            when the thread that started this process ends; that thread must therefore be the parent's main thread.
     """
     if by_signal and sys.platform == "linux":
         ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it has ended meanwhile
+    if os.getppid() != parent:  # the parent has already ended
         os._exit(1)
     threading.Thread(target=_watch, args=(parent,), name="parent-watch", daemon=True).start()
 
@@ -53,8 +53,8 @@ def _watch(parent: int) -> None:
 
 
 def end_processes(processes: Sequence[BaseProcess], patience: float) -> None:
-    """Wait for processes to end, terminate those that have not in time, and kill what does not heed that."""
-    processes = [process for process in processes if process.pid is not None]  # which were started
+    """Wait ``patience`` seconds for processes to end, then terminate and finally kill the remaining ones."""
+    processes = [process for process in processes if process.pid is not None]  # started ones only
     for end in (None, "terminate", "kill"):
         for process in processes:
             if end is not None and process.is_alive():
@@ -65,7 +65,7 @@ def end_processes(processes: Sequence[BaseProcess], patience: float) -> None:
 
 
 def how_it_died(process: BaseProcess) -> str:
-    """Say how a process ended that should be there."""
+    """Describe the exit of a process that should still be running."""
     process.join(1.0)
     return (
         f"died with exit code {process.exitcode}. A negative code is the signal that killed it; -9 is often the "
@@ -74,14 +74,14 @@ def how_it_died(process: BaseProcess) -> str:
 
 
 def check_descriptors(count: int, each: int) -> None:
-    """Refuse to start processes for which this one may not open enough files.
+    """Validate that this process may open enough files to start other processes.
 
     Args:
-        count: how many.
-        each: descriptors that this process keeps open for one, at least.
+        count: The number of processes.
+        each: The least number of descriptors that this process keeps open for each.
 
     Raises:
-        Fault: the limit, which a user may raise, is too low.
+        Fault: The limit of open files is too low; a user may raise it.
     """
     if sys.platform == "win32":
         return
@@ -98,7 +98,7 @@ def check_descriptors(count: int, each: int) -> None:
 
 
 def lack_of(error: BaseException) -> str | None:
-    """Say what the system has too little of for processes and the memory that they share; None for other errors.
+    """Describe the system resource that processes or their shared memory have exhausted; None for other errors.
 
     Examples:
         >>> print(lack_of(BlockingIOError(errno.EAGAIN, "no fork")))

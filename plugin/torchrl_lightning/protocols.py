@@ -1,9 +1,9 @@
-"""The optional abilities of objects that users may write themselves: learners, collectors, DataModules and sources.
+"""Optional members of objects that users may write themselves: learners, collectors, DataModules and sources.
 
-Each class is a typed view of one kind of object and names all that the package asks of it. An object that lacks an
-ability has the default. ``of`` reads the fields once; properties are read at each use, because they change in a run.
+Each class is a typed view of one kind of object and lists all members that the package uses. A missing member has its
+default value. ``of`` reads the fields once; properties are read at each use, because they change during a run.
 
-:class:`UpdateBatches` is the batch of a learner that makes several updates in one step of Lightning's.
+:class:`UpdateBatches` is the batch of a learner that makes several updates in one Lightning step.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, TypeVar
 
-if TYPE_CHECKING:  # commands that train nothing import this file, too
+if TYPE_CHECKING:  # commands without training also import this file
     from pathlib import Path
 
     from tensordict import TensorDictBase
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 def no_keys(batch: TensorDictBase) -> Sequence[NestedKey]:
-    """Return no keys, for a learner that rewrites no entries."""
+    """Return an empty sequence, for a learner that rewrites no entries."""
     return ()
 
 
@@ -37,7 +37,7 @@ class _View:
 
     @classmethod
     def of(cls, part: Any) -> Self:
-        """Read the abilities of an object; None has only defaults."""
+        """Read the members of an object; None has only defaults."""
         return cls(part, **{each.name: getattr(part, each.name, each.default) for each in fields(cls)[1:]})
 
     def _now(self, name: str, default: T) -> T:
@@ -53,14 +53,14 @@ class LearnerApi(_View):
         part: The LightningModule.
         build: Build the networks for the specs of an environment, once; ``configure_model`` calls it.
         annotate: Add entries to a time-major rollout ``[T, N]`` before its advantages are estimated.
-        rewritten_keys: Return the entries of a replayed batch that the learner has rewritten; they are stored.
-        fit_dynamics: Fit a world model to transitions ``[N]``, validated by others ``[V]``.
-        imagine: Return the transitions ``[N]`` of branches that start at observations ``[R]``, up to a length.
+        rewritten_keys: Return the keys that the learner has rewritten in a replayed batch; these entries are stored.
+        fit_dynamics: Fit a world model to transitions ``[N]`` and validate it on others ``[V]``.
+        imagine: Return imagined transitions ``[N]`` that branch from observations ``[R]``, up to a length.
         check_transitions: Validate all stored transitions ``[N]`` before ``begin_fit``.
         begin_fit: Start a fit of a model; the argument is the :class:`~torchrl_lightning.dynamics.DynamicsTargets`.
         follow_schedules: Set learning rates and coefficients from the progress of the run.
-        learns_from: The stream that it learns from, as a DataModule names it in ``serves``; any, if None.
-        stream_for_it: A stream to suggest.
+        learns_from: The name of its stream, as in ``serves`` of a DataModule; None for any stream.
+        stream_for_it: A stream to suggest in error messages.
         gamma: The discount, if the learner owns it.
         gamma_intrinsic: The discount of intrinsic rewards, if the learner owns it.
         evaluation_metrics: All metrics that an evaluation logs.
@@ -104,7 +104,7 @@ class LearnerApi(_View):
 
     @property
     def valued_policy(self) -> Any:
-        """The policy that also writes the critic's values, which costs little more than acting; None without one."""
+        """The policy that also writes the critic's values at little extra cost; None without one."""
         return self._now("valued_policy", None)
 
     @property
@@ -114,12 +114,12 @@ class LearnerApi(_View):
 
     @property
     def network(self) -> Any:
-        """The description of the network, by which the learner builds its layers; None without one."""
+        """The description of the network from which the learner builds its layers; None without one."""
         return self._now("network", None)
 
     @property
     def has_memory(self) -> bool:
-        """Whether the network is described as recurrent, also before it is built."""
+        """Whether the network's description is recurrent; known before the network is built."""
         return bool(getattr(self.network, "recurrent", False))
 
 
@@ -132,8 +132,8 @@ class PolicyApi(_View):
         in_keys: The entries that it reads, if it names them.
         out_keys: The entries that it writes, if it names them.
         get_dist: Return the distribution over actions in a TensorDict.
-        clip_actions: Whether the environment gets its actions clipped to their Box.
-        use_worker: Act as one worker of a collector, by its number and the number of workers.
+        clip_actions: Whether its actions are clipped to their Box before the environment receives them.
+        use_worker: Set the number of the collector's worker in which it acts, and the number of workers.
     """
 
     in_keys: Sequence[NestedKey] = ()
@@ -165,7 +165,7 @@ class SamplerApi(_View):
 
 @dataclass(frozen=True)
 class EnvsApi(_View):
-    """The vector environment that a documented buffer is given, which need not be Gymnasium's.
+    """The vector environment of a documented buffer; it need not be Gymnasium's.
 
     Attributes:
         part: The environment; None without one.
@@ -189,10 +189,10 @@ class CollectorApi(_View):
         replays: Whether recorded steps are replayed in some environments.
         clip_actions: Whether actions are clipped to their Box; None if it is unknown.
         num_workers: The number of processes that step environments.
-        total_frames: The frames after which it ends; -1 for never.
+        total_frames: The number of frames after which it ends; -1 for never.
         lends_rows: Whether ``reused_rows`` yields the same steps in the layout of a replay buffer.
         gives_rollouts_away: Whether each rollout has memory of its own.
-        service: The service that rollouts are written to in other processes.
+        service: The replay service to which other processes write rollouts.
         lost_envs: Environments that have lost their unfinished episode; the reader empties the list.
         update_policy_weights_: Copy the learner's weights into the policy that acts.
         load_state_dict: Restore a state; without it the collector has no state.
@@ -214,7 +214,7 @@ class CollectorApi(_View):
 
     @property
     def env(self) -> Any:
-        """The environment that it steps; None if it is out of reach."""
+        """The environment that it steps; None if it is not accessible."""
         return self._now("env", None)
 
     @property
@@ -224,23 +224,23 @@ class CollectorApi(_View):
 
     @property
     def policy_version(self) -> int | None:
-        """How often weights were published; None if they are not counted."""
+        """The number of times that weights were published; None if it is not counted."""
         return self._now("policy_version", None)
 
 
 @dataclass(frozen=True)
 class SourceApi(_View):
-    """A source of batches, which only has to have the methods of a ``BatchSource``.
+    """A source of batches; only the methods of a ``BatchSource`` are required.
 
     Attributes:
         part: The source.
-        buffers: The buffers that it draws from, the one that is collected into first; None if they are unknown.
-        prepare: Prepare the next batch with the LightningModule, e.g. let it imagine rows.
-        samples_per_insert: How often each row is drawn, if the source decides that.
-        extend: Write steps as the buffer does, if the source keeps rows of its own; the buffer then stays empty.
+        buffers: The buffers that it draws from, first the buffer of collected steps; None if they are unknown.
+        prepare: Prepare the next batch with the LightningModule, e.g. by imagining rows.
+        samples_per_insert: The number of times that each row is drawn, if the source decides it.
+        extend: Write steps as the buffer does, if the source stores rows itself; the buffer then stays empty.
         cut: End the running trajectories of environments in these rows.
         metrics: Return metrics of these rows.
-        shutdown: End its processes; may be called again.
+        shutdown: End its processes; may be called repeatedly.
     """
 
     buffers: Sequence[Any] | None = None
@@ -253,29 +253,29 @@ class SourceApi(_View):
 
     @property
     def keeps_rows(self) -> bool:
-        """Whether it keeps rows of its own; then it has ``takes_rows`` and a length, too."""
+        """Whether it stores rows itself; it then also has ``takes_rows`` and a length."""
         return None not in (self.extend, self.metrics, self.shutdown)
 
 
 @dataclass(frozen=True)
 class DataApi(_View):
-    """A DataModule as learners and callbacks read it, ours or a user's own.
+    """A DataModule, ours or a user's own, from the view of learners and callbacks.
 
     Attributes:
         part: The DataModule; None without one.
         serves: The name of the stream that it serves.
-        learner_for_it: A learner to suggest.
-        total_frames: The number of frames after which training stops, -1 for never.
+        learner_for_it: A learner to suggest in error messages.
+        total_frames: The number of frames after which training stops; -1 for never.
         seed: The seed of the run.
         buffer: The buffer, once it is built.
-        make_collector: The setting ``collector``; False if there is no such setting.
+        make_collector: The setting ``collector``; False without this setting.
         frames_per_batch: The setting of this name.
         num_mini_batch: The setting of this name.
         updates_of_epoch: The number of updates in an epoch.
         dataset_share: The setting of this name.
         terminated: The setting of this name.
         eval_env: The environment of evaluations.
-        film: Write a video of one episode of a policy in that environment.
+        film: Write a video of one episode of a policy in ``eval_env``.
         imagines: Return whether batches hold rows that a learner's world model imagines.
         check_state: Validate a state of a checkpoint before it is loaded.
         metrics: Return the metrics of the last rollout or epoch.
@@ -302,7 +302,7 @@ class DataApi(_View):
 
     @classmethod
     def of_run(cls, trainer: Any) -> Self:
-        """Read the abilities of a trainer's DataModule."""
+        """Read the members of a trainer's DataModule."""
         return cls.of(getattr(trainer, "datamodule", None))
 
     @property
@@ -322,23 +322,23 @@ class DataApi(_View):
 
     @property
     def build_options(self) -> Mapping[str, Any]:
-        """The arguments of a learner's ``build`` beside the specs."""
+        """The arguments of a learner's ``build`` in addition to the specs."""
         return self._now("build_options", {})
 
     @property
     def advantages_standardized_by(self) -> str | None:
-        """The name of the buffer that standardises advantages over each rollout; None if none does."""
+        """The name of the buffer that standardises advantages over each rollout, or None."""
         return self._now("advantages_standardized_by", None)
 
 
 class UpdateBatches:
-    """The batches of the updates that make one step of Lightning's.
+    """The batches of all updates in one Lightning step.
 
-    What a module reads them with is :func:`updates_of`. It is no iterable: Lightning looks into an iterable batch for
-    the size of a logged metric, which would draw.
+    A module reads them with :func:`updates_of`. The object is not iterable: Lightning would search an iterable for the
+    batch size of a logged metric, and thereby draw batches.
 
     Args:
-        batches: The batches; what happens between two of them happens when the second is asked for.
+        batches: The batches; requesting a batch first does the work between it and the previous one.
 
     Examples:
         >>> UpdateBatches(iter([]))["observation"]
@@ -350,7 +350,7 @@ class UpdateBatches:
         self.batches = batches
 
     def watch(self, note: Callable[[TensorDictBase], None]) -> None:
-        """Have each batch noted when it is drawn."""
+        """Call a function with each batch when it is drawn."""
         self.batches = _noted(self.batches, note)
 
     def __getitem__(self, key: Any) -> NoReturn:
@@ -364,13 +364,13 @@ def _noted(batches: Iterator[TensorDictBase], note: Callable[[TensorDictBase], N
 
 
 def updates_of(batch: TensorDictBase | UpdateBatches) -> Iterator[TensorDictBase]:
-    """Iterate over the batches of one step of Lightning's, one for each update.
+    """Iterate over the batches of one Lightning step, one for each update.
 
-    With ``ReplayDataModule(updates_per_step=1)`` that is the batch itself. Otherwise environments are stepped, and the
-    next batch is drawn, when it is asked for: the loss of a batch writes priorities before, and the update is made.
+    With ``ReplayDataModule(updates_per_step=1)`` this is the batch itself. Otherwise, requesting the next batch steps
+    the environments and draws it. By then the previous batch's loss has written priorities, and its update is made.
 
     Args:
-        batch: What ``training_step`` was given.
+        batch: The argument of ``training_step``.
 
     Examples:
         >>> from tensordict import TensorDict

@@ -1,7 +1,7 @@
-"""Refuse settings that make no sense, before anything is built: one check for each kind of setting.
+"""Validate settings before anything is built, by one check for each kind of setting.
 
-Each takes a value and what its user calls it, and returns the value: ``integer(8, "size")``. What is refused raises a
-``ValueError`` (of :func:`boolean` a ``TypeError``) that names the setting, what came and what was expected.
+A check takes a value and the name of its setting, and returns the value: ``integer(8, "size")``. For an invalid value
+it raises a ``ValueError`` (:func:`boolean` a ``TypeError``) with the setting, the value and the expected values.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from operator import index
 from typing import TYPE_CHECKING, Any
 
 Check = Callable[[Any, str], Any]
-"""Return what is taken over for a value, or refuse it; called with the value and its name."""
+"""Function of a value and its name that returns the value to store, or raises an error."""
 
 
 class Checked:
-    """Attribute of which every new value is validated first; a refused value changes nothing.
+    """Attribute that validates every new value; an invalid value changes nothing.
 
-    Reading it costs no call, because the value is kept in the instance's ``__dict__`` under the same name.
+    Reading it costs no call, because the value is stored in the instance's ``__dict__`` under the same name.
 
     Args:
-        check: returns the value to keep, by the value and the name; or the name of the method that does.
-        name: name of the setting in messages; the attribute's own by default.
+        check: Function of the value and the name that returns the value to store; or the name of a method that does.
+        name: Name of the setting in messages; the attribute's name by default.
 
     Examples:
         >>> class Loss:
@@ -45,7 +45,7 @@ class Checked:
         self._name, self._shown = name, self._shown or name
 
     def add_to(self, owner: type, name: str) -> None:
-        """Make this the attribute of a class that exists already."""
+        """Add this attribute to an existing class."""
         self.__set_name__(owner, name)
         setattr(owner, name, self)
 
@@ -82,12 +82,12 @@ def _from_float(value: Any) -> Any:
 
 
 def frames(value: Any, name: str) -> int:
-    """Return a number of frames of at least 0, also given as a float such as 1e5."""
+    """Return a number of frames of at least 0; accept a float such as 1e5."""
     return integer(_from_float(value), name, 0)
 
 
 def budget(value: Any, name: str) -> int:
-    """Return a positive integer, also given as a float such as 1e5; or -1, for no end."""
+    """Return a positive integer, or -1 for no limit; accept a float such as 1e5."""
     number = _from_float(value)
     try:
         return -1 if number == -1 else integer(number, name)
@@ -129,16 +129,17 @@ def fraction(value: Any, name: str) -> float:
 
 
 def share(value: Any, name: str) -> float:
-    """Return a number in ``(0, 1]``, such as a part of what is there."""
+    """Return a number in ``(0, 1]``, such as a proportion."""
     if not 0.0 < (number := _number(value)) <= 1.0:
         raise ValueError(f"{name} must be above 0 and at most 1, got {_shown(value)}.")
     return number
 
 
 def exact_ratio(value: float) -> Fraction:
-    """Return the fraction that a finite number stands for, to count with it without rounding.
+    """Return a finite number as a fraction, for counting without rounding.
 
-    It is a fraction with a small denominator that the number equals up to rounding, else its decimal form.
+    The denominator is small if that fraction equals the number up to rounding; otherwise the fraction is the exact
+    decimal form of the number.
 
     Examples:
         >>> exact_ratio(0.1), exact_ratio(1 / 3), exact_ratio(1 - 0.07), exact_ratio(1.25e-9)
@@ -166,7 +167,7 @@ def one_of(value: Any, name: str, options: Collection[Any]) -> Any:
 
 
 def optional(check: Check) -> Check:
-    """Return a check that lets ``None`` pass; also of an entry of a saved state."""
+    """Return a check that also accepts ``None``; it works for settings and for entries of saved states."""
 
     def checked(value: Any, name: str) -> Any:
         return None if value is None else check(value, name)
@@ -175,12 +176,12 @@ def optional(check: Check) -> Check:
 
 
 def check_defaults(condition: str, remedy: str, **settings: tuple[Any, Any]) -> None:
-    """Validate that settings without effect have their default values; raise ValueError naming the first with another.
+    """Validate that settings without effect have their default values; raise ValueError for the first other value.
 
     Args:
         condition: Why they have no effect, such as ``"without record_episodic_return=True"``.
-        remedy: What gives them an effect.
-        settings: The value and the default value of each.
+        remedy: The change that gives them an effect.
+        settings: The value and the default value of each setting.
 
     Examples:
         >>> check_defaults("beside sampler=", "leave sampler out", with_replacement=(True, False))

@@ -1,4 +1,4 @@
-"""Values of the processes of a distributed run."""
+"""Ranks of a distributed run, and exchange of values between them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Value = TypeVar("Value")
 
 
 def is_distributed() -> bool:
-    """Return whether there is a process group."""
+    """Return whether a process group is initialised."""
     return dist.is_available() and dist.is_initialized()
 
 
@@ -34,7 +34,7 @@ def of_first_rank(value: Value) -> Value:
 
 
 def gathered(value: Value) -> list[Value]:
-    """Return the values of all ranks, ordered by rank; a list of one without a process group."""
+    """Return the values of all ranks, ordered by rank; a list of one value without a process group."""
     if not is_distributed():
         return [value]
     values: list[Any] = [None] * world_size()
@@ -43,7 +43,7 @@ def gathered(value: Value) -> list[Value]:
 
 
 def state_of_rank(states: list[dict[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
-    """Return the state of ``rank``; a ValueError if the run had another number of ranks."""
+    """Return the state of ``rank``; raise ValueError if the saved run had another number of ranks."""
     if len(states) != world_size:
         raise ValueError(
             f"the checkpoint holds the experience state of {len(states)} rank(s), but this run has {world_size}. "

@@ -1,4 +1,4 @@
-"""What the command leaves of a run for others: where it says what it was told, and its score. Imports nothing heavy."""
+"""Names and readers of the records of a run: its command and its score. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from torchrl_lightning.fitting import Fault
 from torchrl_lightning.limits import LOG_BYTES, LOG_LINE, LOG_LINES
 from torchrl_lightning.untrusted import open_regular, printable
 
-COMMAND = "command"  # where a checkpoint holds the groups chosen and the overrides given
-# Column of the score of a run: the mean return of the evaluation after training, which a sweeper gets.
+COMMAND = "command"  # checkpoint entry with the chosen config groups and the overrides
+# Column of the score of a run: the mean return of the evaluation after training, which sweepers receive.
 SCORE = "final/return"
-ENDED_EARLY = "final/ended_early"  # of a run that was ended for doing badly: after how many frames
+ENDED_EARLY = "final/ended_early"  # frames after which a run with low returns was stopped
 METRICS = Path("csv") / "metrics.csv"
 
 
 def read_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
-    """Yield the header of a CSV file, and its rows that are not empty, each with the number of its line.
+    """Yield the header and the non-empty rows of a CSV file, each with its line number.
 
     Raises:
-        OSError: There is no such file, or it is no regular one.
-        ValueError: It is no CSV file, or exceeds a limit; the message is one line.
+        OSError: The file does not exist, or is not a regular file.
+        ValueError: The file is not a CSV file, or exceeds a limit; the message is one line.
     """
     with open_regular(path, LOG_BYTES) as file, io.TextIOWrapper(file, encoding="utf-8", newline="") as text:
         try:
@@ -46,9 +46,9 @@ def _lines(text: io.TextIOWrapper) -> Iterator[str]:
 
 
 def score_of(checkpoint: Path, config: Mapping[str, Any]) -> float | None:
-    """Return the mean return of the evaluation after training of a checkpoint in the folder of its run.
+    """Return the mean return of a checkpoint in the evaluation after training, read from the folder of its run.
 
-    None where that run has not ended, has no CSV log, or evaluated another of its checkpoints.
+    Return None if the run has not ended, has no CSV log, or evaluated another checkpoint.
     """
     folder = checkpoint.resolve().parent
     evaluated = config.get("eval_checkpoint", "best")

@@ -1,4 +1,4 @@
-"""Find what was meant by a name that is not there. Imports nothing before something is wrong."""
+"""Suggest known names for an unknown name. Imports nothing until a name is unknown."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 
 def nearest(word: str, names: Iterable[str], least: float = 0.65) -> str | None:
-    """Return the name that a word is likely a misspelling of, if one is at least that similar.
+    """Return the name that is most similar to a word, or None if no similarity reaches ``least``.
 
     Examples:
         >>> nearest("gama", ["size", "gamma", "gae_lambda"])
@@ -20,7 +20,7 @@ def nearest(word: str, names: Iterable[str], least: float = 0.65) -> str | None:
 
 
 def did_you_mean(word: str, names: Iterable[str]) -> str:
-    """End a message by the nearest of some names, or by all names if these are few.
+    """Return the end of an error message: the most similar name, or all names if they are few.
 
     Examples:
         >>> did_you_mean("gama", ["size", "gamma"])

@@ -1,4 +1,4 @@
-"""The one comparison of returns with thresholds."""
+"""Comparison of returns with thresholds."""
 
 from __future__ import annotations
 

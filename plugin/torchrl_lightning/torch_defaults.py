@@ -9,7 +9,7 @@ import torch
 
 
 def check_default_dtype() -> None:
-    """Validate torch's default dtype, in which layers are built; raise ValueError unless it is float32."""
+    """Validate torch's default dtype, the dtype of new layers; raise ValueError unless it is float32."""
     dtype = torch.get_default_dtype()
     if dtype is not torch.float32:
         raise ValueError(
@@ -20,7 +20,7 @@ def check_default_dtype() -> None:
 
 @contextmanager
 def float32_by_default() -> Iterator[None]:
-    """Build layers in float32 whatever torch's default dtype is, as those of a checkpoint are."""
+    """Build layers in float32, as in a checkpoint, whatever torch's default dtype is."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:
@@ -30,7 +30,7 @@ def float32_by_default() -> Iterator[None]:
 
 
 def check_default_device() -> None:
-    """Validate torch's default device; raise ValueError unless it is the CPU, whose memory environments write."""
+    """Validate torch's default device; raise ValueError unless it is the CPU, because environments write CPU memory."""
     device = torch.get_default_device()
     if device.type != "cpu":
         raise ValueError(
@@ -40,7 +40,7 @@ def check_default_device() -> None:
 
 
 def check_gradients_allowed() -> None:
-    """Raise ValueError inside of ``torch.inference_mode()``, in which nothing can be learned."""
+    """Raise ValueError inside ``torch.inference_mode()``, because it disables gradients."""
     if torch.is_inference_mode_enabled():
         raise ValueError(
             "inference mode must be off for a fit, got torch.inference_mode() around it. Call fit outside of it."

@@ -1,4 +1,4 @@
-"""Open files and print texts that somebody else may have written. Imports nothing heavy."""
+"""Open untrusted files, and print untrusted strings. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import Any, BinaryIO
 from torchrl_lightning.fitting import Fault
 
 TEXT_LIMIT = 300
-"""Characters of a text from a file that are printed."""
+"""Maximum number of printed characters of a string from a file."""
 MESSAGE_LIMIT = 3000
-"""Characters of an error message, which may hold several of these texts."""
+"""Maximum number of characters of an error message, which may contain several of these strings."""
 _KINDS = {
     stat.S_IFIFO: "a FIFO",
     stat.S_IFSOCK: "a socket",
@@ -26,14 +26,14 @@ _KINDS = {
 
 
 class FileKindError(Fault, OSError):
-    """A path names something else than a regular file."""
+    """A path does not name a regular file."""
 
 
 def check_regular(path: str | Path) -> None:
-    """Validate that a path names a regular file; raise FileKindError if reading it could wait or never end.
+    """Validate that a path names a regular file; raise FileKindError if not, because reading might never end.
 
     Raises:
-        FileNotFoundError: There is no such file.
+        FileNotFoundError: The file does not exist.
     """
     _check_kind(path, os.stat(path).st_mode)
 
@@ -43,14 +43,14 @@ def open_regular(path: str | Path, limit: int | None = None) -> BinaryIO:
 
     Args:
         path: The file. Links are followed.
-        limit: How many bytes it may have; None for any number.
+        limit: The maximum number of bytes; None for any number.
 
     Raises:
-        OSError: It cannot be opened, or is a FIFO, a socket, a folder or a device.
-        ValueError: It has more bytes.
+        OSError: The file cannot be opened, or is a FIFO, a socket, a folder or a device.
+        ValueError: The file has more bytes.
     """
     check_regular(path)
-    # The file may have been replaced: without O_NONBLOCK, a FIFO waits here until somebody writes to it.
+    # A FIFO may have replaced the file: without O_NONBLOCK, opening it waits until a process writes to it.
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     try:
         status = os.fstat(descriptor)
@@ -66,26 +66,26 @@ def open_regular(path: str | Path, limit: int | None = None) -> BinaryIO:
 
 
 def read_regular(path: str | Path, limit: int) -> bytes:
-    """Read a regular file that has at most ``limit`` bytes; arguments and errors as of :func:`open_regular`."""
+    """Read a regular file that has at most ``limit`` bytes; arguments and errors as in :func:`open_regular`."""
     with open_regular(path, limit) as file:
-        found = file.read(limit + 1)  # it may have grown
+        found = file.read(limit + 1)  # the file may have grown
     if len(found) > limit:
         raise Fault(f"{printable(path)} must have at most {limit:,} bytes, got more. Name another file.")
     return found
 
 
 def read_json(path: str | Path, limit: int, values: int, encoding: str = "utf-8") -> Any:
-    """Read a JSON file, whose values are counted before they take memory.
+    """Read a JSON file, and count its values before they take memory.
 
     Args:
         path: The file.
-        limit: How many bytes it may have.
-        values: How many values it may hold.
-        encoding: Of the file; in ASCII a text takes no more memory than its bytes.
+        limit: The maximum number of bytes.
+        values: The maximum number of values.
+        encoding: The encoding of the file; an ASCII string takes no more memory than its bytes.
 
     Raises:
-        OSError: It cannot be opened, or is a FIFO, a socket, a folder or a device.
-        ValueError: It exceeds a limit, or is no JSON.
+        OSError: The file cannot be opened, or is a FIFO, a socket, a folder or a device.
+        ValueError: The file exceeds a limit, or is not JSON.
     """
     data = read_regular(path, limit)
     if (count := json_values(data)) > values:
@@ -97,7 +97,7 @@ def read_json(path: str | Path, limit: int, values: int, encoding: str = "utf-8"
 
 
 def json_values(data: bytes) -> int:
-    """Return how many values a JSON text may hold at most, without reading it."""
+    """Return an upper bound of the number of values in a JSON text, without parsing it."""
     return sum(data.count(mark) for mark in (b",", b"[", b"{", b":"))
 
 
@@ -108,7 +108,7 @@ def _check_kind(path: str | Path, mode: int) -> None:
 
 
 def printable(text: object, limit: int | None = TEXT_LIMIT) -> str:
-    r"""Return a text as one line that a terminal only prints: control and bidi characters are escaped.
+    r"""Return a text as one printable line; escape control and bidirectional characters.
 
     Examples:
         >>> print(printable("red: \x1b[31m, newline: \n, right to left: \u202e"))
@@ -123,7 +123,7 @@ def printable(text: object, limit: int | None = TEXT_LIMIT) -> str:
 
 @contextmanager
 def printable_errors() -> Iterator[None]:
-    """Make the message of a ValueError one printable line; the names in a file may be part of it."""
+    """Make the message of a ValueError one printable line, because it may contain names from a file."""
     try:
         yield
     except ValueError as error:
