@@ -13,7 +13,7 @@ from torch import Tensor
 from torchrl_lightning._compat import entries_of, new_tensordict
 
 Tree = dict[str, Any]
-"""Nested dict whose leaves are tensors."""
+"""Nested dict with tensors as leaves."""
 Path = tuple[str, ...]
 """Keys from the root of a tree to one leaf."""
 Key = Annotated[NestedKey, lambda key, name: nested_key(key)]

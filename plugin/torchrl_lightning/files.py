@@ -51,8 +51,8 @@ _TENSOR, _TUPLE = "__tensor__", "__tuple__"
 def replaced_files(*paths: Path) -> Iterator[list[BinaryIO]]:
     """Open a temporary file beside each path; when the block ends without an error, flush all, then rename in order.
 
-    The temporary files are new and have unpredictable names, so that no symbolic link is followed. Temporary
-    files that killed processes left in the same folders are removed.
+    The temporary files are new and have unpredictable names, so that no symbolic link is followed. Leftovers
+    of killed processes in the same folders are removed.
     """
     folders = {path.parent for path in paths}
     for folder in folders:

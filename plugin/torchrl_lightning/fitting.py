@@ -12,7 +12,7 @@ class Fault(ValueError):
 
 
 class MisfitError(ValueError):
-    """A part does not fit the environment, the learner or the data; the message names a part that would."""
+    """A part does not fit the environment, the learner or the data; the message suggests a part that would."""
 
 
 def require_fit(part: Any, *others: Any) -> None:

@@ -103,7 +103,7 @@ def _is_nameable(name: Any) -> bool:
 
 
 def check_observed(names: Iterable[str], meant: Mapping[str, str] = MappingProxyType({})) -> None:
-    """Validate that an observation's entries have no reserved names; raise ValueError if one does.
+    """Validate the names of an observation's entries; raise ValueError if a name is reserved.
 
     Args:
         names: The names of its entries.

@@ -166,8 +166,8 @@ def _open_again(process: int, descriptor: int, device: int, number: int) -> Unna
 def map_cells(folder: Path, tree: Tree, rows: int) -> tuple[Tree, UnnamedFile]:
     """Map leaves of ``rows`` rows each from one new file on the disk of ``folder``; return the leaves and the file.
 
-    The file has no name, and the kernel removes it when the last process that uses it has ended. So processes may share
-    a folder, and a killed process leaves no files. All blocks are reserved first, because a write to a mapped page
+    The kernel removes the unnamed file when the last process that uses it has ended. So processes may share a folder,
+    and a killed process leaves no files. All blocks are reserved first, because a write to a mapped page
     without a block on a full disk kills the process. A missing folder is created.
 
     Raises:

@@ -89,7 +89,7 @@ def _built(device: str, state: Any) -> torch.Generator:
     return torch.Generator(device).set_state(torch.from_numpy(state))
 
 
-# Send the state as a NumPy array: the shared file of a temporary tensor is gone before the new process opens it.
+# Send the state as a NumPy array: the shared file of a temporary tensor is deleted before the new process opens it.
 ForkingPickler.register(torch.Generator, lambda each: (_built, (str(each.device), each.get_state().numpy())))
 
 

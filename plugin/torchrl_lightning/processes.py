@@ -98,7 +98,7 @@ def check_descriptors(count: int, each: int) -> None:
 
 
 def lack_of(error: BaseException) -> str | None:
-    """Describe the system resource that processes or their shared memory have exhausted; None for other errors.
+    """Describe the system resource that processes or their shared memory lack; return None for other errors.
 
     Examples:
         >>> print(lack_of(BlockingIOError(errno.EAGAIN, "no fork")))

@@ -133,7 +133,7 @@ class PolicyApi(_View):
         out_keys: The entries that it writes, if it names them.
         get_dist: Return the distribution over actions in a TensorDict.
         clip_actions: Whether its actions are clipped to their Box before the environment receives them.
-        use_worker: Set the number of the collector's worker in which it acts, and the number of workers.
+        use_worker: Set its worker number and the number of workers of the collector.
     """
 
     in_keys: Sequence[NestedKey] = ()
@@ -338,7 +338,7 @@ class UpdateBatches:
     batch size of a logged metric, and thereby draw batches.
 
     Args:
-        batches: The batches; requesting a batch first does the work between it and the previous one.
+        batches: The batches; the work between two batches is done when the second one is requested.
 
     Examples:
         >>> UpdateBatches(iter([]))["observation"]

@@ -138,8 +138,8 @@ def share(value: Any, name: str) -> float:
 def exact_ratio(value: float) -> Fraction:
     """Return a finite number as a fraction, for counting without rounding.
 
-    The denominator is small if that fraction equals the number up to rounding; otherwise the fraction is the exact
-    decimal form of the number.
+    The denominator is small if that fraction equals the number up to rounding; otherwise the fraction is the decimal
+    form of the number.
 
     Examples:
         >>> exact_ratio(0.1), exact_ratio(1 / 3), exact_ratio(1 - 0.07), exact_ratio(1.25e-9)

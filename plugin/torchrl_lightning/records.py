@@ -15,7 +15,7 @@ from torchrl_lightning.untrusted import open_regular, printable
 COMMAND = "command"  # checkpoint entry with the chosen config groups and the overrides
 # Column of the score of a run: the mean return of the evaluation after training, which sweepers receive.
 SCORE = "final/return"
-ENDED_EARLY = "final/ended_early"  # frames after which a run with low returns was stopped
+ENDED_EARLY = "final/ended_early"  # frames after which a badly performing run was stopped
 METRICS = Path("csv") / "metrics.csv"
 
 

@@ -1,4 +1,4 @@
-"""Checksums over what a file holds: a bit that has changed since is an error, and not another number."""
+"""Checksums of a checkpoint's entries, so that a changed bit raises an error instead of changing a number."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from torchrl_lightning.limits import (
     ELEMENTS_PER_BYTE,
 )
 
-SEAL = "checksums"  # the entry of a checkpoint that holds one for each of others
+SEAL = "checksums"  # checkpoint entry with the checksums of other entries
 _CHUNK = 1 << 24  # bytes
-_Path = tuple[Any, Any] | None  # the path of the holder, and the key in it
+_Path = tuple[Any, Any] | None  # the path of the parent, and the key in the parent
 
 
 def checksum(node: Any) -> int:
-    """Return the CRC-32 of nested dicts, lists, tensors and plain values, whatever the order of a dict.
+    """Return the CRC-32 of nested dicts, lists, tensors and plain values, independent of the order of a dict.
 
-    Of anything else, and of a tensor that is not in one memory, only the type counts.
+    Other objects count only by their type, and tensors that are not plain only by dtype and shape.
 
     Examples:
         >>> checksum({"a": torch.ones(2), "b": 1}) == checksum({"b": 1, "a": torch.ones(2)})
@@ -76,17 +76,17 @@ def pieces(rows: Any) -> Iterator[Any]:
     step = max(1, _CHUNK // max(1, rows[:1].nbytes))
     for start in range(0, len(rows), step):
         part = rows[start : start + step].detach().cpu().contiguous()
-        # A single number keeps the stride of its column.
+        # A single number keeps the stride of its column, and a view as bytes needs stride 1.
         yield part.as_strided([part.numel()], [1]).view(torch.uint8).numpy()
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Return whether a tensor has its numbers in one memory, as one that was read from a file must have."""
+    """Return whether a tensor is strided and not meta, quantized or nested; tensors from files must be plain."""
     return tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_quantized and not tensor.is_nested
 
 
 def with_own_numbers(node: Any) -> Any:
-    """Return a node of a checkpoint with copies of the tensors that repeat their numbers, which no reader accepts.
+    """Return a node of a checkpoint with copies of expanded tensors, because readers reject repeated memory.
 
     Examples:
         >>> with_own_numbers({"a": torch.zeros(1).expand(3)})["a"].stride()
@@ -109,7 +109,7 @@ def with_own_numbers(node: Any) -> Any:
 
 
 def seal(checkpoint: dict[str, Any], *entries: str) -> None:
-    """Add the checksums of these entries, as far as they are there, to a checkpoint that is being written."""
+    """Add the checksums of these entries to a checkpoint; skip missing entries."""
     sums = {name: checksum(checkpoint[name]) for name in entries if name in checkpoint}
     checkpoint[SEAL] = {**checkpoint.get(SEAL, {}), **sums}
 
@@ -118,7 +118,7 @@ def check_seal(checkpoint: Mapping[str, Any], where: str) -> None:
     """Validate a checkpoint against its checksums, if it has any.
 
     Raises:
-        ValueError: An entry has another checksum, or a tensor is not plain, or repeats its memory.
+        ValueError: An entry has another checksum, or a tensor is not plain or repeats its memory.
     """
     for name in foreign_tensors(checkpoint):
         raise ValueError(f"{where} holds a tensor without numbers of its own, {name}; take another checkpoint")
@@ -131,11 +131,11 @@ def check_seal(checkpoint: Mapping[str, Any], where: str) -> None:
 
 
 def foreign_tensors(checkpoint: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the names of tensors that are sparse, quantized or without memory, or that repeat their numbers.
+    """Yield the names of tensors that are not plain or that repeat their memory.
 
     Raises:
-        ValueError: There are too many values, levels, or characters, because lists in a file may hold themselves; or
-            the tensors have many times the elements of their memory.
+        ValueError: There are too many values, levels or characters (lists in a file may contain themselves), or the
+            tensors have many times the bytes of their memory.
     """
     left: list[tuple[_Path, Any, int]] = [(None, checkpoint, 0)]
     seen, characters, elements, memory = 0, 0, 0, dict[int, int]()

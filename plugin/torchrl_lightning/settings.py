@@ -1,4 +1,4 @@
-"""Settings as fields: each annotated once with its check, inherited, and shown by ``help`` and editors.
+"""Settings as class fields: each is annotated once with its check, inherited, and visible in ``help`` and editors.
 
 attrs and dataclasses do not fit here. OmegaConf turns their instances into configs, so ``hydra.utils.instantiate``
 fails on an agent that is passed to it; LightningCLI's subclass mode refuses such base classes; a generated
@@ -49,12 +49,12 @@ _NOTHING: Any = inspect.Parameter.empty
 
 
 def among(*options: Any) -> Check:
-    """Return a check that a setting is one of these options, for an annotation."""
+    """Return a check that a setting is one of these options, for use in an annotation."""
     return lambda value, name: one_of(value, name, options)
 
 
 def otherwise(make: Callable[[], Any]) -> Check:
-    """Return what puts a default that ``make`` builds in the place of None, for an annotation."""
+    """Return a check that replaces None by a default that ``make`` builds, for use in an annotation."""
     return lambda value, name: make() if value is None else value
 
 
@@ -70,7 +70,7 @@ class Setting:
         attribute: The attribute that stores it; empty if the constructor of the other bases takes it.
         annotation: The type as written in the class.
         kind: The evaluated type; ``Any`` if its names are imported only for type checkers.
-        check: Validates a value, by the name of the setting, and returns the value to store.
+        check: Function of the value and the name of the setting that validates and returns the value to store.
     """
 
     default: Any = _NOTHING
@@ -95,7 +95,7 @@ def setting(*, default: Any = _NOTHING, kw_only: bool = True, alias: str = "") -
     Args:
         default: The default value; without one the argument is required. :func:`otherwise` builds mutable defaults.
         kw_only: False for a positional argument.
-        alias: The name of the argument, if a property of that name stands before a private attribute.
+        alias: The name of the argument, if a property of that name exposes a private attribute.
     """
     return Setting(default, kw_only, alias)
 
@@ -107,17 +107,17 @@ def derived(*, init: Literal[False] = False) -> Any:
 
 @dataclass_transform(kw_only_default=True, eq_default=False, field_specifiers=(setting, derived))
 class Settings:
-    """Base of classes that are made of their settings: attributes with a type and a default, own and inherited.
+    """Base of classes that declare their settings: attributes with a type and a default, own and inherited.
 
-    A setting is given by name and stored as an attribute. The check in its annotation runs before anything else, so no
+    A setting is passed by name and stored as an attribute. The check in its annotation runs before anything else, so no
     object has invalid settings. Then ``_init_bases`` passes the settings annotated as ``InitVar``, which are not
     stored, to the constructor of the other bases. ``__post_init__`` of the class does the rest. Positional settings
     come after the positional settings of the bases, unless the class declares these again. A subclass with its own
     ``__init__`` is built like any other class.
 
     Raises:
-        TypeError: A setting is unknown, or one that must be given is not.
-        ValueError: A setting is refused by its check.
+        TypeError: A setting is unknown, or a required setting is missing.
+        ValueError: A check rejects a setting.
 
     Examples:
         >>> class Rate(Settings):
@@ -138,7 +138,7 @@ class Settings:
         super().__init_subclass__(**kwargs)
         owner = next(each for each in cls.__mro__ if "__init__" in vars(each))
         if issubclass(owner, Settings) and "settings_of_class" not in vars(owner):
-            return  # a constructor of the subclass's own
+            return  # the subclass has its own constructor
         own, made = _own_settings(cls)
         inherited: dict[str, Setting] = {}
         for base in cls.__bases__:
@@ -154,23 +154,23 @@ class Settings:
         super().__init__(**arguments)
 
     def __post_init__(self) -> None:
-        """Do what is left once the settings are there; call ``super().__post_init__()`` first."""
+        """Complete the object after its settings are stored; call ``super().__post_init__()`` first."""
 
     @classmethod
     def check_later(cls, attribute: str, check: Check | None, name: str) -> None:
-        """Let the check of the setting ``name`` decide what an attribute is set to later; None lifts that of a base."""
+        """Validate later assignments to an attribute by the check of setting ``name``; None removes a base's check."""
         if check is not None:
             Checked(check, name).add_to(cls, attribute)
         elif isinstance(inspect.getattr_static(cls, attribute, None), Checked):
             Checked(lambda value, _: value).add_to(cls, attribute)
 
     def require_effect(self, name: str, has_effect: Any, needs: str) -> None:
-        """Validate that a setting without effect has its default value; raise ValueError with what it needs if not.
+        """Validate that a setting without effect has its default value; raise ValueError with the remedy if not.
 
         Args:
             name: The setting; a class without it passes.
             has_effect: Whether the other settings let it have an effect.
-            needs: What it has no effect without.
+            needs: The requirement for an effect.
         """
         setting = self.settings_of_class.get(name)
         if has_effect or setting is None:
@@ -180,10 +180,10 @@ class Settings:
 
 
 def _own_settings(cls: type[Settings]) -> tuple[dict[str, Setting], set[str]]:
-    """Return the settings that a class declares, and the attributes that are none.
+    """Return the settings that a class declares, and the names of its computed attributes.
 
-    All are taken off the class, where they would hide attributes of a base. Numbers, switches and names stay checked
-    when they are set later.
+    All are deleted from the class, because they would hide attributes of a base. Plain settings, such as numbers,
+    switches and names, are also validated on later assignments.
     """
     found: dict[str, Setting] = {}
     made = set[str]()
@@ -249,7 +249,7 @@ def _meant(annotation: Any, cls: type) -> Any:
         return annotation
     try:
         return eval(annotation, vars(sys.modules[cls.__module__]), dict(vars(cls)))
-    except NameError:  # imported for type checkers alone
+    except NameError:  # imported only for type checkers
         return Any
 
 
@@ -264,7 +264,7 @@ def _check_of(kind: Any) -> Check | None:
 
 
 def _taken(each: Setting) -> Any:
-    """Return the type of what a setting may be given, which its default always may."""
+    """Return the type of the values that a setting accepts, with None if that is its default."""
     kind = _plain(each.kind)
     return kind | None if each.default is None else kind
 
@@ -281,7 +281,7 @@ def _is_plain(kind: Any) -> bool:
 
 
 def _is_free(cls: type, name: str) -> bool:
-    """Return whether no base has an attribute of this name, such as a property, apart from a checked one."""
+    """Return whether no base has an attribute of this name, such as a property, other than a :class:`Checked`."""
     found = inspect.getattr_static(cls, name, None)
     return found is None or isinstance(found, Checked)
 

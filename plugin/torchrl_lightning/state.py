@@ -1,25 +1,25 @@
-"""States that are declared: one kit saves them, checks them before anything changes, and loads them.
+"""Declared states: save them, validate them before anything changes, and load them.
 
-A part derives from :class:`Stated` and lists in ``STATE`` what its state holds, in the order in which it is restored:
+A part derives from :class:`Stated` and lists the entries of its state in ``STATE``, in the order of loading:
 
 ==================== =================================================================================================
-:class:`Attribute`   an attribute, which is set to a copy; without a check, one that the part was built with
-:class:`InPlace`     a tensor or array that is filled in place, because others hold it too
+:class:`Attribute`   an attribute, which is set to a copy; without a check, a constructor argument, which must be equal
+:class:`InPlace`     a tensor or array that is filled in place, because other objects share it
 :class:`Child`       a part that is :class:`Stated` itself, or None
 ==================== =================================================================================================
 
-A check takes ``(value, name)``: it returns what is put into the attribute, or raises ``wrong(value, name, "what was
-expected")``. Where it depends on the part, give a function of the part that returns the check::
+A check takes ``(value, name)``. It returns the value to store, or raises ``wrong(value, name, "the expected value")``.
+If the check depends on the part, pass a function of the part that returns the check::
 
     Attribute(whole(1))
     Attribute(of=lambda ring: whole(0, ring.capacity - 1))
     Attribute(of=lambda buffer: buffer._read_episodes)
 
-An attribute may be one of an attribute, ``"table.alpha"``, or a property that makes and takes what the state holds.
+An attribute may be nested, as ``"table.alpha"``, or a property that converts from and to the saved value.
 
-Hooks: ``_check_together(values)`` refuses entries that do not fit each other, ``_loaded()`` derives what follows from
-them. An override of :meth:`~Stated.read_state` or :meth:`~Stated.put_state`, around ``super()``, takes a lock or adds
-what no entry can say.
+Hooks: ``_check_together(values)`` raises ValueError if entries conflict; ``_loaded()`` updates derived attributes.
+Override :meth:`~Stated.read_state` or :meth:`~Stated.put_state` around ``super()`` to take a lock or to handle a value
+that no entry can describe.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from torchrl_lightning.files import Rows
 from torchrl_lightning.ranges import Check
 
 LARGEST = 1 << 60
-"""Counters stay below: sums and products with them do not overflow."""
+"""Upper limit of counters, so that sums and products with them do not overflow."""
 
 # ---- checks ----------------------------------------------------------------------------------------------------------
 
@@ -50,10 +50,10 @@ def check_state(
     version: int | None = None,
     together: Callable[[dict[str, Any]], None] | None = None,
 ) -> dict[str, Any]:
-    """Refuse a state of ``owner`` that lacks an entry of the schema, or in which one is wrong; others are ignored.
+    """Validate a state of ``owner`` by a schema, and return the value to store for each entry of the schema.
 
-    With a version, ``schema_version`` must be that. The ValueError names the entry, what came and what was expected.
-    Return what is taken over for each entry; ``together`` refuses those that do not fit each other.
+    Other entries are ignored. If ``version`` is given, ``schema_version`` must equal it. ``together`` validates the
+    values together. The ValueError names the entry, the received and the expected value.
     """
     if not isinstance(state, Mapping):
         raise ValueError(f"The {owner} state is foreign: it is {described(state)}, expected a dict.")
@@ -74,16 +74,16 @@ def check_state(
 
 
 class _WrongError(ValueError):
-    """An entry is wrong; the message lacks whose."""
+    """An entry is invalid; the message does not yet name the owner."""
 
 
 def wrong(value: Any, name: str, expected: str) -> ValueError:
-    """Return the error of a check: what came, and what was expected."""
+    """Return the error of a check, with the received and the expected value."""
     return _WrongError(f"{name} is {described(value)}, expected {expected}")
 
 
 def described(value: Any) -> str:
-    """Describe a value in a few words: tensors by dtype and shape, numbers and texts as they are."""
+    """Describe a value in a few words: a tensor by dtype and shape, a number or string by its repr."""
     if isinstance(value, Tensor):
         return f"a tensor {list(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
     if value is None or isinstance(value, bool | int | float | str):
@@ -93,7 +93,7 @@ def described(value: Any) -> str:
 
 
 def expect(fits: Callable[[Any], Any], expected: str) -> Check:
-    """Expect a value of which a function returns True; errors call it ``expected``."""
+    """Return a check that ``fits(value)`` is true; ``expected`` describes the expected value in errors."""
 
     def check(value: Any, name: str) -> Any:
         if not fits(value):
@@ -107,12 +107,12 @@ anything = expect(lambda value: True, "anything")
 flag = expect(lambda value: type(value) is bool, "True or False")
 text = expect(lambda value: type(value) is str, "a string")
 sequence = expect(lambda value: isinstance(value, list | tuple), "a list")
-"""Expect a list, whose content is checked elsewhere."""
+"""Expect a list; another check validates its content."""
 mapping = expect(
     lambda value: isinstance(value, Mapping) and all(isinstance(key, str) for key in value),
     "a dict with strings as keys",
 )
-"""Expect a dict, whose content another schema checks."""
+"""Expect a dict; another schema validates its content."""
 
 
 def whole(low: int = 0, high: int = LARGEST) -> Check:
@@ -132,17 +132,17 @@ def number(low: float = -math.inf, high: float = math.inf) -> Check:
 
 
 def fields(owner: str, schema: Mapping[str, Check]) -> Check:
-    """Expect a dict that has the entries of a schema, and return what is taken over for each."""
+    """Expect a dict with the entries of a schema, and return the value to store for each."""
     return lambda value, name: check_state(value, schema, owner)
 
 
 def list_of(check: Check) -> Check:
-    """Expect a list, and return what is taken over for each of its items."""
+    """Expect a list, and return the value to store for each item."""
     return lambda value, name: [check(item, f"an item of {name}") for item in sequence(value, name)]
 
 
 def same(own: Any, owner: str, argument: str = "") -> Check:
-    """Expect the value that a part, the owner, was built with as ``argument`` (named as the entry by default)."""
+    """Expect the owner's build value ``own``; ``argument`` is its constructor argument, by default the entry's name."""
 
     def check(value: Any, name: str) -> Any:
         if type(value) is not type(own) or value != own:
@@ -163,7 +163,7 @@ def tensor(
     high: float | Tensor | None = None,
     anywhere: bool = False,
 ) -> Check:
-    """Expect a tensor of values in ``[low, high]``, where a size may be None for any, on the CPU if not anywhere."""
+    """Expect a tensor with values in ``[low, high]``, on the CPU unless ``anywhere``; None allows any size."""
 
     def check(value: Any, name: str) -> Tensor:
         fits = (
@@ -210,16 +210,17 @@ def generator(device: torch.device | str) -> Check:
 
 @dataclass(frozen=True)
 class Attribute:
-    """Save an attribute, and set it to a copy of what its check returns.
+    """Entry that saves an attribute, and sets it to a copy of the value that its check returns.
 
     Attributes:
-        check: Returns what is put into the attribute. Without ``check`` and ``of``, the part was built with the value:
-            a state of a part that was built otherwise is refused, and nothing is set.
-        at: Where the part keeps it; named as the entry by default.
-        form: Returns what is written for the attribute's value, and need not copy.
-        of: Returns the check by the part, instead of ``check``.
-        only: The name of an attribute of the part that says whether its states have the entry; they do by default.
-        argument: What the constructor calls a value that the part was built with; as the entry by default.
+        check: Returns the value to store. Without ``check`` and ``of``, the attribute is a build value, set by the
+            constructor: a state with another value is rejected, and nothing is set.
+        at: The path of the attribute in the part; the entry's name by default.
+        form: Returns the saved form of the attribute's value, and need not copy.
+        of: Returns the check for a part, instead of ``check``.
+        only: The name of an attribute of the part; the entry exists only if that attribute is true. Without a name, the
+            entry always exists.
+        argument: The constructor argument of a build value; the entry's name by default.
     """
 
     check: Check | None = None
@@ -232,7 +233,7 @@ class Attribute:
 
     @property
     def is_built(self) -> bool:
-        """Whether the part was built with the value, which is compared and not set."""
+        """Whether this is a build value, which is compared and not set."""
         return type(self) is Attribute and self.check is None and self.of is None
 
     def save(self, part: Any, at: str, copy: bool) -> Any:
@@ -247,7 +248,7 @@ class Attribute:
         return self.check or same(attrgetter(at)(part), part.OWNER, self.argument)
 
     def put(self, part: Any, at: str, value: Any) -> None:
-        """Take over what the check returned."""
+        """Store the value that the check returned."""
         if not self.is_built:
             holder, _, name = at.rpartition(".")
             setattr(attrgetter(holder)(part) if holder else part, name, saved(value, True))
@@ -255,9 +256,9 @@ class Attribute:
 
 @dataclass(frozen=True)
 class InPlace(Attribute):
-    """Save a tensor or array, and fill it in place with another of its shape and type, with values in ``[low, high]``.
+    """Entry that fills a tensor or array in place with values in ``[low, high]`` of the same shape and dtype.
 
-    ``at`` and ``only`` are those of :class:`Attribute`.
+    ``at`` and ``only`` have the same meaning as in :class:`Attribute`.
     """
 
     _: KW_ONLY
@@ -265,7 +266,7 @@ class InPlace(Attribute):
     high: float | None = None
 
     def check_of(self, part: Any, at: str) -> Check:
-        """Expect values of the same shape and type."""
+        """Expect values of the same shape and dtype."""
         own = torch.as_tensor(attrgetter(at)(part))
         return tensor(own.dtype, *own.shape, low=self.low, high=self.high)
 
@@ -276,7 +277,7 @@ class InPlace(Attribute):
 
 @dataclass(frozen=True)
 class Child(Attribute):
-    """Save the state of a part of the part, which checks and loads it itself; None where there is none."""
+    """Entry for the state of a child, which validates and loads it itself; None without a child."""
 
     def save(self, part: Any, at: str, copy: bool) -> Any:
         """Return the state of the child."""
@@ -284,30 +285,30 @@ class Child(Attribute):
         return None if child is None else child.state_dict(copy=copy)
 
     def check_of(self, part: Any, at: str) -> Check:
-        """Let the child read its state."""
+        """Return the child's own check of its state."""
         child = attrgetter(at)(part)
         return same(None, part.OWNER) if child is None else lambda value, name: child.read_state(value)
 
     def put(self, part: Any, at: str, value: Any) -> None:
-        """Let the child take over what it read."""
+        """Store the validated values in the child."""
         if value is not None:
             attrgetter(at)(part).put_state(value)
 
 
 GENERATOR = Attribute(of=lambda part: generator(part.generator.device), at="generator_state")
-"""The entry of a part with a random generator, which stays the same object."""
+"""The entry of a random generator; loading keeps the generator object."""
 
 
 class Stated:
-    """A part with a state: plain data, a copy on both sides, taken wholly or not at all.
+    """Base of parts with a declared state: plain data, copied when saved and loaded, and loaded entirely or not at all.
 
-    As a base it comes before TorchRL's and Lightning's, whose methods of these names it replaces. A subclass repeats
-    the entries of its base: ``STATE = {**Base.STATE, "more": Attribute(flag)}``.
+    List it before the bases of TorchRL and Lightning, because it replaces their methods of the same names. A subclass
+    repeats the entries of its base: ``STATE = {**Base.STATE, "more": Attribute(flag)}``.
 
     Attributes:
-        STATE: The entries, in the order in which they are restored.
-        OWNER: What messages call the part.
-        VERSION: The version of its states; None for the state of a part that is always saved within another's.
+        STATE: The entries, in the order of loading.
+        OWNER: The name of the part in messages.
+        VERSION: The version of its states; None if they are always saved within the state of another part.
 
     Examples:
         >>> from torchrl_lightning.parts import OwnGenerator
@@ -347,40 +348,39 @@ class Stated:
     VERSION: ClassVar[int | None] = None
 
     def state_dict(self, *, copy: bool = True) -> dict[str, Any]:
-        """Return all that decides what comes next: tensors and scalars only.
+        """Return the complete state: tensors and scalars only.
 
         Args:
-            copy: Return copies; otherwise views, for what reads them at once.
+            copy: Return copies; otherwise views, for a caller that reads them immediately.
         """
         state = {name: entry.save(self, at, copy) for name, entry, at in self._entries()}
         return state if self.VERSION is None else {"schema_version": self.VERSION, **state}
 
     def check_state(self, state_dict: Mapping[str, Any]) -> None:
-        """Refuse a state that :meth:`load_state_dict` cannot take; change nothing."""
+        """Validate a state as :meth:`load_state_dict` does; change nothing."""
         self.read_state(state_dict)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore a state exactly: what comes next is what would have come next.
+        """Restore a state exactly: the part continues as the saved part would have continued.
 
         Raises:
-            ValueError: It is of another version or of a part that was built otherwise, lacks an entry, or one is wrong;
-                nothing is changed.
+            ValueError: The version or a build value differs, or an entry is missing or invalid; nothing is changed.
         """
         self.put_state(self.read_state(state_dict))
 
     def read_state(self, state_dict: Any) -> dict[str, Any]:
-        """Check a state with all that is nested in it, and return what :meth:`put_state` takes; change nothing."""
+        """Validate a state with its nested states, and return the values for :meth:`put_state`; change nothing."""
         schema = {name: entry.check_of(self, at) for name, entry, at in self._entries()}
         return check_state(state_dict, schema, self.OWNER, self.VERSION, self._check_together)
 
     def put_state(self, values: Mapping[str, Any]) -> None:
-        """Take over what :meth:`read_state` returned."""
+        """Store the values that :meth:`read_state` returned."""
         for name, entry, at in self._entries():
             entry.put(self, at, values[name])
         self._loaded()
 
     def _entries(self) -> list[tuple[str, Attribute, str]]:
-        """Return the name of each entry, the entry, and the attribute that it is about."""
+        """Return the name of each entry, the entry, and the path of its attribute."""
         return [
             (name, entry, entry.at or name)
             for name, entry in self.STATE.items()
@@ -388,14 +388,14 @@ class Stated:
         ]
 
     def _check_together(self, values: Mapping[str, Any]) -> None:
-        """Refuse entries that do not fit each other, by a ValueError; each has been checked by itself."""
+        """Validate entries together; raise ValueError if they conflict. Each entry is valid by itself."""
 
     def _loaded(self) -> None:
-        """Derive what follows from the entries, which have just been loaded."""
+        """Update derived attributes after the entries are loaded."""
 
 
 def saved(value: Any, copy: bool) -> Any:
-    """Return a value as states hold it: arrays and rows as tensors, copied or not, also within dicts and lists."""
+    """Convert a value for a state, also within dicts and lists: arrays to tensors; ``copy`` also copies and gathers."""
     if isinstance(value, dict):
         return {key: saved(entry, copy) for key, entry in value.items()}
     if type(value) in (list, tuple):

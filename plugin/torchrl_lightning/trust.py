@@ -1,7 +1,7 @@
-"""What a file may say: plain values, and the names of classes that do no more than they are told by plain values.
+"""Validate configs from untrusted files: they may hold only plain values and the names of harmless classes.
 
-Whoever wrote a file may have chosen each word in it. Nothing that it names is imported, built or opened before
-:func:`check_config` has seen all of it; a name leads to a class by a closed table alone.
+An attacker may have written the file. Nothing that it names is imported, built or opened before :func:`check_config`
+has validated all of it; a closed table maps names to classes.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from typing import Any
 from torchrl_lightning import limits
 from torchrl_lightning._conf import CONF_DIR
 
-MODULES = ("ale_py", "gymnasium_robotics", "minigrid")  # what an environment's id may import: those of our presets
-DEPTH, NODES, LENGTH, LARGEST = 32, 20_000, 4096, 1 << 63  # of a config; ours have a tenth
+MODULES = ("ale_py", "gymnasium_robotics", "minigrid")  # modules of our presets, which an environment's id may import
+DEPTH, NODES, LENGTH, LARGEST = 32, 20_000, 4096, 1 << 63  # limits of a config; our configs need a tenth
 
-# Of other packages, what is built from plain values and neither reads, writes, connects nor takes a callable.
+# Classes of other packages that are built from plain values and neither read, write, connect nor take a callable.
 _OTHERS = {
     "torch.optim": """
         ASGD Adadelta Adafactor Adagrad Adam AdamW Adamax LBFGS Muon NAdam RAdam RMSprop Rprop SGD SparseAdam
@@ -71,8 +71,8 @@ _OTHERS = {
     """,
 }
 _COLLECTOR = "torchrl_lightning.collectors._base.CollectorBase"
-# Kinds of ours, by their bases: learners, planners, fits, transforms; streams; wrappers; buffers and their parts. What
-# has no such base is :class:`Nameable`.
+# Bases of our classes that a file may name: learners, planners, fits, transforms; streams; wrappers; buffers and their
+# parts. Allowed classes without one of these bases derive from :class:`Nameable`.
 _KINDS = (
     "torch.nn.Module",
     "lightning.LightningDataModule",
@@ -85,7 +85,7 @@ _KINDS = (
 )
 _ENVIRONMENTS = ("torchrl.envs.GymEnv", "torchrl.envs.DMControlEnv")
 _RECIPE = "torchrl_lightning.EnvironmentRecipe"
-# Functions of ours that a file may name: they build networks from specs and plain values.
+# Our functions that a file may name: they build networks from specs and plain values.
 _BUILDERS = """
     build_action_critic build_actor build_critic build_deterministic_actor build_distributional_q_network
     build_q_network build_squashed_actor
@@ -102,33 +102,33 @@ _DIRECTIVES: dict[str, Any] = {
 _WITH_COLON = re.compile(
     rf"(?:{'|'.join(MODULES)}):[\w/.-]+|(?:cpu|cuda|mps|xpu):\d+|minari:\w[\w/-]*|[\d:.]+", re.ASCII
 )
-# Whole numbers decide how much is built and computed, but for seeds and times; these may be larger than others.
+# Integers decide how much is built and computed, except seeds and times, which may therefore be larger.
 _TIMES = re.compile(r"(?!frames_per_batch).*(seed|steps|time|limit|frames).*")
 _CELLS = re.compile(r"((max|min|mini)_)?(batch_)?(size|capacity)|frames_per_batch")
 _AROUND = ("gymnasium.wrappers.", "minigrid.wrappers.", "torchrl.envs.")
-_WORD = re.compile(r"[\w+-][\w ,.+()-]*|", re.ASCII)  # no path, no module
+_WORD = re.compile(r"[\w+-][\w ,.+()-]*|", re.ASCII)  # neither a path nor a module
 _FOLDER = re.compile(r"(?:.*_)?(?:dir|dirpath|file|filename|folder|path|root|dataset)")
 
 
 class Nameable:
-    """A part that a file may name, as it is built from plain values; a folder among them must be an argument's."""
+    """A part that a file may name: it is built from plain values, and each folder must be an argument of its own."""
 
 
 def check_config(node: Any, *, where: str, trusted: bool = False, folders: bool = True) -> None:
     """Validate a config from a file before anything that it names is built or imported.
 
-    It must be data: dicts, lists, texts, numbers, flags and null, without an interpolation. Unless it is trusted, it
-    may name only the classes of :func:`target_named`, only our own folders, and only the modules that register the
+    It must be data: dicts, lists, strings, numbers, booleans and null, without interpolations. An untrusted config may
+    name only the classes of :func:`target_named`, only our own folders, and only the modules that register the
     environments of our presets.
 
     Args:
         node: The config, or a part of it.
-        where: Its place, for the message, such as ``"the config in a.ckpt"``.
+        where: Its origin, for the message, such as ``"the config in a.ckpt"``.
         trusted: Whether it may name any class, folder and module.
-        folders: Whether its folders count; if not, :func:`without_folders` leaves them out of what is built.
+        folders: Whether to validate its folders; False if :func:`without_folders` removes them before the build.
 
     Raises:
-        ValueError: It is refused; the message, one line, names each value that is.
+        ValueError: The config is rejected; the one-line message names up to five rejected values.
 
     Examples:
         >>> check_config({"_target_": "os.system", "command": "true"}, where="the config in a.ckpt")
@@ -145,7 +145,7 @@ file may name
 
 
 def target_named(name: str) -> Any:
-    """Return the class or builder of ours, or the class of others that we know, that a file means by a name; else None.
+    """Return the allowed class or builder of a name, ours or of a known package, or None.
 
     Examples:
         >>> target_named("torchrl_lightning.GoalReward").__name__, target_named("os.system")
@@ -156,16 +156,16 @@ def target_named(name: str) -> Any:
         if package != known and not package.startswith(f"{known}."):
             continue
         target = _ours(last) if known == _package() else _of_others(known, last)
-        # Also by the module that it lies in, as a saved recipe has it; the file's own words are never imported.
+        # Also accept the defining module, as in a saved recipe; a name from the file is never imported.
         if target is not None and name in (f"{known}.{last}", f"{target.__module__}.{target.__qualname__}"):
             return target
     return None
 
 
 def without_folders(node: Any) -> Any:
-    """Return a config without the folders and data sets that its classes of ours read and write.
+    """Return a config without the folders and data sets that our classes read and write.
 
-    To play a policy, none is needed.
+    Playing a policy does not need them.
 
     Examples:
         >>> without_folders({"_target_": "torchrl_lightning.RingStorage", "max_size": 9, "scratch_dir": "here"})
@@ -181,13 +181,13 @@ def without_folders(node: Any) -> Any:
 
 
 class _Reading:
-    """One walk over a config, which counts what it sees."""
+    """Validator that walks once over a config and counts its values."""
 
     def __init__(self, trusted: bool, folders: bool) -> None:
         self.trusted, self.folders, self.left = trusted, folders, NODES
 
     def refusals(self, node: Any, path: str = "", depth: int = 0, words: bool = False) -> Iterator[str]:
-        """Yield what is wrong, each with its place; ``words``: below are settings of an environment."""
+        """Yield each error with its place; ``words`` is True within the settings of an environment."""
         self.left -= 1
         if self.left == 0 or depth > DEPTH:
             yield f"it has more than {NODES} values, or more than {DEPTH} levels"
@@ -253,7 +253,7 @@ class _Reading:
             yield f"{path or 'it'} builds a collector, which starts processes"
 
     def _argument(self, canonical: str, key: Any, value: Any, place: str, below: bool) -> Iterator[str]:
-        """Yield the reasons to refuse an argument of a class, or a setting ``below`` an environment's."""
+        """Yield the errors of an argument of a class, or of a setting ``below`` an environment."""
         around = below or canonical == _RECIPE or canonical.startswith(_AROUND)
         only = _CALLED.get(key) if around else None
         if only and value not in only:
@@ -266,14 +266,14 @@ class _Reading:
             yield from _sizes(str(key), value, place, around)
 
     def _recipe(self, node: dict[Any, Any], path: str) -> Iterator[str]:
-        """Yield what makes an environment and is none, and what is laid around it and is no wrapper."""
+        """Yield an error if ``id`` does not build an environment, and for each of ``wrappers`` of another kind."""
         wrappers = node.get("wrappers")
         parts: list[tuple[str, Any, tuple[str, ...]]] = [("id", node.get("id"), _ENVIRONMENTS)]
         parts += [(f"wrappers[{n}]", each, ()) for n, each in enumerate(wrappers if type(wrappers) is list else ())]
         for place, part, known in parts:
             name = part.get("_target_") if type(part) is dict else None
             target: Any = target_named(name) if type(name) is str else None
-            if target is None:  # an id; or refused already, or the user's own
+            if target is None:  # an id, already rejected, or the user's own class
                 continue
             wraps = _is_kind(target, "gymnasium.Wrapper", "torchrl.envs.Transform")
             if not (_canonical(target) in known if known else wraps):
@@ -282,7 +282,7 @@ class _Reading:
 
 
 def _sizes(key: str, value: Any, place: str, around: bool) -> Iterator[str]:
-    """Yield the first number of an argument that is larger than a file may ask for."""
+    """Yield an error for the first number of an argument that exceeds its limit."""
     if _TIMES.fullmatch(key):
         return
     cells = not around and _CELLS.fullmatch(key)
@@ -302,7 +302,7 @@ def _sizes(key: str, value: Any, place: str, around: bool) -> Iterator[str]:
 
 
 def _is_shipped(folder: str) -> bool:
-    """Return whether a data set is Minari's, by its id, or among the demonstrations that we ship."""
+    """Return whether a data set is the id of a Minari data set, or one of our shipped demonstrations."""
     if folder.startswith("minari:"):
         return _WITH_COLON.fullmatch(folder) is not None
     return Path(os.path.normpath(folder)).is_relative_to(CONF_DIR / "demonstrations")
@@ -330,7 +330,7 @@ def _package() -> str:
 
 
 def _canonical(target: Any) -> str:
-    """Return the name by which we know a class or a builder; "" for none."""
+    """Return the allowed name of a class or a builder; "" for None."""
     if target is None:
         return ""
     name: str = target.__name__
@@ -340,19 +340,19 @@ def _canonical(target: Any) -> str:
 
 @cache
 def _of_others(package: str, name: str) -> type[Any] | None:
-    """Look a class of another package up in the package itself, if it is installed."""
+    """Return an allowed class of another package; None if it is not allowed or not installed."""
     if name not in _OTHERS[package].split():
         return None
     try:
         target = getattr(import_module(package), name, None)
-    except ModuleNotFoundError:  # an extra
+    except ModuleNotFoundError:  # an optional dependency
         return None
     return target if isinstance(target, type) else None
 
 
 @cache
 def _ours(name: str) -> Any:
-    """Look a class up among our exports, and tell by its bases whether a file may name it; or a builder."""
+    """Return a builder or class of ours that a file may name, or None; the bases decide for a class."""
     package = sys.modules[_package()]
     target = getattr(package, name) if name in package.__all__ else None
     named = name in _BUILDERS.split() or (isinstance(target, type) and issubclass(target, Nameable))
@@ -371,7 +371,7 @@ def _imported(*names: str) -> tuple[type[Any], ...]:
 
 @cache
 def _folders_of(canonical: str) -> frozenset[str]:
-    """Return which arguments of a class of ours are places on the disk: by their annotations and names."""
+    """Return the names of the arguments of our class that are paths, by their annotations and names."""
     target = target_named(canonical)
     if target is None or canonical.rpartition(".")[0] != _package():
         return frozenset()
