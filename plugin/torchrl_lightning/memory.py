@@ -167,8 +167,8 @@ def map_cells(folder: Path, tree: Tree, rows: int) -> tuple[Tree, UnnamedFile]:
     """Map leaves of ``rows`` rows each from one new file on the disk of ``folder``; return the leaves and the file.
 
     The kernel removes the unnamed file when the last process that uses it has ended. So processes may share a folder,
-    and a killed process leaves no files. All blocks are reserved first, because a write to a mapped page
-    without a block on a full disk kills the process. A missing folder is created.
+    and a killed process leaves no files. All blocks are reserved first, because a write to a mapped page kills the
+    process if the disk has no block left for it. A missing folder is created.
 
     Raises:
         OSError: The folder is not writable, or its disk has too little space; the message gives both numbers.
@@ -192,7 +192,7 @@ def mapped_tree(file: UnnamedFile, tree: Tree, rows: int) -> Tree:
 
 
 def _offsets(tree: Tree, rows: int) -> list[int]:
-    """Return where each leaf begins in a file, in whole pages, and the size of the file."""
+    """Return the offset of each leaf in a file, in whole pages, and the size of the file."""
     sizes = [rows * math.prod(leaf.shape[1:]) * leaf.dtype.itemsize for _, leaf in leaves_of(tree)]
     *offsets, total = accumulate((-(-size // mmap.PAGESIZE) * mmap.PAGESIZE for size in sizes), initial=0)
     return [*offsets, max(total, mmap.PAGESIZE)]

@@ -145,7 +145,7 @@ file may name
 
 
 def target_named(name: str) -> Any:
-    """Return the allowed class or builder of a name, ours or of a known package, or None.
+    """Return the allowed class or builder with this name, ours or another package's, or None.
 
     Examples:
         >>> target_named("torchrl_lightning.GoalReward").__name__, target_named("os.system")
@@ -330,7 +330,7 @@ def _package() -> str:
 
 
 def _canonical(target: Any) -> str:
-    """Return the allowed name of a class or a builder; "" for None."""
+    """Return the canonical name of an allowed class or builder; "" for None."""
     if target is None:
         return ""
     name: str = target.__name__
@@ -371,7 +371,7 @@ def _imported(*names: str) -> tuple[type[Any], ...]:
 
 @cache
 def _folders_of(canonical: str) -> frozenset[str]:
-    """Return the names of the arguments of our class that are paths, by their annotations and names."""
+    """Return the arguments of a class of ours that are paths, recognised by annotation or name."""
     target = target_named(canonical)
     if target is None or canonical.rpartition(".")[0] != _package():
         return frozenset()

@@ -30,7 +30,7 @@ class FileKindError(Fault, OSError):
 
 
 def check_regular(path: str | Path) -> None:
-    """Validate that a path names a regular file; raise FileKindError if not, because reading might never end.
+    """Validate that a path names a regular file; raise FileKindError if reading it could block or never end.
 
     Raises:
         FileNotFoundError: The file does not exist.
