@@ -115,8 +115,6 @@ from .learn import from_pretrained as from_pretrained
 from .learn import load_policy as load_policy
 from .learn import push_to_hub as push_to_hub
 from .learn import save_pretrained as save_pretrained
-from .protocols import UpdateBatches as UpdateBatches
-from .protocols import updates_of as updates_of
 from .replay import EpisodeIndex as EpisodeIndex
 from .replay import ExperienceBuffer as ExperienceBuffer
 from .replay import PrioritizedSampler as PrioritizedSampler
@@ -138,6 +136,8 @@ from .rollout import VanillaOnPolicyBuffer as VanillaOnPolicyBuffer
 from .rollout import VTrace as VTrace
 from .rollout import VTraceAdvantages as VTraceAdvantages
 from .rollout import VTraceBuffer as VTraceBuffer
+from .updates import UpdateBatches as UpdateBatches
+from .updates import updates_of as updates_of
 from .velora import BatchExperience as BatchExperience
 from .velora import BufferBase as BufferBase
 from .velora import RecurrentReplayBuffer as RecurrentReplayBuffer

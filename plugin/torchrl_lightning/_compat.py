@@ -81,8 +81,8 @@ def attached(storage: Storage) -> Iterator[Any]:
 
 
 def alias(name: str, *names: str) -> Any:
-    """Return a property for one private attribute, or a tuple of several; reading it does not run Python code."""
-    return property(attrgetter(name, *names), lambda holder, value: setattr(holder, name, value))
+    """Return a property for a private attribute, or a read-only one for a tuple of several; reading runs no Python."""
+    return property(attrgetter(name, *names), None if names else lambda holder, value: setattr(holder, name, value))
 
 
 class StorageBase(OwnFiles, LazyTensorStorage):

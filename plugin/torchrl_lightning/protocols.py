@@ -2,15 +2,13 @@
 
 Each class is a typed view of one kind of object and lists all members that the package uses. A missing member has its
 default value. ``of`` reads the fields once; properties are read at each use, because they change during a run.
-
-:class:`UpdateBatches` is the batch of a learner that makes several updates in one Lightning step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 if TYPE_CHECKING:  # commands without training also import this file
     from pathlib import Path
@@ -329,53 +327,3 @@ class DataApi(_View):
     def advantages_standardized_by(self) -> str | None:
         """The name of the buffer that standardises advantages over each rollout, or None."""
         return self._now("advantages_standardized_by", None)
-
-
-class UpdateBatches:
-    """The batches of all updates in one Lightning step.
-
-    A module reads them with :func:`updates_of`. The object is not iterable: Lightning would search an iterable for the
-    batch size of a logged metric, and thereby draw batches.
-
-    Args:
-        batches: The batches; the work between two batches is done when the second one is requested.
-
-    Examples:
-        >>> UpdateBatches(iter([]))["observation"]
-        Traceback (most recent call last):
-        TypeError: this step holds several updates; learn from each: for batch in updates_of(batch): ...
-    """
-
-    def __init__(self, batches: Iterator[TensorDictBase]) -> None:
-        self.batches = batches
-
-    def watch(self, note: Callable[[TensorDictBase], None]) -> None:
-        """Call a function with each batch when it is drawn."""
-        self.batches = _noted(self.batches, note)
-
-    def __getitem__(self, key: Any) -> NoReturn:
-        raise TypeError("this step holds several updates; learn from each: for batch in updates_of(batch): ...")
-
-
-def _noted(batches: Iterator[TensorDictBase], note: Callable[[TensorDictBase], None]) -> Iterator[TensorDictBase]:
-    for batch in batches:
-        note(batch)
-        yield batch
-
-
-def updates_of(batch: TensorDictBase | UpdateBatches) -> Iterator[TensorDictBase]:
-    """Iterate over the batches of one Lightning step, one for each update.
-
-    With ``ReplayDataModule(updates_per_step=1)`` this is the batch itself. Otherwise, requesting the next batch steps
-    the environments and draws it. By then the previous batch's loss has written priorities, and its update is made.
-
-    Args:
-        batch: The argument of ``training_step``.
-
-    Examples:
-        >>> from tensordict import TensorDict
-        >>> one = TensorDict({"reward": [1.0]}, [1])
-        >>> len(list(updates_of(one))), len(list(updates_of(UpdateBatches(iter([one, one])))))
-        (1, 2)
-    """
-    return batch.batches if isinstance(batch, UpdateBatches) else iter((batch,))

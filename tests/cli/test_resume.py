@@ -54,6 +54,14 @@ def test_a_checkpoint_keeps_the_whole_config_and_the_command(half):
     assert command["overrides"] == [*GIVEN, "trainer.max_epochs=2"]
 
 
+def test_several_values_without_multirun_are_compared_with_the_run_of_the_checkpoint(run, tmp_path):
+    few = ["data.total_frames=300", "data.warmup_frames=200", "eval_episodes=1", "logger=none"]
+    run("train", "experiment=dqn_cartpole", *few, "hydra.run.dir=dqn")
+    resumed = f"ckpt_path={checkpoint_of(tmp_path / 'dqn')}"
+    assert "say --multirun" in composed(run, resumed, "model.tau=0.1,0.2", expect=1)  # PPO, the default, has no tau
+    assert "did you mean model.tau?" in composed(run, resumed, "model.taw=0.1,0.2", expect=1)
+
+
 def test_a_resumed_run_trains_with_its_own_settings_and_says_so_everywhere(half, run, tmp_path):
     changed = ["trainer.max_epochs=-1", "data.total_frames=384", "model.entropy_coeff=0.01"]
     done = run("train", f"ckpt_path={checkpoint_of(half)}", *changed)

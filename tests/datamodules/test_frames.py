@@ -26,7 +26,7 @@ from torchrl_lightning import (
     PPOModule,
     write_demonstration,
 )
-from torchrl_lightning.datamodules.loaders import FrameClock
+from torchrl_lightning.datamodules.frames import FrameClock
 from torchrl_lightning.learn import MLPNetwork
 
 

@@ -22,7 +22,7 @@ from torchrl_lightning.collectors.workers import Worker
 from torchrl_lightning.environments import environment_specs, make_vector_env
 from torchrl_lightning.environments.normalization import NormalizedPolicy, ObservationNormalizer
 from torchrl_lightning.learn import DQNModule, MLPNetwork, OffPolicyModule
-from torchrl_lightning.protocols import UpdateBatches
+from torchrl_lightning.updates import UpdateBatches
 
 
 def weights(module: OffPolicyModule) -> list[torch.Tensor]:

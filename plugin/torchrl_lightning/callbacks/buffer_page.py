@@ -14,8 +14,8 @@ from tensordict import TensorDictBase
 from torchrl_lightning.callbacks.sparse import SparseCallback
 from torchrl_lightning.inspection.draws import EVERY, Draws
 from torchrl_lightning.inspection.report import inspect_buffer
-from torchrl_lightning.protocols import UpdateBatches
 from torchrl_lightning.ranges import Checked, integer
+from torchrl_lightning.updates import UpdateBatches
 
 logger = logging.getLogger(__name__)
 

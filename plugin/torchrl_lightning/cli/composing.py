@@ -159,21 +159,10 @@ class CommandLoader(ConfigLoader):
         except HydraException as error:
             if not str(error).startswith("You must specify"):  # a sweep may leave a group unselected
                 raise
-        mode = RunMode.RUN
         with suppress(HydraException):
             config = self._hydra.load_configuration(config_name, overrides, RunMode.MULTIRUN, True, False)
-            mode = config.hydra.mode or mode
-        if mode == RunMode.RUN:  # Hydra will refuse the sweep; a misspelt name in it is the more probable mistake
-            self._compose(self._first_values(overrides), _Request(self._hydra, config_name, mode, True, True))
-        return mode
-
-    def _first_values(self, lines: list[str]) -> list[str]:
-        """Return overrides in which each sweep is its first value."""
-        parsed = OverridesParser.create(config_loader=self._hydra).parse_overrides(lines)
-        return [
-            f"{each.get_key_element()}={_first_value(each)}" if each.is_sweep_override() else str(each.input_line)
-            for each in parsed
-        ]
+            return config.hydra.mode or RunMode.RUN
+        return RunMode.RUN
 
     def load_configuration(
         self,
@@ -188,6 +177,9 @@ class CommandLoader(ConfigLoader):
             config, self._ready = self._ready, None
             return config
         overrides = [_POWER_OF_TEN.sub(_as_integer, override) for override in overrides]
+        if run_mode == RunMode.RUN and (first := self._first_values(overrides, Override.is_sweep_override)):
+            # Hydra will refuse several values in a single run. A misspelt name is the more probable mistake.
+            self.load_configuration(config_name, [first.get(line, line) for line in overrides], run_mode)
         self._composed = []
         _check_search_path(_parsed(overrides))
         request = _Request(self._hydra, config_name, run_mode, from_shell, validate_sweep_overrides)
@@ -218,10 +210,15 @@ class CommandLoader(ConfigLoader):
         Hydra keeps the defaults of swept groups and classes, which may lack a setting that all swept options have.
         Each run of the sweep is later composed with its own groups.
         """
+
+        def is_option(override: Override) -> bool:
+            names_part = "_target_" in str(override.input_line)
+            return override.is_discrete_sweep() and (names_part or request.is_group(override.key_or_group, lines))
+
         try:
             return self._with_parts(lines, request)
         except HydraException:
-            first = self._first_options(lines, request) if request.run_mode == RunMode.MULTIRUN else {}
+            first = self._first_values(lines, is_option) if request.run_mode == RunMode.MULTIRUN else {}
             if not first:
                 raise
         with _noted(first.values()):
@@ -230,13 +227,12 @@ class CommandLoader(ConfigLoader):
         config.hydra.overrides.task = [swept.get(line, line) for line in config.hydra.overrides.task]
         return config
 
-    def _first_options(self, lines: list[str], request: _Request) -> dict[str, str]:
-        """Map each override that sweeps over a group's options or a part's classes to an override with the first."""
+    def _first_values(self, lines: list[str], is_wanted: Callable[[Override], bool]) -> dict[str, str]:
+        """Map each wanted sweep override to an override with its first value."""
         return {
-            str(override.input_line): f"{override.get_key_element()}={next(iter(override.sweep_string_iterator()))}"
+            str(override.input_line): f"{override.get_key_element()}={_first_value(override)}"
             for override in OverridesParser.create(config_loader=self._hydra).parse_overrides(lines)
-            if override.is_discrete_sweep()
-            and ("_target_" in str(override.input_line) or request.is_group(override.key_or_group, lines))
+            if is_wanted(override)
         }
 
     def _with_parts(self, lines: list[str], request: _Request) -> DictConfig:
@@ -330,6 +326,7 @@ def run_command_line(name: str, task: Callable[[Any], Any], arguments: list[str]
     """Compose the config of a command line, and run the task once or in a sweep, or print the config."""
     options = read_options(arguments)
     if options.hydra_help or options.version or options.experimental_rerun:
+        # Hydra's own parser expects all settings behind the options.
         sys.argv[1:] = [each for each in arguments if each not in options.overrides] + options.overrides
         hydra_main(str(CONF_DIR), name)(task)()
         return

@@ -40,8 +40,9 @@ from torchrl_lightning.datamodules.environments import RunEnvironments
 from torchrl_lightning.datamodules.episodes import FinishedEpisodes
 from torchrl_lightning.datamodules.evaluation import first_checked, view_of_collector
 from torchrl_lightning.datamodules.feed import Feed
+from torchrl_lightning.datamodules.frames import FrameClock
 from torchrl_lightning.datamodules.learner import build_learner
-from torchrl_lightning.datamodules.loaders import FrameClock, LoadersDataModule
+from torchrl_lightning.datamodules.loaders import LoadersDataModule
 from torchrl_lightning.datamodules.normalization import Normalization
 from torchrl_lightning.datamodules.rebuilding import TO_GIVE, RebuildableDataModule, RunState
 from torchrl_lightning.datamodules.trainer_checks import check_surroundings
@@ -385,8 +386,7 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
 
     def _loaded(self, own: dict[str, Any]) -> None:
         """Update dependent attributes after a rank's state was loaded."""
-        if not self.reset_at_each_batch:
-            # The environments are reset, so that their unfinished episodes are lost.
+        if not self.reset_at_each_batch:  # the environments are reset, so their unfinished episodes are lost
             self._episodes.forget_unfinished()
             self._normalization.forget_unfinished()
 

@@ -24,11 +24,12 @@ from torchrl_lightning.datamodules.updates_per_step import UpdatesDataModule
 from torchrl_lightning.environments.origins import env_ids
 from torchrl_lightning.fitting import require_fit
 from torchrl_lightning.keys import REPLAYED
-from torchrl_lightning.protocols import CollectorApi, LearnerApi, UpdateBatches
+from torchrl_lightning.protocols import CollectorApi, LearnerApi
 from torchrl_lightning.ranges import integer, optional
 from torchrl_lightning.rollout import GAEBuffer, RolloutBuffer
 from torchrl_lightning.settings import Count, setting
 from torchrl_lightning.state import Attribute, fields, generator, mapping, whole
+from torchrl_lightning.updates import UpdateBatches
 
 
 class RolloutBufferFactory(Protocol):

@@ -38,13 +38,14 @@ from torchrl_lightning.demonstrations.dataset import dataset_path
 from torchrl_lightning.entries import nested_keys
 from torchrl_lightning.fitting import require_fit
 from torchrl_lightning.interrupts import interrupts
-from torchrl_lightning.protocols import CollectorApi, LearnerApi, SourceApi, UpdateBatches, no_keys
+from torchrl_lightning.protocols import CollectorApi, LearnerApi, SourceApi, no_keys
 from torchrl_lightning.ranges import exact_ratio, integer, not_negative, optional, positive
 from torchrl_lightning.ranks import of_first_rank
 from torchrl_lightning.replay import ExperienceBuffer
 from torchrl_lightning.replay.layout import check_lengths, left_out_of
 from torchrl_lightning.settings import Count, among, setting
 from torchrl_lightning.state import Attribute, whole
+from torchrl_lightning.updates import UpdateBatches
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +55,6 @@ class ReplayBufferFactory(Protocol):
 
     def __call__(self, *, num_envs: int) -> ExperienceBuffer:
         """Build the buffer."""
-        ...
 
 
 class ReplayDataModule(UpdatesDataModule):

@@ -15,9 +15,9 @@ from torchrl_lightning.datamodules.base import ExperienceDataModule
 from torchrl_lightning.datamodules.loaders import Batches, batches_served
 from torchrl_lightning.datamodules.trainer_checks import val_check_interval
 from torchrl_lightning.interrupts import interrupts
-from torchrl_lightning.protocols import UpdateBatches
 from torchrl_lightning.ranges import integer, optional
 from torchrl_lightning.state import Attribute, whole
+from torchrl_lightning.updates import UpdateBatches
 
 logger = logging.getLogger(__name__)
 

@@ -25,9 +25,10 @@ from torchrl_lightning.learn.reports import train_names
 from torchrl_lightning.learn.rnd import RandomNetworkDistillation
 from torchrl_lightning.learn.schedules import Schedule, as_schedule
 from torchrl_lightning.learn.transitions import missing
-from torchrl_lightning.protocols import DataApi, UpdateBatches, updates_of
+from torchrl_lightning.protocols import DataApi
 from torchrl_lightning.ranges import check_defaults
 from torchrl_lightning.settings import Finite, FinitePositive, NotNegative, Positive, Switch, setting
+from torchrl_lightning.updates import UpdateBatches, updates_of
 
 logger = logging.getLogger(__name__)
 

@@ -18,8 +18,8 @@ from torchrl_lightning._modules import hold
 from torchrl_lightning.learn.agents import AgentModule, OptimizerFactory
 from torchrl_lightning.learn.network_protocol import Network, described_network
 from torchrl_lightning.learn.networks import MLPNetwork
-from torchrl_lightning.protocols import UpdateBatches, updates_of
 from torchrl_lightning.settings import Fraction, setting
+from torchrl_lightning.updates import UpdateBatches, updates_of
 
 STATE = "target_updater"
 # Names of the acting network in TorchRL's losses, in order of preference.

@@ -27,8 +27,8 @@ from torchrl_lightning.learn.reports import train_names
 from torchrl_lightning.learn.target_networks import TargetNetworks
 from torchrl_lightning.learn.transitions import Entries, Transitions, read_transitions
 from torchrl_lightning.learn.trunks import RecurrentTrunk
-from torchrl_lightning.protocols import UpdateBatches, updates_of
 from torchrl_lightning.settings import Count, Fraction, Share, setting
+from torchrl_lightning.updates import UpdateBatches, updates_of
 
 STATE = "off_policy"
 # Input key of networks behind a memory. ``features`` is taken: these networks' own trunks write it.

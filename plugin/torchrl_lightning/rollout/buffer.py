@@ -22,10 +22,11 @@ from torchrl_lightning.keys import CURRENT_LOG_PROB, INTRINSIC_REWARD, NORMALIZE
 from torchrl_lightning.parts import ConstructorSignature, fresh_generator
 from torchrl_lightning.protocols import EnvsApi
 from torchrl_lightning.ranges import Check, fraction
-from torchrl_lightning.rollout.batches import MinibatchSampler, pruned, sequences, split_epoch
+from torchrl_lightning.rollout.batches import pruned, sequences, split_epoch
 from torchrl_lightning.rollout.estimates import GAE, INTRINSIC, Estimator, Stream
 from torchrl_lightning.rollout.hooks import RolloutHooks
 from torchrl_lightning.rollout.intrinsic import has_intrinsic, write_normalized
+from torchrl_lightning.rollout.minibatches import MinibatchSampler
 from torchrl_lightning.rollout.names import DOCUMENTED
 from torchrl_lightning.rollout.storage import RolloutStorage, gather
 from torchrl_lightning.rollout.values import RECURRENT_KEYS, fill_values

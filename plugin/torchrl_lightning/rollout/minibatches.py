@@ -1,0 +1,150 @@
+"""Sample mini-batches of steps or whole environments from a rollout, in epochs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchrl.data.replay_buffers.storages import Storage
+
+from torchrl_lightning._compat import SamplerBase
+from torchrl_lightning.ranges import Checked, boolean, integer, one_of, optional
+from torchrl_lightning.state import GENERATOR, Attribute, Stated, flag, tensor, whole
+
+UNITS = ("steps", "environments")
+
+
+class MinibatchSampler(Stated, SamplerBase):
+    """Visit every sample of a rollout exactly once per epoch, shuffled or in order.
+
+    With ``by="steps"`` a batch is ``[B]`` steps. With ``by="environments"`` a batch is ``[B, T]`` whole environments
+    for recurrent policies, and the batch size counts environments. A write starts a new epoch.
+
+    Args:
+        drop_last: drop the last batch of an epoch if it is smaller than the batch size.
+        shuffle: draw a new order for each epoch; False visits the steps in time-major order.
+        by: ``"steps"`` or ``"environments"``.
+        generator: random generator; ``None`` seeds a new one from torch's global generator.
+
+    Raises:
+        ValueError: ``by`` is unknown.
+
+    Examples:
+        >>> sampler = MinibatchSampler(shuffle=False)
+        >>> [batch.tolist() for batch in sampler.epoch(5, 2)]
+        [[0, 1], [2, 3], [4]]
+    """
+
+    OWNER, VERSION = "mini-batch sampler", 1
+    STATE = {
+        "len_storage": Attribute(whole()),
+        "remaining": Attribute(optional(tensor(torch.int64, None, low=0, anywhere=True))),
+        "drop_last": Attribute(flag),
+        "shuffle": Attribute(flag),
+        "by": Attribute(),
+        "ran_out": Attribute(flag),
+        "generator": GENERATOR,
+    }
+
+    drop_last = Checked(boolean)
+    shuffle = Checked(boolean)
+
+    def __init__(
+        self,
+        drop_last: bool = False,
+        shuffle: bool = True,
+        *,
+        by: str = "steps",
+        generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__(drop_last=drop_last, shuffle=shuffle)
+        self.by = one_of(by, "by", UNITS)
+        self._own_rng = generator
+
+    def order(self, count: int, shuffle: bool | None = None, device: torch.device | str = "cpu") -> Tensor:
+        """Return the indices ``0 .. count - 1`` of one epoch, permuted if ``shuffle`` is set."""
+        if not (self.shuffle if shuffle is None else shuffle):
+            return torch.arange(count, device=device)
+        rng = self.generator
+        return torch.randperm(count, generator=rng, device=rng.device).to(device)
+
+    def epoch(
+        self,
+        count: int,
+        batch_size: int | None,
+        *,
+        shuffle: bool | None = None,
+        drop_last: bool | None = None,
+        num_batches: int | None = None,
+        device: torch.device | str = "cpu",
+    ) -> Iterator[Tensor]:
+        """Yield the index batches of one epoch over ``count`` units.
+
+        Args:
+            count: number of units (steps or environments).
+            batch_size: units per batch; None splits the epoch into ``num_batches`` of nearly equal size.
+            shuffle: overrides the sampler's option.
+            drop_last: overrides the sampler's option.
+            num_batches: maximum number of batches.
+            device: device of the indices.
+
+        Raises:
+            ValueError: the batch size is not positive.
+        """
+        if batch_size is None:
+            yield from self.order(count, shuffle, device).tensor_split(num_batches or 1)
+            return
+        batch_size = integer(batch_size, "batch_size")
+        drop = self.drop_last if drop_last is None else drop_last
+        for number, batch in enumerate(self.order(count, shuffle, device).split(batch_size)):
+            if (drop and batch.shape[0] < batch_size) or (num_batches is not None and number >= num_batches):
+                return
+            yield batch
+
+    def _check_together(self, values: Mapping[str, Any]) -> None:
+        remaining, count = values["remaining"], values["len_storage"]
+        if remaining is not None:
+            tensor(torch.int64, None, high=count - 1, anywhere=True)(remaining, "'remaining'")
+
+    def sample(self, storage: Storage, batch_size: int) -> tuple[tuple[Tensor, ...] | Tensor, dict[str, Any]]:
+        """Return the coordinates ``(t, n)`` of the next batch of this epoch, in the format of TorchRL's buffers.
+
+        Raises:
+            RuntimeError: the storage is empty.
+            ValueError: an epoch has no full batch and ``drop_last`` is set, or the batch size is not positive.
+        """
+        batch_size = integer(batch_size, "batch_size")
+        if not len(storage):
+            raise RuntimeError("The storage is empty: there is nothing to sample; extend the buffer first.")
+        whole = self.by == "environments"
+        if whole and storage.ndim != 2:
+            raise ValueError(f'by="environments" needs a [T, N] storage, this one has ndim={storage.ndim}.')
+        steps, count = storage.shape if whole else (1, len(storage))
+        if self.drop_last and batch_size > count:
+            raise ValueError(f"A batch of {batch_size} does not fit into {count} {self.by}, and drop_last is set.")
+        device = getattr(storage, "device", "cpu")
+        if self.remaining is None or self.len_storage != count:
+            self.remaining = self.order(count, device=device)
+            self.len_storage = count
+        index, rest = self.remaining[:batch_size], self.remaining[batch_size:]
+        left = rest.shape[0] // batch_size if self.drop_last else -(rest.shape[0] // -batch_size)
+        self.ran_out = left == 0
+        self.remaining = rest if left else None
+        self.remaining_batches = left
+        if storage.ndim == 1:
+            return index, {}
+        if not whole:
+            return torch.unravel_index(index, storage.shape), {}
+        time = torch.arange(steps, device=device).expand(index.shape[0], -1)
+        return (time, index.unsqueeze(1).expand_as(time)), {}
+
+    def extend(self, index: Any) -> None:
+        """Start a new epoch after a write."""
+        self.clear()
+
+    add = extend
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(by={self.by!r}, shuffle={self.shuffle}, drop_last={self.drop_last})"
