@@ -50,6 +50,8 @@ class RolloutLoop:
         num_envs = specs.num_envs
         self._playing = None if replay is None else Playing(replay, num_envs)
         self._action_shape = (num_envs, *specs.action.shape)
+        drawn = half_bounded_drawer(specs.action, [num_envs])
+        self._draw: Callable[[], Tensor] = drawn or specs.action.expand(*self._action_shape).rand
         flags = {name: torch.zeros(num_envs, 1, dtype=torch.bool) for name in (*FLAGS, "is_init")}
         self._step = TensorDict(flags, [num_envs])
         self._starts = flags["is_init"].numpy()[:, 0]
@@ -187,11 +189,9 @@ class RolloutLoop:
         if self._unsaid is None:
             self._unsaid = {} if self.policy is None else unsaid(self.policy, self._step, device, kept)
         others = {**self._unsaid, **kept}
-        mask = self._mask
+        mask, draw = self._mask, self._draw
         if mask is not None:
             return lambda: {**others, "action": mask.draw(self._step[ACTION_MASK])}
-        spec, batch = self.specs.action, [self.specs.num_envs]
-        draw = half_bounded_drawer(spec, batch) or spec.expand(*batch, *spec.shape).rand
         return lambda: {**others, "action": draw()}
 
     def _check_outputs(self, outputs: Outputs) -> None:

@@ -314,10 +314,10 @@ def half_bounded_drawer(spec: TensorSpec, batch: Sequence[int]) -> Callable[[], 
         >>> bool(spec.is_in(draw()).all())
         True
     """
-    expanded: TensorSpec = spec.expand(*batch, *spec.shape)
     if not isinstance(spec, Bounded) or not spec.dtype.is_floating_point:
         return None
-    low, high = expanded.space.low, expanded.space.high
+    space = spec.expand(*batch, *spec.shape).space
+    low, high = space.low, space.high
     below, above = low.isfinite(), high.isfinite()
     between = below & above
     if bool(between.all()):
