@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from torchrl_lightning import EnvironmentRecipe, ExperienceLog, FramesProgressBar, OnPolicyDataModule
-from torchrl_lightning.learn import CNNNetwork, PPOModule
+from torchrl_lightning.agents import CNNNetwork, PPOModule
 
 MOVES = np.array([[-1, 0], [1, 0], [0, -1], [0, 1]])
 

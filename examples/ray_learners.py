@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-import ray
 import ray.train
 import torch
 from ray.train.lightning import RayDDPStrategy, RayLightningEnvironment, prepare_trainer
 from ray.train.torch import TorchTrainer
 
+import ray
 from torchrl_lightning import (
     ExperienceLog,
     LastCheckpoint,

@@ -18,10 +18,10 @@ from kit.rollouts import make_rollout
 from kit.runs import trainer
 from kit.seeds import generator
 from torchrl_lightning import OnPolicyDataModule, ReplayDataModule
+from torchrl_lightning.agents import DQNModule, MLPNetwork, PPOModule
 from torchrl_lightning.estimators import discounted_returns, gae, vtrace
 from torchrl_lightning.kernels.scan import discounted_scan
 from torchrl_lightning.kernels.segment_tree import MaxSegmentTree, MinSegmentTree, SumSegmentTree
-from torchrl_lightning.learn import DQNModule, MLPNetwork, PPOModule
 from torchrl_lightning.replay import PrioritizedSampler, RingStorage, SequenceSampler, UniformSampler
 from torchrl_lightning.rollout import GAEBuffer
 

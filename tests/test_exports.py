@@ -35,7 +35,9 @@ SNIPPETS = {
     ),
     "from torchrl_lightning import discounted_scan\nreveal_type(discounted_scan)": "reverse: bool =",
     "import torchrl_lightning\nreveal_type(torchrl_lightning.__version__)": '"str"',
-    "from torchrl_lightning import *\nreveal_type(RingStorage(8))": '"torchrl_lightning.replay.storage.RingStorage"',
+    "from torchrl_lightning import *\nreveal_type(RingStorage(8))": (
+        '"torchrl_lightning.replay.ring_storage.RingStorage"'
+    ),
 }
 
 

@@ -42,7 +42,7 @@ def test_mutant_names_existing_tests(mutant: Mutant) -> None:
     ],
 )
 def test_a_mutant_that_cannot_be_tried_is_named(changes: dict[str, Any], message: str) -> None:
-    file = Path("plugin/torchrl_lightning/learn/losses.py")
+    file = Path("plugin/torchrl_lightning/agents/losses.py")
     mutant = Mutant(file, "torch.maximum(far, DISTANCES", "torch.minimum(far, DISTANCES", ("tests/test_mutants.py",))
     error = replace(mutant, **changes).error(ROOT)
     assert bool(error) == bool(message)

@@ -13,7 +13,7 @@ import torch
 from omegaconf import OmegaConf
 
 import wiring
-from torchrl_lightning._schemas import schema
+from torchrl_lightning._hydra.schemas import schema
 
 
 def test_schemas_and_reference_follow_from_the_classes():

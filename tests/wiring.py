@@ -23,11 +23,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from torchrl_lightning._schemas import TORCHRL_GROUPS
+from torchrl_lightning._hydra.schemas import TORCHRL_GROUPS
 
 NAME = "torchrl_lightning"
 PACKAGE = Path(__file__).resolve().parents[1] / "plugin" / NAME
-DATA = PACKAGE / "schemas.json"
+DATA = PACKAGE / "_hydra" / "schemas.json"
 GUIDE = PACKAGE.parents[1] / "examples" / "guide" / "extending.md"
 REFERENCE = GUIDE.parent / "reference"
 HEAD = "| group | name | what it is |\n| --- | --- | --- |\n"
@@ -63,11 +63,11 @@ KINDS = (
     Kind("source", f"{NAME}.BranchedReplay", "Replay", FINISHED),
     Kind("data", f"{NAME}.ExperienceDataModule", "DataModule"),
     Kind("env", f"{NAME}.EnvironmentRecipe", directives={"recursive": False}),  # which builds what it is made of
-    Kind("model", f"{NAME}.learn.agents.AgentModule", "Module|Agent"),
-    Kind("network", f"{NAME}.learn.network_protocol.Network", "Network"),
+    Kind("model", f"{NAME}.agents.base.AgentModule", "Module|Agent"),
+    Kind("network", f"{NAME}.agents.networks.network_protocol.Network", "Network"),
     Kind("intrinsic", f"{NAME}.RandomNetworkDistillation"),
     Kind("dynamics", f"{NAME}.WorldModelFit", "Fit"),
-    Kind("planner", f"{NAME}.learn.planners.ShootingPlanner", "Planner", FINISHED),
+    Kind("planner", f"{NAME}.agents.model_based.planners.ShootingPlanner", "Planner", FINISHED),
     Kind("callback", "lightning.pytorch.Callback"),
 )
 # Lightning's own, whose callbacks and loggers have groups of their own.

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from torchrl_lightning import ActorCriticModule
-from torchrl_lightning.settings import Positive
+from torchrl_lightning._core.settings import Positive
 
 
 class AWRModule(ActorCriticModule):

@@ -12,8 +12,8 @@ from typing import Annotated, Any
 import torch
 
 from torchrl_lightning import VanillaOnPolicyBuffer, gae
+from torchrl_lightning._core.settings import setting
 from torchrl_lightning.rollout.estimates import Estimator, Steps
-from torchrl_lightning.settings import setting
 
 
 def all_fractions(values: Sequence[float], name: str) -> tuple[float, ...]:

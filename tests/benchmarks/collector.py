@@ -39,11 +39,11 @@ from torchrl.envs import GymEnv, GymWrapper, InitTracker, SerialEnv, Transformed
 from torchrl.modules import ProbabilisticActor
 
 from torchrl_lightning import ExperienceBuffer, GymnasiumCollector, RingStorage, environment_specs, make_vector_env
-from torchrl_lightning.datamodules.steps import PreparedRows
+from torchrl_lightning.agents import MLPNetwork, build_actor, build_critic
+from torchrl_lightning.agents.networks.exploration import EpsilonGreedyPolicy
+from torchrl_lightning.agents.networks.q_networks import build_q_network
+from torchrl_lightning.datamodules._run.step_writer import PreparedRows
 from torchrl_lightning.estimators import gae
-from torchrl_lightning.learn import MLPNetwork, build_actor, build_critic
-from torchrl_lightning.learn.exploration import EpsilonGreedyPolicy
-from torchrl_lightning.learn.q_networks import build_q_network
 
 ENV, NUM_ENVS, STEPS = "CartPole-v1", 8, 128
 FRAMES = NUM_ENVS * STEPS

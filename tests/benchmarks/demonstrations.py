@@ -35,9 +35,9 @@ from torchrl_lightning import (
     DemonstrationStorage,
     GymnasiumCollector,
 )
+from torchrl_lightning.agents import MLPNetwork
+from torchrl_lightning.agents.networks.actors import build_actor
 from torchrl_lightning.environments import environment_specs, make_vector_env
-from torchrl_lightning.learn import MLPNetwork
-from torchrl_lightning.learn.actors import build_actor
 
 NONE, HALF, NEVER = "no replay", "half of the environments replay", "replay that is never drawn"
 STEPS = 64

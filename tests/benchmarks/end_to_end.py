@@ -44,7 +44,7 @@ import numpy as np
 
 from benchmarks.whole_runs import bare, ours, sb3
 from benchmarks.whole_runs.clock import Training
-from torchrl_lightning.learn import CNNNetwork, DQNModule, MLPNetwork, SACModule, TD3Module
+from torchrl_lightning.agents import CNNNetwork, DQNModule, MLPNetwork, SACModule, TD3Module
 
 OURS, ONE, COMMAND = "ours", "ours, one", "ours, as the command runs"
 SB3, SB3_FOUR = "Stable-Baselines3", "Stable-Baselines3, four"

@@ -31,11 +31,11 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from torchrl_lightning.entries import leaves_of, tree_of
-from torchrl_lightning.episodic.buffer import EpisodicReplayBuffer
-from torchrl_lightning.replay.buffer import ExperienceBuffer
+from torchrl_lightning._core.tree import leaves_of, tree_of
+from torchrl_lightning.episodic.episodic_buffer import EpisodicReplayBuffer
 from torchrl_lightning.replay.prioritized import PrioritizedSampler
-from torchrl_lightning.replay.storage import RingStorage
+from torchrl_lightning.replay.replay_buffer import ExperienceBuffer
+from torchrl_lightning.replay.ring_storage import RingStorage
 
 ENVS, BATCH, EPISODE = 64, 256, 250
 SINGLE, STEPS, PAIRS, END = "single steps", "sample", "get_batch of 2", "steps_to_episode_end"

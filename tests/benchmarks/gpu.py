@@ -36,8 +36,8 @@ from torchrl.data import LazyTensorStorage, TensorDictPrioritizedReplayBuffer, T
 from torchrl.objectives.value.functional import vec_generalized_advantage_estimate
 
 from torchrl_lightning import OnPolicyDataModule, ReplayDataModule
+from torchrl_lightning.agents import MLPNetwork, PPOModule, SACModule
 from torchrl_lightning.estimators import gae
-from torchrl_lightning.learn import MLPNetwork, PPOModule, SACModule
 from torchrl_lightning.replay import ExperienceBuffer, PrioritizedSampler, RingStorage, UniformSampler
 
 OURS, THERE, TORCHRL, LOOP = "ours", "ours, trees there", "TorchRL", "compiled loop"

@@ -35,8 +35,8 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor
 
 from torchrl_lightning import ExperienceBuffer, OnPolicyDataModule, ReplayDataModule, RingStorage
-from torchrl_lightning.learn import DQNModule, MLPNetwork, PPOModule
-from torchrl_lightning.learn.analytic import update_for
+from torchrl_lightning.agents import DQNModule, MLPNetwork, PPOModule
+from torchrl_lightning.agents.analytic import update_for
 
 NUM_ENVS, EPOCHS = 8, 9
 

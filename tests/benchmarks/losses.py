@@ -23,7 +23,7 @@ from torch import nn  # noqa: E402
 from torchrl.data import Categorical, Composite, Unbounded  # noqa: E402
 from torchrl.objectives import ClipPPOLoss, LossModule  # noqa: E402
 
-from torchrl_lightning.learn import PPOModule, build_actor, build_critic  # noqa: E402
+from torchrl_lightning.agents import PPOModule, build_actor, build_critic  # noqa: E402
 
 SPECS = SimpleNamespace(observation=Composite(observation=Unbounded(4)), action=Categorical(2), num_envs=8)
 KWARGS = {"entropy_coeff": 0.01, "critic_coeff": 0.5, "loss_critic_type": "l2", "normalize_advantage": True}

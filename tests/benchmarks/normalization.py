@@ -28,7 +28,7 @@ if __name__ == "__main__":
 from benchmarks.end_to_end import Run
 from benchmarks.end_to_end import measure as measured
 from benchmarks.whole_runs import ours, sb3
-from torchrl_lightning.learn import DQNModule, MLPNetwork, SACModule
+from torchrl_lightning.agents import DQNModule, MLPNetwork, SACModule
 
 RAW, NORMALISED = "raw", "normalised"
 PEER_RAW, PEER_NORMALISED = "Stable-Baselines3, raw", "Stable-Baselines3, VecNormalize"

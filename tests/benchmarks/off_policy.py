@@ -28,9 +28,9 @@ from torchrl.data import Bounded, Categorical, Composite, Unbounded
 from torchrl.objectives import DQNLoss, SACLoss, SoftUpdate, TD3Loss, ValueEstimators
 
 from kit.transitions import transitions
-from torchrl_lightning.learn import DQNModule, MLPNetwork, OffPolicyModule, SACModule, TD3Module
-from torchrl_lightning.learn.q_networks import build_action_critic
-from torchrl_lightning.learn.transitions import read_transitions
+from torchrl_lightning.agents import DQNModule, MLPNetwork, OffPolicyModule, SACModule, TD3Module
+from torchrl_lightning.agents.networks.q_networks import build_action_critic
+from torchrl_lightning.agents.transitions import read_transitions
 
 OBSERVATION = Composite(observation=Unbounded(4))
 DISCRETE = SimpleNamespace(observation=OBSERVATION, action=Categorical(3))

@@ -23,14 +23,14 @@ from tensordict import TensorDict  # noqa: E402
 from torchrl.data import Bounded, Composite, Unbounded  # noqa: E402
 from torchrl.modules import CEMPlanner  # noqa: E402
 
-from torchrl_lightning.dynamics import DynamicsTargets  # noqa: E402
-from torchrl_lightning.learn import (  # noqa: E402
+from torchrl_lightning.agents import (  # noqa: E402
     CrossEntropyPlanner,
     GaussianEnsemble,
     RandomShootingPlanner,
     WorldModel,
     WorldModelEnvironment,
 )
+from torchrl_lightning.dynamics import DynamicsTargets  # noqa: E402
 
 HORIZON, ITERATIONS, MEMBERS = 15, 4, 5
 # Title, observations, actions, width, candidates, environments.

@@ -34,9 +34,9 @@ from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 from torchrl.data.replay_buffers.samplers import PrioritizedSampler as TorchRLPrioritizedSampler
 
-from torchrl_lightning.replay.buffer import ExperienceBuffer
 from torchrl_lightning.replay.prioritized import PrioritizedSampler
-from torchrl_lightning.replay.storage import RingStorage
+from torchrl_lightning.replay.replay_buffer import ExperienceBuffer
+from torchrl_lightning.replay.ring_storage import RingStorage
 
 ALPHA, BETA, CHUNK = 0.6, 0.4, 10_000
 OURS = "torchrl-lightning"

@@ -35,7 +35,7 @@ if __name__ == "__main__":
 import torch
 from tensordict import TensorDict
 
-from torchrl_lightning.episodic.buffer import EpisodicReplayBuffer
+from torchrl_lightning.episodic.episodic_buffer import EpisodicReplayBuffer
 
 WRITERS, READERS, WIDTH, LENGTH, EPISODE, BATCH = 4, 2, 2, 10_000, 250, 128
 ENVS = WRITERS * WIDTH

@@ -33,12 +33,12 @@ if __name__ == "__main__":
     warnings.simplefilter("ignore")
 
 import lightning as L
-import ray
 import torch
 
+import ray
 from torchrl_lightning import GymnasiumCollector, OnPolicyDataModule, RayCollector, VTraceBuffer, VTraceModule
-from torchrl_lightning.distributed._wire import as_arrays
-from torchrl_lightning.distributed.cluster import installed
+from torchrl_lightning.ray._wire import as_arrays
+from torchrl_lightning.ray.cluster import installed
 
 PROCESSES, ENVS, FRAMES = 4, 8, 256
 

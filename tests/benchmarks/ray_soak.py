@@ -43,8 +43,8 @@ from ray.cluster_utils import Cluster
 from tensordict import TensorDict
 
 from torchrl_lightning import RayCollector
-from torchrl_lightning._conf import CONF_DIR
-from torchrl_lightning.keys import TRAJ_IDS
+from torchrl_lightning._core.keys import TRAJ_IDS
+from torchrl_lightning._hydra.paths import CONF_DIR
 
 COLLECTORS, NODES = 3, 2
 PATIENCE = 30.0  # seconds, after which the next is killed though nobody has come back

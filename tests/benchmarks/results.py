@@ -31,8 +31,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import yaml
 
-from torchrl_lightning.cli.panels import saved_panels
 from torchrl_lightning.cli.plot import bootstrapped
+from torchrl_lightning.plotting.figures import saved_panels
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

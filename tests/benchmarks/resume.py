@@ -23,7 +23,7 @@ sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
 
 from benchmarks.harness import say  # noqa: E402
 from cli.stopped_runs import WAYS, Runner, Stop, differences, forked, resumed, task, uninterrupted  # noqa: E402
-from torchrl_lightning._conf import CONF_DIR  # noqa: E402
+from torchrl_lightning._hydra.paths import CONF_DIR  # noqa: E402
 
 EXPERIMENTS = sorted(path.stem for path in (CONF_DIR / "experiment").glob("*.yaml"))
 
@@ -63,9 +63,9 @@ def row(experiment: str, ways: list[str], more: list[str], folder: Path, run: Ru
 def warm() -> None:
     """Import here what each process would import anew."""
     import torchrl_lightning
-    import torchrl_lightning.cli.parts
+    import torchrl_lightning.cli.config.instantiate
+    import torchrl_lightning.cli.config.resume
     import torchrl_lightning.cli.plot
-    import torchrl_lightning.cli.resuming
     import torchrl_lightning.cli.train
 
     for name in torchrl_lightning.__all__:

@@ -33,9 +33,9 @@ import torch
 from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
-from torchrl_lightning.replay.buffer import ExperienceBuffer
-from torchrl_lightning.replay.storage import RingStorage
-from torchrl_lightning.replay.writer import RingWriter
+from torchrl_lightning.replay.replay_buffer import ExperienceBuffer
+from torchrl_lightning.replay.ring_storage import RingStorage
+from torchrl_lightning.replay.ring_writer import RingWriter
 
 BATCH, ENVS, CHUNK = 256, 8, 10_000
 BATCHES = (32, 128, 256, 1024)

@@ -33,9 +33,9 @@ if __name__ == "__main__":
     warnings.simplefilter("ignore")
 
 import numpy as np
-import ray
 import torch
 
+import ray
 from torchrl_lightning import ExperienceBuffer, PrioritizedSampler, ReplayService, RingStorage
 
 WRITERS, LEARNERS, ENVS, STEPS, BATCH, WIDTH = 3, 2, 4, 16, 256, 16

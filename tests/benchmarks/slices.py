@@ -34,10 +34,10 @@ from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 from torchrl.data.replay_buffers.samplers import SliceSampler
 
-from torchrl_lightning.episodic.buffer import EpisodicReplayBuffer
-from torchrl_lightning.replay.buffer import ExperienceBuffer
+from torchrl_lightning.episodic.episodic_buffer import EpisodicReplayBuffer
+from torchrl_lightning.replay.replay_buffer import ExperienceBuffer
+from torchrl_lightning.replay.ring_storage import RingStorage
 from torchrl_lightning.replay.sequences import SequenceSampler
-from torchrl_lightning.replay.storage import RingStorage
 
 ENVS, BATCH, LENGTH, EPISODE, CHUNK = 8, 256, 4, 500, 4000
 GROWTH = 2.5  # at most, of the largest size over the smallest: reads that miss the caches, not more of them

@@ -17,7 +17,8 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 from kit.actor_critic import fit
 from kit.forks import killed_after
-from torchrl_lightning import AtomicCheckpointIO, BestCheckpoint, LastCheckpoint, files
+from torchrl_lightning import AtomicCheckpointIO, BestCheckpoint, LastCheckpoint
+from torchrl_lightning._core import files
 
 SHARED = Path("/dev/shm")
 

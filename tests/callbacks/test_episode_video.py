@@ -10,7 +10,7 @@ from torchrl.envs import GymEnv
 
 from kit.actor_critic import TinyActorCritic, fit, rollouts
 from torchrl_lightning import EpisodeVideo
-from torchrl_lightning.fitting import Fault
+from torchrl_lightning._core.errors import Fault
 
 pytest.importorskip("moviepy")
 pytest.importorskip("pygame")

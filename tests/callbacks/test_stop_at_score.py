@@ -11,7 +11,7 @@ from hydra.utils import instantiate
 
 from kit.runs import trainer
 from torchrl_lightning import StopAtScore
-from torchrl_lightning._conf import CONF_DIR
+from torchrl_lightning._hydra.paths import CONF_DIR
 
 
 class Scored(L.LightningModule):

@@ -8,7 +8,7 @@ import pytest
 
 from kit.actor_critic import fit
 from torchrl_lightning import TrialReport
-from torchrl_lightning.fitting import Fault
+from torchrl_lightning._core.errors import Fault
 
 optuna = pytest.importorskip("optuna")
 EVALUATED = {"limit_val_batches": 1, "check_val_every_n_epoch": 1}

@@ -30,7 +30,7 @@ NEVER = (
 
 
 def imported_by_all_names() -> list[str]:
-    from torchrl_lightning.import_stubs import DEFERRED, import_libraries
+    from torchrl_lightning._core.import_stubs import DEFERRED, import_libraries
 
     import_libraries()
     import torchrl_lightning
@@ -83,7 +83,7 @@ def stubs_that_are_left() -> list[str]:
     import torch
     from lightning.fabric.wrappers import OptimizedModule
 
-    from torchrl_lightning.import_stubs import DEFERRED
+    from torchrl_lightning._core.import_stubs import DEFERRED
 
     for name in (name for name in DEFERRED if find_spec(name) is not None):
         import_module(name)

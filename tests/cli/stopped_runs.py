@@ -22,9 +22,9 @@ from cli.commands import unchanged_process
 from kit import states
 from kit.forks import Forked
 from kit.store import composed_run
+from torchrl_lightning._core.files import read_state
 from torchrl_lightning.callbacks import LastCheckpoint
 from torchrl_lightning.cli.train import train
-from torchrl_lightning.files import read_state
 
 WAYS = ("epoch", "end", "SIGINT", "SIGTERM", "SIGKILL")
 """How a run is stopped: inside an epoch (by ``max_steps``), at its regular end, or by a signal."""

@@ -11,9 +11,9 @@ import torch
 
 from cli.commands import TINY, unchanged_process
 from kit.store import composed_run
-from torchrl_lightning.cli.checks import UsageError
+from torchrl_lightning._core.file_limits import YAML_BYTES
+from torchrl_lightning.cli.error_messages import UsageError
 from torchrl_lightning.cli.train import train
-from torchrl_lightning.limits import YAML_BYTES
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,10 @@ from kit.extras import need_extra
 from kit.runs import trainer
 from kit.specs import BOX
 from torchrl_lightning import LoadedPolicy, OnPolicyDataModule, export_policy, load_policy, save_pretrained
-from torchrl_lightning.cli.parts import KeptConfig
-from torchrl_lightning.learn import PPOModule, RecurrentNetwork
-from torchrl_lightning.learn.exporting import DESCRIBED
-from torchrl_lightning.learn.loading import CONFIG
+from torchrl_lightning.agents import PPOModule, RecurrentNetwork
+from torchrl_lightning.cli.config.instantiate import KeptConfig
+from torchrl_lightning.deploy.export import DESCRIBED
+from torchrl_lightning.deploy.loading import CONFIG
 
 MODEL = {
     "_target_": "torchrl_lightning.PPOModule",
@@ -154,7 +154,7 @@ def test_a_class_that_no_file_may_name_is_told_with_how_this_command_is_told_to_
 
 
 def test_an_extra_that_is_missing_is_named(folder, run, monkeypatch, tmp_path):
-    monkeypatch.setattr("torchrl_lightning.learn.exporting.find_spec", lambda name: None)
+    monkeypatch.setattr("torchrl_lightning.deploy.export.find_spec", lambda name: None)
     save_pretrained(folder, tmp_path / "published")
     said = run("export", "published", "--format", "onnx", expect=1).stderr
     assert (

@@ -13,12 +13,12 @@ from omegaconf import OmegaConf
 from kit import hostile
 from kit.store import composed, composed_run
 from torchrl_lightning import LoadedPolicy, load_policy
-from torchrl_lightning._conf import CONF_DIR
+from torchrl_lightning._core.trust import check_config, target_named
+from torchrl_lightning._hydra.paths import CONF_DIR
 from torchrl_lightning.cli.evaluate import evaluate
 from torchrl_lightning.cli.record import record
 from torchrl_lightning.cli.train import train
-from torchrl_lightning.learn.loading import CONFIG
-from torchrl_lightning.trust import check_config, target_named
+from torchrl_lightning.deploy.loading import CONFIG
 
 COMMANDS = {"evaluate": evaluate, "record": record, "train": train}
 MODELS, DATAS, RECIPES = hostile.models("CANARY"), hostile.datas("CANARY"), hostile.recipes("CANARY")

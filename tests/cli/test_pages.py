@@ -34,8 +34,8 @@ from kit.extras import need_extra
 from kit.forks import Forked, forked_workers
 from kit.processes import PROJECT
 from kit.states import differences
-from torchrl_lightning._conf import CONF_DIR
-from torchrl_lightning.cli.sweeps import read_trials
+from torchrl_lightning._hydra.paths import CONF_DIR
+from torchrl_lightning.plotting.trials import read_trials
 
 GUIDE = PROJECT / "examples" / "guide"
 PAGES = {path.stem: path.read_text() for path in (PROJECT / "README.md", *sorted(GUIDE.glob("*.md")))}

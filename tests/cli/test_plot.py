@@ -9,8 +9,8 @@ import yaml
 from matplotlib.image import imread
 
 from cli.written_runs import keep, write_run
-from torchrl_lightning.cli.curves import default_label, one_of_each_seed, read_source
 from torchrl_lightning.cli.plot import main, plot_runs
+from torchrl_lightning.plotting.curves import default_label, one_of_each_seed, read_source
 
 
 def lines(figure):

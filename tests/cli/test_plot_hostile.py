@@ -12,11 +12,11 @@ import pytest
 from matplotlib.text import Text
 
 from cli.written_runs import keep, write_run
+from torchrl_lightning._core.file_limits import LOG_LINE
+from torchrl_lightning._core.run_metadata import score_of
 from torchrl_lightning.cli.plot import main, plot_runs
-from torchrl_lightning.cli.sweep_pictures import draw_importances, draw_parallel, draw_trials
-from torchrl_lightning.cli.sweeps import Trial
-from torchrl_lightning.limits import LOG_LINE
-from torchrl_lightning.records import score_of
+from torchrl_lightning.plotting.sweep_figures import draw_importances, draw_parallel, draw_trials
+from torchrl_lightning.plotting.trials import Trial
 
 BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 60))
 DOUBLED = "seed: ${a40}\na0: xx\n" + "".join(f"a{n}: ${{a{n - 1}}}${{a{n - 1}}}\n" for n in range(1, 41))

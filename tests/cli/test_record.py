@@ -10,8 +10,8 @@ from omegaconf import OmegaConf
 
 from cli.commands import unchanged_process
 from kit.demonstrations import episode, recorded
-from torchrl_lightning._conf import CONF_DIR
-from torchrl_lightning.cli.checks import UsageError
+from torchrl_lightning._hydra.paths import CONF_DIR
+from torchrl_lightning.cli.error_messages import UsageError
 from torchrl_lightning.cli.record import record
 from torchrl_lightning.demonstrations import read_demonstration
 

@@ -13,11 +13,11 @@ import torch
 from cli.commands import TINY
 from kit.actor_critic import fit, rollouts
 from torchrl_lightning import LastCheckpoint
+from torchrl_lightning._core.errors import Fault
 from torchrl_lightning.callbacks.checkpoint_io import AtomicCheckpointIO
-from torchrl_lightning.cli.checks import one_line
-from torchrl_lightning.distributed.cluster import ClusterFault, joined
-from torchrl_lightning.environments.faults import EnvironmentFault
-from torchrl_lightning.fitting import Fault
+from torchrl_lightning.cli.error_messages import one_line
+from torchrl_lightning.environments.env_errors import EnvironmentFault
+from torchrl_lightning.ray.cluster import ClusterFault, joined
 
 FEW = [*TINY, "data.total_frames=256", "eval_episodes=1", "hydra.run.dir=run"]
 

@@ -10,8 +10,8 @@ from omegaconf import OmegaConf
 
 from cli.commands import TINY, last_line
 from kit.forks import held_by_another
-from torchrl_lightning.cli.run_folder import SWEEP
-from torchrl_lightning.cli.searches import SweepFolder
+from torchrl_lightning.cli.run_folder.folder import SWEEP
+from torchrl_lightning.cli.run_folder.sweep_folders import SweepFolder
 
 FEW = [*TINY, "data.total_frames=128", "eval_episodes=1", "logger=none"]
 NAMES = ["config.yaml", "hydra.yaml", "overrides.yaml"]

@@ -12,7 +12,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from kit.processes import environment
-from torchrl_lightning._conf import CONF_DIR
+from torchrl_lightning._hydra.paths import CONF_DIR
 
 HERE = Path(__file__).parent
 HEAVY = ("torch", "lightning", "gymnasium", "matplotlib", "numba")

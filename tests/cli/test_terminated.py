@@ -114,7 +114,7 @@ def test_a_requeued_job_goes_on_where_the_signal_of_slurm_ended_it(run, tmp_path
 
 @pytest.mark.parametrize(("name", "job"), [("mine", "4242"), ("bash", None)])
 def test_an_interactive_session_is_no_job(name, job, monkeypatch):
-    from torchrl_lightning.cli.slurm import is_requeued, job_id
+    from torchrl_lightning._core.slurm import is_requeued, job_id
 
     monkeypatch.setenv("SLURM_JOB_ID", "4242")
     monkeypatch.setenv("SLURM_JOB_NAME", name)

@@ -18,8 +18,8 @@ from kit.runs import trainer
 from kit.states import differences
 from kit.store import composed
 from torchrl_lightning import MLPNetwork, OnPolicyDataModule, PPOModule
-from torchrl_lightning._hydra import instantiate
-from torchrl_lightning.cli.names import folder_name, recorded_command
+from torchrl_lightning._core.run_names import folder_name, recorded_command
+from torchrl_lightning._hydra.compat import instantiate
 from torchrl_lightning.cli.train import load_weights, summary
 
 

@@ -19,7 +19,7 @@ from kit.forks import forked_workers
 from kit.images import first_action
 from kit.rollouts import categorical_actor
 from torchrl_lightning.collectors import GymnasiumCollector
-from torchrl_lightning.environments.faults import EnvironmentFault
+from torchrl_lightning.environments.env_errors import EnvironmentFault
 
 
 def stochastic_policy(seed: int = 0) -> ProbabilisticActor:

@@ -18,7 +18,7 @@ from kit.misbehaving import FAULTS, Fault, Misbehaving, dies, insists, sleeps
 from torchrl_lightning.collectors import AsynchronousCollector, GymnasiumCollector, TorchRLCollector, play_episodes
 from torchrl_lightning.demonstrations import record_demonstrations
 from torchrl_lightning.environments import EnvironmentRecipe, make_environment
-from torchrl_lightning.environments.faults import EnvironmentFault
+from torchrl_lightning.environments.env_errors import EnvironmentFault
 
 SIZES: dict[str, Any] = {"frames_per_batch": 16, "seed": 0}
 

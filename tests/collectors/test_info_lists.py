@@ -18,7 +18,7 @@ from kit.replay import dqn, experience
 from kit.runs import trainer
 from torchrl_lightning import GymnasiumCollector, MLPNetwork, OnPolicyDataModule, PPOModule, ReplayDataModule
 from torchrl_lightning.collectors import play_episodes
-from torchrl_lightning.environments.faults import EnvironmentFault
+from torchrl_lightning.environments.env_errors import EnvironmentFault
 
 SEEN: dict[str, spaces.Space[Any]] = {
     "box": spaces.Box(-100, 100, (2,), np.float32),

@@ -27,9 +27,9 @@ from torchrl_lightning import (
     record_demonstrations,
 )
 from torchrl_lightning.collectors import play_episodes
+from torchrl_lightning.environments.backends.next_step import KnownResets
 from torchrl_lightning.environments.copies import copied
-from torchrl_lightning.environments.faults import EnvironmentFault
-from torchrl_lightning.environments.next_step import KnownResets
+from torchrl_lightning.environments.env_errors import EnvironmentFault
 
 SAME_STEP, DISABLED, NEXT_STEP = AutoresetMode.SAME_STEP, AutoresetMode.DISABLED, AutoresetMode.NEXT_STEP
 

@@ -15,8 +15,8 @@ from kit.careless import Careless, CarelessTorchRL, assert_alike, pair
 from kit.states import differences, plain
 from torchrl_lightning import EnvironmentRecipe, GymnasiumCollector, record_demonstrations
 from torchrl_lightning.collectors import TorchRLCollector, play_episodes
-from torchrl_lightning.environments.torchrl_batch import stepped_together
-from torchrl_lightning.environments.torchrl_env import make_environment
+from torchrl_lightning.environments.backends.torchrl_batch import stepped_together
+from torchrl_lightning.environments.backends.torchrl_env import make_environment
 
 
 def torchrl(env: Any, policy: Any = None, **settings: Any) -> Any:

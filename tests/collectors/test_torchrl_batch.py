@@ -16,9 +16,9 @@ from kit.replay import replay_data
 from kit.states import differences, plain
 from kit.torchrl_envs import CartPoles, Drift, Walk
 from torchrl_lightning import EnvironmentRecipe, GymnasiumCollector, PPOModule
-from torchrl_lightning.datamodules import collection
+from torchrl_lightning.datamodules._run import collection
+from torchrl_lightning.environments.backends.torchrl_batch import stepped_together
 from torchrl_lightning.environments.seeds import spawn_seeds
-from torchrl_lightning.environments.torchrl_batch import stepped_together
 
 T = 40
 

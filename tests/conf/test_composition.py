@@ -25,9 +25,9 @@ from kit.goals import Reach
 from kit.images import CountedImages
 from kit.store import composed
 from torchrl_lightning import ExperienceDataModule, FrameStack, ReplayDataModule, write_demonstration
-from torchrl_lightning._conf import BASE_DIR, CONF_DIR, EXPORT_DIR
-from torchrl_lightning.environments.vector_env import check_env_source
-from torchrl_lightning.trust import check_config
+from torchrl_lightning._core.trust import check_config
+from torchrl_lightning._hydra.paths import BASE_DIR, CONF_DIR, EXPORT_DIR
+from torchrl_lightning.environments.backends.vector_env import check_env_source
 
 PRIMARY = ("train", "evaluate", "record")
 

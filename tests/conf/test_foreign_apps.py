@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 
 from kit.store import composed
 from torchrl_lightning import OnPolicyDataModule, PrioritizedSampler, ReplayDataModule
-from torchrl_lightning._conf import CONF_DIR, EXPORT_DIR
+from torchrl_lightning._hydra.paths import CONF_DIR, EXPORT_DIR
 
 FOREIGN_APP = Path(__file__).resolve().parent / "foreign_app"
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from torchrl_lightning.cli.checks import UsageError, check_config
-from torchrl_lightning.cli.parts import build_part, check_parts
+from torchrl_lightning.cli.config.instantiate import build_part, check_parts
+from torchrl_lightning.cli.config.validate import check_config
+from torchrl_lightning.cli.error_messages import UsageError
 
 REPLAY = "data=uniform model=dqn"
 BRANCHED = "data=branched model=mbpo env=pendulum"

@@ -10,8 +10,8 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
 from torchrl_lightning import OnPolicyDataModule
-from torchrl_lightning._conf import CONF_DIR
-from torchrl_lightning._schemas import register_schemas, schema_data
+from torchrl_lightning._hydra.paths import CONF_DIR
+from torchrl_lightning._hydra.schemas import register_schemas, schema_data
 
 MODELS = ("model", "network", "intrinsic", "dynamics", "planner")
 SCHEMAS = {(part["group"], part["name"]): target for target, part in schema_data().items()}

@@ -11,7 +11,7 @@ import torch
 from hydra.utils import instantiate
 
 from kit.runs import trainer
-from torchrl_lightning.keys import RESERVED
+from torchrl_lightning._core.keys import RESERVED
 
 SMALL = ("data.num_envs=2", "data.eval_episodes=1", "data.eval_num_envs=1")
 REPLAY = ("data.updates_per_epoch=6", "data.warmup_frames=40", "data.batch_size=8")

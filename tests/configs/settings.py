@@ -6,7 +6,7 @@ from typing import Any
 
 from hydra.core.config_store import ConfigStore
 
-from torchrl_lightning._schemas import TORCHRL_GROUPS, schema_data
+from torchrl_lightning._hydra.schemas import TORCHRL_GROUPS, schema_data
 
 SPEC = "{_target_: torchrl.data.Unbounded, shape: [%d]}"
 OBSERVED = "{_target_: torchrl.data.Composite, observation: %s}"

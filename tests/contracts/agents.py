@@ -28,7 +28,7 @@ from torchrl_lightning import (
     VTraceBuffer,
     WorldModelFit,
 )
-from torchrl_lightning.learn import (
+from torchrl_lightning.agents import (
     A2CModule,
     DQNModule,
     DynamicsEnsemble,

@@ -35,9 +35,7 @@ from torchrl_lightning import (
     environment_specs,
     make_vector_env,
 )
-from torchrl_lightning.collectors import TorchRLCollector
-from torchrl_lightning.distributed import RayCollector, ReplayService
-from torchrl_lightning.learn import (
+from torchrl_lightning.agents import (
     CrossEntropyPlanner,
     DynamicsEnsemble,
     MLPNetwork,
@@ -45,7 +43,9 @@ from torchrl_lightning.learn import (
     RandomShootingPlanner,
     WorldModelFit,
 )
-from torchrl_lightning.learn.world_env import WorldModelEnvironment
+from torchrl_lightning.agents.model_based.world_env import WorldModelEnvironment
+from torchrl_lightning.collectors import TorchRLCollector
+from torchrl_lightning.ray import RayCollector, ReplayService
 
 
 def idle(kind: Callable[..., Any], needs: str, /, **given: Any) -> Iterator[Refused]:

@@ -26,7 +26,7 @@ from torchrl_lightning import (
     RingStorage,
     SimpleReplayBuffer,
 )
-from torchrl_lightning.episodic.steps import FIRST, LAST
+from torchrl_lightning.episodic.time_steps import FIRST, LAST
 
 
 def recurrent(seed: int = 0, capacity: int = 7, state_dim: int | None = 3) -> RecurrentReplayBuffer:

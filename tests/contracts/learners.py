@@ -14,7 +14,7 @@ from contracts.arguments import Each, named, refused
 from kit.specs import BOX, DISCRETE, specs_of
 from kit.torchrl_losses import SilentLoss
 from kit.world_models import world_model
-from torchrl_lightning.learn import (
+from torchrl_lightning.agents import (
     CNNNetwork,
     CrossEntropyPlanner,
     DQNModule,
@@ -36,8 +36,8 @@ from torchrl_lightning.learn import (
     build_actor,
     build_critic,
 )
-from torchrl_lightning.learn.q_networks import build_q_network
-from torchrl_lightning.learn.squashed import build_squashed_actor
+from torchrl_lightning.agents.networks.q_networks import build_q_network
+from torchrl_lightning.agents.networks.squashed import build_squashed_actor
 
 SQUARE, BITS = specs_of(Bounded(0, 1, (2, 2))), specs_of(Binary(3))
 CHOICES, UNBOUNDED = specs_of(MultiCategorical([2, 3])), specs_of(Unbounded(2))

@@ -27,9 +27,9 @@ from torchrl_lightning import (
     StandardScaler,
     SumSegmentTree,
 )
-from torchrl_lightning.datamodules.episodes import FinishedEpisodes
-from torchrl_lightning.datamodules.reward_scale import RewardScale
-from torchrl_lightning.moments import Moments
+from torchrl_lightning._core.moments import Moments
+from torchrl_lightning.datamodules._run.episode_statistics import FinishedEpisodes
+from torchrl_lightning.datamodules._run.reward_scale import RewardScale
 
 
 def write_leaves(tree: Any, start: int) -> None:

@@ -14,7 +14,7 @@ from kit.demonstrations import episode, recorded, saved
 from kit.replay import replay_data
 from kit.torchrl_envs import Walk, cart_pole
 from torchrl_lightning import PPODBuffer
-from torchrl_lightning.learn import DQNModule, MLPNetwork, PPOModule, RecurrentNetwork
+from torchrl_lightning.agents import DQNModule, MLPNetwork, PPOModule, RecurrentNetwork
 
 NETWORKS = {"mlp": partial(MLPNetwork, [8]), "gru": partial(RecurrentNetwork, "gru", 8)}
 FOLDER = TemporaryDirectory()

@@ -61,7 +61,8 @@ from torchrl_lightning import (
     WorldModel,
     WorldModelEnvironment,
 )
-from torchrl_lightning.learn import (
+from torchrl_lightning._core.trust import Nameable
+from torchrl_lightning.agents import (
     A2CModule,
     CrossEntropyPlanner,
     DQNModule,
@@ -77,7 +78,6 @@ from torchrl_lightning.learn import (
     VTraceModule,
     WorldModelFit,
 )
-from torchrl_lightning.trust import Nameable
 
 KINDS = (
     L.LightningDataModule,

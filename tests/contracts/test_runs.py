@@ -14,7 +14,7 @@ import torch
 from contracts.agents import FOREIGN, RUNS, Run
 from kit.runs import SaveAt, trainer
 from kit.states import check_refused, differences
-from torchrl_lightning.seal import SEAL
+from torchrl_lightning._core.checksums import SEAL
 
 CASES = [
     pytest.param(name, number, id=f"{name}, {' '.join(str(part) for part in stop if part is not None)}")

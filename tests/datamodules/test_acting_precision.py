@@ -40,9 +40,9 @@ from torchrl_lightning import (
     VTraceBuffer,
     VTraceModule,
 )
-from torchrl_lightning.learn import CNNNetwork, MLPNetwork, RecurrentNetwork, build_squashed_actor
-from torchrl_lightning.learn.analytic.acting import CompiledLayers
-from torchrl_lightning.learn.networks import MLPEncoder
+from torchrl_lightning.agents import CNNNetwork, MLPNetwork, RecurrentNetwork, build_squashed_actor
+from torchrl_lightning.agents.analytic.acting import CompiledLayers
+from torchrl_lightning.agents.networks.encoders import MLPEncoder
 
 FOUR = spaces.Box(-1.0, 1.0, (4,), np.float32)
 

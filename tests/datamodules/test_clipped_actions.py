@@ -30,10 +30,10 @@ from torchrl_lightning import (
     make_vector_env,
     play_episodes,
 )
+from torchrl_lightning.deploy.export import export_policy
 from torchrl_lightning.environments.actions import ActionFormat
-from torchrl_lightning.environments.faults import EnvironmentFault
+from torchrl_lightning.environments.env_errors import EnvironmentFault
 from torchrl_lightning.environments.specs import specs_from_state, specs_state
-from torchrl_lightning.learn.exporting import export_policy
 
 WHOLE = spaces.Box(0, 5, (2,), np.int32)
 

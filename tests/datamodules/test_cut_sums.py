@@ -15,7 +15,7 @@ from kit.actor_critic import rollouts
 from kit.replay import fit as fit_replay
 from kit.replay import replay_data
 from torchrl_lightning import ExperienceBuffer, GymnasiumCollector, RingStorage
-from torchrl_lightning.datamodules.episodes import FinishedEpisodes
+from torchrl_lightning.datamodules._run.episode_statistics import FinishedEpisodes
 
 ENVS, STEPS = 2, 6
 

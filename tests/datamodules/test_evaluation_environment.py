@@ -51,10 +51,10 @@ from torchrl_lightning import (
     make_vector_env,
     play_episodes,
 )
-from torchrl_lightning.datamodules.evaluation import check_evaluation, first_checked, view_of, view_of_collector
+from torchrl_lightning._core.protocols import CollectorApi
+from torchrl_lightning.agents import DQNModule, MLPNetwork
+from torchrl_lightning.datamodules._run.evaluation import check_evaluation, first_checked, view_of, view_of_collector
 from torchrl_lightning.environments import spawn_seed
-from torchrl_lightning.learn import DQNModule, MLPNetwork
-from torchrl_lightning.protocols import CollectorApi
 
 SIZES = {"num_envs": 2, "frames_per_batch": 64}
 

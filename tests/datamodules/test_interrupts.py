@@ -27,9 +27,9 @@ from kit.replay import dqn, replay_data
 from kit.runs import trainer
 from kit.states import differences
 from torchrl_lightning import BestCheckpoint, LastCheckpoint
-from torchrl_lightning.files import read_state
-from torchrl_lightning.interrupts import InterruptHolder, interrupts
-from torchrl_lightning.learn import DynamicsEnsemble, MLPNetwork, PPOModule, RandomShootingPlanner
+from torchrl_lightning._core.files import read_state
+from torchrl_lightning._core.interrupts import InterruptHolder, interrupts
+from torchrl_lightning.agents import DynamicsEnsemble, MLPNetwork, PPOModule, RandomShootingPlanner
 
 WHERE = ("torchrl_lightning", "lightning/pytorch", "torch/optim")
 IGNORED = ("/interrupts.py",)

@@ -17,9 +17,9 @@ from kit.actor_critic import rollouts
 from kit.replay import dqn, replay_data
 from kit.runs import trainer
 from torchrl_lightning import GymnasiumCollector, environment_specs, make_vector_env, play_episodes
-from torchrl_lightning.environments.faults import EnvironmentFault
-from torchrl_lightning.learn import DQNModule, MLPNetwork, PPOModule, SACModule, TD3Module
-from torchrl_lightning.learn.loading import LoadedPolicy
+from torchrl_lightning.agents import DQNModule, MLPNetwork, PPOModule, SACModule, TD3Module
+from torchrl_lightning.deploy.loading import LoadedPolicy
+from torchrl_lightning.environments.env_errors import EnvironmentFault
 
 SAYS = r"observation 'observation'.* with -?\S+e\+\d+, expected magnitudes of at most 3.4e\+38"
 

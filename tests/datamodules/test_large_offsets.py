@@ -25,8 +25,8 @@ from torchrl_lightning import (
     make_vector_env,
     play_episodes,
 )
-from torchrl_lightning.learn import DQNModule, MLPNetwork, PPOModule, RandomNetworkDistillation
-from torchrl_lightning.learn.exporting import export_policy
+from torchrl_lightning.agents import DQNModule, MLPNetwork, PPOModule, RandomNetworkDistillation
+from torchrl_lightning.deploy.export import export_policy
 
 STEPS = np.random.default_rng(0).integers(-8, 9, size=(1 << 14, 2)) / 4
 

@@ -26,9 +26,9 @@ from kit.ranks import Report, fit_ranks, reports, run_ranks
 from kit.replay import dqn, replay_data
 from kit.runs import trainer
 from torchrl_lightning import DynamicsEnsemble, ExperienceLog, MLPNetwork, PPOModule
-from torchrl_lightning._compat import logger_connector
-from torchrl_lightning.cli.curves import read_source
-from torchrl_lightning.protocols import DataApi
+from torchrl_lightning._core.protocols import DataApi
+from torchrl_lightning._core.torchrl_compat import logger_connector
+from torchrl_lightning.plotting.curves import read_source
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The number of training batches"),

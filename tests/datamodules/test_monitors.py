@@ -32,7 +32,7 @@ from torchrl_lightning import (
     OnPolicyDataModule,
     PPOModule,
 )
-from torchrl_lightning.fitting import Fault
+from torchrl_lightning._core.errors import Fault
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The number of training batches"),

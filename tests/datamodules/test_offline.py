@@ -22,7 +22,7 @@ from kit.files import logged
 from kit.normalized import statistics_of
 from kit.replay import BUFFERS, dqn, fit, recurrent, replay_data, stored
 from torchrl_lightning import DQNModule, ExperienceLog, LossModuleAgent, environment_specs, make_vector_env, updates_of
-from torchrl_lightning.demonstrations.dataset import read_dataset, transitions
+from torchrl_lightning.demonstrations.io.demo_dataset import read_dataset, transitions
 from torchrl_lightning.replay import ExperienceBuffer, RingStorage
 
 

@@ -13,7 +13,7 @@ from kit.actor_critic import fit, rollouts
 from kit.counting import CountingEnv, InterleavedWorkers
 from kit.replay import fit as fit_replay
 from kit.replay import replay_data
-from torchrl_lightning.environments.origins import RowOrigins, env_ids
+from torchrl_lightning.environments.env_ids import RowOrigins, env_ids
 
 
 class Keep(L.Callback):

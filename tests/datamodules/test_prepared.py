@@ -10,7 +10,7 @@ from torchrl.envs import RewardScaling
 from kit.rings import ring
 from kit.seeds import generator
 from kit.states import differences
-from torchrl_lightning.datamodules.steps import PreparedRows
+from torchrl_lightning.datamodules._run.step_writer import PreparedRows
 from torchrl_lightning.replay import PrioritizedSampler
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kit.replay import SIZE, cells, experience, fit, replay_data
-from torchrl_lightning.learn import DQNModule, RecurrentNetwork
+from torchrl_lightning.agents import DQNModule, RecurrentNetwork
 from torchrl_lightning.replay import SequenceSampler
 
 # All frames are there before the first update.

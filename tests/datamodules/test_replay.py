@@ -15,7 +15,7 @@ from torchrl.objectives import DQNLoss
 
 from kit.normalized import recording
 from kit.replay import BUFFERS, SIZE, cells, dqn, experience, fit, prioritized, recurrent, replay_data
-from torchrl_lightning.learn import DQNModule
+from torchrl_lightning.agents import DQNModule
 from torchrl_lightning.replay import ExperienceBuffer, RingStorage
 
 

@@ -10,8 +10,8 @@ import torch
 from kit.ranks import Report, fit_ranks, reports, run_ranks
 from kit.replay import cells, experience, fit, prioritized, replay_data
 from kit.runs import SaveAt, trainer
+from torchrl_lightning.agents import DQNModule, MLPNetwork, TD3Module
 from torchrl_lightning.environments import spawn_seed
-from torchrl_lightning.learn import DQNModule, MLPNetwork, TD3Module
 
 EXACT = {
     "normalize_observation": True,

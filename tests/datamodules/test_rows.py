@@ -18,7 +18,7 @@ from kit.counting import CountingEnv, RandomEnv, still_policy, vector_env
 from kit.replay import replay_data
 from kit.states import differences
 from torchrl_lightning import GymnasiumCollector, ReplayDataModule
-from torchrl_lightning.environments.faults import EnvironmentFault
+from torchrl_lightning.environments.env_errors import EnvironmentFault
 from torchrl_lightning.replay import ExperienceBuffer, PrioritizedSampler, RingStorage, UniformSampler
 
 ENVS, LENGTH = 4, 9

@@ -26,7 +26,7 @@ from torchrl_lightning import (
     SequenceSampler,
     SimpleReplayBuffer,
 )
-from torchrl_lightning.learn import (
+from torchrl_lightning.agents import (
     A2CModule,
     DQNModule,
     DynamicsEnsemble,

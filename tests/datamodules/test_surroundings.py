@@ -20,7 +20,7 @@ from kit.counting import CountingEnv
 from kit.dynamics import model_data
 from kit.replay import dqn, replay_data
 from kit.runs import parameters, trainer
-from torchrl_lightning.learn import CrossEntropyPlanner, DynamicsEnsemble, MLPNetwork, PPOModule
+from torchrl_lightning.agents import CrossEntropyPlanner, DynamicsEnsemble, MLPNetwork, PPOModule
 
 STEPS = 0
 

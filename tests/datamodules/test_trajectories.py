@@ -15,7 +15,7 @@ from torchrl.envs import GymEnv, SerialEnv
 from kit.fake_ray import FakeRay, fake_ray
 from kit.replay import fit, replay_data
 from torchrl_lightning import ExperienceBuffer, ReplayService, RingStorage, RingWriter, UniformSampler
-from torchrl_lightning.environments.origins import Trajectories
+from torchrl_lightning.environments.env_ids import Trajectories
 
 STEPS = 5
 

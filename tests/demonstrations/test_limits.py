@@ -70,13 +70,13 @@ def test_an_archive_that_unpacks_to_more_than_the_limit_is_refused(tmp_path: Pat
 
 def test_an_archive_that_unpacks_to_more_than_is_free_is_refused(tmp_path: Path, monkeypatch: Any) -> None:
     path = bomb(tmp_path / "a.npz", 100 << 20)
-    monkeypatch.setattr("torchrl_lightning.memory.free_bytes", lambda *_: 50 << 20)
+    monkeypatch.setattr("torchrl_lightning._core.memory.free_bytes", lambda *_: 50 << 20)
     check_refused(lambda: read_demonstration(path), "only 50 MiB are free")
 
 
 @pytest.mark.parametrize("dtype", ["<f4", ">f4", "<u2", "<f8", "|u1", "<i2"])
 def test_an_array_of_several_pieces_is_read_as_numpy_reads_it(dtype: str, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("torchrl_lightning.demonstrations.npz.UNPACKED_AT_ONCE", 64)
+    monkeypatch.setattr("torchrl_lightning.demonstrations.io.npz.UNPACKED_AT_ONCE", 64)
     values = np.random.default_rng(0).integers(0, 200, (50, 4)).astype(dtype)
     arrays = {"Action": np.zeros((50, 1), np.int64), "Reward": np.ones((50, 1), np.float32), "FrameSkip": np.array(1)}
     np.savez_compressed(tmp_path / "a.npz", Observation=np.asfortranarray(values), **arrays)

@@ -22,7 +22,7 @@ from torchrl_lightning import (
     read_demonstration,
     write_demonstration,
 )
-from torchrl_lightning.cli.checks import one_line
+from torchrl_lightning.cli.error_messages import one_line
 
 ENVS = 2
 

@@ -29,8 +29,8 @@ from torchrl_lightning import (
     transitions,
     write_dataset,
 )
-from torchrl_lightning.cli.checks import one_line
-from torchrl_lightning.demonstrations.dataset import buffers_in
+from torchrl_lightning.cli.error_messages import one_line
+from torchrl_lightning.demonstrations.io.demo_dataset import buffers_in
 from torchrl_lightning.environments import make_environment
 
 minari = pytest.importorskip("minari")

@@ -18,7 +18,7 @@ from torchrl.data import (
 
 from kit.dynamics import golden, golden_slice, rows
 from torchrl_lightning import DynamicsTargets, ExperienceBuffer, RingStorage
-from torchrl_lightning.rollout.names import from_documented
+from torchrl_lightning.rollout.pytorchrl_names import from_documented
 
 PLAIN = Composite(observation=Unbounded(3))
 

@@ -18,10 +18,10 @@ from gymnasium.vector import SyncVectorEnv
 
 from kit.careless import Careless
 from torchrl_lightning import EnvironmentRecipe
-from torchrl_lightning.datamodules.evaluation import view_of
+from torchrl_lightning.datamodules._run.evaluation import view_of
 from torchrl_lightning.environments import make_vector_env
 from torchrl_lightning.environments.copies import copied, copy_beneath_wrappers
-from torchrl_lightning.environments.faults import GuardedCall, guard_calls
+from torchrl_lightning.environments.env_errors import GuardedCall, guard_calls
 
 Point = namedtuple("Point", "x y")
 

@@ -20,10 +20,10 @@ from torchrl.envs import GymWrapper
 from kit.forks import Forked
 from kit.misbehaving import Fault, Misbehaving, raises, sleeps
 from torchrl_lightning.collectors import GymnasiumCollector, TorchRLCollector
-from torchrl_lightning.collectors._stepper import VectorStepper
+from torchrl_lightning.collectors.vector_stepper import VectorStepper
 from torchrl_lightning.environments import EnvironmentRecipe, make_environment, make_vector_env
-from torchrl_lightning.environments.faults import EnvironmentFault
-from torchrl_lightning.environments.time_limits import TimedCalls
+from torchrl_lightning.environments.env_errors import EnvironmentFault
+from torchrl_lightning.environments.workers.time_limits import TimedCalls
 
 GOOD = Fault("none", "")
 

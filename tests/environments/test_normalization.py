@@ -8,13 +8,13 @@ from torch import nn
 from torchrl.data import Bounded, Categorical, Composite, Unbounded
 
 from torchrl_lightning import EnvironmentSpecs, GymnasiumCollector
+from torchrl_lightning._core.moments import Moments
 from torchrl_lightning.environments.normalization import (
     NormalizedPolicy,
     ObservationNormalizer,
     normalizes,
     scaled_by_torch,
 )
-from torchrl_lightning.moments import Moments
 
 SPECS = EnvironmentSpecs(
     Composite(

@@ -28,9 +28,9 @@ from torchrl_lightning import (
     environment_specs,
     play_episodes,
 )
-from torchrl_lightning.datamodules.arguments import environment_fields
+from torchrl_lightning._core.keys import RESERVED, UNNAMEABLE
+from torchrl_lightning.datamodules._run.arguments import environment_fields
 from torchrl_lightning.environments import make_environment
-from torchrl_lightning.keys import RESERVED, UNNAMEABLE
 from torchrl_lightning.rollout import GAEBuffer
 
 SEEN = spaces.Box(-100, 100, (2,), np.float32)

@@ -103,7 +103,7 @@ def test_rows_are_as_of_fresh_arrays(pools: Any) -> None:
 
 
 def test_a_reset_of_some_leaves_what_the_others_show(pools: Any) -> None:
-    from torchrl_lightning.environments.envpool_env import EnvPoolVectorEnv
+    from torchrl_lightning.environments.backends.envpool_env import EnvPoolVectorEnv
 
     shown = []
     for pools.careless in (True, False):

@@ -16,8 +16,8 @@ from gymnasium.wrappers import RescaleObservation, TimeAwareObservation
 from kit.images import ImageAlone, Mission
 from torchrl_lightning import EnvironmentRecipe, GoalReward, make_vector_env
 from torchrl_lightning.environments import make_environment
-from torchrl_lightning.environments.frame_stack import FrameStack
 from torchrl_lightning.environments.recipe import differences, plain
+from torchrl_lightning.environments.wrappers.frame_stack import FrameStack
 
 
 def play(env: Any, steps: int = 3) -> list[Any]:

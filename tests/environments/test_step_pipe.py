@@ -9,7 +9,7 @@ import pytest
 from gymnasium import spaces
 from gymnasium.vector.utils import batch_space, iterate
 
-from torchrl_lightning.environments.worker_env import StepPipe
+from torchrl_lightning.environments.workers.worker_env import StepPipe
 
 SPACES = [
     spaces.Discrete(3, start=1),

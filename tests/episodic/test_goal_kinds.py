@@ -24,7 +24,7 @@ from torchrl_lightning import (
     ReplayDataModule,
     SequenceSampler,
 )
-from torchrl_lightning.fitting import MisfitError
+from torchrl_lightning._core.errors import MisfitError
 
 WINDOWS = partial(SequenceSampler, 3, episode_ends="inside")
 STEPS = 12

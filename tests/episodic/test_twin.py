@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from torchrl_lightning.episodic import EpisodicReplayBuffer, FrameStackTransform
-from torchrl_lightning.episodic.steps import FIRST, LAST, MID, TIME_STEPS, TRANSITIONS
+from torchrl_lightning.episodic.time_steps import FIRST, LAST, MID, TIME_STEPS, TRANSITIONS
 
 DEFAULT, INITIAL, RECENT, STACK, DRAWS = -1000.0, 2.0, 0.4, 3, 24
 

@@ -5,8 +5,8 @@ import torch
 
 from kit.golden import assert_near, cases, load
 from torchrl_lightning import IntrinsicRewardNormalizer, standardize
+from torchrl_lightning.agents.losses import standardized
 from torchrl_lightning.l2r.ppo import population_standardize
-from torchrl_lightning.learn.losses import standardized
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])

@@ -13,7 +13,7 @@ import yaml
 import torchrl_lightning
 from kit.processes import PROJECT
 from kit.store import composed
-from torchrl_lightning._conf import CONF_DIR
+from torchrl_lightning._hydra.paths import CONF_DIR
 
 GUIDE = PROJECT / "examples" / "guide"
 DOCUMENTED = yaml.safe_load((PROJECT / "tests" / "data" / "documented_names.yaml").read_text())

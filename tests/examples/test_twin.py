@@ -28,8 +28,8 @@ from kit.extras import need_extra
 from kit.specs import specs_of
 from kit.store import composed_run
 from kit.transitions import transitions
-from torchrl_lightning.learn import MLPNetwork, SACModule
-from torchrl_lightning.learn.transitions import read_transitions
+from torchrl_lightning.agents import MLPNetwork, SACModule
+from torchrl_lightning.agents.transitions import read_transitions
 
 
 def test_ppo_is_given_what_the_experiment_says():

@@ -12,7 +12,7 @@ from hostile.readers import READERS
 from hostile.running import Base
 from kit.store import composed, composed_run
 from torchrl_lightning import save_pretrained
-from torchrl_lightning.seal import SEAL
+from torchrl_lightning._core.checksums import SEAL
 
 TINY = ["data.num_envs=2", "data.frames_per_batch=64", "data.mini_batch_size=32", "data.num_epochs=1"]
 

@@ -16,8 +16,8 @@ import torch
 
 from hostile.running import Base, Case
 from kit import hostile
-from torchrl_lightning.learn.loading import CONFIG
-from torchrl_lightning.seal import SEAL
+from torchrl_lightning._core.checksums import SEAL
+from torchrl_lightning.deploy.loading import CONFIG
 
 GB = 1 << 30
 

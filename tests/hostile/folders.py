@@ -18,7 +18,7 @@ from cli.written_runs import keep, write_run
 from hostile.running import Base, Case
 from kit import hostile
 from torchrl_lightning import ExperienceBuffer, RingStorage
-from torchrl_lightning.files import MANIFEST, write_state
+from torchrl_lightning._core.files import MANIFEST, write_state
 
 
 # -- states ------------------------------------------------------------------------------------------------------------

@@ -19,14 +19,14 @@ from torchrl_lightning import (
     read_demonstration,
     save_pretrained,
 )
-from torchrl_lightning.cli.checks import one_line
+from torchrl_lightning._core.files import read_state
+from torchrl_lightning.cli.error_messages import one_line
 from torchrl_lightning.cli.evaluate import evaluate
 from torchrl_lightning.cli.record import record
 from torchrl_lightning.cli.train import train
 from torchrl_lightning.demonstrations import DemonstrationDirectory
-from torchrl_lightning.demonstrations.dataset import read_dataset
-from torchrl_lightning.demonstrations.recording import demonstration_specs
-from torchrl_lightning.files import read_state
+from torchrl_lightning.demonstrations.io.demo_dataset import read_dataset
+from torchrl_lightning.demonstrations.io.recording import demonstration_specs
 
 Reader = Callable[[Path, Base], Any]
 

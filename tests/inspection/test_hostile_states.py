@@ -23,8 +23,8 @@ from torchrl_lightning import (
     inspect_buffer,
     write_demonstration,
 )
+from torchrl_lightning._core.files import MANIFEST, read_state, write_state
 from torchrl_lightning.cli.inspect import look, main
-from torchrl_lightning.files import MANIFEST, read_state, write_state
 from torchrl_lightning.inspection.report import Inspection, inspect_state
 
 COUNT = 150

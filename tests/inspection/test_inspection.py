@@ -18,10 +18,10 @@ from torchrl_lightning import (
     RingStorage,
     inspect_buffer,
 )
-from torchrl_lightning.files import StoredRows, read_state
-from torchrl_lightning.inspection import content as contents
-from torchrl_lightning.inspection.episodes import ENDS, episodes_in
-from torchrl_lightning.inspection.findings import findings
+from torchrl_lightning._core.files import StoredRows, read_state
+from torchrl_lightning.inspection import buffer_views
+from torchrl_lightning.inspection.diagnostics import findings
+from torchrl_lightning.inspection.episode_gallery import ENDS, episodes_in
 from torchrl_lightning.inspection.report import inspect_state
 from torchrl_lightning.inspection.summary import summarize
 
@@ -57,12 +57,12 @@ def filled(cells=120, envs=4, rounds=(120,), uneven=False, **options):
     return buffer, [torch.cat(parts) for parts in given]
 
 
-@pytest.mark.parametrize("piece", [contents.PIECE, 300])
+@pytest.mark.parametrize("piece", [buffer_views.PIECE, 300])
 @pytest.mark.parametrize(
     ("rounds", "uneven"), [((80,), False), ((120, 92), False), ((40, 40), True), ((120, 60, 40), True)]
 )
 def test_entries_and_episodes_are_those_that_a_plain_walk_finds(monkeypatch, piece, rounds, uneven):
-    monkeypatch.setattr(contents, "PIECE", piece)
+    monkeypatch.setattr(buffer_views, "PIECE", piece)
     buffer, given = filled(rounds=rounds, uneven=uneven)
     (summary,) = inspect_buffer(buffer).summaries
     held = [rows[-int(count) :] for rows, count in zip(given, buffer.writer.filled, strict=True)]
@@ -97,7 +97,7 @@ def test_entries_and_episodes_are_those_that_a_plain_walk_finds(monkeypatch, pie
 def test_a_saved_buffer_is_read_in_pieces_and_says_the_same(tmp_path, monkeypatch):
     buffer, _ = filled(rounds=(120, 60))
     buffer.dumps(tmp_path / "saved")
-    monkeypatch.setattr("torchrl_lightning.files._STREAMED", 16)
+    monkeypatch.setattr("torchrl_lightning._core.files._STREAMED", 16)
     state = read_state(tmp_path / "saved", streamed=True)
     assert isinstance(state["storage"]["data"]["observation"], StoredRows)
     assert str(inspect_state(state, "it")) == str(inspect_buffer(buffer, name="it"))
@@ -252,14 +252,14 @@ def test_nothing_stored_yet_and_nothing_of_ours():
         inspect_buffer("RUN")
     with pytest.raises(ValueError, match="it holds no buffer"):
         inspect_state({"weights": {}}, "it")
-    assert episodes_in(next(contents.contents_in(ExperienceBuffer().state_dict(), "it"))) is None
-    assert summarize(next(contents.contents_in(ExperienceBuffer().state_dict(), "it"))).ages is None
+    assert episodes_in(next(buffer_views.contents_in(ExperienceBuffer().state_dict(), "it"))) is None
+    assert summarize(next(buffer_views.contents_in(ExperienceBuffer().state_dict(), "it"))).ages is None
 
 
-@pytest.mark.parametrize("piece", [contents.PIECE, 300])
+@pytest.mark.parametrize("piece", [buffer_views.PIECE, 300])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.int64, torch.uint8])
 def test_statistics_of_small_differences_at_a_large_offset(monkeypatch, piece, dtype):
-    monkeypatch.setattr(contents, "PIECE", piece)
+    monkeypatch.setattr(buffer_views, "PIECE", piece)
     offset = {torch.uint8: 250, torch.float32: 2**20}.get(dtype, 1_700_000_037)
     values = torch.arange(200).remainder(5).sub(2)[:, None]
     values[0] = -offset  # an outlier at the begin

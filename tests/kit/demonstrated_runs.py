@@ -10,7 +10,7 @@ from torchrl.envs import GymEnv, SerialEnv
 
 from kit.demonstrations import episode
 from torchrl_lightning import PPODBuffer
-from torchrl_lightning.learn import MLPNetwork, PPOModule, RecurrentNetwork
+from torchrl_lightning.agents import MLPNetwork, PPOModule, RecurrentNetwork
 
 CART_POLES = partial(SerialEnv, 4, partial(GymEnv, "CartPole-v1", categorical_action_encoding=True))
 shown = partial(episode, total=99.0)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torchrl_lightning import RecurrentReplayBuffer
-from torchrl_lightning.velora.files import NAMES
+from torchrl_lightning.velora.buffer_files import NAMES
 
 
 def simple_step(number: float, **changes: Any) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from torchrl_lightning import MLPNetwork
-from torchrl_lightning.learn import Network
+from torchrl_lightning.agents import Network
 
 
 class Encoder(nn.Module):

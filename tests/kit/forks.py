@@ -27,8 +27,8 @@ from unittest import mock
 import torch
 
 from kit.processes import environment
-from torchrl_lightning.cli.run_folder import locked
-from torchrl_lightning.environments.threads import kept_threads
+from torchrl_lightning.cli.run_folder.folder import locked
+from torchrl_lightning.environments.workers.threads import kept_threads
 
 _FORK, _BARE = multiprocessing.get_context("fork"), multiprocessing.get_context("forkserver")
 _LIBRARIES = ["torch", "torchrl.collectors", "torchrl.objectives", "lightning", "gymnasium", "hydra", "numba"]

@@ -12,8 +12,8 @@ from lightning.pytorch import Callback
 
 from kit.runs import trainer
 from torchrl_lightning import EnvironmentRecipe, MLPNetwork, OnPolicyDataModule, PPOModule
-from torchrl_lightning.learn.loading import CONFIG
-from torchrl_lightning.seal import SEAL
+from torchrl_lightning._core.checksums import SEAL
+from torchrl_lightning.deploy.loading import CONFIG
 
 MODULE = "hostile_module"  # what it does when it is imported, a test decides
 RECIPE = "torchrl_lightning.EnvironmentRecipe"
@@ -89,8 +89,12 @@ def models(canary: str) -> dict[str, Any]:
         "a method by Hydra": {"_target_": "hydra.utils.get_method", "path": f"{MODULE}.function"},
         "a partial": {"_target_": "functools.partial", "_args_": [system]},
         "a function of ours": {"_target_": "torchrl_lightning.write_demonstration", "path": canary},
-        "a function of ours, deep": {"_target_": "torchrl_lightning.files.write_state", "folder": canary, "state": {}},
-        "what a module of ours imports": {"_target_": "torchrl_lightning.files.os.system", "command": command},
+        "a function of ours, deep": {
+            "_target_": "torchrl_lightning._core.files.write_state",
+            "folder": canary,
+            "state": {},
+        },
+        "what a module of ours imports": {"_target_": "torchrl_lightning._core.files.os.system", "command": command},
         "what a class of ours has": {"_target_": "torchrl_lightning.PPOModule.load_from_checkpoint"},
         "a callback of ours": {"_target_": "torchrl_lightning.LastCheckpoint", "dirpath": canary},
         "a checkpoint of ours": {"_target_": "torchrl_lightning.BestCheckpoint", "dirpath": canary},

@@ -8,7 +8,7 @@ import torch
 
 from kit.fake_data import FakeData, FakeReplay
 from kit.specs import BOX, DISCRETE, TWO_CHOICES
-from torchrl_lightning.learn import (
+from torchrl_lightning.agents import (
     A2CModule,
     DQNModule,
     MLPNetwork,

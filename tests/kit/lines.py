@@ -12,11 +12,11 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule
 
 from torchrl_lightning import Demonstration, DemonstrationSampler, DemonstrationStorage, GymnasiumCollector
+from torchrl_lightning._core.moments import Moments
+from torchrl_lightning.agents import MLPNetwork
+from torchrl_lightning.agents.networks.actors import build_actor
 from torchrl_lightning.environments import environment_specs
 from torchrl_lightning.environments.normalization import NormalizedPolicy, ObservationNormalizer
-from torchrl_lightning.learn import MLPNetwork
-from torchrl_lightning.learn.actors import build_actor
-from torchrl_lightning.moments import Moments
 
 
 class Line(gymnasium.Env[Any, Any]):

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from torchrl_lightning import GymnasiumCollector
-from torchrl_lightning.datamodules.normalization import Normalization
+from torchrl_lightning._core.moments import Moments
+from torchrl_lightning.datamodules._run.normalization import Normalization
 from torchrl_lightning.environments import environment_specs, make_vector_env
-from torchrl_lightning.moments import Moments
 
 
 class Recording(GymnasiumCollector):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kit.runs import trainer
 from torchrl_lightning import RecentSampler, RecurrentReplayBuffer, ReplayDataModule, SimpleReplayBuffer
-from torchrl_lightning.learn import DQNModule, MLPNetwork, RecurrentNetwork
+from torchrl_lightning.agents import DQNModule, MLPNetwork, RecurrentNetwork
 from torchrl_lightning.replay import (
     ExperienceBuffer,
     PrioritizedSampler,

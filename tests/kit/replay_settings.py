@@ -20,7 +20,7 @@ from torchrl_lightning import (
     SequenceSampler,
     UniformSampler,
 )
-from torchrl_lightning.episodic.returns import EpisodicReturn
+from torchrl_lightning.episodic.episodic_return import EpisodicReturn
 
 GAMMA, DEFAULT, STACK, NO_GOAL = 0.5, -1000.0, 3, -1.0
 SAMPLERS = (

@@ -12,8 +12,8 @@ from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig
 
-from torchrl_lightning._conf import CONF_DIR
-from torchrl_lightning._schemas import register_schemas
+from torchrl_lightning._hydra.paths import CONF_DIR
+from torchrl_lightning._hydra.schemas import register_schemas
 
 
 @contextmanager

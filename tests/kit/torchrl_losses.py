@@ -12,7 +12,7 @@ from torchrl.modules import MLP, ProbabilisticActor, QValueActor, TanhNormal, Va
 from torchrl.modules.distributions import NormalParamExtractor
 from torchrl.objectives import DQNLoss, IQLLoss, LossModule, REDQLoss, SoftUpdate
 
-from torchrl_lightning.learn import LossModuleAgent
+from torchrl_lightning.agents import LossModuleAgent
 
 
 def gaussian_actor(specs: Any) -> ProbabilisticActor:

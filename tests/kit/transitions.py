@@ -8,7 +8,7 @@ import torch
 from tensordict import TensorDict
 from torchrl.data import Bounded, OneHot
 
-from torchrl_lightning.learn.transitions import Transitions, read_transitions
+from torchrl_lightning.agents.transitions import Transitions, read_transitions
 
 
 def transitions(specs: Any, *shape: int, generator: torch.Generator | None = None) -> TensorDict:

@@ -13,8 +13,8 @@ from torchrl.data import Bounded, Categorical, Unbounded
 from kit.fake_data import FakeData, Loader
 from kit.seeds import generator
 from kit.specs import specs_of
+from torchrl_lightning.agents import GaussianEnsemble, WorldModel
 from torchrl_lightning.dynamics import DynamicsTargets
-from torchrl_lightning.learn import GaussianEnsemble, WorldModel
 
 POINT = specs_of(Bounded(-1.0, 1.0, (1,)), observation=Unbounded(2))
 # Two entries, and choices.

@@ -30,7 +30,7 @@ def test_the_wheel_carries_the_modules_the_hydra_tree_the_plugin_and_the_type_ma
     sources = [*PROJECT.glob("plugin/**/*.py"), *PROJECT.glob("plugin/**/*.pyi")]
     modules = {str(path.relative_to(PROJECT / "plugin")) for path in sources}
     assert "hydra_plugins/torchrl_lightning_searchpath/__init__.py" in modules
-    assert tree | modules | {"torchrl_lightning/py.typed", "torchrl_lightning/schemas.json"} <= names
+    assert tree | modules | {"torchrl_lightning/py.typed", "torchrl_lightning/_hydra/schemas.json"} <= names
     # An __init__.py there would hide the Hydra plugins of all other distributions.
     assert "hydra_plugins/__init__.py" not in names
     roots = {name.split("/")[0] for name in names}

@@ -18,7 +18,7 @@ from torchrl_lightning import (
     RingWriter,
     SequenceSampler,
 )
-from torchrl_lightning.episodic.steps import FIRST, LAST, MID
+from torchrl_lightning.episodic.time_steps import FIRST, LAST, MID
 from torchrl_lightning.replay.episode_index import FlagsDifferError
 
 Write = Callable[[Any, int, bool], None]

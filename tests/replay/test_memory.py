@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchrl_lightning import memory
+from torchrl_lightning._core import memory
 
 CPU = torch.device("cpu")
 

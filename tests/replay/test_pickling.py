@@ -151,7 +151,7 @@ def test_a_pickle_before_the_first_write_maps_cells_of_its_own(tmp_path: Path) -
 def test_a_deep_copy_of_mapped_cells_is_in_memory(opens: bool, tmp_path: Path, monkeypatch: Any) -> None:
     ours = buffer_of(tmp_path / "cells")
     if not opens:  # a system without /proc
-        monkeypatch.setattr("torchrl_lightning.memory.DESCRIPTORS", tmp_path / "missing")
+        monkeypatch.setattr("torchrl_lightning._core.memory.DESCRIPTORS", tmp_path / "missing")
     for other in (copy.deepcopy(ours), *([] if opens else [pickle.loads(pickle.dumps(ours))])):
         assert other.storage.scratch_dir is None
         assert not differences(ours.state_dict(), other.state_dict())

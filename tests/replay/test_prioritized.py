@@ -22,8 +22,8 @@ from kit.states import differences, plain
 from kit.statistics import chi_square
 from torchrl_lightning.replay.priorities import Priorities
 from torchrl_lightning.replay.prioritized import PrioritizedSampler
-from torchrl_lightning.replay.storage import RingStorage
-from torchrl_lightning.replay.writer import RingWriter
+from torchrl_lightning.replay.ring_storage import RingStorage
+from torchrl_lightning.replay.ring_writer import RingWriter
 
 
 def make(capacity: int = 20, alpha: float = 1.0, beta: float = 1.0, **kwargs: Any) -> PrioritizedSampler:

@@ -17,10 +17,10 @@ from kit.golden import arrays
 from kit.rings import ring, starts_of, write
 from kit.states import equal
 from kit.statistics import chi_square
-from torchrl_lightning.replay.buffer import ExperienceBuffer
 from torchrl_lightning.replay.priorities import Priorities
 from torchrl_lightning.replay.prioritized import PrioritizedSampler
-from torchrl_lightning.replay.writer import RingWriter
+from torchrl_lightning.replay.replay_buffer import ExperienceBuffer
+from torchrl_lightning.replay.ring_writer import RingWriter
 
 
 def make(num_envs: int, length: int, sampler: Any = None, **options: Any) -> ExperienceBuffer:

@@ -28,8 +28,8 @@ from torchrl_lightning import (
     RingWriter,
     SequenceSampler,
 )
-from torchrl_lightning.datamodules.steps import PreparedRows
-from torchrl_lightning.protocols import CollectorApi
+from torchrl_lightning._core.protocols import CollectorApi
+from torchrl_lightning.datamodules._run.step_writer import PreparedRows
 from torchrl_lightning.replay.successors import equal_rows
 
 SEAM = "do not continue their stored trajectories"

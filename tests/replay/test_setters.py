@@ -46,11 +46,11 @@ from torchrl_lightning import (
     TD3Module,
     UniformSampler,
 )
-from torchrl_lightning.datamodules.reward_scale import RewardScale
+from torchrl_lightning.datamodules._run.reward_scale import RewardScale
 from torchrl_lightning.demonstrations import DemonstrationSampler, DemonstrationStorage, DemonstrationWriter
-from torchrl_lightning.distributed.rate_limiter import RateLimiter
 from torchrl_lightning.environments.normalization import ObservationNormalizer
 from torchrl_lightning.estimators import IntrinsicRewardNormalizer
+from torchrl_lightning.ray.rate_limiter import RateLimiter
 
 NAN, INF = float("nan"), float("inf")
 

@@ -23,8 +23,9 @@ from kit.forks import killed_after
 from kit.rings import ring
 from kit.rows import numbered
 from kit.states import GONE, changed, differences, entries
-from torchrl_lightning import DynamicsTargets, files
-from torchrl_lightning.files import read_state, write_state
+from torchrl_lightning import DynamicsTargets
+from torchrl_lightning._core import files
+from torchrl_lightning._core.files import read_state, write_state
 from torchrl_lightning.replay import ExperienceBuffer, PrioritizedSampler, RingStorage
 
 ENVS, SIZE = 3, 21

@@ -7,7 +7,8 @@ import torch
 from tensordict import TensorDict
 
 from kit.rollouts import holding, make_rollout
-from torchrl_lightning import GAEBuffer, RolloutStorage, memory
+from torchrl_lightning import GAEBuffer, RolloutStorage
+from torchrl_lightning._core import memory
 
 ROW = TensorDict({"pixels": torch.zeros(2, 10, dtype=torch.uint8), "state": torch.zeros(2, 3)}, [2])
 BYTES = 2 * (10 + 3 * 4)

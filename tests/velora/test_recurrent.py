@@ -18,8 +18,8 @@ from kit.documented import columns, stored
 from kit.golden import tensors
 from kit.seeds import generator
 from kit.statistics import chi_square
+from torchrl_lightning.velora.buffer_files import NAMES
 from torchrl_lightning.velora.experience import HIDDEN, BatchExperience
-from torchrl_lightning.velora.files import NAMES
 from torchrl_lightning.velora.recurrent import RecurrentReplayBuffer
 
 golden = partial(tensors, "velora_wraparound")

@@ -8,9 +8,9 @@ from __future__ import annotations
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 
-from torchrl_lightning._conf import EXPORT_DIR
-from torchrl_lightning._hydra import config_dir
-from torchrl_lightning._schemas import register_schemas
+from torchrl_lightning._hydra.compat import config_dir
+from torchrl_lightning._hydra.paths import EXPORT_DIR
+from torchrl_lightning._hydra.schemas import register_schemas
 
 PROVIDER = "torchrl-lightning"
 

@@ -13,8 +13,8 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch.serialization import get_safe_globals
 
-from torchrl_lightning.checkpoint_reader import load_checkpoint
-from torchrl_lightning.files import replaced_files
+from torchrl_lightning._core.checkpoint_reader import load_checkpoint
+from torchrl_lightning._core.files import replaced_files
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -23,8 +23,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     Lightning writes to the system's temporary folder. If that folder is on another filesystem, Lightning copies the
     file, and a killed process or a full disk leaves only an incomplete checkpoint. The next save into the same folder
     removes the temporary files of killed processes. Lightning still writes checkpoints that are not local files, and
-    still removes old checkpoints. Local checkpoints are read within the limits of :mod:`torchrl_lightning.limits`. The
-    limits do not apply with ``weights_only=False``, or after you register classes with
+    still removes old checkpoints. Local checkpoints are read within the limits of ``_core/file_limits.py``. The limits
+    do not apply with ``weights_only=False``, or after you register classes with
     ``torch.serialization.add_safe_globals``.
 
     Our commands add this plugin to ``trainer.plugins``. :class:`~torchrl_lightning.LastCheckpoint` and

@@ -12,14 +12,14 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
-from torchrl_lightning._logging import EVALUATION
+from torchrl_lightning._core.errors import Fault
+from torchrl_lightning._core.interrupts import interrupts
+from torchrl_lightning._core.metric_logging import EVALUATION
+from torchrl_lightning._core.protocols import DataApi
 from torchrl_lightning.callbacks.checkpoint_io import write_atomically
 from torchrl_lightning.callbacks.monitors import check_monitor, episode_metrics, unknown_metric
 from torchrl_lightning.callbacks.sparse import SparseCallback
-from torchrl_lightning.environments.faults import EnvironmentFault
-from torchrl_lightning.fitting import Fault
-from torchrl_lightning.interrupts import interrupts
-from torchrl_lightning.protocols import DataApi
+from torchrl_lightning.environments.env_errors import EnvironmentFault
 
 logger = logging.getLogger(__name__)
 

@@ -8,11 +8,11 @@ from pathlib import Path
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
+from torchrl_lightning._core.errors import Fault
+from torchrl_lightning._core.protocols import DataApi
+from torchrl_lightning._core.validators import Checked, integer
 from torchrl_lightning.callbacks.sparse import SparseCallback
-from torchrl_lightning.collectors.films import check_film
-from torchrl_lightning.fitting import Fault
-from torchrl_lightning.protocols import DataApi
-from torchrl_lightning.ranges import Checked, integer
+from torchrl_lightning.collectors.video import check_film
 
 logger = logging.getLogger(__name__)
 

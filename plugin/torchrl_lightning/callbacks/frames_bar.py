@@ -11,10 +11,10 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 
+from torchrl_lightning._core.protocols import DataApi
+from torchrl_lightning._core.validators import Checked, not_negative
 from torchrl_lightning.callbacks.sparse import SparseCallback
 from torchrl_lightning.kernels.compiled import COMPILING, when_compiling
-from torchrl_lightning.protocols import DataApi
-from torchrl_lightning.ranges import Checked, not_negative
 
 BAR_FORMAT = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
 # In a file, every refresh is a new line.

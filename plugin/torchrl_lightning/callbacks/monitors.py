@@ -8,10 +8,10 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
-from torchrl_lightning._logging import EVALUATION, TRAINING
-from torchrl_lightning.fitting import Fault
-from torchrl_lightning.protocols import DataApi, LearnerApi
-from torchrl_lightning.suggestions import did_you_mean, nearest
+from torchrl_lightning._core.errors import Fault
+from torchrl_lightning._core.metric_logging import EVALUATION, TRAINING
+from torchrl_lightning._core.protocols import DataApi, LearnerApi
+from torchrl_lightning._core.suggestions import did_you_mean, nearest
 
 _PACKAGE = __name__.partition(".")[0]
 logger = logging.getLogger(__name__)

@@ -9,12 +9,12 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
-from torchrl_lightning._logging import EVALUATION
+from torchrl_lightning._core.errors import Fault
+from torchrl_lightning._core.metric_logging import EVALUATION
+from torchrl_lightning._core.return_threshold import reaches
+from torchrl_lightning._core.validators import Checked
 from torchrl_lightning.callbacks.monitors import check_monitor, unknown_metric
 from torchrl_lightning.callbacks.sparse import SparseCallback
-from torchrl_lightning.fitting import Fault
-from torchrl_lightning.ranges import Checked
-from torchrl_lightning.thresholds import reaches
 
 logger = logging.getLogger(__name__)
 

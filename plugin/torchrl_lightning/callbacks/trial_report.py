@@ -10,11 +10,11 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
+from torchrl_lightning._core.errors import Fault
+from torchrl_lightning._core.protocols import DataApi
+from torchrl_lightning._core.run_metadata import ENDED_EARLY
 from torchrl_lightning.callbacks.monitors import check_monitor
 from torchrl_lightning.callbacks.sparse import SparseCallback
-from torchrl_lightning.fitting import Fault
-from torchrl_lightning.protocols import DataApi
-from torchrl_lightning.records import ENDED_EARLY
 
 logger = logging.getLogger(__name__)
 

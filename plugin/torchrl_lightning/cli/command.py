@@ -28,16 +28,16 @@ def run_command(name: str, task: Callable[[Any], float], *, resumes: bool = Fals
     """
     leave_out_working_directory()
     if {"--help", "-h"} & set(sys.argv[1:]):
-        from torchrl_lightning.cli.help import help_text
+        from torchrl_lightning.cli.config.help import help_text
 
         with whole_output():
             print(help_text(name))
         return
     append_working_directory()
-    from torchrl_lightning.cli.composing import run_command_line
-    from torchrl_lightning.cli.mistakes import one_line, plain_errors
-    from torchrl_lightning.cli.names import register_run_name
-    from torchrl_lightning.cli.run_folder import recorded
+    from torchrl_lightning._core.run_names import register_run_name
+    from torchrl_lightning.cli.config.compose import run_command_line
+    from torchrl_lightning.cli.error_messages import one_line, plain_errors
+    from torchrl_lightning.cli.run_folder.folder import recorded
 
     register_run_name()
     with one_line():
@@ -61,7 +61,7 @@ def use_threads(number: int) -> None:
     import torch
     from threadpoolctl import threadpool_limits
 
-    from torchrl_lightning.environments.threads import kept_threads
+    from torchrl_lightning.environments.workers.threads import kept_threads
 
     behind.enter_context(kept_threads())
     torch.set_num_threads(number)

@@ -7,9 +7,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torchrl_lightning._core.import_stubs import import_libraries
+from torchrl_lightning._core.untrusted import printable
 from torchrl_lightning.cli.command import behind, quiet, run_command, use_threads
-from torchrl_lightning.import_stubs import import_libraries
-from torchrl_lightning.untrusted import printable
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -27,11 +27,11 @@ def evaluate(cfg: DictConfig) -> float:
     import_libraries()
     from omegaconf import OmegaConf
 
-    from torchrl_lightning.cli.checks import UsageError
-    from torchrl_lightning.cli.parts import named
-    from torchrl_lightning.cli.resuming import check_checkpoint
+    from torchrl_lightning.cli.config.instantiate import named
+    from torchrl_lightning.cli.config.resume import check_checkpoint
+    from torchrl_lightning.cli.error_messages import UsageError
     from torchrl_lightning.cli.train import summary
-    from torchrl_lightning.collectors.films import check_film, film_episode
+    from torchrl_lightning.collectors.video import check_film, film_episode
 
     quiet()
     if OmegaConf.is_missing(cfg, "ckpt_path"):
@@ -76,8 +76,9 @@ def run_of(cfg: DictConfig, trusting: str = "trusted=true") -> tuple[Path, dict[
     """
     from omegaconf import OmegaConf
 
-    from torchrl_lightning.cli.checks import UsageError, is_trusted, read_stored
-    from torchrl_lightning.learn.loading import CONFIG, checkpoint_of, config_in
+    from torchrl_lightning.cli.config.validate import is_trusted, read_stored
+    from torchrl_lightning.cli.error_messages import UsageError
+    from torchrl_lightning.deploy.loading import CONFIG, checkpoint_of, config_in
 
     try:
         checkpoint = checkpoint_of(cfg.ckpt_path)
@@ -103,8 +104,8 @@ def run_of(cfg: DictConfig, trusting: str = "trusted=true") -> tuple[Path, dict[
 
 def policy_of(cfg: DictConfig, stored: dict[str, Any], model: Any) -> Any:
     """Return the policy of the requested checkpoint."""
-    from torchrl_lightning.cli.checks import UsageError
-    from torchrl_lightning.learn.loading import policy_in
+    from torchrl_lightning.cli.error_messages import UsageError
+    from torchrl_lightning.deploy.loading import policy_in
 
     try:
         return policy_in(stored, cfg.ckpt_path, model, deterministic=cfg.deterministic)
@@ -114,8 +115,8 @@ def policy_of(cfg: DictConfig, stored: dict[str, Any], model: Any) -> Any:
 
 def rebuilt(checkpoint: Path, run: Any, key: str, **arguments: Any) -> Any:
     """Build a part of a checkpoint's config; raise UsageError on any error, because the file is wrong."""
-    from torchrl_lightning.cli.checks import UsageError
-    from torchrl_lightning.cli.parts import build_part
+    from torchrl_lightning.cli.config.instantiate import build_part
+    from torchrl_lightning.cli.error_messages import UsageError
 
     try:
         return build_part(run, key, **arguments)
@@ -129,7 +130,7 @@ def draw_histogram(returns: Tensor, path: Path, checkpoint: Path) -> None:
     """Draw a histogram of the returns, with their mean."""
     from matplotlib.ticker import MaxNLocator
 
-    from torchrl_lightning.cli.panels import saved_panels
+    from torchrl_lightning.plotting.figures import saved_panels
 
     mean, std = float(returns.mean()), float(returns.std(correction=0))
     # Without a margin, equal returns would get an axis of hundredths.

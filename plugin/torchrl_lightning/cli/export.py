@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchrl_lightning.cli.checks import UsageError, one_line
 from torchrl_lightning.cli.command import behind, quiet, use_threads
+from torchrl_lightning.cli.error_messages import UsageError, one_line
 from torchrl_lightning.cli.working_directory import append_working_directory
 
 
@@ -40,8 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 @behind
 def export(run: str, format: Any, output: str | None, *, trusted: bool) -> None:
     """Load the policy of a run and write it to a file."""
-    from torchrl_lightning.learn.exporting import SUFFIXES, export_policy
-    from torchrl_lightning.learn.pretrained import from_pretrained, is_pretrained
+    from torchrl_lightning.deploy.export import SUFFIXES, export_policy
+    from torchrl_lightning.deploy.hub import from_pretrained, is_pretrained
 
     quiet()
     use_threads(1)
@@ -62,7 +62,7 @@ def _policy_of_run(run: str, trusted: bool) -> tuple[Any, Path]:
     from omegaconf import OmegaConf
 
     from torchrl_lightning.cli.evaluate import policy_of, rebuilt, run_of
-    from torchrl_lightning.learn.loading import checkpoint_of
+    from torchrl_lightning.deploy.loading import checkpoint_of
 
     if not Path(run).exists():
         raise UsageError(f"{run}: there is no such file or folder; name a run, a checkpoint or a published policy.")

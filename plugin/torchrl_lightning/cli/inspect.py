@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchrl_lightning.cli.checks import UsageError, one_line
+from torchrl_lightning._core.untrusted import check_regular
 from torchrl_lightning.cli.command import behind, quiet, use_threads, whole_output
+from torchrl_lightning.cli.error_messages import UsageError, one_line
 from torchrl_lightning.cli.working_directory import leave_out_working_directory
-from torchrl_lightning.untrusted import check_regular
 
 if TYPE_CHECKING:
     from torchrl_lightning.inspection.report import Inspection
@@ -66,7 +66,7 @@ def look(source: Path, last: int | None = None) -> Inspection:
     Raises:
         UsageError: The path is missing, damaged, not a file of this package, or does not contain a buffer.
     """
-    from torchrl_lightning.demonstrations.files import SUFFIXES
+    from torchrl_lightning.demonstrations.io.safetensors_files import SUFFIXES
 
     if not source.exists():
         raise UsageError(f"there is no {source}; {_MEND}.")
@@ -86,8 +86,8 @@ def look(source: Path, last: int | None = None) -> Inspection:
 
 
 def _in_folder(folder: Path, last: int | None) -> Inspection:
-    from torchrl_lightning.demonstrations.files import SUFFIXES
-    from torchrl_lightning.files import MANIFEST, read_state
+    from torchrl_lightning._core.files import MANIFEST, read_state
+    from torchrl_lightning.demonstrations.io.safetensors_files import SUFFIXES
     from torchrl_lightning.inspection.report import inspect_state
 
     if (folder / MANIFEST).is_file():
@@ -106,7 +106,7 @@ def _in_folder(folder: Path, last: int | None) -> Inspection:
 
 
 def _newest_state(folder: Path) -> Path | None:
-    from torchrl_lightning.files import MANIFEST
+    from torchrl_lightning._core.files import MANIFEST
 
     found = list(folder.glob(f"**/after_*/{MANIFEST}"))
     return max(found, key=lambda path: path.stat().st_mtime_ns).parent if found else None
@@ -114,11 +114,11 @@ def _newest_state(folder: Path) -> Path | None:
 
 def _in_checkpoint(path: Path, run: Path, last: int | None) -> Inspection:
     """Inspect the buffer of each rank, inside a checkpoint or next to it."""
-    from torchrl_lightning.datamodules.snapshots import snapshot_of
-    from torchrl_lightning.files import read_state
-    from torchrl_lightning.inspection.content import contents_in, unreadable
+    from torchrl_lightning._core.files import read_state
+    from torchrl_lightning.datamodules._run.snapshots import snapshot_of
+    from torchrl_lightning.deploy.loading import read_checkpoint
+    from torchrl_lightning.inspection.buffer_views import contents_in, unreadable
     from torchrl_lightning.inspection.report import NoBufferError, inspect_contents
-    from torchrl_lightning.learn.loading import read_checkpoint
 
     stored = read_checkpoint(path, mapped=True)
     state: dict[str, Any] = {key: stored[key] for key in stored if isinstance(key, str) and key.endswith("DataModule")}
@@ -140,9 +140,9 @@ def _in_checkpoint(path: Path, run: Path, last: int | None) -> Inspection:
 
 
 def _demonstrations(files: Sequence[Path], source: Path) -> Inspection:
-    from torchrl_lightning.demonstrations.files import read_demonstration
-    from torchrl_lightning.demonstrations.states import states_of
-    from torchrl_lightning.inspection.content import demonstrations, unreadable
+    from torchrl_lightning.demonstrations.io.safetensors_files import read_demonstration
+    from torchrl_lightning.demonstrations.serialization import states_of
+    from torchrl_lightning.inspection.buffer_views import demonstrations, unreadable
     from torchrl_lightning.inspection.report import inspect_contents
 
     read, torn = [], []

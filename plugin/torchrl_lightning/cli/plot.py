@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import numpy as np
 
+from torchrl_lightning._core.run_metadata import SCORE
+from torchrl_lightning._core.untrusted import MESSAGE_LIMIT, printable
 from torchrl_lightning.cli.command import whole_output
-from torchrl_lightning.cli.curves import Curve, read_source, runs_by_label
-from torchrl_lightning.cli.panels import saved_panels
-from torchrl_lightning.cli.sweep_pictures import draw_importances, draw_parallel, draw_trials
-from torchrl_lightning.cli.sweeps import read_trials, table
 from torchrl_lightning.cli.working_directory import leave_out_working_directory
-from torchrl_lightning.records import SCORE
-from torchrl_lightning.untrusted import MESSAGE_LIMIT, printable
+from torchrl_lightning.plotting.curves import Curve, read_source, runs_by_label
+from torchrl_lightning.plotting.figures import saved_panels
+from torchrl_lightning.plotting.sweep_figures import draw_importances, draw_parallel, draw_trials
+from torchrl_lightning.plotting.trials import read_trials, table
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

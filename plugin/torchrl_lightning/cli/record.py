@@ -8,10 +8,10 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torchrl_lightning._core.import_stubs import import_libraries
+from torchrl_lightning._core.return_threshold import reaches
+from torchrl_lightning._core.untrusted import printable
 from torchrl_lightning.cli.command import behind, quiet, run_command, use_threads
-from torchrl_lightning.import_stubs import import_libraries
-from torchrl_lightning.thresholds import reaches
-from torchrl_lightning.untrusted import printable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from torchrl_lightning.demonstrations import Demonstration
     from torchrl_lightning.environments import EnvironmentRecipe, EnvironmentSpecs
-    from torchrl_lightning.environments.policies import Policy
+    from torchrl_lightning.environments.policy_calls import Policy
 
 
 def main() -> None:
@@ -32,7 +32,7 @@ def main() -> None:
 def record(cfg: DictConfig) -> float:
     """Record episodes into a directory, print the table of a directory, or convert demonstrations."""
     import_libraries()
-    from torchrl_lightning.cli.checks import UsageError
+    from torchrl_lightning.cli.error_messages import UsageError
     from torchrl_lightning.demonstrations import record_demonstrations
 
     given = [name for name in ("ckpt_path", "policy", "keyboard", "table", "convert") if cfg[name]]
@@ -76,8 +76,8 @@ def record(cfg: DictConfig) -> float:
 def _played(cfg: DictConfig, env: Any) -> Iterable[Demonstration]:
     from omegaconf import OmegaConf
 
-    from torchrl_lightning.cli.checks import UsageError
-    from torchrl_lightning.cli.parts import MISTAKES
+    from torchrl_lightning.cli.config.instantiate import MISTAKES
+    from torchrl_lightning.cli.error_messages import UsageError
     from torchrl_lightning.demonstrations import play_demonstrations
 
     settings: Any = OmegaConf.to_container(cfg)
@@ -92,7 +92,7 @@ def _played(cfg: DictConfig, env: Any) -> Iterable[Demonstration]:
 
 def _written(cfg: DictConfig, env: Any) -> float:
     """Write demonstrations as a Minari data set, read it again, and return the mean return."""
-    from torchrl_lightning.cli.checks import UsageError
+    from torchrl_lightning.cli.error_messages import UsageError
     from torchrl_lightning.demonstrations import read_dataset, write_dataset
 
     if env is None or not cfg.dataset:
@@ -108,8 +108,8 @@ def _environment(cfg: DictConfig) -> Any:
     """Return the selected environment recipe, after building the environment once; None without a selection."""
     from omegaconf import OmegaConf
 
-    from torchrl_lightning.cli.parts import build_part, named
-    from torchrl_lightning.demonstrations.recording import demonstration_specs
+    from torchrl_lightning.cli.config.instantiate import build_part, named
+    from torchrl_lightning.demonstrations.io.recording import demonstration_specs
 
     if "data" not in cfg:
         return None
@@ -135,9 +135,9 @@ def scripted_policy(path: str, env: Any, *, clip_actions: bool = False) -> Polic
     """
     import torch
 
-    from torchrl_lightning.cli.checks import UsageError
+    from torchrl_lightning._core.tree import map_leaves, tree_of
+    from torchrl_lightning.cli.error_messages import UsageError
     from torchrl_lightning.demonstrations.trajectory import action_error
-    from torchrl_lightning.entries import map_leaves, tree_of
     from torchrl_lightning.environments import close_environment, environment_specs, make_environment
 
     module, _, name = path.partition(":")
@@ -176,7 +176,7 @@ def scripted_policy(path: str, env: Any, *, clip_actions: bool = False) -> Polic
 
 
 def _save(cfg: DictConfig, demonstrations: Iterable[Demonstration]) -> float:
-    from torchrl_lightning.cli.checks import UsageError
+    from torchrl_lightning.cli.error_messages import UsageError
     from torchrl_lightning.demonstrations import write_demonstration
 
     folder = Path(cfg.directory)
@@ -226,10 +226,10 @@ def _free_path(folder: Path) -> Path:
 
 def show_table(folder: Path, env: Any) -> float:
     """Print a table of the demonstrations in a directory, with the error of each; return the mean return."""
-    from torchrl_lightning.cli.checks import UsageError
-    from torchrl_lightning.demonstrations.files import SUFFIXES
-    from torchrl_lightning.demonstrations.recording import demonstration_specs
-    from torchrl_lightning.demonstrations.tasks import given_recipe
+    from torchrl_lightning.cli.error_messages import UsageError
+    from torchrl_lightning.demonstrations.io.recording import demonstration_specs
+    from torchrl_lightning.demonstrations.io.safetensors_files import SUFFIXES
+    from torchrl_lightning.demonstrations.task_check import given_recipe
 
     paths = sorted(path for path in folder.glob("[!.]*") if path.suffix in SUFFIXES)
     if not paths:
@@ -252,7 +252,7 @@ def _line(
     path: Path, specs: EnvironmentSpecs | None, frame_skip: int, recipe: EnvironmentRecipe | None
 ) -> tuple[tuple[str, ...], float | None]:
     from torchrl_lightning.demonstrations import read_demonstration
-    from torchrl_lightning.demonstrations.tasks import recorded_recipe
+    from torchrl_lightning.demonstrations.task_check import recorded_recipe
 
     try:
         found = read_demonstration(path)

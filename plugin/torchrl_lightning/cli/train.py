@@ -8,11 +8,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torchrl_lightning._core.import_stubs import import_libraries
+from torchrl_lightning._core.run_metadata import SCORE
+from torchrl_lightning._core.run_names import recorded_command
+from torchrl_lightning._core.untrusted import printable
 from torchrl_lightning.cli.command import behind, quiet, run_command, use_threads
-from torchrl_lightning.cli.names import recorded_command
-from torchrl_lightning.import_stubs import import_libraries
-from torchrl_lightning.records import SCORE
-from torchrl_lightning.untrusted import printable
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -29,9 +29,9 @@ def train(cfg: DictConfig) -> float:
     """Check the config, train, evaluate and report, in this order."""
     from hydra.core.hydra_config import HydraConfig
 
-    from torchrl_lightning.cli.checks import check_command, check_config, is_trusted, stored_run
-    from torchrl_lightning.cli.mistakes import run_errors
-    from torchrl_lightning.cli.run_folder import RunRecord, is_follower, locked
+    from torchrl_lightning.cli.config.validate import check_command, check_config, is_trusted, stored_run
+    from torchrl_lightning.cli.error_messages import run_errors
+    from torchrl_lightning.cli.run_folder.folder import RunRecord, is_follower, locked
 
     check_command(cfg)
     check_config(cfg)
@@ -46,12 +46,12 @@ def train(cfg: DictConfig) -> float:
     import lightning as L
     from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-    from torchrl_lightning.cli.beginning import beginning_of
-    from torchrl_lightning.cli.changed_settings import ChangedSettings
-    from torchrl_lightning.cli.parts import KeptConfig, build_part, check_parts
-    from torchrl_lightning.cli.resuming import check_checkpoint, needs_trust, told_differences
-    from torchrl_lightning.cli.slurm import requeued_on_signal
-    from torchrl_lightning.learn.weights import bounded_tensors
+    from torchrl_lightning._core.slurm import requeued_on_signal
+    from torchrl_lightning.cli.config.changed_settings import ChangedSettings
+    from torchrl_lightning.cli.config.init_from import beginning_of
+    from torchrl_lightning.cli.config.instantiate import KeptConfig, build_part, check_parts
+    from torchrl_lightning.cli.config.resume import check_checkpoint, needs_trust, told_differences
+    from torchrl_lightning.deploy.weights import bounded_tensors
 
     quiet()
     use_threads(cfg.torch_threads)
@@ -114,7 +114,7 @@ def train(cfg: DictConfig) -> float:
 
 def load_weights(model: Any, data: Any, trainer: Any, which: str) -> str | None:
     """Load weights and normalisation moments of the best policy, and return its path; None keeps the last policy."""
-    from torchrl_lightning.checkpoint_reader import load_checkpoint
+    from torchrl_lightning._core.checkpoint_reader import load_checkpoint
 
     paths = (getattr(callback, "best_model_path", "") for callback in trainer.checkpoint_callbacks)
     path = next(filter(None, paths), "")

@@ -1,10 +1,10 @@
 """Collectors: gather rollouts of a policy in environments.
 
-Names are imported at first access, so a process that only steps an environment does not import torch.
+A collector steps environments and yields batches of experience. Environments themselves are in ``environments``.
 """
 
 from __future__ import annotations
 
-from torchrl_lightning._lazy import lazy_exports
+from torchrl_lightning._core.lazy_exports import lazy_exports
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

@@ -1,4 +1,4 @@
-"""The exported names. This list is the only one: ``_lazy`` and type checkers read it."""
+"""The exported names. This list is the only one: ``lazy_exports`` and type checkers read it."""
 
 from .asynchronous import AsynchronousCollector as AsynchronousCollector
 from .episodes import play_episodes as play_episodes

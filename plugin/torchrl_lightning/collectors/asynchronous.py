@@ -10,13 +10,13 @@ import gymnasium
 from tensordict import TensorDict
 from torchrl.envs.utils import ExplorationType
 
-from torchrl_lightning.collectors._processes import SharedWeights, WorkerPool
+from torchrl_lightning._core.state import Attribute
+from torchrl_lightning._core.validators import integer
+from torchrl_lightning.collectors.process_collector import SharedWeights, WorkerPool
 from torchrl_lightning.collectors.workers import WorkersCollector
-from torchrl_lightning.environments.faults import EnvironmentFault
-from torchrl_lightning.environments.played import FollowedReplaySource
-from torchrl_lightning.environments.policies import Policy
-from torchrl_lightning.ranges import integer
-from torchrl_lightning.state import Attribute
+from torchrl_lightning.environments.env_errors import EnvironmentFault
+from torchrl_lightning.environments.policy_calls import Policy
+from torchrl_lightning.environments.replay_source import FollowedReplaySource
 
 
 class AsynchronousCollector(WorkersCollector):

@@ -13,14 +13,16 @@ from tensordict import TensorDict
 from torchrl.envs import EnvBase
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
-from torchrl_lightning._modules import EvaluationMode
-from torchrl_lightning.collectors._loop import RolloutLoop, RolloutMemory
-from torchrl_lightning.collectors._stepper import VectorStepper
+from torchrl_lightning._core.modules import EvaluationMode
+from torchrl_lightning._core.validators import boolean, integer
+from torchrl_lightning.collectors.rollout_loop import RolloutLoop, RolloutMemory
+from torchrl_lightning.collectors.vector_stepper import VectorStepper
 from torchrl_lightning.environments.actions import check_clipping
-from torchrl_lightning.environments.faults import blame_step, blaming, position
-from torchrl_lightning.environments.magnitudes import check_magnitudes, magnitude_limits
-from torchrl_lightning.environments.played import Array
-from torchrl_lightning.environments.policies import (
+from torchrl_lightning.environments.backends.torchrl_batch import stepped_together
+from torchrl_lightning.environments.backends.torchrl_env import copy_calls, make_environment, with_bookkeeping
+from torchrl_lightning.environments.env_errors import blame_step, blaming, position
+from torchrl_lightning.environments.observation_limits import check_magnitudes, magnitude_limits
+from torchrl_lightning.environments.policy_calls import (
     Policy,
     acted,
     check_policy,
@@ -29,12 +31,10 @@ from torchrl_lightning.environments.policies import (
     recurrent_states,
 )
 from torchrl_lightning.environments.recipe import EnvironmentRecipe
+from torchrl_lightning.environments.replay_source import Array
 from torchrl_lightning.environments.seeds import IsolatedRng, check_seed, spawn_seed, spawn_seeds
 from torchrl_lightning.environments.specs import environment_specs
-from torchrl_lightning.environments.threads import close_environment
-from torchrl_lightning.environments.torchrl_batch import stepped_together
-from torchrl_lightning.environments.torchrl_env import copy_calls, make_environment, with_bookkeeping
-from torchrl_lightning.ranges import boolean, integer
+from torchrl_lightning.environments.workers.threads import close_environment
 
 logger = logging.getLogger(__name__)
 

@@ -14,24 +14,24 @@ from tensordict.utils import NestedKey
 from torch import Tensor, nn
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
-from torchrl_lightning._modules import EvaluationMode
-from torchrl_lightning.collectors._base import (
+from torchrl_lightning._core.modules import EvaluationMode
+from torchrl_lightning._core.state import Attribute, InPlace, flag, whole
+from torchrl_lightning._core.validators import Checked, boolean, check_defaults, frames, one_of
+from torchrl_lightning.collectors.base import (
     RECURRENT_STATES,
     CollectorBase,
     check_acting,
     check_random_frames,
     check_replay,
 )
-from torchrl_lightning.collectors._loop import RolloutLoop, RolloutMemory
-from torchrl_lightning.collectors._stepper import VectorStepper
-from torchrl_lightning.environments.next_step import tells_resets
-from torchrl_lightning.environments.played import Array, ReplaySource
-from torchrl_lightning.environments.policies import Policy, policy_device, recurrent_states
+from torchrl_lightning.collectors.rollout_loop import RolloutLoop, RolloutMemory
+from torchrl_lightning.collectors.vector_stepper import VectorStepper
+from torchrl_lightning.environments.backends.next_step import tells_resets
+from torchrl_lightning.environments.backends.vector_env import check_env_source, make_vector_env, vectorization_of
+from torchrl_lightning.environments.policy_calls import Policy, policy_device, recurrent_states
+from torchrl_lightning.environments.replay_source import Array, ReplaySource
 from torchrl_lightning.environments.seeds import IsolatedRng, check_seed, numbered_seed, spawn_seed, spawn_seeds
 from torchrl_lightning.environments.specs import environment_specs
-from torchrl_lightning.environments.vector_env import check_env_source, make_vector_env, vectorization_of
-from torchrl_lightning.ranges import Checked, boolean, check_defaults, frames, one_of
-from torchrl_lightning.state import Attribute, InPlace, flag, whole
 
 
 class GymnasiumCollector(CollectorBase):

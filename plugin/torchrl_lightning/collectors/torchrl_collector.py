@@ -13,14 +13,24 @@ from torch import Tensor
 from torchrl.envs import EnvBase, TransformedEnv
 from torchrl.envs.utils import ExplorationType
 
-from torchrl_lightning._modules import EvaluationMode
-from torchrl_lightning.collectors._base import RECURRENT_STATES, CollectorBase, check_random_frames
-from torchrl_lightning.entries import join, next_key
+from torchrl_lightning._core.keys import ACTION_MASK
+from torchrl_lightning._core.modules import EvaluationMode
+from torchrl_lightning._core.state import Attribute, tensor, whole
+from torchrl_lightning._core.tree import join, next_key
+from torchrl_lightning._core.validators import Checked, boolean, frames
+from torchrl_lightning.collectors.base import RECURRENT_STATES, CollectorBase, check_random_frames
 from torchrl_lightning.environments.actions import half_bounded_drawer
-from torchrl_lightning.environments.faults import EnvironmentFault, blame_step, position
-from torchrl_lightning.environments.magnitudes import check_magnitudes, magnitude_limits
+from torchrl_lightning.environments.backends.torchrl_env import (
+    GoingOn,
+    copy_calls,
+    playing_nothing_yet,
+    playing_transforms,
+    with_bookkeeping,
+)
+from torchrl_lightning.environments.env_errors import EnvironmentFault, blame_step, position
 from torchrl_lightning.environments.masks import action_mask
-from torchrl_lightning.environments.policies import (
+from torchrl_lightning.environments.observation_limits import check_magnitudes, magnitude_limits
+from torchrl_lightning.environments.policy_calls import (
     Policy,
     acted,
     check_finite,
@@ -31,17 +41,7 @@ from torchrl_lightning.environments.policies import (
 )
 from torchrl_lightning.environments.seeds import IsolatedRng, check_seed, numbered_seed, spawn_seed
 from torchrl_lightning.environments.specs import environment_specs, handed_on
-from torchrl_lightning.environments.threads import close_environment, note_threads
-from torchrl_lightning.environments.torchrl_env import (
-    GoingOn,
-    copy_calls,
-    playing_nothing_yet,
-    playing_transforms,
-    with_bookkeeping,
-)
-from torchrl_lightning.keys import ACTION_MASK
-from torchrl_lightning.ranges import Checked, boolean, frames
-from torchrl_lightning.state import Attribute, tensor, whole
+from torchrl_lightning.environments.workers.threads import close_environment, note_threads
 
 if TYPE_CHECKING:
     from torchrl.collectors import Collector

@@ -16,15 +16,15 @@ from tensordict import TensorDict
 from torch import nn
 from torchrl.envs.utils import ExplorationType
 
-from torchrl_lightning.collectors._base import CollectorBase, check_acting, check_random_frames, check_replay
+from torchrl_lightning._core.keys import ENV_IDS, TRAJ_IDS
+from torchrl_lightning._core.protocols import PolicyApi
+from torchrl_lightning._core.state import Attribute, InPlace, whole
+from torchrl_lightning.collectors.base import CollectorBase, check_acting, check_random_frames, check_replay
 from torchrl_lightning.collectors.gymnasium import GymnasiumCollector
-from torchrl_lightning.environments.played import Array, FollowedReplaySource
-from torchrl_lightning.environments.policies import Policy, load_weights, policy_device
+from torchrl_lightning.environments.backends.vector_env import check_env_source, vectorization_of
+from torchrl_lightning.environments.policy_calls import Policy, load_weights, policy_device
+from torchrl_lightning.environments.replay_source import Array, FollowedReplaySource
 from torchrl_lightning.environments.seeds import check_seed, spawn_seed, spawn_seeds
-from torchrl_lightning.environments.vector_env import check_env_source, vectorization_of
-from torchrl_lightning.keys import ENV_IDS, TRAJ_IDS
-from torchrl_lightning.protocols import PolicyApi
-from torchrl_lightning.state import Attribute, InPlace, whole
 
 
 class Worker:

@@ -13,7 +13,7 @@ from hydra.core.config_store import ConfigStore
 from torchrl.trainers.algorithms.configs.data import ReplayBufferBaseConfig, SamplerConfig, StorageConfig, WriterConfig
 from torchrl.trainers.algorithms.configs.transforms import TransformConfig
 
-from torchrl_lightning._schemas import TORCHRL_GROUPS, config_class, schema_data
+from torchrl_lightning._hydra.schemas import TORCHRL_GROUPS, config_class, schema_data
 
 PREFIX = "torchrl_lightning_"
 PROVIDER = "torchrl-lightning"

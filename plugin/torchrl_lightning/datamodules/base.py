@@ -15,9 +15,16 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict.utils import NestedKey
 from torchrl.envs import EnvBase
 
+from torchrl_lightning._core.errors import check_precision, learning_dtype, require_stream
+from torchrl_lightning._core.protocols import CollectorApi
+from torchrl_lightning._core.ranks import gathered, state_of_rank
+from torchrl_lightning._core.settings import Count, Positive, Settings, Switch, among, setting
+from torchrl_lightning._core.state import Attribute, Child, check_state, flag, generator, mapping, sequence, whole
+from torchrl_lightning._core.torch_defaults import check_default_device
+from torchrl_lightning._core.validators import budget, optional
 from torchrl_lightning.collectors import play_episodes
-from torchrl_lightning.collectors.films import film_episode
-from torchrl_lightning.datamodules.arguments import (
+from torchrl_lightning.collectors.video import film_episode
+from torchrl_lightning.datamodules._run.arguments import (
     check_builds,
     check_fingerprint,
     check_frames,
@@ -26,7 +33,7 @@ from torchrl_lightning.datamodules.arguments import (
     environment_name,
     run_fingerprint,
 )
-from torchrl_lightning.datamodules.collection import (
+from torchrl_lightning.datamodules._run.collection import (
     call_with_policy,
     clipping_of,
     collector_options,
@@ -34,31 +41,24 @@ from torchrl_lightning.datamodules.collection import (
     own_collector,
     share_of,
 )
-from torchrl_lightning.datamodules.discounts import build_buffer
-from torchrl_lightning.datamodules.due_evaluation import DueEvaluation
-from torchrl_lightning.datamodules.environments import RunEnvironments
-from torchrl_lightning.datamodules.episodes import FinishedEpisodes
-from torchrl_lightning.datamodules.evaluation import first_checked, view_of_collector
-from torchrl_lightning.datamodules.feed import Feed
-from torchrl_lightning.datamodules.frames import FrameClock
-from torchrl_lightning.datamodules.learner import build_learner
-from torchrl_lightning.datamodules.loaders import LoadersDataModule
-from torchrl_lightning.datamodules.normalization import Normalization
-from torchrl_lightning.datamodules.rebuilding import TO_GIVE, RebuildableDataModule, RunState
-from torchrl_lightning.datamodules.trainer_checks import check_surroundings
+from torchrl_lightning.datamodules._run.collector_stream import Feed
+from torchrl_lightning.datamodules._run.discounts import build_buffer
+from torchrl_lightning.datamodules._run.due_evaluation import DueEvaluation
+from torchrl_lightning.datamodules._run.environments import RunEnvironments
+from torchrl_lightning.datamodules._run.episode_statistics import FinishedEpisodes
+from torchrl_lightning.datamodules._run.evaluation import first_checked, view_of_collector
+from torchrl_lightning.datamodules._run.frames import FrameClock
+from torchrl_lightning.datamodules._run.loaders import LoadersDataModule
+from torchrl_lightning.datamodules._run.normalization import Normalization
+from torchrl_lightning.datamodules._run.rebuilding import TO_GIVE, RebuildableDataModule, RunState
+from torchrl_lightning.datamodules._run.trainer_checks import check_surroundings
+from torchrl_lightning.datamodules.networks import build_learner
 from torchrl_lightning.environments import EnvironmentSpecs, spawn_seed
 from torchrl_lightning.environments.autocast import with_autocast
 from torchrl_lightning.environments.normalization import EPSILON
 from torchrl_lightning.environments.seeds import check_seed
 from torchrl_lightning.environments.specs import specs_state
-from torchrl_lightning.environments.threads import kept_threads
-from torchrl_lightning.fitting import check_precision, learning_dtype, require_stream
-from torchrl_lightning.protocols import CollectorApi
-from torchrl_lightning.ranges import budget, optional
-from torchrl_lightning.ranks import gathered, state_of_rank
-from torchrl_lightning.settings import Count, Positive, Settings, Switch, among, setting
-from torchrl_lightning.state import Attribute, Child, check_state, flag, generator, mapping, sequence, whole
-from torchrl_lightning.torch_defaults import check_default_device
+from torchrl_lightning.environments.workers.threads import kept_threads
 
 logger = logging.getLogger(__name__)
 
@@ -248,7 +248,7 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
             The name of each argument before its check.
 
         Raises:
-            MisfitError: A part does not fit: see :func:`~torchrl_lightning.fitting.require_fit`.
+            MisfitError: A part does not fit: see :func:`~torchrl_lightning._core.errors.require_fit`.
         """
         yield "env"
         require_stream(learner, self)

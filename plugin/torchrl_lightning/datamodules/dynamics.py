@@ -14,27 +14,27 @@ from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-from torchrl_lightning._compat import new_tensordict
-from torchrl_lightning.datamodules.adapters import FitHooks
+from torchrl_lightning._core.errors import require_fit
+from torchrl_lightning._core.interrupts import interrupts
+from torchrl_lightning._core.keys import REPEATED
+from torchrl_lightning._core.protocols import CollectorApi, LearnerApi
+from torchrl_lightning._core.settings import Count, Positive, Switch, derived, setting
+from torchrl_lightning._core.state import Attribute, Child, mapping, whole
+from torchrl_lightning._core.torchrl_compat import new_tensordict
+from torchrl_lightning._core.validators import integer, optional
+from torchrl_lightning.datamodules._run.episode_statistics import ends_of
+from torchrl_lightning.datamodules._run.loaders import Batches, batches_served, end_restarted_epoch, reopen_epoch
+from torchrl_lightning.datamodules._run.step_writer import Steps
+from torchrl_lightning.datamodules._run.trainer_checks import check_batches
+from torchrl_lightning.datamodules._run.trainer_hooks import FitHooks
 from torchrl_lightning.datamodules.base import ExperienceDataModule
-from torchrl_lightning.datamodules.episodes import ends_of
-from torchrl_lightning.datamodules.loaders import Batches, batches_served, end_restarted_epoch, reopen_epoch
 from torchrl_lightning.datamodules.replay import ReplayBufferFactory
-from torchrl_lightning.datamodules.steps import Steps
-from torchrl_lightning.datamodules.trainer_checks import check_batches
 from torchrl_lightning.dynamics import DynamicsTargets, HoldoutSplit
 from torchrl_lightning.dynamics.scaler import check_finite
 from torchrl_lightning.environments import spawn_seed
+from torchrl_lightning.environments.env_ids import ring_ids
 from torchrl_lightning.environments.normalization import EPSILON
-from torchrl_lightning.environments.origins import ring_ids
-from torchrl_lightning.fitting import require_fit
-from torchrl_lightning.interrupts import interrupts
-from torchrl_lightning.keys import REPEATED
-from torchrl_lightning.protocols import CollectorApi, LearnerApi
-from torchrl_lightning.ranges import integer, optional
 from torchrl_lightning.replay import ExperienceBuffer
-from torchrl_lightning.settings import Count, Positive, Switch, derived, setting
-from torchrl_lightning.state import Attribute, Child, mapping, whole
 
 ROWS_AT_ONCE = 8192  # rows to read together for several small batches
 
@@ -54,7 +54,7 @@ class DynamicsDataModule(ExperienceDataModule):
     episodes of the policy. The entries of a batch are views of one block of memory.
 
     The module may have ``check_transitions``, ``begin_fit`` and ``fit_is_over`` in addition to ``policy``; see
-    :class:`torchrl_lightning.protocols.LearnerApi`. Frames are collected when Lightning requests the loader of an
+    :class:`torchrl_lightning._core.protocols.LearnerApi`. Frames are collected when Lightning requests the loader of an
     epoch, because the number of batches grows. Therefore ``setup`` sets ``reload_dataloaders_every_n_epochs`` of the
     trainer. It also disables the sanity check, because no rows are held out before the first fit.
 

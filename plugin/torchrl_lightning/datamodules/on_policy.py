@@ -12,24 +12,24 @@ from gymnasium.vector import VectorEnv
 from tensordict import TensorDictBase
 from torchrl.envs import EnvBase
 
-from torchrl_lightning.datamodules.discounts import check_discount
-from torchrl_lightning.datamodules.episodes import ends_of
-from torchrl_lightning.datamodules.sequences import (
+from torchrl_lightning._core.errors import require_fit
+from torchrl_lightning._core.keys import REPLAYED
+from torchrl_lightning._core.protocols import CollectorApi, LearnerApi
+from torchrl_lightning._core.settings import Count, setting
+from torchrl_lightning._core.state import Attribute, fields, generator, mapping, whole
+from torchrl_lightning._core.update_batches import UpdateBatches
+from torchrl_lightning._core.validators import integer, optional
+from torchrl_lightning.datamodules._run.discounts import check_discount
+from torchrl_lightning.datamodules._run.episode_statistics import ends_of
+from torchrl_lightning.datamodules._run.sequence_checks import (
     DEFAULT_MINI_BATCHES,
     acts_recurrently,
     check_whole_environments,
     stores_states,
 )
 from torchrl_lightning.datamodules.updates_per_step import UpdatesDataModule
-from torchrl_lightning.environments.origins import env_ids
-from torchrl_lightning.fitting import require_fit
-from torchrl_lightning.keys import REPLAYED
-from torchrl_lightning.protocols import CollectorApi, LearnerApi
-from torchrl_lightning.ranges import integer, optional
+from torchrl_lightning.environments.env_ids import env_ids
 from torchrl_lightning.rollout import GAEBuffer, RolloutBuffer
-from torchrl_lightning.settings import Count, setting
-from torchrl_lightning.state import Attribute, fields, generator, mapping, whole
-from torchrl_lightning.updates import UpdateBatches
 
 
 class RolloutBufferFactory(Protocol):

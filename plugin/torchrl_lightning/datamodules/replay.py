@@ -15,13 +15,31 @@ from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-from torchrl_lightning.datamodules.adapters import ReplayHooks
-from torchrl_lightning.datamodules.dataset import BesideData, BufferedDataset, refuse_collection
-from torchrl_lightning.datamodules.discounts import check_discount, discount_of
-from torchrl_lightning.datamodules.environments import is_ready
-from torchrl_lightning.datamodules.sequences import check_windows, serves_as_drawn
-from torchrl_lightning.datamodules.snapshots import BufferSnapshots, check_folder
-from torchrl_lightning.datamodules.sources import (
+from torchrl_lightning._core.errors import require_fit
+from torchrl_lightning._core.interrupts import interrupts
+from torchrl_lightning._core.protocols import CollectorApi, LearnerApi, SourceApi, no_keys
+from torchrl_lightning._core.ranks import of_first_rank
+from torchrl_lightning._core.settings import Count, among, setting
+from torchrl_lightning._core.state import Attribute, whole
+from torchrl_lightning._core.tree import nested_keys
+from torchrl_lightning._core.update_batches import UpdateBatches
+from torchrl_lightning._core.validators import exact_ratio, integer, not_negative, optional, positive
+from torchrl_lightning.datamodules._run.discounts import check_discount, discount_of
+from torchrl_lightning.datamodules._run.environments import is_ready
+from torchrl_lightning.datamodules._run.sequence_checks import check_windows, serves_as_drawn
+from torchrl_lightning.datamodules._run.snapshots import BufferSnapshots, check_folder
+from torchrl_lightning.datamodules._run.step_writer import (
+    LentSteps,
+    Steps,
+    check_resets,
+    plain_batch,
+    read_batch,
+    steps_in,
+)
+from torchrl_lightning.datamodules._run.trainer_hooks import ReplayHooks
+from torchrl_lightning.datamodules._run.write_back import check_collected_keys, check_later_keys, check_stored_keys
+from torchrl_lightning.datamodules.sources.dataset import BesideData, BufferedDataset, refuse_collection
+from torchrl_lightning.datamodules.sources.protocol import (
     BatchSource,
     buffers_of,
     build_source,
@@ -31,21 +49,10 @@ from torchrl_lightning.datamodules.sources import (
     check_transforms,
     set_goals,
 )
-from torchrl_lightning.datamodules.steps import LentSteps, Steps, check_resets, plain_batch, read_batch, steps_in
 from torchrl_lightning.datamodules.updates_per_step import UpdatesDataModule
-from torchrl_lightning.datamodules.write_back import check_collected_keys, check_later_keys, check_stored_keys
-from torchrl_lightning.demonstrations.dataset import dataset_path
-from torchrl_lightning.entries import nested_keys
-from torchrl_lightning.fitting import require_fit
-from torchrl_lightning.interrupts import interrupts
-from torchrl_lightning.protocols import CollectorApi, LearnerApi, SourceApi, no_keys
-from torchrl_lightning.ranges import exact_ratio, integer, not_negative, optional, positive
-from torchrl_lightning.ranks import of_first_rank
+from torchrl_lightning.demonstrations.io.demo_dataset import dataset_path
 from torchrl_lightning.replay import ExperienceBuffer
-from torchrl_lightning.replay.layout import check_lengths, left_out_of
-from torchrl_lightning.settings import Count, among, setting
-from torchrl_lightning.state import Attribute, whole
-from torchrl_lightning.updates import UpdateBatches
+from torchrl_lightning.replay.builders import check_lengths, left_out_of
 
 logger = logging.getLogger(__name__)
 

@@ -10,14 +10,14 @@ from lightning.pytorch.callbacks import Callback, Checkpoint, ProgressBar, Timer
 from tensordict import TensorDictBase
 from torch.nn.parameter import is_lazy
 
-from torchrl_lightning.datamodules.adapters import StepHooks, outside_autocast
+from torchrl_lightning._core.interrupts import interrupts
+from torchrl_lightning._core.state import Attribute, whole
+from torchrl_lightning._core.update_batches import UpdateBatches
+from torchrl_lightning._core.validators import integer, optional
+from torchrl_lightning.datamodules._run.loaders import Batches, batches_served
+from torchrl_lightning.datamodules._run.trainer_checks import val_check_interval
+from torchrl_lightning.datamodules._run.trainer_hooks import StepHooks, outside_autocast
 from torchrl_lightning.datamodules.base import ExperienceDataModule
-from torchrl_lightning.datamodules.loaders import Batches, batches_served
-from torchrl_lightning.datamodules.trainer_checks import val_check_interval
-from torchrl_lightning.interrupts import interrupts
-from torchrl_lightning.ranges import integer, optional
-from torchrl_lightning.state import Attribute, whole
-from torchrl_lightning.updates import UpdateBatches
 
 logger = logging.getLogger(__name__)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchrl_lightning.fitting import Fault
+from torchrl_lightning._core.errors import Fault
 
 
 class DemonstrationFault(Fault):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from torchrl_lightning.ranges import integer, one_of
-from torchrl_lightning.trust import Nameable
+from torchrl_lightning._core.trust import Nameable
+from torchrl_lightning._core.validators import integer, one_of
 
 Schedule = Literal["linear", "current"]
 

@@ -14,30 +14,30 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 from torchrl.envs import EnvBase
 
+from torchrl_lightning._core.files import check_writable
+from torchrl_lightning._core.keys import REPLAYED, VALUE
+from torchrl_lightning._core.protocols import EnvsApi
+from torchrl_lightning._core.ranks import gathered, of_first_rank, this_rank
+from torchrl_lightning._core.return_threshold import reaches
+from torchrl_lightning._core.state import Attribute, Child, Stated, check_state, flag, mapping, sequence, whole
+from torchrl_lightning._core.validators import check_defaults, integer
 from torchrl_lightning.demonstrations._faults import DemonstrationFault
-from torchrl_lightning.demonstrations.actor import DemonstrationActor
-from torchrl_lightning.demonstrations.directory import DemonstrationDirectory
-from torchrl_lightning.demonstrations.files import read_demonstration
+from torchrl_lightning.demonstrations.demo_sampler import DemonstrationSampler
+from torchrl_lightning.demonstrations.demo_writer import DemonstrationWriter
+from torchrl_lightning.demonstrations.io.directory import DemonstrationDirectory
+from torchrl_lightning.demonstrations.io.recording import demonstration_specs
+from torchrl_lightning.demonstrations.io.safetensors_files import read_demonstration
+from torchrl_lightning.demonstrations.io.saved_dtypes import check_saved_dtypes, with_saved_dtypes
 from torchrl_lightning.demonstrations.miner import DemonstrationMiner
-from torchrl_lightning.demonstrations.recording import demonstration_specs
-from torchrl_lightning.demonstrations.replay import DemonstrationReplay, End, LogProb
-from torchrl_lightning.demonstrations.replay_transform import DemonstrationReplayTransform
-from torchrl_lightning.demonstrations.sampler import DemonstrationSampler
-from torchrl_lightning.demonstrations.saved_dtypes import check_saved_dtypes, with_saved_dtypes
-from torchrl_lightning.demonstrations.tasks import given_recipe, recipe_metadata
+from torchrl_lightning.demonstrations.replay.actor import DemonstrationActor
+from torchrl_lightning.demonstrations.replay.collector_replay import DemonstrationReplay, End, LogProb
+from torchrl_lightning.demonstrations.replay.transform import DemonstrationReplayTransform
+from torchrl_lightning.demonstrations.task_check import given_recipe, recipe_metadata
 from torchrl_lightning.demonstrations.trajectory import Demonstration
-from torchrl_lightning.demonstrations.writer import DemonstrationWriter
 from torchrl_lightning.environments import EnvironmentSpecs
-from torchrl_lightning.environments.origins import env_ids
+from torchrl_lightning.environments.env_ids import env_ids
 from torchrl_lightning.environments.recipe import EnvironmentRecipe
-from torchrl_lightning.files import check_writable
-from torchrl_lightning.keys import REPLAYED, VALUE
-from torchrl_lightning.protocols import EnvsApi
-from torchrl_lightning.ranges import check_defaults, integer
-from torchrl_lightning.ranks import gathered, of_first_rank, this_rank
 from torchrl_lightning.rollout.hooks import RolloutHooks
-from torchrl_lightning.state import Attribute, Child, Stated, check_state, flag, mapping, sequence, whole
-from torchrl_lightning.thresholds import reaches
 
 _logger = logging.getLogger(__name__)
 

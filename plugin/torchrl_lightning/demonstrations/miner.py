@@ -13,17 +13,17 @@ from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-from torchrl_lightning.checks import check_tree
-from torchrl_lightning.demonstrations.states import lowest_as_none, none_as_lowest
+from torchrl_lightning._core.keys import ACTION, DEMO_SERIAL, REWARD, TRAJ_IDS
+from torchrl_lightning._core.state import Attribute, Stated, check_state, mapping, sequence, whole
+from torchrl_lightning._core.tree import nested_key, path_of, to_tensordict
+from torchrl_lightning._core.tree_checks import check_tree
+from torchrl_lightning._core.validators import integer, optional
+from torchrl_lightning.demonstrations.demo_writer import DemonstrationWriter
+from torchrl_lightning.demonstrations.serialization import lowest_as_none, none_as_lowest
 from torchrl_lightning.demonstrations.trajectory import Demonstration, ends_at, newest_frames
-from torchrl_lightning.demonstrations.writer import DemonstrationWriter
-from torchrl_lightning.entries import nested_key, path_of, to_tensordict
 from torchrl_lightning.environments import EnvironmentSpecs
-from torchrl_lightning.environments.origins import id_changes
-from torchrl_lightning.keys import ACTION, DEMO_SERIAL, REWARD, TRAJ_IDS
-from torchrl_lightning.ranges import integer, optional
-from torchrl_lightning.rollout.writer import time_major
-from torchrl_lightning.state import Attribute, Stated, check_state, mapping, sequence, whole
+from torchrl_lightning.environments.env_ids import id_changes
+from torchrl_lightning.rollout.rollout_writer import time_major
 
 OWN = -1  # replaces the serial number in steps without a replay
 

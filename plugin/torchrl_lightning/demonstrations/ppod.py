@@ -8,21 +8,21 @@ from typing import Annotated, Any, ClassVar
 
 from tensordict import TensorDictBase
 
+from torchrl_lightning._core.settings import Count, Fraction, NotNegative, Switch, setting
+from torchrl_lightning._core.state import Child
+from torchrl_lightning._core.validators import integer
 from torchrl_lightning.demonstrations.annealing import Schedule
+from torchrl_lightning.demonstrations.demo_sampler import DemonstrationSampler
+from torchrl_lightning.demonstrations.demo_storage import DemonstrationStorage
+from torchrl_lightning.demonstrations.demo_writer import DemonstrationWriter, check_threshold
 from torchrl_lightning.demonstrations.hooks import DemonstrationHooks
-from torchrl_lightning.demonstrations.replay import End, LogProb
-from torchrl_lightning.demonstrations.sampler import DemonstrationSampler
-from torchrl_lightning.demonstrations.saved_dtypes import FIELDS, Dtype, saved_dtypes
-from torchrl_lightning.demonstrations.storage import DemonstrationStorage
+from torchrl_lightning.demonstrations.io.saved_dtypes import FIELDS, Dtype, saved_dtypes
+from torchrl_lightning.demonstrations.replay.collector_replay import End, LogProb
 from torchrl_lightning.demonstrations.trajectory import Demonstration
-from torchrl_lightning.demonstrations.writer import DemonstrationWriter, check_threshold
-from torchrl_lightning.ranges import integer
 from torchrl_lightning.rollout import GAEBuffer
-from torchrl_lightning.rollout.buffer import RolloutBuffer
-from torchrl_lightning.rollout.names import DOCUMENTED
-from torchrl_lightning.rollout.writer import time_major
-from torchrl_lightning.settings import Count, Fraction, NotNegative, Switch, setting
-from torchrl_lightning.state import Child
+from torchrl_lightning.rollout.pytorchrl_names import DOCUMENTED
+from torchrl_lightning.rollout.rollout_buffer import RolloutBuffer
+from torchrl_lightning.rollout.rollout_writer import time_major
 
 Whole = Annotated[int, lambda value, name: integer(value, name, 0)]
 Dtypes = Annotated[Mapping[str, Dtype] | None, lambda value, name: saved_dtypes(value)]

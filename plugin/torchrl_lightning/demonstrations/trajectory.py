@@ -14,12 +14,12 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-from torchrl_lightning.demonstrations.tasks import check_task
-from torchrl_lightning.entries import check_tensordict, keyed_leaves, name_of, path_of, to_tensordict, tree_of
+from torchrl_lightning._core.keys import ACTION, REWARD
+from torchrl_lightning._core.tree import check_tensordict, keyed_leaves, name_of, path_of, to_tensordict, tree_of
+from torchrl_lightning._core.validators import boolean, integer, optional
+from torchrl_lightning.demonstrations.task_check import check_task
 from torchrl_lightning.environments.recipe import EnvironmentRecipe
 from torchrl_lightning.environments.specs import EnvironmentSpecs
-from torchrl_lightning.keys import ACTION, REWARD
-from torchrl_lightning.ranges import boolean, integer, optional
 
 _CLIP = "clip the actions before they are recorded, as record_demonstrations(..., clip_actions=True) does"
 

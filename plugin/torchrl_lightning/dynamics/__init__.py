@@ -1,7 +1,10 @@
-"""Training data for dynamics models: inputs and targets, a holdout split, and a replay buffer of transitions."""
+"""The buffer of model-based training: transitions with train and validation parts, prediction targets and scalers.
+
+The networks that learn from it are in ``agents/model_based``.
+"""
 
 from __future__ import annotations
 
-from torchrl_lightning._lazy import lazy_exports
+from torchrl_lightning._core.lazy_exports import lazy_exports
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

@@ -8,7 +8,7 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from torchrl_lightning.moments import Moments
+from torchrl_lightning._core.moments import Moments
 
 SMALLEST_STD = 1e-8
 

@@ -10,12 +10,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from torchrl_lightning.ranges import Checked, fraction, integer
+from torchrl_lightning._core.state import Attribute, Stated, tensor, whole
+from torchrl_lightning._core.trust import Nameable
+from torchrl_lightning._core.validators import Checked, fraction, integer
 from torchrl_lightning.replay import RingWriter
+from torchrl_lightning.replay.positions import steps_between
 from torchrl_lightning.replay.rings import Rings
-from torchrl_lightning.replay.steps import steps_between
-from torchrl_lightning.state import Attribute, Stated, tensor, whole
-from torchrl_lightning.trust import Nameable
 
 _STEP, _ONCE, _TWICE = (np.uint64(number) for number in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 

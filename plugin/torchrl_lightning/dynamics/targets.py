@@ -14,11 +14,11 @@ from torch.nn.functional import one_hot
 from torchrl.data import Binary, Categorical, Composite, MultiCategorical, MultiOneHot, OneHot, TensorSpec
 from torchrl.envs.transforms import Transform
 
+from torchrl_lightning._core.keys import INPUTS, IS_INIT, NEXT, TARGETS
+from torchrl_lightning._core.moments import precision_of
+from torchrl_lightning._core.tree import entry_of, nearest, nested_key, nested_keys, next_key, path_of
+from torchrl_lightning._core.validators import boolean, check_defaults
 from torchrl_lightning.dynamics.scaler import StandardScaler, check_finite
-from torchrl_lightning.entries import entry_of, nearest, nested_key, nested_keys, next_key, path_of
-from torchrl_lightning.keys import INPUTS, IS_INIT, NEXT, TARGETS
-from torchrl_lightning.moments import precision_of
-from torchrl_lightning.ranges import boolean, check_defaults
 
 IS_RESET = (NEXT, IS_INIT)
 

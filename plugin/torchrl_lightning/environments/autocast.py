@@ -12,9 +12,9 @@ from tensordict.utils import NestedKey
 from torch import Tensor, nn
 from torch.distributions import Distribution
 
-from torchrl_lightning.environments.policies import Outputs, bare_call, policy_device, policy_outputs
-from torchrl_lightning.keys import ACTION, LOG_PROB
-from torchrl_lightning.protocols import PolicyApi
+from torchrl_lightning._core.keys import ACTION, LOG_PROB
+from torchrl_lightning._core.protocols import PolicyApi
+from torchrl_lightning.environments.policy_calls import Outputs, bare_call, policy_device, policy_outputs
 
 HALF = (torch.bfloat16, torch.float16)
 

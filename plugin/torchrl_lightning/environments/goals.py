@@ -10,9 +10,9 @@ import gymnasium as gym
 from gymnasium.vector import SyncVectorEnv, VectorEnv, VectorWrapper
 from torchrl.envs import EnvBase, GymWrapper
 
+from torchrl_lightning.environments.backends.vector_env import NoGymnasiumEnvironmentError, SingleEnv
 from torchrl_lightning.environments.specs import layers
-from torchrl_lightning.environments.threads import close_environment
-from torchrl_lightning.environments.vector_env import NoGymnasiumEnvironmentError, SingleEnv
+from torchrl_lightning.environments.workers.threads import close_environment
 
 GoalFunction = Callable[[Any, Any, Any], Any]
 """A function such as ``compute_reward``, with the achieved goals, the desired goals and the step's info."""

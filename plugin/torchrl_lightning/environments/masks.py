@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torchrl.data import Binary, Categorical, MultiCategorical, OneHot, TensorSpec
 
-from torchrl_lightning.environments.faults import EnvironmentFault
-from torchrl_lightning.keys import ACTION_MASK, OBSERVATION
+from torchrl_lightning._core.keys import ACTION_MASK, OBSERVATION
+from torchrl_lightning.environments.env_errors import EnvironmentFault
 
 
 class ActionMask:

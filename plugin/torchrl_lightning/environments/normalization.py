@@ -14,18 +14,18 @@ from torch import Tensor, nn
 from torch.distributions import Distribution
 from torchrl.data import Bounded, Composite, TensorSpec, Unbounded
 
-from torchrl_lightning._compat import buffers_of, forward_hooks, new_tensordict, put_entry
-from torchrl_lightning.entries import level_of, nested_key, path_of
-from torchrl_lightning.environments.policies import Outputs, Policy, bare_call, policy_outputs, standing_call
+from torchrl_lightning._core.keys import ACTION_MASK
+from torchrl_lightning._core.moments import Moments, precision_of
+from torchrl_lightning._core.protocols import PolicyApi
+from torchrl_lightning._core.state import check_state, number, same, sequence
+from torchrl_lightning._core.torchrl_compat import buffers_of, forward_hooks, new_tensordict, put_entry
+from torchrl_lightning._core.tree import level_of, nested_key, path_of
+from torchrl_lightning._core.validators import Checked, not_negative, positive
+from torchrl_lightning.environments.policy_calls import Outputs, Policy, bare_call, policy_outputs, standing_call
 from torchrl_lightning.environments.specs import EnvironmentSpecs
 from torchrl_lightning.kernels.compiled import jitted
 from torchrl_lightning.kernels.scan import LIKE
 from torchrl_lightning.kernels.scan_rows import floats_at
-from torchrl_lightning.keys import ACTION_MASK
-from torchrl_lightning.moments import Moments, precision_of
-from torchrl_lightning.protocols import PolicyApi
-from torchrl_lightning.ranges import Checked, not_negative, positive
-from torchrl_lightning.state import check_state, number, same, sequence
 
 EPSILON = 1e-8
 """Added to variances by default, so that a constant column becomes 0."""
@@ -176,7 +176,7 @@ class ObservationNormalizer(nn.Module):
 def scaled(value: Tensor, mean: Tensor, factor: Tensor, clip: float) -> Tensor:
     r"""Return \(\mathrm{clip}((x - \bar x) f)\) of values ``[*B, *F]``, float32.
 
-    The precision of the values applies (see :func:`~torchrl_lightning.moments.precision_of`), then the result is
+    The precision of the values applies (see :func:`~torchrl_lightning._core.moments.precision_of`), then the result is
     rounded.
 
     Args:

@@ -14,15 +14,15 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.wrappers import ClipReward, FilterObservation, FlattenObservation, RepeatAction, TimeLimit
 
-from torchrl_lightning._hydra import instantiate
+from torchrl_lightning._core.settings import Count, FinitePositive, Positive, Settings, Switch, among, setting
+from torchrl_lightning._core.trust import Nameable
+from torchrl_lightning._core.validators import integer
+from torchrl_lightning._hydra.compat import instantiate
 from torchrl_lightning.environments.copies import copy_beneath_wrappers
-from torchrl_lightning.environments.extras import extra_for
-from torchrl_lightning.environments.frame_stack import FrameStack
-from torchrl_lightning.environments.rename import RenameObservation, check_rename
-from torchrl_lightning.environments.time_limits import TimedCalls, TimedEnv
-from torchrl_lightning.ranges import integer
-from torchrl_lightning.settings import Count, FinitePositive, Positive, Settings, Switch, among, setting
-from torchrl_lightning.trust import Nameable
+from torchrl_lightning.environments.install_hint import extra_for
+from torchrl_lightning.environments.workers.time_limits import TimedCalls, TimedEnv
+from torchrl_lightning.environments.wrappers.frame_stack import FrameStack
+from torchrl_lightning.environments.wrappers.rename import RenameObservation, check_rename
 
 Environment = gym.Env[Any, Any]
 Wrapper = Callable[[Environment], Environment]

@@ -17,12 +17,12 @@ from torchrl.data.utils import numpy_to_torch_dtype_dict, torch_to_numpy_dtype_d
 from torchrl.envs import EnvBase, GymWrapper, Transform, TransformedEnv, transforms
 from torchrl.envs.batched_envs import BatchedEnvBase
 
-from torchrl_lightning.entries import Path, join, path_of
+from torchrl_lightning._core.keys import ACTION_MASK, BOOKKEEPING, DEMO, MASK, check_names, check_observed
+from torchrl_lightning._core.tree import Path, join, path_of
 from torchrl_lightning.environments.actions import ActionFormat, from_zero, network_spec
 from torchrl_lightning.environments.masks import action_mask, is_mask
-from torchrl_lightning.environments.rename import entries_of
-from torchrl_lightning.environments.threads import close_environment, note_threads
-from torchrl_lightning.keys import ACTION_MASK, BOOKKEEPING, DEMO, MASK, check_names, check_observed
+from torchrl_lightning.environments.workers.threads import close_environment, note_threads
+from torchrl_lightning.environments.wrappers.rename import entries_of
 
 COUNTERS = (
     transforms.InitTracker,

@@ -18,12 +18,12 @@ from torchrl.envs import (
     TransformedEnv,
 )
 
-from torchrl_lightning.environments.rename import WITHIN, new_names
+from torchrl_lightning._core.images import channels_are_last
+from torchrl_lightning._core.keys import NEXT
 from torchrl_lightning.environments.specs import layers, torchrl_specs
-from torchrl_lightning.environments.threads import close_environment, note_threads
-from torchrl_lightning.environments.time_limits import TimedCalls, time_calls
-from torchrl_lightning.images import channels_are_last
-from torchrl_lightning.keys import NEXT
+from torchrl_lightning.environments.workers.threads import close_environment, note_threads
+from torchrl_lightning.environments.workers.time_limits import TimedCalls, time_calls
+from torchrl_lightning.environments.wrappers.rename import WITHIN, new_names
 
 
 def transformed(

@@ -1,7 +1,10 @@
-"""Episodic replay after ALF: ring buffers of several environments, their episodes, and samplers."""
+"""ALF's replay buffer: rings of several environments, their episodes, returns, relabelled goals and stacked frames.
+
+Rings, index and samplers that do not need episodes are in ``replay``.
+"""
 
 from __future__ import annotations
 
-from torchrl_lightning._lazy import lazy_exports
+from torchrl_lightning._core.lazy_exports import lazy_exports
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

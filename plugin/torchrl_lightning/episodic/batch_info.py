@@ -8,7 +8,7 @@ import torch
 from tensordict import NonTensorData, TensorClass
 from torch import Tensor
 
-from torchrl_lightning._compat import new_tensorclass, new_tensordict
+from torchrl_lightning._core.torchrl_compat import new_tensorclass, new_tensordict
 
 
 class BatchInfo(TensorClass):

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_lightning.images import stack_axis
+from torchrl_lightning._core.images import stack_axis
+from torchrl_lightning._core.memory import allocate, check_room, packed_rows, unpacked_rows
+from torchrl_lightning._core.state import check_state, expect, tensor
 from torchrl_lightning.kernels.compiled import copy_bytes, jitted
-from torchrl_lightning.memory import allocate, check_room, packed_rows, unpacked_rows
-from torchrl_lightning.state import check_state, expect, tensor
 
 
 class FrameRing:

@@ -10,8 +10,9 @@ from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-from torchrl_lightning._compat import entries_of
-from torchrl_lightning.entries import (
+from torchrl_lightning._core.state import Attribute, check_state, mapping
+from torchrl_lightning._core.torchrl_compat import entries_of
+from torchrl_lightning._core.tree import (
     Path,
     Tree,
     leaves_of,
@@ -22,13 +23,12 @@ from torchrl_lightning.entries import (
     to_tensordict,
     tree_of,
 )
+from torchrl_lightning._core.validators import integer
 from torchrl_lightning.episodic.frame_ring import FrameRing, check_frames
-from torchrl_lightning.ranges import integer
 from torchrl_lightning.replay import RingStorage
 from torchrl_lightning.replay.cells import Cells, Names
+from torchrl_lightning.replay.positions import Ints
 from torchrl_lightning.replay.rings import rings_in
-from torchrl_lightning.replay.steps import Ints
-from torchrl_lightning.state import Attribute, check_state, mapping
 
 
 class FrameStorage(RingStorage):

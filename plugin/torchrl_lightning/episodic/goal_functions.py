@@ -11,7 +11,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from torchrl_lightning.environments.copies import copied
-from torchrl_lightning.environments.faults import EnvironmentFault
+from torchrl_lightning.environments.env_errors import EnvironmentFault
 from torchrl_lightning.environments.goals import GoalFunction
 
 NEAR = 0.05

@@ -12,8 +12,9 @@ from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-from torchrl_lightning._compat import attached
-from torchrl_lightning.entries import (
+from torchrl_lightning._core.keys import DONE, NEXT, REWARD, TERMINATED, TRUNCATED
+from torchrl_lightning._core.torchrl_compat import attached
+from torchrl_lightning._core.tree import (
     Path,
     entry_of,
     keys_below,
@@ -23,8 +24,10 @@ from torchrl_lightning.entries import (
     tensordict_of,
     under,
 )
-from torchrl_lightning.environments.faults import EnvironmentFault
+from torchrl_lightning._core.validators import Checked, boolean, fraction, one_of
+from torchrl_lightning.environments.env_errors import EnvironmentFault
 from torchrl_lightning.environments.goals import EnvironmentGoals, GoalFunction
+from torchrl_lightning.episodic.episodic_return import EpisodicReturn
 from torchrl_lightning.episodic.goal_functions import (
     DefaultReward,
     EnvironmentFunction,
@@ -34,10 +37,7 @@ from torchrl_lightning.episodic.goal_functions import (
     default_reward_error,
     form_of,
 )
-from torchrl_lightning.episodic.returns import EpisodicReturn
-from torchrl_lightning.episodic.steps import FIRST, LAST, MID, TIME_STEPS, TRANSITIONS
-from torchrl_lightning.keys import DONE, NEXT, REWARD, TERMINATED, TRUNCATED
-from torchrl_lightning.ranges import Checked, boolean, fraction, one_of
+from torchrl_lightning.episodic.time_steps import FIRST, LAST, MID, TIME_STEPS, TRANSITIONS
 from torchrl_lightning.replay.episode_transform import EpisodeTransform
 
 logger = logging.getLogger(__name__)

@@ -12,16 +12,16 @@ from torch import Tensor
 from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.data.replay_buffers.storages import Storage
 
-from torchrl_lightning.kernels import windows
+from torchrl_lightning._core.mixins import check_generator, uniform
+from torchrl_lightning._core.state import Child
+from torchrl_lightning._core.validators import Checked, boolean, check_defaults, exact_ratio, fraction, integer
+from torchrl_lightning.kernels import window_kernels
 from torchrl_lightning.kernels.compiled import jitted
-from torchrl_lightning.parts import check_generator, uniform
-from torchrl_lightning.ranges import Checked, boolean, check_defaults, exact_ratio, fraction, integer
+from torchrl_lightning.replay.positions import Ints, StepsMissing
 from torchrl_lightning.replay.prioritized import PrioritizedSampler
+from torchrl_lightning.replay.ring_writer import RingWriter
 from torchrl_lightning.replay.rings import NO_INDEX
 from torchrl_lightning.replay.sequences import SequenceSampler
-from torchrl_lightning.replay.steps import Ints, StepsMissing
-from torchrl_lightning.replay.writer import RingWriter
-from torchrl_lightning.state import Child
 
 
 def check_sampling(
@@ -230,7 +230,9 @@ class RecentSampler(SequenceSampler):
         # Rank the candidates by environment, then by age.
         ranks = (room.cumsum() - room)[env] + rank
         rings = writer.length, positions, positions - reach - room
-        jitted(windows.draw)(ranks.astype(np.float64), False, rings, NO_INDEX, (reach, 0, False, False), cells, mask, 0)
+        jitted(window_kernels.draw)(
+            ranks.astype(np.float64), False, rings, NO_INDEX, (reach, 0, False, False), cells, mask, 0
+        )
 
     def update_priority(
         self,

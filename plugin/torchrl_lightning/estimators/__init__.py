@@ -1,7 +1,10 @@
-"""Pure functions on time-major tensors (time is dimension 0): returns, advantages, normalisation."""
+"""Estimators of returns and advantages as plain functions of tensors.
+
+Transforms and buffers that call them are in ``rollout``; the recurrences that they use are in ``kernels``.
+"""
 
 from __future__ import annotations
 
-from torchrl_lightning._lazy import lazy_exports
+from torchrl_lightning._core.lazy_exports import lazy_exports
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

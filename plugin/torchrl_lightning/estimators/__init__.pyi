@@ -1,4 +1,4 @@
-"""The exported names. This list is the only one: ``_lazy`` and type checkers read it."""
+"""The exported names. This list is the only one: ``lazy_exports`` and type checkers read it."""
 
 from .gae import gae as gae
 from .intrinsic import IntrinsicRewardNormalizer as IntrinsicRewardNormalizer

@@ -9,9 +9,9 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor
 
+from torchrl_lightning._core.state import Attribute, Stated, number, tensor
+from torchrl_lightning._core.validators import Checked, fraction, one_of
 from torchrl_lightning.kernels.scan import discounted_scan
-from torchrl_lightning.ranges import Checked, fraction, one_of
-from torchrl_lightning.state import Attribute, Stated, number, tensor
 
 DIRECTIONS = ("forward", "backward")
 

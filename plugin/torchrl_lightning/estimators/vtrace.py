@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torchrl_lightning._core.validators import fraction, positive
 from torchrl_lightning.estimators._checks import explain_not_finite, rows_of
 from torchrl_lightning.kernels.scan import discounted_scan, run_rows
 from torchrl_lightning.kernels.scan_rows import block_of, bools_at, floats_at, row_is_finite, scan_rows
-from torchrl_lightning.ranges import fraction, positive
 
 _HINT = "float('inf') clips nothing"
 

@@ -12,9 +12,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from torchrl_lightning.files import Rows, StoredRows
-from torchrl_lightning.fitting import Fault
-from torchrl_lightning.images import stack_axis
+from torchrl_lightning._core.errors import Fault
+from torchrl_lightning._core.files import Rows, StoredRows
+from torchrl_lightning._core.images import stack_axis
 
 Ints = NDArray[np.int64]
 

@@ -13,17 +13,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from torchrl_lightning import entries
-from torchrl_lightning.files import replaced_files
-from torchrl_lightning.inspection.content import Content
-from torchrl_lightning.inspection.draws import PARTS
-from torchrl_lightning.inspection.episodes import ENDS, Episodes
-from torchrl_lightning.inspection.findings import findings
+from torchrl_lightning._core import tree
+from torchrl_lightning._core.files import replaced_files
+from torchrl_lightning._core.untrusted import printable
+from torchrl_lightning.inspection.buffer_views import Content
+from torchrl_lightning.inspection.diagnostics import findings
+from torchrl_lightning.inspection.episode_gallery import ENDS, Episodes
 from torchrl_lightning.inspection.leaves import Ints, Leaf
 from torchrl_lightning.inspection.pictures import COLOURS, DARK_COLOURS, bars, histogram, lines
+from torchrl_lightning.inspection.sample_counts import PARTS
 from torchrl_lightning.inspection.summary import BARS, WIDE, Summary
 from torchrl_lightning.inspection.tables import entry_rows, facts, title_of
-from torchrl_lightning.untrusted import printable
 
 OF_EACH = 6  # newest episodes; the same number with the highest and with the lowest returns
 FRAMES = 12  # images per episode
@@ -178,7 +178,7 @@ def pixels(image: Tensor) -> NDArray[np.uint8]:
     return found if found.shape[2] == 3 else found[..., -1]
 
 
-def is_told(path: entries.Path) -> bool:
+def is_told(path: tree.Path) -> bool:
     """Return whether to plot an entry; flags and next observations are skipped."""
     return (
         path[-1] not in FLAGS and "collector" not in path and (path[0] != "next" or path[-1] in ("reward", "rewards"))

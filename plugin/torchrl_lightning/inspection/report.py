@@ -11,13 +11,13 @@ from typing import Any
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-from torchrl_lightning.fitting import Fault
-from torchrl_lightning.inspection.content import Content, contents_in, unreadable
-from torchrl_lightning.inspection.findings import findings
+from torchrl_lightning._core.errors import Fault
+from torchrl_lightning._core.untrusted import printable
+from torchrl_lightning._core.validators import integer, optional
+from torchrl_lightning.inspection.buffer_views import Content, contents_in, unreadable
+from torchrl_lightning.inspection.diagnostics import findings
 from torchrl_lightning.inspection.summary import Summary, summarize
 from torchrl_lightning.inspection.tables import tables
-from torchrl_lightning.ranges import integer, optional
-from torchrl_lightning.untrusted import printable
 
 
 class NoBufferError(Fault):

@@ -11,13 +11,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from torchrl_lightning.fitting import Fault
-from torchrl_lightning.inspection.content import PIECE, Content
-from torchrl_lightning.inspection.draws import Draws
-from torchrl_lightning.inspection.episodes import Episodes, episodes_in
+from torchrl_lightning._core.errors import Fault
+from torchrl_lightning._core.moments import Moments
+from torchrl_lightning._core.untrusted import printable
+from torchrl_lightning.inspection.buffer_views import PIECE, Content
+from torchrl_lightning.inspection.episode_gallery import Episodes, episodes_in
 from torchrl_lightning.inspection.leaves import Leaf
-from torchrl_lightning.moments import Moments
-from torchrl_lightning.untrusted import printable
+from torchrl_lightning.inspection.sample_counts import Draws
 
 MOST = 200_000_000  # cells to inspect at most
 SAMPLED = 4096  # sampled rows per entry, for figures and action bounds

@@ -11,11 +11,11 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from torchrl_lightning.inspection.draws import EVERY
-from torchrl_lightning.inspection.episodes import ENDS, Episodes
-from torchrl_lightning.inspection.findings import findings
+from torchrl_lightning._core.memory import readable
+from torchrl_lightning.inspection.diagnostics import findings
+from torchrl_lightning.inspection.episode_gallery import ENDS, Episodes
+from torchrl_lightning.inspection.sample_counts import EVERY
 from torchrl_lightning.inspection.summary import Entry, Summary
-from torchrl_lightning.memory import readable
 
 
 def title_of(summary: Summary) -> str:

@@ -1,4 +1,4 @@
-"""The exported names. This list is the only one: ``_lazy`` and type checkers read it."""
+"""The exported names. This list is the only one: ``lazy_exports`` and type checkers read it."""
 
 from .scan import discounted_scan as discounted_scan
 from .segment_tree import MaxSegmentTree as MaxSegmentTree

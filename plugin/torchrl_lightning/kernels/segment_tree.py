@@ -15,13 +15,13 @@ from typing import Any, ClassVar, TypeAlias
 import torch
 from torch import Tensor
 
+from torchrl_lightning._core.memory import allocate, zeros
+from torchrl_lightning._core.state import Attribute, Stated, tensor
 from torchrl_lightning.kernels import segments
 from torchrl_lightning.kernels.compiled import jitted
 from torchrl_lightning.kernels.indices import integers
 from torchrl_lightning.kernels.scan import Backend, runs_on_numba
 from torchrl_lightning.kernels.segments import OPERATIONS, assign_torch, descend_torch, reduce_pairs
-from torchrl_lightning.memory import allocate, zeros
-from torchrl_lightning.state import Attribute, Stated, tensor
 
 Index: TypeAlias = int | slice | Sequence[int] | Tensor
 Operation: TypeAlias = str | Callable[..., Any]

@@ -1,7 +1,10 @@
-"""Buffers with l2r-lab's interface: store single steps, sample random batches, and read typed configs."""
+"""The buffers of l2r-lab: PPO and simple replay, with checks of their config files.
+
+Only the documented interface is here. It is built on ``rollout`` and ``replay``.
+"""
 
 from __future__ import annotations
 
-from torchrl_lightning._lazy import lazy_exports
+from torchrl_lightning._core.lazy_exports import lazy_exports
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

@@ -13,18 +13,18 @@ from tensordict.nn import TensorDictModuleBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-from torchrl_lightning.entries import entry_of
+from torchrl_lightning._core.keys import ADVANTAGE, DONE, FINISHED, REWARD, TARGET, TERMINATED, TRUNCATED
+from torchrl_lightning._core.settings import Count, Fraction, NotNegative, setting
+from torchrl_lightning._core.state import Attribute, fields, flag, whole
+from torchrl_lightning._core.tree import entry_of
+from torchrl_lightning._core.validators import Check, fraction
 from torchrl_lightning.estimators import discounted_returns
-from torchrl_lightning.keys import ADVANTAGE, DONE, FINISHED, REWARD, TARGET, TERMINATED, TRUNCATED
 from torchrl_lightning.l2r.schema import Configurable
 from torchrl_lightning.l2r.simple import SimpleReplayBufferSchema
-from torchrl_lightning.l2r.steps import COLUMNS, documented, read_step
-from torchrl_lightning.ranges import Check, fraction
-from torchrl_lightning.replay.rows import vector
+from torchrl_lightning.l2r.step_fields import COLUMNS, documented, read_step
+from torchrl_lightning.replay.conversion import vector
 from torchrl_lightning.rollout.estimates import GAE, Estimator, Steps
 from torchrl_lightning.rollout.vanilla import VanillaOnPolicyBuffer
-from torchrl_lightning.settings import Count, Fraction, NotNegative, setting
-from torchrl_lightning.state import Attribute, fields, flag, whole
 
 logger = logging.getLogger(__name__)
 PATHS = fields("path", {"stored": whole(), "path_start": whole(), "told": flag})

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Self
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from torchrl_lightning.plain_yaml import read_config
+from torchrl_lightning._core.plain_yaml import read_config
 
 WRAPPER = {"name", "config"}
 

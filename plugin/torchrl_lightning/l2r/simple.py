@@ -16,12 +16,12 @@ from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.data.replay_buffers.writers import Writer
 from torchrl.envs.transforms import Transform
 
-from torchrl_lightning.entries import check_tensordict
+from torchrl_lightning._core.tree import check_tensordict
+from torchrl_lightning._core.validators import integer, optional
 from torchrl_lightning.l2r.schema import Configurable
-from torchrl_lightning.l2r.steps import COLUMNS, documented, read_step
-from torchrl_lightning.ranges import integer, optional
-from torchrl_lightning.replay.buffer import ExperienceBuffer
-from torchrl_lightning.replay.storage import RingStorage
+from torchrl_lightning.l2r.step_fields import COLUMNS, documented, read_step
+from torchrl_lightning.replay.replay_buffer import ExperienceBuffer
+from torchrl_lightning.replay.ring_storage import RingStorage
 from torchrl_lightning.replay.uniform import UniformSampler
 
 

@@ -1,7 +1,11 @@
-"""Replay buffers with their storage, writer, episode index and samplers."""
+"""Replay buffers: ring storage, ring writer, episode index and samplers.
+
+Every off-policy buffer is built from these parts. On-policy rollouts are in ``rollout``, and ALF's buffer is in
+``episodic``.
+"""
 
 from __future__ import annotations
 
-from torchrl_lightning._lazy import lazy_exports
+from torchrl_lightning._core.lazy_exports import lazy_exports
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

@@ -10,11 +10,11 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from torchrl_lightning._compat import new_tensordict
-from torchrl_lightning.entries import Path, Tree, difference, is_tensordict, leaves_of, level_of, name_of
-from torchrl_lightning.kernels import rows as row_kernels
+from torchrl_lightning._core.torchrl_compat import new_tensordict
+from torchrl_lightning._core.tree import Path, Tree, difference, is_tensordict, leaves_of, level_of, name_of
+from torchrl_lightning.kernels import row_copies
 from torchrl_lightning.kernels.compiled import jitted
-from torchrl_lightning.replay.steps import Ints
+from torchrl_lightning.replay.positions import Ints
 
 _PLANS = 16
 _STRIDED = torch.strided
@@ -85,7 +85,7 @@ class Cells:
 
         Returns:
             The leaves, copied on the CPU if they are not contiguous. Second, the arguments ``sources`` and ``leaves``
-            of :func:`row_kernels.write_steps`, valid while the leaves exist; None on another device.
+            of :func:`row_copies.write_steps`, valid while the leaves exist; None on another device.
         """
         plan = self._plans.get(rows)
         if plan is None:
@@ -151,7 +151,7 @@ class Cells:
             rows = torch.empty(full, dtype=dtype) if kind is None else torch.from_numpy(np.empty(full, kind))
             found.append(rows)
             addresses.append(rows.data_ptr())
-        refused = jitted(row_kernels.gather)(
+        refused = jitted(row_copies.gather)(
             np.array(addresses, np.int64), reading.table, reading.middle,
             index.data_ptr(), after.data_ptr(), index.numel(), self.count,
         )  # fmt: skip

@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from torchrl_lightning.entries import Path, Tree, entry_of, leaves_of, name_of
-from torchrl_lightning.keys import NEXT, TRAJ_IDS
+from torchrl_lightning._core.keys import NEXT, TRAJ_IDS
+from torchrl_lightning._core.tree import Path, Tree, entry_of, leaves_of, name_of
+from torchrl_lightning.replay.positions import Flags, Ints
+from torchrl_lightning.replay.ring_storage import RingStorage
 from torchrl_lightning.replay.rings import Rings
-from torchrl_lightning.replay.steps import Flags, Ints
-from torchrl_lightning.replay.storage import RingStorage
 from torchrl_lightning.replay.successors import comparable
 
 logger = logging.getLogger(__name__)

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_lightning.kernels import episodes as episode_kernels
+from torchrl_lightning.kernels import episode_kernels
 from torchrl_lightning.kernels.compiled import jitted
-from torchrl_lightning.replay.steps import Flags, Ints, check_steps, steps_between, steps_of
+from torchrl_lightning.replay.positions import Flags, Ints, check_steps, steps_between, steps_of
 
 NOTHING: Ints = np.empty(0, np.int64)
 

@@ -9,11 +9,11 @@ from tensordict import TensorDictBase
 from torch import Tensor, nn
 from torchrl.envs.transforms import Transform
 
-from torchrl_lightning.entries import entry_of
+from torchrl_lightning._core.tree import entry_of
 from torchrl_lightning.kernels.indices import integers
 from torchrl_lightning.replay.episode_index import NO_INDEX_HINT, EpisodeIndex
+from torchrl_lightning.replay.ring_storage import RingStorage
 from torchrl_lightning.replay.rings import rings_in
-from torchrl_lightning.replay.storage import RingStorage
 
 
 class EpisodeTransform(Transform):

@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_lightning.entries import Path
-from torchrl_lightning.keys import NEXT, TRAJ_IDS
+from torchrl_lightning._core.keys import NEXT, TRAJ_IDS
+from torchrl_lightning._core.tree import Path
 from torchrl_lightning.replay.cuts import stored_ids
+from torchrl_lightning.replay.positions import Flags, Ints
+from torchrl_lightning.replay.ring_storage import RingStorage
 from torchrl_lightning.replay.rings import Rings
-from torchrl_lightning.replay.steps import Flags, Ints
-from torchrl_lightning.replay.storage import RingStorage
 from torchrl_lightning.replay.successors import equal_rows
 
 

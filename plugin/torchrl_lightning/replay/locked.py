@@ -11,11 +11,11 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from torchrl_lightning._compat import BufferBase, Drawn, dispatches_modules
-from torchrl_lightning.checks import TorchRLState
-from torchrl_lightning.files import OwnFiles
-from torchrl_lightning.parts import ConstructorSignature
-from torchrl_lightning.replay.checks import pack_batch, sampler_state
+from torchrl_lightning._core.files import OwnFiles
+from torchrl_lightning._core.mixins import ConstructorSignature
+from torchrl_lightning._core.torchrl_compat import BufferBase, Drawn, dispatches_modules
+from torchrl_lightning._core.tree_checks import TorchRLState
+from torchrl_lightning.replay.state_checks import pack_batch, sampler_state
 
 
 class LockedBuffer(OwnFiles, BufferBase):

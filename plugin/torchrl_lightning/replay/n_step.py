@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_lightning._compat import entries_of
-from torchrl_lightning.entries import Path
+from torchrl_lightning._core.keys import REWARD
+from torchrl_lightning._core.torchrl_compat import entries_of
+from torchrl_lightning._core.tree import Path
+from torchrl_lightning._core.validators import fraction, integer
 from torchrl_lightning.kernels.compiled import jitted
-from torchrl_lightning.kernels.returns import fold_rows
-from torchrl_lightning.keys import REWARD
-from torchrl_lightning.ranges import fraction, integer
+from torchrl_lightning.kernels.n_step_returns import fold_rows
 from torchrl_lightning.replay.cells import Cells, Names
 from torchrl_lightning.replay.episode_index import NO_INDEX_HINT, EpisodeIndex
 

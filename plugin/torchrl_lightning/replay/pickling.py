@@ -10,11 +10,11 @@ from typing import Any, Self
 
 from torch import Tensor
 
-from torchrl_lightning._compat import StorageBase
-from torchrl_lightning.entries import Tree, map_leaves, row_bytes
-from torchrl_lightning.memory import UnnamedFile, check_room, mapped_tree, packed_tree, unpacked_tree
-from torchrl_lightning.parts import is_spawning
-from torchrl_lightning.replay import processes
+from torchrl_lightning._core.memory import UnnamedFile, check_room, mapped_tree, packed_tree, unpacked_tree
+from torchrl_lightning._core.mixins import is_spawning
+from torchrl_lightning._core.torchrl_compat import StorageBase
+from torchrl_lightning._core.tree import Tree, map_leaves, row_bytes
+from torchrl_lightning.replay import process_owned
 
 
 class _NoLock:
@@ -32,7 +32,7 @@ class _NoLock:
         """Do nothing."""
 
 
-class PickledCells(processes.Owned, StorageBase):
+class PickledCells(process_owned.Owned, StorageBase):
     """A storage that pickles cells by content, memory-mapped cells by file, and shared cells by shared memory.
 
     Only a new child process gets the shared memory; any other pickle of it is a copy.

@@ -11,14 +11,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from torchrl_lightning.kernels import priorities as priority_kernels
+from torchrl_lightning._core.memory import allocate, zeros
+from torchrl_lightning._core.mixins import uniform
+from torchrl_lightning.kernels import priority_kernels
 from torchrl_lightning.kernels.compiled import jitted
 from torchrl_lightning.kernels.indices import last_of_each
 from torchrl_lightning.kernels.scan import LIKE, Backend
 from torchrl_lightning.kernels.segment_tree import MaxSegmentTree, MinSegmentTree, SumSegmentTree
-from torchrl_lightning.memory import allocate, zeros
-from torchrl_lightning.parts import uniform
-from torchrl_lightning.replay.steps import Ints, steps_between
+from torchrl_lightning.replay.positions import Ints, steps_between
 
 ABSENT = -1.0  # the priority of an empty cell
 REDUCTIONS: dict[str, Callable[[Tensor, int], Tensor]] = {

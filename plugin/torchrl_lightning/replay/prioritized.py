@@ -15,14 +15,24 @@ from torch import Tensor
 from torchrl.data.replay_buffers.samplers import PrioritizedSampler as _PrioritizedSampler
 from torchrl.data.replay_buffers.storages import Storage
 
-from torchrl_lightning._compat import SamplerHooks
-from torchrl_lightning.entries import nested_key
+from torchrl_lightning._core.state import (
+    GENERATOR,
+    Attribute,
+    Stated,
+    anything,
+    check_state,
+    number,
+    tensor,
+    whole,
+    wrong,
+)
+from torchrl_lightning._core.torchrl_compat import SamplerHooks
+from torchrl_lightning._core.tree import nested_key
+from torchrl_lightning._core.validators import Checked, boolean, integer, not_negative, one_of, optional
 from torchrl_lightning.kernels.indices import integers
-from torchrl_lightning.ranges import Checked, boolean, integer, not_negative, one_of, optional
+from torchrl_lightning.replay.positions import StepsMissing
 from torchrl_lightning.replay.priorities import REDUCTIONS, Priorities, Starts, reduce_priorities
 from torchrl_lightning.replay.rings import Rings, rings_in, stored_cells
-from torchrl_lightning.replay.steps import StepsMissing
-from torchrl_lightning.state import GENERATOR, Attribute, Stated, anything, check_state, number, tensor, whole, wrong
 
 WEIGHT_NORMS = ("batch", "buffer", None)
 FLOATS = (torch.float32, torch.float64)

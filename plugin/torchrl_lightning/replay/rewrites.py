@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from torchrl_lightning.entries import Path
+from torchrl_lightning._core.tree import Path
 from torchrl_lightning.kernels.indices import integers
 from torchrl_lightning.replay.cells import Cells
 

@@ -12,14 +12,7 @@ import torch
 from torch import Tensor
 from torchrl.data.replay_buffers.storages import Storage
 
-from torchrl_lightning.kernels.compiled import jitted
-from torchrl_lightning.kernels.rows import write_steps
-from torchrl_lightning.ranges import optional
-from torchrl_lightning.replay import processes
-from torchrl_lightning.replay.episode_index import EpisodeIndex
-from torchrl_lightning.replay.steps import Flags, Ints, StepsMissing, steps_between
-from torchrl_lightning.replay.successors import SuccessorCheck
-from torchrl_lightning.state import (
+from torchrl_lightning._core.state import (
     LARGEST,
     Attribute,
     Child,
@@ -31,13 +24,20 @@ from torchrl_lightning.state import (
     tensor,
     whole,
 )
+from torchrl_lightning._core.validators import optional
+from torchrl_lightning.kernels.compiled import jitted
+from torchrl_lightning.kernels.row_copies import write_steps
+from torchrl_lightning.replay import process_owned
+from torchrl_lightning.replay.episode_index import EpisodeIndex
+from torchrl_lightning.replay.positions import Flags, Ints, StepsMissing, steps_between
+from torchrl_lightning.replay.successors import SuccessorCheck
 
 EVERYTHING = np.iinfo(np.int64).max
 _FIRST_VERSIONS = itertools.count(1)  # makes versions unique among all rings of a process
 NO_INDEX = (*(np.empty(0, kind) for kind in (np.int64, np.bool_, np.int64, np.bool_, np.int64)),)
 
 
-class Rings(processes.Owned, Stated):
+class Rings(process_owned.Owned, Stated):
     """One ring per environment: ``cell = (position % length) * num_envs + env``.
 
     Args:
@@ -230,7 +230,7 @@ class Rings(processes.Owned, Stated):
         Raises:
             RuntimeError: another process created the rings.
         """
-        if self._process != processes.current:
+        if self._process != process_owned.current:
             self.check_owner()
 
     def after(self) -> None:

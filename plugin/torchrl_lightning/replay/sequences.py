@@ -13,18 +13,18 @@ from torch import Tensor
 from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.data.replay_buffers.storages import Storage
 
-from torchrl_lightning._compat import SamplerHooks
-from torchrl_lightning.entries import Path, leaves_of, nested_keys, path_of, tree_of, under
-from torchrl_lightning.kernels import windows
+from torchrl_lightning._core.mixins import uniform
+from torchrl_lightning._core.state import GENERATOR, Attribute, Stated
+from torchrl_lightning._core.torchrl_compat import SamplerHooks
+from torchrl_lightning._core.tree import Path, leaves_of, nested_keys, path_of, tree_of, under
+from torchrl_lightning._core.validators import Checked, integer, one_of
+from torchrl_lightning.kernels import window_kernels
 from torchrl_lightning.kernels.compiled import jitted
-from torchrl_lightning.parts import uniform
-from torchrl_lightning.ranges import Checked, integer, one_of
 from torchrl_lightning.replay.episode_index import NO_INDEX_HINT, EpisodeIndex
+from torchrl_lightning.replay.positions import StepsMissing
+from torchrl_lightning.replay.ring_storage import RingStorage
+from torchrl_lightning.replay.ring_writer import RingWriter, writer_of
 from torchrl_lightning.replay.rings import NO_INDEX
-from torchrl_lightning.replay.steps import StepsMissing
-from torchrl_lightning.replay.storage import RingStorage
-from torchrl_lightning.replay.writer import RingWriter, writer_of
-from torchrl_lightning.state import GENERATOR, Attribute, Stated
 
 EPISODE_ENDS = ("inside", "across", "pad")
 START_STATES = ("stored", "zero")
@@ -165,7 +165,7 @@ class SequenceSampler(Stated, SamplerHooks, Sampler):
 
     def _fill(self, writer: RingWriter, cells: NDArray[np.int64], mask: NDArray[np.bool_]) -> None:
         episodes = NO_INDEX if writer.index is None else writer.index.arrays
-        steps, draw = cells.shape[1], jitted(windows.draw)
+        steps, draw = cells.shape[1], jitted(window_kernels.draw)
         reach = self.burn_in if self._episode_ends == "pad" else steps - 1
         options = reach, self.burn_in, self._by_episode, self._episode_ends == "pad"
         rule = (writer.length, *writer.rings.arrays), episodes, options
@@ -180,7 +180,7 @@ class SequenceSampler(Stated, SamplerHooks, Sampler):
         if missing:
             known = writer.rings.version, steps, self.burn_in
             if self._listed != known:
-                self._list, self._listed = jitted(windows.all_starts)(*rule), known
+                self._list, self._listed = jitted(window_kernels.all_starts)(*rule), known
             if not len(self._list):
                 raise self._too_long(rule, steps)
             choice = (uniform(missing, self.generator) * len(self._list)).astype(np.int64)
@@ -205,7 +205,7 @@ class SequenceSampler(Stated, SamplerHooks, Sampler):
         return writer
 
     def _too_long(self, rule: tuple[Any, ...], steps: int) -> StepsMissing:
-        longest = jitted(windows.longest_run)(*rule)
+        longest = jitted(window_kernels.longest_run)(*rule)
         what = "episode has" if self._by_episode else "run of steps of one environment has"
         return StepsMissing(
             f"There is no room for a window: the longest stored {what} {longest} steps, windows need {rule[2][0] + 1} "

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from multiprocessing.reduction import DupFd
 from typing import Any
 
-from torchrl_lightning.processes import after_fork
-from torchrl_lightning.ranges import positive
+from torchrl_lightning._core.processes import after_fork
+from torchrl_lightning._core.validators import positive
 
 try:
     import fcntl

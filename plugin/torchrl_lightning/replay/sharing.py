@@ -19,14 +19,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_lightning.parts import is_spawning
-from torchrl_lightning.processes import end_with_parent
-from torchrl_lightning.replay import processes
+from torchrl_lightning._core.mixins import is_spawning
+from torchrl_lightning._core.processes import end_with_parent
+from torchrl_lightning.replay import process_owned
 from torchrl_lightning.replay.episode_index import EpisodeIndex
 from torchrl_lightning.replay.locked import LockedBuffer
+from torchrl_lightning.replay.positions import Flags, Ints, steps_between
 from torchrl_lightning.replay.rings import EVERYTHING, Rings
 from torchrl_lightning.replay.shared_lock import PAUSE, SharedLock
-from torchrl_lightning.replay.steps import Flags, Ints, steps_between
 
 T = TypeVar("T")
 LONGEST_PAUSE = 5e-3  # seconds between polls for free cells or new steps
@@ -310,7 +310,7 @@ class ShareableBuffer(LockedBuffer):
         self.writer.share()
         super().share(True)
         self.write_lock = lock
-        self._drawing = processes.current
+        self._drawing = process_owned.current
         return self
 
     @property
@@ -324,8 +324,8 @@ class ShareableBuffer(LockedBuffer):
 
     def _enter(self) -> None:
         """Apply the changes of other processes; called after this process took the lock."""
-        if self._drawing != processes.current:
-            self._drawing = processes.current
+        if self._drawing != process_owned.current:
+            self._drawing = process_owned.current
             self._rings.enroll()
             if parent_process() is not None:
                 end_with_parent(os.getppid(), by_signal=False)
@@ -437,7 +437,7 @@ class ShareableBuffer(LockedBuffer):
     def __getstate__(self) -> dict[str, Any]:
         if is_spawning() and not self.shared:
             raise RuntimeError(
-                f"A {type(self).__name__} was handed to another process unshared; {processes.SHARE_FIRST}."
+                f"A {type(self).__name__} was handed to another process unshared; {process_owned.SHARE_FIRST}."
             )
         state: dict[str, Any] = super().__getstate__()
         return state if is_spawning() else {**state, "shared": False, "_write_lock": nullcontext()}

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_lightning.entries import Path, Tree, leaves_of
-from torchrl_lightning.keys import COLLECTOR, FLAGS, IS_INIT, NEXT
-from torchrl_lightning.replay.steps import Flags, Ints
-from torchrl_lightning.state import Attribute, Stated, sequence, wrong
+from torchrl_lightning._core.keys import COLLECTOR, FLAGS, IS_INIT, NEXT
+from torchrl_lightning._core.state import Attribute, Stated, sequence, wrong
+from torchrl_lightning._core.tree import Path, Tree, leaves_of
+from torchrl_lightning.replay.positions import Flags, Ints
 
 CHUNK = 1 << 24
 """Number of bytes compared at a time."""

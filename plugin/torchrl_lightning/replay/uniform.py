@@ -9,12 +9,12 @@ from torch import Tensor
 from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.data.replay_buffers.storages import Storage
 
-from torchrl_lightning._compat import SamplerHooks
-from torchrl_lightning.parts import integers_below
-from torchrl_lightning.ranges import Checked, boolean, integer
+from torchrl_lightning._core.mixins import integers_below
+from torchrl_lightning._core.state import GENERATOR, Attribute, Stated, flag
+from torchrl_lightning._core.torchrl_compat import SamplerHooks
+from torchrl_lightning._core.validators import Checked, boolean, integer
+from torchrl_lightning.replay.positions import StepsMissing
 from torchrl_lightning.replay.rings import rings_in, uneven_rings
-from torchrl_lightning.replay.steps import StepsMissing
-from torchrl_lightning.state import GENERATOR, Attribute, Stated, flag
 
 
 class UniformSampler(Stated, SamplerHooks, Sampler):

@@ -9,12 +9,12 @@ from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torchrl.envs.transforms import Transform
 
-from torchrl_lightning.entries import Key, keyed_leaves
-from torchrl_lightning.keys import ACTION, ADVANTAGE, CURRENT_LOG_PROB, LOG_PROB, REWARD, TARGET, VALUE
+from torchrl_lightning._core.keys import ACTION, ADVANTAGE, CURRENT_LOG_PROB, LOG_PROB, REWARD, TARGET, VALUE
+from torchrl_lightning._core.settings import Fraction, Positive, Settings, Switch, setting
+from torchrl_lightning._core.tree import Key, keyed_leaves
 from torchrl_lightning.rollout.estimates import GAE, Estimator, MonteCarlo, Stream, VTrace
+from torchrl_lightning.rollout.rollout_writer import check_flags, time_axis, time_major
 from torchrl_lightning.rollout.values import RECURRENT_KEYS, fill_values
-from torchrl_lightning.rollout.writer import check_flags, time_axis, time_major
-from torchrl_lightning.settings import Fraction, Positive, Settings, Switch, setting
 
 
 class AdvantageTransform(Settings, Transform):

@@ -11,9 +11,7 @@ from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-from torchrl_lightning.entries import join, keys_below, next_key, path_of
-from torchrl_lightning.estimators import discounted_returns, gae, standardize, vtrace
-from torchrl_lightning.keys import (
+from torchrl_lightning._core.keys import (
     ACTION,
     ADVANTAGE,
     CURRENT_LOG_PROB,
@@ -28,8 +26,10 @@ from torchrl_lightning.keys import (
     TERMINATED,
     VALUE,
 )
+from torchrl_lightning._core.tree import join, keys_below, next_key, path_of
+from torchrl_lightning._core.trust import Nameable
+from torchrl_lightning.estimators import discounted_returns, gae, standardize, vtrace
 from torchrl_lightning.rollout.values import boundaries, current_log_prob, require
-from torchrl_lightning.trust import Nameable
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from torchrl_lightning._core.settings import Fraction, setting
 from torchrl_lightning.rollout.estimates import GAE, Estimator
 from torchrl_lightning.rollout.vanilla import VanillaOnPolicyBuffer
-from torchrl_lightning.settings import Fraction, setting
 
 
 class GAEBuffer(VanillaOnPolicyBuffer):

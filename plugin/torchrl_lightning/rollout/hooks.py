@@ -8,7 +8,7 @@ from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from tensordict.utils import NestedKey
 
-from torchrl_lightning.environments.played import ReplaySource
+from torchrl_lightning.environments.replay_source import ReplaySource
 
 
 class RolloutHooks:

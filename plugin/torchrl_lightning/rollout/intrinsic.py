@@ -9,10 +9,7 @@ from typing import Any, Literal
 from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 
-from torchrl_lightning.entries import Key, Keys
-from torchrl_lightning.environments.origins import env_ids
-from torchrl_lightning.estimators import IntrinsicRewardNormalizer
-from torchrl_lightning.keys import (
+from torchrl_lightning._core.keys import (
     DONE,
     INTRINSIC_ADVANTAGE,
     INTRINSIC_REWARD,
@@ -21,9 +18,12 @@ from torchrl_lightning.keys import (
     NORMALIZED_REWARD,
     TRAJ_IDS,
 )
+from torchrl_lightning._core.settings import Switch
+from torchrl_lightning._core.tree import Key, Keys
+from torchrl_lightning.environments.env_ids import env_ids
+from torchrl_lightning.estimators import IntrinsicRewardNormalizer
 from torchrl_lightning.rollout.advantages import GeneralizedAdvantages
 from torchrl_lightning.rollout.estimates import Estimator, Stream, VTrace
-from torchrl_lightning.settings import Switch
 
 
 class IntrinsicReturns(GeneralizedAdvantages):

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torchrl.data.replay_buffers.storages import Storage
 
-from torchrl_lightning._compat import SamplerBase
-from torchrl_lightning.ranges import Checked, boolean, integer, one_of, optional
-from torchrl_lightning.state import GENERATOR, Attribute, Stated, flag, tensor, whole
+from torchrl_lightning._core.state import GENERATOR, Attribute, Stated, flag, tensor, whole
+from torchrl_lightning._core.torchrl_compat import SamplerBase
+from torchrl_lightning._core.validators import Checked, boolean, integer, one_of, optional
 
 UNITS = ("steps", "environments")
 

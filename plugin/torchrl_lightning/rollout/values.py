@@ -12,12 +12,12 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 from torchrl.modules import set_recurrent_mode
 
-from torchrl_lightning._modules import EvaluationMode, device_of
-from torchrl_lightning.entries import join, keys_below, next_key, under
-from torchrl_lightning.environments.origins import id_changes
-from torchrl_lightning.keys import DONE, IS_INIT, RECURRENT_STATE, TERMINATED
-from torchrl_lightning.protocols import PolicyApi
-from torchrl_lightning.rollout.batches import device_in, sequences
+from torchrl_lightning._core.keys import DONE, IS_INIT, RECURRENT_STATE, TERMINATED
+from torchrl_lightning._core.modules import EvaluationMode, device_of
+from torchrl_lightning._core.protocols import PolicyApi
+from torchrl_lightning._core.tree import join, keys_below, next_key, under
+from torchrl_lightning.environments.env_ids import id_changes
+from torchrl_lightning.rollout.batch_sizes import device_in, sequences
 
 RECURRENT_KEYS: tuple[NestedKey, ...] = (RECURRENT_STATE,)
 

@@ -9,14 +9,14 @@ from typing import Annotated, Any, cast
 import torch
 from torch import Tensor
 
-from torchrl_lightning.entries import Key
-from torchrl_lightning.keys import ADVANTAGE, TARGET, VALUE
-from torchrl_lightning.protocols import EnvsApi
-from torchrl_lightning.ranges import Check, integer, optional
-from torchrl_lightning.rollout.buffer import RolloutBuffer
+from torchrl_lightning._core.keys import ADVANTAGE, TARGET, VALUE
+from torchrl_lightning._core.protocols import EnvsApi
+from torchrl_lightning._core.settings import Switch, derived, setting
+from torchrl_lightning._core.tree import Key
+from torchrl_lightning._core.validators import Check, integer, optional
 from torchrl_lightning.rollout.estimates import Estimator, MonteCarlo, Steps, Stream
 from torchrl_lightning.rollout.hooks import RolloutHooks
-from torchrl_lightning.settings import Switch, derived, setting
+from torchrl_lightning.rollout.rollout_buffer import RolloutBuffer
 
 Values = Tensor | Mapping[str, Tensor]
 

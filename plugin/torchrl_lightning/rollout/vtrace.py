@@ -9,12 +9,12 @@ from typing import Annotated
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-from torchrl_lightning.entries import Key
-from torchrl_lightning.keys import ACTION, LOG_PROB
-from torchrl_lightning.ranges import positive
+from torchrl_lightning._core.keys import ACTION, LOG_PROB
+from torchrl_lightning._core.settings import Fraction
+from torchrl_lightning._core.tree import Key
+from torchrl_lightning._core.validators import positive
 from torchrl_lightning.rollout.estimates import VTrace
 from torchrl_lightning.rollout.vanilla import VanillaOnPolicyBuffer
-from torchrl_lightning.settings import Fraction
 
 
 def _threshold(value: float, name: str) -> float:

@@ -1,7 +1,10 @@
-"""Buffers with Velora's interface: transitions with recurrent states, documented columns, and files."""
+"""Velora's replay buffer with hidden states.
+
+Only the documented interface and its files are here. It is built on ``replay``.
+"""
 
 from __future__ import annotations
 
-from torchrl_lightning._lazy import lazy_exports
+from torchrl_lightning._core.lazy_exports import lazy_exports
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

@@ -1,5 +1,5 @@
-"""The exported names. This list is the only one: ``_lazy`` and type checkers read it."""
+"""The exported names. This list is the only one: ``lazy_exports`` and type checkers read it."""
 
-from .base import BufferBase as BufferBase
 from .experience import BatchExperience as BatchExperience
 from .recurrent import RecurrentReplayBuffer as RecurrentReplayBuffer
+from .velora_buffer import BufferBase as BufferBase

@@ -9,8 +9,8 @@ from tensordict import TensorClass, TensorDict, TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-from torchrl_lightning._compat import new_tensordict
-from torchrl_lightning.velora.files import NAMES
+from torchrl_lightning._core.torchrl_compat import new_tensordict
+from torchrl_lightning.velora.buffer_files import NAMES
 
 HIDDEN, PREVIOUS = ("next", "recurrent_state"), "recurrent_state"
 KEYS: list[NestedKey] = ["observation", "action", *(("next", key) for key in ("reward", "observation", "terminated"))]

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torchrl.data import Unbounded
 from torchrl.envs.transforms import TensorDictPrimer
 
-from torchrl_lightning.ranges import integer
-from torchrl_lightning.velora.base import BufferBase
+from torchrl_lightning._core.validators import integer
 from torchrl_lightning.velora.experience import COLUMNS, PREVIOUS, BatchExperience
+from torchrl_lightning.velora.velora_buffer import BufferBase
 
 STEPS = 64  # maximum number of steps in one batch of ``warm``
 

@@ -21,7 +21,7 @@ from torchrl_lightning import (
     OnPolicyDataModule,
     ReplayDataModule,
 )
-from torchrl_lightning.learn import Network, PPOModule
+from torchrl_lightning.agents import Network, PPOModule
 from torchrl_lightning.replay import ExperienceBuffer, RingStorage, UniformSampler
 
 

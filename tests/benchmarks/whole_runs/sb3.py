@@ -14,7 +14,7 @@ from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv, VecNormalize
 
 from benchmarks.whole_runs.clock import CELLS, WARMUP, Stopwatch, Training
-from torchrl_lightning.learn.analytic import LeanAdam
+from torchrl_lightning.agents.analytic import LeanAdam
 
 Environments = Callable[[int, int, bool], VecEnv]
 """Makes so many environments, with a seed, lean or not."""

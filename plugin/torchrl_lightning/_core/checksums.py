@@ -1,0 +1,180 @@
+"""Checksums of a checkpoint's entries, so that a changed bit raises an error instead of changing a number."""
+
+from __future__ import annotations
+
+import copy
+import zlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchrl_lightning._core.file_limits import (
+    CHECKPOINT_DEPTH,
+    CHECKPOINT_TEXT,
+    CHECKPOINT_VALUES,
+    ELEMENTS_LEAST,
+    ELEMENTS_PER_BYTE,
+)
+
+SEAL = "checksums"  # checkpoint entry with the checksums of other entries
+_CHUNK = 1 << 24  # bytes
+_Path = tuple[Any, Any] | None  # the path of the parent, and the key in the parent
+
+
+def checksum(node: Any) -> int:
+    """Return the CRC-32 of nested dicts, lists, tensors and plain values, independent of the order of a dict.
+
+    Other objects count only by their type, and tensors that are not plain only by dtype and shape.
+
+    Examples:
+        >>> checksum({"a": torch.ones(2), "b": 1}) == checksum({"b": 1, "a": torch.ones(2)})
+        True
+        >>> checksum([1]) == checksum([1.0])
+        False
+    """
+    found = 0
+    for part in _parts(node):
+        found = zlib.crc32(part, found)
+    return found
+
+
+def _parts(node: Any) -> Iterator[Any]:
+    if isinstance(node, Mapping):
+        yield f"{{{len(node)}".encode()
+        named = {f"{type(key).__name__} {key!r}": entry for key, entry in node.items()}
+        for name in sorted(named):
+            yield name.encode(errors="replace")
+            yield from _parts(named[name])
+    elif isinstance(node, list | tuple):
+        yield f"[{len(node)}".encode()
+        for entry in node:
+            yield from _parts(entry)
+    elif isinstance(node, Tensor):
+        yield f"{node.dtype} {list(node.shape)}".encode()
+        if is_plain(node):
+            yield from _numbers(node)
+    elif node is None or type(node) in (bool, int, float, str):
+        yield f"{type(node).__name__} {node!r}".encode(errors="replace")
+    else:
+        yield f"a {type(node).__name__}".encode()
+
+
+def _numbers(tensor: Tensor) -> Iterator[Any]:
+    """Yield the bytes of a tensor in the order of its elements; copy a bounded number of them at a time."""
+    if tensor.is_contiguous() or tensor.nbytes <= _CHUNK:
+        yield from pieces(tensor.reshape(-1))
+        return
+    step = _CHUNK // (tensor.nbytes // len(tensor))
+    for part in tensor.split(step) if step else tensor:
+        yield from _numbers(part)
+
+
+def pieces(rows: Any) -> Iterator[Any]:
+    """Yield the bytes of rows, a bounded number at a time."""
+    step = max(1, _CHUNK // max(1, rows[:1].nbytes))
+    for start in range(0, len(rows), step):
+        part = rows[start : start + step].detach().cpu().contiguous()
+        # A single number keeps the stride of its column, and a view as bytes needs stride 1.
+        yield part.as_strided([part.numel()], [1]).view(torch.uint8).numpy()
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Return whether a tensor is strided and not meta, quantized or nested; tensors from files must be plain."""
+    return tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_quantized and not tensor.is_nested
+
+
+def with_own_numbers(node: Any) -> Any:
+    """Return a node of a checkpoint with copies of expanded tensors, because readers reject repeated memory.
+
+    Examples:
+        >>> with_own_numbers({"a": torch.zeros(1).expand(3)})["a"].stride()
+        (1,)
+    """
+    if isinstance(node, Tensor):
+        return node.contiguous() if is_plain(node) and _repeats(node) else node
+    if isinstance(node, Mapping):
+        changed = {key: new for key, each in node.items() if (new := with_own_numbers(each)) is not each}
+        if not changed or not isinstance(node, dict):
+            return node
+        copied = copy.copy(node)
+        copied.update(changed)
+        return copied
+    if type(node) in (list, tuple):
+        entries = [with_own_numbers(each) for each in node]
+        is_same = all(new is each for new, each in zip(entries, node, strict=True))
+        return node if is_same else type(node)(entries)
+    return node
+
+
+def seal(checkpoint: dict[str, Any], *entries: str) -> None:
+    """Add the checksums of these entries to a checkpoint; skip missing entries."""
+    sums = {name: checksum(checkpoint[name]) for name in entries if name in checkpoint}
+    checkpoint[SEAL] = {**checkpoint.get(SEAL, {}), **sums}
+
+
+def check_seal(checkpoint: Mapping[str, Any], where: str) -> None:
+    """Validate a checkpoint against its checksums, if it has any.
+
+    Raises:
+        ValueError: An entry has another checksum, or a tensor is not plain or repeats its memory.
+    """
+    for name in foreign_tensors(checkpoint):
+        raise ValueError(f"{where} holds a tensor without numbers of its own, {name}; take another checkpoint")
+    sums = checkpoint.get(SEAL, {})
+    if not isinstance(sums, Mapping):
+        raise ValueError(f"{where} has {SEAL!r} that are not ours; take another checkpoint")
+    for name, written in sums.items():
+        if checksum(checkpoint.get(name)) != written:
+            raise ValueError(f"{where} is damaged: {name!r} is not as it was written; take another checkpoint")
+
+
+def foreign_tensors(checkpoint: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the names of tensors that are not plain or that repeat their memory.
+
+    Raises:
+        ValueError: There are too many values, levels or characters (lists in a file may contain themselves), or the
+            tensors have many times the bytes of their memory.
+    """
+    left: list[tuple[_Path, Any, int]] = [(None, checkpoint, 0)]
+    seen, characters, elements, memory = 0, 0, 0, dict[int, int]()
+    while left:
+        path, node, depth = left.pop()
+        inside = len(node) if isinstance(node, Mapping | list | tuple) else 0
+        seen += 1
+        if seen + len(left) + inside > CHECKPOINT_VALUES or depth > CHECKPOINT_DEPTH:
+            raise ValueError(
+                f"the checkpoint holds more than {CHECKPOINT_VALUES} values, or more than {CHECKPOINT_DEPTH} levels"
+            )
+        if isinstance(node, Tensor):
+            if not is_plain(node) or _repeats(node):
+                yield _name(path)
+                continue
+            elements += node.nbytes
+            storage = node.untyped_storage()
+            memory[storage.data_ptr()] = storage.nbytes()
+        elif isinstance(node, str):
+            characters += len(node)
+        elif isinstance(node, Mapping | list | tuple):
+            entries = node.items() if isinstance(node, Mapping) else enumerate(node)
+            left += (((path, key), entry, depth + 1) for key, entry in entries)
+            characters += sum(len(key) for key in node if isinstance(key, str)) if isinstance(node, Mapping) else 0
+        if characters > CHECKPOINT_TEXT:
+            raise ValueError(f"the checkpoint holds texts of more than {CHECKPOINT_TEXT} characters")
+    if elements > max(ELEMENTS_LEAST, ELEMENTS_PER_BYTE * sum(memory.values())):
+        raise ValueError(
+            f"the tensors of the checkpoint have more than {ELEMENTS_PER_BYTE} times the bytes of their memory"
+        )
+
+
+def _repeats(tensor: Tensor) -> bool:
+    return any(step == 0 and length > 1 for length, step in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _name(path: _Path) -> str:
+    keys: list[str] = []
+    while path is not None:
+        path, key = path
+        keys.append(str(key)[:200])
+    return ".".join(reversed(keys))

@@ -1,0 +1,95 @@
+"""User errors, and checks that parts fit together: the method ``misfit`` of a part returns the reason or None."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torchrl_lightning._core.protocols import DataApi, LearnerApi
+
+
+class Fault(ValueError):
+    """A user error in a run, not a bug in the program; the user needs only its one-line message."""
+
+
+class MisfitError(ValueError):
+    """A part does not fit the environment, the learner or the data; the message suggests a part that would."""
+
+
+def require_fit(part: Any, *others: Any) -> None:
+    """Check by its method ``misfit`` that a part fits others; raise MisfitError with the reason if it does not.
+
+    Examples:
+        >>> class Stack:
+        ...     def misfit(self, specs, learner):
+        ...         return None if len(specs) == 3 else f"a stack is no {specs}; take images."
+        >>> require_fit(Stack(), [84, 84, 3], None)
+        >>> require_fit(Stack(), [4], None)
+        Traceback (most recent call last):
+            ...
+        torchrl_lightning._core.errors.MisfitError: a stack is no [4]; take images.
+    """
+    misfit = getattr(part, "misfit", None)
+    if misfit is not None and (reason := misfit(*others)) is not None:
+        raise MisfitError(reason)
+
+
+def require_stream(learner: Any, data: Any) -> None:
+    """Check that a learner learns from the stream that a DataModule serves; raise MisfitError if it does not.
+
+    A learner names the stream in ``learns_from``, a DataModule in ``serves``; None fits any stream.
+    """
+    wanted, served = LearnerApi.of(learner), DataApi.of(data)
+    if wanted.learns_from is None or served.serves is None or wanted.learns_from == served.serves:
+        return
+    raise MisfitError(
+        f"{type(learner).__name__} does not learn from the {type(data).__name__}; choose a stream for it, such as "
+        f"{wanted.stream_for_it}, or a learner for this stream, such as {served.learner_for_it}."
+    )
+
+
+def check_precision(trainer: Any) -> None:
+    """Validate a trainer's precision; raise ValueError if the policy could not act in the precision of training."""
+    precision, plugin = str(trainer.precision), trainer.precision_plugin
+    if precision.endswith("-true") and precision != "32-true":
+        raise ValueError(
+            f"precision={precision!r} makes Lightning rebuild each TensorDict without its batch size and "
+            "feeds float32 observations to a policy of another type. Use '32-true', '16-mixed' or 'bf16-mixed'."
+        )
+    if precision.startswith("transformer-engine") or not _only_autocasts(plugin):
+        raise ValueError(
+            f"precision must be '32-true', '16-mixed' or 'bf16-mixed', got {precision!r} of {type(plugin).__name__}. "
+            "It changes more than autocast does, so that the policy would act in another precision than it learns in."
+        )
+
+
+def learning_dtype(trainer: Any) -> Any:
+    """Return the dtype of the autocast around a trainer's training step; None without autocast.
+
+    Examples:
+        >>> from lightning import Trainer
+        >>> learning_dtype(Trainer(accelerator="cpu", precision="bf16-mixed", logger=False, barebones=True))
+        torch.bfloat16
+    """
+    plugin = None if trainer is None else trainer.precision_plugin
+    if plugin is None:
+        return None
+    import torch
+
+    device = trainer.strategy.root_device.type
+    with plugin.train_step_context():
+        return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
+def _only_autocasts(plugin: Any) -> bool:
+    """Return whether a precision plugin leaves batches and torch's default dtype unchanged."""
+    if plugin is None:
+        return True
+    import torch
+    from tensordict import TensorDict, TensorDictBase
+
+    batch, default = TensorDict({"observation": torch.zeros(1, 1)}, [1]), torch.get_default_dtype()
+    with plugin.train_step_context():
+        is_default = torch.get_default_dtype() == default
+    batch = plugin.convert_input(batch)
+    is_kept = isinstance(batch, TensorDictBase) and batch.shape == (1,) and batch["observation"].dtype == default
+    return is_default and is_kept

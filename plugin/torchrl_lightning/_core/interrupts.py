@@ -1,0 +1,83 @@
+"""Delay Ctrl-C in a training process until the run is between two steps. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from torchrl_lightning._core.processes import is_main_thread
+
+_NOTE = b"\nCtrl-C: the run stops when its step is complete. Press Ctrl-C again to stop now, without saving the step.\n"
+
+
+class InterruptHolder:
+    """Hold Ctrl-C while counters, buffer and weights change, so that a checkpoint never mixes two states.
+
+    Python may raise KeyboardInterrupt between any two instructions, for example after a collector has counted a rollout
+    and before the DataModule has. A second Ctrl-C acts immediately.
+
+    Attributes:
+        pending: Whether a Ctrl-C is held.
+        between_steps: Whether the last step is complete and nothing of the next one has changed the run.
+        is_torn: Whether a second Ctrl-C has stopped the run within a step, so that its state is not consistent.
+    """
+
+    def __init__(self) -> None:
+        self.pending = self.between_steps = self.is_torn = False
+        self._owner: object = None
+        self._process = -1
+        self._raises_now = False
+
+    def hold(self, owner: object) -> None:
+        """Hold Ctrl-C from now on; do nothing if another owner holds it, or if it does not raise KeyboardInterrupt."""
+        if self._owner is not None or not is_main_thread():
+            return
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            self._owner, self._process = owner, os.getpid()
+            self.pending = self.between_steps = self._raises_now = False
+            signal.signal(signal.SIGINT, self._handle)
+
+    def release(self, owner: object) -> bool:
+        """Stop holding Ctrl-C; return whether one is pending."""
+        if self._owner is not owner:
+            return False
+        self._owner = None
+        if signal.getsignal(signal.SIGINT) == self._handle:  # Lightning ignores it while it shuts down
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        pending, self.pending, self.is_torn = self.pending, False, False
+        return pending
+
+    def check(self) -> None:
+        """Raise KeyboardInterrupt if a Ctrl-C is pending; call it when the state of the run is consistent."""
+        if self.pending:
+            self.pending = self.between_steps = False
+            raise KeyboardInterrupt
+
+    @contextmanager
+    def not_held(self) -> Iterator[None]:
+        """Let Ctrl-C act immediately within a block that can be aborted without side effects."""
+        self.check()
+        self._raises_now = True
+        try:
+            yield
+        finally:
+            self._raises_now = False
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._process:  # a forked process inherits the handler
+            raise KeyboardInterrupt
+        if self._raises_now:
+            self._raises_now = False
+            raise KeyboardInterrupt
+        if self.pending:
+            self.pending, self.is_torn = False, True
+            raise KeyboardInterrupt
+        self.pending = True
+        os.write(2, _NOTE)  # print is not safe in a signal handler
+
+
+interrupts = InterruptHolder()
+"""The only instance, because Python has one Ctrl-C handler for the whole process."""

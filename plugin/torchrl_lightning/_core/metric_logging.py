@@ -1,0 +1,56 @@
+"""Log metrics over the DataModule's frame count, and publish metrics for callbacks to monitor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from torchrl_lightning._core.protocols import DataApi
+from torchrl_lightning._core.ranks import gathered
+from torchrl_lightning._core.torchrl_compat import logger_connector
+
+EVALUATION, TRAINING = "eval/", "train/"
+"""Prefixes of metric names."""
+RESERVED = frozenset({"step", "epoch"})
+"""Names that Lightning uses in checkpoint file names and logged rows."""
+
+
+class _RowsOverClock:
+    """A replacement for Lightning's ``log_metrics`` that uses the DataModule's frame count as the step."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def __call__(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        if metrics and "step" not in metrics:  # Lightning uses a metric of this name as the step
+            clock = DataApi.of_run(self._trainer).clock
+            step = step if clock is None else clock[0]
+        connector = logger_connector(self._trainer)
+        type(connector).log_metrics(connector, metrics, step)
+
+
+def count_rows_by_clock(trainer: Any) -> None:
+    """Use the DataModule's frame count as the step of all logged rows of a trainer.
+
+    A logged metric ``step`` would have the same effect, but Lightning also names checkpoints by it.
+    """
+    logger_connector(trainer).log_metrics = _RowsOverClock(trainer)
+
+
+def count_rows_by_lightning(trainer: Any) -> None:
+    """Undo :func:`count_rows_by_clock`; may be called repeatedly."""
+    vars(logger_connector(trainer)).pop("log_metrics", None)
+
+
+def publish(trainer: Any, metrics: Mapping[str, float]) -> None:
+    """Add metrics to a trainer's ``callback_metrics``, the input of checkpointing and early stopping.
+
+    All ranks must call this together. Each metric is the mean over the ranks that have it, so it is equal on all ranks.
+    """
+    rows = gathered(dict(metrics))
+    names = [name for name in dict.fromkeys(name for row in rows for name in row) if name not in RESERVED]
+    columns = [[float(row[name]) for row in rows if name in row] for name in names]
+    means = torch.tensor([sum(column) / len(column) for column in columns], dtype=torch.float64)
+    trainer.callback_metrics.update(zip(names, means.unbind(), strict=True))

@@ -1,0 +1,128 @@
+"""Name runs in folders below ``paths.log_dir`` and in plot legends. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from torchrl_lightning._core.slurm import job_id
+from torchrl_lightning._hydra.compat import register_resolver
+
+# Settings that end a run: a resumed run has a later end than the original run.
+ENDS = {"data.total_frames", "trainer.max_epochs", "trainer.max_steps", "trainer.max_time"}
+_LONGEST = 120  # characters of a folder's name
+# Groups that form the name of a run without an experiment.
+_PARTS = ("model", "env", "data")
+# Choices that do not affect learning, so that they do not distinguish runs.
+_ASIDE = {
+    *("seed", "experiment", "ckpt_path", "trusted", "task_name", "eval_episodes", "eval_checkpoint"),
+    *("hparams_search", "hydra", "logger", "paths"),
+}
+
+
+def base_name(choices: Mapping[str, str | None]) -> str:
+    """Return the experiment among Hydra's choices or, without one, model, environment and data joined by underscores.
+
+    Examples:
+        >>> base_name({"experiment": "ppo_cartpole", "model": "ppo", "env": "cartpole", "data": "gae"})
+        'ppo_cartpole'
+        >>> base_name({"model": "dqn", "env": "cartpole", "data": "uniform"})
+        'dqn_cartpole_uniform'
+    """
+    parts = [choices.get("experiment")] if _experiment(choices) else [choices.get(group) for group in _PARTS]
+    return "_".join(part for part in parts if part)
+
+
+def changed_settings(overrides: Iterable[str], choices: Mapping[str, str | None]) -> dict[str, str]:
+    """Map each changed setting that affects learning to its override, groups first, without the seed.
+
+    Examples:
+        >>> changed_settings(["seed=3", "model.gamma=0.9", "env=acrobot"], {"experiment": "ppo_cartpole"})
+        {'env': 'env=acrobot', 'model.gamma': 'model.gamma=0.9'}
+        >>> changed_settings(["~experiment", "env=acrobot", "logger=none"], {"env": "acrobot"})
+        {}
+    """
+    named = set() if _experiment(choices) else set(_PARTS)
+    found: dict[str, str] = {}
+    for override in overrides:
+        key = override.lstrip("+~").partition("=")[0]
+        if re.split("[./@]", key)[0] not in _ASIDE and key not in named:
+            found[key] = override.lstrip("+")
+    return in_order(found)
+
+
+def in_order(settings: Mapping[str, str]) -> dict[str, str]:
+    """Sort settings by their keys, groups first."""
+    return dict(sorted(settings.items(), key=lambda item: ("." in item[0], item)))
+
+
+def folder_name(choices: Mapping[str, str | None], overrides: Iterable[str]) -> str:
+    """Join a run's base name and changed settings, except its end, without characters that need quotes in a shell.
+
+    A name that is too long for a folder is cut and ends in a hash of all parts.
+
+    Examples:
+        >>> folder_name({"experiment": "ppo_cartpole"}, ["env=acrobot", "model.network.hidden_sizes=[32,32]"])
+        'ppo_cartpole-env_acrobot-model.network.hidden_sizes_32_32'
+    """
+    settings = changed_settings(overrides, choices)
+    parts = [base_name(choices), *(settings[key] for key in settings if key not in ENDS)]
+    words = (re.sub(r"[^a-zA-Z0-9.-]+", "_", part).strip("_.") for part in parts)
+    name = "-".join(word for word in words if word) or "run"
+    return name if len(name) <= _LONGEST else f"{name[: _LONGEST - 9].rstrip('-_.')}-{_hash(parts)}"
+
+
+def job_name(choices: Mapping[str, str | None], overrides: Iterable[str]) -> str:
+    """Return the folder name of a run; a SLURM batch job appends a hash of all overrides and the job id."""
+    job, name = job_id(), folder_name(choices, overrides := list(overrides))
+    if job is None:
+        return name
+    return f"{name}-{_hash(told(overrides))}-job_{job}"
+
+
+def _hash(parts: Iterable[str]) -> str:
+    return sha256("\n".join(parts).encode()).hexdigest()[:8]
+
+
+def told(overrides: Iterable[str]) -> list[str]:
+    """Sort the overrides of a run, the last one for each setting, without ``ckpt_path`` and ``trusted``.
+
+    Examples:
+        >>> told(["seed=3", "ckpt_path=auto", "env=acrobot", "seed=4"])
+        ['env=acrobot', 'seed=4']
+    """
+    last = {override.lstrip("+~").partition("=")[0]: override for override in overrides}
+    return sorted(override for key, override in last.items() if key not in ("ckpt_path", "trusted"))
+
+
+def run_folder(path: Path) -> Path | None:
+    """Return the run folder of a file: the closest parent with Hydra's config; None without one."""
+    parents = path.resolve().parents
+    return next((folder for folder in parents if (folder / ".hydra" / "config.yaml").is_file()), None)
+
+
+def recorded_command(hydra: Any) -> tuple[dict[str, str | None], list[str]]:
+    """Return the selected groups and the unresolved overrides from Hydra's record of a run."""
+    from omegaconf import OmegaConf
+
+    choices, overrides = (
+        OmegaConf.to_container(node, resolve=False) for node in (hydra.runtime.choices, hydra.overrides.task)
+    )
+    return choices, overrides  # type: ignore[return-value]
+
+
+def register_run_name() -> None:
+    """Register ``${run_name:}``, the folder name of the current run, for use in Hydra's folder settings."""
+    from hydra.core.hydra_config import HydraConfig
+
+    def run_name() -> str:
+        return job_name(*recorded_command(HydraConfig.get()))
+
+    register_resolver("run_name", run_name)
+
+
+def _experiment(choices: Mapping[str, str | None]) -> bool:
+    return choices.get("experiment") not in (None, "", "null")

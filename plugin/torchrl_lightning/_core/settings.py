@@ -1,0 +1,297 @@
+"""Settings as class fields: each is annotated once with its check, inherited, and visible in ``help`` and editors.
+
+attrs and dataclasses do not fit here. OmegaConf turns their instances into configs, so ``hydra.utils.instantiate``
+fails on an agent that is passed to it; LightningCLI's subclass mode refuses such base classes; a generated
+``__setattr__`` bypasses the registration of modules; and attrs has no init-only fields for the arguments of a base.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import operator
+import sys
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, ClassVar, Literal, dataclass_transform
+
+from tensordict.utils import NestedKey
+
+from torchrl_lightning._core.suggestions import did_you_mean
+from torchrl_lightning._core.validators import (
+    Check,
+    Checked,
+    boolean,
+    check_defaults,
+    finite,
+    finite_positive,
+    fraction,
+    integer,
+    not_negative,
+    one_of,
+    optional,
+    positive,
+    share,
+)
+
+Positive = Annotated[float, positive]
+FinitePositive = Annotated[float, finite_positive]
+Finite = Annotated[float, finite]
+NotNegative = Annotated[float, not_negative]
+Fraction = Annotated[float, fraction]
+Share = Annotated[float, share]
+Count = Annotated[int, integer]
+Switch = Annotated[bool, boolean]
+
+_NOTHING: Any = inspect.Parameter.empty
+
+
+def among(*options: Any) -> Check:
+    """Return a check that a setting is one of these options, for use in an annotation."""
+    return lambda value, name: one_of(value, name, options)
+
+
+def otherwise(make: Callable[[], Any]) -> Check:
+    """Return a check that replaces None by a default that ``make`` builds, for use in an annotation."""
+    return lambda value, name: make() if value is None else value
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A setting of a class: its type, default and check, and the attribute that stores it.
+
+    Args:
+        default: The default value; ``inspect.Parameter.empty`` for a required argument.
+        kw_only: False for a positional argument.
+        name: The name of the argument.
+        init: False for a computed attribute that is not an argument.
+        attribute: The attribute that stores it; empty if the constructor of the other bases takes it.
+        annotation: The type as written in the class.
+        kind: The evaluated type; ``Any`` if its names are imported only for type checkers.
+        check: Function of the value and the name of the setting that validates and returns the value to store.
+    """
+
+    default: Any = _NOTHING
+    kw_only: bool = True
+    name: str = ""
+    init: bool = True
+    attribute: str = ""
+    annotation: Any = None
+    kind: Any = Any
+    check: Check | None = None
+
+    @property
+    def parameter(self) -> inspect.Parameter:
+        """The constructor parameter."""
+        form = inspect.Parameter.KEYWORD_ONLY if self.kw_only else inspect.Parameter.POSITIONAL_OR_KEYWORD
+        return inspect.Parameter(self.name, form, default=self.default, annotation=self.annotation)
+
+
+def setting(*, default: Any = _NOTHING, kw_only: bool = True, alias: str = "") -> Any:
+    """Declare a setting that needs more than an annotation and a default.
+
+    Args:
+        default: The default value; without one the argument is required. :func:`otherwise` builds mutable defaults.
+        kw_only: False for a positional argument.
+        alias: The name of the argument, if a property of that name exposes a private attribute.
+    """
+    return Setting(default, kw_only, alias)
+
+
+def derived(*, init: Literal[False] = False) -> Any:
+    """Declare a computed attribute, which is not an argument even if a base class has a setting of this name."""
+    return Setting(init=init)
+
+
+@dataclass_transform(kw_only_default=True, eq_default=False, field_specifiers=(setting, derived))
+class Settings:
+    """Base of classes that declare their settings: attributes with a type and a default, own and inherited.
+
+    A setting is passed by name and stored as an attribute. The check in its annotation runs before anything else, so no
+    object has invalid settings. Then ``_init_bases`` passes the settings annotated as ``InitVar``, which are not
+    stored, to the constructor of the other bases. ``__post_init__`` of the class does the rest. Positional settings
+    come after the positional settings of the bases, unless the class declares these again. A subclass with its own
+    ``__init__`` is built like any other class.
+
+    Raises:
+        TypeError: A setting is unknown, or a required setting is missing.
+        ValueError: A check rejects a setting.
+
+    Examples:
+        >>> class Rate(Settings):
+        ...     learning_rate: Positive = 3e-4
+        >>> class Clipped(Rate):
+        ...     clip_epsilon: Positive | None = None
+        >>> inspect.signature(Clipped)
+        <Signature (*, clip_epsilon: 'Positive | None' = None, learning_rate: 'Positive' = 0.0003)>
+        >>> Clipped(clip_epsilon=0)
+        Traceback (most recent call last):
+            ...
+        ValueError: clip_epsilon must be above 0, got 0.
+    """
+
+    settings_of_class: ClassVar[Mapping[str, Setting]] = types.MappingProxyType({})
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        owner = next(each for each in cls.__mro__ if "__init__" in vars(each))
+        if issubclass(owner, Settings) and "settings_of_class" not in vars(owner):
+            return  # the subclass has its own constructor
+        own, made = _own_settings(cls)
+        inherited: dict[str, Setting] = {}
+        for base in cls.__bases__:
+            for name, each in getattr(base, "settings_of_class", {}).items():
+                if name not in own and each.attribute not in made:
+                    inherited.setdefault(name, each)
+        by_place = {name: each for name, each in inherited.items() if not each.kw_only}
+        cls.settings_of_class = {**by_place, **own, **inherited}
+        cls.__init__ = _constructor(cls)  # type: ignore[method-assign]
+
+    def _init_bases(self, **arguments: Any) -> None:
+        """Call the constructor of the other bases; a class whose base takes other arguments overrides this."""
+        super().__init__(**arguments)
+
+    def __post_init__(self) -> None:
+        """Complete the object after its settings are stored; call ``super().__post_init__()`` first."""
+
+    @classmethod
+    def check_later(cls, attribute: str, check: Check | None, name: str) -> None:
+        """Validate later assignments to an attribute by the check of setting ``name``; None removes a base's check."""
+        if check is not None:
+            Checked(check, name).add_to(cls, attribute)
+        elif isinstance(inspect.getattr_static(cls, attribute, None), Checked):
+            Checked(lambda value, _: value).add_to(cls, attribute)
+
+    def require_effect(self, name: str, has_effect: Any, needs: str) -> None:
+        """Validate that a setting without effect has its default value; raise ValueError with the remedy if not.
+
+        Args:
+            name: The setting; a class without it passes.
+            has_effect: Whether the other settings let it have an effect.
+            needs: The requirement for an effect.
+        """
+        setting = self.settings_of_class.get(name)
+        if has_effect or setting is None:
+            return
+        value = vars(self).get(setting.attribute)
+        check_defaults(f"without {needs}", f"give {needs}", **{name: (value, setting.default)})
+
+
+def _own_settings(cls: type[Settings]) -> tuple[dict[str, Setting], set[str]]:
+    """Return the settings that a class declares, and the names of its computed attributes.
+
+    All are deleted from the class, because they would hide attributes of a base. Plain settings, such as numbers,
+    switches and names, are also validated on later assignments.
+    """
+    found: dict[str, Setting] = {}
+    made = set[str]()
+    for name, annotation in inspect.get_annotations(cls).items():
+        value = vars(cls).get(name, _NOTHING)
+        is_private = name.startswith("_") and not isinstance(value, Setting)
+        if value is _NOTHING or is_private or str(annotation).startswith("ClassVar"):
+            continue
+        written = value if isinstance(value, Setting) else Setting(value)
+        delattr(cls, name)
+        if written.init:
+            called, stored = written.name or name, not str(annotation).startswith("InitVar[")
+            annotation = annotation if stored else annotation[len("InitVar[") : -1]
+            kind = _meant(annotation, cls)
+            own = {"name": called, "attribute": name if stored else "", "annotation": annotation, "kind": kind}
+            found[called] = replace(written, **own, check=(check := _check_of(kind)))
+            if stored and check is not None and _is_plain(kind) and _is_free(cls, name):
+                cls.check_later(name, check, called)
+        else:
+            made.add(name)
+            cls.check_later(name, None, name)
+    return found, made
+
+
+def _constructor(cls: type) -> Callable[..., None]:
+    settings: Mapping[str, Setting] = vars(cls)["settings_of_class"]
+    ordered = sorted(settings.values(), key=lambda each: each.kw_only)
+    myself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    signature = inspect.Signature([myself, *(each.parameter for each in ordered)])
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            bound = signature.bind(self, *args, **kwargs)
+        except TypeError as error:
+            unknown = [name for name in kwargs if name not in settings]
+            if not unknown:
+                raise TypeError(f"{cls.__name__}: {error}; its settings are {', '.join(settings)}") from None
+            meant = did_you_mean(unknown[0], settings)
+            raise TypeError(f"{cls.__name__} has no setting {unknown[0]!r}{meant}") from None
+        bound.apply_defaults()
+        values, base_arguments = {}, {}
+        for name, each in settings.items():
+            value = bound.arguments[name]
+            value = value if each.check is None else each.check(value, name)
+            if each.attribute:
+                values[each.attribute] = value
+            else:
+                base_arguments[name] = value
+        self._init_bases(**base_arguments)
+        for name, value in values.items():
+            setattr(self, name, value)
+        self.__post_init__()
+
+    __init__.__doc__ = "Take the settings."
+    __init__.__qualname__, __init__.__module__ = f"{cls.__qualname__}.__init__", cls.__module__
+    __init__.__annotations__ = {name: _taken(each) for name, each in settings.items()} | {"return": None}
+    vars(__init__)["__signature__"] = signature
+    return __init__
+
+
+def _meant(annotation: Any, cls: type) -> Any:
+    if not isinstance(annotation, str):
+        return annotation
+    try:
+        return eval(annotation, vars(sys.modules[cls.__module__]), dict(vars(cls)))
+    except NameError:  # imported only for type checkers
+        return Any
+
+
+def _check_of(kind: Any) -> Check | None:
+    if typing.get_origin(kind) is Annotated:
+        return typing.cast(Check, kind.__metadata__[0])
+    members = typing.get_args(kind) if _is_union(kind) else ()
+    checks = [check for check in map(_check_of, members) if check is not None]
+    if len(checks) != 1:
+        return None
+    return optional(checks[0]) if type(None) in members else checks[0]
+
+
+def _taken(each: Setting) -> Any:
+    """Return the type of the values that a setting accepts, with None if that is its default."""
+    kind = _plain(each.kind)
+    return kind | None if each.default is None else kind
+
+
+_PLAIN_ORIGINS = (Literal, tuple, list, dict, Sequence, Mapping)
+
+
+def _is_plain(kind: Any) -> bool:
+    """Return whether a setting is a number, switch, name, key, list, dict or None: ``nn.Module`` stores it as it is."""
+    plain = _plain(kind)
+    members = typing.get_args(plain) if _is_union(plain) else (plain,)
+    simple = int, float, bool, str, NestedKey, type(None)
+    return all(member in simple or typing.get_origin(member) in _PLAIN_ORIGINS for member in members)
+
+
+def _is_free(cls: type, name: str) -> bool:
+    """Return whether no base has an attribute of this name, such as a property, other than a :class:`Checked`."""
+    found = inspect.getattr_static(cls, name, None)
+    return found is None or isinstance(found, Checked)
+
+
+def _plain(kind: Any) -> Any:
+    """Return a type without the checks in it."""
+    if typing.get_origin(kind) is Annotated:
+        return kind.__origin__
+    return functools.reduce(operator.or_, map(_plain, typing.get_args(kind))) if _is_union(kind) else kind
+
+
+def _is_union(kind: Any) -> bool:
+    return typing.get_origin(kind) in (typing.Union, types.UnionType)

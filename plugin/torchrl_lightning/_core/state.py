@@ -1,0 +1,407 @@
+"""Declared states: save them, validate them before anything changes, and load them.
+
+A part derives from :class:`Stated` and lists the entries of its state in ``STATE``, in the order of loading:
+
+==================== =================================================================================================
+:class:`Attribute`   an attribute, which is set to a copy; without a check, a constructor argument, which must be equal
+:class:`InPlace`     a tensor or array that is filled in place, because other objects share it
+:class:`Child`       a part that is :class:`Stated` itself, or None
+==================== =================================================================================================
+
+A check takes ``(value, name)``. It returns the value to store, or raises ``wrong(value, name, "the expected value")``.
+If the check depends on the part, pass a function of the part that returns the check::
+
+    Attribute(whole(1))
+    Attribute(of=lambda ring: whole(0, ring.capacity - 1))
+    Attribute(of=lambda buffer: buffer._read_episodes)
+
+An attribute may be nested, as ``"table.alpha"``, or a property that converts from and to the saved value.
+
+Hooks: ``_check_together(values)`` raises ValueError if entries conflict; ``_loaded()`` updates derived attributes.
+Override :meth:`~Stated.read_state` or :meth:`~Stated.put_state` around ``super()`` to take a lock or to handle a value
+that no entry can describe.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass
+from operator import attrgetter
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchrl_lightning._core.files import Rows
+from torchrl_lightning._core.validators import Check
+
+LARGEST = 1 << 60
+"""Upper limit of counters, so that sums and products with them do not overflow."""
+
+# ---- checks ----------------------------------------------------------------------------------------------------------
+
+
+def check_state(
+    state: Any,
+    schema: Mapping[str, Check],
+    owner: str,
+    version: int | None = None,
+    together: Callable[[dict[str, Any]], None] | None = None,
+) -> dict[str, Any]:
+    """Validate a state of ``owner`` by a schema, and return the value to store for each entry of the schema.
+
+    Other entries are ignored. If ``version`` is given, ``schema_version`` must equal it. ``together`` validates the
+    values together. The ValueError names the entry, the received and the expected value.
+    """
+    if not isinstance(state, Mapping):
+        raise ValueError(f"The {owner} state is foreign: it is {described(state)}, expected a dict.")
+    if version is not None and (type(found := state.get("schema_version")) is not int or found != version):
+        raise ValueError(
+            f"The {owner} state has schema version {described(found)}, this release reads version {version}."
+        )
+    if missing := sorted(set(schema) - set(state)):
+        found = sorted(map(str, state))
+        raise ValueError(f"The {owner} state is foreign: it lacks {', '.join(missing)}; it has {found}.")
+    try:
+        values = {name: check(state[name], repr(name)) for name, check in schema.items()}
+        if together is not None:
+            together(values)
+    except _WrongError as error:
+        raise ValueError(f"The {owner} state is foreign: {error}.") from None
+    return values
+
+
+class _WrongError(ValueError):
+    """An entry is invalid; the message does not yet name the owner."""
+
+
+def wrong(value: Any, name: str, expected: str) -> ValueError:
+    """Return the error of a check, with the received and the expected value."""
+    return _WrongError(f"{name} is {described(value)}, expected {expected}")
+
+
+def described(value: Any) -> str:
+    """Describe a value in a few words: a tensor by dtype and shape, a number or string by its repr."""
+    if isinstance(value, Tensor):
+        return f"a tensor {list(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
+    if value is None or isinstance(value, bool | int | float | str):
+        text = repr(value)
+        return text if len(text) <= 60 else f"{text[:60]}..."
+    return f"a {type(value).__name__}"
+
+
+def expect(fits: Callable[[Any], Any], expected: str) -> Check:
+    """Return a check that ``fits(value)`` is true; ``expected`` describes the expected value in errors."""
+
+    def check(value: Any, name: str) -> Any:
+        if not fits(value):
+            raise wrong(value, name, expected)
+        return value
+
+    return check
+
+
+anything = expect(lambda value: True, "anything")
+flag = expect(lambda value: type(value) is bool, "True or False")
+text = expect(lambda value: type(value) is str, "a string")
+sequence = expect(lambda value: isinstance(value, list | tuple), "a list")
+"""Expect a list; another check validates its content."""
+mapping = expect(
+    lambda value: isinstance(value, Mapping) and all(isinstance(key, str) for key in value),
+    "a dict with strings as keys",
+)
+"""Expect a dict; another schema validates its content."""
+
+
+def whole(low: int = 0, high: int = LARGEST) -> Check:
+    """Expect an integer in ``[low, high]``."""
+    most = f", at most {high}" if high < LARGEST else ""
+    return expect(lambda value: type(value) is int and low <= value <= high, f"an integer of at least {low}{most}")
+
+
+def number(low: float = -math.inf, high: float = math.inf) -> Check:
+    """Expect a finite number in ``[low, high]``, and return it as a float."""
+    least, most = f" of at least {low}" if low > -math.inf else "", f", at most {high}" if high < math.inf else ""
+    check = expect(
+        lambda value: type(value) in (int, float) and math.isfinite(value) and low <= value <= high,
+        f"a finite number{least}{most}",
+    )
+    return lambda value, name: float(check(value, name))
+
+
+def fields(owner: str, schema: Mapping[str, Check]) -> Check:
+    """Expect a dict with the entries of a schema, and return the value to store for each."""
+    return lambda value, name: check_state(value, schema, owner)
+
+
+def list_of(check: Check) -> Check:
+    """Expect a list, and return the value to store for each item."""
+    return lambda value, name: [check(item, f"an item of {name}") for item in sequence(value, name)]
+
+
+def same(own: Any, owner: str, argument: str = "") -> Check:
+    """Expect the owner's build value ``own``; ``argument`` is its constructor argument, by default the entry's name."""
+
+    def check(value: Any, name: str) -> Any:
+        if type(value) is not type(own) or value != own:
+            name = name.strip("'")
+            raise ValueError(
+                f"The state has {name}={described(value)}, this {owner} has {argument or name}={described(own)}; "
+                f"build it with {argument or name}={described(value)} or load a matching state."
+            )
+        return value
+
+    return check
+
+
+def tensor(
+    dtype: torch.dtype,
+    *shape: int | None,
+    low: float | Tensor | None = None,
+    high: float | Tensor | None = None,
+    anywhere: bool = False,
+) -> Check:
+    """Expect a tensor with values in ``[low, high]``, on the CPU unless ``anywhere``; None allows any size."""
+
+    def check(value: Any, name: str) -> Tensor:
+        fits = (
+            isinstance(value, Tensor)
+            and value.layout is torch.strided
+            and not value.is_meta
+            and value.dtype == dtype
+            and (anywhere or value.is_cpu)
+            and value.ndim == len(shape)
+            and all(size in (None, found) for size, found in zip(shape, value.shape, strict=True))
+        )
+        if not fits:
+            expected = ", ".join("any" if size is None else str(size) for size in shape)
+            raise wrong(value, name, f"a tensor [{expected}] of {str(dtype).removeprefix('torch.')}")
+        found: Tensor = value
+        if found.numel() and not ((low is None or (found >= low).all()) and (high is None or (found <= high).all())):
+            limits = "what the other entries allow" if isinstance(high, Tensor) else f"{low} to {high}"
+            raise _WrongError(
+                f"{name} holds values from {found.min().item()} to {found.max().item()}, "
+                f"expected {limits.replace('None', 'anything')}"
+            )
+        return found
+
+    return check
+
+
+def generator(device: torch.device | str) -> Check:
+    """Expect the state of a generator on a device."""
+
+    def check(value: Any, name: str) -> Tensor:
+        try:
+            state: Tensor = value.cpu()
+            torch.Generator(device).set_state(state)
+        except (RuntimeError, TypeError, AttributeError) as error:
+            reason = str(error).split("\n")[0]
+            raise _WrongError(f"{name} is no state of a random generator on {device} ({reason})") from error
+        return state
+
+    return check
+
+
+# ---- entries ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Attribute:
+    """Entry that saves an attribute, and sets it to a copy of the value that its check returns.
+
+    Attributes:
+        check: Returns the value to store. Without ``check`` and ``of``, the attribute is a build value, set by the
+            constructor: a state with another value is rejected, and nothing is set.
+        at: The path of the attribute in the part; the entry's name by default.
+        form: Returns the saved form of the attribute's value, and need not copy.
+        of: Returns the check for a part, instead of ``check``.
+        only: The name of an attribute of the part; the entry exists only if that attribute is true. Without a name, the
+            entry always exists.
+        argument: The constructor argument of a build value; the entry's name by default.
+    """
+
+    check: Check | None = None
+    at: str = ""
+    form: Callable[[Any], Any] | None = None
+    _: KW_ONLY
+    of: Callable[[Any], Check] | None = None
+    only: str = ""
+    argument: str = ""
+
+    @property
+    def is_built(self) -> bool:
+        """Whether this is a build value, which is compared and not set."""
+        return type(self) is Attribute and self.check is None and self.of is None
+
+    def save(self, part: Any, at: str, copy: bool) -> Any:
+        """Return the entry of a part's state, copied or not."""
+        value = attrgetter(at)(part)
+        return saved(value if self.form is None else self.form(value), copy)
+
+    def check_of(self, part: Any, at: str) -> Check:
+        """Return the check of the entry."""
+        if self.of is not None:
+            return self.of(part)
+        return self.check or same(attrgetter(at)(part), part.OWNER, self.argument)
+
+    def put(self, part: Any, at: str, value: Any) -> None:
+        """Store the value that the check returned."""
+        if not self.is_built:
+            holder, _, name = at.rpartition(".")
+            setattr(attrgetter(holder)(part) if holder else part, name, saved(value, True))
+
+
+@dataclass(frozen=True)
+class InPlace(Attribute):
+    """Entry that fills a tensor or array in place with values in ``[low, high]`` of the same shape and dtype.
+
+    ``at`` and ``only`` have the same meaning as in :class:`Attribute`.
+    """
+
+    _: KW_ONLY
+    low: float | None = None
+    high: float | None = None
+
+    def check_of(self, part: Any, at: str) -> Check:
+        """Expect values of the same shape and dtype."""
+        own = torch.as_tensor(attrgetter(at)(part))
+        return tensor(own.dtype, *own.shape, low=self.low, high=self.high)
+
+    def put(self, part: Any, at: str, value: Any) -> None:
+        """Fill the attribute."""
+        attrgetter(at)(part)[...] = value
+
+
+@dataclass(frozen=True)
+class Child(Attribute):
+    """Entry for the state of a child, which validates and loads it itself; None without a child."""
+
+    def save(self, part: Any, at: str, copy: bool) -> Any:
+        """Return the state of the child."""
+        child = attrgetter(at)(part)
+        return None if child is None else child.state_dict(copy=copy)
+
+    def check_of(self, part: Any, at: str) -> Check:
+        """Return the child's own check of its state."""
+        child = attrgetter(at)(part)
+        return same(None, part.OWNER) if child is None else lambda value, name: child.read_state(value)
+
+    def put(self, part: Any, at: str, value: Any) -> None:
+        """Store the validated values in the child."""
+        if value is not None:
+            attrgetter(at)(part).put_state(value)
+
+
+GENERATOR = Attribute(of=lambda part: generator(part.generator.device), at="generator_state")
+"""The entry of a random generator; loading keeps the generator object."""
+
+
+class Stated:
+    """Base of parts with a declared state: plain data, copied when saved and loaded, and loaded entirely or not at all.
+
+    List it before the bases of TorchRL and Lightning, because it replaces their methods of the same names. A subclass
+    repeats the entries of its base: ``STATE = {**Base.STATE, "more": Attribute(flag)}``.
+
+    Attributes:
+        STATE: The entries, in the order of loading.
+        OWNER: The name of the part in messages.
+        VERSION: The version of its states; None if they are always saved within the state of another part.
+
+    Examples:
+        >>> from torchrl_lightning._core.mixins import OwnGenerator
+        >>> class Deck(OwnGenerator, Stated):
+        ...     OWNER, VERSION = "deck", 1
+        ...     STATE = {
+        ...         "size": Attribute(),
+        ...         "drawn": Attribute(of=lambda deck: whole(0, deck.size), at="_drawn"),
+        ...         "generator": GENERATOR,
+        ...     }
+        ...
+        ...     def __init__(self, size: int) -> None:
+        ...         self.size, self._drawn = size, 0
+        ...
+        ...     def draw(self) -> int:
+        ...         self._drawn += 1
+        ...         return int(torch.randint(self.size, (), generator=self.generator))
+        >>> one, other = Deck(52), Deck(52)
+        >>> state = one.state_dict()
+        >>> list(state)
+        ['schema_version', 'size', 'drawn', 'generator']
+        >>> other.load_state_dict(state)
+        >>> one.draw() == other.draw()
+        True
+        >>> other.load_state_dict({**state, "drawn": 53})
+        Traceback (most recent call last):
+            ...
+        ValueError: The deck state is foreign: 'drawn' is 53, expected an integer of at least 0, at most 52.
+        >>> Deck(32).load_state_dict(state)
+        Traceback (most recent call last):
+            ...
+        ValueError: The state has size=52, this deck has size=32; build it with size=52 or load a matching state.
+    """
+
+    STATE: ClassVar[Mapping[str, Attribute]] = {}
+    OWNER: ClassVar[str]
+    VERSION: ClassVar[int | None] = None
+
+    def state_dict(self, *, copy: bool = True) -> dict[str, Any]:
+        """Return the complete state: tensors and scalars only.
+
+        Args:
+            copy: Return copies; otherwise views, for a caller that reads them immediately.
+        """
+        state = {name: entry.save(self, at, copy) for name, entry, at in self._entries()}
+        return state if self.VERSION is None else {"schema_version": self.VERSION, **state}
+
+    def check_state(self, state_dict: Mapping[str, Any]) -> None:
+        """Validate a state as :meth:`load_state_dict` does; change nothing."""
+        self.read_state(state_dict)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore a state exactly: the part continues as the saved part would have continued.
+
+        Raises:
+            ValueError: The version or a build value differs, or an entry is missing or invalid; nothing is changed.
+        """
+        self.put_state(self.read_state(state_dict))
+
+    def read_state(self, state_dict: Any) -> dict[str, Any]:
+        """Validate a state with its nested states, and return the values for :meth:`put_state`; change nothing."""
+        schema = {name: entry.check_of(self, at) for name, entry, at in self._entries()}
+        return check_state(state_dict, schema, self.OWNER, self.VERSION, self._check_together)
+
+    def put_state(self, values: Mapping[str, Any]) -> None:
+        """Store the values that :meth:`read_state` returned."""
+        for name, entry, at in self._entries():
+            entry.put(self, at, values[name])
+        self._loaded()
+
+    def _entries(self) -> list[tuple[str, Attribute, str]]:
+        """Return the name of each entry, the entry, and the path of its attribute."""
+        return [
+            (name, entry, entry.at or name)
+            for name, entry in self.STATE.items()
+            if not entry.only or getattr(self, entry.only)
+        ]
+
+    def _check_together(self, values: Mapping[str, Any]) -> None:
+        """Validate entries together; raise ValueError if they conflict. Each entry is valid by itself."""
+
+    def _loaded(self) -> None:
+        """Update derived attributes after the entries are loaded."""
+
+
+def saved(value: Any, copy: bool) -> Any:
+    """Convert a value for a state, also within dicts and lists: arrays to tensors; ``copy`` also copies and gathers."""
+    if isinstance(value, dict):
+        return {key: saved(entry, copy) for key, entry in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(saved(entry, copy) for entry in value)
+    if isinstance(value, np.ndarray):
+        value = torch.from_numpy(value)
+    if not copy:
+        return value
+    return value[:] if isinstance(value, Rows) else value.clone() if isinstance(value, Tensor) else value

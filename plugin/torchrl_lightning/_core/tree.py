@@ -1,0 +1,228 @@
+"""Nested keys, trees (nested dicts of tensors with one leading batch dimension), and differences between trees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Annotated, Any, TypeGuard, cast
+
+import torch
+from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, is_non_tensor
+from tensordict.utils import NestedKey
+from torch import Tensor
+
+from torchrl_lightning._core.torchrl_compat import entries_of, new_tensordict
+
+Tree = dict[str, Any]
+"""Nested dict with tensors as leaves."""
+Path = tuple[str, ...]
+"""Keys from the root of a tree to one leaf."""
+Key = Annotated[NestedKey, lambda key, name: nested_key(key)]
+"""A setting that is a key."""
+Keys = Annotated[tuple[NestedKey, ...], lambda keys, name: nested_keys(keys)]
+"""A setting that is a list of keys."""
+Schema = dict[NestedKey, tuple[Any, ...]]
+"""Feature shape and dtype of each leaf, and optionally its device."""
+
+
+def nested_key(key: Any) -> NestedKey:
+    """Return a key from YAML or code, a string or a sequence of strings; raise TypeError for anything else."""
+    if isinstance(key, str):
+        return key
+    if not isinstance(key, Sequence) or not key or not all(isinstance(part, str) for part in key):
+        raise TypeError(f"A key is a string or a list of strings, such as [next, reward]; got {key!r}.")
+    return cast(NestedKey, key[0] if len(key) == 1 else tuple(key))
+
+
+def nested_keys(keys: Any) -> tuple[NestedKey, ...]:
+    """Return a collection of keys as a tuple, and a string as a tuple of one; raise TypeError for anything else."""
+    if isinstance(keys, str):
+        return (keys,)
+    if not isinstance(keys, Collection):
+        raise TypeError(f"Expected a list of keys, such as [observation, [next, reward]]; got {keys!r}.")
+    return tuple(nested_key(key) for key in keys)
+
+
+def path_of(key: NestedKey) -> Path:
+    """Return a key as a tuple of strings."""
+    return (key,) if isinstance(key, str) else tuple(key)
+
+
+def next_key(key: NestedKey) -> Path:
+    """Return the same key under ``next``."""
+    return ("next", key) if isinstance(key, str) else ("next", *key)
+
+
+def under(key: NestedKey, root: NestedKey) -> bool:
+    """Return whether ``key`` is ``root`` or nested below it."""
+    if isinstance(key, str):
+        return key == root or root == (key,)
+    path = (root,) if isinstance(root, str) else root
+    return key[: len(path)] == path
+
+
+def join(root: NestedKey, suffix: Path) -> NestedKey:
+    """Return ``root`` extended by ``suffix``; a plain string if possible."""
+    if not suffix and isinstance(root, str):
+        return root
+    joined = path_of(root) + suffix
+    return joined[0] if len(joined) == 1 else joined
+
+
+def leaves_of(tree: Tree) -> list[tuple[Path, Tensor]]:
+    """Return every leaf with its path, in order."""
+    found: list[tuple[Path, Tensor]] = []
+    _collect(tree, (), found)
+    return found
+
+
+def _collect(tree: Tree, path: Path, found: list[tuple[Path, Tensor]]) -> None:
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            _collect(value, (*path, key), found)
+        else:
+            found.append(((*path, key), value))
+
+
+def keyed_leaves(data: TensorDictBase | Tree) -> list[tuple[NestedKey, Tensor]]:
+    """Return every leaf with its key, a plain string if possible; raise TypeError as :func:`tree_of` does."""
+    leaves = leaves_of(data if isinstance(data, dict) else tree_of(data))
+    return [(path[0] if len(path) == 1 else path, leaf) for path, leaf in leaves]
+
+
+def keys_below(data: TensorDictBase, root: NestedKey) -> list[NestedKey]:
+    """Return the keys of all leaves at or below ``root``; an empty list if ``root`` is missing."""
+    entry = data.get(root, None)
+    if entry is None:
+        return []
+    return [join(root, path) for path, _ in leaves_of(tree_of(entry))] if is_tensordict(entry) else [join(root, ())]
+
+
+def map_leaves(function: Callable[[Tensor], Any], tree: Tree) -> Tree:
+    """Apply a function to every leaf."""
+    return {k: map_leaves(function, leaf) if isinstance(leaf, dict) else function(leaf) for k, leaf in tree.items()}
+
+
+def level_of(data: TensorDictBase) -> dict[str, Any]:
+    """Return the entries of one level, read-only; raise TypeError if some rows of a lazy stack lack an entry."""
+    # A lazy stack lists only the keys that all of its rows have.
+    if type(data) is not TensorDict and isinstance(data, LazyStackedTensorDict):
+        lost = set().union(*(row.keys() for row in data.tensordicts)) - set(data.keys())
+        if lost:
+            raise TypeError(f"Only some rows have the entries {sorted(lost)}; give them to all or to none.")
+    return entries_of(data)
+
+
+def tree_of(data: TensorDictBase, path: Path = ()) -> Tree:
+    """Build the nested dict of the leaves; raise TypeError if one is not a dense tensor, or if some rows lack it."""
+    tree: Tree = {}
+    for key, value in (entries_of if type(data) is TensorDict else level_of)(data).items():
+        if isinstance(value, TensorDictBase) and not is_non_tensor(value):
+            tree[key] = tree_of(value, (*path, key))
+        elif isinstance(value, Tensor) and value.layout is torch.strided and not value.is_nested:
+            tree[key] = value
+        else:
+            kind = "sparse or nested tensor" if isinstance(value, Tensor) else type(value).__name__
+            raise TypeError(f"Entry {name_of((*path, key))} is a {kind}; a buffer stores dense tensors only.")
+    return tree
+
+
+def to_tensordict(tree: Tree, batch: torch.Size, device: torch.device | None = None) -> TensorDict:
+    """Build a TensorDict over the leaves of a tree."""
+    entries = {k: to_tensordict(v, batch, device) if isinstance(v, dict) else v for k, v in tree.items()}
+    return TensorDict(entries, batch, device=device)
+
+
+def tensordict_of(
+    entries: Mapping[Path, Tensor], batch: torch.Size, names: Sequence[str | None] | None = None
+) -> TensorDict:
+    """Build a TensorDict from entries and their paths, without checks."""
+    level: dict[str, Any] = {}
+    for (name, *rest), value in entries.items():
+        if rest:
+            level.setdefault(name, {})[tuple(rest)] = value
+        else:
+            level[name] = value
+    nested = {key: tensordict_of(part, batch, names) if isinstance(part, dict) else part for key, part in level.items()}
+    return new_tensordict(nested, batch, names)
+
+
+def name_of(path: Path) -> str:
+    """Return a path as the key that a user types."""
+    return repr(path[0] if len(path) == 1 else path)
+
+
+def is_tensordict(value: Any) -> TypeGuard[TensorDictBase]:
+    """Return whether a value is a TensorDict; skip the slow check of the abstract class for a plain TensorDict."""
+    return type(value) is TensorDict or isinstance(value, TensorDictBase)
+
+
+def check_tensordict(data: Any) -> None:
+    """Validate that a value is a TensorDict; raise TypeError with a remedy if it is not."""
+    if not is_tensordict(data):
+        kind = "a plain tensor" if isinstance(data, Tensor) else f"a {type(data).__name__}"
+        raise TypeError(
+            f"Expected a TensorDict, got {kind}; name the entries and the rows, "
+            'e.g. TensorDict({"observation": tensor}, [len(tensor)]).'
+        )
+
+
+def entry_of(data: TensorDictBase, key: NestedKey) -> Tensor | None:
+    """Return an entry without the checks of ``get``, or None."""
+    node: Any = data
+    for part in (key,) if isinstance(key, str) else key:
+        node = entries_of(node).get(part) if is_tensordict(node) else None
+    return node
+
+
+def moved(value: Tensor, device: torch.device | str) -> Tensor:
+    """Move a tensor to a device; comparing devices first costs a tenth of a ``to`` without effect."""
+    return value if value.device == device else value.to(device)
+
+
+def nearest(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Cast values to another dtype; round and clamp floating-point values to an integer dtype.
+
+    Examples:
+        >>> nearest(torch.tensor([-1.0, 2.6, 256.0]), torch.uint8).tolist()
+        [0, 3, 255]
+    """
+    if dtype.is_floating_point or not values.is_floating_point():
+        return values.to(dtype)
+    if dtype is torch.bool:
+        return values > 0.5
+    limits = torch.iinfo(dtype)
+    return values.round().long().clamp(limits.min, limits.max).to(dtype)
+
+
+def describe(data: TensorDictBase | Tree, batch_dims: int, *, devices: bool = False) -> Schema:
+    """Return shape (after the first ``batch_dims`` dimensions), dtype and optionally device of every leaf."""
+    return {
+        key: (leaf.shape[batch_dims:], leaf.dtype, *((leaf.device,) if devices else ()))
+        for key, leaf in keyed_leaves(data)
+    }
+
+
+def schema_difference(stored: Schema, given: Schema) -> str:
+    """Describe in words how ``given`` differs from ``stored``."""
+
+    def described(shape: torch.Size, *rest: Any) -> str:
+        return f"{list(shape)} {' on '.join(map(str, rest))}"
+
+    parts = [f"{key!r} is missing" for key in stored.keys() - given.keys()]
+    parts += [f"{key!r} is new" for key in given.keys() - stored.keys()]
+    parts += [
+        f"{key!r} is {described(*given[key])}, stored is {described(*stored[key])}"
+        for key in stored.keys() & given.keys()
+        if stored[key] != given[key]
+    ]
+    return "; ".join(sorted(parts))
+
+
+def difference(tree: Tree, data: TensorDictBase, *, devices: bool = True) -> str:
+    """Describe in words how the leaves of ``data`` differ from the stored leaves in ``tree``."""
+    return schema_difference(describe(tree, 1, devices=devices), describe(tree_of(data), 1, devices=devices))
+
+
+def row_bytes(tree: Tree) -> int:
+    """Count the bytes that one row of all leaves takes."""
+    return sum(leaf[:1].numel() * leaf.element_size() for _, leaf in leaves_of(tree))

@@ -1,0 +1,43 @@
+"""Faster updates, acting and optimizers for small perceptrons on one CPU, with the same results as torch.
+
+The rest of the package imports only from this module. Torch computes all unsupported cases.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from torchrl_lightning.agents.analytic.acting import bind_inputs as bind_inputs
+from torchrl_lightning.agents.analytic.optimization import LeanAdam as LeanAdam
+from torchrl_lightning.agents.analytic.optimization import OptimizedParameters as OptimizedParameters
+from torchrl_lightning.agents.analytic.optimization import SoftUpdate as SoftUpdate
+from torchrl_lightning.agents.analytic.optimization import settled_parameters as settled_parameters
+from torchrl_lightning.agents.analytic.perceptrons import Unsupported, defining_class
+from torchrl_lightning.agents.analytic.updates import AnalyticUpdate, DQNUpdate, PPOUpdate, SACUpdate, TD3Update
+
+logger = logging.getLogger(__name__)
+_UPDATES: dict[str, type[AnalyticUpdate]] = {
+    "DQNModule": DQNUpdate,
+    "SACModule": SACUpdate,
+    "TD3Module": TD3Update,
+    "PPOModule": PPOUpdate,
+}
+
+
+def update_for(agent: Any) -> AnalyticUpdate | None:
+    """Return a function that writes the gradients of an agent's loss without autograd.
+
+    Args:
+        agent: An agent in a fit, with trainer, networks and optimizers.
+
+    Returns:
+        A function of a batch; it returns None if autograd must compute this batch. Or None if autograd must compute
+        all batches, because the agent, its networks or the run are not supported.
+    """
+    kind = _UPDATES.get(defining_class(agent, "terms"))
+    try:
+        return None if kind is None else kind(agent)
+    except Unsupported as reason:
+        logger.debug("Autograd computes the gradients of %s: %s", type(agent).__name__, reason)
+        return None

@@ -1,0 +1,450 @@
+"""Base classes of all agents: networks from specs, manual optimization, learning-rate schedules."""
+
+from __future__ import annotations
+
+import copy
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import cache
+from typing import Annotated, Any, ClassVar, Self, TypeVar
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from tensordict import TensorDictBase
+from torch import Tensor, nn
+
+from torchrl_lightning._core.checksums import check_seal, seal, with_own_numbers
+from torchrl_lightning._core.errors import Fault, check_precision, require_fit
+from torchrl_lightning._core.keys import ACTION_MASK
+from torchrl_lightning._core.mixins import PickledByValue
+from torchrl_lightning._core.modules import owner_of
+from torchrl_lightning._core.protocols import DataApi
+from torchrl_lightning._core.settings import FinitePositive, Positive, Settings, setting
+from torchrl_lightning._core.torch_defaults import check_default_dtype
+from torchrl_lightning._core.validators import Check
+from torchrl_lightning.agents.analytic import LeanAdam, OptimizedParameters, settled_parameters, update_for
+from torchrl_lightning.agents.dry_run import ROWS, dry_run, network_faults
+from torchrl_lightning.agents.metrics import ReportingModule, train_names
+from torchrl_lightning.agents.optimizer_states import (
+    check_optimizer_states,
+    configured_optimizers,
+    copied_optimizer,
+)
+from torchrl_lightning.agents.schedules import ConstantSchedule, Schedule, as_schedule, progress_of
+
+T = TypeVar("T")
+
+
+def makes_optimizers(value: Any, name: str) -> Any:
+    """Validate an optimizer factory and return it; raise TypeError if it is not callable."""
+    if not callable(value):
+        raise TypeError(
+            f"{name} is {value!r}; expected a callable that makes an optimizer of parameters, such as "
+            "functools.partial(torch.optim.Adam, lr=1e-3)."
+        )
+    return value
+
+
+OptimizerFactory = Annotated[Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer], makes_optimizers]
+
+
+class AgentModule(PickledByValue, Settings, ReportingModule):
+    """An agent with networks built from a DataModule's specs.
+
+    Args:
+        learning_rate: Learning rate of the default optimizer.
+        optimizer: A callable (e.g. a ``functools.partial``) that takes parameters and returns an optimizer; fused Adam
+            by default.
+        max_grad_norm: Clip the gradient of each optimizer's parameters to this norm; None does not clip.
+        schedule: Schedule of the learning rates over frames: ``"constant"``, ``"linear"``, ``"cosine"`` or a function
+            of progress.
+    """
+
+    adam_eps: ClassVar[float] = 1e-8
+    learns_from: ClassVar[str | None] = None
+    """The required data stream, as in ``serves`` of a DataModule; None accepts any."""
+    stream_for_it: ClassVar[str] = ""
+
+    dry_run_of: ClassVar[str | None] = None
+    """Name of the method that builds the networks of :meth:`network_outputs`; None skips the dry run."""
+    batch_shapes: ClassVar[Sequence[tuple[int, ...]]] = ((ROWS,),)
+    """Batch shapes that the dry run passes to the encoders."""
+
+    honours_masks: ClassVar[bool] = False
+    """True if the policy and the losses respect an ``action_mask`` in the observation."""
+
+    learning_rate: FinitePositive = 3e-4
+    optimizer: OptimizerFactory | None = None
+    max_grad_norm: Positive | None = None
+    schedule: str | Schedule = "constant"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.automatic_optimization = False
+        self._schedule = as_schedule(self.schedule)
+        # The key is the metric name of the gradient norm.
+        self._groups: dict[str, OptimizedParameters] = {}
+        self.passed_dry_run = False
+        self._unchecked_states: Any = None
+
+    @classmethod
+    def check_later(cls, attribute: str, check: Check | None, name: str) -> None:
+        """Let ``__setattr__`` run the check: a descriptor would hide a buffer that replaces a setting."""
+        row = None if check is None else (check, name)
+        cls.checks_of_attributes = {**cls.checks_of_attributes, attribute: row}
+
+    @property
+    @abstractmethod
+    def is_built(self) -> bool:
+        """True once the networks exist."""
+
+    @abstractmethod
+    def build(self, specs: Any) -> Self:
+        """Build networks and loss for an environment's specs and return the module; a second call does nothing."""
+
+    def setup(self, stage: str) -> None:
+        """Validate DataModule and schedules; raise ValueError for a misfit or a schedule without a known end."""
+        super().setup(stage)
+        check_default_dtype()
+        if stage == "fit":
+            require_fit(self, self._data)
+        moving = any(schedule != ConstantSchedule() for schedule in self.schedules)
+        if stage == "fit" and moving and progress_of(self.trainer) is None:
+            raise ValueError(
+                "a schedule needs the end of the run, but nothing says how long it is: give the DataModule "
+                "total_frames, or the trainer max_epochs or max_steps; or take schedule='constant'"
+            )
+
+    def misfit(self, data: Any) -> str | None:
+        """Return why the module does not fit a DataModule, or None if it does."""
+        specs = DataApi.of(data).specs
+        if self.honours_masks or specs is None or ACTION_MASK not in specs.observation:
+            return None
+        return (
+            f"the environment observes {ACTION_MASK!r}, which {type(self).__name__} does not look at; take a learner "
+            "that does, model=ppo, a2c, vtrace, reinforce or dqn, or leave it out by drop=[action_mask] of an "
+            "EnvironmentRecipe."
+        )
+
+    def configure_model(self) -> None:
+        """Build the networks from the DataModule's specs.
+
+        Before a fit, a copy of the networks runs one forward and one backward pass.
+
+        Raises:
+            ValueError: The trainer's precision is unsupported, such as ``64-true`` or ``bf16-true``, or a network
+                fails.
+            RuntimeError: The DataModule has no specs.
+        """
+        check_precision(self.trainer)
+        data = DataApi.of(self._data)
+        specs = data.specs
+        if not self.is_built:
+            if specs is None:
+                raise RuntimeError(
+                    f"the networks are built from `trainer.datamodule.specs`, but the datamodule is "
+                    f"{type(self._data).__name__}; fit with one of our DataModules, or call `build(specs)` first"
+                )
+            with network_faults(self, specs):
+                self.build(specs, **data.build_options)
+        # The trainer of a policy loaded from a file is a stub, not a Trainer.
+        trainer: Any = self.trainer
+        if specs is not None and isinstance(trainer, Trainer) and trainer.state.fn == TrainerFn.FITTING:
+            self.try_networks(specs, trainer)
+
+    def network_outputs(self, step: TensorDictBase) -> list[Tensor]:
+        """Return the outputs of actor and critics for observations ``[B]``; used by the dry run."""
+        return []
+
+    def try_networks(self, specs: Any, trainer: Any) -> None:
+        """Run a copy of the networks forward and backward once; raise NetworkFault if they fail.
+
+        Skip modules with the build method and ``network_outputs`` from different classes: their outputs are unknown.
+        """
+        owner = None if self.dry_run_of is None else owner_of(self, self.dry_run_of)
+        if owner is not None and owner is owner_of(self, "network_outputs") and not self.passed_dry_run:
+            check_precision(trainer)
+            dry_run(self, specs, trainer.strategy.root_device, trainer.precision_plugin.forward_context())
+            self.passed_dry_run = True
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add checksums of weights, optimizers and data; subclasses must change these before they call this."""
+        checkpoint.update({key: with_own_numbers(entry) for key, entry in checkpoint.items()})
+        seal(checkpoint, "state_dict", "optimizer_states", type(self._data).__qualname__)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Validate a checkpoint before loading; raise ValueError if it is damaged or of another environment."""
+        check_seal(checkpoint, "the checkpoint")
+        state = checkpoint.get(type(self._data).__qualname__)
+        if state is not None:
+            DataApi.of(self._data).check_state(state)
+        self._unchecked_states = None
+        trainer: Any = self._trainer
+        if self.is_built and isinstance(trainer, Trainer) and trainer.state.fn == TrainerFn.FITTING:
+            states = checkpoint.get("optimizer_states")  # Lightning names the remedy if there are none
+            if states is not None and not self.check_optimizer_states(states):
+                self._unchecked_states = states
+
+    def on_fit_start(self) -> None:
+        """Validate the states of optimizers that a subclass configures; Lightning loads them after this hook."""
+        states, self._unchecked_states = self._unchecked_states, None
+        if states is not None:
+            with _as_fault():
+                check_optimizer_states([copied_optimizer(each) for each in self.trainer.optimizers], states)
+
+    def check_optimizer_states(self, states: Any) -> bool:
+        """Validate stored optimizer states by a trial step on a copy of the module.
+
+        Returns:
+            False if a subclass outside this package configures the optimizers: its code may need the trainer.
+
+        Raises:
+            Fault: A state does not fit.
+        """
+        if not type(self).configure_optimizers.__module__.startswith(f"{__name__.partition('.')[0]}."):
+            return False
+        trainer = self._trainer
+        trial = copy.deepcopy(self, {id(trainer): trainer})
+        with _as_fault():
+            check_optimizer_states(configured_optimizers(trial.configure_optimizers()), states)
+        return True
+
+    @staticmethod
+    def require_built(network: T | None) -> T:
+        """Return the network; raise RuntimeError if it is None."""
+        if network is None:
+            raise RuntimeError("the networks do not exist yet; the trainer builds them, or call `build(specs)`")
+        return network
+
+    # -- optimizers -------------------------------------------------------------------------------------------------
+
+    def build_optimizers(
+        self,
+        actor: list[nn.Parameter],
+        critic: list[nn.Parameter],
+        critic_optimizer: OptimizerFactory | None = None,
+    ) -> list[torch.optim.Optimizer]:
+        """Return one optimizer over all parameters, or separate optimizers of actor and critics."""
+        self._groups = {}
+        main = self.optimizer or self._default_optimizer
+        if critic_optimizer is None:
+            built = [self.build_optimizer(main, "grad_norm", actor, critic)]
+        elif not actor:
+            if self.optimizer is not None:
+                raise ValueError(
+                    f"optimizer must be None beside critic_optimizer, got {self.optimizer}: all parameters of "
+                    f"{type(self).__name__} are a critic's. Give one of them."
+                )
+            built = [self.build_optimizer(critic_optimizer, "grad_norm", critic)]
+        else:
+            built = [
+                self.build_optimizer(main, "grad_norm", actor),
+                self.build_optimizer(critic_optimizer, "critic_grad_norm", critic),
+            ]
+        rates = [group.get("lr") for optimizer in built for group in optimizer.param_groups]
+        needs = "an optimizer of that rate (optimizer and critic_optimizer have rates of their own)"
+        self.require_effect("learning_rate", self.learning_rate in rates, needs)
+        return built
+
+    def build_optimizer(
+        self, factory: OptimizerFactory, norm: str, *parts: list[nn.Parameter]
+    ) -> torch.optim.Optimizer:
+        """Return an optimizer over the given parameter lists, and register it so that ``update`` steps it."""
+        optimizer = factory([parameter for part in parts for parameter in part])
+        self._groups[norm] = OptimizedParameters(optimizer, parts, self.settled_parameters())
+        return optimizer
+
+    def settled_parameters(self) -> set[nn.Parameter]:
+        """Return the parameters that must not be flattened."""
+        return settled_parameters(self)
+
+    def _default_optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return LeanAdam(parameters, lr=self.learning_rate, eps=self.adam_eps)
+
+    def _optimizers(self) -> list[Any]:
+        optimizers = self.optimizers()
+        return list(optimizers) if isinstance(optimizers, list) else [optimizers]
+
+    @property
+    def schedules(self) -> list[Schedule]:
+        """All schedules of the run."""
+        return [self._schedule]
+
+    def on_train_start(self) -> None:
+        """Call ``on_train_epoch_start`` if a resumed run starts a new epoch.
+
+        Lightning skips this hook after a checkpoint from the end of an epoch's last batch. If the run resumes inside
+        an epoch, the restored state stays unchanged.
+        """
+        loop: Any = self.trainer.fit_loop.epoch_loop
+        is_over = loop.batch_progress.current.processed >= self.trainer.num_training_batches
+        if is_over and not loop.val_loop.restarted_mid_evaluation:  # a validation run is still part of the epoch
+            self.on_train_epoch_start()
+
+    def on_train_epoch_start(self) -> None:
+        """Apply the schedules."""
+        self.follow_schedules()
+
+    def follow_schedules(self) -> None:
+        """Set the learning rates from the frame count, so that a resumed run uses the same rates."""
+        factor = self._schedule(self.progress)
+        for optimizer in self._optimizers():
+            for group in optimizer.param_groups:
+                # Like torch's schedulers, store the initial rate in the optimizer state.
+                group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
+
+    def idle_parameters(self) -> list[nn.Parameter]:
+        """Return the trainable parameters without a gradient in this update."""
+        return []
+
+    def update(self, loss: Tensor, *, inner: bool = False) -> dict[str, Tensor]:
+        """Step all optimizers on the loss; return the gradient norms before clipping.
+
+        An ``inner`` update is a further update of the same training step. It skips Lightning's optimizer hooks and
+        step counter.
+        """
+        is_scaled = getattr(self.trainer.precision_plugin, "scaler", None) is not None
+        for group in self._groups.values():
+            group.clear()
+        idle = self.idle_parameters() if self.trainer.world_size > 1 else []
+        # DDP waits for all gradients, so send zeros. Remove them below, because momentum would move the parameters.
+        loss = loss + sum(0.0 * parameter.sum() for parameter in idle) if idle else loss
+        if inner and not is_scaled and type(self.trainer.strategy) is SingleDeviceStrategy:
+            loss.backward()  # a single device has no ranks to synchronise
+        else:
+            self.manual_backward(loss)
+        for parameter in idle:
+            parameter.grad = None
+        for group in self._groups.values():
+            group.gather()
+        return self.step_optimizers(inner=inner)
+
+    def step_optimizers(self, *, inner: bool = False) -> dict[str, Tensor]:
+        """Step all optimizers on the current gradients; return the gradient norms before clipping."""
+        norms: dict[str, Tensor] = {}
+        plugin: Any = self.trainer.precision_plugin
+        is_scaled = getattr(plugin, "scaler", None) is not None
+        optimizers = self._optimizers()
+        with _unscaled(plugin, optimizers) if is_scaled else nullcontext() as scaler:
+            for number, (name, group) in enumerate(self._groups.items()):
+                optimizer = optimizers[number]
+                if self.max_grad_norm is not None:
+                    norms[name] = group.clip(self.max_grad_norm)
+                if not inner:
+                    optimizer.step()
+                elif scaler is None:
+                    optimizer.optimizer.step()
+                else:
+                    scaler.step(optimizer.optimizer)
+        return norms
+
+    def minimise(self, terms: Mapping[str, Tensor | float], *, inner: bool = False) -> None:
+        """Update on the sum of the entries ``loss_...`` (or ``loss``); log all entries and the gradient norms.
+
+        Losses that are Python floats mean that the gradients are already computed.
+        """
+        loss: Any = None
+        for name, value in terms.items():
+            if name == "loss" or name.startswith("loss_"):
+                loss = value if loss is None else loss + value
+        norms = self.step_optimizers(inner=inner) if isinstance(loss, float) else self.update(loss, inner=inner)
+        self.accumulate({**terms, **norms})
+
+    def report(self) -> dict[str, float]:
+        """Return the learning rate."""
+        return {"learning_rate": float(self._optimizers()[0].param_groups[0]["lr"])}
+
+
+class TermsModule(AgentModule):
+    """An agent that computes its loss in ``terms``; it adds one argument to :class:`AgentModule`.
+
+    Args:
+        compile: Compute the loss by ``torch.compile``.
+    """
+
+    training_metrics = train_names("learning_rate", "grad_norm", "critic_grad_norm")
+
+    compiled: bool = setting(default=False, alias="compile")
+
+    @abstractmethod
+    def terms(self, batch: Any) -> Any:
+        """Return the loss terms (``loss_...``) and diagnostics of a batch; pure, so that it can be compiled."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._update: Callable[[Any], Any] = autograd
+
+    def on_train_start(self) -> None:
+        """Select analytic gradients if they support this agent; they equal autograd up to float error."""
+        super().on_train_start()
+        self._update = update_for(self) or autograd
+
+    def on_train_end(self) -> None:
+        """Release the buffers of the analytic gradients."""
+        super().on_train_end()
+        self._update = autograd
+
+    def compute(self, batch: Any) -> Any:
+        """Return ``terms`` of a batch, compiled if ``compile`` is set."""
+        return compiled(type(self).terms)(self, batch) if self.compiled else self.terms(batch)
+
+
+def autograd(batch: Any) -> None:
+    """Return None, so that the caller uses :meth:`TermsModule.compute` and autograd."""
+
+
+@contextmanager
+def _unscaled(plugin: Any, optimizers: list[Any]) -> Iterator[_UnscaledSteps]:
+    """Unscale the gradients of all optimizers, and update the gradient scaler once after the block.
+
+    Lightning unscales and updates the scale in each optimizer's step. This is too late for clipping, and the next
+    optimizer would get another scale.
+    """
+    scaler = plugin.scaler
+    moving = [each.optimizer for each in optimizers if _has_gradients(each.optimizer)]
+    for optimizer in moving:
+        scaler.unscale_(optimizer)
+    plugin.scaler = _UnscaledSteps(scaler)
+    try:
+        yield plugin.scaler
+    finally:
+        plugin.scaler = scaler
+    if moving:
+        scaler.update()
+
+
+def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:
+    return any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"])
+
+
+class _UnscaledSteps:
+    """Replace a gradient scaler while all gradients are already unscaled."""
+
+    def __init__(self, scaler: torch.amp.GradScaler) -> None:
+        self._scaler = scaler
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        pass
+
+    def update(self) -> None:
+        pass  # other optimizers must still step with the same scale
+
+    def step(self, optimizer: torch.optim.Optimizer, **kwargs: Any) -> float | None:
+        return self._scaler.step(optimizer, **kwargs) if _has_gradients(optimizer) else None
+
+
+@contextmanager
+def _as_fault() -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise Fault(str(error)) from error
+
+
+@cache
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function compiled by ``torch.compile``; the cache shares it between modules of one class."""
+    return torch.compile(function)

@@ -1,0 +1,250 @@
+"""LightningModule for any TorchRL loss."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Annotated, Any, Self
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor, nn
+from torchrl.objectives import LossModule
+from torchrl.objectives.utils import TargetNetUpdater
+
+from torchrl_lightning._core.modules import hold
+from torchrl_lightning._core.settings import Fraction, setting
+from torchrl_lightning._core.update_batches import UpdateBatches, updates_of
+from torchrl_lightning.agents.base import AgentModule, OptimizerFactory
+from torchrl_lightning.agents.networks.encoders import MLPNetwork
+from torchrl_lightning.agents.networks.network_protocol import Network, described_network
+
+STATE = "target_updater"
+# Names of the acting network in TorchRL's losses, in order of preference.
+_ACTING = ("actor_network", "value_network", "local_value_network")
+_CRITICS = ("qvalue_network", "value_network")  # names of the critics beside an actor
+
+
+class LossModuleAgent(AgentModule):
+    """Train a TorchRL ``LossModule`` on the batches of a DataModule.
+
+    Each batch is one update: it minimises the sum of the loss's entries ``loss_...`` (or its ``loss``), then updates
+    the target networks. If the loss writes priorities (``td_error``), the buffer receives them. Entries are logged
+    under TorchRL's names: TorchRL's PPO losses log the estimate ``train/kl_approx_k1`` of :class:`PPOModule` as
+    ``train/kl_approx``.
+    The value estimator is built before a checkpoint is loaded, with TorchRL's defaults unless ``gamma`` is given or
+    ``loss`` has built one.
+
+    Args:
+        loss: With ``networks``, a TorchRL loss class or a partial of one. Without ``networks``, a callable that takes
+            the environment's specs (``observation``, ``action``, ...), builds networks and returns the loss; or a
+            ready loss.
+        networks: Builders of the loss's networks, under the names of its arguments: callables that take specs and
+            ``network``, such as :func:`build_critic`. Each critic of an ensemble is built separately, with its own
+            initial weights. The loss also receives ``action_space``, ``action_spec`` and ``num_actions`` if it has
+            these arguments.
+        network: Network in front of the heads; ``MLPNetwork()`` by default.
+        gamma: Discount of the value estimator and of the buffer; None keeps the loss's discount.
+        minimised: The entries to minimise; None minimises all ``loss_...``.
+        policy: The acting policy: a TensorDict module, or a callable that takes the loss's own acting network and
+            returns a module, e.g. with an exploration module behind it. The default is the loss's acting network
+            (``actor_network``, else ``value_network``, else ``local_value_network``).
+        target_updater: A callable that takes the loss and returns a target updater, e.g.
+            ``partial(torchrl.objectives.SoftUpdate, tau=0.005)``, for a loss with target networks.
+        critic_optimizer: A separate optimizer for the critics beside an actor; optional.
+        learning_rate: As in :class:`AgentModule`, like all arguments not listed here.
+
+    Raises:
+        TypeError: ``loss`` does not return a ``LossModule``, the networks do not fit the environment, or neither the
+            loss nor ``policy`` provides an acting network.
+        ValueError: ``minimised`` contains an entry that the loss does not write.
+
+    Examples:
+        >>> from types import SimpleNamespace
+        >>> from torchrl.data import Categorical
+        >>> from torchrl.modules import MLP, QValueActor
+        >>> from torchrl.objectives import DQNLoss
+        >>> def dqn(specs):
+        ...     network = MLP(in_features=4, out_features=specs.action.n, num_cells=[8])
+        ...     return DQNLoss(QValueActor(network, spec=specs.action), action_space=specs.action)
+        >>> type(LossModuleAgent(dqn).build(SimpleNamespace(action=Categorical(2))).policy).__name__
+        'QValueActor'
+    """
+
+    dry_run_of = "build"
+    loops_over_updates = True
+    _policy: nn.Module | None = None  # set when the loss is built
+
+    loss: LossModule | Callable[[Any], LossModule] = setting(kw_only=False)
+    networks: Mapping[str, Callable[[Any, Network], nn.Module]] | None = None
+    network: Annotated[Network, described_network(MLPNetwork)] = setting(default=None)
+    gamma: Fraction | None = None
+    minimised: Sequence[str] | None = None
+    acting: nn.Module | Callable[[Any], nn.Module] | None = setting(default=None, alias="policy")
+    target_updater: Callable[[LossModule], TargetNetUpdater] | None = None
+    critic_optimizer: OptimizerFactory | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.networks is not None and self.network.recurrent:
+            raise TypeError(
+                f"the networks of TorchRL's losses keep no recurrent states; take an MLPNetwork, or a CNNNetwork, got "
+                f"{type(self.network).__name__}"
+            )
+        self.updater: TargetNetUpdater | None = None
+        if isinstance(self.loss, LossModule):
+            self._adopt(self.loss)
+
+    @property
+    def is_built(self) -> bool:
+        """True once the loss exists."""
+        return isinstance(self.loss, LossModule)
+
+    def build(self, specs: Any) -> Self:
+        """Build the loss for an environment's specs and return the module; a second call does nothing."""
+        if not isinstance(self.loss, LossModule):
+            loss = self.loss(specs) if self.networks is None else self._over_networks(specs, self.networks)
+            if not isinstance(loss, LossModule):
+                raise TypeError(f"loss gave {type(loss).__name__}; expected one of torchrl.objectives' LossModules.")
+            self._adopt(loss)
+        return self
+
+    def network_outputs(self, step: TensorDictBase) -> list[Tensor]:
+        """Return the outputs of the loss's policy and critic; empty if ``policy`` is set."""
+        if self.acting is not None:
+            return []
+        written = self.policy(step)
+        if self.critic is not None:
+            written = self.critic(written)
+        return [value for value in written.values(True, True) if isinstance(value, Tensor)]
+
+    def try_networks(self, specs: Any, trainer: Any) -> None:
+        """Run a copy of the networks forward and backward if ``networks`` is set; see :class:`AgentModule`."""
+        if self.networks is not None:
+            super().try_networks(specs, trainer)
+
+    def _over_networks(self, specs: Any, builders: Mapping[str, Callable[[Any, Network], nn.Module]]) -> Any:
+        make: Any = self.loss
+        called, given = (make.func, make.keywords) if isinstance(make, partial) else (make, dict[str, Any]())
+        taken = inspect.signature(called).parameters
+        count = given.get("num_qvalue_nets", taken["num_qvalue_nets"].default if "num_qvalue_nets" in taken else 2)
+        try:
+            networks = {
+                name: [build(specs, self.network) for _ in range(count)]
+                if name == "qvalue_network"
+                else build(specs, self.network)
+                for name, build in builders.items()
+            }
+        except TypeError as error:
+            raise TypeError(f"{called.__name__} does not fit this environment: {error}") from error
+        known = {"action_space": specs.action, "action_spec": specs.action}
+        if "num_actions" in taken:
+            known["num_actions"] = int(specs.action.space.n)
+        if "gamma" in taken and taken["gamma"].default is inspect.Parameter.empty:
+            known["gamma"] = 0.99 if self.gamma is None else self.gamma
+        known = {name: value for name, value in known.items() if name in taken and name not in given}
+        with warnings.catch_warnings():  # some TorchRL losses lack annotations
+            warnings.filterwarnings("ignore", "The name .* wasn't part of the annotations")
+            return make(**networks, **known)
+
+    def _adopt(self, loss: LossModule) -> None:
+        unknown = [name for name in self.minimised or () if name not in loss.out_keys]
+        if unknown:
+            raise ValueError(f"minimised={unknown} are none of what {type(loss).__name__} gives: {loss.out_keys}")
+        # TorchRL's losses build these at first use, but a checkpoint must find them when it is loaded.
+        if self.gamma is not None and loss.default_value_estimator is not None:
+            loss.make_value_estimator(gamma=self.gamma)
+        elif loss.default_value_estimator is not None:
+            _ = loss.value_estimator
+        _ = getattr(loss, "target_entropy", None)
+        network = _acting_network(loss)
+        if network is None and not isinstance(self.acting, nn.Module):
+            raise TypeError(f"{type(loss).__name__} has none of {', '.join(_ACTING)}; give the policy that acts.")
+        if self.acting is not None and not isinstance(self.acting, nn.Module):
+            self.acting = self.acting(network)
+        # Not registered, so that a state dict contains the networks once, in the loss. A policy's additional modules
+        # are registered with `acting`.
+        hold(self, _policy=network if self.acting is None else self.acting, _critic=_network(loss, "critic_network"))
+        # check_weights() builds the loss on the meta device, and a target updater needs real parameters.
+        has_memory = not any(each.is_meta for each in loss.parameters())
+        self.updater = self.target_updater(loss) if self.target_updater is not None and has_memory else None
+        self.loss = loss
+
+    @property
+    def _built(self) -> LossModule:
+        return self.require_built(self.loss if isinstance(self.loss, LossModule) else None)
+
+    @property
+    def policy(self) -> Any:
+        """The acting policy."""
+        return self.require_built(self._policy)
+
+    @property
+    def critic(self) -> Any:
+        """The loss's ``critic_network``, for a buffer that estimates values, or None."""
+        self.require_built(self._policy)
+        return self._critic
+
+    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+        """Return one optimizer over the loss's parameters, and a second one for the critics if they have their own."""
+        learnt = {name: each for name, each in self._built.named_parameters() if each.requires_grad}
+        critics = [each for name, each in learnt.items() if self.critic_optimizer and name.startswith(_CRITICS)]
+        others = [each for each in learnt.values() if not any(each is critic for critic in critics)]
+        return self.build_optimizers(others, critics, self.critic_optimizer)
+
+    def settled_parameters(self) -> set[nn.Parameter]:
+        """Return all parameters, because TorchRL's losses and target updaters keep views of them."""
+        return set(self.parameters())
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Save the state of the target updater."""
+        super().on_save_checkpoint(checkpoint)
+        if self.updater is not None:
+            checkpoint[STATE] = self.updater.state_dict()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Validate the checkpoint, and restore the state of the target updater."""
+        super().on_load_checkpoint(checkpoint)
+        if self.updater is not None and STATE in checkpoint:
+            self.updater.load_state_dict(checkpoint[STATE])
+
+    def _is_meant(self, name: str) -> bool:
+        return self.minimised is None or name in self.minimised or not name.startswith("loss")
+
+    def training_step(self, batch: TensorDictBase | UpdateBatches, batch_idx: int) -> None:
+        """Make one update on each batch of this step; the loss may write into the batches."""
+        for number, part in enumerate(updates_of(batch)):
+            steps = part.get("steps_to_next_obs", None)
+            if steps is not None and steps.ndim == part.ndim:  # TorchRL expects the shape of the reward
+                part.set("steps_to_next_obs", steps.unsqueeze(-1))
+            terms = self._built(part)
+            scalars = {
+                name: value
+                for name, value in terms.items()
+                if isinstance(value, Tensor) and value.numel() == 1 and self._is_meant(name)
+            }
+            self.minimise(scalars, inner=number > 0)
+            if self.updater is not None:
+                self.updater.step()
+
+
+def _network(loss: LossModule, *names: str) -> Any:
+    """Return the loss's first network with one of these names, with the trained parameters, or None."""
+    found = next((name for name in names if name in loss.__dict__ or name in dict(loss.named_children())), None)
+    return None if found is None else loss.get_stateful_net(found)
+
+
+def _acting_network(loss: LossModule) -> Any:
+    """Return the acting network or None; a functional loss returns a copy that writes only the entries of a step."""
+    # Random warm-up steps have neither distribution parameters nor the values of all actions, so omit them here too.
+    network, keys = _network(loss, *_ACTING), loss.tensor_keys
+    if network is not None and loss.functional:
+        # On-policy losses read the action's log-probability; losses with a Q-network sample their own actions.
+        on_policy = "qvalue_network" not in loss.__dict__
+        wanted = {keys.action, getattr(keys, "sample_log_prob", None) if on_policy else None}
+        written = [key for key in network.out_keys if key in wanted or (isinstance(key, tuple) and key[0] == "next")]
+        if keys.action in written:
+            network.select_out_keys(*written)
+    return network

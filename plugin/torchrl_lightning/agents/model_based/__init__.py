@@ -1,0 +1,4 @@
+"""World models, planners that search in them, and the agents that learn with them.
+
+The buffers of model-based training are in ``dynamics`` and its DataModule in ``datamodules``.
+"""

@@ -1,0 +1,165 @@
+"""MBPO: an agent that learns from branches imagined by its world model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any, Self
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+
+from torchrl_lightning._core.errors import learning_dtype
+from torchrl_lightning._core.protocols import DataApi
+from torchrl_lightning._core.settings import derived, otherwise, setting
+from torchrl_lightning.agents.metrics import train_names
+from torchrl_lightning.agents.model_based.world_model_fit import WorldModelFit
+from torchrl_lightning.agents.model_based.world_models import WorldModel
+from torchrl_lightning.agents.q_learning import SACModule
+from torchrl_lightning.dynamics import DynamicsTargets
+from torchrl_lightning.environments.autocast import to_single
+
+
+class MBPOModule(SACModule):
+    """MBPO (Janner et al., 2019): soft actor-critic on short branches that a world model imagines from real states.
+
+    The policy acts in the environment and in the world model. A :class:`~torchrl_lightning.BranchedReplay`, as
+    ``source=`` of a ``ReplayDataModule``, configures when to fit the world model, where branches start, their length
+    and their share of a batch. A checkpoint contains all networks and the world model.
+
+    Args:
+        network: Network in front of the heads; two layers of 256 rectified units by default.
+        dynamics: Settings of the world model and its fit; by default as in the paper.
+        num_critics: As in :class:`SACModule`, like all arguments that are not listed here.
+
+    Raises:
+        TypeError: The network is a ``RecurrentNetwork``: the world model does not imagine recurrent states. When the
+            networks are built: the actions are not bounded floating-point vectors.
+        ValueError: When a fit is set up: an observation is discrete.
+
+    Examples:
+        >>> from torchrl_lightning import environment_specs, make_vector_env
+        >>> specs = environment_specs(make_vector_env("Pendulum-v1", 1))
+        >>> module = MBPOModule(dynamics=WorldModelFit([16])).build(specs)
+        >>> start = TensorDict(specs.observation.zero([4]), [4])
+        >>> module.imagine(start, 3)["next", "reward"].shape
+        torch.Size([12, 1])
+    """
+
+    training_metrics = (*SACModule.training_metrics, *train_names("dynamics_error", "dynamics_epochs"))
+
+    dynamics: Annotated[WorldModelFit, otherwise(WorldModelFit)] = setting(default=None)
+    errors: Tensor = derived()
+    epochs_of_fit: Tensor = derived()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.network.recurrent:
+            raise TypeError("MBPOModule imagines observations, but no recurrent states; take an MLPNetwork.")
+        self.world_model: WorldModel | None = None
+        # Results of the last fit: validation errors of the elites (infinite before the first fit) and number of epochs.
+        self.register_buffer("errors", torch.full((self.dynamics.num_elites,), torch.inf))
+        self.register_buffer("epochs_of_fit", torch.zeros((), dtype=torch.int64))
+
+    def build(self, specs: Any) -> Self:
+        """Build networks, targets and world model for an environment's specs and return the module, once."""
+        if self.world_model is None:
+            super().build(specs)
+            self.world_model = self.dynamics.build(specs)
+        return self
+
+    def setup(self, stage: str) -> None:
+        """Raise a ValueError if the trainer has several ranks, because their world models would differ."""
+        if stage == "fit" and self.trainer.world_size > 1:
+            raise ValueError(
+                f"MBPOModule fits one world model to one buffer, but the trainer has {self.trainer.world_size} ranks; "
+                "take devices=1."
+            )
+        super().setup(stage)
+
+    def misfit(self, data: Any) -> str | None:
+        """Return an error message if the DataModule uses no branches or the world model cannot learn, else None."""
+        imagines = DataApi.of(data).imagines
+        if imagines is None:
+            return super().misfit(data)
+        if imagines(self):
+            return DynamicsTargets(data.specs.observation, data.specs.action).misfit() or super().misfit(data)
+        return (
+            f"{type(self).__name__} learns from the branches that it imagines; choose a stream with them, such as "
+            "data=branched (ReplayDataModule with source=functools.partial(BranchedReplay, ...)), or another learner, "
+            "such as model=sac."
+        )
+
+    # -- the world model --------------------------------------------------------------------------------------------
+
+    def fit_dynamics(self, training: TensorDictBase, validation: TensorDictBase) -> None:
+        """Fit the world model to transitions ``[N]``, validated on ``[V]``; see :meth:`WorldModelFit.fit`."""
+        errors, epochs = self.dynamics.fit(self.require_built(self.world_model), training, validation)
+        self.errors.copy_(errors)
+        self.epochs_of_fit.fill_(epochs)
+
+    @torch.no_grad()
+    def imagine(self, start: TensorDictBase, length: int) -> TensorDictBase:
+        """Follow the policy in the world model for ``length`` steps or until termination.
+
+        Args:
+            start: Observations ``[R]`` at the start of the branches.
+            length: Maximum number of steps of a branch.
+
+        Returns:
+            Transitions ``[N]``, ordered by step, in the format of a collector. A branch that reaches ``length`` is not
+            marked as done. The world model continues from its unrounded predictions. The policy and the transitions get
+            them in the dtypes of real observations, with rounded integers.
+
+        Raises:
+            RuntimeError: A prediction is not finite.
+        """
+        model, act = self.require_built(self.world_model), self._acting()
+        targets, device = model.targets, model.elites.device
+        now = targets.observation(start).to(device)
+        members = model.deal(len(now)) if model.propagation == "trajectory" else None
+        steps: list[TensorDictBase] = []
+        for step in range(length):
+            shape, seen = now.shape[:1], targets.observed(now)
+            action = act([seen[key] for key in self._keys], True)
+            following, reward, terminated = model.step(now, targets.action(action, shape), members)
+            if not (following.isfinite().all() and reward.isfinite().all()):
+                raise RuntimeError(
+                    f"step {step + 1} of the {length} that the world model imagines holds NaN or infinite numbers; "
+                    "imagine shorter branches, or fit it to more frames"
+                )
+            ended = terminated.unsqueeze(1)
+            goes_on = torch.zeros_like(ended)
+            flags = {"terminated": ended, "truncated": goes_on, "done": ended.clone(), "is_init": goes_on.clone()}
+            after = TensorDict({**targets.observed(following), **flags, "reward": reward.unsqueeze(1)}, shape)
+            steps.append(TensorDict({**seen, "action": action, "is_init": goes_on.clone(), "next": after}, shape))
+            if terminated.any():
+                now = following[~terminated]
+                members = None if members is None else members[~terminated]
+            else:
+                now = following
+            if not len(now):
+                break
+        imagined: TensorDictBase = torch.cat(steps)
+        return imagined
+
+    def _acting(self) -> Callable[[list[Tensor], bool], Tensor]:
+        """Return the policy's ``act`` in the precision of its actions in the environment."""
+        act: Callable[[list[Tensor], bool], Tensor] = self.policy.act
+        dtype = None if self._trainer is None else learning_dtype(self.trainer)
+        if dtype is None:
+            return act
+
+        def act_under_autocast(entries: list[Tensor], explore: bool) -> Tensor:
+            with torch.autocast(entries[0].device.type, dtype=dtype, cache_enabled=False):
+                return to_single(act(entries, explore))
+
+        return act_under_autocast
+
+    def report(self) -> dict[str, float]:
+        """Return the base metrics, the elites' mean validation error and the number of epochs of the last fit."""
+        return {
+            **super().report(),
+            "dynamics_error": float(self.errors.mean()),
+            "dynamics_epochs": float(self.epochs_of_fit),
+        }

@@ -1,0 +1,243 @@
+"""Planners: policies that evaluate action sequences in a world model and take the first action of a good sequence."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Any, ClassVar, Self
+from zlib import crc32
+
+import torch
+from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModuleBase
+from tensordict.nn.probabilistic import interaction_type
+from tensordict.utils import NestedKey
+from torch import Tensor
+from torchrl.data import TensorSpec
+
+from torchrl_lightning._core.mixins import OwnGenerator
+from torchrl_lightning._core.modules import hold
+from torchrl_lightning._core.settings import Count, FinitePositive, NotNegative, Settings, Switch, derived, setting
+from torchrl_lightning._core.state import check_state
+from torchrl_lightning._core.state import generator as generator_state
+from torchrl_lightning.agents.model_based.world_env import WorldModelEnvironment
+from torchrl_lightning.agents.model_based.world_models import WorldModel
+from torchrl_lightning.agents.networks.action_heads import action_name, bounds_of
+from torchrl_lightning.agents.networks.exploration import DETERMINISTIC
+from torchrl_lightning.agents.networks.squashed import action_range
+from torchrl_lightning.dynamics import DynamicsTargets
+from torchrl_lightning.environments.seeds import IsolatedRng, numbered_seed
+
+
+class ShootingPlanner(Settings, OwnGenerator, TensorDictModuleBase):
+    """Base class of planners; a planner writes ``action`` for observations ``[]`` or ``[N]``.
+
+    A planner draws random candidates. While exploring, each plan takes its seed from :attr:`generator`; the planner's
+    state contains the generator's state. Under deterministic exploration the seed is computed from the observations and
+    the generator's initial seed. Equal observations then give equal actions. Different steps still draw different
+    random numbers, because equal ones would let sampling errors add up over an episode. Torch's global generator is
+    unchanged.
+
+    The world model is a submodule: its parameters, device moves and state dict are part of the planner's.
+
+    Args:
+        env: The world model as an environment.
+        horizon: Steps to plan ahead, H.
+        candidates: Number of action sequences per iteration, K.
+        particles: Number of rollouts per sequence; the planner averages their returns.
+    """
+
+    HANDED_OVER: ClassVar[tuple[str, ...]] = ("env",)
+    cannot_be_exported: ClassVar[str] = (
+        "it draws action sequences and tries them in a world model at each step; keep the checkpoint, and act by "
+        "load_policy"
+    )
+
+    env: WorldModelEnvironment = setting(kw_only=False)
+    horizon: Count = 15
+    candidates: Count = 500
+    particles: Count = 1
+    model: WorldModel = derived()
+    targets: DynamicsTargets = derived()
+    origin: Tensor = derived()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        env = self.env
+        del self.env  # only its world model is part of the planner
+        self.model = env.world_model
+        # Not registered, because the owner of the transform saves its state.
+        hold(self, targets=env.targets)
+        draws = self.model.sample or len(self.model.elites) > 1
+        self.require_effect("particles", draws, "a world model with several elites or sample=True")
+        self.action_spec: TensorSpec = env.action_spec
+        self.in_keys: list[NestedKey] = list(env.targets.observation_keys)
+        self.out_keys: list[NestedKey] = ["action"]
+        # Collectors read a policy's device from its tensors.
+        self.register_buffer("origin", torch.zeros((), dtype=torch.float32, device=env.device), persistent=False)
+
+    @abstractmethod
+    def plan(self, observation: Tensor, starts: Tensor | None) -> Tensor:
+        """Return the action ``[N, *A]`` of observations ``[N, O]``; ``starts`` marks episode starts (``[N]`` bool)."""
+
+    @torch.no_grad()
+    def act_on(self, step: TensorDictBase) -> dict[NestedKey, Tensor]:
+        """Return the action of a step by key without writing it."""
+        observation, starts = self.targets.observation(step), step.get("is_init", None)
+        rows = observation.reshape(-1, observation.shape[-1])
+        with IsolatedRng(self._next_seed(rows), self.origin.device):
+            action = self.plan(rows, None if starts is None else starts.flatten())
+        return {"action": action.reshape(*observation.shape[:-1], *action.shape[1:])}
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Write the action."""
+        return tensordict.set("action", self.act_on(tensordict)["action"])
+
+    def returns(self, observation: Tensor, actions: Tensor) -> Tensor:
+        """Return the mean returns ``[N, K]`` of action sequences ``[N, K, H, *A]`` from observations ``[N, O]``."""
+        shape = (*actions.shape[:2], self.particles)
+        rows = observation[:, None, None].expand(*shape, -1).flatten(0, 2)
+        tried = actions.movedim(2, 0).unsqueeze(3).expand(self.horizon, *shape, *actions.shape[3:]).flatten(1, 3)
+        returns = self.model.returns(rows, tried).view(shape).mean(-1)
+        # If the model diverges, the sequence is bad; sorting would take infinity or NaN for the largest return.
+        return returns.where(returns.isfinite(), -torch.inf)
+
+    def _next_seed(self, observation: Tensor) -> int:
+        """Return the seed of the next plan."""
+        if interaction_type() in DETERMINISTIC:
+            shown = observation.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+            return numbered_seed(self.generator.initial_seed(), crc32(shown))
+        return int(torch.randint(2**62, (), generator=self.generator))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        moved = super()._apply(fn, recurse)
+        self.action_spec = self.action_spec.to(self.origin.device)
+        return moved
+
+    def draw_on(self, before: Any, seed: int | None) -> None:
+        """Continue with the previous planner's generator; without one, seed this generator unless ``seed`` is None."""
+        generator = getattr(before, "generator", None)
+        if generator is not None:
+            self.generator = generator
+        elif seed is not None:
+            self.generator.manual_seed(seed)
+
+    def get_extra_state(self) -> dict[str, Tensor]:
+        """Return the generator's state."""
+        return {"generator": self.generator.get_state()}
+
+    def set_extra_state(self, state: Any) -> None:
+        """Restore the generator's state; raise a ValueError if the state is invalid."""
+        check_state(state, {"generator": generator_state(self.generator.device)}, "planner")
+        self.generator.set_state(state["generator"].cpu())
+
+
+class RandomShootingPlanner(ShootingPlanner):
+    """Take the first action of the best of ``candidates`` random sequences from the action spec.
+
+    Args:
+        env: As in :class:`ShootingPlanner`, like the other arguments.
+
+    Raises:
+        ValueError: A number is out of range or has no effect.
+        TypeError: The actions have no finite bounds.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("horizon", "particles"):
+            self.require_effect(name, self.candidates > 1, "candidates above 1, among which the best is taken")
+        spec = self.action_spec
+        if spec.dtype.is_floating_point and not bool(torch.stack(bounds_of(spec)).isfinite().all()):
+            raise TypeError(
+                f"RandomShootingPlanner draws actions evenly within finite bounds, got {action_name(spec)}; "
+                "bound them by gymnasium.wrappers.TransformAction."
+            )
+
+    def plan(self, observation: Tensor, starts: Tensor | None) -> Tensor:
+        """Return the action ``[N, *A]``."""
+        shape = (len(observation), self.candidates, self.horizon)
+        actions = self.action_spec.expand(*shape, *self.action_spec.shape).rand()
+        best = self.returns(observation, actions).argmax(1)
+        return actions[torch.arange(len(best), device=best.device), best, 0]
+
+
+class CrossEntropyPlanner(ShootingPlanner):
+    r"""Fit a Gaussian over action sequences to its best samples, in several iterations.
+
+    Samples \(a^k \sim \mathcal N(\mu, \sigma^2)\) are clipped to the bounds. \(\mu, \sigma\) become the mean and the
+    standard deviation of the ``elites`` sequences with the largest returns. The action is the final \(\mu_0\) (Botev et
+    al., 2013). For actions in [-1, 1] the result equals that of TorchRL's ``CEMPlanner`` over the same environment,
+    which takes several times as long because it builds a TensorDict for each step of each rollout.
+
+    Args:
+        candidates: Number of sequences per iteration.
+        elites: Number of best sequences for the fit of the Gaussian.
+        iterations: Number of iterations.
+        initial_std: Initial standard deviation, in units of half the action range.
+        warm_start: Start from the previous step's mean, shifted by a step, instead of the middle of the range.
+        noise: Standard deviation of the exploration noise on the action, in units of half the action range.
+        env: As in :class:`ShootingPlanner`, like all arguments that are not listed here.
+
+    Raises:
+        ValueError: A number is out of range or has no effect, ``elites`` is below two or above ``candidates``.
+        TypeError: The actions are not bounded floating-point vectors.
+    """
+
+    CONFIG_NAME: ClassVar[str | None] = "cem"
+
+    candidates: Count = 150
+    elites: int = 15
+    iterations: Count = 4
+    initial_std: FinitePositive = 1.0
+    warm_start: Switch = False
+    noise: NotNegative = 0.0
+    center: Tensor = derived()
+    half_range: Tensor = derived()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 2 <= self.elites <= self.candidates:
+            raise ValueError(f"elites={self.elites} must be at least 2 and at most candidates={self.candidates}.")
+        self.require_effect("warm_start", self.horizon > 1, "a horizon above 1")
+        try:
+            center, half_range = action_range(self.action_spec, allow_constants=True)
+        except TypeError:
+            raise TypeError(
+                "CrossEntropyPlanner needs one vector of floating-point actions within finite bounds, got "
+                f"{action_name(self.action_spec)}; for others within bounds use RandomShootingPlanner"
+            ) from None
+        self.register_buffer("center", center, persistent=False)
+        self.register_buffer("half_range", half_range, persistent=False)
+        # One plan for exploration and one for evaluation, so that evaluation does not change exploration.
+        self._plans: dict[bool, Tensor] = {}
+
+    def plan(self, observation: Tensor, starts: Tensor | None) -> Tensor:
+        """Return the action ``[N, A]``."""
+        explores = interaction_type() not in DETERMINISTIC
+        low, high = self.center - self.half_range, self.center + self.half_range
+        mean = self._first_mean(len(observation), starts, explores)
+        std = (self.half_range * self.initial_std).expand_as(mean)
+        shape = (len(observation), self.candidates, *mean.shape[2:])
+        for _ in range(self.iterations):
+            noise = torch.randn(shape, device=mean.device, dtype=mean.dtype)
+            actions = torch.addcmul(mean, std, noise).clamp_(low, high)
+            best = self.returns(observation, actions).topk(self.elites, dim=1).indices
+            chosen = actions.gather(1, best[..., None, None].expand(-1, -1, *shape[2:]))
+            mean, std = chosen.mean(1, keepdim=True), chosen.std(1, keepdim=True)
+        if self.warm_start:
+            self._plans[explores] = mean
+        action = mean[:, 0, 0]
+        if explores and self.noise:
+            action = action + self.noise * self.half_range * torch.randn_like(action)
+        return action.clamp(low, high)
+
+    def _first_mean(self, rows: int, starts: Tensor | None, explores: bool) -> Tensor:
+        """Return the initial means ``[N, 1, H, A]``: the middle of the range, or the previous plan, shifted."""
+        middle = self.center.expand(rows, 1, self.horizon, -1)
+        plan = self._plans.get(explores)
+        plan = None if plan is None else plan.to(middle.device)
+        if not self.warm_start or starts is None or plan is None or len(plan) != rows:
+            return middle
+        shifted = torch.cat((plan[:, :, 1:], middle[:, :, :1]), 2)
+        return torch.where(starts.view(-1, 1, 1, 1), middle, shifted)

@@ -1,0 +1,122 @@
+"""Terminations in world models: a check against stored terminations, and the rules of Gymnasium's MuJoCo bodies."""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from torchrl_lightning._core.tree import entry_of, next_key
+from torchrl_lightning._core.trust import Nameable
+from torchrl_lightning._core.validators import one_of
+from torchrl_lightning.agents.model_based.world_models import WorldModel
+from torchrl_lightning.dynamics.targets import IS_RESET
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass
+class TerminationCheck:
+    """Compare a world model's termination function with stored transitions, and warn once if they disagree."""
+
+    is_said: bool = False
+
+    @torch.no_grad()
+    def __call__(self, model: WorldModel, *parts: TensorDictBase) -> None:
+        """Compare transitions ``[N]`` in parts, without the rows that are unusable for the model."""
+        targets, known = model.targets, model.terminated
+        if self.is_said or any(entry_of(part, targets.terminated_key) is None for part in parts):
+            return
+        keys = [*targets.observation_keys, *map(next_key, targets.observation_keys), targets.action_key]
+        keys += [targets.terminated_key, IS_RESET]
+        rows: TensorDictBase = torch.cat([part.select(*keys, strict=False) for part in parts])
+        rows = rows[targets.usable(rows)]
+        stored = targets.terminated(rows).flatten().bool()
+        steps, ends = len(stored), int(stored.sum())
+        if known is None:
+            if ends and not model.learns_terminated:
+                self._say(
+                    f"{ends} of {steps} stored steps terminate their episode, but the world model never ends one and "
+                    "goes on behind them: where each step is worth as much as another, all plans are equal. Give "
+                    "terminated=, such as OutsideBox(low, high), or a function of observations, actions and next "
+                    "observations; or have it learnt by data.terminated=true (model.dynamics.learn_terminated=true of "
+                    "MBPO)."
+                )
+            return
+        action = targets.action(rows.get(targets.action_key), rows.shape)
+        told = known(targets.observation(rows), action, targets.observation(rows.get("next")))
+        told = told.reshape(steps).bool().to(stored.device)
+        missed, invented = int((stored & ~told).sum()), int((told & ~stored).sum())
+        if missed or invented:
+            self._say(
+                f"terminated= disagrees with {missed + invented} of {steps} stored steps: it misses {missed} of the "
+                f"{ends} that terminate their episode, and ends {invented} others; plans go wrong there. Mend the "
+                "function, which is given observations, actions and next observations as columns."
+            )
+
+    def _say(self, warning: str) -> None:
+        self.is_said = True
+        _logger.warning(warning)
+
+
+class _Health(NamedTuple):
+    """Bounds of the first elements of an observation, and of all other elements."""
+
+    bounds: tuple[tuple[float, float], ...]
+    others: tuple[float, float] = (-math.inf, math.inf)
+    inclusive: bool = False  # a body on its bound is healthy
+    finite: bool = False  # all elements must be finite
+
+
+_BODIES = {
+    "hopper": _Health(((0.7, math.inf), (-0.2, 0.2)), others=(-100.0, 100.0)),
+    "walker2d": _Health(((0.8, 2.0), (-1.0, 1.0))),
+    "ant": _Health(((0.2, 1.0),), inclusive=True, finite=True),
+    "humanoid": _Health(((1.0, 2.0),)),
+    "inverted_pendulum": _Health(((-math.inf, math.inf), (-0.2, 0.2)), inclusive=True, finite=True),
+}
+
+
+class UnhealthyBody(Nameable):
+    """Terminate when a body of Gymnasium's MuJoCo environments has fallen, by its environment's default rules.
+
+    It expects the default observations of the environment: height first, without the position along the ground. The
+    hopper's rule for velocities cannot be checked, because the environment clips the observed velocities.
+
+    Args:
+        body: ``hopper``, ``walker2d``, ``ant``, ``humanoid`` or ``inverted_pendulum``, in versions 4 and 5.
+
+    Raises:
+        ValueError: The body is unknown.
+
+    Source:
+        ``is_healthy`` of https://github.com/Farama-Foundation/Gymnasium/tree/main/gymnasium/envs/mujoco
+
+    Examples:
+        >>> import torch
+        >>> fallen = UnhealthyBody("walker2d")
+        >>> observation = torch.zeros(3, 17)
+        >>> observation[:, 0] = torch.tensor([1.2, 0.7, 2.1])
+        >>> fallen(observation, torch.zeros(3, 6), observation)
+        tensor([False,  True,  True])
+    """
+
+    def __init__(self, body: str) -> None:
+        self.body = one_of(body, "body", tuple(_BODIES))
+
+    def __call__(self, observation: Tensor, action: Tensor, next_observation: Tensor) -> Tensor:
+        """Return whether the body is unhealthy in each row ``[R]``."""
+        bounds, others, inclusive, finite = _BODIES[self.body]
+        behind = next_observation.shape[-1] - len(bounds)
+        low, high = next_observation.new_tensor([*bounds, *[others] * behind]).T
+        healthy = (next_observation > low) & (next_observation < high)
+        if inclusive:
+            healthy |= (next_observation == low) | (next_observation == high)
+        if finite:
+            healthy &= next_observation.isfinite()
+        return ~healthy.all(-1)

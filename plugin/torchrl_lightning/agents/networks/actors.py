@@ -1,0 +1,318 @@
+"""Actors and critics from specs: TorchRL's ``ProbabilisticActor`` with a fast forward, and ``ValueOperator``.
+
+:class:`ActorWithValues` runs both on one shared trunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tensordict import TensorDictBase
+from tensordict.nn import InteractionType, TensorDictModule, TensorDictModuleBase, TensorDictSequential
+from tensordict.nn.probabilistic import interaction_type
+from tensordict.utils import NestedKey
+from torch import Tensor, nn
+from torch import distributions as D
+from torchrl.data import Composite, TensorSpec
+from torchrl.modules import ProbabilisticActor, ValueOperator
+
+from torchrl_lightning._core.keys import ACTION_MASK, BOOKKEEPING, FEATURES
+from torchrl_lightning._core.modules import hold
+from torchrl_lightning._core.torch_defaults import check_default_dtype
+from torchrl_lightning._core.tree import path_of
+from torchrl_lightning.agents.analytic import bind_inputs
+from torchrl_lightning.agents.networks.action_heads import ActionHead, Parameters, build_head
+from torchrl_lightning.agents.networks.encoders import MLPNetwork, mlp, orthogonal
+from torchrl_lightning.agents.networks.network_protocol import Network
+from torchrl_lightning.environments.masks import action_mask, allowed_values
+from torchrl_lightning.environments.policy_calls import bare_call, policy_outputs
+
+_DETERMINISTIC = {InteractionType.RANDOM: False, InteractionType.DETERMINISTIC: True}
+
+
+def acts_deterministically() -> bool | None:
+    """Return True for modes and False for samples under the current ``interaction_type()``, None for other types."""
+    return _DETERMINISTIC.get(interaction_type() or InteractionType.RANDOM)
+
+
+def bound_call(policy: Any, step: TensorDictBase) -> Callable[[], dict[NestedKey, Tensor]]:
+    """Return a call of ``policy.act_on`` on a step ``[N]`` with fixed tensors, compiled for supported policies."""
+    return bind_inputs(policy, step) or (lambda: policy.act_on(step))
+
+
+class Actor(ProbabilisticActor):
+    """A trunk and an action head as a ``ProbabilisticActor`` that writes ``action`` and ``action_log_prob``.
+
+    It calls network and distribution directly. Values and random numbers equal TorchRL's generic path
+    (``generic_forward``), in less than half the time on a few rows. Rollouts contain only the ``out_keys``, without
+    intermediate results. Recurrent actors also write ``("next", "recurrent_state")``.
+
+    Args:
+        trunk: Maps observations to features.
+        head: Maps features to distribution parameters.
+        spec: The unbatched action spec.
+        masked: Read ``action_mask`` and give forbidden actions probability zero in all results.
+    """
+
+    def __init__(
+        self,
+        trunk: TensorDictModuleBase,
+        head: ActionHead,
+        spec: TensorSpec | None = None,
+        masked: bool = False,
+    ) -> None:
+        parts = [trunk, TensorDictModule(head, in_keys=[FEATURES], out_keys=head.parameter_keys)]
+        if masked:
+            keys = head.parameter_keys
+            parts.append(TensorDictModule(allowed_values, in_keys=[*keys, ACTION_MASK], out_keys=keys))
+        super().__init__(
+            TensorDictSequential(*parts),
+            in_keys=head.parameter_keys,
+            out_keys=["action"],
+            spec=None if spec is None else Composite(action=spec),
+            distribution_class=head.distribution_class,
+            distribution_kwargs=head.distribution_kwargs,
+            return_log_prob=True,
+            log_prob_key="action_log_prob",
+            default_interaction_type=InteractionType.RANDOM,
+        )
+        # Plain attributes for speed; super().__init__ has registered the modules.
+        hold(self, trunk=trunk, head=head)
+        self.masked = masked
+        self.out_keys = ["action", "action_log_prob", *(key for key in trunk.out_keys if key != FEATURES)]
+        self._computed = list(self.out_keys)
+
+    def allowed(self, parameters: Parameters, step: TensorDictBase) -> Parameters:
+        """Return the distribution's parameters after the action mask of a step ``[*B]``, if ``masked``."""
+        return (allowed_values(parameters[0], step.get(ACTION_MASK)),) if self.masked else parameters
+
+    def act_on(self, step: TensorDictBase) -> dict[NestedKey, Tensor]:
+        """Return the outputs of ``forward`` without writing them; collectors call it on each step."""
+        deterministic = acts_deterministically()
+        if deterministic is None:
+            full = self.generic_forward(step.copy())
+            return {key: full.get(key) for key in self.out_keys}
+        features, states = self.trunk.step(step)
+        return self.choose(features, states, step, deterministic)
+
+    def choose(
+        self, features: Tensor, states: Sequence[Tensor], step: TensorDictBase, deterministic: bool
+    ) -> dict[NestedKey, Tensor]:
+        """Return the outputs of ``forward`` from the trunk's features, without writing them."""
+        outputs = self.head.sample(self.allowed(self.head.read(features), step), deterministic)
+        return self._written((*outputs, *states))
+
+    def _written(self, computed: Sequence[Tensor]) -> dict[NestedKey, Tensor]:
+        found = dict(zip(self._computed, computed, strict=True))
+        keys: list[NestedKey] = self.out_keys  # fewer keys after select_out_keys()
+        return found if len(keys) == len(found) else {key: found[key] for key in keys}
+
+    def standing(self, step: TensorDictBase) -> Callable[[], dict[NestedKey, Tensor]]:
+        """Return a call of :meth:`act_on` on a CPU step ``[N]`` with fixed tensors that the caller overwrites."""
+        return bound_call(self, step)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Write the action, its log-probability and, for recurrent actors, the next recurrent state."""
+        if len(args) != 1 or kwargs or not isinstance(args[0], TensorDictBase):
+            return super().forward(*args, **kwargs)
+        for key, value in self.act_on(args[0]).items():
+            args[0].set(key, value)
+        return args[0]
+
+    def generic_forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Write the same outputs with TorchRL's own forward, which supports any interaction type."""
+        return tensordict.update(super().forward(tensordict.copy()).select(*self.out_keys))
+
+    def get_dist(self, tensordict: TensorDictBase, *args: Any, **kwargs: Any) -> D.Distribution:
+        """Return the distribution over actions without writing to the TensorDict."""
+        return self.head.distribution(self.allowed(self.head(self.trunk.read(tensordict)), tensordict))
+
+
+def build_actor(
+    specs: Any, network: Network | None = None, *, distribution: str = "auto", initial_std: float = 1.0
+) -> Actor:
+    """Build an actor for an environment's specs.
+
+    Args:
+        specs: ``EnvironmentSpecs``, or anything with an unbatched ``observation`` (Composite) and ``action``.
+        network: Network in front of the head; ``MLPNetwork()`` by default.
+        distribution: Distribution of continuous actions: ``"normal"`` (clipped; the default) or ``"tanh_normal"``.
+        initial_std: Initial standard deviation of continuous actions, in units of half the action range.
+
+    Examples:
+        >>> from torchrl_lightning import environment_specs, make_vector_env
+        >>> specs = environment_specs(make_vector_env("CartPole-v1", 1))
+        >>> td = build_actor(specs)(specs.observation.zero([3]))
+        >>> td["action"].shape, td["action_log_prob"].shape
+        (torch.Size([3]), torch.Size([3]))
+    """
+    trunk, hidden, features = trunk_and_layers(specs, network or MLPNetwork())
+    head = build_head(specs.action, features, distribution, initial_std, hidden)
+    return Actor(trunk, head, specs.action, masked=action_mask(specs.observation, specs.action) is not None)
+
+
+def trunk_and_layers(specs: Any, network: Network) -> tuple[Any, nn.Module | None, int]:
+    """Return an actor's trunk, the hidden layers of its head or None, and the input width of the head's last layer."""
+    trunk = network.trunk(*observation_entries(specs))
+    return trunk, *private_layers(network, trunk.features)
+
+
+def private_layers(network: Network, features: int, sizes: Sequence[int] | None = None) -> tuple[nn.Module | None, int]:
+    """Return a head's own hidden layers, or None, and the input width of the head's last layer.
+
+    The default sizes are ``head_sizes`` of the network.
+    """
+    sizes = network.head_sizes if sizes is None else sizes
+    if not sizes:
+        return None, features
+    kind = getattr(network, "initialization", "orthogonal")  # only perceptrons have the setting
+    return mlp(features, sizes, network.activation, kind), int(sizes[-1])
+
+
+def linear_head(network: Network, features: int, size: int, sizes: Sequence[int] | None = None) -> nn.Module:
+    """Return a value head: the optional hidden layers of :func:`private_layers`, and a linear layer."""
+    hidden, features = private_layers(network, features, sizes)
+    last = orthogonal(nn.Linear(features, size), 1.0)
+    return last if hidden is None else nn.Sequential(hidden, last)
+
+
+def observation_entries(specs: Any) -> tuple[list[Any], list[TensorSpec]]:
+    """Return the sorted keys and leaf specs of the network inputs; raise ValueError if there are none.
+
+    Bookkeeping entries and action masks are excluded. Torch's default dtype is validated here, because all network
+    builders call this function.
+    """
+    check_default_dtype()
+    leaves = dict(specs.observation.items(include_nested=True, leaves_only=True))
+    keys = sorted((key for key in leaves if path_of(key)[0] not in (*BOOKKEEPING, ACTION_MASK)), key=str)
+    if not keys:
+        raise ValueError(f"the observation spec has no entries: {specs.observation}")
+    return keys, [leaves[key] for key in keys]
+
+
+class Critic(ValueOperator):
+    """One value head for each key, on its own trunk or the actor's.
+
+    Only the actor registers a shared trunk, so that a state dict contains its parameters once. The critic writes
+    only values: the recurrent states recorded in a rollout stay unchanged.
+
+    Args:
+        heads: One module from features to ``[*B, 1]`` for each key.
+        out_keys: Output keys of the heads.
+        trunks: One trunk for all heads, or one trunk for each head.
+        shared: True if the trunk belongs to an actor.
+    """
+
+    def __init__(
+        self,
+        heads: Sequence[nn.Module],
+        out_keys: Sequence[NestedKey],
+        trunks: Sequence[TensorDictModuleBase],
+        shared: bool = False,
+    ) -> None:
+        super().__init__(module=nn.ModuleList(heads), in_keys=list(trunks[0].in_keys), out_keys=list(out_keys))
+        self.is_shared = shared
+        if not shared:
+            self.owned_trunks = nn.ModuleList(trunks)
+        # A plain list: evaluation mode must reach a borrowed trunk, but only the actor may register it.
+        self.trunks = list(trunks)
+        self.borrowed = self.trunks if shared else []
+
+    def values_of(self, features: Tensor) -> list[Tensor]:
+        """Return each head's values ``[*B, 1]`` for the features of a single trunk."""
+        return [head(features) for head in self.module]
+
+    def values(self, tensordict: TensorDictBase) -> list[Tensor]:
+        """Return each head's values ``[*B, 1]`` without writing them."""
+        if len(self.trunks) == 1:
+            return self.values_of(self.trunks[0].read(tensordict))
+        return [head(trunk.read(tensordict)) for head, trunk in zip(self.module, self.trunks, strict=True)]
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Write the values."""
+        for key, value in zip(self.out_keys, self.values(tensordict), strict=True):
+            tensordict.set(key, value)
+        return tensordict
+
+
+def build_critic(
+    specs: Any,
+    network: Network | None = None,
+    *,
+    out_keys: Sequence[NestedKey] = ("state_value",),
+    actor: Actor | None = None,
+    separate: bool = False,
+) -> Critic:
+    """Build a critic for an environment's specs.
+
+    Args:
+        specs: ``EnvironmentSpecs``, or anything with an unbatched ``observation`` (Composite).
+        network: Network in front of the heads; ``MLPNetwork()`` by default.
+        out_keys: The value keys, one head for each; for several critics ``("state_value", name)``.
+        actor: Actor that provides the trunk if the network is shared.
+        separate: Give each head its own trunk.
+
+    Raises:
+        ValueError: The network is shared, but ``actor`` is missing or ``separate`` is set.
+
+    Examples:
+        >>> from torchrl_lightning import environment_specs, make_vector_env
+        >>> specs = environment_specs(make_vector_env("CartPole-v1", 1))
+        >>> critic = build_critic(specs, out_keys=["state_value", "intrinsic_state_value"])
+        >>> critic(specs.observation.zero([3]))["intrinsic_state_value"].shape
+        torch.Size([3, 1])
+    """
+    network = network or MLPNetwork()
+    if network.shared:
+        if actor is None:
+            raise ValueError(f"{type(network).__name__} is shared by actor and critic; give build_critic the actor")
+        if separate:
+            raise ValueError(
+                "critics can't have separate trunks and share the actor's; set shared: false on the network"
+            )
+        trunks = [actor.trunk]
+    else:
+        entries = observation_entries(specs)
+        trunks = [network.trunk(*entries) for _ in range(len(out_keys) if separate else 1)]
+    heads = [linear_head(network, trunks[0].features, 1) for _ in out_keys]
+    return Critic(heads, out_keys, trunks, shared=network.shared)
+
+
+class ActorWithValues(TensorDictModuleBase):
+    """An actor that also writes the values of a critic; their shared trunk runs once.
+
+    The rollout then contains the value of each step. Advantage estimation computes only the values of the final next
+    observations.
+
+    Args:
+        actor: The actor.
+        critic: A critic on the actor's trunk.
+    """
+
+    def __init__(self, actor: Actor, critic: Critic) -> None:
+        super().__init__()
+        self.actor, self.critic = actor, critic
+        self.in_keys, self.out_keys = list(actor.in_keys), [*actor.out_keys, *critic.out_keys]
+
+    def act_on(self, step: TensorDictBase) -> dict[NestedKey, Tensor]:
+        """Return the outputs of ``forward`` without writing them."""
+        actor, critic, deterministic = self.actor, self.critic, acts_deterministically()
+        if deterministic is None or bare_call(actor) is None:
+            written, values = policy_outputs(actor, step.copy()), critic.values(step)
+        else:
+            features, states = actor.trunk.step(step)
+            written = actor.choose(features, states, step, deterministic)
+            values = critic.values_of(features)
+        return {**written, **dict(zip(critic.out_keys, values, strict=True))}
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Write the actor's outputs and the values."""
+        for key, value in self.act_on(tensordict).items():
+            tensordict.set(key, value)
+        return tensordict
+
+    def get_dist(self, tensordict: TensorDictBase) -> D.Distribution:
+        """Return the actor's distribution over actions without writing to the TensorDict."""
+        distribution: Any = self.actor.get_dist(tensordict)
+        return distribution

@@ -1,0 +1,150 @@
+"""The tensors that an off-policy loss reads from a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from tensordict.utils import NestedKey
+from torch import Tensor
+
+from torchrl_lightning._core.keys import ACTION_MASK, SOURCE
+from torchrl_lightning._core.tree import level_of, path_of
+from torchrl_lightning.agents.losses import td_loss
+from torchrl_lightning.environments.masks import usable
+
+Entries = list[Tensor]
+
+
+@dataclass(slots=True)
+class Transitions:
+    """The tensors of a batch of transitions ``[*B]``; flags and rewards lack their trailing dimension."""
+
+    now: Entries  # observation entries [*B, *F]
+    after: Entries  # entries of the true successor, input of the online networks
+    after_target: Entries  # the same entries, input of the target networks
+    action: Tensor  # [*B, *A]
+    reward: Tensor  # summed over the steps between now and after
+    terminated: Tensor  # whether after is terminal, so that its value is 0
+    done: Tensor | None  # whether the episode ends at after, for any reason
+    discount: float | Tensor  # factor of the value of after; a tensor if the number of steps varies
+    weight: Tensor | None = None  # importance weights, if the batch has any
+    mask: Tensor | None = None  # valid steps; all if None
+    # For recurrent networks:
+    is_init: Tensor | None = None  # whether an episode starts at now
+    states: Entries | None = None  # recurrent states before now
+    steps: Tensor | None = None  # number of steps from now to after; one if None
+    allowed: Tensor | None = None  # actions allowed after the step [*B, A]; all if None
+    source: Tensor | None = None  # number of the row's source buffer, 0 for the agent's own; None for one buffer
+
+    @property
+    def fixed(self) -> Entries:
+        """``now`` without a gradient into a memory."""
+        return [entry.detach() for entry in self.now]
+
+    def target(self, value: Tensor) -> Tensor:
+        r"""Return the one-step (or n-step) target \(r + \gamma (1 - \mathrm{terminated}) V(s')\), ``[*B]``."""
+        if isinstance(self.discount, Tensor):
+            going_on = torch.addcmul(self.reward, self.discount, value)
+        else:
+            going_on = torch.add(self.reward, value, alpha=self.discount)
+        return torch.where(self.terminated, self.reward, going_on)
+
+    def td_loss(self, values: Tensor, target: Tensor, distance: str) -> tuple[Tensor, Tensor]:
+        """Return the mean TD loss over the valid steps, and the absolute errors ``[*B]``."""
+        if self.mask is None and self.weight is None:
+            return td_loss(values, target, distance, reduction="mean")
+        loss, error = td_loss(values, target, distance, self.mask)
+        return self.mean(loss), error
+
+    def mean(self, loss: Tensor) -> Tensor:
+        r"""Return the mean over the valid steps, \(\sum_i w_i l_i / \sum_i w_i\), the same reduction as TorchRL's."""
+        if self.mask is None and self.weight is None:
+            return loss.mean()
+        if self.mask is not None:
+            # Select instead of multiplying: masked steps may be NaN, and nan * 0 is nan.
+            loss = torch.where(self.mask, loss, 0.0)
+        weight = loss.new_ones(()).expand_as(loss) if self.weight is None else self.weight
+        if self.mask is not None:
+            weight = weight * self.mask
+        return (loss * weight).sum() / weight.sum().clamp_min(torch.finfo(loss.dtype).tiny)
+
+
+def read_transitions(
+    batch: TensorDictBase,
+    keys: Sequence[NestedKey],
+    gamma: float,
+    state_keys: Sequence[NestedKey] = (),
+    *,
+    masked: bool = False,
+) -> Transitions:
+    """Read the entries that a loss needs from transitions ``[B]`` or sequences ``[B, T]``.
+
+    The discount is the batch's ``gamma`` entry if present, else the argument ``gamma`` to the power of the batch's
+    ``steps_to_next_obs``, else ``gamma``. TorchRL's ``MultiStepTransform`` writes both entries. ``mask`` marks valid
+    steps and ``priority_weight`` weights them. If ``masked``, the successors' ``action_mask`` marks allowed actions. A
+    KeyError names a missing entry.
+    """
+    # Read as plain dicts: a TensorDict's `get` takes two microseconds, and a batch has a dozen entries.
+    entries = level_of(batch)
+    if "next" not in entries:
+        raise missing(batch, "next", "off-policy losses learn from transitions")
+    shape = batch.shape
+    action, *now = _entries(entries, ("action", *keys), batch)
+    reward, terminated, *after = _entries(level_of(entries["next"]), ("reward", "terminated", *keys), batch)
+    reward, terminated = reward.reshape(shape), terminated.reshape(shape)
+    discount: float | Tensor = gamma
+    given, steps = entries.get("gamma"), entries.get("steps_to_next_obs")
+    if given is not None:
+        discount = given.reshape(shape).to(reward.dtype)
+    elif steps is not None:
+        discount = gamma ** steps.reshape(shape).to(reward.dtype)
+    weight = entries.get("priority_weight")
+    if weight is not None:
+        weight = weight.to(reward.dtype)
+        # One weight for each step, or one for each sequence.
+        weight = weight.reshape(shape) if weight.numel() == shape.numel() else weight.reshape(shape[0], 1).expand(shape)
+    mask = entries.get("mask")
+    done = is_init = states = ahead = None
+    if state_keys:
+        ahead = None if steps is None else steps.reshape(shape)
+        done, is_init, *states = _entries(entries, (("next", "done"), "is_init", *state_keys), batch)
+        done, is_init = done.reshape(shape), is_init.reshape(shape)
+    return Transitions(
+        now=now,
+        after=after,
+        after_target=after,
+        action=action,
+        reward=reward,
+        terminated=terminated,
+        done=done,
+        discount=discount,
+        weight=weight,
+        mask=None if mask is None else mask.reshape(shape),
+        is_init=is_init,
+        states=states,
+        steps=ahead,
+        source=entries.get(SOURCE),
+        allowed=usable(_entries(level_of(entries["next"]), [ACTION_MASK], batch)[0]) if masked else None,
+    )
+
+
+def _entries(level: Mapping[str, Any], keys: Sequence[NestedKey], batch: TensorDictBase) -> Entries:
+    """Return these entries of a batch, starting from one of its levels."""
+    entries = []
+    for key in keys:
+        found: Any = level
+        for name in (key,) if isinstance(key, str) else path_of(key):
+            found = (found if isinstance(found, Mapping) else level_of(found)).get(name)
+            if found is None:
+                raise missing(batch, key, "the buffer must hold what the policy read and wrote")
+        entries.append(found)
+    return entries
+
+
+def missing(batch: TensorDictBase, key: NestedKey, hint: str) -> KeyError:
+    """Return a KeyError for a missing entry of a batch, with the existing entries and a remedy."""
+    return KeyError(f"the batch has no {key!r}, only {sorted(map(str, batch.keys(True, True)))}; {hint}")

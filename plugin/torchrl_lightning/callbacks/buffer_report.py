@@ -1,0 +1,90 @@
+"""Write an HTML report of the buffer during training."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from tensordict import TensorDictBase
+
+from torchrl_lightning._core.update_batches import UpdateBatches
+from torchrl_lightning._core.validators import Checked, integer
+from torchrl_lightning.callbacks.sparse import SparseCallback
+from torchrl_lightning.inspection.report import inspect_buffer
+from torchrl_lightning.inspection.sample_counts import EVERY, Draws
+
+logger = logging.getLogger(__name__)
+
+
+class BufferPage(SparseCallback):
+    """Write an HTML report of the buffer at each evaluation, with the counts and ages of the sampled steps.
+
+    The callback counts every eighth batch from the start of this run. Rank zero replaces the file atomically.
+
+    Args:
+        path: The HTML file.
+        last: The maximum number of cells to inspect, newest first.
+
+    Raises:
+        ValueError: ``last`` is not positive.
+
+    Examples:
+        >>> BufferPage("inspect.html", last=0)
+        Traceback (most recent call last):
+        ValueError: last must be a positive integer, got 0.
+    """
+
+    last = Checked(integer)
+
+    def __init__(self, path: str, last: int = 1_000_000) -> None:
+        super().__init__()
+        self.path, self.last = path, last
+        self._draws: Draws | None = None
+        self._batches = 0
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start counting samples if the buffer has a writer with cells."""
+        writer = getattr(_buffer(trainer), "writer", None)
+        length, num_envs = getattr(writer, "length", None), getattr(writer, "num_envs", None)
+        self._draws = Draws(length, num_envs) if length and num_envs else None
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Count the sampled cells of each update in this step."""
+        if self._draws is None:
+            return
+        if isinstance(batch, UpdateBatches):
+            batch.watch(self._note)
+        else:
+            self._note(batch)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write the report during a fit."""
+        buffer = _buffer(trainer)
+        if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking or not trainer.is_global_zero:
+            return
+        try:
+            found = inspect_buffer(buffer, last=self.last)
+        except ValueError as error:  # a failed report must not end the run
+            logger.warning("%s is not written: %s", self.path, error)
+            return
+        if self._draws is not None and self._draws.number and found.summaries:
+            drawn = replace(found.summaries[0], draws=self._draws)
+            found = replace(found, summaries=(drawn, *found.summaries[1:]))
+        Path(self.path).parent.mkdir(parents=True, exist_ok=True)
+        found.write_html(self.path)
+
+    def _note(self, batch: TensorDictBase) -> None:
+        self._batches += 1
+        if self._draws is None or self._batches % EVERY:
+            return
+        index, stamp = batch.get("index", None), batch.get("write_position", None)
+        if index is not None and stamp is not None:
+            self._draws.note(index, stamp.expand(index.shape))
+
+
+def _buffer(trainer: Trainer) -> Any:
+    return getattr(getattr(trainer, "datamodule", None), "buffer", None)

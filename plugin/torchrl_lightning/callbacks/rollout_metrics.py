@@ -1,0 +1,73 @@
+"""Log the metrics of each rollout over environment frames."""
+
+from __future__ import annotations
+
+import time
+
+from lightning.pytorch import LightningModule, Trainer
+
+from torchrl_lightning._core.metric_logging import count_rows_by_clock, count_rows_by_lightning, publish
+from torchrl_lightning._core.protocols import DataApi
+from torchrl_lightning._core.validators import Checked, integer
+from torchrl_lightning.callbacks.sparse import SparseCallback
+
+
+class ExperienceLog(SparseCallback):
+    """Log the DataModule's ``metrics()``: returns, lengths, timings, and the buffer's own metrics.
+
+    The callback writes to the loggers directly: ``self.log`` costs about 0.4 ms per key, a tenth of a small agent's
+    learning time. It also adds the metrics to ``trainer.callback_metrics``, so that other callbacks can monitor them.
+    Metrics that a module logs with ``self.log`` also get environment frames as their step, unless the module logs
+    ``step`` itself; our DataModules do this without the callback. The callback does nothing if the DataModule does not
+    count ``frames``.
+
+    Args:
+        every_n_epochs: The number of epochs between two logged rows.
+
+    Raises:
+        ValueError: ``every_n_epochs`` is below 1.
+
+    Examples:
+        >>> ExperienceLog(every_n_epochs=0)
+        Traceback (most recent call last):
+        ValueError: every_n_epochs must be a positive integer, got 0.
+    """
+
+    every_n_epochs = Checked(integer)
+
+    def __init__(self, every_n_epochs: int = 1) -> None:
+        super().__init__()
+        self.every_n_epochs = every_n_epochs
+        self._began = 0.0
+        self._counted = 0
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Make Lightning log rows with the DataModule's count as their step."""
+        count_rows_by_clock(trainer)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Restore Lightning's own step for logged rows."""
+        count_rows_by_lightning(trainer)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Restore Lightning's own step, because Lightning skips :meth:`teardown` after an exception."""
+        self.teardown(trainer, pl_module, "fit")
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start measuring frames per second."""
+        self._began = time.perf_counter()
+        self._counted = (DataApi.of_run(trainer).clock or (0,))[0]
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write one row."""
+        data = DataApi.of_run(trainer)
+        clock = data.clock
+        if clock is None or (trainer.current_epoch + 1) % self.every_n_epochs:
+            return
+        now, (count, unit) = time.perf_counter(), clock
+        metrics = dict(data.metrics())
+        metrics[f"{unit}_per_second"] = (count - self._counted) / max(now - self._began, 1e-9)
+        self._began, self._counted = now, count
+        publish(trainer, metrics)
+        for logger in trainer.loggers:
+            logger.log_metrics(metrics, step=count)

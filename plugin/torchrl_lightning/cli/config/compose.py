@@ -1,0 +1,408 @@
+"""Compose configs with Hydra; a resumed run reuses the groups, overrides and settings of its checkpoint's run."""
+
+from __future__ import annotations
+
+import re
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from decimal import Decimal
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import IntervalSweep, Override, Quote, QuotedString
+from hydra.errors import ConfigCompositionException, HydraException
+from hydra.plugins.config_source import ConfigResult, ConfigSource
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from torchrl_lightning._core.plain_yaml import check_file
+from torchrl_lightning._core.slurm import is_requeued
+from torchrl_lightning._hydra.compat import hydra_main, initialized
+from torchrl_lightning._hydra.paths import CONF_DIR, EXPORT_DIR
+from torchrl_lightning._hydra.schemas import open_schemas
+from torchrl_lightning.cli.config.find_checkpoint import AUTO, furthest_checkpoint
+from torchrl_lightning.cli.config.replace_part import (
+    close_schemas,
+    command_layer,
+    file_layers,
+    renamed_parts,
+    replace_parts,
+    targets_in,
+    targets_of,
+    within,
+)
+from torchrl_lightning.cli.config.resume import (
+    Record,
+    check_record,
+    continued,
+    keep_process,
+    keep_settings,
+    missing_choices,
+    record_in,
+)
+from torchrl_lightning.cli.config.validate import read_stored
+from torchrl_lightning.cli.error_messages import SWEPT, UsageError, one_line, read_options, reported
+
+# A number such as 1e5: Hydra reads it as a float, but the setting may be an integer.
+_POWER_OF_TEN = re.compile(r"(?<=[=,])\d+(?:\.\d+)?[eE]\+?\d{1,2}(?=,|$)")
+
+_PROVIDERS = {"hydra", "main", "torchrl-lightning", "schema"}  # config sources that are not the user's
+
+
+class _Request(NamedTuple):
+    """A request for a config, without its overrides."""
+
+    loader: ConfigLoader
+    config_name: str | None
+    run_mode: RunMode
+    from_shell: bool = True
+    validate_sweep_overrides: bool = True
+
+    def load(self, lines: list[str]) -> DictConfig:
+        """Compose a config with Hydra."""
+        return self.loader.load_configuration(
+            self.config_name, lines, self.run_mode, self.from_shell, self.validate_sweep_overrides
+        )
+
+    def is_group(self, key: str, lines: list[str]) -> bool:
+        """Return True if a key is a config group."""
+        return bool(self.loader.get_group_options(key, config_name=self.config_name, overrides=lines))
+
+
+def _load_limited(load: Callable[[str], ConfigResult], folder: Path, config_path: str) -> ConfigResult:
+    """Load a config file from outside this package, after a check of its size, depth, aliases and tags."""
+    file = folder / f"{config_path.removesuffix('.yaml')}.yaml"
+    if file.exists():
+        with one_line():
+            check_file(file)
+    return load(config_path)
+
+
+def _limit_files(sources: list[ConfigSource]) -> None:
+    """Check each file in the folder of ``--config-dir`` before loading it, because the folder may be untrusted."""
+    ours = {str(CONF_DIR), str(EXPORT_DIR)}
+    for source in sources:
+        if source.scheme() == "file" and source.path not in ours:
+            source.load_config = partial(  # type: ignore[method-assign]
+                _load_limited, source.load_config, Path(source.path)
+            )
+
+
+def _check_search_path(given: list[Override]) -> None:
+    """Check all files of the folders in a command's ``hydra.searchpath``, because Hydra reads them immediately."""
+    for override in given:
+        if override.key_or_group == "hydra.searchpath" and isinstance(folders := override.value(), list):
+            for folder in folders:
+                for file in sorted(Path(str(folder).removeprefix("file://")).rglob("*.yaml")):
+                    with one_line():
+                        check_file(file)
+
+
+class CommandLoader(ConfigLoader):
+    """Wrap Hydra's config loader: read 1e5 as an integer, replace parts, resume runs.
+
+    If ``ckpt_path`` names a checkpoint of our commands, the settings of its run come first, so that folder, record and
+    name match the trained run.
+
+    Args:
+        hydra: Hydra's loader.
+        resumes: True if the command can resume runs.
+    """
+
+    def __init__(self, hydra: ConfigLoader, *, resumes: bool) -> None:
+        self._hydra, self._resumes = hydra, resumes
+        _limit_files(hydra.get_sources())
+        self._records: dict[Path, Record | None] = {}
+        self._ready: DictConfig | None = None
+        self._composed: list[tuple[DictConfig, list[str]]] = []  # with the dropped settings
+        self._told: set[str] = set()
+
+    def get_search_path(self) -> ConfigSearchPath:
+        """Return Hydra's search path."""
+        return self._hydra.get_search_path()
+
+    def get_sources(self) -> list[ConfigSource]:
+        """Return Hydra's sources of configs."""
+        return self._hydra.get_sources()
+
+    def list_groups(self, parent_name: str) -> list[str]:
+        """Return the groups below a group."""
+        return self._hydra.list_groups(parent_name)
+
+    def get_group_options(self, group_name: str, *args: Any, **kwargs: Any) -> list[str]:
+        """Return the options of a group."""
+        return self._hydra.get_group_options(group_name, *args, **kwargs)
+
+    def compute_defaults_list(self, config_name: str | None, overrides: list[str], run_mode: RunMode) -> Any:
+        """Return the files of a config."""
+        return self._hydra.compute_defaults_list(config_name, overrides, run_mode)
+
+    def mode(self, config_name: str, overrides: list[str]) -> RunMode:
+        """Return the run mode of a command's config; keep the config of a single run for the next load."""
+        try:
+            if not any(override.is_sweep_override() for override in _parsed(overrides)):
+                config = self.load_configuration(config_name, overrides, RunMode.RUN)
+                if config.hydra.mode is None:  # record the mode like Hydra
+                    config.hydra.mode = RunMode.RUN
+                    config.hydra.overrides.hydra.append("hydra.mode=RUN")
+                if config.hydra.mode == RunMode.RUN:
+                    self._ready = config
+                return config.hydra.mode
+        except HydraException as error:
+            if not str(error).startswith("You must specify"):  # a sweep may leave a group unselected
+                raise
+        with suppress(HydraException):
+            config = self._hydra.load_configuration(config_name, overrides, RunMode.MULTIRUN, True, False)
+            return config.hydra.mode or RunMode.RUN
+        return RunMode.RUN
+
+    def load_configuration(
+        self,
+        config_name: str | None,
+        overrides: list[str],
+        run_mode: RunMode,
+        from_shell: bool = True,
+        validate_sweep_overrides: bool = True,
+    ) -> DictConfig:
+        """Compose a config."""
+        if self._ready is not None:
+            config, self._ready = self._ready, None
+            return config
+        overrides = [_POWER_OF_TEN.sub(_as_integer, override) for override in overrides]
+        if run_mode == RunMode.RUN and (first := self._first_values(overrides, Override.is_sweep_override)):
+            # Hydra will refuse several values in a single run. A misspelt name is the more probable mistake.
+            self.load_configuration(config_name, [first.get(line, line) for line in overrides], run_mode)
+        self._composed = []
+        _check_search_path(_parsed(overrides))
+        request = _Request(self._hydra, config_name, run_mode, from_shell, validate_sweep_overrides)
+        config = self._resume(overrides, request) if self._resumes else self._compose(overrides, request)
+        lost = next((dropped for each, dropped in self._composed if each is config), [])
+        told = f"note: left out, as written for parts that are replaced: {', '.join(lost)}."
+        if lost and told not in self._told:
+            self._told.add(told)
+            print(told, file=sys.stderr)
+        trials = OmegaConf.select(config, "hydra.sweeper.n_trials")
+        if isinstance(trials, int) and trials < 1:
+            raise UsageError(f"hydra.sweeper.n_trials={trials}: expected a positive whole number.")
+        return config
+
+    def load_sweep_config(self, master_config: DictConfig, sweep_overrides: list[str]) -> DictConfig:
+        """Compose the config of one run of a sweep, and add its swept settings to errors."""
+        given: Any = OmegaConf.to_container(master_config.hydra.overrides, resolve=False)
+        with _noted(line for line in sweep_overrides if line not in given["task"]):
+            config = self.load_configuration(
+                master_config.hydra.job.config_name, [*given["hydra"], *sweep_overrides], RunMode.RUN
+            )
+        OmegaConf.copy_cache(from_config=master_config, to_config=config)
+        return config
+
+    def _compose(self, lines: list[str], request: _Request) -> DictConfig:
+        """Compose a config; on an error, a sweep uses the first option of its swept groups and classes.
+
+        Hydra keeps the defaults of swept groups and classes, which may lack a setting that all swept options have.
+        Each run of the sweep is later composed with its own groups.
+        """
+
+        def is_option(override: Override) -> bool:
+            names_part = "_target_" in str(override.input_line)
+            return override.is_discrete_sweep() and (names_part or request.is_group(override.key_or_group, lines))
+
+        try:
+            return self._with_parts(lines, request)
+        except HydraException:
+            first = self._first_values(lines, is_option) if request.run_mode == RunMode.MULTIRUN else {}
+            if not first:
+                raise
+        with _noted(first.values()):
+            config = self._with_parts([first.get(line, line) for line in lines], request)
+        swept = {option: line for line, option in first.items()}
+        config.hydra.overrides.task = [swept.get(line, line) for line in config.hydra.overrides.task]
+        return config
+
+    def _first_values(self, lines: list[str], is_wanted: Callable[[Override], bool]) -> dict[str, str]:
+        """Map each wanted sweep override to an override with its first value."""
+        return {
+            str(override.input_line): f"{override.get_key_element()}={_first_value(override)}"
+            for override in OverridesParser.create(config_loader=self._hydra).parse_overrides(lines)
+            if is_wanted(override)
+        }
+
+    def _with_parts(self, lines: list[str], request: _Request) -> DictConfig:
+        """Compose a config, and replace the parts that get another class in a file or on the command line."""
+        try:
+            config = request.load(lines)
+            dropped = self._replace_parts(config, request.config_name, lines)
+        except ConfigCompositionException as error:
+            # The new class of a part may have settings that the schema of the old class lacks.
+            cause = error.__cause__ or error.__context__
+            key = str(cause.full_key) if isinstance(cause, OmegaConfBaseException) else ""
+            try:
+                with open_schemas():
+                    config = request.load(lines)
+            except HydraException:
+                raise error from cause
+            dropped = self._replace_parts(config, request.config_name, lines)
+            if not any(within(key, path) for path in dropped) or not close_schemas(config):
+                raise error from cause
+        self._composed.append((config, [f"{path}.{key}" for path, keys in dropped.items() for key in keys]))
+        return config
+
+    def _replace_parts(self, config: DictConfig, config_name: str | None, lines: list[str]) -> dict[str, list[str]]:
+        given = _parsed(lines)
+        paths = [*renamed_parts(config), *(path for path, _ in targets_of(given))]
+        has_files = any(source.provider not in _PROVIDERS for source in self.get_sources())
+        if not paths and not has_files:
+            return {}
+        layers = [*file_layers(self._hydra, config_name, lines), command_layer(given)]
+        if has_files:
+            paths += [path for layer in layers for path, _ in targets_in(OmegaConf.to_container(layer))]
+        return replace_parts(config, sorted(paths), layers)
+
+    def _resume(self, overrides: list[str], request: _Request) -> DictConfig:
+        """Compose the config of a run, which may resume another run."""
+
+        def composed(lines: list[str]) -> DictConfig:
+            return self._compose(lines, request)
+
+        given = _parsed(overrides)
+        paths = [override for override in given if override.key_or_group == "ckpt_path"]
+        path = None
+        if paths:
+            path = None if paths[-1].is_sweep_override() else paths[-1].value()
+        else:
+            config = composed(overrides)
+            with suppress(OmegaConfBaseException):  # reported at the start of the run
+                path = config.get("ckpt_path")
+            if path is None and not is_requeued():
+                return config
+        if path == AUTO or (not paths and path is None):
+            if request.run_mode == RunMode.MULTIRUN:
+                return composed(overrides)  # each run of the sweep finds its own checkpoint
+            others = [str(override.input_line) for override in given if override not in paths]
+            with one_line():
+                found = furthest_checkpoint(composed([*others, "ckpt_path=null"]), this_job=path is None)
+            path = None if found is None else str(found)
+            value = "null" if path is None else QuotedString(path, Quote.single).with_quotes()
+            overrides = [*others, f"ckpt_path={value}"]
+            given = _parsed(overrides)
+        with one_line():
+            record = self._record(path, is_told_to_trust(given))
+            if record is None:
+                return composed(overrides)
+            assert isinstance(path, str)
+            return _resumed(record, path, given, composed, lambda key: request.is_group(key, overrides))
+
+    def _record(self, path: Any, trusted: bool) -> Record | None:
+        """Read the record of a checkpoint once; return None without one. The run itself reports a missing file."""
+        if not isinstance(path, str) or not Path(path).is_file():
+            return None
+        file = Path(path).resolve()
+        if file not in self._records:
+            self._records[file] = record_in(read_stored(path), path)
+        record = self._records[file]
+        return record and replace(record, trusted=trusted)
+
+
+@contextmanager
+def _noted(settings: Iterable[str]) -> Iterator[None]:
+    """Add a note with the settings of a sweep's run to Hydra's errors."""
+    try:
+        yield
+    except HydraException as error:
+        if not getattr(error, "__notes__", ()):
+            error.add_note(f"{SWEPT}{' '.join(settings)}")
+        raise
+
+
+def run_command_line(name: str, task: Callable[[Any], Any], arguments: list[str], *, resumes: bool) -> None:
+    """Compose the config of a command line, and run the task once or in a sweep, or print the config."""
+    options = read_options(arguments)
+    if options.hydra_help or options.version or options.experimental_rerun:
+        # Hydra's own parser expects all settings behind the options.
+        sys.argv[1:] = [each for each in arguments if each not in options.overrides] + options.overrides
+        hydra_main(str(CONF_DIR), name)(task)()
+        return
+    modes = (options.run, options.multirun, options.cfg, options.info, options.shell_completion)
+    if sum(map(bool, modes)) > 1:
+        raise UsageError("only one of --run, --multirun, --cfg, --info and --shell-completion can be given.")
+    if options.resolve and not options.cfg:
+        raise UsageError("--resolve has no effect without --cfg; leave it out.")
+    if options.config_dir and not Path(options.config_dir).is_dir():
+        raise UsageError(f"--config-dir={options.config_dir} must be a folder. Create it, or leave the option out.")
+    with initialized(options.config_path or str(CONF_DIR), name, options.config_dir) as hydra:
+        hydra.config_loader = CommandLoader(hydra.config_loader, resumes=resumes)
+        reported(partial(_run, hydra, options.config_name or name, options, task))
+
+
+def _run(hydra: Any, config_name: str, options: Namespace, task: Callable[[Any], Any]) -> None:
+    overrides = options.overrides
+    if options.cfg:
+        hydra.show_cfg(config_name, overrides, options.cfg, options.package, options.resolve)
+    elif options.info:
+        hydra.show_info(options.info, config_name, overrides)
+    elif options.shell_completion:
+        hydra.shell_completion(config_name, overrides)
+    elif options.multirun or hydra.config_loader.mode(config_name, overrides) == RunMode.MULTIRUN:
+        hydra.multirun(config_name, task, [*overrides, "hydra.mode=MULTIRUN"])
+    else:
+        hydra.run(config_name, task, overrides)
+
+
+def _resumed(
+    record: Record,
+    path: str,
+    given: list[Override],
+    composed: Callable[[list[str]], DictConfig],
+    is_group: Callable[[str], bool],
+) -> DictConfig:
+    """Compose the config of a checkpoint's run, and apply the overrides of this command last."""
+    check_record(record, path)
+    ours = [override for override in given if override.is_hydra_override()]
+    mine = [override for override in given if not override.is_hydra_override()]
+    lines, theirs = (continued(record, path, some, is_group) for some in (given, ours))
+    before = composed(_lines(theirs))
+    # Selecting the run's experiment may change other groups, so compare again after each choice.
+    chosen: list[str] = []
+    while missing := missing_choices(record, before.hydra.runtime.choices, chosen):
+        chosen.append(missing[0])
+        before = composed([*chosen, *_lines(theirs)])
+    config = composed([*chosen, *_lines(lines)])
+    alone = [override for override in lines if override in mine or is_group(override.key_or_group)]
+    keep_settings(config, before, record, mine)
+    lines_alone = [*chosen, *_lines(alone)]
+    here = [line for line in lines_alone if not line.startswith("debug=") or line in _lines(mine)]
+    keep_process(config, lambda: composed(here), given)
+    return config
+
+
+def is_told_to_trust(given: Iterable[Override]) -> bool:
+    """Return True if the overrides of a command contain ``trusted=true``."""
+    return any(override.key_or_group == "trusted" and override.value() is True for override in given)
+
+
+def _as_integer(match: re.Match[str]) -> str:
+    """Write a whole number of a command line as an integer; float fields accept it as well."""
+    number = Decimal(match[0])
+    return str(int(number)) if number == int(number) else match[0]
+
+
+def _parsed(lines: list[str]) -> list[Override]:
+    overrides: list[Override] = OverridesParser.create().parse_overrides(lines)
+    return overrides
+
+
+def _first_value(sweep: Override) -> str:
+    value = sweep.value()
+    return str(value.start) if isinstance(value, IntervalSweep) else next(iter(sweep.sweep_string_iterator()))
+
+
+def _lines(overrides: list[Override]) -> list[str]:
+    return [str(override.input_line) for override in overrides]

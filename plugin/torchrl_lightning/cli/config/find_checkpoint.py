@@ -1,0 +1,140 @@
+"""Find the checkpoint for ``ckpt_path=auto``: the one with the most frames of the same run. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import glob
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from torchrl_lightning._core.plain_yaml import read_config
+from torchrl_lightning._core.run_names import folder_name, job_name, recorded_command, told
+from torchrl_lightning.cli.config.validate import read_stored
+from torchrl_lightning.cli.error_messages import UsageError
+from torchrl_lightning.cli.run_folder.folder import check_unlocked, is_follower
+
+AUTO = "auto"  # value of ckpt_path
+
+
+class _UnusedError(Exception):
+    """A folder or checkpoint cannot be used; the message is the reason."""
+
+
+def furthest_checkpoint(config: DictConfig, *, this_job: bool) -> Path | None:
+    """Find the checkpoint with the most frames among the folders of runs with the same experiment, overrides and seed.
+
+    For equal frames, more steps win, then a last checkpoint over a best one, then the newest file. A line on stderr
+    names each unused folder and file, with the reason.
+
+    Args:
+        config: The composed config, with Hydra's node.
+        this_job: Search only runs of this SLURM job.
+
+    Raises:
+        UsageError: Another process is writing to one of these folders.
+    """
+    choices, overrides = recorded_command(config.hydra)
+    name = job_name(choices, overrides) if this_job else folder_name(choices, overrides)
+    found: list[tuple[tuple[int, int, bool, int], Path]] = []
+    for folder in dict.fromkeys(_folders(config, name, this_job=this_job)):
+        try:
+            if not _is_alike(folder, choices, overrides):
+                continue
+            paths = _checkpoints(folder)
+        except _UnusedError as reason:
+            _warn(folder, reason)
+            continue
+        if not is_follower():
+            check_unlocked(folder)
+        for path in paths:
+            try:
+                found.append((_progress(path), path))
+            except _UnusedError as reason:
+                _warn(path, reason)
+    for _, path in sorted(found, reverse=True):
+        try:
+            read_stored(path)
+        except (UsageError, OSError) as reason:
+            _warn(path, reason)
+        else:
+            return path
+    return None
+
+
+def _warn(path: Path, reason: Exception) -> None:
+    if not is_follower():
+        text = str(reason)
+        # Hydra configures logging only at the start of the run.
+        print(f"not resumed: {text if str(path) in text else f'{path}: {text}'}", file=sys.stderr)
+
+
+def _folders(config: DictConfig, name: str, *, this_job: bool) -> Iterator[Path]:
+    """Find run folders by name, of single runs and in sweeps, and the folder given as ``hydra.run.dir``."""
+    root, seed = Path(config.paths.log_dir, config.task_name), config.seed
+    begin = glob.escape(name) + ("" if this_job else "*")
+    for pattern in (f"{begin}/seed_{seed}/*", f"sweep_*/{begin}/seed_{seed}/*"):
+        yield from sorted(root.glob(pattern))
+    lines: Any = OmegaConf.to_container(config.hydra.overrides.hydra, resolve=False)
+    given = [line.partition("=")[2] for line in lines if line.startswith("hydra.run.dir=")]
+    yield from (folder for folder in map(Path, given) if folder.exists())
+
+
+def _is_alike(folder: Path, choices: dict[str, str | None], overrides: Iterable[str]) -> bool:
+    """Return True if the run of a folder has the same choices and overrides."""
+    record = folder / ".hydra" / "hydra.yaml"
+    try:
+        if not folder.is_dir():
+            return False
+        if not record.is_file():
+            if any(_files(folder)):
+                raise _UnusedError("it has checkpoints, but no record of its run in .hydra/hydra.yaml")
+            return False
+        hydra: Any = read_config(record)
+        there, given = recorded_command(hydra.hydra)
+        same = {key: value for key, value in there.items() if not key.startswith("hydra")}
+        told_there = told(given)
+    except OSError as error:
+        raise _UnusedError(f"it cannot be read ({error.strerror or error})") from error
+    except (YAMLError, OmegaConfBaseException, ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise _UnusedError(
+            f".hydra/hydra.yaml is damaged ({type(error).__name__}); name a checkpoint of it by ckpt_path=FILE"
+        ) from error
+    return same == {key: value for key, value in choices.items() if not key.startswith("hydra")} and (
+        told_there == told(overrides)
+    )
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    files = (*folder.glob("*.ckpt"), *folder.glob("checkpoints/*.ckpt"))
+    yield from (path for path in files if not path.name.startswith("."))
+
+
+def _checkpoints(folder: Path) -> list[Path]:
+    """Return the checkpoints of the run in a folder."""
+    try:
+        paths = list(_files(folder))
+    except OSError as error:
+        raise _UnusedError(f"it cannot be read ({error.strerror or error})") from error
+    if not paths:
+        raise _UnusedError("it holds no checkpoint")
+    return paths
+
+
+def _progress(path: Path) -> tuple[int, int, bool, int]:
+    """Return the progress of a run at a checkpoint as a sort key; the largest key is resumed."""
+    try:
+        stored, written = read_stored(path, mapped=True, verify=False), path.stat().st_mtime_ns
+    except (UsageError, OSError) as error:
+        raise _UnusedError(str(error)) from error
+    states = (value for key, value in stored.items() if str(key).endswith("DataModule") and isinstance(value, dict))
+    ranks = next(states, {}).get("ranks")
+    first: Any = ranks[0] if isinstance(ranks, list) and ranks and isinstance(ranks[0], dict) else {}
+    frames, steps = (
+        value if isinstance(value, int) else 0 for value in (first.get("frames"), stored.get("global_step"))
+    )
+    return frames, steps, not path.name.startswith("best"), written

@@ -1,0 +1,129 @@
+"""Start a run with the weights and normalisation moments of another run. Everything else starts fresh.
+
+If the other run has a different learner, such as behaviour cloning, only the weights of its actor are loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from omegaconf import DictConfig
+
+from torchrl_lightning._core.trust import target_named
+from torchrl_lightning.cli.config.resume import copies
+from torchrl_lightning.cli.error_messages import UsageError
+from torchrl_lightning.deploy.loading import CONFIG, checkpoint_of, read_checkpoint, statistics_in
+from torchrl_lightning.deploy.weights import beginning_weights
+
+
+class Beginning(Callback):
+    """Load the weights and moments of another run at the start of a fit.
+
+    Args:
+        source: A run folder, a checkpoint, or a published policy in a folder or on a hub.
+
+    Raises:
+        UsageError: The source does not exist, or does not contain weights of this package.
+    """
+
+    def __init__(self, source: str) -> None:
+        super().__init__()
+        self.source = source
+        try:
+            self.path, stored = _read(source)
+            self._statistics = statistics_in(stored, self.path)
+        except (ValueError, ImportError) as error:
+            raise UsageError(f"init_from={source}: {error}.") from error
+        self._weights: dict[str, Any] = dict(stored["state_dict"])
+        self._anew: list[str] = []  # networks with new weights
+        self._config = stored.get(CONFIG)
+
+    def check(self, data: Any, model: Any) -> None:
+        """Validate weights and moments before training; raise UsageError if they do not fit this run."""
+        try:
+            self._check_weights(data, model)
+            data.begin_from(self._statistics, trial=True)
+        except ValueError as error:
+            raise self._misfit(error) from error
+        finally:
+            data.close()
+
+    @property
+    def told(self) -> str:
+        """The line to print after :meth:`check`."""
+        what, new = ("actor", f"; new: {', '.join(self._anew)}") if self._anew else ("weights", "")
+        return f"begins with the {what} and moments of {self.path}{new}"
+
+    def _check_weights(self, data: Any, model: Any) -> None:
+        if (make := copies(model, data)) is None:
+            return
+        try:
+            self._weights, self._anew = beginning_weights(make, {"state_dict": self._weights}, own=True)
+        except ValueError as error:
+            # Compare the learners only on an error: another learner's weights may fit, such as A2C weights in PPO.
+            there, here = self._learner(), type(model)
+            if there in (None, here):
+                raise
+            raise ValueError(
+                f"it is of {there.__name__}, this run has {here.__name__}; say the experiment= or model= of that one: "
+                f"{error}"
+            ) from error
+
+    def _learner(self) -> Any:
+        """Return our class that learned the weights; None if the file does not name it."""
+        model = self._config.get("model") if isinstance(self._config, Mapping) else None
+        name = model.get("_target_") if isinstance(model, Mapping) else None
+        return target_named(name) if isinstance(name, str) else None
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Load weights and moments; networks and optimizers exist by now."""
+        try:
+            others = pl_module.state_dict() if self._anew else {}
+            pl_module.load_state_dict({**others, **self._weights})
+        except RuntimeError as error:  # a user's module, which check() cannot try
+            raise self._misfit(error) from error
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        data.begin_from(self._statistics)
+        self._weights = {}
+
+    def _misfit(self, error: Exception) -> UsageError:
+        return UsageError(f"init_from={self.source} does not fit this run: {' '.join(str(error).split())}")
+
+
+def _read(source: str) -> tuple[str | Path, dict[str, Any]]:
+    """Return the location of a source and its content."""
+    from torchrl_lightning.deploy.hub import is_pretrained, read_pretrained
+
+    if is_pretrained(source):
+        return source, read_pretrained(source)
+    path = checkpoint_of(source)
+    if not path.is_file():
+        raise ValueError("it is neither the folder of a run, nor a checkpoint, nor a published policy")
+    return path, read_checkpoint(path)
+
+
+def beginning_of(cfg: DictConfig, differ: Mapping[str, tuple[Any, Any]]) -> Beginning | None:
+    """Return the ``init_from`` source of a run; None without ``init_from`` or if the run resumes a checkpoint.
+
+    Args:
+        cfg: The config of the run.
+        differ: The settings that differ from the config of the resumed checkpoint.
+
+    Raises:
+        UsageError: The settings contradict each other, or the source cannot be read.
+    """
+    resumes = cfg.ckpt_path is not None
+    if resumes and differ.get("init_from", (None, None))[1] is not None:
+        raise UsageError(
+            f"init_from={cfg.init_from} has no effect on a run that is resumed; leave it out, or leave out ckpt_path."
+        )
+    if cfg.freeze_statistics and not resumes and cfg.init_from is None:
+        raise UsageError(
+            "freeze_statistics=true keeps the moments that a run begins with; say with which: init_from=RUN."
+        )
+    if cfg.freeze_statistics and not (cfg.data.get("normalize_observation") or cfg.data.get("normalize_reward")):
+        raise UsageError("freeze_statistics=true keeps moments, but this run normalises nothing; leave it out.")
+    return None if resumes or cfg.init_from is None else Beginning(str(cfg.init_from))

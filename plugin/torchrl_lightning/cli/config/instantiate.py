@@ -1,0 +1,134 @@
+"""Build the parts of a config, name a wrong setting in one line, and save the config in checkpoints."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from omegaconf import DictConfig, OmegaConf
+
+from torchrl_lightning._core.errors import MisfitError, require_fit
+from torchrl_lightning._core.run_metadata import COMMAND
+from torchrl_lightning._core.suggestions import did_you_mean
+from torchrl_lightning._hydra.compat import instantiate
+from torchrl_lightning.agents.base import AgentModule
+from torchrl_lightning.agents.dry_run import NetworkFault, network_faults
+from torchrl_lightning.cli.config.resume import copies, plain
+from torchrl_lightning.cli.error_messages import UsageError
+from torchrl_lightning.deploy.loading import CONFIG
+from torchrl_lightning.environments.install_hint import extra_for
+
+# Errors that constructors raise for bad arguments; any other error is a bug and keeps its traceback.
+MISTAKES = (ValueError, TypeError, KeyError, ImportError)
+# Remedies to append to messages of other libraries.
+_REMEDIES = {
+    "No supported gpu backend found": " Say trainer=default to train on the processor, or install a build of PyTorch "
+    "that knows this machine's GPU."
+}
+
+
+def build_part(cfg: DictConfig, key: str, **arguments: Any) -> Any:
+    """Instantiate the node ``key`` of a config with further arguments; raise UsageError for an invalid setting."""
+    from hydra.errors import InstantiationException
+    from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+    try:
+        return instantiate(OmegaConf.select(cfg, key), **arguments)
+    except InstantiationException as error:
+        cause = error.__cause__
+        if not isinstance(cause, (*MISTAKES, MisconfigurationException)):
+            raise
+        where = re.search(r"full_key: (\S+)", str(error))
+        raise UsageError(describe(cfg, key if where is None else where[1], cause)) from error
+
+
+def check_parts(
+    cfg: DictConfig,
+    data: Any,
+    model: Any,
+    compare: Callable[[], None] | None = None,
+    trainer: Trainer | None = None,
+) -> None:
+    """Build environment, buffer and networks once and release them; raise UsageError for an incompatible setting.
+
+    ``compare`` compares the networks with a checkpoint before they are allocated. With a trainer, the networks also
+    run forward and backward.
+    """
+    place = "data"
+    # Building a trial must not advance the run's own random generator.
+    with torch.random.fork_rng(devices=[]):
+        try:
+            for argument in data.check_fit(model):
+                place = f"data.{argument}"
+            place = "model"
+            if compare is not None:
+                compare()
+            if (make := copies(model, data)) is not None:
+                with network_faults(model, data.specs):
+                    trial = make()
+                # The trial runs on the CPU, which may not support a network for a GPU; the trainer tries it there.
+                on_cpu = trainer is not None and trainer.strategy.root_device.type == "cpu"
+                if isinstance(trial, AgentModule) and on_cpu:
+                    trial.try_networks(data.specs, trainer)
+                    model.passed_dry_run = trial.passed_dry_run
+            require_fit(model, data)
+        except (UsageError, NetworkFault):
+            raise
+        except MISTAKES as error:
+            raise UsageError(describe(cfg, place, error)) from error
+        finally:
+            data.close()
+
+
+@contextmanager
+def named(cfg: DictConfig, key: str) -> Iterator[None]:
+    """Convert errors to a UsageError that names the wrong setting, at or below a key of the config."""
+    try:
+        yield
+    except MISTAKES as error:
+        raise UsageError(describe(cfg, key, error)) from error
+
+
+def describe(cfg: DictConfig, key: str, error: BaseException) -> str:
+    """Return an error's message after the full name of its setting, if the message starts with a setting."""
+    text = " ".join(str(error.args[0] if isinstance(error, KeyError) and error.args else error).split())
+    text += next((remedy for part, remedy in _REMEDIES.items() if part in text), "")
+    if isinstance(error, ImportError) and "torchrl-lightning[" not in text:
+        text += extra_for(error)
+    misspelt = re.search(r"that '(\w+)' is importable from module '(torchrl_lightning[\w.]*)'", text)
+    if misspelt is not None:
+        text = f"{misspelt[2]} has no {misspelt[1]}{did_you_mean(misspelt[1], dir(import_module(misspelt[2])))}"
+    begin = re.match(r"(\w+)(\[\d+\])?", text)
+    # An error of the environment may be in a sibling setting.
+    for holder in filter(None, (key, key.rpartition(".")[0])):
+        node = OmegaConf.select(cfg, holder)
+        if isinstance(node, DictConfig) and begin is not None and begin[1] in node:
+            told = f"{begin[1]}={node[begin[1]]}"
+            # For a list, the message already includes the entry.
+            return f"{holder}.{text}" if begin[2] or text.startswith(told) else f"{holder}.{told}: {text}"
+    return text if isinstance(error, MisfitError) else f"{key}: {text}"
+
+
+class KeptConfig(Callback):
+    """Save the config of a run in each checkpoint, so that the file is usable outside its run folder.
+
+    Args:
+        cfg: The whole config.
+        choices: The selected option of each config group.
+        overrides: The overrides of the command line.
+    """
+
+    def __init__(
+        self, cfg: DictConfig, choices: Mapping[str, str | None] | None = None, overrides: Sequence[str] = ()
+    ) -> None:
+        super().__init__()
+        self.config, self.command = plain(cfg), {"choices": dict(choices or {}), "overrides": list(overrides)}
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Add config and command."""
+        checkpoint[CONFIG], checkpoint[COMMAND] = self.config, self.command

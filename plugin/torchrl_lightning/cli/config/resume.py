@@ -1,0 +1,431 @@
+"""Read the record of a checkpoint's run, compose a resumed run from it, and check that the checkpoint fits.
+
+A setting of the command overrides the checkpoint's setting, which overrides the presets in ``conf/``.
+``changed_settings.py`` does the same for settings in restored states, such as learning rates. Imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import reduce
+from operator import getitem
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, ValueType
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+from torchrl_lightning._core.file_limits import OVERRIDES
+from torchrl_lightning._core.protocols import LearnerApi
+from torchrl_lightning._core.run_metadata import COMMAND
+from torchrl_lightning.cli.config.replace_part import replace_part, targets_in, targets_of, within
+from torchrl_lightning.cli.config.validate import TRUST
+from torchrl_lightning.cli.error_messages import UsageError
+
+# Settings that always come from the current run, not from the checkpoint.
+_PRESENT = {"ckpt_path", "trusted", "paths", "hparams_search", "hydra"}
+# Process settings that must not come from a file of someone else.
+_PROCESS = {"trainer.profiler", "trainer.detect_anomaly"}
+_PLACES = {"dirpath", "save_dir", "default_root_dir"}
+# These settings decide where files are written, so they are restored only from a trusted checkpoint.
+_PRIVATE = {"callbacks", "logger", "task_name"}
+_TRAINER = {"_target_": "lightning.Trainer", "plugins": [{"_target_": "torchrl_lightning.AtomicCheckpointIO"}]}
+# Groups that a resumed run may change, because training does not depend on them.
+_FREE_GROUPS = {"hparams_search", "hydra", "logger", "paths"}
+_KEY = r"[A-Za-z_][\w-]*(?:[./][\w-]+)*(?:@[\w.]+)?"
+# Overrides without interpolations, functions of Hydra's grammar and escapes.
+_PLAIN = re.compile(rf"(?:~{_KEY}|\+{{0,2}}{_KEY}=[^$()\\\n]{{0,2000}})")
+_OPTION = re.compile(r"[\w/-]+")
+
+
+@dataclass(frozen=True)
+class Record:
+    """The whole config, selected groups and overrides of a checkpoint's run.
+
+    ``trusted`` is True if this command sets ``trusted=true``.
+    """
+
+    config: dict[str, Any]
+    choices: dict[str, str | None]
+    overrides: list[str]
+    trusted: bool = False
+
+    def holds(self, key: str) -> bool:
+        """Return True if a resumed run inherits this setting.
+
+        An equal number of threads makes a resumed run bit-identical, but this machine may have fewer cores.
+        """
+        if key == "torch_threads":
+            threads = self.config.get(key)
+            return isinstance(threads, int) and 1 <= threads <= (os.cpu_count() or 1)
+        first, last = re.split("[./@]", key)[0], key.rpartition(".")[2]
+        if first in _PRESENT or last in _PLACES or key in _PROCESS:
+            return False
+        return self.trusted or (first not in _PRIVATE and last != "target_agent_demos_dir")
+
+
+def plain(node: Any) -> Any:
+    """Return a config as plain data: mappings, lists, strings, numbers, booleans and None."""
+    if isinstance(node, DictConfig):
+        node = OmegaConf.to_container(node, resolve=True, enum_to_str=True)
+    if isinstance(node, Mapping):
+        return {str(key): plain(value) for key, value in node.items()}
+    if isinstance(node, list | tuple):
+        return [plain(value) for value in node]
+    return node if node is None or isinstance(node, bool | int | float | str) else str(node)
+
+
+def record_in(stored: Mapping[str, Any], path: str | Path, *, trusted: bool = False) -> Record | None:
+    """Return the record in the content of a checkpoint; None if our commands did not write it."""
+    from torchrl_lightning.deploy.loading import CONFIG
+
+    config, command = stored.get(CONFIG), stored.get(COMMAND)
+    if config is None or command is None:
+        return None
+    if not (
+        isinstance(config, dict)
+        and isinstance(command, dict)
+        and isinstance(choices := command.get("choices"), dict)
+        and isinstance(overrides := command.get("overrides"), list)
+        and len(overrides) <= OVERRIDES
+        and all(isinstance(text, str) for text in (*choices, *overrides))
+        and all(value is None or (isinstance(value, str) and _OPTION.fullmatch(value)) for value in choices.values())
+    ):
+        raise UsageError(f"{path}: what it says of its run is no plain data.")
+    _check(config, path, trusted=True)
+    return Record(config, choices, overrides, trusted)
+
+
+def kept_overrides(record: Record, path: str | Path) -> list[Override]:
+    """Return the parsed overrides that a resumed run inherits.
+
+    Overrides with more than a plain value, such as an interpolation, are left out, because the config has the value.
+    The same applies to overrides that contradict the config. Only plain text reaches Hydra's parser.
+    """
+    parser = OverridesParser.create()
+    found: list[Override] = []
+    for line in record.overrides:
+        key = line.lstrip("+~").partition("=")[0]
+        if re.match(r"hydra[./]", key):
+            raise UsageError(f"{path}: its overrides are no settings of a run: {line!r}.")
+        if not _PLAIN.fullmatch(line) or len(re.findall(r"[\[{]", line)) > 64 or not record.holds(key):
+            continue
+        try:
+            parsed = parser.parse_override(line)
+        except HydraException:
+            continue
+        if parsed.is_delete():
+            is_kept = record.choices.get(_key(parsed)) is None and not _found(record.config, key)
+        else:
+            value = parsed.value()
+            is_plain = parsed.value_type == ValueType.ELEMENT
+            is_kept = value == record.choices.get(_key(parsed), "") or (
+                is_plain and _agrees(plain(value), record.config, key)
+            )
+        if is_kept:
+            found.append(parsed)
+    return found
+
+
+def continued(
+    record: Record, path: str | Path, given: Iterable[Override], is_group: Callable[[str], bool]
+) -> list[Override]:
+    """Return the overrides of a resumed run: the inherited overrides, then the overrides of this command.
+
+    Args:
+        record: The record of the checkpoint.
+        path: The checkpoint.
+        given: The overrides of this command.
+        is_group: Return True if a key is a config group.
+
+    Raises:
+        UsageError: This command selects another option of a group than the run.
+    """
+    mine: list[Override] = []
+    for override in given:
+        group, is_held = override.key_or_group, False
+        if is_group(group) and group.partition("/")[0] not in _FREE_GROUPS and not override.is_sweep_override():
+            chosen = record.choices.get(_key(override))
+            asked = None if override.is_delete() else override.value()
+            if asked != chosen:
+                raise UsageError(
+                    f"{override.input_line} differs from the run of {path}, which has {group}={chosen or 'null'}. "
+                    "A resumed run keeps its groups: leave it out, or start anew without ckpt_path."
+                )
+            is_held = record.holds(group)
+        if not is_held:
+            mine.append(override)
+    keys, replaced = {_key(override) for override in mine}, _replaced(record, mine)
+    kept = (override for override in kept_overrides(record, path) if _key(override) not in keys)
+    return [*(each for each in kept if not any(within(_key(each), part) for part in replaced)), *mine]
+
+
+def check_record(record: Record, path: str | Path) -> None:
+    """Raise UsageError if resuming the run requires ``trusted=true``."""
+    taken = {key: value for key, value in record.config.items() if record.holds(key)}
+    trainer = taken.get("trainer")
+    if isinstance(trainer, dict):
+        taken["trainer"] = {key: value for key, value in trainer.items() if value != _TRAINER.get(key)}
+    _check(taken, path, trusted=record.trusted)
+
+
+def needs_trust(config: dict[str, Any]) -> bool:
+    """Return True if a run's config has classes or folders that require ``trusted=true`` for its checkpoints."""
+    try:
+        check_record(Record(config, {}, []), "")
+    except UsageError:
+        return True
+    targets = (target for key in ("callbacks", "logger") for _, target in targets_in({key: config.get(key)}))
+    return any(target.partition(".")[0] not in ("lightning", "torchrl_lightning") for target in targets)
+
+
+def missing_choices(record: Record, choices: Mapping[str, str | None], chosen: Collection[str]) -> list[str]:
+    """Return overrides that restore the run's groups if YAML now selects other options, without those in ``chosen``."""
+    differing = [
+        f"{group}={option or 'null'}"
+        for group, option in record.choices.items()
+        if group.partition("/")[0] not in _FREE_GROUPS
+        and record.holds(group)
+        and group in choices
+        and choices[group] != option
+    ]
+    # The experiment comes first, because it selects other groups.
+    return sorted(
+        (line for line in differing if line not in chosen), key=lambda line: not line.startswith("experiment=")
+    )
+
+
+def keep_settings(config: DictConfig, before: DictConfig, record: Record, given: Iterable[Override]) -> None:
+    """Restore the checkpoint's values in a composed config for all settings that YAML has changed since.
+
+    Args:
+        config: The config to run, composed from the groups and overrides of the run and of this command.
+        before: The config composed only from the groups and overrides of the run.
+        record: The record of the checkpoint. Values from ``paths``, such as the folder, come from the current run.
+        given: The overrides of this command, which take precedence.
+    """
+    before = before.copy()
+    with open_dict(before):
+        before.paths = record.config.get("paths", {})
+    given = list(given)
+    named = {part for part, _ in targets_of(given)}
+    theirs = {_key(override) for override in given} | _replaced(record, given)
+    for part, target in targets_in(record.config):
+        if record.holds(part) and part not in named and not any(within(part, key) for key in theirs):
+            for each in (before, config):
+                present = dict(targets_in(OmegaConf.to_container(each)))
+                if present.get(part, target) != target:
+                    replace_part(each, part, target)
+    # Restore plain settings first: an interpolated setting then often has the checkpoint's value already.
+    for interpolated in (False, True):
+        for keys, value in [*_changed(before, record.config, interpolated=interpolated)]:
+            name = ".".join(keys)
+            if not record.holds(name) or any(within(name, key) or within(key, name) for key in theirs):
+                continue
+            _assign(before, keys, value)
+            _assign(config, keys, value)
+
+
+def keep_process(config: DictConfig, alone: Callable[[], DictConfig], given: Iterable[Override]) -> None:
+    """Set the process settings to the values of this command.
+
+    Args:
+        config: The config to run.
+        alone: Compose a config only from this command.
+        given: The overrides of this command.
+    """
+    keys = {_key(override) for override in given}
+    if differing := [name for name in _PROCESS if name not in keys and OmegaConf.select(config, name)]:
+        own = alone()
+        for name in differing:
+            OmegaConf.update(config, name, OmegaConf.select(own, name))
+
+
+def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Map the settings that differ between two configs to both values; a missing value is ``"absent"``.
+
+    Examples:
+        >>> differences({"model": {"gamma": 0.9, "tau": 1.0}}, {"model": {"gamma": 0.99, "tau": 1.0}})
+        {'model.gamma': (0.9, 0.99)}
+    """
+    before, now = (dict(_settings(config)) for config in (there, here))
+    absent = "absent"
+    return {
+        key: (before.get(key, absent), now.get(key, absent))
+        for key in dict.fromkeys((*before, *now))
+        if before.get(key, absent) != now.get(key, absent)
+    }
+
+
+def told_differences(
+    stored: Mapping[str, Any], path: str | Path, config: Mapping[str, Any]
+) -> dict[str, tuple[Any, Any]]:
+    """Return the differences between a checkpoint's config and a config, except for the run folder."""
+    record = record_in(stored, path)
+    if record is None:
+        return {}
+    return {
+        key: values
+        for key, values in differences(record.config, config).items()
+        if key.partition(".")[0] not in _PRESENT and key.rpartition(".")[2] not in _PLACES
+    }
+
+
+def changes_rates(differing: Iterable[str]) -> bool:
+    """Return True if one of these settings is a learning rate, or belongs to an optimizer or a schedule.
+
+    Examples:
+        >>> changes_rates(["seed", "model.optimizer.lr"]), changes_rates(["data.buffer.gamma"])
+        (True, False)
+    """
+    return any(re.match(r"model\..*?(lr|rate|schedule|optimizer)", key) for key in differing)
+
+
+def check_checkpoint(
+    path: Path,
+    stored: dict[str, Any],
+    data: Any,
+    model: Any,
+    world_size: int | None = None,
+    config: DictConfig | None = None,
+    *,
+    resumes: bool = False,
+    plays: bool = False,
+) -> None:
+    """Validate a checkpoint; raise UsageError for another environment, capacity, network or number of ranks.
+
+    With ``plays``, the check compares only environment and networks, because an evaluation builds nothing else.
+
+    The check builds a copy of the model without memory. With ``resumes``, it also compares the optimizer states, on a
+    second copy in memory. A ``world_size`` of None accepts any number of ranks. If ``config`` is given, the error names
+    the model settings that differ.
+    """
+    from torchrl_lightning._core.ranks import state_of_rank
+    from torchrl_lightning.agents.base import AgentModule
+    from torchrl_lightning.datamodules._run.arguments import check_environment
+    from torchrl_lightning.deploy.weights import check_weights
+
+    state = stored.get(type(data).__qualname__)
+    try:
+        if state is None:
+            streams = " and ".join(key for key in stored if key.endswith("DataModule")) or "no experience"
+            raise ValueError(f"it holds {streams}, but this run has data={type(data).__qualname__}.")
+        if plays:
+            check_environment(data, state)
+        else:
+            data.check_state(state, model)
+        if world_size is not None and "ranks" in state:
+            state_of_rank(state["ranks"], 0, world_size)
+        if (make := copies(model, data)) is not None:
+            check_weights(make, stored, own=True)
+            if resumes and isinstance(model, AgentModule) and "optimizer_states" in stored:
+                make().check_optimizer_states(stored["optimizer_states"])
+    except (ValueError, RuntimeError) as error:
+        raise UsageError(f"{path} does not fit this run: {error}{_changed_settings(path, stored, config)}") from error
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        raise UsageError(f"{path} holds no state of ours: {type(error).__name__}: {error}.") from error
+    finally:
+        data.close()
+
+
+def copies(model: Any, data: Any) -> Callable[[], Any] | None:
+    """Return a factory of model copies with the networks for a DataModule; None if the model cannot build networks."""
+    if LearnerApi.of(model).build is None:
+        return None
+    specs, options = data.specs, data.build_options
+    return lambda: copy.deepcopy(model).build(specs, **copy.deepcopy(options))
+
+
+def _changed_settings(checkpoint: Path, stored: Mapping[str, Any], config: DictConfig | None) -> str:
+    """Return a message with the changed model settings and the overrides of a checkpoint's run."""
+    record = record_in(stored, checkpoint)
+    if record is None:
+        return ""
+    here = record.config if config is None else plain(config)
+    models = ({"model": settings.get("model", {})} for settings in (record.config, here))
+    changed = "".join(f" {key} was {then} and is {now} now." for key, (then, now) in differences(*models).items())
+    return f"{changed}\nThe run of that checkpoint was given: {' '.join(record.overrides) or 'no overrides'}"
+
+
+def _check(config: Mapping[str, Any], path: str | Path, *, trusted: bool) -> None:
+    from torchrl_lightning._core.trust import check_config
+
+    try:
+        check_config(config, where=f"the config in {path}", trusted=trusted)
+    except ValueError as error:
+        raise UsageError(f"{error}; {TRUST}.") from error
+
+
+def _replaced(record: Record, given: Iterable[Override]) -> set[str]:
+    """Return the parts of a run that get another class on the command line."""
+    stored = dict(targets_in(record.config))
+    return {part for part, target in targets_of(given) if stored.get(part, target) != target}
+
+
+def _found(config: Any, key: str) -> list[Any]:
+    """Return a list with the value of a setting in a config; an empty list if the setting is missing."""
+    for part in key.split("."):
+        if not isinstance(config, Mapping) or part not in config:
+            return []
+        config = config[part]
+    return [config]
+
+
+def _agrees(value: Any, config: Any, key: str) -> bool:
+    """Return True if a setting of a config has this value; a mapping needs to match only its own keys."""
+    found = _found(config, key)
+    if found and isinstance(value, Mapping):
+        return all(_agrees(inside, found[0], part) for part, inside in value.items())
+    return value in found or str(value) in map(str, found)
+
+
+def _key(override: Override) -> str:
+    return override.get_key_element().lstrip("+~")
+
+
+def _settings(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in node.items():
+        if isinstance(value, Mapping) and value:
+            yield from _settings(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _changed(
+    node: DictConfig, kept: Mapping[str, Any], keys: tuple[str, ...] = (), *, interpolated: bool
+) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield the settings that differ from the checkpoint: interpolations if ``interpolated``, else plain values."""
+    for key, value in kept.items():
+        here = (*keys, key)
+        child = node._get_node(key, validate_access=False)
+        inner = child if isinstance(child, DictConfig) and not child._is_none() and not child._is_missing() else None
+        if inner is not None and isinstance(value, Mapping) and not inner._is_interpolation():
+            yield from _changed(inner, value, here, interpolated=interpolated)
+            continue
+        text = str(OmegaConf.to_container(child) if OmegaConf.is_config(child) else child)
+        if ("${" in text) != interpolated:
+            continue
+        try:
+            lacks = child is None or OmegaConf.is_missing(node, key)
+            if lacks or plain(OmegaConf.create({"value": node[key]}))["value"] != value:
+                yield here, value
+        except OmegaConfBaseException:
+            continue  # only a running job has the value, such as the folder
+
+
+def _assign(config: DictConfig, keys: Collection[str], value: Any) -> None:
+    """Set a value, unless this command has removed its parent or its class no longer has the setting."""
+    *path, last = keys
+    with suppress(OmegaConfBaseException, TypeError):
+        holder: Any = reduce(getitem, path, config)
+        if isinstance(holder, DictConfig):
+            with open_dict(holder):
+                holder[last] = value

@@ -1,0 +1,151 @@
+"""Lock the folder of a run and write the record of its config. Imports nothing heavy.
+
+The system releases a lock when its process ends for any reason. The record has the files that Hydra writes by default:
+Hydra would write them before it calls the task, even into the folder of another active run.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from pathlib import Path
+from typing import Any, TextIO
+
+from omegaconf import DictConfig, OmegaConf
+
+from torchrl_lightning.cli.error_messages import UsageError
+
+try:
+    import fcntl
+except ImportError:  # pragma: no cover  # Windows does not support these locks
+    fcntl = None  # type: ignore[assignment]
+
+FOLDER = ".hydra"
+_NAME = Path(FOLDER) / "lock"
+SWEEP = Path(FOLDER) / "sweep.lock"
+"""Lock file in the folder of a sweep, where each run has its own folder."""
+
+
+@contextmanager
+def locked(folder: Path, name: Path = _NAME) -> Iterator[None]:
+    """Lock a run's folder against other processes.
+
+    The system releases this POSIX lock when the process ends, even after ``kill -9`` and on network filesystems.
+    Worker processes do not inherit it.
+
+    Raises:
+        UsageError: Another process holds the lock, or the folder is not writable.
+    """
+    path = folder / name
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        opened = open(path, "r+", opener=_open_own)  # noqa: SIM115
+    except OSError as error:
+        raise UsageError(
+            f"the folder of the run cannot be written to: {error.filename}: {error.strerror}; name another one, as "
+            "paths.log_dir=FOLDER or hydra.run.dir=FOLDER."
+        ) from error
+    with opened as file:
+        if fcntl is None:
+            yield
+            return
+        _take(file, folder)
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        file.flush()
+        yield
+
+
+def _open_own(path: str, flags: int) -> int:
+    """Open a lock file without following a link: the file will be truncated, and the folder may be untrusted."""
+    return os.open(path, flags | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666)
+
+
+def check_unlocked(folder: Path) -> None:
+    """Raise UsageError if another running process is writing to a run's folder."""
+    path = folder / _NAME
+    if fcntl is None or not path.is_file():
+        return
+    with path.open("r+") as file:
+        _take(file, folder)
+
+
+def has_lock(folder: Path) -> bool:
+    """Return True if a training run has started in a folder."""
+    return (folder / _NAME).is_file()
+
+
+def is_abandoned(folder: Path) -> bool:
+    """Return True if a run has started in a folder and no running process writes to it."""
+    try:
+        check_unlocked(folder)
+    except UsageError:
+        return False
+    return has_lock(folder)
+
+
+def is_follower() -> bool:
+    """Return True if this process is not the first of a distributed run; only the first writes the run's folder."""
+    ranks = ("LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "SLURM_PROCID")  # Lightning's, torchrun's and SLURM's
+    return any(os.environ.get(name, "0") not in ("", "0") for name in ranks)
+
+
+def _take(file: TextIO, folder: Path) -> None:
+    """Acquire the lock; closing the file releases it."""
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        holder = Path(file.name).read_text() or "another process"
+        raise UsageError(f"{folder} is being written by {holder}; wait until that has ended.") from error
+
+
+class RunRecord:
+    """The three files that record the composed config of a run.
+
+    Args:
+        cfg: The config of the task.
+    """
+
+    def __init__(self, cfg: DictConfig) -> None:
+        from hydra.core.hydra_config import HydraConfig
+
+        self._contents: dict[str, str] = {}
+        if HydraConfig.initialized():
+            hydra: Any = HydraConfig.instance().cfg
+            nodes = {"config": cfg, "hydra": hydra, "overrides": hydra.hydra.overrides.task}
+            self._contents = {f"{name}.yaml": OmegaConf.to_yaml(node) for name, node in nodes.items()}
+
+    def write(self, folder: Path, *, replace: bool = True) -> None:
+        """Write each file atomically below a folder; without Hydra, write nothing.
+
+        Args:
+            folder: The folder of the run.
+            replace: Replace the record of another run.
+        """
+        if not replace and (folder / FOLDER / "config.yaml").exists():
+            return
+        for name, content in self._contents.items():
+            path = folder / FOLDER / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary = path.with_name(f".{name}.{os.getpid()}.tmp")
+            temporary.write_text(content, encoding="utf-8")
+            temporary.replace(path)
+
+
+def recorded(task: Callable[[Any], float]) -> Callable[[Any], float]:
+    """Wrap a task so that it first writes its record, unless its folder belongs to a training run."""
+
+    @wraps(task)
+    def recorded_task(cfg: Any) -> float:
+        from hydra.core.hydra_config import HydraConfig
+
+        if HydraConfig.initialized():
+            folder = Path(HydraConfig.get().runtime.output_dir)
+            if not has_lock(folder):
+                RunRecord(cfg).write(folder)
+        return task(cfg)
+
+    return recorded_task

@@ -1,0 +1,62 @@
+"""Hydra callbacks that prepare the folders of sweeps and searches."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig
+
+from torchrl_lightning.cli.error_messages import one_line
+from torchrl_lightning.cli.run_folder.folder import SWEEP, is_abandoned, is_follower, locked
+
+_log = logging.getLogger(__name__)
+_held = ExitStack()  # a module attribute, because launchers pickle the callback
+
+
+class SweepFolder(Callback):
+    """Lock the folder of a sweep until it ends, because Hydra writes ``multirun.yaml`` before the first run begins.
+
+    Optuna searches are not locked, because several processes share the folder of one study.
+    """
+
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        """Lock the folder; exit if another process holds the lock, because Hydra catches all errors but SystemExit."""
+        if "study_name" not in config.hydra.sweeper and not is_follower():
+            with one_line():
+                _held.enter_context(locked(Path(config.hydra.sweep.dir), SWEEP))
+
+    def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
+        """Unlock the folder."""
+        _held.close()
+
+
+class SearchFolder(Callback):
+    """Create the folder of a search, which contains its study, before the sweeper opens the study.
+
+    If the search continues an existing study, this callback marks trials as failed if their runs were killed during
+    training and their folders are on this machine. No other component marks them.
+    """
+
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        """Create the folder, and mark the killed trials of an existing study as failed."""
+        Path(config.hydra.sweep.dir).mkdir(parents=True, exist_ok=True)
+        end_killed_trials(config.hydra.sweeper.study_name, config.hydra.sweeper.storage)
+
+
+def end_killed_trials(study_name: str, storage: Any) -> None:
+    """Mark running trials of a study as failed if their runs were killed during training."""
+    import optuna
+
+    try:
+        study = optuna.load_study(study_name=study_name, storage=storage)
+    except KeyError:  # the sweeper creates it with the first trial
+        return
+    for trial in study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.RUNNING,)):
+        folder = trial.user_attrs.get("folder")
+        if folder is not None and "trained" not in trial.user_attrs and is_abandoned(Path(folder)):
+            study.tell(trial.number, state=optuna.trial.TrialState.FAIL)
+            _log.warning("trial %d has failed: its run, in %s, was killed.", trial.number, folder)

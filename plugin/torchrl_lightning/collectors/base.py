@@ -1,0 +1,186 @@
+"""Base class of the collectors: environment source, sizes, counters and specs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
+from dataclasses import replace
+from typing import Any
+
+from gymnasium.vector import VectorEnv
+from tensordict import TensorDict
+from tensordict.utils import NestedKey
+from torch import Tensor
+from torchrl.envs.utils import ExplorationType
+
+from torchrl_lightning._core.state import Attribute, Stated, check_state, tensor, whole
+from torchrl_lightning._core.torch_defaults import check_default_device
+from torchrl_lightning._core.validators import Checked, boolean, budget, check_defaults, frames, integer
+from torchrl_lightning.environments.backends.vector_env import make_vector_env
+from torchrl_lightning.environments.policy_calls import Policy, check_policy, dotted, load_weights
+from torchrl_lightning.environments.replay_source import ReplaySource
+from torchrl_lightning.environments.seeds import check_seed
+from torchrl_lightning.environments.specs import EnvironmentSpecs, environment_specs
+
+
+def _by_dotted_name(states: Mapping[NestedKey, Tensor]) -> dict[str, Tensor]:
+    return {dotted(key): value for key, value in states.items()}
+
+
+RECURRENT_STATES = Attribute(
+    of=lambda collector: collector._read_states, at="_states", form=_by_dotted_name, only="_plays"
+)
+"""State entry: recurrent states of environments in a replay."""
+
+
+def check_random_frames(value: Any, policy: object) -> int:
+    """Validate and return ``init_random_frames``, also given as a float (1e5); it must be 0 without a policy."""
+    number = frames(value, "init_random_frames")
+    if policy is None:
+        check_defaults("without a policy", "give a policy", init_random_frames=(number, 0))
+    return number
+
+
+def check_acting(policy: object, exploration_type: ExplorationType | None, **switches: bool) -> None:
+    """Validate the exploration type and named boolean switches; exploration needs a policy."""
+    if exploration_type is not None and not isinstance(exploration_type, ExplorationType):
+        raise TypeError(f"exploration_type must be an ExplorationType, got {exploration_type!r}.")
+    if policy is None:
+        usual = ExplorationType.RANDOM
+        check_defaults("without a policy", "give a policy", exploration_type=(exploration_type, usual))
+    for name, value in switches.items():
+        boolean(value, name)
+
+
+def check_replay(replay: ReplaySource | None, num_envs: int, owner: str) -> None:
+    """Validate that a replay is for the ``num_envs`` environments that ``owner`` steps together."""
+    playing = getattr(replay, "playing", None)  # a plain function can also be a replay
+    if playing is not None and len(playing) != num_envs:
+        raise ValueError(
+            f"replay= is for {len(playing)} environments, but {owner} has num_envs={num_envs}; build it for these."
+        )
+
+
+class CollectorBase(Stated):
+    """Base class of collectors that yield ``frames_per_batch`` frames at a time, up to ``total_frames``."""
+
+    OWNER, VERSION = "collector", 1
+    STATE = {
+        "num_envs": Attribute(),
+        "frames_per_batch": Attribute(),
+        "frames": Attribute(whole()),
+        "batches": Attribute(whole(), "_batches"),
+        "seed": Attribute(whole()),
+    }
+    flags_beginnings = True
+    """Whether ``is_init`` and ``done`` mark the start of each trajectory."""
+    _plays = False  # True if a replay is given; it continues in a restored collector
+    _states: Mapping[NestedKey, Tensor]  # recurrent states of running episodes
+
+    @property
+    def replays(self) -> bool:
+        """Whether the collector replays recorded steps in some environments."""
+        return self._plays
+
+    total_frames = Checked(budget)
+    clip_actions = False
+    """Whether actions are clipped to their Box for the environment."""
+
+    def __init__(
+        self,
+        source: Any,
+        policy: Policy | None,
+        num_envs: int,
+        frames_per_batch: int,
+        total_frames: int,
+        seed: int | None,
+        env_args: dict[str, Any],
+    ) -> None:
+        check_policy(policy)
+        check_default_device()
+        self.steps, left = divmod(integer(frames_per_batch, "frames_per_batch"), integer(num_envs, "num_envs"))
+        if left:
+            nearest = max(1, round(frames_per_batch / num_envs)) * num_envs
+            raise ValueError(
+                f"frames_per_batch={frames_per_batch} is not a multiple of num_envs={num_envs}; "
+                f"the nearest is {nearest}."
+            )
+        self._env_source, self._env_args = source, env_args
+        self.policy, self.num_envs = policy, num_envs
+        self.frames_per_batch, self.total_frames = frames_per_batch, total_frames
+        self.seed = check_seed(seed)
+        self.closed = False
+        self.frames = 0
+        self._batches = 0  # number of batches since the collector was seeded
+        self._specs: EnvironmentSpecs | None = None
+
+    @property
+    def specs(self) -> EnvironmentSpecs:
+        """Specs of the environments (of one worker); reading them starts no process."""
+        if self._specs is None:
+            if isinstance(self._env_source, VectorEnv):
+                specs = environment_specs(self._env_source)
+            else:
+                args = {**self._env_args, "vectorization": "sync"}
+                with closing(make_vector_env(self._env_source, 1, **args)) as env:
+                    specs = replace(environment_specs(env), num_envs=self.num_envs)
+            self._specs = specs.with_clipping(self.clip_actions)
+        return self._specs
+
+    def __len__(self) -> int:
+        """Return the number of batches of a whole run; raise RuntimeError without a frame limit."""
+        if self.total_frames < 0:
+            raise RuntimeError("A collector with total_frames=-1 never stops, so it has no length.")
+        return -(self.total_frames // -self.frames_per_batch)
+
+    def __iter__(self) -> Iterator[TensorDict]:
+        yield from self.iterator()
+
+    def iterator(self) -> Iterator[TensorDict]:
+        """Yield batches until ``total_frames`` are collected; an error or Ctrl-C shuts the collector down."""
+        yield from self._until_spent(self.rollout)
+
+    def _until_spent(self, collect: Callable[[], TensorDict]) -> Iterator[TensorDict]:
+        while self.total_frames < 0 or self.frames < self.total_frames:
+            try:
+                batch = collect()
+            except BaseException:
+                self.shutdown(raise_on_error=False)
+                raise
+            yield batch
+
+    def rollout(self) -> TensorDict:
+        """Return the next batch, even beyond ``total_frames``."""
+        raise NotImplementedError
+
+    def reset(self) -> None:
+        """Begin the next batch with a reset of every environment."""
+        raise NotImplementedError
+
+    def update_policy_weights_(self, policy_or_weights: object = None) -> None:
+        """Copy weights into the policy; without an argument do nothing, because the collector uses the policy itself.
+
+        Args:
+            policy_or_weights: A module, a state dict, or a TensorDict of parameters.
+        """
+        load_weights(self.policy, policy_or_weights)
+
+    def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
+        """Close the environments; repeated calls are allowed. TorchRL's collectors define the arguments."""
+        raise NotImplementedError
+
+    def put_state(self, values: Mapping[str, Any]) -> None:
+        """Continue after the last batch of the state, with a reset of all environments (and workers)."""
+        self.reset()
+        super().put_state(values)
+
+    def _read_states(self, value: Any, name: str) -> dict[NestedKey, Tensor]:
+        schema = {dotted(key): tensor(state.dtype, *state.shape) for key, state in self._states.items()}
+        found = check_state(value, schema, f"collector's {name}")
+        return {key: found[dotted(key)] for key in self._states}
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(env={self._env_source}, num_envs={self.num_envs}, "
+            f"frames_per_batch={self.frames_per_batch}, frames={self.frames}, total_frames={self.total_frames})"
+        )

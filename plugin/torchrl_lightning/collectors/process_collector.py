@@ -1,0 +1,259 @@
+"""Worker processes of the asynchronous collector, and their shared memory."""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor, nn
+
+from torchrl_lightning._core.import_stubs import CollectingTarget
+from torchrl_lightning._core.processes import (
+    check_descriptors,
+    end_processes,
+    end_with_parent,
+    how_it_died,
+    is_main_thread,
+    lack_of,
+)
+from torchrl_lightning.collectors.workers import Worker
+from torchrl_lightning.environments.env_errors import EnvironmentFault, WorkerFault
+from torchrl_lightning.environments.workers.time_limits import TimedCalls, tell_by
+
+_PATIENCE = 30.0  # seconds; a copy takes milliseconds, so a process that holds the lock longer has died
+_ENTRIES = 8  # minimum number of entries of a rollout; each is a separate file in shared memory
+_FOR_EVER, _AFTER_SIGTERM = 1e6, 8.0  # time limits of a rollout in seconds
+_FAULTY = 1  # exit code of a worker after it sent a fault
+
+
+class SharedWeights:
+    """A copy of a module's parameters and buffers in one block of shared memory, with a version number.
+
+    Pass it as an argument when you start a process.
+    """
+
+    def __init__(self, module: object, version: int) -> None:
+        self._weights = TensorDict(_tensors(module)).to("cpu").consolidate(share_memory=True)
+        self._version = torch.tensor(version).share_memory_()
+        self._lock: Any = multiprocessing.get_context("spawn").Lock()
+
+    def publish(self, module: object, version: int) -> None:
+        """Copy a module's weights into shared memory as a new version."""
+        with self._locked():
+            for name, value in _tensors(module).items():
+                self._weights[name].copy_(value)
+            self._version.fill_(version)
+
+    def fetch(self, module: object, known: int) -> int:
+        """Copy the published weights into a module unless it has this version; return the version."""
+        with self._locked():
+            version = int(self._version.item())
+            if version != known:
+                for name, value in _tensors(module).items():
+                    value.copy_(self._weights[name])
+        return version
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        if not self._lock.acquire(timeout=_PATIENCE):
+            raise RuntimeError("A process died while it copied the policy's weights; start the collector anew.")
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+
+def _tensors(module: object) -> dict[str, Tensor]:
+    if not isinstance(module, nn.Module):
+        return {}  # a policy without weights
+    return {name: value.detach() for name, value in module.state_dict().items() if isinstance(value, Tensor)}
+
+
+@dataclass(frozen=True)
+class WorkerTask:
+    """Start arguments of a worker process."""
+
+    payload: bytes  # the pickled environment, policy and keyword arguments of its GymnasiumCollector
+    begun: int  # number of rollouts that the worker has begun before
+    worker: int  # index of the worker
+    num_workers: int
+    slots: int  # maximum number of rollouts in flight
+    parent: int  # id of the parent process; the worker ends with it
+    by_signal: bool  # True if the parent's main thread starts the worker
+
+
+def run_worker(task: WorkerTask, weights: SharedWeights, connection: Connection) -> None:
+    """Collect rollouts into shared memory until the parent closes the connection or sends ``None``.
+
+    Messages to the parent: ``("slots", [TensorDict])`` once, then ``("rollout", slot)`` for each rollout, or
+    ``("fault", EnvironmentFault)``, or ``("error", text)``. The parent sends the index of a released slot, a byte
+    tensor with pickled replay changes, or ``None`` to end the worker.
+    """
+    end_with_parent(task.parent, task.by_signal)
+    tell_by(lambda line: connection.send(("fault", WorkerFault(line))))
+    # Ctrl-C reaches the whole process group; the parent ends the workers.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        _collect(task, weights, connection)
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        pass  # the parent has exited or closed the connection
+    except EnvironmentFault as fault:
+        with suppress(OSError):
+            connection.send(("fault", fault.sent()))
+        sys.exit(_FAULTY)
+    except BaseException as error:
+        lack = lack_of(error)
+        told = ("error", traceback.format_exc()) if lack is None else ("fault", WorkerFault(lack))
+        with suppress(OSError):
+            connection.send(told)
+    finally:
+        connection.close()
+
+
+def _collect(task: WorkerTask, weights: SharedWeights, connection: Connection) -> None:
+    worker = Worker(task.payload, task.worker, task.num_workers, task.begun)
+    free = list(range(task.slots))
+    slots: list[TensorDict] = []
+    version = -1
+    try:
+        while True:
+            while not free or connection.poll():
+                message = connection.recv()
+                if message is None:
+                    return worker.collector.shutdown()
+                if isinstance(message, Tensor):
+                    worker.follow(message.numpy().tobytes())
+                else:
+                    free.append(message)
+            version = weights.fetch(worker.policy, version)
+            rollout = worker.rollout(version)
+            if not slots:
+                slots = [rollout.transpose(0, 1).clone().share_memory_() for _ in range(task.slots)]
+                connection.send(("slots", slots))
+                while isinstance(message := connection.recv(), Tensor):
+                    worker.follow(message.numpy().tobytes())
+                if message is None:  # any other message means that the parent has mapped the slots
+                    return worker.collector.shutdown()
+            slot = free.pop(0)
+            slots[slot].update_(rollout.transpose(0, 1))
+            connection.send(("rollout", slot))
+    finally:
+        worker.collector.shutdown(raise_on_error=False)
+
+
+class WorkerPool:
+    """Worker processes that pass rollouts through shared memory.
+
+    Each worker has a separate pipe, so a killed process cannot hold a common lock. ``payloads`` and ``begun`` have one
+    entry for each worker. ``slots`` is the maximum number of rollouts in flight per worker.
+    """
+
+    def __init__(self, payloads: Sequence[bytes], begun: Sequence[int], slots: int, weights: SharedWeights) -> None:
+        self._processes: list[Any] = []
+        self._connections: list[Any] = []
+        self._slots: list[list[TensorDict]] = []
+        context = multiprocessing.get_context("spawn")
+        check_descriptors(len(payloads), 2 + _ENTRIES * slots)
+        self._waiting = TimedCalls(_FOR_EVER, _AFTER_SIGTERM)
+        try:
+            for worker, (payload, before) in enumerate(zip(payloads, begun, strict=True)):
+                ours, theirs = context.Pipe()
+                self._connections.append(ours)
+                self._slots.append([])
+                task = WorkerTask(payload, before, worker, len(payloads), slots, os.getpid(), is_main_thread())
+                target = CollectingTarget(f"{__name__}:{run_worker.__name__}")
+                arguments = task, weights, theirs
+                process = context.Process(target=target, args=arguments, name=f"collector-{worker}", daemon=True)
+                with _without_interrupts():
+                    process.start()
+                theirs.close()  # so that the pipe closes when the worker exits
+                self._processes.append(process)
+        except BaseException:
+            self.close()
+            raise
+
+    def receive(self, worker: int) -> TensorDict:
+        """Wait for a worker's next rollout and return a copy ``[T, N]``; raise RuntimeError if it failed or died."""
+        while True:
+            kind, content = self._message(worker)
+            if kind == "rollout":
+                rollout = self._slots[worker][content].clone()
+                self._send(worker, content)
+                return rollout
+            if kind == "fault":
+                raise content.within(f"In collector worker {worker}: ")
+            if kind == "error":
+                raise RuntimeError(f"Collector worker {worker} failed:\n\n{content}")
+            self._slots[worker] = content
+            self._send(worker, 0)
+
+    def tell(self, worker: int, news: bytes) -> None:
+        """Send pickled replay changes to a worker; it applies them before its next rollout."""
+        # Use shared memory: a full pipe would block the parent until the worker has finished its rollout.
+        self._send(worker, torch.frombuffer(bytearray(news), dtype=torch.uint8).share_memory_())
+
+    def close(self) -> None:
+        """End all processes; terminate every process that does not exit within a second.
+
+        Raises:
+            EnvironmentFault: an environment failed to close.
+        """
+        for connection in self._connections:
+            with suppress(OSError):
+                connection.send(None)
+        end_processes(self._processes, 1.0)
+        faults = []
+        for worker, (process, connection) in enumerate(zip(self._processes, self._connections, strict=False)):
+            with suppress(Exception):  # receiving tensors fails if their process has already exited
+                while process.exitcode == _FAULTY and connection.poll():
+                    kind, content = connection.recv()
+                    if kind == "fault":
+                        faults.append(content.within(f"In collector worker {worker}: "))
+        for connection in self._connections:
+            connection.close()
+        self._processes, self._connections, self._slots = [], [], []
+        if faults:
+            raise faults[0]
+
+    def _message(self, worker: int) -> tuple[str, Any]:
+        connection, process = self._connections[worker], self._processes[worker]
+        with self._waiting.running():
+            multiprocessing.connection.wait([connection, process.sentinel])
+        try:
+            # The last message of an exited worker may still be in the pipe.
+            if connection.poll():
+                message: tuple[str, Any] = connection.recv()
+                return message
+        except (EOFError, OSError):
+            pass
+        raise WorkerFault(f"Collector worker {worker} {how_it_died(process)}")
+
+    def _send(self, worker: int, message: int | Tensor) -> None:
+        with suppress(OSError):  # reading the next message reports a dead worker
+            self._connections[worker].send(message)
+
+
+@contextmanager
+def _without_interrupts() -> Iterator[None]:
+    # The child inherits the mask, so Ctrl-C cannot interrupt its imports; in this process Ctrl-C is only delayed.
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    resource_tracker.ensure_running()  # a start within the block would remove the mask
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

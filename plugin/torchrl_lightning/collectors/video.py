@@ -1,0 +1,98 @@
+"""Record one episode of a policy as a video."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import gymnasium
+import numpy as np
+import torch
+
+from torchrl_lightning._core.errors import Fault
+from torchrl_lightning._core.files import replaced_files
+from torchrl_lightning.collectors.episodes import play_episodes
+from torchrl_lightning.environments.policy_calls import Policy
+from torchrl_lightning.environments.seeds import IsolatedRng
+from torchrl_lightning.environments.workers.threads import close_environment
+
+_NEEDED = "a video needs an environment that draws render_mode=rgb_array, but that of this run"
+
+
+def check_film(env: Any) -> None:
+    """Check that an environment can be recorded: build, reset and render one.
+
+    Args:
+        env: An id or a factory, as for :func:`film_episode`.
+
+    Raises:
+        Fault: A package is missing, or the environment renders no image.
+
+    Examples:
+        >>> from torchrl_lightning import make_vector_env
+        >>> check_film(make_vector_env("CartPole-v1", 1))
+        Traceback (most recent call last):
+            ...
+        torchrl_lightning._core.errors.Fault: a video needs an environment of its own: give eval_env= an id or \
+a factory.
+    """
+    if not isinstance(env, str) and not callable(env):
+        raise Fault("a video needs an environment of its own: give eval_env= an id or a factory.")
+    try:
+        import moviepy  # noqa: F401
+    except ImportError as error:
+        raise Fault("a video needs moviepy: pip install 'torchrl-lightning[video]'; or leave the video out.") from error
+    picture = None
+    try:
+        with IsolatedRng(None, torch.device("cpu")), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # this function raises an error in the cases of Gymnasium's warnings
+            made = _drawn(env)()
+            try:
+                if isinstance(made, gymnasium.Env):
+                    made.reset(seed=0)
+                    picture = made.render()
+            finally:
+                close_environment(made)
+    except Exception as error:  # environments and rendering libraries raise any type
+        raise Fault(f"{_NEEDED} cannot: {' '.join(str(error).split())}") from error
+    if not isinstance(made, gymnasium.Env):
+        raise Fault("a video is of Gymnasium's environments, but that of this run is TorchRL's; leave the video out.")
+    if not isinstance(picture, np.ndarray):
+        raise Fault(f"{_NEEDED} draws {type(picture).__name__}; leave the video out.")
+
+
+def film_episode(
+    env: Any, policy: Policy, path: Path, *, seed: int, deterministic: bool = True, clip_actions: bool = False
+) -> None:
+    """Play one episode and write it atomically as a video; its frames stay in memory until the episode ends.
+
+    Args:
+        env: An id, or a factory of a Gymnasium environment that takes ``render_mode``.
+        policy: The policy to record.
+        path: The video file; an existing file is replaced, and its folder is created.
+        seed: The seeds of environment and policy are spawned from it.
+        deterministic: Take the mode of the policy's distribution; False draws a sample.
+        clip_actions: See :func:`~torchrl_lightning.play_episodes`.
+    """
+    make = _drawn(env)
+    with TemporaryDirectory() as folder:
+
+        def recorded() -> Any:
+            return gymnasium.wrappers.RecordVideo(make(), f"{folder}/made", episode_trigger=lambda number: number == 0)
+
+        options: dict[str, Any] = {"seed": seed, "deterministic": deterministic, "clip_actions": clip_actions}
+        play_episodes(recorded, policy, 1, num_envs=1, **options)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replaced_files(path) as (file,), next(Path(folder).glob("made/*.mp4")).open("rb") as film:
+            shutil.copyfileobj(film, file)
+
+
+def _drawn(env: Any) -> Callable[[], Any]:
+    """Return a factory of an environment with ``render_mode="rgb_array"``."""
+    return lambda: (
+        gymnasium.make(env, render_mode="rgb_array") if isinstance(env, str) else env(render_mode="rgb_array")
+    )

@@ -1,0 +1,154 @@
+"""Validate arguments of DataModules, and compare them with the settings in checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from gymnasium.vector import VectorEnv
+from torchrl.data import ReplayBuffer
+from torchrl.envs import EnvBase
+
+from torchrl_lightning._core.settings import Settings
+from torchrl_lightning.environments import EnvironmentRecipe
+from torchrl_lightning.environments.recipe import differences, plain
+
+
+def environment_name(env: Any) -> str:
+    """Return the name of an environment given as an id, a factory or a ready (vector) environment."""
+    if isinstance(env, str):
+        return env
+    if isinstance(env, VectorEnv):
+        return env.spec.id if env.spec is not None else type(env).__name__
+    if isinstance(env, EnvBase):
+        return type(env).__name__
+    return getattr(env, "__qualname__", None) or str(env)
+
+
+def environment_fields(env: Any) -> Any:
+    """Return the description of an environment in checkpoints: the settings of a recipe, or a name.
+
+    The settings ``vectorization``, ``step_timeout`` and ``demonstrations_of`` are left out. A recipe with only an id is
+    described by the id.
+
+    Examples:
+        >>> environment_fields(EnvironmentRecipe("CartPole-v1", time_limit=9, vectorization="async"))
+        {'id': 'CartPole-v1', 'time_limit': 9}
+    """
+    if isinstance(env, EnvironmentRecipe):
+        fields = env.settings()
+        for name in ("vectorization", "demonstrations_of", "step_timeout"):
+            fields.pop(name, None)
+        return fields["id"] if list(fields) == ["id"] and isinstance(fields["id"], str) else fields
+    return plain(env) if isinstance(env, partial) else environment_name(env)
+
+
+def environment_difference(stored: Any, here: Any) -> str:
+    """Describe field by field how two environments differ; return "" if they are equal.
+
+    Examples:
+        >>> environment_difference({"id": "Pong-v5", "frame_stack": 4}, "Pong-v5")
+        'frame_stack: 4 in the checkpoint, not set here'
+    """
+    there, now = (fields if isinstance(fields, dict) else {"id": fields} for fields in (stored, here))
+    shown = (
+        f"{field}: {_shown(old)} in the checkpoint, {_shown(new)} here" for field, old, new in differences(there, now)
+    )
+    return "; ".join(shown)
+
+
+def run_fingerprint(data: Any) -> dict[str, Any]:
+    """Return the settings of a DataModule that must agree between a checkpoint and a run."""
+    specs = data.specs
+    return {
+        "datamodule": type(data).__name__,
+        "environment": environment_fields(data.env),
+        "observation": str({str(key): tuple(spec.shape) for key, spec in specs.observation.items(True, True)}),
+        "action": f"{type(specs.action).__name__}{tuple(specs.action.shape)}",
+        "num_envs": data.num_envs,
+        "frames_per_batch": data.frames_per_batch,
+        "normalize_observation": data.normalize_observation,
+        "normalize_reward": data.normalize_reward,
+        "normalize_clip": float(data.normalize_clip),
+        "normalize_epsilon": float(data.normalize_epsilon),
+    }
+
+
+def check_environment(data: Any, state: Mapping[str, Any]) -> None:
+    """Validate the environment of a stored state before a policy is played in it; no buffer is built.
+
+    Raises:
+        ValueError: The DataModule has another environment or other observations.
+    """
+    here = run_fingerprint(data)
+    check_fingerprint({name: state["fingerprint"].get(name) for name in here}, here)
+
+
+def check_fingerprint(stored: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+    """Check that a checkpoint has the same settings; the ValueError names the first difference."""
+    differs = environment_difference(stored.get("environment"), here["environment"])
+    if differs:
+        raise ValueError(
+            f"environment differs: {differs}. Resume with the environment that the checkpoint was written with."
+        )
+    for name in {**stored, **here}:
+        if _listed(stored.get(name)) != _listed(here.get(name)):
+            raise ValueError(
+                f"the checkpoint was written with {name}={stored.get(name)!r}, but this run has "
+                f"{name}={here.get(name)!r}. Resume with the settings of the checkpoint."
+            )
+
+
+def _listed(value: Any) -> Any:
+    """Replace tuples by lists, because files do not distinguish them."""
+    return list(map(_listed, value)) if isinstance(value, list | tuple) else value
+
+
+def _shown(value: Any) -> str:
+    return "not set" if value is None else str(value)
+
+
+def check_builds(buffer: Any, data: Any) -> None:
+    """Validate that a setting builds buffers of a DataModule's kind; raise TypeError if not."""
+    if not callable(buffer):
+        kind = type(buffer).__name__
+        raise TypeError(f"buffer must be what builds one, as a class or a partial does, got an object of {kind}.")
+    made = buffer
+    while isinstance(made, partial):
+        made = made.func
+    if isinstance(made, type) and issubclass(made, ReplayBuffer) and not issubclass(made, data.buffer_class):
+        other = "a ReplayDataModule" if data.serves == "rollouts" else "an OnPolicyDataModule"
+        remedy = f"Give it to {other}, or choose" if made.__module__.startswith("torchrl_lightning.") else "Choose"
+        raise TypeError(
+            f"buffer must be of the kind of {data.buffer_class.__name__} for {type(data).__name__}, got "
+            f"{made.__name__}. {remedy} another buffer."
+        )
+
+
+def check_normalization(data: Settings, observation: bool | Sequence[Any], reward: bool) -> None:
+    """Validate that settings of normalisation have an effect; the ValueError names the first setting without one."""
+    if not isinstance(observation, bool) and not len(observation):
+        raise ValueError("normalize_observation must name entries or be True or False, got []. Leave it out.")
+    for name in ("normalize_clip", "normalize_epsilon"):
+        data.require_effect(name, observation or reward, "normalize_observation or normalize_reward")
+
+
+def check_frozen(data: Any) -> None:
+    """Validate that a run with frozen statistics normalises something; raise ValueError if not."""
+    normalizes = data.normalize_observation or data.normalize_reward
+    data.require_effect("freeze_statistics", normalizes, "normalize_observation or normalize_reward")
+
+
+def check_frames(frames_per_batch: int, num_envs: int, reset_at_each_batch: bool) -> None:
+    """Raise a ValueError if rollouts have a fractional number of steps, or one step and a reset at each batch."""
+    if frames_per_batch % num_envs:
+        raise ValueError(
+            f"frames_per_batch={frames_per_batch} is no multiple of num_envs={num_envs}; "
+            f"take {-(-frames_per_batch // num_envs) * num_envs}."
+        )
+    if reset_at_each_batch and frames_per_batch == num_envs:
+        raise ValueError(
+            f"reset_at_each_batch=True with frames_per_batch={frames_per_batch} and num_envs={num_envs} would end each "
+            f"episode after its first step. Collect several steps at a time, e.g. frames_per_batch={16 * num_envs}."
+        )

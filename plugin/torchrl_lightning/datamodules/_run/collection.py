@@ -1,0 +1,167 @@
+"""Build the collector of a run, pass its arguments, and divide environments among workers and ranks."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torchrl.envs import EnvBase
+
+from torchrl_lightning._core.errors import Fault
+from torchrl_lightning._core.validators import integer
+from torchrl_lightning.collectors import GymnasiumCollector, TorchRLCollector
+from torchrl_lightning.environments.backends.torchrl_batch import stepped_together
+
+
+def own_collector(env: Any, policy: Any, num_envs: int, **options: Any) -> Any:
+    """Build our collector for a Gymnasium or TorchRL environment."""
+    if isinstance(env, EnvBase):
+        # With a reset at each batch, TorchRLCollector checks that the environment's seed determines its beginning.
+        together = None if options["reset_at_each_batch"] else stepped_together(env)
+        if together is None:
+            return TorchRLCollector(env, policy, **options)  # it has its own number of environments
+        env = together
+    return GymnasiumCollector(env, policy, num_envs=num_envs, **options)
+
+
+def call_with_policy(make_collector: Callable[..., Any], policy: Any, **options: Any) -> Any:
+    """Call a collector factory with the policy, by name if it has a parameter ``policy``."""
+    if "policy" in inspect.signature(make_collector).parameters:
+        return make_collector(policy=policy, **options)
+    return make_collector(policy, **options)
+
+
+def clipping_of(make_collector: Callable[..., Any] | None) -> bool | None:
+    """Return whether a collector factory has ``clip_actions=True``; None without the parameter.
+
+    Examples:
+        >>> clipping_of(partial(GymnasiumCollector, clip_actions=True)), clipping_of(GymnasiumCollector)
+        (True, False)
+        >>> clipping_of(lambda policy: ...)
+    """
+    if make_collector is None:
+        return False
+    parameter = inspect.signature(make_collector).parameters.get("clip_actions")
+    return None if parameter is None or parameter.default is parameter.empty else bool(parameter.default)
+
+
+def collector_options(
+    make_collector: Callable[..., Any],
+    world_size: int,
+    seed: int,
+    reset_at_each_batch: bool,
+    replay: Any = None,
+    **sizes: Any,
+) -> dict[str, Any]:
+    """Return the arguments for a collector factory: ``seed`` and ``reset_at_each_batch``, if it has these parameters.
+
+    ``replay`` is added if given, and the sizes if ``frames_per_batch`` is not bound yet. A seed that the user has bound
+    to a partial is kept on a single rank. A ValueError is raised if all ranks would collect the same data, or if the
+    collector's ``reset_at_each_batch`` differs from the DataModule's.
+
+    Examples:
+        >>> collector_options(lambda policy, seed: ..., 2, seed=7, reset_at_each_batch=False)
+        {'seed': 7}
+    """
+    parameters = inspect.signature(make_collector).parameters
+    bound = make_collector.keywords if isinstance(make_collector, partial) else {}
+    options: dict[str, Any] = {}
+    own_seed = bound.get("seed")
+    if world_size > 1 and own_seed is not None:
+        raise ValueError(
+            f"collector= has seed={own_seed}, with which all {world_size} ranks would collect the same data. Leave the "
+            "seed out: each rank's collector is given one of its own."
+        )
+    if own_seed is None and "seed" in parameters:
+        options["seed"] = seed
+    elif own_seed is None and world_size > 1:
+        raise ValueError(
+            f"collector= takes no `seed`, so all {world_size} ranks would collect the same data. Give it such a "
+            "parameter, e.g. def collector(policy, seed): made = Collector(...); made.set_seed(seed); return made."
+        )
+    own_reset = bound.get("reset_at_each_batch", reset_at_each_batch)
+    if own_reset != reset_at_each_batch:
+        raise ValueError(
+            f"collector= has reset_at_each_batch={own_reset}, but the DataModule {reset_at_each_batch}. "
+            "Give it to the DataModule alone, which passes it on."
+        )
+    if "reset_at_each_batch" in parameters:
+        options["reset_at_each_batch"] = reset_at_each_batch
+    elif reset_at_each_batch:
+        raise ValueError(
+            "reset_at_each_batch=True, but collector= takes no `reset_at_each_batch`, so its rollouts would not begin "
+            "with a seeded reset. Give it such a parameter, or leave reset_at_each_batch out."
+        )
+    if replay is not None:
+        options["replay"] = replay
+    collectors = collectors_of_rank(make_collector, world_size)
+    divided = {} if collectors is None else {"num_collectors": collectors}
+    return options | divided | still_asked(make_collector, **sizes)
+
+
+def share_of(make_collector: Callable[..., Any] | None, num_envs: int) -> int:
+    """Return the number of environments per worker; all without workers or if the factory does not receive sizes.
+
+    Examples:
+        >>> from torchrl_lightning import AsynchronousCollector
+        >>> share_of(partial(AsynchronousCollector, num_workers=4), 16)
+        4
+    """
+    if make_collector is None or not still_asked(make_collector, num_envs=num_envs):
+        return num_envs
+    parameters = inspect.signature(make_collector).parameters
+    for name in ("num_workers", "num_collectors"):
+        if name in parameters:
+            workers = integer(parameters[name].default, name)
+            if num_envs % workers:
+                raise ValueError(
+                    f"num_envs={num_envs} cannot be shared out evenly among {name}={workers}; "
+                    f"take {-(-num_envs // workers) * workers}."
+                )
+            return num_envs // workers
+    return num_envs
+
+
+def collectors_of_rank(make_collector: Callable[..., Any] | None, world_size: int) -> int | None:
+    """Return the number of a cluster's collectors per rank; None with one rank or if they are not divided.
+
+    Each collector keeps its share of the environments. Worker processes of a machine are not divided among ranks.
+
+    Raises:
+        Fault: The collectors cannot be divided evenly.
+
+    Examples:
+        >>> from torchrl_lightning import AsynchronousCollector, RayCollector
+        >>> collectors_of_rank(partial(RayCollector, num_collectors=4), 2)
+        2
+        >>> collectors_of_rank(AsynchronousCollector, 2)
+    """
+    if world_size == 1 or make_collector is None or not still_asked(make_collector, num_envs=1):
+        return None
+    parameter = inspect.signature(make_collector).parameters.get("num_collectors")
+    if parameter is None:
+        return None
+    if parameter.default % world_size:
+        raise Fault(
+            f"num_collectors={parameter.default} cannot be divided evenly among {world_size} ranks; "
+            f"take {-(-parameter.default // world_size) * world_size}."
+        )
+    return integer(parameter.default // world_size, "num_collectors")
+
+
+def envs_of_rank(make_collector: Callable[..., Any] | None, num_envs: int, world_size: int) -> int:
+    """Return the number of environments of a rank: all, or the sum over its collectors of a cluster."""
+    collectors = collectors_of_rank(make_collector, world_size)
+    return num_envs if collectors is None else share_of(make_collector, num_envs) * collectors
+
+
+def still_asked(make_collector: Callable[..., Any], **given: Any) -> dict[str, Any]:
+    """Return the given arguments that a collector factory does not have yet; none if ``frames_per_batch`` is bound."""
+    parameters = inspect.signature(make_collector).parameters
+    frames = parameters.get("frames_per_batch")
+    if frames is None or frames.default is not frames.empty:
+        return {}
+    bound = make_collector.keywords if isinstance(make_collector, partial) else {}
+    return {name: value for name, value in given.items() if name in parameters and name not in bound}

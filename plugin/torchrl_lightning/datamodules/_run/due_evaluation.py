@@ -1,0 +1,123 @@
+"""Let a resumed run first make the evaluation that was due when its checkpoint was written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+
+from torchrl_lightning._core.torchrl_compat import should_validate
+from torchrl_lightning.callbacks.checkpoints import evaluate
+from torchrl_lightning.callbacks.sparse import SparseCallback
+
+
+class DueEvaluation(SparseCallback):
+    """Let a resumed run make the evaluation that the interrupted run would have made next.
+
+    Callbacks write checkpoints in ``on_train_batch_end``, and Lightning evaluates after it. A run that resumes from a
+    checkpoint of this hook skips the evaluation and, at the end of an epoch, also the following hooks. Best checkpoint
+    and early stopping would miss a score.
+
+    Args:
+        data: The DataModule.
+    """
+
+    def __init__(self, data: Any) -> None:
+        super().__init__()
+        self.data = data
+        self._was_due = False  # whether an evaluation was due when the loaded checkpoint was written
+        self._is_running = self._resumes = self._ends_run = False
+        self._count = 0  # evaluations before the running one
+
+    @property
+    def is_due(self) -> bool:
+        """Whether an evaluation is due and not complete yet."""
+        trainer: Any = self.data.trainer
+        if self._was_due or trainer is None or trainer.state.fn != TrainerFn.FITTING:
+            return self._was_due
+        if trainer.validating:
+            return self._is_running
+        batches = trainer.fit_loop.epoch_loop.batch_progress.current
+        return batches.processed > batches.completed and should_validate(trainer)
+
+    @is_due.setter
+    def is_due(self, value: bool) -> None:
+        self._was_due = value
+
+    @property
+    def count(self) -> int:
+        """Number of complete evaluations of the run."""
+        trainer: Any = self.data.trainer
+        is_running = self._is_running and trainer is not None and trainer.validating
+        return self._count if is_running else int(self.data.num_evaluations)
+
+    @count.setter
+    def count(self, value: int) -> None:
+        self.data.num_evaluations = value
+
+    def attach(self, trainer: Any) -> None:
+        """Append this callback to a trainer's callbacks, once, so that all others are ready for an evaluation."""
+        if self not in trainer.callbacks:
+            trainer.callbacks.append(self)
+            trainer.callbacks.insert(0, _EvaluationBounds(self))  # before callbacks that write checkpoints
+
+    def reopen(self, trainer: Any) -> bool:
+        """Let Lightning resume within the due evaluation; return whether an evaluation is due.
+
+        Call this method when Lightning requests a loader.
+        """
+        if self._was_due:
+            loop = trainer.fit_loop.epoch_loop
+            for batches in (loop.batch_progress.current, loop.batch_progress.total):
+                batches.completed = batches.processed
+            episodes, over = loop.val_loop.batch_progress, loop.val_loop.batch_progress.total.completed
+            episodes.current.load_state_dict({"ready": 1, "started": 1, "processed": 0, "completed": 0})
+            episodes.total.load_state_dict({"ready": over + 1, "started": over + 1, "processed": over})
+        return self._was_due
+
+    def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Evaluate now if the interrupted run was about to end, because Lightning evaluates only at intervals."""
+        if not self._was_due or trainer.datamodule is not self.data:
+            return
+        self._was_due = False
+        if should_validate(trainer):
+            self._resumes = True
+            return
+        self._ends_run = True
+        if trainer.enable_validation:
+            evaluate(trainer)
+        trainer.fit_loop.epoch_loop.val_loop.reset_restart_stage()
+
+    def ends_epoch(self) -> bool:
+        """End a resumed run that only had its last evaluation left; return whether it ends.
+
+        Call this method before the first batch.
+        """
+        ends, self._ends_run = self._ends_run, False
+        return ends and bool(self.data.stop_if_spent())
+
+    def begin(self) -> None:
+        """Record the beginning of an evaluation."""
+        self._is_running, self._count = True, int(self.data.num_evaluations)
+
+    def end(self) -> None:
+        """Record the end of an evaluation; end the run if nothing is left to do."""
+        self._is_running = False
+        if self._resumes:
+            self._resumes = False
+            self.data.stop_if_spent()
+
+
+class _EvaluationBounds(SparseCallback):
+    """Record the beginning and end of evaluations before other callbacks write checkpoints in the same hooks."""
+
+    def __init__(self, due: DueEvaluation) -> None:
+        super().__init__()
+        self._due = due
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._due.begin()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._due.end()

@@ -1,0 +1,171 @@
+"""The environments of collection and evaluation: build them when needed, compare and close them."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+from gymnasium.vector import VectorEnv
+from torchrl.envs import EnvBase
+
+from torchrl_lightning._core.memory import check_room
+from torchrl_lightning._core.protocols import CollectorApi
+from torchrl_lightning.datamodules._run.evaluation import EnvironmentView, check_evaluation, view_of
+from torchrl_lightning.environments import (
+    EnvironmentRecipe,
+    EnvironmentSpecs,
+    close_environment,
+    environment_specs,
+    make_environment,
+)
+from torchrl_lightning.environments.actions import check_clipping
+from torchrl_lightning.environments.backends.next_step import with_known_resets
+from torchrl_lightning.environments.backends.vector_env import vectorization_of
+from torchrl_lightning.environments.goals import EnvironmentGoals
+from torchrl_lightning.environments.policy_calls import clips_actions
+
+logger = logging.getLogger(__name__)
+
+
+class RunEnvironments:
+    """Build and close the environment of collection, and check that evaluation uses the same environment.
+
+    Args:
+        env: an id, a factory of one environment, or a ready environment.
+        num_envs: number of parallel environments.
+        eval_env: the environment of evaluation, in the form of ``env``; a new ``env`` if None.
+        leaves_resets_out: accept a ready vector environment in mode ``NEXT_STEP``.
+        clip_actions: whether collection clips actions to their Box; evaluation and policies in checkpoints then also
+            clip. None if only a built collector defines this.
+
+    Raises:
+        ValueError: ``env`` is ready and ``eval_env`` is None, but evaluation needs a second environment.
+    """
+
+    def __init__(
+        self,
+        env: Any,
+        num_envs: int,
+        eval_env: Any,
+        leaves_resets_out: bool = False,
+        clip_actions: bool | None = False,
+    ) -> None:
+        if is_ready(env) and eval_env is None:
+            raise ValueError(
+                "env is a ready (vector) environment, which cannot be built a second time for evaluation. "
+                "Pass eval_env= (an id or a factory) too, or pass env= as an id or a factory."
+            )
+        self.env, self.num_envs = with_known_resets(env) if leaves_resets_out else env, num_envs
+        self.eval_env = env if eval_env is None else eval_env
+        self._eval_env_given = eval_env is not None
+        self._knows_clipping, self._clips = clip_actions is not None, bool(clip_actions)
+        self._built: VectorEnv | EnvBase | None = None
+        self.goals = EnvironmentGoals(self.eval_env if is_ready(env) else env)
+        """The goal functions of the environment, read from a separate copy."""
+
+    @property
+    def specs(self) -> EnvironmentSpecs:
+        """Specs of one environment, the number of environments, and whether actions are clipped."""
+        return self._specs.with_clipping(self._clips)
+
+    @cached_property
+    def _specs(self) -> EnvironmentSpecs:
+        with self._shown() as env:
+            stack = self.env.frame_stack if isinstance(self.env, EnvironmentRecipe) else None
+            return replace(environment_specs(env), num_envs=self.num_envs, frame_stack=stack)
+
+    def clips(self, policy: object) -> bool:
+        """Return whether the actions of a policy are clipped."""
+        return self._clips or clips_actions(policy)
+
+    def check_clipping(self) -> None:
+        """Validate that actions have a Box if collection clips them; raise ValueError if not."""
+        check_clipping(self.specs.action_format, self.specs.action)
+
+    def follow_collector(self, collector: CollectorApi) -> None:
+        """Adopt ``clip_actions`` of a built collector if its factory has no parameter ``clip_actions``."""
+        if collector.clip_actions is not None and not self._knows_clipping:
+            self._clips = collector.clip_actions
+
+    def restore_clipping(self, state: Mapping[str, Any], *, evaluates: bool) -> None:
+        """Clip actions like the run of a checkpoint, for an evaluation or until a collector is built.
+
+        Args:
+            state: The specs of the checkpoint.
+            evaluates: True if nothing is collected. Otherwise known settings of the collector have priority.
+        """
+        if evaluates or not self._knows_clipping:
+            self._clips |= bool(state.get("action_format", {}).get("clip", False))
+
+    def check_room(self, frames: int) -> None:
+        """Raise an error if a rollout of this number of frames does not fit into memory."""
+        entries = [*self.specs.observation.values(True, True)] * 2 + [self.specs.action]  # before and after each step
+        check_room(
+            frames * sum(math.prod(entry.shape) * entry.dtype.itemsize for entry in entries),
+            f"A rollout of {frames} frames",
+            "lower frames_per_batch, or take smaller observations",
+        )
+
+    def built(self) -> VectorEnv | EnvBase:
+        """Return the environment of collection; build it at the first call."""
+        if self._built is None:
+            self._built = make_environment(self.env, self.num_envs)
+        return self._built
+
+    def check_evaluation(self, stepped: EnvironmentView | None = None) -> None:
+        """Check that evaluation and collection use the same environment.
+
+        A warning is logged for an allowed difference of the wrappers.
+
+        Args:
+            stepped: the view of the environment of a user's collector; None for ``env``.
+
+        Raises:
+            ValueError: The message names each difference.
+        """
+        if stepped is None:
+            if not self._eval_env_given and vectorization_of(self.env) != "envpool":
+                return
+            with self._shown() as env:
+                stepped = view_of(env)
+        env = make_environment(self.eval_env, None, vectorization="sync")
+        try:
+            difference = check_evaluation(stepped, view_of(env), given=self._eval_env_given)
+        finally:
+            if not is_ready(self.eval_env):
+                close_environment(env)
+        if difference is not None:
+            logger.warning("eval_env= is another environment than that of collection: %s.", difference)
+
+    @contextmanager
+    def _shown(self) -> Iterator[VectorEnv | EnvBase]:
+        """Yield the environment for inspection; instead of one with worker processes, yield a copy without them."""
+        if vectorization_of(self.env) != "async":
+            yield self.built()
+        else:
+            env = make_environment(self.env, 1, vectorization="sync", own_number=True)
+            try:
+                yield env
+            finally:
+                close_environment(env)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy builds its own environment, because processes and simulators cannot be copied. A user's is kept.
+        return {**vars(self), "_built": self._built if self._built is self.env else None}
+
+    def close(self) -> None:
+        """Close the environments that this object has built; the user closes a ready environment."""
+        self.goals.close()
+        env, self._built = self._built, None
+        if env is not None and env is not self.env:
+            close_environment(env)
+
+
+def is_ready(env: object) -> bool:
+    """Return whether ``env`` is a ready environment, not an id or a factory."""
+    return isinstance(env, VectorEnv | EnvBase)

@@ -1,0 +1,147 @@
+"""Returns and lengths of episodes that end within rollouts, including episodes from earlier rollouts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from torchrl_lightning._core.keys import REPLAYED
+from torchrl_lightning._core.state import LARGEST, Attribute, Stated, sequence, tensor, wrong
+
+
+def ends_of(rollout: TensorDictBase) -> dict[str, Any]:
+    """Return the arguments of :meth:`FinishedEpisodes.add` from a rollout ``[N, T]``."""
+    rows = rollout["next"]
+    return {"reward": rows["reward"], "done": rows["done"], "replayed": rollout.get(REPLAYED, None)}
+
+
+def _joined(finished: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    """Return all returns and all lengths of episodes; an empty list without episodes."""
+    return [torch.cat(each) for each in zip(*finished, strict=True)]
+
+
+def _read_finished(value: Any, name: str) -> list[tuple[Tensor, Tensor]]:
+    """Validate and convert the result of :func:`_joined`."""
+    if not sequence(value, name):
+        return []
+    if len(value) != 2:
+        raise wrong(value, name, "returns and lengths")
+    returns = tensor(torch.float64, None)(value[0], f"the first of {name}")
+    return [(returns, tensor(torch.int64, len(returns), low=1, high=LARGEST)(value[1], f"the second of {name}"))]
+
+
+class FinishedEpisodes(Stated):
+    """Mean return and length of the episodes that ended since the last summary, of ``num_envs`` environments or more.
+
+    Rollouts of a single step are common, so rollouts are stored first and then evaluated together. With the cumulative
+    reward ``C[t]`` of an environment, an episode that ends at ``t`` after an earlier end at ``s`` has the return
+    ``C[t] - C[s]``. The first episode also includes its rewards from earlier rollouts.
+
+    Examples:
+        >>> episodes = FinishedEpisodes(1)
+        >>> episodes.add(torch.ones(1, 3, 1), torch.tensor([[[False], [True], [False]]]))
+        >>> episodes.summary()
+        {'train/return': 2.0, 'train/length': 2.0, 'train/episodes': 1.0}
+    """
+
+    OWNER = "episodes"
+    STATE = {"finished": Attribute(_read_finished, "_finished", _joined)}
+
+    def __init__(self, num_envs: int) -> None:
+        self._returns = torch.zeros(num_envs, dtype=torch.float64)  # of unfinished episodes
+        self._lengths = torch.zeros(num_envs, dtype=torch.int64)
+        self._noted: list[tuple[Tensor, Tensor, Tensor | None]] = []  # rollouts of the same environments
+        self._env_ids: Tensor | None = None  # ids of these environments
+        self._finished: list[tuple[Tensor, Tensor]] = []
+
+    def add(
+        self,
+        reward: Tensor,
+        done: Tensor,
+        env_ids: Tensor | None = None,
+        *,
+        cut: bool = False,
+        replayed: Tensor | None = None,
+    ) -> None:
+        """Add the rewards (to be summed) and done flags (any of them ends an episode) ``[N, T, *]`` of a rollout.
+
+        ``env_ids`` ``[N]`` are the environments of the rows; None for the first ``N``. ``cut`` is True if the
+        environments are reset afterwards. Episodes that this reset ends are not counted. Episodes that end at a
+        ``replayed`` step (``[N, T, 1]`` bool) are not counted either.
+        """
+        if env_ids is not self._env_ids:
+            self._flush()
+            self._env_ids = env_ids
+        # Copies: a collector may reuse its memory.
+        self._noted.append((reward.clone(), done.clone(), None if replayed is None else replayed.clone()))
+        if cut:
+            self.forget_unfinished()
+        elif len(self._noted) >= 1024:
+            self._flush()
+
+    def summary(self) -> dict[str, float]:
+        """Return mean return, mean length and number of the episodes, and clear them; empty without episodes."""
+        self._flush()
+        finished, self._finished = self._finished, []
+        if not sum(len(returns) for returns, _ in finished):
+            return {}
+        returns, lengths = (torch.cat(each) for each in zip(*finished, strict=True))
+        return {
+            "train/return": returns.mean().item(),
+            "train/length": lengths.double().mean().item(),
+            "train/episodes": float(len(returns)),
+        }
+
+    def forget_unfinished(self, env_ids: Tensor | slice = slice(None)) -> None:
+        """Drop the unfinished episodes of these environments, for example after a reset."""
+        self._flush()
+        if isinstance(env_ids, Tensor):
+            env_ids = env_ids[env_ids < len(self._returns)]
+        self._returns[env_ids] = 0
+        self._lengths[env_ids] = 0
+
+    def _flush(self) -> None:
+        """Compute returns and lengths of the episodes that ended in the stored rollouts."""
+        if not self._noted:
+            return
+        rewards, dones, replays = zip(*self._noted, strict=True)
+        self._noted.clear()
+        reward, done = torch.cat(rewards, 1).detach().cpu(), torch.cat(dones, 1).cpu()
+        reward, done = reward.reshape(*reward.shape[:2], -1).sum(-1), done.reshape(*done.shape[:2], -1).any(-1)
+        ids = torch.arange(len(reward)) if self._env_ids is None else self._env_ids
+        missing = int(ids.max()) + 1 - len(self._returns)
+        if missing > 0:
+            self._returns = torch.cat([self._returns, self._returns.new_zeros(missing)])
+            self._lengths = torch.cat([self._lengths, self._lengths.new_zeros(missing)])
+        before, steps_before = self._returns[ids], self._lengths[ids]
+        total = reward.double().cumsum(1)
+        env, time = done.nonzero(as_tuple=True)
+        at_end, after = total[env, time], time + 1
+        first = torch.ones_like(env, dtype=torch.bool)
+        first[1:] = env[1:] != env[:-1]
+        returns = at_end - torch.where(first, -before[env], at_end.roll(1))
+        lengths = after - torch.where(first, -steps_before[env], after.roll(1))
+        if replays[0] is None:
+            self._finished.append((returns, lengths))
+        else:
+            own = ~torch.cat(replays, 1)[env, time, 0].cpu()
+            self._finished.append((returns[own], lengths[own]))
+        # Carry over each environment's rewards and steps since its last end of an episode.
+        before, steps_before = before + total[:, -1], steps_before + total.shape[1]
+        last = first.roll(-1)
+        ended = env[last]
+        before[ended] = total[ended, -1] - at_end[last]
+        steps_before[ended] = total.shape[1] - after[last]
+        self._returns[ids], self._lengths[ids] = before, steps_before
+
+    def state_dict(self, *, copy: bool = True) -> dict[str, Any]:
+        """Return the episodes of the next summary; unfinished episodes are not saved, because they cannot continue."""
+        self._flush()
+        return super().state_dict(copy=copy)
+
+    def _loaded(self) -> None:
+        self._noted = []
+        self._returns, self._lengths = torch.zeros_like(self._returns), torch.zeros_like(self._lengths)

@@ -1,0 +1,110 @@
+"""Count the frames of a run, and the replayed steps in their place."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from torch import Tensor
+
+from torchrl_lightning._core.ranks import gathered
+from torchrl_lightning._core.state import Attribute, Stated, whole
+from torchrl_lightning.datamodules._run.trainer_checks import is_endless
+
+logger = logging.getLogger(__name__)
+
+
+class FrameClock(Stated):
+    """Count the frames of all ranks and, separately, replayed steps, for example of demonstrations.
+
+    Args:
+        total: The run ends after this number of frames, or of replayed steps without a frame between; -1 for never.
+        frames: Frames that were collected before.
+
+    Attributes:
+        frames: Frames of the run.
+        count: Replayed steps of the run.
+        alone: Replayed steps since the last frame.
+
+    Examples:
+        >>> import torch
+        >>> clock = FrameClock(9)
+        >>> clock.add(3, 1, torch.tensor([[[True], [False], [True]]]))
+        >>> clock.frames, clock.count, clock.is_spent
+        (1, 2, False)
+    """
+
+    OWNER = "replayed steps"
+    STATE = {"count": Attribute(whole()), "alone": Attribute(whole())}
+
+    def __init__(self, total: int, frames: int = 0) -> None:
+        self.total, self.frames = total, frames
+        self.count = self.alone = 0
+        self._has_warned = False
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether ``total`` frames are collected, or ``total`` steps were replayed since the last frame."""
+        return 0 <= self.total <= max(self.frames, self.alone)
+
+    def announce(self, rollout: int, trainer: Any) -> None:
+        """Log if a run has no end, or if whole rollouts (``rollout`` frames of all ranks) exceed its total."""
+        self.check_end(trainer)
+        if self.total > 0 and self.total % rollout:
+            last = -(-self.total // rollout) * rollout
+            logger.info("total_frames=%d becomes %d: rollouts of %d frames are whole.", self.total, last, rollout)
+
+    def check_end(self, trainer: Any, collected: float = -1) -> None:
+        """Warn once if neither the total, nor the trainer, nor the collector's number of frames ends the run."""
+        has_end = self.total >= 0 or 0 <= collected < float("inf")  # TorchRL's collectors replace -1 by inf
+        if self._has_warned or trainer is None or has_end or not is_endless(trainer):
+            return
+        self._has_warned = True
+        if trainer.is_global_zero:
+            logger.warning(
+                "nothing ends this run: the DataModule has total_frames=%d, and the Trainer no max_epochs, "
+                "max_steps or max_time. Set one of them.",
+                self.total,
+            )
+
+    def announce_warmup(self, frames: int) -> None:
+        """Log a warning if the warm-up exceeds the total of the run."""
+        if 0 <= self.total < frames:
+            logger.warning(
+                "total_frames=%d becomes %d: warmup_frames=%d come before the only update. Raise total_frames, or "
+                "lower warmup_frames.",
+                self.total,
+                frames,
+                frames,
+            )
+
+    def add(self, steps: int, world_size: int, replayed: Tensor | None) -> None:
+        """Count the steps of a rollout of each rank; ``replayed`` is the mask of replayed steps, or None.
+
+        A warning is logged if ``total`` steps were replayed since the last frame.
+        """
+        if replayed is None:
+            self.frames += steps * world_size
+            return
+        again = int(replayed.sum())
+        counts = gathered((replayed.numel() - again, again))
+        own, again = (sum(each) for each in zip(*counts, strict=True))
+        self.frames += own
+        self.count += again
+        self.alone = 0 if own else self.alone + again
+        if 0 <= self.total <= self.alone:
+            logger.warning(self.reason)
+
+    def metrics(self) -> dict[str, float]:
+        """Return ``frames``, and ``frames/replayed`` if steps were replayed."""
+        return {"frames": float(self.frames), **({"frames/replayed": float(self.count)} if self.count else {})}
+
+    @property
+    def reason(self) -> str:
+        """The reason why the run ends, as a sentence."""
+        if self.frames >= self.total:
+            return f"all {self.frames} frames are collected; raise total_frames={self.total} to go on."
+        return (
+            f"the last {self.alone} steps were all replayed, none came from the environment: training stops after "
+            f"{self.frames} of total_frames={self.total}; lower the probability of a replay (rho + phi of PPODBuffer)."
+        )

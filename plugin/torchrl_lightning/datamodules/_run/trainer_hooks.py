@@ -1,0 +1,158 @@
+"""Callbacks that forward Lightning's callback-only hooks to a DataModule."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.trainer.states import TrainerFn
+
+from torchrl_lightning._core.interrupts import interrupts
+from torchrl_lightning._core.protocols import LearnerApi
+from torchrl_lightning.callbacks.sparse import SparseCallback
+
+logger = logging.getLogger(__name__)
+
+
+class WaitingMonitors:
+    """Let Lightning's callbacks wait for metrics that come later, such as the return of the first finished episode.
+
+    Otherwise ``EarlyStopping`` and ``ModelCheckpoint`` raise an error if their metric does not exist yet.
+    """
+
+    def __init__(self) -> None:
+        self._changed: list[tuple[Any, str, Any]] = []  # callback, attribute, original value
+
+    def wait(self, trainer: Any, later: Collection[str]) -> None:
+        """Switch off callbacks that monitor a missing metric of ``later``, until the next call."""
+        self.release()
+        known = trainer.callback_metrics
+        for callback in (*trainer.early_stopping_callbacks, *trainer.checkpoint_callbacks):
+            if not isinstance(callback, EarlyStopping | ModelCheckpoint):
+                continue
+            name, off = ("strict", False) if isinstance(callback, EarlyStopping) else ("save_top_k", 0)
+            if callback.monitor in later and callback.monitor not in known:
+                self._changed.append((callback, name, getattr(callback, name)))
+                setattr(callback, name, off)
+
+    def release(self) -> list[Any]:
+        """Switch the callbacks on again, and return them."""
+        changed, self._changed = self._changed, []
+        for callback, name, value in changed:
+            setattr(callback, name, value)
+        return [callback for callback, *_ in changed]
+
+
+class DataHooks(SparseCallback):
+    """A callback that forwards callback-only hooks to a DataModule."""
+
+    def __init__(self, data: Any) -> None:
+        super().__init__()
+        self.data = data
+        self._monitors = WaitingMonitors()
+
+    def attach(self, trainer: Any) -> None:
+        """Insert this callback before all others of a trainer, once."""
+        if self not in trainer.callbacks:
+            trainer.callbacks.insert(0, self)
+
+    def is_of(self, trainer: Any) -> bool:
+        """Return whether the trainer currently uses this DataModule; a later fit may use another one."""
+        return trainer.datamodule is self.data
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Delay Ctrl-C until the end of a step; not with several ranks, which would stop at different steps."""
+        if self.is_of(trainer) and trainer.world_size == 1:
+            interrupts.hold(self.data)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Publish the DataModule's metrics before the callbacks that monitor them run."""
+        if self.is_of(trainer):
+            self.data.publish_metrics()
+            self._monitors.wait(trainer, self._later(trainer, pl_module))
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Let the next callbacks wait for metrics that come later."""
+        if self.is_of(trainer) and trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
+            self._monitors.wait(trainer, self._later(trainer, pl_module))
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Log a warning for callbacks that never received an episode metric of training."""
+        for callback in self._monitors.release():
+            if callback.monitor in self.data.episode_metrics:
+                logger.warning(
+                    "monitor=%s of %s had no value in this run: no episode has ended. It had no effect; raise "
+                    "total_frames or give the environment a time limit.",
+                    callback.monitor,
+                    type(callback).__name__,
+                )
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Restore other callbacks, also after an evaluation; exit if Ctrl-C was pressed meanwhile."""
+        self._monitors.release()
+        if stage == "fit" and interrupts.release(self.data):
+            raise SystemExit(1)  # as Lightning does for Ctrl-C, which it ignores from here on
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Restore other callbacks."""
+        self._monitors.release()
+
+    def _later(self, trainer: Trainer, pl_module: LightningModule) -> tuple[str, ...]:
+        """Return the metrics that exist only after the first finished episode, in training or in an evaluation."""
+        evaluated = LearnerApi.of(pl_module).evaluation_metrics
+        is_evaluated = not trainer.enable_validation or any(name in trainer.callback_metrics for name in evaluated)
+        return (*self.data.episode_metrics, *(() if is_evaluated else evaluated))
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Publish the DataModule's metrics for callbacks that run at the end of an evaluation."""
+        if self.is_of(trainer) and trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
+            self.data.publish_metrics()
+
+
+class StepHooks(DataHooks):
+    """End each step of a DataModule.
+
+    This callback runs before all others, so that a checkpoint of another callback contains the results of the step.
+    """
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """End the step."""
+        if self.is_of(trainer):
+            self.data.end_step()
+
+
+class ReplayHooks(StepHooks):
+    """End each step, which writes priorities to the buffer, and write the buffer with each checkpoint."""
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Write a buffer that is stored beside the checkpoint, and add its reference to the checkpoint."""
+        if self.is_of(trainer) and self.data.save_buffer():
+            checkpoint[type(self.data).__qualname__] = self.data.state_dict()
+
+
+class FitHooks(DataHooks):
+    """End a run after the last fit of a model, which validation may have ended."""
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Stop training if all frames are collected and the last fit has ended."""
+        super().on_train_epoch_end(trainer, pl_module)
+        if self.is_of(trainer):
+            self.data.stop_if_spent()
+
+
+@contextmanager
+def outside_autocast() -> Iterator[None]:
+    """Disable the autocast of a training step while a rollout is collected, and clear its cache of old weights."""
+    with ExitStack() as stack:
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                torch.clear_autocast_cache()  # the update has made the cached weights outdated
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield

@@ -1,0 +1,35 @@
+"""Build the networks of a trainer's LightningModule early, and look up its policy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torchrl_lightning._core.errors import require_fit
+from torchrl_lightning._core.protocols import LearnerApi
+
+
+def build_learner(module: Any, data: Any) -> None:
+    """Build the networks of a trainer's module before the setup of callbacks that read its parameters."""
+    if LearnerApi.of(module).is_built is not False:
+        return
+    require_fit(module, data)
+    strategy, precision = data.trainer.strategy, data.trainer.precision_plugin
+    with strategy.tensor_init_context(), strategy.model_sharded_context(), precision.module_init_context():
+        module.configure_model()
+
+
+def acting(trainer: Any, owner: str) -> LearnerApi:
+    """Return the abilities of a trainer's module; raise RuntimeError without a module, TypeError without a policy."""
+    module = trainer.lightning_module if trainer is not None else None
+    if module is None:
+        raise RuntimeError(
+            f"{owner} acts with the policy of the LightningModule that is being fitted; "
+            "iterate its loaders through Trainer.fit or Trainer.validate."
+        )
+    learner = LearnerApi.of(module)
+    if learner.policy is None:
+        raise TypeError(
+            f"{type(module).__name__} has no attribute `policy`. Give it the TensorDict module that writes the "
+            "action, e.g. in configure_model: self.policy = build_actor(self.trainer.datamodule.specs)."
+        )
+    return learner

@@ -1,0 +1,247 @@
+"""Batches of real experience and of branches that a world model generates from it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from tensordict import TensorDictBase
+from tensordict.utils import NestedKey
+
+from torchrl_lightning._core.protocols import LearnerApi
+from torchrl_lightning._core.settings import Count, Settings, setting
+from torchrl_lightning._core.state import Attribute, Child, Stated, check_state, list_of, mapping, sequence, whole
+from torchrl_lightning._core.tree import describe, nearest
+from torchrl_lightning._core.trust import Nameable
+from torchrl_lightning._core.validators import integer
+from torchrl_lightning.datamodules.sources.mixed_replay import MixedReplay
+from torchrl_lightning.dynamics import HoldoutSplit
+from torchrl_lightning.replay import ExperienceBuffer, RingStorage
+
+
+def _first_seeds(generator: torch.Generator) -> list[int]:
+    """Draw the seeds of the split and of the branches for the first fit."""
+    seeds: list[int] = torch.randint(2**60, (2,), generator=generator).tolist()
+    return seeds
+
+
+class BranchedReplay(Settings, Stated, Nameable):
+    r"""Draw batches of real rows and of rows from the agent's world model, as in MBPO.
+
+    Use it as the ``source=`` of a ``ReplayDataModule``. Before the first batch, and after every ``frames_per_fit`` new
+    rows, the module fits its world model to all rows except the held-out ones. It then generates ``branches_per_fit``
+    branches from uniformly drawn states; the branches of the last ``fits_kept`` fits are stored. A branch has \(k\)
+    rows, or fewer if the episode terminates. \(k\) grows linearly from ``first_length`` to ``last_length`` while the
+    number of written rows grows between the two numbers of ``lengthened_between``. A branch that stops at its length
+    is not terminal, so the value of its last row is bootstrapped.
+
+    Args:
+        buffer: the buffer of collected steps.
+        real_ratio: the share of real rows in each batch.
+        frames_per_fit: rows written between two fits.
+        branches_per_fit: branches of each fit.
+        fits_kept: number of fits with stored branches.
+        first_length: initial length of branches.
+        last_length: final length of branches.
+        lengthened_between: numbers of written rows at which the length begins and stops to grow.
+        validation_fraction: share of the rows that is held out from the fits; a row never changes sides.
+        max_validation: largest number of held-out rows.
+
+    Raises:
+        ValueError: A number is out of range, or the buffer computes n-step returns. Before or at a fit: one side of the
+            split has no rows, or the world model does not generate an entry that the buffer stores.
+
+    Examples:
+        >>> from functools import partial
+        >>> from torchrl_lightning import MBPOModule, ReplayDataModule
+        >>> source = partial(BranchedReplay, real_ratio=0.1, branches_per_fit=400, last_length=5)
+        >>> data = ReplayDataModule("Pendulum-v1", buffer=ExperienceBuffer, source=source)
+        >>> module = MBPOModule()  # to be fitted with it
+    """
+
+    HANDED_OVER: ClassVar[tuple[str, ...]] = ("buffer",)
+
+    buffer: ExperienceBuffer = setting(kw_only=False)
+    real_ratio: float = 0.05
+    frames_per_fit: Count = 250
+    branches_per_fit: Count = 10_000
+    fits_kept: Count = 4
+    first_length: Count = 1
+    last_length: Count = 1
+    lengthened_between: Sequence[int] = (0, 0)
+    validation_fraction: float = 0.2
+    max_validation: int = 5000
+
+    OWNER = "branched replay"
+    STATE = {
+        "mixed": Attribute(of=lambda own: own._restored, at="_mixed", form=lambda own: own.state_dict(copy=False)),
+        "split": Child(),
+        "fits": Attribute(whole()),
+        "fitted_at": Attribute(whole(), "_fitted_at"),
+        "rows": Attribute(list_of(whole()), "_rows"),
+    }
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0.0 < self.real_ratio < 1.0:
+            raise ValueError(
+                f"real_ratio must be above 0 and below 1, got {self.real_ratio!r}; for real rows alone, take no source."
+            )
+        if self.buffer.n_steps > 1:
+            raise ValueError(
+                f"branches are imagined step by step, but the buffer has n_steps={self.buffer.n_steps}; take 1."
+            )
+        between = self.lengthened_between
+        numbers = list(between) if isinstance(between, Sequence) else [between]
+        if len(numbers) != 2 or numbers != sorted(integer(rows, "lengthened_between", 0) for rows in numbers):
+            raise ValueError(f"lengthened_between={numbers} must be two numbers in ascending order.")
+        self.lengthened_between = tuple(numbers)
+        self.require_effect("first_length", self.first_length == self.last_length or numbers[1], "lengthened_between")
+        grows = self.first_length != self.last_length or not numbers[1]
+        self.require_effect("lengthened_between", grows, "a last_length that differs from first_length")
+        self.split = HoldoutSplit(self.validation_fraction, self.max_validation)
+        self.fits = 0
+        self._fitted_at = 0  # rows written
+        self._rows: list[int] = []  # generated rows of each of the last fits
+        self._mixed = self.mixture(self.rows_of(self.length(0)))
+
+    def _restored(self, value: Any, name: str) -> MixedReplay:
+        """Return the branches of a state in a buffer of the saved size, because the size grows with their length."""
+        largest = self.rows_of(max(self.first_length, self.last_length))
+        others = check_state(value, {"others": sequence}, MixedReplay.OWNER)["others"]
+        state = check_state(others[0] if others else None, {"storage": mapping}, ExperienceBuffer.OWNER)["storage"]
+        size = check_state(state, {"max_size": whole(1, largest)}, RingStorage.OWNER)["max_size"]
+        mixed = self.mixture(size)
+        mixed.load_state_dict(value)
+        return mixed
+
+    @property
+    def imagined(self) -> ExperienceBuffer:
+        """The buffer of branches."""
+        return self._mixed.buffers[1]
+
+    def length(self, written: int) -> int:
+        """Return the length of branches after a number of written rows.
+
+        Examples:
+            >>> source = BranchedReplay(ExperienceBuffer(), last_length=5, lengthened_between=(100, 200))
+            >>> [source.length(written) for written in (0, 100, 150, 199, 200, 1000)]
+            [1, 1, 3, 4, 5, 5]
+        """
+        begin, end = self.lengthened_between
+        if written >= end:
+            return self.last_length
+        if written <= begin:
+            return self.first_length
+        return self.first_length + int((written - begin) * (self.last_length - self.first_length) / (end - begin))
+
+    def rows_of(self, length: int) -> int:
+        """Return the largest total number of rows for branches of a length."""
+        return self.fits_kept * self.branches_per_fit * max(length, self.first_length)
+
+    def _imagined(self, size: int, old: ExperienceBuffer | None = None) -> ExperienceBuffer:
+        """Return a buffer of ``size`` branch rows with the newest rows of an old buffer."""
+        storage = RingStorage(size, device=self.buffer.storage.device)
+        # The first fit seeds it.
+        generator = torch.Generator() if old is None else old.generator
+        made = ExperienceBuffer(storage=storage, generator=generator, check_successors=False)
+        if old is not None and len(old):
+            writer = old.writer
+            ages = torch.arange(int(writer.oldest[0]), int(writer.positions[0]))[-size:]
+            made.extend(self._like_real(old.storage.get(writer.cell(torch.zeros_like(ages), ages))))
+        return made
+
+    def _like_real(self, rows: TensorDictBase) -> TensorDictBase:
+        """Convert imagined rows to the dtypes of the real rows."""
+        real = self.buffer.storage.data
+        return rows.named_apply(lambda key, value: nearest(value, real.get(key).dtype), nested_keys=True)
+
+    def mixture(self, size: int) -> MixedReplay:
+        """Return the mixture of real rows and an empty buffer of ``size`` branch rows."""
+        return MixedReplay(self.buffer, [self._imagined(size)], [self.real_ratio, 1.0 - self.real_ratio])
+
+    # ------------------------------------------------------------------ fits
+
+    def misfit(self, specs: Any, learner: Any) -> str | None:
+        """Return the reason why a learner does not fit this source; None if it fits."""
+        if learner is None or LearnerApi.of(learner).can_imagine:
+            return None
+        return (
+            f"{type(learner).__name__} imagines no branches for {type(self).__name__}; choose a learner that does, "
+            "such as model=mbpo (MBPOModule, or one with fit_dynamics and imagine), or another stream, such as "
+            "data=uniform."
+        )
+
+    def check_first_fit(self, steps: int, seed: int) -> None:
+        """Validate that both sides of the split have rows at the first fit; raise ValueError if one has none.
+
+        Args:
+            steps: Steps of each environment before the first fit.
+            seed: The seed of the buffer's generator.
+        """
+        num_envs = self.buffer.parts[2].num_envs
+        rows = steps * num_envs
+        if rows > self.buffer.storage.max_size:
+            return
+        seed, _ = _first_seeds(torch.Generator().manual_seed(seed))
+        split = HoldoutSplit(self.validation_fraction, self.max_validation, seed=seed)
+        training = split.count_training(num_envs, steps)
+        if training in (0, rows):
+            raise ValueError(
+                f"validation_fraction={self.validation_fraction} and max_validation={self.max_validation} leave none "
+                f"of {rows} rows for {'validation' if training else 'training'} when the first fit begins. Choose "
+                "another fraction, or raise warmup_frames."
+            )
+
+    def prepare(self, module: Any) -> None:
+        """Let the module fit its world model and generate branches, if a fit is due."""
+        written = self.buffer.writer.write_count
+        if self.fits and written - self._fitted_at < self.frames_per_fit:
+            return
+        if not self.fits:
+            split, branches = _first_seeds(self.buffer.generator)
+            self.split = HoldoutSplit(self.validation_fraction, self.max_validation, seed=split)
+            self.imagined.generator.manual_seed(branches)
+        self.split.extend(self.buffer.writer)
+        storage, cells = self.buffer.storage, self.buffer.writer.rings.filled_cells()
+        training, validation = self.split.parts(cells)
+        rows = storage.get(training)
+        module.fit_dynamics(rows, storage.get(validation))
+        length = self.length(written)
+        drawn = torch.randint(len(cells), (self.branches_per_fit,), generator=self.imagined.generator)
+        branches = module.imagine(storage.get(cells[drawn]), length)
+        keys, given = (list(each.keys(True, True)) for each in (rows, branches))
+        if unknown := [key for key in keys if key not in given]:
+            raise ValueError(
+                f"the buffer stores {', '.join(map(repr, unknown))}, which no world model imagines; store what agents "
+                "learn from alone."
+            )
+        branches, held = self._like_real(branches.select(*keys)), self.imagined.storage.data
+        size = self.rows_of(length)
+        # Earlier releases stored imagined observations as floating-point numbers.
+        if size != self.imagined.storage.max_size or (held is not None and describe(held, 1) != describe(branches, 1)):
+            self._mixed.buffers[1] = self._imagined(size, self.imagined)
+        kept = self._rows[max(0, len(self._rows) - self.fits_kept + 1) :]
+        if (surplus := len(self.imagined) - sum(kept)) > 0:  # rows of earlier fits
+            self.imagined.writer.drop(surplus)
+        self.imagined.extend(branches.to(storage.device))
+        self._rows = [*kept, len(branches)]
+        self.fits, self._fitted_at = self.fits + 1, written
+
+    # ------------------------------------------------------------------ a source of batches
+
+    def draw(self, batch_size: int) -> TensorDictBase:
+        """Draw a batch ``[batch_size]``; the entry ``source`` is 0 for real rows and 1 for imagined ones.
+
+        Raises:
+            RuntimeError: There are no branches yet.
+        """
+        return self._mixed.draw(batch_size)
+
+    def update_tensordict_priority(self, data: TensorDictBase) -> None:
+        """Do nothing: imagined rows have no priorities, and real rows are drawn in the same way."""
+
+    def write_back(self, batch: TensorDictBase, keys: Sequence[NestedKey]) -> None:
+        """Write rewritten entries of a batch back into their cells."""
+        self._mixed.write_back(batch, keys)

@@ -1,0 +1,101 @@
+"""Fill a replay buffer from a data set: read and check it before training, write it once the policy is built."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from torchrl_lightning._core.tree import path_of
+from torchrl_lightning.datamodules._run.discounts import build_buffer
+from torchrl_lightning.datamodules.sources.mixed_replay import MixedReplay
+from torchrl_lightning.demonstrations.io.demo_dataset import placed, read_dataset, transitions, write_episode
+from torchrl_lightning.environments import EnvironmentSpecs
+from torchrl_lightning.environments.policy_calls import recurrent_states
+from torchrl_lightning.replay import ExperienceBuffer
+
+
+class BufferedDataset:
+    """The demonstrations of a data set, each assigned to the ring with the fewest steps so far.
+
+    Args:
+        dataset: an argument of :func:`~torchrl_lightning.read_dataset`.
+        env: the expected environment: an id, a factory or a ready environment.
+        specs: its specs, with a frame stack.
+        buffer: the empty buffer.
+
+    Raises:
+        DemonstrationFault: The data set cannot be read, is of another environment, or has more steps than the buffer.
+    """
+
+    def __init__(self, dataset: Any, env: Any, specs: EnvironmentSpecs, buffer: ExperienceBuffer) -> None:
+        self._specs, self._buffer = specs, buffer
+        self._placed = placed(buffer, read_dataset(dataset, env), f"dataset={dataset}")
+
+    def write(self, policy: Any, note: Callable[[TensorDictBase, Tensor], None] | None) -> None:
+        """Write the demonstrations and free them, unless a checkpoint has already filled the buffer.
+
+        Args:
+            policy: the policy; if it is recurrent, each step stores its initial states.
+            note: adds rows ``[1, T]`` of an environment to the statistics; None to leave the statistics unchanged.
+        """
+        if len(self._buffer):
+            return
+        states = recurrent_states(policy, 1)
+        while self._placed:
+            ring, demonstration = self._placed.popleft()  # frees the demonstration
+            rows = transitions(demonstration, self._specs)
+            for key, state in states.items():
+                rows[key] = rows["next", *path_of(key)] = state.expand(len(rows), *state.shape[1:])
+            write_episode(self._buffer, ring, rows)
+            if note is not None:
+                note(rows.unsqueeze(0), torch.tensor([ring]))
+
+
+class BesideData:
+    """Build a source that draws a share of each batch from a data set in a separate buffer.
+
+    Args:
+        make_buffer: the factory of both buffers.
+        share: the share of the data in each batch.
+        dataset: the data set of the run.
+        source: the ``source`` argument of the run, which must be None.
+
+    Raises:
+        ValueError: The data set is missing, the share is not between 0 and 1, or a source is given.
+    """
+
+    def __init__(self, make_buffer: Callable[..., ExperienceBuffer], share: float, dataset: Any, source: Any) -> None:
+        if not 0 < share < 1:
+            raise ValueError(
+                f"dataset_share={share} must be between 0 and 1; leave it out to draw from data and what is collected "
+                "alike, and frames_per_update, too, to learn from the data alone."
+            )
+        if dataset is None or source is not None:
+            raise ValueError(
+                f"dataset_share={share} mixes what is collected with a data set; give dataset= and no source=, or "
+                "leave it out."
+            )
+        # A copy: storage and sampler of a partial serve only one buffer, which is the buffer of collected steps.
+        self._make, self._share = copy.deepcopy(make_buffer), share
+
+    def __call__(self, buffer: ExperienceBuffer) -> MixedReplay:
+        """Return the source over the buffer of collected steps and a second, still empty buffer for the data."""
+        # One ring holds episodes of any length. The discount is the one of the first buffer.
+        data = build_buffer(self._make, buffer, trial=True, num_envs=1)
+        return MixedReplay(buffer, [data], [1 - self._share, self._share])
+
+
+def refuse_collection(collector: Any, warmup_frames: float, total_frames: int) -> None:
+    """Raise a ValueError if a run without collection has settings of collection."""
+    given = {"collector": collector, "warmup_frames": warmup_frames or None}
+    given["total_frames"] = None if total_frames == -1 else total_frames
+    if useless := [f"{name}={value}" for name, value in given.items() if value is not None]:
+        raise ValueError(
+            f"{', '.join(useless)}: with dataset= and frames_per_update=0 nothing is collected. Leave it out "
+            "(max_epochs, max_steps or max_time of the trainer end such a run), or give frames_per_update=1."
+        )

@@ -1,0 +1,177 @@
+"""Batches from several replay buffers, for example experience and demonstrations, or real and imagined steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from fractions import Fraction
+from operator import itemgetter
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from tensordict.utils import NestedKey
+
+from torchrl_lightning._core.keys import SOURCE
+from torchrl_lightning._core.state import Attribute, Stated, sequence, whole, wrong
+from torchrl_lightning._core.torchrl_compat import new_tensordict
+from torchrl_lightning._core.tree import is_tensordict, level_of
+from torchrl_lightning._core.trust import Nameable
+from torchrl_lightning._core.validators import exact_ratio
+from torchrl_lightning.replay import ExperienceBuffer
+
+WIDEST = 1 << 2000  # denominators of ratios with many digits exceed 64 bits
+
+
+def _pairs(owed: list[Fraction]) -> list[list[int]]:
+    return [[each.numerator, each.denominator] for each in owed]
+
+
+class MixedReplay(Stated, Nameable):
+    """Draw a share of each batch from each of several buffers.
+
+    The shares are exact: fractions of a row carry over to the next batches, so that each buffer is always less than one
+    row behind its ratio. Rows are sorted by buffer, and their entry ``source`` is the number of the buffer. Priorities
+    and rewritten entries are written to the buffer of each row.
+
+    Args:
+        buffer: the first buffer; a ``ReplayDataModule`` collects into it.
+        others: further buffers, filled elsewhere.
+        ratios: the share of each buffer, including the first; they sum to 1.
+
+    Raises:
+        ValueError: The ratios are not one positive number for each buffer, or do not sum to 1.
+
+    Examples:
+        >>> from tensordict import TensorDict
+        >>> own, demonstrations = ExperienceBuffer(), ExperienceBuffer()
+        >>> for number, buffer in enumerate((own, demonstrations)):
+        ...     _ = buffer.extend(TensorDict({"a": torch.full((3,), number)}, [3]))
+        >>> MixedReplay(own, [demonstrations], [0.75, 0.25]).draw(4)["source"].tolist()
+        [0, 0, 0, 1]
+    """
+
+    OWNER = "mixed replay"
+    STATE = {
+        "others": Attribute(of=lambda mixed: mixed._read_others, at="_others"),
+        "owed": Attribute(of=lambda mixed: mixed._read_owed, at="_owed", form=_pairs),
+    }
+
+    def __init__(self, buffer: ExperienceBuffer, others: Sequence[ExperienceBuffer], ratios: Sequence[float]) -> None:
+        self.buffers = [buffer, *others]
+        if len(ratios) != len(self.buffers) or not all(0 < ratio < math.inf for ratio in ratios):
+            raise ValueError(f"ratios={list(ratios)} must be {len(self.buffers)} positive numbers, one for a buffer.")
+        self.ratios = list(map(exact_ratio, ratios))
+        total = float(sum(self.ratios))
+        if abs(total - 1) > 1e-5:
+            raise ValueError(f"ratios={list(ratios)} sum to {total:g}; they must sum to 1.")
+        self.ratios[0] = 1 - sum(self.ratios[1:], Fraction(0))
+        if self.ratios[0] <= 0:
+            raise ValueError(f"ratios={list(ratios)} leave nothing for the first buffer; they must sum to 1.")
+        self._owed = [Fraction(0)] * len(self.buffers)
+
+    def _shares(self, batch_size: int) -> tuple[list[int], list[Fraction]]:
+        """Return each buffer's number of rows in the next batch, and the fractions that carry over."""
+        due = [owed + ratio * batch_size for owed, ratio in zip(self._owed, self.ratios, strict=True)]
+        shares = [int(ratio * batch_size) for ratio in self.ratios]
+        for _ in range(batch_size - sum(shares)):
+            shares[max(range(len(due)), key=lambda number: due[number] - shares[number])] += 1
+        return shares, [each - share for each, share in zip(due, shares, strict=True)]
+
+    def draw(self, batch_size: int) -> TensorDictBase:
+        """Draw a batch ``[batch_size, *]``.
+
+        Raises:
+            RuntimeError: A buffer is empty.
+            ValueError: The buffers' batches have different entries.
+        """
+        (shares, owed), parts = self._shares(batch_size), []
+        for number, (buffer, share) in enumerate(zip(self.buffers, shares, strict=True)):
+            if not len(buffer):
+                raise RuntimeError(f"buffer {number} of {len(self.buffers)} is empty; fill it before the first batch.")
+            if share:
+                part = buffer.draw(share)
+                parts.append(part.set(SOURCE, torch.full(part.batch_size, number, device=part.device)))
+        batch = _joined(parts, torch.Size([batch_size, *parts[0].batch_size[1:]]))
+        if batch is None:
+            keys = [set(part.keys(True, True)) for part in parts]
+            differing = sorted(map(str, set.union(*keys) - set.intersection(*keys)))
+            raise ValueError(
+                f"the buffers' batches differ in {', '.join(differing)}. Store the same entries in all of them, and "
+                "give them samplers of one kind."
+            )
+        self._owed = owed
+        return batch
+
+    def _parts(self, batch: TensorDictBase) -> Iterator[tuple[ExperienceBuffer, TensorDictBase]]:
+        """Yield each buffer that has rows in a batch, and these rows."""
+        source = batch.get(SOURCE).flatten(1)[:, 0] if batch.ndim > 1 else batch.get(SOURCE)
+        counts = torch.bincount(source, minlength=len(self.buffers)).tolist()
+        for buffer, rows in zip(self.buffers, batch.split(counts), strict=True):
+            if len(rows):
+                yield buffer, rows
+
+    def update_tensordict_priority(self, data: TensorDictBase) -> None:
+        """Write the priorities of a batch to the buffers of its rows."""
+        for buffer, rows in self._parts(data):
+            buffer.update_tensordict_priority(rows)
+
+    def write_back(self, batch: TensorDictBase, keys: Sequence[NestedKey]) -> None:
+        """Write rewritten entries of a batch back into their cells, in all buffers or (after an error) in none."""
+        parts = list(self._parts(batch))
+        with ExitStack() as locks:
+            for buffer, _ in parts:
+                locks.enter_context(buffer.locked())
+            for write in [buffer.plan_write_back(rows, keys) for buffer, rows in parts]:
+                write()
+
+    @property
+    def _others(self) -> list[dict[str, Any]]:
+        """The states of the other buffers; the DataModule saves the first one."""
+        return [buffer.state_dict(copy=False) for buffer in self.buffers[1:]]
+
+    @_others.setter
+    def _others(self, states: Sequence[dict[str, Any]]) -> None:
+        for buffer, state in zip(self.buffers[1:], states, strict=True):
+            buffer.load_state_dict(state)
+
+    def _read_others(self, value: Any, name: str) -> Sequence[dict[str, Any]]:
+        states = sequence(value, name)
+        if len(states) + 1 != len(self.buffers):
+            raise ValueError(f"the state is that of {len(states) + 1} mixed buffers, but here are {len(self.buffers)}.")
+        for buffer, state in zip(self.buffers[1:], states, strict=True):
+            buffer.check_state(state)
+        return states
+
+    def _read_owed(self, value: Any, name: str) -> list[Fraction]:
+        if len(sequence(value, name)) != len(self.buffers):
+            raise wrong(value, name, f"{len(self.buffers)} fractions")
+        for each in value:
+            if not isinstance(each, list | tuple) or len(each) != 2:
+                raise wrong(each, f"an entry of {name}", "a numerator and a denominator")
+            whole(-WIDEST, WIDEST)(each[0], f"a numerator in {name}")
+            whole(1, WIDEST)(each[1], f"a denominator in {name}")
+        return [Fraction(*each) for each in value]
+
+
+def _joined(parts: Sequence[TensorDictBase], shape: torch.Size) -> TensorDictBase | None:
+    """Concatenate parts faster than ``torch.cat``; return None if they have different entries.
+
+    Args:
+        parts: ``[b, *]`` each.
+        shape: batch shape of the result.
+    """
+    levels = list(map(level_of, parts))
+    keys = levels[0].keys()
+    for level in levels:
+        if level.keys() != keys:
+            return None
+    entries: dict[str, Any] = {}
+    for key in keys:
+        values = list(map(itemgetter(key), levels))
+        joined = _joined(values, shape) if is_tensordict(values[0]) else torch.cat(values)
+        if joined is None:
+            return None
+        entries[key] = joined
+    return new_tensordict(entries, shape, parts[0].names if len(shape) > 1 else None, parts[0].device)

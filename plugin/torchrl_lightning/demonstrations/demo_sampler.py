@@ -1,0 +1,159 @@
+"""Draw the next episode of an environment: a replayed demonstration, or the policy's own steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchrl_lightning._core.mixins import OwnGenerator
+from torchrl_lightning._core.state import GENERATOR, Attribute, Stated, number
+from torchrl_lightning._core.validators import Checked, check_defaults, fraction, not_negative
+from torchrl_lightning.demonstrations.demo_storage import DemonstrationStorage
+from torchrl_lightning.demonstrations.trajectory import Demonstration
+
+
+class DemonstrationSampler(Stated, OwnGenerator):
+    """Draw the demonstration to replay at the start of an episode.
+
+    It is not a TorchRL sampler: those draw batches of cells, this one draws at most one demonstration.
+
+    Args:
+        rho: The probability of a reward demonstration before the first success; see ``human_share``.
+        phi: The probability of a value demonstration before the first success. A demonstration with the largest value
+            ``v`` is drawn with ``P ~ max(v, 0) ** alpha``, or uniformly if no value is positive. Successes move
+            ``phi`` to ``rho``, see :class:`DemonstrationAnnealing`; their sum is constant. With the remaining
+            probability, or if the storage has no demonstration of the drawn kind, nothing is replayed.
+        alpha: The exponent of the values; a larger one prefers higher values.
+        human_share: The minimum share of human demonstrations among the drawn reward demonstrations. With 0, all reward
+            demonstrations are equally likely.
+        generator: The random generator; ``None`` seeds one from torch's global generator.
+
+    Raises:
+        ValueError: ``rho``, ``phi``, their sum or ``human_share`` is outside ``[0, 1]``, ``alpha`` is negative or
+            infinite, or ``alpha`` or ``human_share`` has no effect because its probability is 0.
+
+    Examples:
+        >>> sampler = DemonstrationSampler(rho=0.1, phi=0.3, generator=torch.Generator().manual_seed(0))
+        >>> storage = DemonstrationStorage()
+        >>> sampler.probabilities(storage), sampler.draw(storage)
+        ((0.1, 0.3), None)
+    """
+
+    OWNER, VERSION = "demonstration sampler", 1
+    STATE = {
+        "rho": Attribute(number(0), "_rho"),
+        "phi": Attribute(number(0), "_phi"),
+        "alpha": Attribute(number(0), "_alpha"),
+        "generator": GENERATOR,
+    }
+    human_share = Checked(fraction)
+
+    def __init__(
+        self,
+        rho: float = 0.1,
+        phi: float = 0.3,
+        alpha: float = 10,
+        generator: torch.Generator | None = None,
+        *,
+        human_share: float = 0.0,
+    ) -> None:
+        self._rho, self._phi, self._alpha = _checked(rho, phi, alpha)
+        self.human_share = human_share
+        check_defaults("without phi above 0", "give phi", **({} if self._phi else {"alpha": (alpha, 10)}))
+        share = {} if self._rho or self._phi else {"human_share": (human_share, 0.0)}
+        check_defaults("without rho or phi above 0", "give one of them", **share)
+        self._own_rng = generator
+
+    @property
+    def rho(self) -> float:
+        """Probability of a reward demonstration before the first success."""
+        return self._rho
+
+    @rho.setter
+    def rho(self, value: float) -> None:
+        self.set_probabilities(rho=value)
+
+    @property
+    def phi(self) -> float:
+        """Probability of a value demonstration before the first success."""
+        return self._phi
+
+    @phi.setter
+    def phi(self, value: float) -> None:
+        self.set_probabilities(phi=value)
+
+    @property
+    def alpha(self) -> float:
+        """Exponent of values in the probability of value demonstrations."""
+        return self._alpha
+
+    @alpha.setter
+    def alpha(self, value: float) -> None:
+        self.set_probabilities(alpha=value)
+
+    def probabilities(self, storage: DemonstrationStorage) -> tuple[float, float]:
+        """Return rho and phi after the successes that the storage has counted."""
+        return self.rho + storage.annealed * self.phi, self.phi * (1.0 - storage.annealed)
+
+    def set_probabilities(self, rho: float | None = None, phi: float | None = None, alpha: float | None = None) -> None:
+        """Set rho or phi before the first success, or alpha.
+
+        Raises:
+            ValueError: A value, or the sum of rho and phi, is out of range; nothing was changed.
+        """
+        given, own = (rho, phi, alpha), (self.rho, self.phi, self.alpha)
+        self._rho, self._phi, self._alpha = _checked(
+            *(old if new is None else new for new, old in zip(given, own, strict=True))
+        )
+
+    def draw(self, storage: DemonstrationStorage) -> Demonstration | None:
+        """Draw the demonstration to replay in the next episode; None if the environment plays its own.
+
+        Each call draws exactly two random numbers.
+        """
+        source, place = torch.rand(2, dtype=torch.float64, generator=self.generator).tolist()
+        rho, phi = self.probabilities(storage)
+        if source < rho:
+            kept, share = storage.reward_demonstrations, self.human_share
+            human = storage.num_human
+            if 0 < human < len(kept) and share > human / len(kept):
+                is_human = place < share
+                kept = kept[:human] if is_human else kept[human:]
+                place = place / share if is_human else (place - share) / (1.0 - share)
+            return kept[min(int(place * len(kept)), len(kept) - 1)] if kept else None
+        kept = storage.value_demonstrations
+        if source >= rho + phi or not kept:
+            return None
+        upto = value_probabilities([each.value for each in kept], self.alpha).cumsum(0)
+        return kept[int(torch.searchsorted(upto, place * upto[-1], right=True).clamp(max=len(kept) - 1))]
+
+    def _check_together(self, values: Mapping[str, Any]) -> None:
+        _checked(values["rho"], values["phi"], values["alpha"])
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(rho={self.rho}, phi={self.phi}, alpha={self.alpha})"
+
+
+def value_probabilities(values: Sequence[float], alpha: float) -> Tensor:
+    """Return ``P ~ max(v, 0) ** alpha`` of each value, float64; uniform if no value is positive.
+
+    Examples:
+        >>> value_probabilities([1e300, 2e300, -5.0], alpha=2).tolist()
+        [0.2, 0.8, 0.0]
+    """
+    positive = torch.tensor(values, dtype=torch.float64).clamp(min=0.0)
+    highest = positive.max()
+    if highest == 0:
+        return torch.full_like(positive, 1 / len(positive))
+    weights = (positive / highest) ** alpha  # the base is at most 1, so the power cannot overflow
+    return weights / weights.sum()
+
+
+def _checked(rho: float, phi: float, alpha: float) -> tuple[float, float, float]:
+    rho, phi = fraction(rho, "rho"), fraction(phi, "phi")
+    if rho + phi > 1 + 1e-9:  # rounding can lift the sum of decimal fractions above 1
+        raise ValueError(f"rho + phi must be at most 1, got rho={rho} and phi={phi}; lower one of them.")
+    return rho, phi, not_negative(alpha, "alpha")

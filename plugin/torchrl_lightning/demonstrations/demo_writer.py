@@ -1,0 +1,216 @@
+"""Select the episodes that are stored as demonstrations, and the ones that they replace."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from torchrl_lightning._core.return_threshold import reaches
+from torchrl_lightning._core.state import Attribute, Stated
+from torchrl_lightning._core.validators import Checked, boolean, check_defaults, finite, optional
+from torchrl_lightning.demonstrations.annealing import DemonstrationAnnealing, Schedule
+from torchrl_lightning.demonstrations.demo_sampler import DemonstrationSampler
+from torchrl_lightning.demonstrations.demo_storage import DemonstrationStorage
+from torchrl_lightning.demonstrations.serialization import lowest_as_none, none_as_lowest
+from torchrl_lightning.demonstrations.trajectory import Demonstration
+
+
+def check_threshold(value: Any, name: str) -> float | None:
+    """Return the lowest return of a success, None for no threshold."""
+    try:
+        return optional(finite)(value, name)
+    except ValueError:
+        raise ValueError(f"{name} must be a finite number or None, got {value!r}.") from None
+
+
+class DemonstrationWriter(Stated):
+    """Add episodes to a :class:`DemonstrationStorage`.
+
+    An agent's episode is a success and enters ``D_R`` if its return reaches the threshold. If the return exceeds all
+    returns in ``D_R`` by more than rounding, the episode replaces the agent's demonstrations there. All other episodes
+    enter ``D_V``. Above the capacity, the demonstration with the lowest value leaves ``D_V`` first; then the agent's
+    longest demonstration leaves ``D_R``. Of two equal ones the older leaves. Human demonstrations always stay. With
+    each success the threshold rises to the lowest return in ``D_R``; it never falls. Each success also moves
+    probability from ``D_V`` to ``D_R``, see :class:`DemonstrationAnnealing`.
+
+    It is not a TorchRL writer: those choose the cells of rows, this one selects episodes.
+
+    Args:
+        storage: The storage to fill.
+        reward_threshold: The lowest return of a success; ``0.0`` is a valid threshold. With ``None`` it is the lowest
+            return of the loaded demonstrations; without demonstrations the first episode is a success.
+        cut_after_reward: Cut an episode after its last positive reward. An episode without one stays complete.
+        annealing: ``linear`` or ``current``, see :class:`DemonstrationAnnealing`.
+        value_capacity: The capacity of ``D_V`` before the first success; ``None`` is the storage's capacity minus one.
+        sampler: The sampler that draws from the storage. While its phi is 0, no value demonstration is stored.
+
+    Attributes:
+        threshold: The present lowest return of a success; ``-inf`` without a threshold.
+
+    Raises:
+        ValueError: The threshold is not finite, the value capacity is negative, the annealing is unknown, or a setting
+            has no effect because no value demonstration is stored.
+
+    Examples:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> def episode(*rewards: float, value: float = 0.0) -> Demonstration:
+        ...     steps = TensorDict({"observation": torch.zeros(len(rewards), 2), "action": torch.zeros(len(rewards))})
+        ...     steps["next", "reward"] = torch.tensor(rewards)[:, None]
+        ...     return Demonstration(steps, value=value)
+        >>> storage = DemonstrationStorage(capacity=3)
+        >>> writer = DemonstrationWriter(storage, reward_threshold=1.0)
+        >>> writer.add(episode(0.0, 1.0, 0.0)), writer.add(episode(0.0, value=0.5)), writer.add(episode(0.0))
+        ('reward', 'value', None)
+        >>> storage.reward_demonstrations[0].length, storage.annealed
+        (2, 0.5)
+    """
+
+    OWNER, VERSION = "demonstration writer", 1
+    STATE = {
+        "threshold": Attribute(none_as_lowest, form=lowest_as_none),
+        "annealing": Attribute(at="annealing.schedule"),
+        "value_capacity": Attribute(at="annealing.value_capacity"),
+    }
+
+    cut_after_reward = Checked(boolean)
+    threshold = Checked("_check_threshold")
+
+    def __init__(
+        self,
+        storage: DemonstrationStorage,
+        *,
+        reward_threshold: float | None = None,
+        cut_after_reward: bool = True,
+        annealing: Schedule = "linear",
+        value_capacity: int | None = None,
+        sampler: DemonstrationSampler | None = None,
+    ) -> None:
+        threshold = check_threshold(reward_threshold, "reward_threshold")
+        self.storage, self.threshold, self._sampler = storage, -math.inf if threshold is None else threshold, sampler
+        self.cut_after_reward = cut_after_reward
+        places = storage.capacity - 1 if value_capacity is None else value_capacity
+        self.annealing = DemonstrationAnnealing(places, annealing)
+        schedule = {"annealing": (annealing, "linear")}
+        if sampler is not None and not sampler.phi:
+            needs = "a sampler with phi above 0"
+            check_defaults(f"without {needs}", f"give {needs}", **schedule, value_capacity=(value_capacity, None))
+        if not places:  # without value demonstrations "current" never moves probability
+            check_defaults("with value_capacity=0", "give a larger value_capacity (storage capacity)", **schedule)
+
+    def _check_threshold(self, value: float, name: str) -> float:
+        if not isinstance(value, int | float) or isinstance(value, bool) or not -math.inf <= value < math.inf:
+            raise ValueError(f"{name} must be a number below infinity, got {value!r}. -inf counts every return.")
+        return float(value)
+
+    def load(self, demonstrations: Sequence[Demonstration]) -> None:
+        """Add demonstrations to ``D_R`` unchanged and without counting a success.
+
+        Raises:
+            ValueError: They exceed the capacity together with the stored human ones; nothing was changed.
+        """
+        human = self.storage.num_human
+        if human + len(demonstrations) > self.storage.capacity:
+            raise ValueError(
+                f"{len(demonstrations)} demonstrations and {human} human ones that are kept exceed the capacity "
+                f"{self.storage.capacity}; load fewer, or raise the capacity."
+            )
+        reward = [*self.storage.reward_demonstrations, *(each.copied() for each in demonstrations)]
+        reward, value = self._with_room(reward, [*self.storage.value_demonstrations], self.storage.successes)
+        self.storage.replace(reward, value)
+        self._raise_threshold()
+
+    def add(self, episode: Demonstration) -> Literal["reward", "value"] | None:
+        """Add a copy of an agent's episode to the storage if the rules admit it.
+
+        Returns:
+            The set that stores it, or None. A success counts even if the capacity rule drops it immediately.
+
+        Raises:
+            ValueError: The episode is a human demonstration; nothing was changed.
+        """
+        if episode.is_human:
+            raise ValueError(f"Demonstration {episode.name!r} is a human one, which is no success; load() keeps it.")
+        if self.cut_after_reward and len(rewarded := (episode.rewards > 0).nonzero()):
+            episode = episode.shortened(int(rewarded[-1]) + 1)
+        episode = episode.labelled(value=episode.value, serial=None)  # a stored demonstration may be added again
+        storage, total = self.storage, episode.total_reward
+        reward, value = [*storage.reward_demonstrations], [*storage.value_demonstrations]
+        is_success = reaches(total, self.threshold)
+        if is_success:
+            best = max((each.total_reward for each in reward), default=-math.inf)
+            if not reaches(best, total):
+                reward = [each for each in reward if each.is_human]
+            reward.append(episode)
+        else:
+            value.append(episode)
+        is_kept = self._keep(reward, value, is_success, episode)
+        return None if not is_kept else "reward" if is_success else "value"
+
+    def anneal(self) -> None:
+        """Move probability and drop value demonstrations, as after one more success."""
+        self._keep([*self.storage.reward_demonstrations], [*self.storage.value_demonstrations], is_success=True)
+
+    def make_room(self) -> None:
+        """Apply the capacity rule again, after the storage's capacity was lowered."""
+        self._keep([*self.storage.reward_demonstrations], [*self.storage.value_demonstrations], is_success=False)
+
+    def _keep(
+        self,
+        reward: list[Demonstration],
+        value: list[Demonstration],
+        is_success: bool,
+        episode: Demonstration | None = None,
+    ) -> bool:
+        """Store the demonstrations within the capacity and count a success; return whether ``episode`` is stored."""
+        storage = self.storage
+        successes, annealed = storage.successes + is_success, storage.annealed
+        reward, value = self._with_room(reward, value, successes)
+        if is_success:
+            annealed = self.annealing.moved(annealed, successes, len(value))
+        is_kept = any(each is episode for each in (*reward, *value))
+        reward = [each.copied() if each is episode else each for each in reward]
+        value = [each.copied() if each is episode else each for each in value]
+        storage.replace(reward, value, successes, annealed)
+        if is_success:
+            self._raise_threshold()
+        return is_kept
+
+    def refresh(self, demonstration: Demonstration, value: float) -> bool:
+        """Set the value of a replayed demonstration to the critic's new largest estimate.
+
+        Returns:
+            Whether the demonstration is still stored; if not, nothing changes.
+
+        Raises:
+            ValueError: ``value`` is NaN or infinity; nothing was changed.
+        """
+        serial, storage = demonstration.serial, self.storage
+        if serial is None or (kept := storage.find(serial)) is None:
+            return False
+        renewed = kept.labelled(value=value, serial=serial)
+        storage.replace(
+            [renewed if each.serial == serial else each for each in storage.reward_demonstrations],
+            [renewed if each.serial == serial else each for each in storage.value_demonstrations],
+        )
+        return True
+
+    def _with_room(
+        self, reward: list[Demonstration], value: list[Demonstration], successes: int
+    ) -> tuple[list[Demonstration], list[Demonstration]]:
+        """Drop demonstrations above the capacity."""
+        capacity, is_drawn = self.storage.capacity, self._sampler is None or self._sampler.phi > 0
+        places = self.annealing.places(successes) if is_drawn else 0
+        while value and len(value) > min(places, capacity - len(reward)):
+            value.remove(min(value, key=lambda each: each.value))
+        while len(reward) > capacity:
+            reward.remove(max((each for each in reward if not each.is_human), key=lambda each: each.length))
+        return reward, value
+
+    def _raise_threshold(self) -> None:
+        returns = [each.total_reward for each in self.storage.reward_demonstrations]
+        self.threshold = max(self.threshold, min(returns, default=-math.inf))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(threshold={self.threshold}, {self.annealing})"

@@ -1,0 +1,97 @@
+"""Read the episodes of D4RL's HDF5 files as demonstrations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torchrl_lightning._core.file_limits import FILE_BYTES
+from torchrl_lightning.demonstrations.io.hdf5 import check_declared, opened
+from torchrl_lightning.demonstrations.io.safetensors_files import of_episode, only_key
+from torchrl_lightning.demonstrations.trajectory import Demonstration
+from torchrl_lightning.environments.specs import EnvironmentSpecs
+
+Array = NDArray[Any]
+ENDS = ("terminals", "timeouts")
+NEEDED = ("observations", "actions", "rewards")
+OTHERS = (*ENDS, "next_observations")
+
+
+def d4rl_demonstrations(
+    path: Path, specs: EnvironmentSpecs, time_limit: int | None = None, *, limit: int = FILE_BYTES
+) -> Iterator[Demonstration]:
+    """Read the episodes of a D4RL file, one at a time; needs h5py from the extra ``d4rl`` or ``minari``.
+
+    Without ``next_observations`` the transitions equal D4RL's ``qlearning_dataset``. The step of a timeout is
+    left out, because the observation after it is unknown; so is the last step of the file unless it ends an episode.
+    The observation before that step becomes the last observation of the shortened episode. The observation after a
+    terminal step is unknown and not needed. ``infos`` and other entries are not read.
+
+    Args:
+        path: The file.
+        specs: The specs of the environment, which must have one observation array.
+        time_limit: The number of steps until a timeout, for files without ``timeouts``.
+        limit: The maximum declared size of the arrays in bytes.
+
+    Raises:
+        ImportError: h5py is not installed.
+        ValueError: The file is damaged, lacks an entry, marks no episode end, or exceeds ``limit``.
+    """
+    key = only_key(specs, "a D4RL file holds", "take an environment that shows one")
+    with opened(path) as file:
+        arrays = _arrays(file, path, limit)
+    terminals, timeouts = _ends(arrays, path, time_limit)
+    following, count = arrays.get("next_observations"), len(terminals)
+    last = np.flatnonzero(terminals | timeouts)
+    for number, (begin, end) in enumerate(zip([0, *last + 1], [*last, count - 1], strict=True)):
+        terminal, timeout = bool(terminals[end : end + 1].any()), bool(timeouts[end : end + 1].any())
+        is_whole = following is not None or (terminal and not timeout)
+        steps = slice(begin, end + is_whole)
+        if steps.stop <= steps.start:
+            continue
+        seen = arrays["observations"][begin : end + 1]
+        if following is not None:
+            seen = np.concatenate((seen, following[end : end + 1]))
+        yield of_episode(
+            specs,
+            {key: seen},
+            arrays["actions"][steps],
+            arrays["rewards"][steps],
+            last_known=following is not None or not is_whole,
+            name=f"{path}, episode {number}",
+            terminated=terminal and is_whole,
+            truncated=timeout or not terminal,
+        )
+
+
+def _arrays(file: Any, path: Path, limit: int) -> dict[str, Array]:
+    """Read the entries of a file, ``[T, ...]`` each."""
+    from h5py import Dataset
+
+    found = {name: file[name] for name in (*NEEDED, *OTHERS) if name in file}
+    if missing := [name for name in NEEDED if name not in found]:
+        raise ValueError(f"{path} was refused: it lacks {' and '.join(missing)}, which D4RL's files have.")
+    # A group has neither shape nor dtype, and an empty data set no shape.
+    shapes = {name: entry.shape or () if isinstance(entry, Dataset) else () for name, entry in found.items()}
+    for name, entry in found.items():
+        if not shapes[name] or shapes[name][:1] != shapes["rewards"][:1] or entry.dtype.kind not in "biuf":
+            raise ValueError(f"{path} was refused: {name!r} in it is no array of numbers with a row for each reward.")
+    check_declared(found.values(), path, limit)
+    return {name: entry[()] for name, entry in found.items()}
+
+
+def _ends(arrays: Mapping[str, Array], path: Path, time_limit: int | None) -> tuple[Array, Array]:
+    """Return two masks ``[T]``: the steps that terminated an episode, and the steps that timed out."""
+    count = len(arrays["rewards"])
+    flags = (arrays.get(name, np.zeros(count)).reshape(count, -1) for name in ENDS)
+    terminals, timeouts = (np.asarray(flag.any(1)) for flag in flags)
+    if "timeouts" not in arrays and time_limit is not None:
+        begins = np.maximum.accumulate(np.where(np.r_[True, terminals[:-1]], np.arange(count), 0))
+        timeouts = ((np.arange(count) - begins + 1) % time_limit == 0) & ~terminals
+    if not np.any(terminals | timeouts):
+        raise ValueError(f"{path} was refused: no step in it ends an episode, neither by terminals nor by timeouts.")
+    return terminals, timeouts

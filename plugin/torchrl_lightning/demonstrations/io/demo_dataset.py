@@ -1,0 +1,334 @@
+"""Read and write data sets of demonstrations, and fill a replay buffer with them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import torch
+from tensordict import TensorDict
+
+from torchrl_lightning._core.files import MANIFEST, read_state
+from torchrl_lightning._core.keys import ACTION, NEXT, REWARD
+from torchrl_lightning._core.tree import path_of
+from torchrl_lightning._core.untrusted import printable_errors
+from torchrl_lightning._core.validators import integer
+from torchrl_lightning.demonstrations._faults import DemonstrationFault
+from torchrl_lightning.demonstrations.io.d4rl import d4rl_demonstrations
+from torchrl_lightning.demonstrations.io.directory import DemonstrationDirectory
+from torchrl_lightning.demonstrations.io.minari import minari_demonstrations, write_minari
+from torchrl_lightning.demonstrations.io.recording import demonstration_specs
+from torchrl_lightning.demonstrations.io.safetensors_files import SUFFIXES, read_demonstration
+from torchrl_lightning.demonstrations.replay.playback import Player
+from torchrl_lightning.demonstrations.task_check import given_recipe, recipe_metadata
+from torchrl_lightning.demonstrations.trajectory import Demonstration, ends_at, newest_frames
+from torchrl_lightning.environments.recipe import EnvironmentRecipe
+from torchrl_lightning.environments.specs import EnvironmentSpecs
+from torchrl_lightning.replay import ExperienceBuffer, RingStorage
+
+MINARI = "minari:"
+D4RL = ".hdf5"
+Source = ExperienceBuffer | Mapping[str, Any] | str | Path | Iterable[Demonstration]
+"""The accepted sources of episodes."""
+
+
+_DEPTH = 16  # maximum nesting of a state
+
+
+def buffered_episodes(
+    source: ExperienceBuffer | Mapping[str, Any], specs: EnvironmentSpecs, frame_stack: int, **known: Any
+) -> Iterator[Demonstration]:
+    """Read the episodes in a buffer, one environment after another.
+
+    Skip an episode if its first step was overwritten. An episode that is unfinished, or was cut by a restart, is
+    neither terminated nor truncated, so that the value of the next state counts.
+
+    Args:
+        source: The buffer, or a state that contains buffers. Other processes that share the buffer wait meanwhile.
+        specs: The specs of the buffer's environment, without a frame stack.
+        frame_stack: The number of images that the environment stacks. Only the newest of each stack is read.
+        known: Other fields of the demonstrations.
+
+    Raises:
+        DemonstrationFault: The source lacks a buffer, or a buffer lacks ``done`` flags or entries of the environment.
+        ValueError: A state is damaged, or belongs to a buffer that stores the frames of a stack once.
+    """
+    buffers = [source] if isinstance(source, ExperienceBuffer) else list(buffers_in(source))
+    if not buffers:
+        raise DemonstrationFault("no replay buffer is there; a run saves its own by data.checkpoint_buffer=inside.")
+    for buffer in buffers:
+        if len(buffer):
+            with buffer.undisturbed():
+                yield from _episodes(buffer, specs, frame_stack, known)
+
+
+def _episodes(
+    buffer: ExperienceBuffer, specs: EnvironmentSpecs, frame_stack: int, known: Mapping[str, Any]
+) -> Iterator[Demonstration]:
+    storage, _, writer = buffer.parts
+    if (index := writer.index) is None:
+        raise DemonstrationFault("the buffer does not know where episodes end; it needs ('next', 'done').")
+    for number, (begin, stop) in enumerate(zip(writer.oldest.tolist(), writer.positions.tolist(), strict=True)):
+        env = torch.tensor([number])
+        while begin < stop:
+            first, last = (int(bound) for bound in index.bounds(env, torch.tensor([begin]), clip=False))
+            if first == begin:
+                rows = storage.get(writer.cell(env, torch.arange(begin, last + 1))).cpu()
+                _check_shown(rows, specs, frame_stack)
+                steps, seen = (newest_frames(part, specs) for part in (rows, rows[NEXT][-1:]))
+                for key in (ACTION, REWARD):
+                    steps[key] = rows[key]
+                ended = bool(index.finished(env, torch.tensor([last])))
+                ends = ends_at(rows[NEXT], -1) if ended else {"terminated": False, "truncated": False}
+                yield Demonstration(steps, seen[0], name=f"step {begin} of environment {number}", **ends, **known)
+            begin = last + 1
+
+
+def _check_shown(rows: Any, specs: EnvironmentSpecs, frame_stack: int) -> None:
+    """Raise an error if rows lack an entry, or an observation has neither the spec's shape nor a frame stack's."""
+    for key in (*specs.keys, ACTION, REWARD):
+        if rows.get(key, None) is None:
+            raise DemonstrationFault(f"the buffer holds no {key!r}, but {sorted(rows.keys())}.")
+    for key in specs.keys:
+        held, shown = [*rows[key].shape[1:]], [*specs.observation[key].shape]
+        stacks = [[*shown[:dim], size * frame_stack, *shown[dim + 1 :]] for dim, size in enumerate(shown)]
+        if held not in (shown, [frame_stack, *shown], *stacks):
+            raise DemonstrationFault(
+                f"the buffer holds {key!r} as {held}, the environment shows {shown}; name the one that filled it."
+            )
+
+
+def buffers_in(state: Any, depth: int = _DEPTH) -> Iterator[ExperienceBuffer]:
+    """Build the replay buffers of a nested state, with their steps only.
+
+    Raises:
+        ValueError: A state is damaged, or belongs to a buffer that stores the frames of a stack once.
+    """
+    entries = list(state.values()) if isinstance(state, Mapping) else state if isinstance(state, list) else []
+    storage, writer = (state.get(name) if isinstance(state, Mapping) else None for name in ("storage", "writer"))
+    if isinstance(storage, Mapping) and isinstance(writer, Mapping) and "num_envs" in writer:
+        if "frames" in storage:
+            raise ValueError("it keeps each frame of a stack once; load it into its buffer, by loads, and give that")
+        buffer = ExperienceBuffer(storage=RingStorage(storage["max_size"]), num_envs=writer["num_envs"])
+        buffer.storage.load_state_dict(storage)
+        buffer.writer.load_state_dict(writer)
+        yield buffer
+    elif depth:
+        for entry in entries:
+            yield from buffers_in(entry, depth - 1)
+
+
+@printable_errors()
+def read_dataset(dataset: Any, env: Any, *, limit: int | None = None) -> list[Demonstration]:
+    """Read the demonstrations of a data set for one environment.
+
+    Args:
+        dataset: A directory; a file, also D4RL's ``.hdf5``; ``"minari:ID"`` for a local Minari data set; or a
+            ``minari.MinariDataset``. Unusable files of a directory are skipped with a warning.
+        env: The environment of the demonstrations: its id, recipe, factory or instance.
+        limit: The maximum size in bytes, unpacked. None is 1 GiB for a file and 4 GiB for a directory or a Minari data
+            set. The sizes that the files declare are compared with it, and with the free memory, before unpacking.
+
+    Raises:
+        DemonstrationFault: The data set does not exist, is empty, or does not fit the environment.
+
+    Examples:
+        >>> read_dataset("nowhere", "CartPole-v1")
+        Traceback (most recent call last):
+            ...
+        torchrl_lightning.demonstrations._faults.DemonstrationFault: dataset=nowhere: nowhere does not exist; \
+name a directory that holds demonstrations, or a .npz, .safetensors or .hdf5 file.
+    """
+    path, recipe = dataset_path(dataset), given_recipe(env)
+    specs, frame_skip = demonstration_specs(env)
+    options: dict[str, Any] = {} if limit is None else {"limit": integer(limit, "limit")}
+    try:
+        if path is not None:
+            if path.is_dir() or path.suffix not in (*SUFFIXES, D4RL):
+                return list(DemonstrationDirectory(path, specs, frame_skip, recipe=recipe, **options).initial)
+            if path.suffix == D4RL:
+                found = list(d4rl_demonstrations(path, specs, _time_limit(recipe), **options))
+            else:
+                found = [read_demonstration(path, specs, **options)]
+        else:
+            given = dataset.removeprefix(MINARI) if isinstance(dataset, str) else dataset
+            found = list(minari_demonstrations(given, specs, **options))
+        for demonstration in found:
+            demonstration.fits(specs, frame_skip, recipe)
+    except (ImportError, OSError, TypeError, ValueError) as error:
+        raise DemonstrationFault(f"dataset={dataset}: {error}") from error
+    if not found:
+        raise DemonstrationFault(f"dataset={dataset} holds no episodes.")
+    return found
+
+
+def dataset_path(dataset: Any) -> Path | None:
+    """Return the path of a data set in a directory or a file; None for a Minari data set.
+
+    Raises:
+        DemonstrationFault: The path does not exist.
+    """
+    if not isinstance(dataset, str | Path) or str(dataset).startswith(MINARI):
+        return None
+    path = Path(dataset)
+    if not path.exists():
+        raise DemonstrationFault(
+            f"dataset={dataset}: {path} does not exist; name a directory that holds demonstrations, or a "
+            f"{', '.join(SUFFIXES)} or {D4RL} file."
+        )
+    return path
+
+
+def _time_limit(recipe: EnvironmentRecipe | None) -> int | None:
+    """Return the number of steps after which an environment truncates its episodes; None if unknown."""
+    if recipe is not None and recipe.time_limit is None and isinstance(recipe.id, str):
+        return gym.spec(recipe.id).max_episode_steps
+    return None if recipe is None else recipe.time_limit
+
+
+def write_dataset(dataset: str, source: Source, env: Any) -> None:
+    """Write episodes of an environment as a local Minari data set that :func:`read_dataset` can read.
+
+    An episode from a buffer is skipped if its first steps were overwritten. If it is unfinished or was cut by a
+    restart, it is truncated at its last stored step. Only the newest of stacked images is written. If the last
+    observation is unknown, the previous one replaces it. The recipe and the frame skip of the environment are
+    written, and checked on reading. The human flag, the value and other metadata are lost.
+
+    Args:
+        dataset: ``"minari:ID"``, for example ``"minari:cartpole/own-v0"``.
+        source: A replay buffer; the folder that its ``dumps`` wrote; a state that contains buffers; demonstrations; or
+            a path that :func:`read_dataset` accepts.
+        env: The environment of the episodes: its id, recipe, factory or instance.
+
+    Raises:
+        DemonstrationFault: The data set exists already, or the source lacks a complete episode, has episodes of another
+            environment, or lacks ``done`` flags. Nothing is written then.
+
+    Examples:
+        >>> write_dataset("cartpole", [], "CartPole-v1")
+        Traceback (most recent call last):
+            ...
+        torchrl_lightning.demonstrations._faults.DemonstrationFault: dataset=cartpole: expected minari:ID, such as \
+minari:cartpole/own-v0.
+    """
+    recipe = given_recipe(env)
+    specs, frame_skip = demonstration_specs(env)
+
+    def fitting() -> Iterator[Demonstration]:
+        given: Any = source
+        if isinstance(source, str | Path):
+            is_saved = (Path(source) / MANIFEST).is_file()
+            given = read_state(Path(source)) if is_saved else read_dataset(source, env)
+        if isinstance(given, ExperienceBuffer | Mapping):
+            stack, metadata = 1 if recipe is None else recipe.frame_stack, recipe_metadata(recipe)
+            given = buffered_episodes(given, specs, stack, frame_skip=frame_skip, metadata=metadata)
+        for demonstration in given:
+            demonstration.fits(specs, frame_skip, recipe)
+            yield demonstration
+
+    try:
+        if not dataset.startswith(MINARI):
+            raise ValueError(f"expected {MINARI}ID, such as {MINARI}cartpole/own-v0.")
+        write_minari(dataset.removeprefix(MINARI), fitting(), specs, recipe)
+    except (ImportError, OSError, TypeError, ValueError) as error:
+        raise DemonstrationFault(f"dataset={dataset}: {error}") from error
+
+
+def transitions(demonstration: Demonstration, specs: EnvironmentSpecs | None = None) -> TensorDict:
+    """Return the steps of a demonstration, ``[T]``, in the format of a collector.
+
+    :attr:`Demonstration.ends` determines the flags of the last step. If the last observation is unknown, the previous
+    one replaces it.
+
+    Args:
+        demonstration: The demonstration.
+        specs: The specs of an environment that it fits. Images become frame stacks, as an
+            :class:`~torchrl_lightning.EnvironmentRecipe` builds them. None keeps the observations unchanged.
+
+    Examples:
+        >>> steps = TensorDict({"observation": torch.arange(8.0).view(2, 4), "action": torch.tensor([0, 1])}, [2])
+        >>> steps["next", "reward"] = torch.ones(2, 1)
+        >>> rows = transitions(Demonstration(steps))
+        >>> rows["next", "observation"][:, 0].tolist(), rows["next", "terminated"].flatten().tolist()
+        ([4.0, 4.0], [False, True])
+    """
+    steps, length = demonstration.steps, demonstration.length
+    first, ended, never = torch.zeros(3, length, 1, dtype=torch.bool)
+    first[0] = ended[-1] = True
+    terminated, truncated = demonstration.ends
+    following = {
+        "reward": steps.get(REWARD),
+        "done": ended,
+        "terminated": ended if terminated else never,
+        "truncated": ended if truncated else never,
+        "is_init": never,
+    }
+    rows = TensorDict({ACTION: steps.get(ACTION), "is_init": first, "next": following}, [length])
+    for key in demonstration.observation_keys:
+        shown = steps.get(key)[0] if specs is None else specs.observation[key]
+        frames = shown.shape.numel() // max(1, steps.get(key)[0].numel())
+        seen = torch.from_numpy(Player(demonstration, frames, 0).whole(key))
+        rows[key], rows["next", *path_of(key)] = seen[:-1], seen[1:]
+    return rows
+
+
+def fill(buffer: ExperienceBuffer, dataset: Iterable[Demonstration], specs: EnvironmentSpecs | None = None) -> None:
+    """Write demonstrations into a replay buffer, each completely into the ring with the fewest steps.
+
+    Args:
+        buffer: The buffer, which keeps its present content.
+        dataset: Demonstrations of one environment, for example from :func:`read_dataset`.
+        specs: See :func:`transitions`.
+
+    Raises:
+        DemonstrationFault: They have more steps than the buffer has free cells; nothing is written.
+
+    Examples:
+        >>> from torchrl_lightning import RingStorage, record_demonstrations
+        >>> from tensordict.nn import TensorDictModule
+        >>> left = TensorDictModule(lambda x: x[..., 0].long() * 0, in_keys=["observation"], out_keys=["action"])
+        >>> buffer = ExperienceBuffer(storage=RingStorage(100))
+        >>> fill(buffer, record_demonstrations("CartPole-v1", left, 3, seed=0))
+        >>> len(buffer), buffer[:]["next", "terminated"].sum().item()
+        (26, 3)
+    """
+    for ring, demonstration in placed(buffer, dataset):
+        write_episode(buffer, ring, transitions(demonstration, specs))
+
+
+def placed(
+    buffer: ExperienceBuffer, dataset: Iterable[Demonstration], name: str = "the data set"
+) -> deque[tuple[int, Demonstration]]:
+    """Assign each demonstration to a ring of the buffer, and return the pairs.
+
+    Args:
+        buffer: The buffer.
+        dataset: Demonstrations.
+        name: The name of the data set in the error message.
+
+    Raises:
+        DemonstrationFault: They have more steps than the buffer has free cells.
+    """
+    writer = buffer.parts[2]
+    there = writer.positions.tolist()
+    steps, found = list(there), deque[tuple[int, Demonstration]]()
+    for demonstration in dataset:
+        ring = steps.index(min(steps))
+        steps[ring] += demonstration.length
+        found.append((ring, demonstration))
+    if max(steps) > writer.length:
+        rings = f", {writer.length} for each of {writer.num_envs} environments" if writer.num_envs > 1 else ""
+        filled = f", of which {sum(there)} are written" if any(there) else ""
+        raise DemonstrationFault(
+            f"{name} has {sum(steps) - sum(there)} steps in {len(found)} episodes, but the buffer has "
+            f"max_size={buffer.storage.max_size}{rings}{filled}. Give it a larger one."
+        )
+    return found
+
+
+def write_episode(buffer: ExperienceBuffer, ring: int, rows: TensorDict) -> None:
+    """Write rows ``[T]`` of one environment."""
+    buffer.extend(rows, env_ids=None if buffer.parts[2].num_envs == 1 else torch.tensor([ring]))

@@ -1,0 +1,136 @@
+"""Record episodes that a person plays with the keyboard as demonstrations."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from functools import reduce
+from operator import getitem
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+
+from torchrl_lightning._core.validators import boolean, integer
+from torchrl_lightning.collectors.vector_stepper import success_of
+from torchrl_lightning.demonstrations.io.recording import Environment, demonstration_specs
+from torchrl_lightning.demonstrations.io.safetensors_files import of_episode
+from torchrl_lightning.demonstrations.task_check import recipe_metadata
+from torchrl_lightning.demonstrations.trajectory import Demonstration
+from torchrl_lightning.environments.actions import ActionFormat
+from torchrl_lightning.environments.recipe import recipe_of
+from torchrl_lightning.environments.specs import observation_leaves
+
+
+def play_demonstrations(
+    env: Environment,
+    num_episodes: int,
+    *,
+    keys: Mapping[str, Any] | None = None,
+    noop: Any = 0,
+    seed: int | None = None,
+    clip_actions: bool = False,
+) -> Iterator[Demonstration]:
+    """Open a window for a person to play with Gymnasium's ``play``, and yield the finished episodes as demonstrations.
+
+    It needs pygame from the extra ``video``, and an environment that renders ``rgb_array``. Press Escape or close the
+    window to stop before ``num_episodes``.
+
+    Args:
+        env: The id, recipe or factory of a Gymnasium environment; a recipe's frame stack is ignored.
+        num_episodes: The number of episodes.
+        keys: The action of each key, or of keys held together (``"ad"``); None uses the environment's own mapping.
+        noop: The action while no key is held.
+        seed: The seed of the environment.
+        clip_actions: Clip actions to their Box, and record the clipped ones. Otherwise an action outside the action
+            space is an error.
+
+    Raises:
+        ValueError: The environment is TorchRL's, cannot be rendered, or lacks its own keys; or the action of a key or
+            ``noop`` is not in the action space.
+        ImportError: pygame is missing.
+
+    Examples:
+        >>> for demonstration in play_demonstrations("CartPole-v1", 1, keys={"a": 0, "d": 1}):  # doctest: +SKIP
+        ...     print(demonstration.length)
+    """
+    integer(num_episodes, "num_episodes")
+    try:
+        from gymnasium.utils.play import MissingKeysToAction, play
+    except gym.error.DependencyNotInstalled as error:
+        raise ImportError("The keyboard needs pygame: pip install 'torchrl-lightning[video]'.") from error
+    specs, frame_skip = demonstration_specs(env)
+    recipe = recipe_of(env).with_settings(frame_stack=1)
+    made = recipe(render_mode="rgb_array")
+    if not isinstance(made, gym.Env):
+        raise ValueError("the keyboard plays Gymnasium's environments, but this one is TorchRL's.")
+    form = specs.action_format
+    recorder = _Recorder(made, num_episodes, seed, clip_actions)
+    try:
+        given = None if keys is None else {tuple(held): recorder.action(keys[held], f"keys[{held!r}]") for held in keys}
+        play(recorder, keys_to_action=given, noop=recorder.action(noop, "noop"))
+    except MissingKeysToAction as error:
+        raise ValueError("the environment has no keys of its own; say keys={a: 0, d: 1}.") from error
+    finally:
+        made.close()
+    for number, (observations, actions, rewards, terminated, truncated, told) in enumerate(recorder.episodes):
+        metadata, seen = {**recipe_metadata(recipe), **told}, {}
+        for path, key, _ in observation_leaves(made.observation_space):
+            leaf = np.array([reduce(getitem, path, each) for each in observations])
+            seen[key] = leaf.reshape(-1, *specs.observation[key].shape)
+        ended, taken = {"terminated": terminated, "truncated": truncated}, form.from_environment(np.array(actions))
+        known: dict[str, Any] = {"is_human": True, "frame_skip": frame_skip, "metadata": metadata, **ended}
+        yield of_episode(specs, seen, taken, rewards, name=f"{metadata['environment']}, episode {number}", **known)
+
+
+class _Recorder(gym.Wrapper[Any, Any, Any, Any]):
+    """Record the steps, seed only the first episode, and stop the game after a number of episodes."""
+
+    def __init__(self, env: gym.Env[Any, Any], count: int, seed: int | None, clip: bool) -> None:
+        super().__init__(env)
+        self._form, self._clip = ActionFormat.of_space(env.action_space), clip
+        if boolean(clip, "clip_actions") and not self._form.is_box:
+            raise ValueError(
+                f"clip_actions must be False for actions without a Box, got True for {env.action_space}. Leave it out."
+            )
+        self.episodes: list[tuple[list[Any], list[Any], list[float], bool, bool, dict[str, bool]]] = []
+        self._count, self._seed = count, seed
+        self._observations: list[Any] = []
+        self._actions: list[Any] = []
+        self._rewards: list[float] = []
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        # Gymnasium's play would start all episodes with the same seed.
+        observation, info = self.env.reset(seed=self._seed, options=options)
+        self._seed = None
+        self._observations, self._actions, self._rewards = [copy.deepcopy(observation)], [], []
+        return observation, info
+
+    def action(self, value: Any, name: str) -> Any:
+        """Return an action in the environment's format; raise a ValueError if it is not in the action space."""
+        form, space = self._form, self.env.action_space
+        with suppress(TypeError, ValueError, OverflowError):  # the value is not an array of this shape
+            numbers = np.broadcast_to(np.asarray(value), (1, *form.shape))
+            action = form.single(form.to_environment(form.from_environment(numbers), self._clip))
+            if (form.dtype.kind == "f" or np.array_equal(numbers, np.rint(numbers))) and space.contains(action):
+                return action
+        remedy = "Choose another one, or pass clip_actions=True" if form.is_box else "Choose another one"
+        raise ValueError(f"{name} must be an action of {space}, got {value!r}. {remedy}.")
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        action = self.action(action, "the action of a key of the environment")
+        # Copies both ways: the environment may write into the action, and Gymnasium's play passes the same one again.
+        self._actions.append(copy.deepcopy(action))
+        observation, reward, terminated, truncated, info = self.env.step(copy.deepcopy(action))
+        self._observations.append(copy.deepcopy(observation))
+        self._rewards.append(float(reward))
+        if terminated or truncated:
+            ended, success = (bool(terminated), bool(truncated)), success_of(info)
+            told = {} if success is None else {"success": bool(np.all(success))}
+            self.episodes.append((self._observations, self._actions, self._rewards, *ended, told))
+            if len(self.episodes) == self._count:
+                import pygame
+
+                pygame.event.post(pygame.event.Event(pygame.QUIT))
+        return observation, reward, terminated, truncated, info

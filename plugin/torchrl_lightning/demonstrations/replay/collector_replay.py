@@ -1,0 +1,260 @@
+"""Replay demonstrations step by step in place of an environment's episodes."""
+
+from __future__ import annotations
+
+import copy
+from itertools import pairwise
+from typing import Any, Literal, NamedTuple, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torchrl_lightning._core.state import Attribute, Child, Stated, check_state, mapping, sequence, whole
+from torchrl_lightning._core.validators import integer, one_of, optional
+from torchrl_lightning.demonstrations.demo_sampler import DemonstrationSampler
+from torchrl_lightning.demonstrations.demo_storage import DemonstrationStorage
+from torchrl_lightning.demonstrations.replay.playback import Cast, Player
+from torchrl_lightning.demonstrations.serialization import from_state, state_of
+from torchrl_lightning.demonstrations.trajectory import Demonstration
+from torchrl_lightning.environments import ReplayedRows
+
+End = Literal["recorded", "terminated", "truncated"]
+LogProb = Literal["deterministic", "current"]
+_ENDS = {"recorded": None, "terminated": (True, False), "truncated": (False, True)}
+Array = NDArray[Any]
+
+
+class DemonstrationReplay(Stated):
+    """Replay demonstrations in the collectors of Gymnasium environments, as their ``replay``.
+
+    In a TorchRL environment, a :class:`~torchrl_lightning.DemonstrationReplayTransform` replays them.
+
+    At the start of each episode the sampler draws a demonstration or None. A demonstration that leaves the storage
+    during its replay is played to its end. Demonstrations must fit the environment, see :meth:`Demonstration.fits`.
+
+    Args:
+        storage: The storage of the demonstrations.
+        sampler: The sampler that draws from the storage.
+        num_envs: The number of environments.
+        ends: The end of a demonstration: as it was ``recorded`` (:attr:`Demonstration.ends`); always ``terminated``; or
+            always ``truncated``, so that the value of the next state counts.
+        log_prob: The stored log-probability of the replayed actions. ``deterministic`` is 0, as for a demonstrator
+            without randomness; ``current`` is the policy's own. Use ``current`` for continuous actions, because the
+            ratio of a density to 1 has no meaning.
+        frame_stack: The number of images that an :class:`~torchrl_lightning.EnvironmentRecipe` stacks; demonstrations
+            store single images.
+
+    Raises:
+        ValueError: ``num_envs`` or ``frame_stack`` is not positive, or an option has an unknown value.
+
+    Examples:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from torchrl_lightning import GymnasiumCollector
+        >>> steps = TensorDict({"observation": torch.zeros(3, 4), "action": torch.tensor([0, 1, 1])}, [3])
+        >>> steps["next", "reward"] = torch.tensor([[0.0], [0.0], [1.0]])
+        >>> storage = DemonstrationStorage()
+        >>> storage.replace([Demonstration(steps)], [])
+        >>> replay = DemonstrationReplay(storage, DemonstrationSampler(rho=1.0, phi=0.0), num_envs=1)
+        >>> rollout = GymnasiumCollector("CartPole-v1", frames_per_batch=6, replay=replay).rollout()
+        >>> rollout["action"].tolist(), rollout["next", "reward"].flatten().tolist()
+        ([[0, 1, 1, 0, 1, 1]], [0.0, 0.0, 1.0, 0.0, 0.0, 1.0])
+    """
+
+    OWNER, VERSION = "demonstration replay", 1
+    STATE = {
+        "num_envs": Attribute(),
+        "playing": Attribute(of=lambda replay: replay._read_positions, at="_positions"),
+        "chosen": Attribute(
+            of=lambda replay: replay._read_chosen, at="_chosen", form=lambda chosen: [*map(_choice, chosen.items())]
+        ),
+        "sampler": Child(),
+    }
+
+    def __init__(
+        self,
+        storage: DemonstrationStorage,
+        sampler: DemonstrationSampler,
+        num_envs: int,
+        *,
+        ends: End = "recorded",
+        log_prob: LogProb = "deterministic",
+        frame_stack: int = 1,
+    ) -> None:
+        self.storage, self.sampler = storage, sampler
+        self.num_envs = integer(num_envs, "num_envs")
+        self.ends: End = one_of(ends, "ends", get_args(End))
+        self.log_prob: LogProb = one_of(log_prob, "log_prob", get_args(LogProb))
+        self.frame_stack = integer(frame_stack, "frame_stack")
+        self._running: dict[int, Player] = {}
+        self._chosen: dict[int, Demonstration | None] = {}  # drawn before the episode begins
+        self._now = 0  # the number of the next call
+        self._cast: Cast | None = None
+        self._next: ReplayedRows | None = None
+
+    @property
+    def playing(self) -> Array:
+        """The environments with remaining steps of a demonstration, ``[num_envs]`` bool."""
+        mask = np.zeros(self.num_envs, dtype=bool)
+        mask[[*self._running]] = True
+        return mask
+
+    def __call__(self, starts: Array) -> ReplayedRows | None:
+        """Draw demonstrations for starting episodes (``starts``, ``[num_envs]`` bool), and return the next step.
+
+        Raises:
+            ValueError: ``starts`` has another number of environments.
+        """
+        self.begin(starts)
+        rows = self.peek()
+        if rows is not None:
+            self._go_on()
+        return rows
+
+    def choose(self, env: int) -> Demonstration | None:
+        """Draw the demonstration for an environment's next episode, and return it; None if none is replayed.
+
+        The next episode in this process uses it. The copies in workers draw their own.
+
+        Raises:
+            ValueError: ``env`` is out of range.
+        """
+        if not 0 <= env < self.num_envs:
+            raise ValueError(f"env_id={env} must be between 0 and {self.num_envs - 1}.")
+        self._chosen[env] = self.sampler.draw(self.storage)
+        return self._chosen[env]
+
+    def begin(self, starts: Array) -> None:
+        """Draw demonstrations for starting episodes (``starts``, ``[num_envs]`` bool), and end running ones there.
+
+        Raises:
+            ValueError: ``starts`` has another number of environments.
+        """
+        if len(starts) != self.num_envs:
+            raise ValueError(f"This replay is for {self.num_envs} environments, asked for the steps of {len(starts)}.")
+        for env in np.flatnonzero(starts).tolist():
+            before = self._running.pop(env, None)
+            drawn = self._chosen.pop(env) if env in self._chosen else self.sampler.draw(self.storage)
+            if drawn is not None:
+                self._running[env] = Player(drawn, self.frame_stack, self._now)
+            if before is not None or drawn is not None:
+                self._cast = None
+
+    def peek(self) -> ReplayedRows | None:
+        """Return the next step without advancing."""
+        if not self._running:
+            return None
+        if self._cast is None:
+            log_prob = 0.0 if self.log_prob == "deterministic" else None
+            self._cast = Cast(self._running, self.playing, self._now, _ENDS[self.ends], log_prob)
+            self._next = None
+        if self._next is None:
+            self._next = self._cast.next_rows()
+        return self._next
+
+    def advance(self, envs: Array) -> None:
+        """Advance by one step in the replaying environments of the mask ``envs``, ``[num_envs]`` bool."""
+        for env, player in self._running.items():
+            if not envs[env]:
+                player.wait()
+                self._cast = None
+        self._go_on()
+
+    def _go_on(self) -> None:
+        self._now += 1
+        self._next = None
+        if self._cast is None or not self._cast.left:
+            self._running = {env: player for env, player in self._running.items() if player.left(self._now)}
+            self._cast = None
+
+    def for_worker(self, seed: int) -> DemonstrationReplay:
+        """Return a copy for another process, with its own sampler and without running replays."""
+        sampler = copy.deepcopy(self.sampler)
+        sampler.generator.manual_seed(seed)
+        options: dict[str, Any] = {"ends": self.ends, "log_prob": self.log_prob, "frame_stack": self.frame_stack}
+        return type(self)(self.storage, sampler, self.num_envs, **options)
+
+    def contents(self) -> _Contents:
+        """Return the stored demonstrations and the options of the sampler."""
+        storage, sampler = self.storage, self.sampler
+        kept = storage.reward_demonstrations, storage.value_demonstrations
+        return _Contents(*kept, storage.successes, storage.annealed, (sampler.rho, sampler.phi, sampler.alpha))
+
+    def news(self, since: _Contents) -> _Contents:
+        """Return the contents for a copy that has ``since``; known demonstrations are sent without their steps."""
+        now, known = self.contents(), {each.serial: each for each in (*since.reward, *since.value)}
+
+        def told(each: Demonstration) -> Any:
+            before = known.get(each.serial)
+            return each if before is None or before.steps is not each.steps else (each.serial, each.value)
+
+        return now._replace(reward=tuple(map(told, now.reward)), value=tuple(map(told, now.value)))
+
+    def follow(self, news: _Contents) -> None:
+        """Apply the contents of the original; running replays continue."""
+        kept = {each.serial: each for each in (*self.storage.reward_demonstrations, *self.storage.value_demonstrations)}
+
+        def found(each: Any) -> Demonstration:
+            if not isinstance(each, tuple):
+                return each
+            serial, value = each
+            return kept[serial].labelled(value=value, serial=serial)
+
+        reward, value = ([*map(found, part)] for part in (news.reward, news.value))
+        self.storage.replace(reward, value, news.successes, news.annealed)
+        self.sampler.set_probabilities(*news.probabilities)
+
+    @property
+    def _positions(self) -> list[dict[str, Any]]:
+        """The running replays as saved in states; their demonstrations may have left the storage."""
+        return [
+            {"env": env, "position": self._now - player.began, "demonstration": state_of(player.demonstration)}
+            for env, player in sorted(self._running.items())
+        ]
+
+    @_positions.setter
+    def _positions(self, running: dict[int, Player]) -> None:
+        self._running, self._cast, self._now = running, None, 0
+
+    def _read_positions(self, value: Any, name: str) -> dict[int, Player]:
+        running: dict[int, Player] = {}
+        schema = {"env": whole(0, self.num_envs - 1), "position": whole(), "demonstration": mapping}
+        for entry in sequence(value, name):
+            env, position, demonstration = check_state(entry, schema, self.OWNER).values()
+            player = running[env] = Player(from_state(demonstration), self.frame_stack, -position)
+            if player.left(0) < 1:
+                raise ValueError(
+                    f"The {self.OWNER} state is at position {position} of demonstration "
+                    f"{player.demonstration.name!r}, which has {player.length} steps."
+                )
+        for first, other in pairwise(running.values()):
+            if other.shapes != first.shapes:
+                raise ValueError(
+                    f"The {self.OWNER} state plays {other.demonstration.name!r}, whose steps are {other.shapes}, "
+                    f"beside {first.demonstration.name!r}, whose steps are {first.shapes}."
+                )
+        return running
+
+    def _read_chosen(self, value: Any, name: str) -> dict[int, Demonstration | None]:
+        schema = {"env": whole(0, self.num_envs - 1), "demonstration": optional(mapping)}
+        chosen = (check_state(entry, schema, self.OWNER).values() for entry in sequence(value, name))
+        return {env: state if state is None else from_state(state) for env, state in chosen}
+
+    def __repr__(self) -> str:
+        options = f"ends={self.ends!r}, log_prob={self.log_prob!r}"
+        return f"{type(self).__name__}({len(self._running)} of {self.num_envs} environments replay, {options})"
+
+
+def _choice(chosen: tuple[int, Demonstration | None]) -> dict[str, Any]:
+    env, demonstration = chosen
+    return {"env": env, "demonstration": demonstration and state_of(demonstration)}
+
+
+class _Contents(NamedTuple):
+    """The demonstrations and sampler options; as news, known demonstrations are pairs of serial and value."""
+
+    reward: tuple[Any, ...]
+    value: tuple[Any, ...]
+    successes: int
+    annealed: float
+    probabilities: tuple[float, float, float]

@@ -1,0 +1,76 @@
+"""Convert demonstrations and their values to saved states and back."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+
+from torchrl_lightning._core.state import check_state, expect, flag, mapping, number, sequence, text, whole
+from torchrl_lightning._core.tree import to_tensordict
+from torchrl_lightning._core.tree_checks import check_tree
+from torchrl_lightning._core.validators import optional
+from torchrl_lightning.demonstrations.trajectory import Demonstration
+
+_OWNER = "demonstration"
+
+
+def state_of(demonstration: Demonstration) -> dict[str, Any]:
+    """Return the fields of a demonstration: tensors, without a copy, and scalars."""
+    last = demonstration.last_observation
+    trees = {"steps": demonstration.steps.to_dict(), "last_observation": None if last is None else last.to_dict()}
+    return {**vars(demonstration), **trees, "metadata": dict(demonstration.metadata)}
+
+
+def states_of(demonstrations: Iterable[Demonstration]) -> list[dict[str, Any]]:
+    """Return the fields of each demonstration."""
+    return [state_of(each) for each in demonstrations]
+
+
+def from_state(state: Any) -> Demonstration:
+    """Return a copied demonstration from its state; raise a ValueError if the state is invalid."""
+    ends = {"terminated": None, "truncated": None}  # missing in older states
+    return Demonstration(**check_state({**ends, **mapping(state, _OWNER)}, _SCHEMA, _OWNER))
+
+
+def from_states(value: Any, name: str) -> tuple[Demonstration, ...]:
+    """Validate the result of :func:`states_of`, and return copied demonstrations."""
+    return tuple(map(from_state, sequence(value, name)))
+
+
+def lowest_as_none(value: float) -> float | None:
+    """Return None for minus infinity, because states store it as None; return other numbers unchanged."""
+    return None if value == -math.inf else value
+
+
+def none_as_lowest(value: Any, name: str) -> float:
+    """Validate the result of :func:`lowest_as_none`, and return the number."""
+    found: float = -math.inf if value is None else number()(value, name)
+    return found
+
+
+def _tree(value: Any, name: str) -> TensorDictBase:
+    check_tree(mapping(value, name), torch.Size([]), _OWNER)
+    return to_tensordict(value, torch.Size([])).clone()
+
+
+def _metadata(value: Any, name: str) -> dict[str, Any]:
+    return copy.deepcopy(dict(mapping(value, name)))
+
+
+_SCHEMA = {
+    "steps": _tree,
+    "last_observation": optional(_tree),
+    "is_human": flag,
+    "value": expect(lambda value: type(value) is float and value < math.inf, "a number below infinity"),
+    "frame_skip": whole(1),
+    "terminated": optional(flag),
+    "truncated": optional(flag),
+    "name": text,
+    "metadata": _metadata,
+    "serial": whole(),
+}

@@ -1,0 +1,285 @@
+"""Save and load a trained policy as a folder of plain files (safetensors, JSON, model card) or as a hub repository."""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+from torch import Tensor
+
+from torchrl_lightning._core.checksums import SEAL, check_seal, seal
+from torchrl_lightning._core.file_limits import PRETRAINED_BYTES, PRETRAINED_CONTENT
+from torchrl_lightning._core.files import replaced_files
+from torchrl_lightning._core.run_metadata import COMMAND, score_of
+from torchrl_lightning._core.state import check_state, mapping
+from torchrl_lightning._core.trust import without_folders
+from torchrl_lightning._core.untrusted import printable_errors
+from torchrl_lightning.deploy.card import written_card
+from torchrl_lightning.deploy.loading import (
+    CONFIG,
+    LoadedPolicy,
+    checkpoint_of,
+    config_in,
+    policy_in,
+    read_checkpoint,
+)
+
+VERSION = 1
+_WEIGHTS, _CONTENT, _CARD = "model.safetensors", "config.json", "README.md"
+_TENSOR = "__tensor__"
+_REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+# Entries of a checkpoint that only a resumed run needs, not a policy.
+_OF_RUNS = {
+    *("epoch", "global_step", "pytorch-lightning_version", "loops", "callbacks", "optimizer_states", "lr_schedulers"),
+    *("hparams_name", "hyper_parameters", "hparams_type", "MixedPrecision", CONFIG, COMMAND, SEAL),
+    *("datamodule_hparams_name", "datamodule_hyper_parameters", "datamodule_hparams_type"),
+}
+_OF_DATA = ("fingerprint", "specs", "normalization")
+
+
+@printable_errors()
+def save_pretrained(run: str | Path, folder: str | Path, *, name: str | None = None, trusted: bool = False) -> None:
+    """Write a run's policy into a folder for :func:`from_pretrained`: weights, config and model card, without a pickle.
+
+    The files are ``model.safetensors``, ``config.json`` and ``README.md`` with the score, the settings and the usage.
+
+    Args:
+        run: A run's folder, for its best checkpoint or else its last; or a checkpoint.
+        folder: Output folder. Existing files of these names are all replaced, or none if an error occurs.
+        name: Title of the card; the folder's name by default.
+        trusted: Whether the checkpoint may name classes of other packages, such as your own. Loading the policy then
+            also needs ``trusted=True``.
+
+    Raises:
+        ValueError: No checkpoint exists; or it lacks the config or the specs (the command writes them); or it names
+            classes of other packages and is not trusted; or ``run`` is already a folder written by this function.
+        TypeError: The checkpoint contains values other than plain data for its module.
+
+    Examples:
+        >>> save_pretrained("logs/run", "cartpole")  # doctest: +SKIP
+    """
+    if all((Path(run) / name).is_file() for name in (_WEIGHTS, _CONTENT)):
+        raise ValueError(
+            f"{run} is no run, but what save_pretrained has written of one, ready to be published; give the run, or "
+            f"upload the folder as it is: hf upload OWNER/NAME {run}"
+        )
+    folder, path = Path(folder), checkpoint_of(run)
+    stored = read_checkpoint(path)
+    data = next((key for key, state in stored.items() if isinstance(state, Mapping) and "specs" in state), None)
+    if data is None:
+        raise ValueError(f"{path} holds no environment specs: it was not written through one of our DataModules")
+    try:
+        model = without_folders(_model_in(stored, path, trusted=False))
+        trusted = False  # not needed: no class is from another package
+    except ValueError as error:  # it names classes of other packages
+        if not trusted:
+            raise ValueError(f"{error}. If you trust whoever made it, say trusted=True") from error
+        model = without_folders(_model_in(stored, path, trusted=True))
+    state = stored[data]
+    kept = {
+        **{key: value for key, value in stored.items() if key not in _OF_RUNS and key != data},
+        data: {key: state[key] for key in _OF_DATA},
+    }
+    try:
+        frames = int(state["ranks"][0]["frames"])
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} does not say for how many frames it was trained; name another checkpoint") from error
+    policy = policy_in({**kept, CONFIG: {"model": model}}, path, deterministic=True, trusted=trusted)
+    tensors: dict[str, Tensor] = {}
+    content = json.loads(json.dumps(_apart(kept, "", tensors)))  # as a reader of the file gets it
+    sealed = _joined(content, tensors)
+    seal(sealed, *sealed)
+    settings = {group: without_folders(stored[CONFIG][group]) for group in ("model", "data") if group in stored[CONFIG]}
+    card = written_card(
+        name or str(folder),
+        stored,
+        policy,
+        frames=frames,
+        score=score_of(path, stored[CONFIG]),
+        settings=settings,
+        trusted=trusted,
+    )
+    written = {"schema_version": VERSION, CONFIG: {"model": model}, "content": content, SEAL: sealed[SEAL]}
+    folder.mkdir(parents=True, exist_ok=True)
+    with replaced_files(*(folder / each for each in (_WEIGHTS, _CONTENT, _CARD))) as (weights, contents, text):
+        weights.write(safetensors.torch.save(tensors))
+        contents.write(json.dumps(written, indent=1).encode())
+        text.write(card.encode())
+
+
+def _model_in(stored: Mapping[str, Any], path: Path, *, trusted: bool) -> dict[str, Any]:
+    found: dict[str, Any] = config_in(stored, path, "model", trusted=trusted)["model"]
+    return found
+
+
+def push_to_hub(run: str | Path, repo: str, *, private: bool | None = None, trusted: bool = False) -> str:
+    """Publish a run's policy as a repository on the Hugging Face Hub; create the repository if it does not exist.
+
+    This needs the extra ``hub`` and uses the account that ``huggingface_hub`` is logged in to.
+
+    Args:
+        run: As in :func:`save_pretrained`.
+        repo: ``owner/name``.
+        private: Whether a new repository is private; None uses the owner's default.
+        trusted: As in :func:`save_pretrained`.
+
+    Returns:
+        URL of the upload.
+
+    Raises:
+        ValueError: The repository name is invalid; or as in :func:`save_pretrained`.
+        ImportError: The extra is missing.
+
+    Examples:
+        >>> push_to_hub("logs/run", "me/ppo-cartpole")  # doctest: +SKIP
+    """
+    if not _REPOSITORY.fullmatch(repo):
+        raise ValueError(f"repo={repo!r} is no repository; expected 'owner/name'")
+    hub = _hub()
+    with tempfile.TemporaryDirectory() as folder:
+        save_pretrained(run, folder, name=repo, trusted=trusted)
+        api = hub.HfApi()
+        api.create_repo(repo, private=private, exist_ok=True)
+        return str(api.upload_folder(repo_id=repo, folder_path=folder, commit_message="Publish a policy"))
+
+
+@printable_errors()
+def from_pretrained(
+    source: str | Path,
+    module: Any = None,
+    *,
+    revision: str | None = None,
+    deterministic: bool = True,
+    trusted: bool = False,
+    limit: int = PRETRAINED_BYTES,
+) -> LoadedPolicy:
+    """Load a policy written by :func:`save_pretrained` or :func:`push_to_hub`, for acting on the CPU.
+
+    No code of the policy runs, and no pickle is read. It may name the same classes as a checkpoint.
+
+    Args:
+        source: A folder, or ``owner/name`` of a repository on the Hugging Face Hub (needs the extra ``hub``).
+        module: As in :func:`load_policy`, like ``deterministic`` and ``trusted``.
+        revision: Branch, tag or commit of a repository; the newest by default.
+        deterministic: Whether the policy takes the mode of its distribution instead of a sample.
+        trusted: Whether it may name classes of other packages, such as your own; they are then imported and built.
+        limit: Maximum size of the weights file in bytes; a larger file is not downloaded.
+
+    Raises:
+        ValueError: The policy is missing, too large, damaged or foreign; or as in :func:`load_policy`.
+        ImportError: The extra is missing.
+
+    Examples:
+        >>> policy = from_pretrained("me/ppo-cartpole")  # doctest: +SKIP
+        >>> policy.recipe()()  # doctest: +SKIP
+    """
+    stored = read_pretrained(source, revision=revision, limit=limit)
+    return policy_in(stored, source, module, deterministic=deterministic, trusted=trusted)
+
+
+def is_pretrained(source: str | Path) -> bool:
+    """Return whether :func:`read_pretrained` reads this source, which is then neither a run nor a checkpoint."""
+    if not Path(source).exists():
+        return _REPOSITORY.fullmatch(str(source)) is not None
+    return (Path(source) / _CONTENT).is_file()
+
+
+@printable_errors()
+def read_pretrained(
+    source: str | Path, *, revision: str | None = None, limit: int = PRETRAINED_BYTES
+) -> dict[str, Any]:
+    """Read a folder or a repository as a checkpoint's entries; arguments and errors as in :func:`from_pretrained`."""
+    limits = {_CONTENT: PRETRAINED_CONTENT, _WEIGHTS: limit}
+    read = _local if Path(source).is_dir() else _downloaded
+    paths = read(str(source), limits, revision)
+    try:
+        written = json.loads(paths[_CONTENT].read_bytes())
+        check_state(written, {CONFIG: mapping, "content": mapping, SEAL: mapping}, _CONTENT, VERSION)
+        tensors = safetensors.torch.load(paths[_WEIGHTS].read_bytes())
+        stored = {**_joined(written["content"], tensors), CONFIG: written[CONFIG], SEAL: written[SEAL]}
+        check_seal(stored, str(source))
+    except Exception as error:  # damaged or hostile files raise any error
+        reason = " ".join(str(error).split())[:300]
+        raise ValueError(f"{source} holds no policy of ours: {type(error).__name__}: {reason}") from error
+    return stored
+
+
+def _local(source: str, limits: Mapping[str, int], revision: str | None) -> dict[str, Path]:
+    paths = {name: Path(source) / name for name in limits}
+    for name, path in paths.items():
+        if not path.is_file():
+            raise ValueError(f"{source} holds no {name}; expected a folder as save_pretrained writes it")
+        _check_size(source, name, path.stat().st_size, limits[name])
+    return paths
+
+
+def _downloaded(source: str, limits: Mapping[str, int], revision: str | None) -> dict[str, Path]:
+    if not _REPOSITORY.fullmatch(source):
+        raise ValueError(f"{source} is neither a folder nor a repository, 'owner/name'")
+    try:
+        hub = _hub()
+    except ImportError as error:
+        raise ImportError(f"{source} is no folder; {error}") from error
+    try:
+        found = hub.HfApi().get_paths_info(source, list(limits), revision=revision)
+        sizes = {each.path: each.size for each in found}
+    except Exception as error:  # the client and the network raise any error
+        raise _not_fetched(source, error) from error
+    for name, most in limits.items():
+        if not isinstance(sizes.get(name), int):
+            raise ValueError(f"{source} holds no {name}; expected a repository as push_to_hub writes it")
+        _check_size(source, name, sizes[name], most)
+    try:
+        paths = {name: Path(hub.hf_hub_download(source, name, revision=revision)) for name in limits}
+    except Exception as error:
+        raise _not_fetched(source, error) from error
+    return _local(str(paths[_CONTENT].parent), limits, revision)
+
+
+def _not_fetched(source: str, error: Exception) -> ValueError:
+    reason = " ".join(str(error).split())[:200]
+    return ValueError(f"{source} is no folder, and cannot be read from the hub: {type(error).__name__}: {reason}")
+
+
+def _check_size(source: str, name: str, size: int, limit: int) -> None:
+    if size > limit:
+        raise ValueError(
+            f"{name} in {source} has {size} bytes, more than the limit of {limit}; a larger one takes limit="
+        )
+
+
+def _hub() -> Any:
+    try:
+        return import_module("huggingface_hub")
+    except ImportError as error:
+        raise ImportError("the hub needs huggingface_hub: pip install 'torchrl-lightning[hub]'") from error
+
+
+def _apart(node: Any, name: str, tensors: dict[str, Tensor]) -> Any:
+    """Return plain data with names instead of tensors and add the tensors to ``tensors``; weights keep their names."""
+    if isinstance(node, Tensor):
+        name = name.removeprefix("state_dict/")
+        tensors[name] = node.detach().cpu().clone().contiguous()
+        return {_TENSOR: name}
+    if isinstance(node, Mapping):
+        return {key: _apart(value, f"{name}/{key}" if name else key, tensors) for key, value in node.items()}
+    if isinstance(node, list | tuple):
+        return [_apart(value, f"{name}/{number}", tensors) for number, value in enumerate(node)]
+    if node is None or isinstance(node, bool | int | float | str):
+        return node
+    raise TypeError(f"the checkpoint's {name} is a {type(node).__name__}; only plain data can be published")
+
+
+def _joined(node: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """Return plain data in which the named tensors replace their names."""
+    if isinstance(node, dict):
+        if set(node) == {_TENSOR}:
+            return tensors[node[_TENSOR]]
+        return {key: _joined(value, tensors) for key, value in node.items()}
+    return [_joined(value, tensors) for value in node] if isinstance(node, list) else node

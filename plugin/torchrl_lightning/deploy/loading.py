@@ -1,0 +1,415 @@
+"""Load a trained policy without a trainer, and convert observations to the entries of its specs."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule
+from numpy.typing import NDArray
+from tensordict import TensorDict, TensorDictBase, unravel_key
+from tensordict.nn import TensorDictModuleBase
+from tensordict.utils import NestedKey
+from torch import Tensor
+from torchrl.data import Composite, TensorSpec
+from torchrl.envs.utils import ExplorationType, set_exploration_type
+
+from torchrl_lightning._core.checkpoint_reader import load_checkpoint
+from torchrl_lightning._core.checksums import check_seal
+from torchrl_lightning._core.keys import ACTION_MASK
+from torchrl_lightning._core.protocols import LearnerApi
+from torchrl_lightning._core.torch_defaults import float32_by_default
+from torchrl_lightning._core.tree import join, path_of
+from torchrl_lightning._core.trust import check_config, target_named, without_folders
+from torchrl_lightning._core.untrusted import check_regular, printable_errors
+from torchrl_lightning._hydra.compat import instantiate
+from torchrl_lightning.deploy.weights import check_finite, check_weights
+from torchrl_lightning.environments import EnvironmentRecipe
+from torchrl_lightning.environments.masks import action_mask
+from torchrl_lightning.environments.normalization import NormalizedPolicy, ObservationNormalizer
+from torchrl_lightning.environments.observation_limits import check_magnitudes, magnitude_limits
+from torchrl_lightning.environments.policy_calls import recurrent_states
+from torchrl_lightning.environments.specs import EnvironmentSpecs, specs_from_state
+
+CONFIG = "config"  # the checkpoint key of the run's config
+_KINDS = {"data": LightningDataModule, "model": LightningModule}
+_TRAINING = re.compile(r"(\w+_)?optimizer|buffer|source")
+_TRUST = "If you trust whoever made the checkpoint, say"
+
+
+class LoadedPolicy(TensorDictModuleBase):
+    """A policy for inference: in evaluation mode, without gradients, on raw observations of the environment.
+
+    Attributes:
+        policy: The trained TensorDict module, including its observation normaliser if the training used one.
+        specs: The specs of the training environment.
+        deterministic: True takes the mode of the action distribution, False a sample.
+        environment: The training environment in the checkpoint: its id, or the settings of its recipe.
+        state: The recurrent states after the last :meth:`act`, ``[N, *S]`` each; empty before it and if not recurrent.
+    """
+
+    def __init__(
+        self, policy: Any, specs: EnvironmentSpecs, *, deterministic: bool = True, environment: Any = None
+    ) -> None:
+        super().__init__()
+        self.policy, self.specs, self.deterministic, self.environment = policy, specs, deterministic, environment
+        self.in_keys, self.out_keys = list(policy.in_keys), list(policy.out_keys)
+        self.state: dict[NestedKey, Tensor] = {}
+        self._acted: int | None = None  # the batch size of the last call and of the recurrent states
+        self._mask = action_mask(specs.observation, specs.action) if ACTION_MASK in self.in_keys else None
+        self._limits = magnitude_limits(policy, specs.observation)
+        self.requires_grad_(False)
+        self.eval()
+
+    @property
+    def clip_actions(self) -> bool:
+        """True if actions are clipped for the environment, as in the training run."""
+        return self.specs.action_format.clip
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Write the action, and the next recurrent states of a recurrent policy, into a TensorDict ``[N]``."""
+        mode = ExplorationType.DETERMINISTIC if self.deterministic else ExplorationType.RANDOM
+        with torch.no_grad(), set_exploration_type(mode):
+            acted: TensorDictBase = self.policy(tensordict)
+        return acted
+
+    def act(
+        self, observation: Any, *, starts: Any = False, state: Mapping[NestedKey, Tensor] | None = None
+    ) -> NDArray[Any] | np.generic:
+        """Return the action for an observation, with NumPy arrays and numbers as input and output.
+
+        A recurrent policy stores its states for the next call.
+
+        Args:
+            observation: One observation, as Gymnasium's ``reset`` and ``step`` return it, or the batch of a vector
+                environment, ``[N, *F]`` for each entry.
+            starts: True if the observation is the first of its episode, which resets recurrent states; one bool or
+                ``[N]``. Without ``state``, the first call always resets them.
+            state: Recurrent states to continue from, taken from :attr:`state`; None uses the stored states.
+
+        Returns:
+            The action for ``step``, with the shape, dtype and numbering of the environment's action space; for a batch
+            ``[N, *A]``.
+
+        Raises:
+            ValueError: The observation does not match the specs of the training environment. Or the number of
+                environments of a recurrent policy differs from the last call or from ``state``, and not all of them
+                start an episode.
+            EnvironmentFault: A float64 number exceeds the float32 range of the networks. Or the ``action_mask`` of a
+                single observation allows no action. A batch may contain empty masks, because the actions of ended
+                episodes are ignored.
+
+        Examples:
+            >>> policy = load_policy("logs/run/checkpoints/best.ckpt")  # doctest: +SKIP
+            >>> env.step(policy.act(observation))  # doctest: +SKIP
+        """
+        entries, count = observed_entries(self.specs.observation, observation)
+        rows = count or 1
+        if self._mask is not None and count is None:  # in a batch, ended episodes may have empty masks
+            self._mask.check(entries[ACTION_MASK])
+        check_magnitudes(entries, self._limits)
+        begins = torch.as_tensor(np.broadcast_to(np.asarray(starts, dtype=bool), rows).copy())[:, None]
+        states = recurrent_states(self.policy, rows)
+        kept = self.state if state is None else state
+        acted = next((len(kept[key]) for key in states if key in kept), self._acted if state is None else rows)
+        if acted == rows:
+            states = {key: kept.get(key, value) for key, value in states.items()}
+        elif not states or acted is None or begins.all():
+            begins = torch.ones_like(begins)
+        else:
+            raise ValueError(
+                f"the recurrent states are of {acted} environments, but the observation is of {rows}. Say starts=True "
+                "if episodes begin, or load another policy for these."
+            )
+        step = self(TensorDict({**entries, **states, "is_init": begins}, [rows]))
+        self.state, self._acted = {key: step[unravel_key(("next", key))] for key in states}, rows
+        form = self.specs.action_format
+        action: NDArray[Any] = form.to_environment(step["action"]).numpy()
+        return form.single(action) if count is None else action
+
+    @printable_errors()
+    def recipe(self, *, trusted: bool = False) -> EnvironmentRecipe:
+        """Return the recipe of the training environment; a call of the recipe makes a new environment.
+
+        Args:
+            trusted: Allow classes and modules of other packages, such as your own, in the recipe. The checkpoint's
+                author chooses them.
+
+        Raises:
+            ValueError: The checkpoint has no environment id and no recipe settings, or it names other packages' classes
+                without ``trusted``.
+        """
+        settings = self.environment if isinstance(self.environment, Mapping) else {"id": self.environment}
+        if settings.get("id") is None:
+            raise ValueError("the checkpoint does not say how its environment was made; make it as in training")
+        try:
+            check_config(
+                {**settings, "_target_": "torchrl_lightning.EnvironmentRecipe"},
+                where="the recipe in the checkpoint",
+                trusted=trusted,
+            )
+        except ValueError as error:
+            raise ValueError(f"{error}. {_TRUST} recipe(trusted=True)") from error
+        try:
+            return EnvironmentRecipe(**settings)
+        except TypeError as error:
+            raise ValueError(f"the checkpoint holds no settings of a recipe: {error}") from error
+
+
+@printable_errors()
+def load_policy(
+    path: str | Path, module: Any = None, *, deterministic: bool = True, trusted: bool = False
+) -> LoadedPolicy:
+    """Load a trained policy from a checkpoint file for inference on the CPU.
+
+    A checkpoint of ``torchrl-lightning-train`` contains all settings. If you used your own trainer, pass the
+    LightningModule, built with the arguments of the training.
+
+    Args:
+        path: The checkpoint, or the folder of a run; a folder loads the best checkpoint, or the last without a best.
+        module: The LightningModule to load, ours or your own. It needs a ``policy``, and its ``configure_model`` may
+            read ``trainer.datamodule.specs``. None builds the module from the checkpoint's config.
+        deterministic: True takes the mode of the action distribution, False a sample.
+        trusted: Import and build classes of other packages, such as your own, if the checkpoint's config names them.
+            The checkpoint's author chooses them.
+
+    Returns:
+        The policy, with the environment's ``specs`` and ``recipe()``.
+
+    Raises:
+        ValueError: The checkpoint has no specs or no config, its config contains more than plain data or names classes
+            of other packages without ``trusted``, or its weights do not fit the module.
+        TypeError: The module has no ``policy``.
+
+    Examples:
+        >>> load_policy("logs/run/checkpoints/best.ckpt")  # doctest: +SKIP
+    """
+    path = checkpoint_of(path)
+    return policy_in(read_checkpoint(path), path, module, deterministic=deterministic, trusted=trusted)
+
+
+def checkpoint_of(run: str | Path) -> Path:
+    """Return the best checkpoint of a run folder, or its last one; return the path of a file unchanged.
+
+    Raises:
+        ValueError: The folder has neither checkpoint.
+    """
+    path = Path(run)
+    if not path.is_dir():
+        return path
+    known = [path / "checkpoints" / name for name in ("best.ckpt", "last.ckpt")]
+    found = next((each for each in known if each.is_file()), None)
+    if found is None:
+        raise ValueError(f"{run} has neither checkpoints/best.ckpt nor checkpoints/last.ckpt; name a run, or a file")
+    return found
+
+
+@printable_errors()
+def read_checkpoint(path: str | Path, *, mapped: bool = False, verify: bool = True) -> dict[str, Any]:
+    """Return the content of a checkpoint, restricted to plain values and tensors.
+
+    ``mapped`` memory-maps the tensors, so that they are read only on access. ``verify`` compares the checksums, which
+    reads all tensors. A checkpoint without checksums is accepted.
+
+    Raises:
+        OSError: The file does not exist.
+        ValueError: The file is damaged, is not a checkpoint, contains other objects than plain values and tensors, or
+            exceeds the limits of :mod:`torchrl_lightning._core.file_limits`.
+    """
+    check_regular(path)
+    try:
+        stored = load_checkpoint(path, mapped=mapped)
+    except ValueError as error:
+        raise ValueError(
+            f"{path} is no whole checkpoint of plain data: {error}; "
+            "name one that a run has written, such as RUN/checkpoints/best.ckpt"
+        ) from error
+    if not isinstance(stored, dict):
+        raise ValueError(f"{path} holds a {type(stored).__name__}, which is no checkpoint")
+    if verify:
+        check_seal(stored, str(path))
+    return stored
+
+
+@float32_by_default()
+def policy_in(
+    stored: dict[str, Any], path: str | Path, module: Any = None, *, deterministic: bool, trusted: bool = False
+) -> LoadedPolicy:
+    """Return the policy of a checkpoint that is already in memory; see :func:`load_policy`."""
+    state, specs, normalizer = _environment_in(stored, path)
+    # A stub with all trainer attributes that a module reads without a fit.
+    data = SimpleNamespace(specs=specs if normalizer is None else normalizer.specs)
+    trainer = SimpleNamespace(datamodule=data, precision="32-true", precision_plugin=None, world_size=1, global_rank=0)
+    if module is None:
+        module = _module_in(stored, path, trainer, trusted=trusted)
+    module.trainer = trainer
+    try:
+        module.configure_model()
+        check_finite(module, stored["state_dict"])
+        module.on_load_checkpoint(stored)
+        module.load_state_dict(stored["state_dict"])
+    except (RuntimeError, KeyError, ValueError) as error:
+        raise ValueError(
+            f"the weights in {path} do not fit this {type(module).__name__}; build it with the arguments that it was "
+            f"trained with. {error}"
+        ) from error
+    finally:
+        module.trainer = None
+    if not callable(LearnerApi.of(module).policy):
+        raise TypeError(f"{type(module).__name__} has no attribute `policy`, the TensorDict module that acts")
+    policy = module.policy if normalizer is None else NormalizedPolicy(module.policy, normalizer)
+    return LoadedPolicy(policy, specs, deterministic=deterministic, environment=state["fingerprint"]["environment"])
+
+
+def statistics_in(stored: Mapping[str, Any], path: str | Path) -> Mapping[str, Any]:
+    """Return the normalization state of the DataModule in a checkpoint.
+
+    Raises:
+        ValueError: The run of the checkpoint did not use one of our DataModules.
+    """
+    found: Mapping[str, Any] = _environment_in(stored, path)[0]["normalization"]
+    return found
+
+
+def _environment_in(
+    stored: Mapping[str, Any], path: str | Path
+) -> tuple[Mapping[str, Any], EnvironmentSpecs, ObservationNormalizer | None]:
+    """Return the state of a checkpoint's DataModule, its specs and its normaliser or None."""
+    states = (state for state in stored.values() if isinstance(state, Mapping) and "specs" in state)
+    if (state := next(states, None)) is None:
+        raise ValueError(f"{path} holds no environment specs: it was not written through one of our DataModules")
+    if "normalization" not in state:
+        raise ValueError(f"{path} was written by an earlier development version; train anew")
+    if not isinstance(stored.get("state_dict"), Mapping):
+        raise ValueError(f"{path} holds no weights (no state_dict)")
+    try:
+        specs, moments = specs_from_state(state["specs"]), state["normalization"]["observation"]
+        normalizer = ObservationNormalizer.from_state(specs, moments) if moments else None
+        state["fingerprint"]["environment"]
+    except Exception as error:  # invalid data can raise any exception in specs and tensors
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise ValueError(f"{path} describes no environment of ours: {reason}") from error
+    return state, specs, normalizer
+
+
+def _module_in(stored: Mapping[str, Any], path: str | Path, trainer: Any, *, trusted: bool) -> Any:
+    """Build the module from a checkpoint's config, after checking its network sizes against the weights."""
+    try:
+        config = config_in(stored, path, "model", trusted=trusted)["model"]
+    except ValueError as error:
+        raise ValueError(
+            f"{error}. {_TRUST} trusted=True, or build the module yourself and pass it: "
+            "load_policy(path, module=MyModule(...))"
+        ) from error
+
+    def build() -> Any:
+        trial = instantiate(config)
+        trial.trainer = trainer
+        trial.configure_model()
+        trial.on_load_checkpoint(stored)
+        return trial
+
+    try:
+        check_weights(build, stored, own=trusted)
+    except ValueError as error:
+        raise ValueError(f"the config in {path} does not fit its weights: {error}") from error
+    return instantiate(config)
+
+
+def config_in(stored: Mapping[str, Any], path: str | Path, *groups: str, trusted: bool = False) -> dict[str, Any]:
+    """Return the given groups of a checkpoint's config, without folders and training-only parts.
+
+    Raises:
+        ValueError: The checkpoint has no config, or :func:`~torchrl_lightning._core.trust.check_config` rejects it.
+    """
+    config, where = stored.get(CONFIG), f"the config in {path}"
+    if not isinstance(config, Mapping) or any(not isinstance(config.get(group), dict) for group in groups):
+        raise ValueError(f"{path} holds no config, as a run of torchrl-lightning-train writes it")
+    chosen = {group: config[group] for group in groups}
+    check_config(chosen, where=where, trusted=trusted, folders=False)
+    for group, node in chosen.items():
+        target = target_named(node.get("_target_", ""))
+        if target is not None and not (isinstance(target, type) and issubclass(target, _KINDS[group])):
+            raise ValueError(f"{where} has {group}._target_={node['_target_']}, which is no {_KINDS[group].__name__}")
+    return {group: without_training(without_folders(node)) for group, node in chosen.items()}
+
+
+def without_training(node: dict[str, Any]) -> dict[str, Any]:
+    """Return the config of one of our models or DataModules without the training-only parts.
+
+    A loaded policy needs no optimizer, buffer or data source, so these are neither built nor allocated.
+    """
+    target = target_named(node.get("_target_", ""))
+    if target is None:
+        return node
+    kept = {key: value for key, value in node.items() if not _TRAINING.fullmatch(str(key))}
+    parameters = inspect.signature(target).parameters
+    needed = {key for key in node if key in parameters and parameters[key].default is inspect.Parameter.empty}
+    if "buffer" in needed:  # a placeholder: the partial is never called
+        kept["buffer"] = {"_target_": "torchrl_lightning.ExperienceBuffer", "_partial_": True}
+    return kept
+
+
+def observed_entries(specs: Composite, observation: Any) -> tuple[dict[NestedKey, Tensor], int | None]:
+    """Return the entries ``[N, *F]`` of one observation or of a batch.
+
+    Args:
+        specs: One spec for each observation key, without the batch dimension.
+        observation: An array, a number, a tensor, or a dict of these, as the environment returns it; ``[N, *F]`` for
+            each entry of a vector environment.
+
+    Returns:
+        The entries, and ``N`` for a batch. A single observation has entries ``[1, *F]`` and None instead of ``N``.
+
+    Raises:
+        ValueError: An entry is missing or its shape or dtype differs from its spec; the message names the entry.
+
+    Examples:
+        >>> from torchrl.data import Unbounded
+        >>> entries, count = observed_entries(Composite(observation=Unbounded((4,))), np.zeros((2, 4)))
+        >>> entries["observation"].shape, entries["observation"].dtype, count
+        (torch.Size([2, 4]), torch.float32, 2)
+    """
+    shown = observation if isinstance(observation, Mapping) else {"observation": observation}
+    found = {key: _read_entry(key, spec, shown) for key, spec in _spec_leaves(specs)}
+    batched = {key: _batch_size_of(key, spec, found[key]) for key, spec in _spec_leaves(specs)}
+    counts = set(batched.values())
+    if len(counts) != 1:
+        raise ValueError(f"the entries of the observation are of different batches: {batched}; None is no batch")
+    count = counts.pop()
+    return {key: found[key].reshape(count or 1, *spec.shape) for key, spec in _spec_leaves(specs)}, count
+
+
+def _spec_leaves(specs: Composite) -> Iterator[tuple[NestedKey, TensorSpec]]:
+    yield from specs.items(include_nested=True, leaves_only=True)
+
+
+def _read_entry(key: NestedKey, spec: TensorSpec, shown: Mapping[str, Any]) -> Tensor:
+    value: Any = shown
+    path = path_of(key)
+    if path[0] not in shown and path[0] == "observation" and "state" in shown:
+        path = ("state", *path[1:])  # TorchRL's specs call a single "state" entry "observation"
+    for name in path:
+        if not isinstance(value, Mapping) or name not in value:
+            raise ValueError(f"the observation has no entry {join((), path)!r}; the policy reads {spec.shape} there")
+        value = value[name]
+    tensor = torch.as_tensor(value if isinstance(value, Tensor) else np.asarray(value))
+    if tensor.dtype != spec.dtype and not torch.can_cast(tensor.dtype, spec.dtype):
+        raise ValueError(f"observation {key!r} has dtype {tensor.dtype}, expected {spec.dtype}")
+    return tensor.to(spec.device or "cpu", spec.dtype)
+
+
+def _batch_size_of(key: NestedKey, spec: TensorSpec, value: Tensor) -> int | None:
+    scalar = spec.shape == (1,)  # the spec of a number has shape (1,) in TorchRL
+    if value.shape == spec.shape or (scalar and not value.ndim):
+        return None
+    if value.ndim and (value.shape[1:] == spec.shape or (scalar and value.ndim == 1)):
+        return len(value)
+    expected = f"expected {list(spec.shape)}, or {['N', *spec.shape]} of N environments".replace("'", "")
+    raise ValueError(f"observation {key!r} has shape {list(value.shape)}, {expected}")

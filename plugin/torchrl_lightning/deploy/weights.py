@@ -1,0 +1,181 @@
+"""Check weights from a file against their networks before the networks take any memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchrl_lightning._core.file_limits import BUILT_LEAST, BUILT_PER_BYTE, OPERATIONS_LEAST, OPERATIONS_PER_WEIGHT
+from torchrl_lightning._core.torchrl_compat import TorchDispatchMode, tree_leaves, tree_map
+
+# State dict prefixes of the acting network: in our agents, and in agents with TorchRL losses.
+_ACTOR = "actor_network."
+_ACTORS = (_ACTOR, "loss.actor_network_params.")
+_TARGETS = "targets"  # attribute with an agent's target networks
+
+
+def check_weights(make: Callable[[], nn.Module], stored: Mapping[str, Any], *, own: bool = False) -> None:
+    """Validate stored weights; raise a ValueError if names or sizes differ from the networks', or if one is not finite.
+
+    Args:
+        make: Builds the networks. They are built without memory, so that a file cannot demand more than its own size.
+        stored: Mapping with the weights as ``state_dict``.
+        own: Whether to build the networks in memory if they cannot be built without it, such as those of user classes.
+
+    Raises:
+        ValueError: The weights do not fit; the message names the first that differs.
+    """
+    weights = _weights_in(stored)
+    networks = _built(make, own, weights)
+    _check_same(weights, networks.state_dict(), "the networks differ")
+    check_finite(networks, weights)
+
+
+def beginning_weights(
+    make: Callable[[], nn.Module], stored: Mapping[str, Any], *, own: bool = False
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the initial weights of networks, and the names of parts that keep their random initial weights.
+
+    For the same learner these are all weights. For another learner they are only the actor's weights, renamed for these
+    networks. This needs an actor on both sides and networks without target networks or a TorchRL loss.
+
+    Args:
+        make: See :func:`check_weights`.
+        stored: Mapping with the weights as ``state_dict``.
+        own: See :func:`check_weights`.
+
+    Raises:
+        ValueError: The weights do not fit; the message names the first that differs.
+    """
+    weights = _weights_in(stored)
+    networks = _built(make, own, weights)
+    here = networks.state_dict()
+    parts = [dict.fromkeys(name.partition(".")[0] for name in names) for names in (weights, here)]
+    root = next((root for root in _ACTORS if any(name.startswith(root) for name in weights)), None)
+    if parts[0].keys() == parts[1].keys() or root is None or not parts[1].keys().isdisjoint((_TARGETS, "loss")):
+        _check_same(weights, here, "the networks differ")
+        check_finite(networks, weights)
+        return dict(weights), []
+    derived = {name for name, _ in networks.named_buffers()}  # of the environment; TorchRL's losses save them
+    actor = {_ACTOR + name.removeprefix(root): each for name, each in weights.items() if name.startswith(root)}
+    actor = {name: each for name, each in actor.items() if name in here or name not in derived}
+    _check_same(actor, {name: each for name, each in here.items() if name.startswith(_ACTOR)}, "the actors differ")
+    check_finite(networks, actor)
+    anew = sorted({name.partition(".")[0] for name, _ in networks.named_parameters() if not name.startswith(_ACTOR)})
+    return actor, anew
+
+
+def _weights_in(stored: Mapping[str, Any]) -> Mapping[str, Any]:
+    weights = stored.get("state_dict")
+    if not isinstance(weights, Mapping):
+        raise ValueError("it holds no weights (no state_dict)")
+    return weights
+
+
+def _built(make: Callable[[], nn.Module], own: bool, weights: Mapping[str, Any]) -> nn.Module:
+    with torch.random.fork_rng(devices=[]), bounded_tensors(weights):
+        reason: Exception
+        try:
+            with torch.device("meta"):
+                return make()
+        except TooManyTensorsError as error:
+            raise ValueError(f"the networks differ: {error}") from error
+        except Exception as error:
+            if isinstance(error.__cause__, TooManyTensorsError):
+                raise ValueError(f"the networks differ: {error.__cause__}") from error
+            reason = error
+        try:
+            if own:  # a user's network may read values while it is built
+                return make()
+        except RuntimeError as error:
+            reason = error
+        raise ValueError(f"its networks cannot be built: {' '.join(str(reason).split())[:300]}") from reason
+
+
+class TooManyTensorsError(ValueError):
+    """Modules make more or larger tensors than their stored weights explain."""
+
+
+class bounded_tensors(TorchDispatchMode):  # used as a context, like torch.no_grad
+    """Raise :class:`TooManyTensorsError` before modules make tensors that stored weights do not explain.
+
+    Initialisation makes a few temporary tensors for each weight, and target networks are further copies.
+
+    Args:
+        weights: The stored weights.
+    """
+
+    def __init__(self, weights: Any) -> None:
+        super().__init__()
+        # A file may have any value instead of weights; the later comparison rejects it.
+        values = weights.values() if isinstance(weights, Mapping) else ()
+        tensors = [each for each in values if isinstance(each, Tensor)]
+        self.stored = sum(each.nbytes for each in tensors)
+        self.bytes_left = BUILT_PER_BYTE * self.stored + BUILT_LEAST
+        self.others_left = 4 * self.bytes_left
+        self.operations_left = OPERATIONS_PER_WEIGHT * len(tensors) + OPERATIONS_LEAST
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Count an operation, and the bytes of its new tensors by a run on the meta device."""
+        kwargs = kwargs or {}
+        self.operations_left -= 1
+        if self.operations_left < 0:
+            raise TooManyTensorsError("the config builds many more parts than the checkpoint has weights")
+        schema = func._schema
+        if schema.is_mutable or any(each.alias_info is not None for each in schema.returns):
+            return func(*args, **kwargs)  # allocates nothing
+        is_factory = any(each.name == "device" for each in schema.arguments)
+        shapes = _on_meta(func, args, {**kwargs, "device": torch.device("meta")} if is_factory else kwargs)
+        largest = max(shapes, key=lambda each: each.nbytes, default=None)
+        if largest is None:
+            return func(*args, **kwargs)
+        size = sum(each.nbytes for each in shapes)
+        if is_factory:
+            self.bytes_left -= size
+        else:
+            self.others_left -= size
+        if min(self.bytes_left, self.others_left) < 0:
+            raise TooManyTensorsError(
+                f"the config builds tensors such as {list(largest.shape)}, many times the {self.stored} bytes of the "
+                "stored weights"
+            )
+        return func(*args, **kwargs)
+
+
+def _on_meta(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """Return the results of an operation on the meta device; an empty list if it depends on values."""
+
+    def without_memory(value: Any) -> Any:
+        return value.to("meta") if isinstance(value, Tensor) else value
+
+    arguments = {key: value for key, value in tree_map(without_memory, kwargs).items() if key != "pin_memory"}
+    try:
+        results = func(*tree_map(without_memory, args), **arguments)
+    except (RuntimeError, NotImplementedError, TypeError):
+        return []
+    return [each for each in tree_leaves(results) if isinstance(each, Tensor)]
+
+
+def _check_same(weights: Mapping[str, Any], networks: Mapping[str, Any], what: str) -> None:
+    there, here = (
+        {name: list(getattr(each, "shape", [])) for name, each in state.items()} for state in (weights, networks)
+    )
+    differ = [
+        f"{name} is {there.get(name, 'absent')} in the checkpoint and {here.get(name, 'absent')} in this run"
+        for name in dict.fromkeys((*there, *here))
+        if there.get(name) != here.get(name)
+    ]
+    if differ:
+        more = f" (and {len(differ) - 1} more weights)" if len(differ) > 1 else ""
+        raise ValueError(f"{what}: {differ[0]}{more}.")
+
+
+def check_finite(networks: nn.Module, weights: Mapping[str, Any]) -> None:
+    """Raise a ValueError that names the first learnt parameter with infinite or NaN weights."""
+    for name, _ in networks.named_parameters():
+        weight = weights.get(name)
+        if isinstance(weight, Tensor) and not torch.isfinite(weight).all():
+            raise ValueError(f"the weights {name} are not finite: the run diverged, or the file was changed")

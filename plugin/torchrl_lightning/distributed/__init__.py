@@ -1,7 +1,0 @@
-"""Collectors and replay services on several machines, with Ray (``pip install 'torchrl-lightning[ray]'``)."""
-
-from __future__ import annotations
-
-from torchrl_lightning._lazy import lazy_exports
-
-__getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

@@ -1,0 +1,471 @@
+"""PyTorchRL's replay buffer for dynamics models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import torch
+from gymnasium import spaces
+from gymnasium.vector import VectorEnv
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+from torchrl.data import Composite, TensorSpec, Unbounded
+from torchrl.envs import EnvBase
+from torchrl.envs.transforms import Transform
+
+from torchrl_lightning._core.keys import BOOKKEEPING, NEXT, REPEATED
+from torchrl_lightning._core.protocols import EnvsApi
+from torchrl_lightning._core.tree import check_tensordict, entry_of, keyed_leaves, next_key, path_of
+from torchrl_lightning._core.validators import Check, boolean, integer
+from torchrl_lightning.dynamics.targets import IS_RESET, DynamicsTargets
+from torchrl_lightning.environments import environment_specs
+from torchrl_lightning.environments.specs import space_to_spec
+from torchrl_lightning.replay import ExperienceBuffer, RingStorage, RingWriter
+from torchrl_lightning.rollout.pytorchrl_api import DocumentedVerbs
+from torchrl_lightning.rollout.pytorchrl_names import to_documented
+
+
+def _anything(value: Any, name: str) -> Any:
+    return value
+
+
+class MBReplayBuffer(ExperienceBuffer, DocumentedVerbs):
+    """Replay buffer of PyTorchRL's model-based algorithms: stores transitions and yields model inputs and targets.
+
+    One row holds one step of all environments; a batch flattens time and environments into one dimension.
+    ``generate_batches`` applies :class:`DynamicsTargets` to all rows and standardises them with their own statistics.
+    TorchRL's methods also work: ``sample`` draws plain transitions.
+
+    Args:
+        size: capacity along time.
+        device: device of the stored rows and the batches.
+        actor: its ``dynamics_model.reward_function``, if present, is the analytic reward; its ``action_space``
+            describes the actions.
+        algorithm: any object; stored as an attribute.
+        envs: environments with ``num_envs``; Gymnasium's or TorchRL's vector environments also define the action spec.
+        reward_function: an analytic reward (see :class:`DynamicsTargets`); None uses the reward function of the actor's
+            model. Without a reward function, the reward is a target.
+        action_spec: spec of an action, required for discrete actions; None uses the spec of ``envs`` or ``actor``.
+        autoreset: True if the next observation of an episode's last step is the first one of the next episode, as in
+            PyTorchRL's environments. The buffer stores these steps, marks them by ``("next", "is_init")``, and leaves
+            them out of batches. Data of our collectors do not need this.
+        num_envs: number of environments; None uses the number of ``envs`` or of the first write.
+        generator: random generator; None seeds one from torch's global generator.
+        batch_size: rows per ``sample()``.
+        transform: a TorchRL transform, as in :class:`ExperienceBuffer`.
+
+    Raises:
+        ValueError: a number is not a positive integer.
+
+    Source:
+        https://github.com/PyTorchRL/pytorchrl
+
+    Examples:
+        >>> buffer = MBReplayBuffer(4)
+        >>> step = {"Observation": torch.ones(2, 3), "Action": torch.zeros(2, 1), "NextObservation": torch.ones(2, 3)}
+        >>> for _ in range(5):
+        ...     buffer.insert_transition({**step, "Reward": torch.ones(2, 1), "Done": torch.zeros(2, 1)})
+        >>> buffer.size, buffer.max_size, buffer.num_envs
+        (4, 4, 2)
+        >>> [tuple(batch["inputs"].shape) for batch in buffer.generate_batches(mini_batch_size=3)]
+        [(3, 4), (3, 4), (2, 4)]
+    """
+
+    CONFIG_NAME: ClassVar[str | None] = "model_based"
+    HANDED_OVER: ClassVar[tuple[str, ...]] = ("actor", "algorithm", "batch_size", "envs", "generator", "num_envs")
+
+    storage: RingStorage
+    writer: RingWriter
+    storage_tensors: ClassVar[tuple[str, ...]] = (
+        "Observation",
+        "RecurrentHiddenStates",
+        "Done",
+        "Action",
+        "Reward",
+        "NextObservation",
+        "NextRecurrentHiddenStates",
+        "NextDone",
+    )
+    _parameters: ClassVar[Mapping[str, Check]] = {
+        "max_size": integer,
+        **dict.fromkeys(("actor", "algorithm", "envs", "reward_function", "action_spec"), _anything),
+        "autoreset": boolean,
+    }
+
+    def __init__(
+        self,
+        size: int = 100_000,
+        device: torch.device | str = "cpu",
+        actor: Any = None,
+        algorithm: Any = None,
+        envs: Any = None,
+        *,
+        reward_function: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
+        action_spec: TensorSpec | None = None,
+        autoreset: bool = False,
+        num_envs: int | None = None,
+        generator: torch.Generator | None = None,
+        batch_size: int | None = None,
+        transform: Transform | None = None,
+    ) -> None:
+        size = integer(size, "size")
+        num_envs = EnvsApi.of(envs).num_envs if num_envs is None else num_envs
+        self._num_envs = None if num_envs is None else integer(num_envs, "num_envs")
+        self.autoreset = boolean(autoreset, "autoreset")
+        self.actor, self.algorithm, self.envs = actor, algorithm, envs
+        self.reward_function, self.action_spec = reward_function, action_spec
+        self._max_size = size
+        super().__init__(
+            storage=RingStorage(size * (self._num_envs or 1), device=device),
+            writer=RingWriter(self._num_envs or 1),
+            generator=generator,
+            batch_size=batch_size,
+            transform=transform,
+        )
+
+    @property
+    def max_size(self) -> int:
+        """Capacity along time; setting it keeps the newest rows."""
+        return self._max_size
+
+    @max_size.setter
+    def max_size(self, size: int) -> None:
+        self._lay(integer(size, "max_size"), self._num_envs)
+
+    @property
+    def size(self) -> int:
+        """Number of stored rows along time, in the fullest environment."""
+        return int(self.writer.filled.max())
+
+    @property
+    def step(self) -> int:
+        """Row index of the next write."""
+        return int(self.writer.positions.max()) % self.max_size
+
+    @property
+    def num_envs(self) -> int | None:
+        """Number of environments; None before the first write."""
+        return self._num_envs
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the stored rows."""
+        return torch.device(self.storage.device)
+
+    # ---- writing ----------------------------------------------------------------------------------------------------
+
+    def extend(
+        self,
+        data: TensorDictBase,
+        env_ids: Tensor | None = None,
+        *,
+        time_dim: int | None = None,
+        update_priority: bool | None = None,
+    ) -> Tensor:
+        """Write steps; see :meth:`ExperienceBuffer.extend`. If the first write is ``[n]``, ``num_envs`` becomes 1.
+
+        Raises:
+            KeyError: the next observation is missing, or ``("next", "done")`` is missing with ``autoreset``.
+        """
+        check_tensordict(data)
+        data = self._marked(data)
+        num_envs = _width(data, time_dim) if env_ids is None else None
+        with self._laid(None if 0 in data.shape else num_envs):
+            return super().extend(data, env_ids, time_dim=time_dim, update_priority=update_priority)
+
+    def _marked(self, data: TensorDictBase) -> TensorDictBase:
+        """Mark the steps before a reset; raise KeyError for data without next observations."""
+        if self.storage.cells is None and not _observations(data):
+            raise KeyError(
+                "A transition has no next observation: no entry is there both alone and under 'next'; it has "
+                f"{sorted(map(str, data.keys(True, True)))}. Write NextObservation, the last one of its episode where "
+                "that ends."
+            )
+        if not self.autoreset:
+            return data
+        done = entry_of(data, ("next", "done"))
+        if done is None:
+            raise KeyError("autoreset=True needs the entry ('next', 'done') to tell where an episode ended.")
+        return data.copy().set(IS_RESET, done.clone())
+
+    def _write_step(self, step: TensorDictBase) -> None:
+        with self._laid(len(step)):
+            self.extend(step)
+
+    def _write_slice(self, data: TensorDictBase, time_dim: int | None, copy: bool) -> None:
+        self.extend(data, time_dim=time_dim)
+
+    def insert_data_slice(
+        self, new_data: TensorDictBase | Mapping[str, Any], time_dim: int | None = None, *, copy: bool = True
+    ) -> None:
+        """Append transitions; keep the newest if they exceed the capacity.
+
+        Args:
+            new_data: ``[N, T]`` with a dimension named ``"time"``, any order with ``time_dim``, or ``[T]`` of one
+                environment; or a dict with the documented names, time-major ``[T, N, ...]``.
+            time_dim: index of the time dimension.
+            copy: ignored; rows are always copied.
+        """
+        super().insert_data_slice(new_data, time_dim, copy=copy)
+
+    def insert_single_tensor_slice(
+        self, tensor_storage: MutableMapping[str, Tensor], tensor_key: str, tensor_values: Tensor
+    ) -> int:
+        """Write values of one entry into the rows that ``insert_data_slice`` would use; do not advance the cursor.
+
+        Args:
+            tensor_storage: entries ``[max_size, ...]``; a missing entry is added and filled with zeros.
+            tensor_key: name of the entry.
+            tensor_values: ``[T, ...]``; the newest are kept if they exceed the capacity.
+
+        Returns:
+            Number of given values, ``T``.
+
+        Raises:
+            ValueError: shape or dtype of a row differ from the stored entry.
+
+        Examples:
+            >>> columns = {}
+            >>> MBReplayBuffer(3).insert_single_tensor_slice(columns, "Reward", torch.arange(5))
+            5
+            >>> columns["Reward"].tolist()
+            [3, 4, 2]
+        """
+        values = torch.as_tensor(tensor_values)
+        known = tensor_storage.get(tensor_key)
+        expected = torch.Size([self.max_size, *values.shape[1:]])
+        column = values.new_zeros(expected) if known is None else known
+        if column.shape != expected or column.dtype != values.dtype:
+            raise ValueError(
+                f"Entry {tensor_key!r} is {list(column.shape)} {column.dtype}, rows of {list(values.shape[1:])} "
+                f"{values.dtype} do not fit into {self.max_size} of it."
+            )
+        length = len(values)
+        kept = min(length, self.max_size)
+        rows = (self.step + torch.arange(length - kept, length)) % self.max_size
+        column[rows.to(column.device)] = values[length - kept :].to(column.device)
+        tensor_storage[tensor_key] = column
+        return length
+
+    def _reserve(self, step: TensorDictBase) -> None:
+        if self.size:
+            raise ValueError(f"{self.size} steps are stored; call reset() before init_tensors.")
+        with self._laid(len(step)):
+            self.storage.allocate(self._marked(step))
+
+    @contextmanager
+    def _laid(self, num_envs: int | None) -> Iterator[None]:
+        """Build rings for ``num_envs`` environments if their number is not known yet; undo it if the block fails."""
+        first = self._num_envs is None and num_envs is not None
+        if first:
+            self._lay(self.max_size, num_envs)
+        try:
+            yield
+        except BaseException:
+            if first:
+                self._lay(self.max_size, None)
+            raise
+
+    def _lay(self, size: int, num_envs: int | None) -> None:
+        """Replace the rings by rings of ``size`` steps for ``num_envs`` environments; move the newest rows there."""
+        storage = RingStorage(size * (num_envs or 1), device=self.storage.device)
+        old = self.writer
+        writer = RingWriter(num_envs or 1, done_reduce=old.done_reduce, check_successors=False)
+        writer.register_storage(storage)
+        if num_envs == self.writer.num_envs:
+            writer.rings.go_on_from(self.writer.rings)
+        if self.storage.data is not None and num_envs is not None:
+            storage.allocate(self.storage.data[:1])
+        for env in range(self.writer.num_envs if self.size else 0):
+            ring = torch.tensor([env])
+            for cells in self._episodes_of(env):
+                writer.cut(ring)
+                writer.extend(self.storage.get(cells), ring)
+            if old.index is not None and not old.index.is_running(ring.numpy()).all():
+                writer.cut(ring)
+        writer.check_successors = old.check_successors
+        writer.write_count = old.write_count  # moved rows do not count as writes
+        with self.locked():
+            self.set_storage(storage)
+            self.set_writer(writer)
+            self.set_rng(self.generator)
+            self.clear_sampler()
+        self._max_size, self._num_envs = size, num_envs
+
+    # ---- reading ----------------------------------------------------------------------------------------------------
+
+    def _cells_of(self, env: int) -> Tensor:
+        """Return the filled cells of an environment, oldest first."""
+        steps = torch.arange(int(self.writer.oldest[env]), int(self.writer.positions[env]))
+        return self.writer.cell(torch.tensor(env), steps)
+
+    def _episodes_of(self, env: int) -> list[Tensor]:
+        """Return the filled cells of each episode of an environment, oldest first; one group without an index."""
+        cells, index = self._cells_of(env), self.writer.index
+        if index is None or not len(cells):
+            return [cells] if len(cells) else []
+        position = self.writer.rings.position_of(cells)
+        first = index.begin(torch.full_like(position, env), position)
+        return list(cells.split(first.unique_consecutive(return_counts=True)[1].tolist()))
+
+    def get_data_slice(self, start_pos: int, end_pos: int, documented_names: bool = False) -> Any:
+        """Return a copy of the rows ``[start_pos, end_pos)``, oldest first, ``[T, N]`` named ``("time", None)``.
+
+        Args:
+            start_pos: first row; 0 is the oldest stored one.
+            end_pos: end of the range (exclusive), at most ``size``.
+            documented_names: return a dict with the documented names instead.
+
+        Raises:
+            IndexError: a row is not stored.
+            RuntimeError: environments hold different numbers of rows.
+        """
+        if not 0 <= start_pos <= end_pos <= self.size or start_pos == self.size:
+            raise IndexError(f"Rows [{start_pos}, {end_pos}) are not stored; there are [0, {self.size}).")
+        if not self.writer.is_even:
+            raise RuntimeError(f"The environments hold {self.writer.filled.tolist()} rows; read them by buffer.sample.")
+        writer = self.writer
+        steps = int(writer.oldest[0]) + torch.arange(start_pos, end_pos)
+        data = self.storage.get(writer.cell(torch.arange(writer.num_envs), steps[:, None]).flatten())
+        data = data.reshape(len(steps), writer.num_envs)
+        data.names = ["time", None]
+        return to_documented(data, self._documented_keys) if documented_names else data
+
+    def _all_data(self) -> TensorDictBase:
+        if not self.size:
+            raise RuntimeError("Nothing is stored: insert transitions first.")
+        data: TensorDictBase = self.get_data_slice(0, self.size)
+        return data
+
+    @property
+    def targets(self) -> DynamicsTargets:
+        """Build a new transform that computes inputs and targets of the stored rows.
+
+        Raises:
+            RuntimeError: the buffer is empty.
+            ValueError: actions are integers, and their spec is unknown.
+        """
+        data = self.storage.data
+        if data is None:
+            raise RuntimeError("Nothing is stored: insert transitions first.")
+        leaves = _observations(data).items()
+        observed = Composite({key: Unbounded(leaf.shape[1:], dtype=leaf.dtype) for key, leaf in leaves})
+        model = getattr(self.actor, "dynamics_model", None)
+        reward = self.reward_function or getattr(model, "reward_function", None)
+        return DynamicsTargets(observed, self._action_spec(data.get("action")), reward=reward)
+
+    def _action_spec(self, action: Tensor) -> TensorSpec:
+        if self.action_spec is not None:
+            return self.action_spec
+        if isinstance(self.envs, VectorEnv | EnvBase):
+            return environment_specs(self.envs).action
+        space = getattr(self.actor, "action_space", None)
+        if isinstance(space, spaces.Space):
+            return space_to_spec(space, "action")
+        if not action.is_floating_point():
+            raise ValueError(
+                f"Actions are {action.dtype}, so that one-hot columns need to know how many there are; give "
+                "action_spec=, or envs= or an actor with an action_space."
+            )
+        return Unbounded(action.shape[1:])
+
+    def generate_batches(  # type: ignore[override]  # the documented order of arguments is the same
+        self,
+        num_mini_batch: int | None = None,
+        mini_batch_size: int = 256,
+        num_epochs: int = 1,
+        shuffle: bool = True,
+        documented_names: bool = False,
+    ) -> Iterator[Any]:
+        """Iterate over inputs and targets of all usable rows, standardised with their own statistics.
+
+        Args:
+            num_mini_batch: ignored, as documented; ``mini_batch_size`` determines the number of batches.
+            mini_batch_size: rows per batch; the last batch of an epoch may be smaller, but is never empty.
+            num_epochs: passes over the rows.
+            shuffle: draw a new order for each epoch; otherwise, oldest first.
+            documented_names: yield dicts of ``train_input``, ``train_label`` and ``batch_number`` instead.
+
+        Returns:
+            An iterator over TensorDicts ``[B]`` with ``inputs`` and ``targets``.
+
+        Raises:
+            RuntimeError: the buffer is empty.
+            ValueError: no stored row is usable, or a number is NaN or infinite; the message names its column.
+        """
+        size = integer(mini_batch_size, "mini_batch_size")
+        integer(num_epochs, "num_epochs")
+        targets = self.targets
+        cells = torch.cat([self._cells_of(env) for env in range(self.writer.num_envs)])
+        cells = cells[self.writer.rings.position_of(cells).argsort(stable=True)]
+        if not len(cells):
+            raise RuntimeError("Nothing is stored: insert transitions first.")
+        data = self.storage.get(cells)
+        data = data[targets.usable(data)]
+        if not len(data):
+            raise ValueError(f"None of the {len(cells)} stored rows can be learned from: collect more first.")
+        data = targets.fit(data)(data)
+
+        def batches() -> Iterator[Any]:
+            for _ in range(num_epochs):
+                rng = self.generator
+                order = torch.randperm(len(data), generator=rng, device=rng.device) if shuffle else None
+                for number, begin in enumerate(range(0, len(data), size)):
+                    part = slice(begin, begin + size)
+                    rows = torch.arange(len(data))[part] if order is None else order[part]
+                    rows = rows.to(self.device)
+                    values = {name: data[name].index_select(0, rows) for name in ("inputs", "targets")}
+                    if documented_names:
+                        inputs, labels = values.values()
+                        yield {"train_input": inputs, "train_label": labels, "batch_number": number}
+                    else:
+                        yield TensorDict(values, [len(rows)])
+
+        return batches()
+
+    # ---- state ------------------------------------------------------------------------------------------------------
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore a state exactly; see :meth:`ExperienceBuffer.load_state_dict`.
+
+        The state of a buffer without any write fits any number of environments.
+        """
+        state_dict = self._widened(state_dict)
+        held = state_dict.get("writer")
+        num_envs = held.get("num_envs") if isinstance(held, Mapping) else None
+        with self._laid(num_envs if type(num_envs) is int and num_envs > 0 else None):
+            super().load_state_dict(state_dict)
+
+    def _widened(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the state, adapted to this buffer's ``num_envs`` if it comes from a buffer without any write."""
+        storage, writer, empty = state.get("storage"), state.get("writer"), torch.zeros(1, dtype=torch.int64)
+        if self._num_envs is None or not isinstance(storage, Mapping) or not isinstance(writer, Mapping):
+            return state
+        unlaid = {"max_size": self.max_size, "count": 0, "data": None}
+        counts = [writer.get(name) for name in ("positions", "oldest")]
+        if {name: storage.get(name) for name in unlaid} != unlaid or writer.get("num_envs") != 1:
+            return state
+        if not all(isinstance(each, Tensor) and each.equal(empty) for each in counts):
+            return state
+        rings = {"num_envs": self._num_envs, **dict.fromkeys(("positions", "oldest"), empty.repeat(self._num_envs))}
+        cells = {"max_size": self.max_size * self._num_envs}
+        return {**state, "storage": {**storage, **cells}, "writer": {**writer, **rings}}
+
+
+def _observations(data: TensorDictBase) -> dict[Any, Tensor]:
+    """Return the leaves that exist at the root and under ``"next"``, except flags and recurrent states."""
+    return {
+        key: leaf
+        for key, leaf in keyed_leaves(data)
+        if path_of(key)[0] not in (NEXT, *BOOKKEEPING, *REPEATED) and entry_of(data, next_key(key)) is not None
+    }
+
+
+def _width(data: TensorDictBase, time_dim: int | None) -> int:
+    """Return the number of environments in the data."""
+    if data.ndim < 2:
+        return 1
+    axis = data.names.index("time") if time_dim is None and "time" in data.names else time_dim
+    return int(data.shape[0 if axis in (1, -1) else 1])

@@ -1,0 +1,179 @@
+"""Vector environment in mode ``SAME_STEP`` for EnvPool, which steps all copies together in C++."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector.utils import batch_space
+
+from torchrl_lightning._core.suggestions import did_you_mean
+from torchrl_lightning.environments.copies import copied
+from torchrl_lightning.environments.env_errors import blaming
+from torchrl_lightning.environments.recipe import EnvironmentRecipe
+from torchrl_lightning.environments.replay_source import Array
+
+_TAKEN = ("id", "env_kwargs", "time_limit", "vectorization", "demonstrations_of")
+_OURS = {"seed": "seeds come from the run", "num_envs": "num_envs= says it", "env_type": "it is Gymnasium's"}
+
+
+class EnvPoolVectorEnv(VectorEnv[Any, Any, Any]):
+    """Copies of an EnvPool environment in mode ``SAME_STEP``; a reset may apply to some of them.
+
+    EnvPool accepts seeds only when it makes the copies. The first full reset makes them, and each full reset with
+    seeds makes them again. An episode that terminates exactly at its time limit is only marked as truncated, because
+    EnvPool does not report more.
+
+    Args:
+        task: EnvPool's id.
+        num_envs: number of copies.
+        kwargs: arguments for EnvPool; ``num_threads`` defaults to 1.
+
+    Raises:
+        ImportError: EnvPool is not installed.
+        ValueError: EnvPool does not know the id or an argument, or the environment has several players.
+    """
+
+    metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}
+
+    def __init__(self, task: str, num_envs: int, kwargs: Mapping[str, Any]) -> None:
+        self.task, self.num_envs = task, num_envs
+        self._kwargs = {"num_threads": 1, **kwargs, "num_envs": num_envs}
+        spec = _spec(task, self._kwargs)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # warnings about rounded bounds
+            self.single_observation_space, self.single_action_space = spec.observation_space, spec.action_space
+        self.observation_space = batch_space(self.single_observation_space, num_envs)
+        self.action_space = batch_space(self.single_action_space, num_envs)
+        self._pool: Any = None
+        self._shown: Any = None
+
+    def reset(
+        self, *, seed: int | Sequence[int] | None = None, options: Mapping[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        """Begin an episode in all copies, or without a seed in the copies of ``options["reset_mask"]``."""
+        mask = None if options is None else options.get("reset_mask")
+        if mask is not None and self._pool is not None:
+            if seed is not None:
+                raise ValueError(
+                    f"EnvPool seeds all copies together, but a reset of some has seed={seed}; leave it out."
+                )
+            self._shown = self._restarted(self._shown, np.flatnonzero(mask))
+            return self._shown, {}
+        if self._pool is None or seed is not None:
+            self._make(seed)
+        with warnings.catch_warnings(), blaming("reset"):
+            warnings.simplefilter("ignore")  # a first reset also warns about rounded bounds
+            self._shown = self._pool.reset()[0]
+        return self._shown, {}
+
+    def step(self, actions: Array) -> tuple[Any, Array, Array, Array, dict[str, Any]]:
+        """Step every copy and reset ended ones; ``final_obs`` holds the observations before the reset."""
+        with blaming("step"):
+            observation, rewards, terminated, truncated, _ = self._pool.step(actions)
+        info = {}
+        ended = np.flatnonzero(terminated | truncated)
+        if len(ended):
+            # The reset may overwrite the memory of these arrays.
+            rewards, terminated, truncated = rewards.copy(), terminated.copy(), truncated.copy()
+            info["final_obs"] = copied(observation)
+            observation = self._restarted(observation, ended)
+        self._shown = observation
+        return observation, rewards, terminated, truncated, info
+
+    def close_extras(self, **kwargs: Any) -> None:
+        """Close the copies."""
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.close()
+
+    def _make(self, seed: int | Sequence[int] | None) -> None:
+        import envpool
+
+        self.close_extras()
+        if isinstance(seed, int):
+            seed = [seed + index for index in range(self.num_envs)]  # as Gymnasium's vector environments do
+        seeds = np.random.SeedSequence().generate_state(self.num_envs) >> 1 if seed is None else seed
+        with warnings.catch_warnings(), blaming("make"):
+            warnings.simplefilter("ignore")
+            self._pool = envpool.make(
+                self.task, env_type="gymnasium", seed=[int(each) for each in seeds], **self._kwargs
+            )
+
+    def _restarted(self, observation: Any, ended: Array) -> Any:
+        observation = copied(observation)
+        with blaming("reset"):
+            fresh = self._pool.reset(ended.astype(np.int32))[0]
+        _set_rows(observation, ended, fresh)
+        return observation
+
+
+def envpool_task(env: object, env_kwargs: Mapping[str, Any], wrappers: Sequence[Any]) -> tuple[str, dict[str, Any]]:
+    """Return EnvPool's id and arguments; raise ValueError for settings that EnvPool does not support.
+
+    Examples:
+        >>> envpool_task(EnvironmentRecipe("CartPole-v1", time_limit=9), {}, ())
+        ('CartPole-v1', {'max_episode_steps': 9})
+    """
+    given = ["wrappers"] if wrappers else []
+    kwargs = dict(env_kwargs)
+    if isinstance(env, EnvironmentRecipe):
+        given += [name for name in env.settings() if name not in _TAKEN]
+        kwargs = {**env.env_kwargs, **kwargs}
+        if env.time_limit is not None:
+            kwargs["max_episode_steps"] = env.time_limit
+        env = env.id
+    if not isinstance(env, str):
+        raise ValueError(f"vectorization='envpool' takes an id of EnvPool's, got {env!r}; take vectorization='sync'.")
+    if given:
+        raise ValueError(
+            f"vectorization='envpool' steps {env!r} in C++, around which nothing can be laid, but "
+            f"{', '.join(given)} {'is' if len(given) == 1 else 'are'} given; leave that out, or take "
+            "vectorization='sync'."
+        )
+    for name, why in _OURS.items():
+        if name in kwargs:
+            raise ValueError(
+                f"env_kwargs has {name}={kwargs[name]!r}, which EnvPool is given here: {why}. Leave it out."
+            )
+    return env, kwargs
+
+
+def check_envpool(env: object, env_kwargs: Mapping[str, Any] | None = None, wrappers: Sequence[Any] = ()) -> None:
+    """Validate arguments for EnvPool without making the environment; raise the errors of :class:`EnvPoolVectorEnv`."""
+    task, kwargs = envpool_task(env, env_kwargs or {}, wrappers)
+    _spec(task, kwargs)
+
+
+def _spec(task: str, kwargs: Mapping[str, Any]) -> Any:
+    try:
+        import envpool
+    except ImportError as error:
+        raise ImportError(
+            f"vectorization='envpool' needs what is not installed: {error}. Here the extra 'envpool' brings it: "
+            "torchrl-lightning[envpool]."
+        ) from error
+    known = envpool.list_all_envs()
+    if task not in known:
+        raise ValueError(
+            f"EnvPool does not know the environment {task!r}{did_you_mean(task, known)} envpool.list_all_envs() "
+            "lists all, and vectorization='sync' takes Gymnasium's."
+        )
+    try:
+        spec = envpool.make_spec(task, **kwargs)
+    except TypeError as error:
+        raise ValueError(f"EnvPool's {task!r} does not take env_kwargs={dict(kwargs)}: {error}.") from error
+    if spec.config.max_num_players != 1:
+        raise ValueError(f"EnvPool's {task!r} has several players, but one acts here; take another environment.")
+    return spec
+
+
+def _set_rows(observation: Any, rows: Array, fresh: Any) -> None:
+    if isinstance(observation, Mapping):
+        for name, value in observation.items():
+            _set_rows(value, rows, fresh[name])
+    else:
+        observation[rows] = fresh

@@ -1,0 +1,59 @@
+"""Track the rows that are resets instead of steps, in vector environments of mode ``NEXT_STEP``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
+
+from torchrl_lightning.environments.replay_source import Array
+
+
+class KnownResets(VectorWrapper[Any, Any, Any, Any, Array]):
+    """A vector environment in mode ``NEXT_STEP`` that stores which copies its last step has reset.
+
+    A reset ignores the action and returns reward 0. A rollout must keep this row; a replay buffer can leave it out.
+
+    Attributes:
+        resets: Which copies the last step has reset, ``[N]`` bool.
+
+    Examples:
+        >>> import gymnasium
+        >>> env = KnownResets(gymnasium.make_vec("CartPole-v1", 2, vectorization_mode="vector_entry_point"))
+        >>> _ = env.reset(seed=0)
+        >>> while not env.resets.any():
+        ...     _, reward, *_ = env.step(np.array([1, 1]))
+        >>> env.resets.tolist(), reward.tolist()
+        ([True, True], [0.0, 0.0])
+    """
+
+    def __init__(self, env: VectorEnv[Any, Any, Array]) -> None:
+        super().__init__(env)
+        self.resets: Array = np.zeros(env.num_envs, dtype=bool)
+        self._ended = self.resets
+
+    def reset(self, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+        """Begin an episode in every copy."""
+        self.resets = self._ended = np.zeros(self.num_envs, dtype=bool)
+        return super().reset(**kwargs)
+
+    def step(self, actions: Any) -> tuple[Any, Array, Array, Array, dict[str, Any]]:
+        """Step or reset every copy."""
+        returned = super().step(actions)
+        self.resets, self._ended = self._ended, returned[2] | returned[3]
+        return returned
+
+
+def tells_resets(env: Any) -> bool:
+    """Return whether an environment has the attribute ``resets`` of :class:`KnownResets`."""
+    return hasattr(env, "resets")
+
+
+def with_known_resets(env: Any) -> Any:
+    """Wrap a vector environment of mode ``NEXT_STEP`` in :class:`KnownResets`; return anything else unchanged."""
+    is_such = isinstance(env, VectorEnv) and env.metadata.get("autoreset_mode") in (
+        AutoresetMode.NEXT_STEP,
+        AutoresetMode.NEXT_STEP.value,
+    )
+    return KnownResets(env) if is_such else env

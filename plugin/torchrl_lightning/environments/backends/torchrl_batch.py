@@ -1,0 +1,192 @@
+"""Step batched TorchRL environments like Gymnasium's vector environments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector.utils import batch_space
+from tensordict import TensorDictBase
+from torch import Tensor
+from torchrl.data import Bounded, Categorical, Composite, MultiCategorical, TensorSpec, Unbounded
+from torchrl.envs import Compose, EnvBase, TransformedEnv
+from torchrl.envs.batched_envs import BatchedEnvBase
+
+from torchrl_lightning._core.keys import FLAGS, REWARD
+from torchrl_lightning._core.torchrl_compat import entries_of, new_tensordict
+from torchrl_lightning._core.tree import Path
+from torchrl_lightning.environments.copies import copied
+from torchrl_lightning.environments.env_errors import blaming
+from torchrl_lightning.environments.policy_calls import rows_as
+from torchrl_lightning.environments.replay_source import Array
+from torchrl_lightning.environments.specs import environment_specs, observation_leaves, torchrl_specs
+from torchrl_lightning.environments.workers.threads import close_environment
+
+
+class BatchVectorEnv(VectorEnv[Any, Any, Any]):
+    """A batched TorchRL environment on the CPU, in mode ``SAME_STEP``; a reset may apply to some of its copies.
+
+    It calls the environment's ``_step`` and ``_reset`` directly: TorchRL's code around them takes longer than a small
+    environment itself. All copies share one seed.
+
+    Args:
+        env: the environment, with one batch dimension.
+
+    Raises:
+        TypeError: no Gymnasium space exists for a spec.
+    """
+
+    metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}
+
+    def __init__(self, env: EnvBase) -> None:
+        specs = torchrl_specs(env)
+        self.env, self.num_envs = env, env.batch_size.numel()
+        entries = {str(key): _space(spec) for key, spec in specs.observation.items()}
+        self._is_one = list(entries) == ["observation"]
+        self.single_observation_space = entries["observation"] if self._is_one else spaces.Dict(entries)
+        self.single_action_space = _space(env.action_spec_unbatched)
+        self.observation_space = batch_space(self.single_observation_space, self.num_envs)
+        self.action_space = batch_space(self.single_action_space, self.num_envs)
+        self._shapes = [
+            (path or ("observation",), (self.num_envs, *(space.shape or ())))
+            for path, _, space in observation_leaves(self.single_observation_space)
+        ]
+        self._state: dict[str, Any] = {}  # inputs of the next step
+        self._kept = {*env.observation_spec.keys(), *FLAGS}  # outputs that become inputs of the next step
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        """Begin an episode in all copies, or in the copies of ``options["reset_mask"]``."""
+        mask = None if options is None else options.get("reset_mask")
+        with torch.no_grad(), blaming("reset"):
+            if seed is not None:
+                self.env.set_seed(int(np.atleast_1d(seed)[0]))
+            if mask is None:
+                self._state = _cloned(entries_of(self.env.reset()))
+            else:
+                self._restart(torch.from_numpy(np.array(mask, dtype=bool))[:, None])
+        return self._shown(), {}
+
+    def step(self, actions: Array) -> tuple[Any, Array, Array, Array, dict[str, Any]]:
+        """Step every copy and reset ended ones; ``final_obs`` holds the observations before the reset."""
+        action = torch.from_numpy(actions).clone()  # the environment may change and keep it
+        with torch.no_grad(), blaming("step"):
+            given = new_tensordict({**self._state, "action": action}, self.env.batch_size)
+            returned = entries_of(self.env._step(given))
+        reward = returned[REWARD[-1]]
+        terminated, done = returned["terminated"], returned["done"]
+        truncated = returned.get("truncated")
+        truncated = done & ~terminated if truncated is None else truncated
+        self._state = {**self._state, **{name: value for name, value in returned.items() if name in self._kept}}
+        info = {}
+        if done.any():
+            # The reset may overwrite the memory of these tensors.
+            info["final_obs"] = copied(self._shown())
+            reward, terminated, truncated, done = reward.clone(), terminated.clone(), truncated.clone(), done.clone()
+            with torch.no_grad(), blaming("reset"):
+                self._restart(done.reshape(-1, 1))
+        flags = (each.reshape(-1).numpy() for each in (terminated, truncated))
+        return self._shown(), reward.reshape(-1).numpy(), *flags, info
+
+    def close_extras(self, **kwargs: Any) -> None:
+        """Close the environment."""
+        close_environment(self.env)
+
+    def _restart(self, which: Tensor) -> None:
+        """Reset the copies in ``which``, ``[N, 1]``, and keep the state of the others."""
+        given = new_tensordict({**self._state, "_reset": which.clone()}, self.env.batch_size)
+        before = _cloned(self._state)  # the environment may reset all copies in the same memory
+        fresh = entries_of(self.env._reset(given))
+        merged = {name: _merged(which, value, before[name]) for name, value in fresh.items() if name != "_reset"}
+        flags = {name: before[name] & ~which for name in FLAGS if name in before}
+        self._state = {**before, **merged, **flags}
+
+    def _shown(self) -> Any:
+        arrays = [_at(self._state, path).numpy().reshape(shape) for path, shape in self._shapes]
+        if self._is_one:
+            return arrays[0]
+        shown: dict[str, Any] = {}
+        for (path, _), array in zip(self._shapes, arrays, strict=True):
+            level = shown
+            for name in path[:-1]:
+                level = level.setdefault(name, {})
+            level[path[-1]] = array
+        return shown
+
+    def __repr__(self) -> str:
+        return type(self.env).__name__
+
+
+def stepped_together(env: EnvBase) -> BatchVectorEnv | None:
+    """Wrap a batched TorchRL environment in :class:`BatchVectorEnv`; return None if TorchRL has to step it.
+
+    TorchRL has to step environments without a batch, with transforms, or with their own ``step``, ``reset`` or
+    ``maybe_reset``; a SerialEnv or ParallelEnv; environments on other devices, because their observations should stay
+    there; and environments with specs that no Gymnasium space can express.
+
+    Examples:
+        >>> from torchrl.envs import GymEnv
+        >>> stepped_together(GymEnv("Pendulum-v1")) is None
+        True
+    """
+    while isinstance(env, TransformedEnv) and isinstance(env.transform, Compose) and not len(env.transform):
+        env = env.base_env  # a recipe without settings adds an empty Compose
+    if (
+        isinstance(env, TransformedEnv | BatchedEnvBase)
+        or len(env.batch_size) != 1
+        or (env.device is not None and env.device.type != "cpu")
+        or any(getattr(type(env), name) is not getattr(EnvBase, name) for name in ("step", "reset", "maybe_reset"))
+    ):
+        return None
+    try:
+        made = BatchVectorEnv(env)
+    except TypeError:
+        return None
+    return made if environment_specs(made) == torchrl_specs(env) else None
+
+
+def _space(spec: TensorSpec) -> spaces.Space[Any]:
+    """Return the Gymnasium space of a spec; raise TypeError if no space exists."""
+    if isinstance(spec, Composite):
+        return spaces.Dict({str(key): _space(entry) for key, entry in spec.items()})
+    shape, dtype = tuple(spec.shape), torch.empty(0, dtype=spec.dtype).numpy().dtype
+    # The exact class: TorchRL derives some kinds of spec from others.
+    kind = type(spec).__name__.removesuffix("Continuous").removesuffix("Discrete")
+    if kind == Unbounded.__name__ and dtype.kind == "f":
+        return spaces.Box(-np.inf, np.inf, shape, dtype.type)
+    if kind == Unbounded.__name__:
+        limits = np.iinfo(dtype)
+        return spaces.Box(limits.min, limits.max, shape, dtype.type)
+    if kind == Bounded.__name__:
+        low, high = (bound.expand(shape).numpy() for bound in (spec.space.low, spec.space.high))
+        return spaces.Box(low, high, shape, dtype.type)
+    number: Any = np.int64 if dtype.kind == "b" else dtype.type  # dtype of choices
+    if kind == Categorical.__name__:
+        if not shape:
+            return spaces.Discrete(spec.space.n, dtype=number)
+        return spaces.MultiDiscrete(np.full(shape, spec.space.n), dtype=number)
+    if kind == MultiCategorical.__name__:
+        return spaces.MultiDiscrete(spec.nvec.numpy(), dtype=number)
+    raise TypeError(f"{spec} has no space")
+
+
+def _cloned(entries: Mapping[str, Any]) -> dict[str, Any]:
+    """Return copies of an environment's entries, because it may overwrite them."""
+    return {name: value.clone() for name, value in entries.items()}
+
+
+def _at(tree: Any, path: Path) -> Tensor:
+    for name in path:
+        tree = tree[name]
+    leaf: Tensor = tree
+    return leaf
+
+
+def _merged(which: Tensor, fresh: Any, before: Any) -> Any:
+    """Return an entry ``[N, *F]`` with the rows of ``fresh`` where ``which`` ``[N, 1]`` is true, else of ``before``."""
+    if isinstance(fresh, TensorDictBase):
+        return fresh.where(which[:, 0], before)
+    return torch.where(rows_as(which[:, 0], fresh), fresh, before)

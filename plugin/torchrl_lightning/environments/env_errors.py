@@ -1,0 +1,261 @@
+"""Report errors and invalid return values of environments in one line, with the environment's number and the step.
+
+The caller of one of several environments sets its number in :data:`position`. :func:`blame` turns an error of a call
+into an :class:`EnvironmentFault`, and the loop over the steps adds the step (:meth:`EnvironmentFault.within`).
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from traceback import format_exception, walk_tb
+from types import FrameType
+from typing import Any, Self
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+
+from torchrl_lightning._core.errors import Fault
+from torchrl_lightning.environments.copies import copied
+
+_CALLS = {"reset": "reset", "step": "step", "_reset": "reset", "_step": "step", "close": "close"}
+_RETURNS = {"reset": "(observation, info)", "step": "(observation, reward, terminated, truncated, info)"}
+# Modules that call environments (_CALLERS), and Gymnasium's modules that wrap them (_AROUND).
+_OURS = __name__.partition(".")[0]
+_LIBRARIES = ("contextlib", "functools", "multiprocessing", "numpy", "tensordict", "torch", "torchrl")
+_CALLERS = (*_LIBRARIES, "gymnasium.vector", _OURS)
+_AROUND = ("gymnasium.core", "gymnasium.utils", "gymnasium.wrappers", "gymnasium.envs.registration")
+
+
+class Position(threading.local):
+    """The last environment that a thread called, and its step in the rollout; None if unknown."""
+
+    environment: int | None = None
+    step: int | None = None
+
+
+position = Position()
+
+
+class EnvironmentFault(Fault):
+    """An environment violated its interface; the message is one line with its number and a remedy.
+
+    An exception of the environment becomes the cause, with only the frames of its own code.
+    """
+
+    def within(self, place: str) -> Self:
+        """Put the place in front of the message, and return the fault."""
+        self.args = (f"{place}{self}",)
+        return self
+
+    def sent(self) -> WorkerFault:
+        """Return the fault in a form for another process, with the cause as a note."""
+        fault = WorkerFault(str(self))
+        if self.__cause__ is not None:
+            fault.add_note("".join(format_exception(self.__cause__)))
+        return fault
+
+
+class WorkerFault(EnvironmentFault, RuntimeError):
+    """A process that steps environments failed or died."""
+
+
+@contextmanager
+def blaming(call: str, whose: str = "the environment", index: int | None = None) -> Iterator[None]:
+    """Apply :func:`blame` to the errors of a block that calls an environment, with its number if there are several."""
+    position.environment = index
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        blame(error, call, whose)
+        raise
+
+
+def blame(error: BaseException, call: str, whose: str = "the environment") -> None:
+    """Raise an EnvironmentFault for an error of an environment; return if the environment did not cause it.
+
+    The message has the number of the environment at :data:`position`. The environment is also at fault if the error
+    is in the calling code, because that code could not use the returned values.
+
+    Args:
+        error: the exception of a call of one or several environments.
+        call: ``make``, ``reset``, ``step`` or ``close``; the traceback of the error may name another one.
+        whose: the name of the environment if its number is not known.
+
+    Examples:
+        >>> with blaming("step", index=3):
+        ...     _, _, _, _, _ = (0, 1.0, False)
+        Traceback (most recent call last):
+            ...
+        torchrl_lightning.environments.env_errors.EnvironmentFault: environment 3 returned from step what does not \
+fit: not enough values to unpack (expected 5, got 3); expected (observation, reward, terminated, truncated, info). \
+Mend what its step returns.
+    """
+    if isinstance(error, Fault) or (isinstance(error, SystemExit) and type(error) is not SystemExit):
+        return  # already reported, or must end the process after SIGTERM
+    trace, innermost = error.__traceback__, [frame for frame, _ in walk_tb(error.__traceback__)][-1]
+    if (call == "make" and not isinstance(error, TimeoutError)) and (
+        isinstance(error, ImportError | gymnasium.error.Error) or _is_of(innermost, ("gymnasium", "torchrl", _OURS))
+    ):
+        return  # the caller reports it
+    while trace is not None and _is_of(trace.tb_frame, _CALLERS):
+        trace = trace.tb_next
+    index = position.environment
+    names = (frame.f_code.co_name for frame, _ in walk_tb(trace))
+    call = next((_CALLS[name] for name in names if name in _CALLS), call)
+    places = [
+        (frame.f_code.co_filename, line) for frame, line in walk_tb(trace) if not _is_of(frame, (*_CALLERS, *_AROUND))
+    ]
+    whose = whose if index is None else f"environment {index}"
+    said = " ".join(str(error).split()).rstrip(".")
+    if places:
+        file, line = ([place for place in places if not _is_installed(place[0])] or places)[-1]
+        where = f"{call} ({file.replace(chr(92), '/').rpartition('/')[2]}, line {line})"
+        what = f"{type(error).__name__} in {where}" + (f": {said}" if said else "")
+        raise EnvironmentFault(f"{whose} raised {what}. Mend the environment there.") from error.with_traceback(trace)
+    if call in _RETURNS and (trace is not None or index is not None):
+        raise EnvironmentFault(
+            f"{whose} returned from {call} what does not fit: {said}; expected {_RETURNS[call]}. Mend what its {call} "
+            "returns."
+        ) from error.with_traceback(trace)
+
+
+def blame_step(error: BaseException, place: str) -> None:
+    """Apply :func:`blame` to an error of a step by TorchRL, and put the place in front of the message."""
+    try:
+        blame(error, "step")
+    except EnvironmentFault as fault:
+        error = fault
+    if isinstance(error, EnvironmentFault):
+        raise error.within(place)
+
+
+def _is_installed(file: str) -> bool:
+    return "site-packages" in file or file.startswith(("<frozen", os.path.dirname(os.__file__)))
+
+
+def _is_of(frame: FrameType, modules: Iterable[str]) -> bool:
+    name = f"{frame.f_globals.get('__name__')}."
+    return name.startswith(tuple(f"{module}." for module in modules))
+
+
+def check_returned(space: spaces.Space[Any], returned: Any, call: str, whose: str) -> None:
+    """Validate the values that ``reset`` or ``step`` returned; raise EnvironmentFault if they violate the interface.
+
+    Examples:
+        >>> check_returned(spaces.Discrete(2), (0, 1.0, "yes", False, {}), "step", "environment 3")
+        Traceback (most recent call last):
+            ...
+        torchrl_lightning.environments.env_errors.EnvironmentFault: environment 3 returned terminated as str 'yes' \
+from step, expected True or False: mend its step.
+    """
+    names = _RETURNS[call][1:-1].split(", ")
+    wrong = None
+    if not isinstance(returned, tuple | list) or len(returned) != len(names):
+        came = f"a tuple of {len(returned)}" if isinstance(returned, tuple | list) else _named(returned)
+        wrong = f"{came} from {call}, expected {_RETURNS[call]}"
+    elif not isinstance(returned[-1], Mapping):
+        wrong = f"info as {_named(returned[-1])} from {call}, expected a dict"
+    elif call == "step":
+        for name, value in zip(names[1:4], returned[1:4], strict=True):
+            shown = np.asarray(value)
+            kind = "array" if shown.ndim else shown.dtype.kind
+            if name == "reward" and kind not in "biuf":
+                wrong = f"reward as {_named(value)} from step, expected a number"
+            elif name != "reward" and kind != "b" and not (kind in "iu" and value in (0, 1)):
+                wrong = f"{name} as {_named(value)} from step, expected True or False"
+    if wrong is not None:
+        raise EnvironmentFault(f"{whose} returned {wrong}: mend its {call}.")
+    check_observation(space, returned[0], whose)
+
+
+def _named(value: Any) -> str:
+    if value is None:
+        return "None"
+    if isinstance(value, np.ndarray) and value.shape:
+        return f"an array of shape {value.shape}"
+    return f"{type(value).__name__} {value!r:.40}"
+
+
+def check_observation(space: spaces.Space[Any], observation: Any, whose: str) -> None:
+    """Validate an observation's shape and dtype against its space.
+
+    Floats of another precision and integers of another size are allowed: Gymnasium's vector environments cast them.
+
+    Raises:
+        EnvironmentFault: the shape differs or the dtype cannot be cast; the message names the entry and both values.
+
+    Examples:
+        >>> check_observation(spaces.Box(0, 1, (2,)), [0.0, 1.0, 0.0], "environment 3")
+        Traceback (most recent call last):
+            ...
+        torchrl_lightning.environments.env_errors.EnvironmentFault: environment 3 returned observation 'observation' \
+of shape (3,) and dtype float64, expected shape (2,) and dtype float32 as its space says: fix observation_space or the \
+wrapper that changes the observation.
+    """
+    misfit = _misfit(space, observation, "observation")
+    if misfit is not None:
+        raise EnvironmentFault(
+            f"{whose} returned observation {misfit} as its space says: fix observation_space or the wrapper that "
+            "changes the observation."
+        )
+
+
+def _misfit(space: spaces.Space[Any], value: Any, name: str) -> str | None:
+    if isinstance(space, spaces.Dict):
+        if not isinstance(value, Mapping):
+            return f"{name!r} as {type(value).__name__}, expected a dict of {sorted(space.spaces)}"
+        missing = sorted(set(space.spaces) - set(value))
+        if missing:
+            return f"{name!r} without {missing}, expected a dict of {sorted(space.spaces)}"
+        return next(filter(None, (_misfit(entry, value[key], key) for key, entry in space.spaces.items())), None)
+    if value is None:
+        return f"{name!r} as None, expected shape {space.shape} and dtype {space.dtype}"
+    try:
+        came = np.asarray(value)
+    except ValueError:  # rows of unequal lengths
+        came = np.asarray(value, dtype=object)
+    if came.shape == space.shape and (space.dtype is None or np.can_cast(came.dtype, space.dtype, "same_kind")):
+        return None
+    return (
+        f"{name!r} of shape {came.shape} and dtype {came.dtype}, expected shape {space.shape} and dtype {space.dtype}"
+    )
+
+
+class GuardedCall:
+    """The ``reset`` or ``step`` of one of several environments; each call sets its number in :data:`position`.
+
+    The last step of an episode is returned as a copy, because the following reset may overwrite it.
+
+    Args:
+        env: the environment.
+        name: ``reset`` or ``step``.
+        index: the number of the environment.
+        checks: whether to check the first result, because Gymnasium casts and broadcasts it into shared memory.
+    """
+
+    def __init__(self, env: gymnasium.Env[Any, Any], name: str, index: int, checks: bool = False) -> None:
+        self._call: Callable[..., Any] = env.reset if name == "reset" else env.step
+        self._env, self._name, self._index, self._checks = env, name, index, checks
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the environment's method."""
+        position.environment = self._index
+        returned = self._call(*args, **kwargs)
+        if self._checks:
+            check_returned(self._env.observation_space, returned, self._name, f"environment {self._index}")
+            self._checks = False
+        if self._name == "reset":
+            return returned
+        _, _, terminated, truncated, _ = returned
+        return copied(returned) if terminated or truncated else returned
+
+
+def guard_calls(env: gymnasium.Env[Any, Any], index: int, checks: bool = False) -> None:
+    """Replace ``reset`` and ``step`` of an environment by :class:`GuardedCall`, once."""
+    if not isinstance(env.step, GuardedCall):
+        env.reset = GuardedCall(env, "reset", index, checks)  # type: ignore[method-assign]
+        env.step = GuardedCall(env, "step", index, checks)  # type: ignore[method-assign]

@@ -1,0 +1,245 @@
+"""Policies in collectors: how to call them, and their device, recurrent states and weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase, unravel_key
+from tensordict.utils import NestedKey
+from torch import Tensor, nn
+from torchrl.envs import TensorDictPrimer
+from torchrl.modules.utils import get_primers_from_module
+
+from torchrl_lightning._core.modules import device_of
+from torchrl_lightning._core.protocols import PolicyApi
+from torchrl_lightning._core.torchrl_compat import forward_hooks
+from torchrl_lightning._core.tree import Path, join, level_of, path_of
+from torchrl_lightning.environments.actions import ActionFormat
+from torchrl_lightning.environments.env_errors import EnvironmentFault
+
+Policy = Callable[[TensorDictBase], TensorDictBase]
+Outputs = Mapping[NestedKey, Tensor]
+"""Output entries of a policy: tensors ``[N, *]``, without private keys."""
+
+
+def clips_actions(policy: object) -> bool:
+    """Return whether a policy requires clipped actions; policies of ``load_policy`` may do so."""
+    return PolicyApi.of(policy).clip_actions is True
+
+
+def bare_call(policy: object) -> Callable[[TensorDictBase], Outputs] | None:
+    """Return a policy's ``act_on``; None if it has none, or if it would bypass a hook or an overridden forward.
+
+    ``act_on(step)`` returns the policy's outputs for ``step`` ``[N]``, including ``("next", state)`` of recurrent
+    states, and writes nothing. ``exploration_type()`` applies to the actions. This saves TensorDict's dispatch, which
+    takes half of a small network's time. The next step overwrites the entries of ``step``, so copy those to keep.
+    """
+    if isinstance(policy, nn.Module) and any(forward_hooks(policy)):
+        return None
+    if "forward" in getattr(policy, "__dict__", ()):
+        return None
+    for kind in type(policy).__mro__:
+        if "act_on" in kind.__dict__:
+            act_on: Callable[[TensorDictBase], Outputs] = policy.act_on  # type: ignore[attr-defined]
+            return act_on
+        if "forward" in kind.__dict__ or "__call__" in kind.__dict__:
+            return None
+    return None
+
+
+def standing_call(policy: object, step: TensorDictBase) -> Callable[[], Outputs] | None:
+    """Return a call of a policy's ``act_on`` bound to one CPU step; the caller overwrites its tensors between calls.
+
+    The policy's method ``standing(step)`` builds the call once; the call may return the same tensors each time.
+    Without this method the call is ``act_on(step)``; without ``act_on`` the result is None. Check with
+    :func:`bare_call` before each call that ``act_on`` still applies.
+    """
+    bare = bare_call(policy)
+    if bare is None:
+        return None
+    for kind in type(policy).__mro__:
+        if "standing" in kind.__dict__ and "standing" not in getattr(policy, "__dict__", ()):
+            prepared: Callable[[], Outputs] = policy.standing(step)  # type: ignore[attr-defined]
+            return prepared
+        if "act_on" in kind.__dict__:
+            break
+    return lambda: bare(step)
+
+
+def policy_device(policy: object) -> torch.device:
+    """Return the device of the policy's first parameter or buffer, or the CPU if it has none."""
+    return device_of(policy) or torch.device("cpu")
+
+
+def recurrent_states(policy: object, num_envs: int) -> dict[NestedKey, Tensor]:
+    """Return the initial recurrent states that the policy's submodules declare by ``make_tensordict_primer``.
+
+    Each has shape ``[num_envs, *state]``. Raise ValueError if an initial state is not constant.
+    """
+    states: dict[NestedKey, Tensor] = {}
+    for primer in recurrent_primers(policy):
+        for key, spec in primer.primers.items(include_nested=True, leaves_only=True):
+            default = primer.default_value
+            value = default.get(key, 0.0) if isinstance(default, Mapping) else default
+            if primer.random or callable(value):
+                raise ValueError(
+                    f"The recurrent state {key!r} starts from drawn or computed values; "
+                    "only constant initial states are supported. Set default_value of its primer to a number."
+                )
+            # A primer may already have batch dimensions; the trailing dimensions are the state of one environment.
+            shape = spec.shape[len(primer.primers.shape) :]
+            states[unravel_key(key)] = torch.full((num_envs, *shape), value or 0.0, dtype=spec.dtype)
+    return states
+
+
+def dotted(key: NestedKey) -> str:
+    """Return a key as one name with dots, for a state dict."""
+    return ".".join(path_of(key))
+
+
+def rows_as(rows: Tensor, value: Tensor) -> Tensor:
+    """Return flags ``[N]`` with the number of dimensions of values ``[N, *F]``."""
+    return rows.view(-1, *[1] * (value.ndim - 1))
+
+
+def recurrent_primers(policy: object) -> list[TensorDictPrimer]:
+    """Return the primers of the recurrent states of the policy's submodules; float64 for a float64 policy."""
+    if not isinstance(policy, nn.Module):
+        return []
+    primers = get_primers_from_module(policy, warn=False)
+    made: list[TensorDictPrimer] = [] if primers is None else list(getattr(primers, "transforms", [primers]))
+    if made and is_double(policy):
+        for primer in made:  # TorchRL makes float32 primers, whatever the module's dtype
+            specs = primer.primers = primer.primers.clone()
+            for key, spec in list(specs.items(include_nested=True, leaves_only=True)):
+                specs[key] = spec.to(torch.float64) if spec.dtype.is_floating_point else spec
+    return made
+
+
+def is_double(policy: object) -> bool:
+    """Return whether a policy has float64 parameters, so that it writes float64 actions."""
+    return isinstance(policy, nn.Module) and any(value.dtype is torch.float64 for value in policy.parameters())
+
+
+def acted(policy: Policy, step: TensorDictBase, device: torch.device, form: ActionFormat) -> TensorDictBase:
+    """Call the policy on its device and write its outputs into a step of a TorchRL environment.
+
+    An action that exceeds its bound by rounding is set to the bound. If ``form`` clips, so is every other one.
+
+    Raises:
+        KeyError: The policy writes no action.
+        EnvironmentFault: An observation that the policy reads is not finite.
+        ValueError: The actions are NaN.
+    """
+    here = step.device or torch.device("cpu")
+    written = policy(step if here == device else step.to(device))
+    action = written.get("action", None)
+    if action is None:
+        raise KeyError("The policy does not write 'action'. Name it in the policy's out_keys.")
+    if action.is_floating_point() and bool(action.isnan().any()):
+        read = {key: step.get(key) for key in PolicyApi.of(policy).in_keys}
+        check_finite({f"observation {key!r}": value for key, value in read.items() if value is not None})
+        raise ValueError(
+            "The policy chose NaN actions: its weights are not finite. Look at the learning rate and the gradient norm."
+        )
+    if form.is_box and form.is_natural and action.dtype is torch.float32:
+        bounded = form.to_environment(action)
+        if not torch.equal(bounded, action):
+            written.set("action", bounded)
+    if written is not step:
+        step.update(written if here == device else written.to(here))
+    return step
+
+
+def check_finite(values: Mapping[str, Tensor], rollout: bool = False) -> None:
+    """Validate that named values of a TorchRL environment are finite; raise EnvironmentFault if one is not.
+
+    For values of a ``rollout``, ``[N, T, *F]``, the message also names the step and the environment.
+    """
+    for name, value in values.items():
+        if value.is_floating_point() and not bool(value.isfinite().all()):
+            place = (~value.isfinite()).nonzero()[0].tolist()
+            where = f"At step {place[1]} of the rollout, environment {place[0]}" if rollout else "the environment"
+            raise EnvironmentFault(
+                f"{where} returned {name} with {value[tuple(place)].item()}, expected finite numbers. Mend the "
+                "environment or the transform that computes it."
+            )
+
+
+def load_weights(policy: object, weights: object) -> None:
+    """Copy weights into the policy in place, from a module, a state dict or a TensorDict of parameters.
+
+    ``None``, or the policy itself, changes nothing. Raise TypeError for other types.
+    """
+    if weights is None or weights is policy:
+        return
+    if not isinstance(policy, nn.Module):
+        raise TypeError(f"The policy ({type(policy).__name__}) is no nn.Module, so it has no weights to update.")
+    state: Mapping[str, Any]
+    if isinstance(weights, nn.Module):
+        state = weights.state_dict()
+    elif isinstance(weights, TensorDictBase):
+        state = {".".join(path_of(key)): value for key, value in weights.items(include_nested=True, leaves_only=True)}
+    elif isinstance(weights, Mapping):
+        state = weights
+    else:
+        raise TypeError(f"Expected a module, a state dict or a TensorDict of parameters, got {type(weights).__name__}.")
+    policy.load_state_dict(dict(state))
+
+
+def check_policy(policy: object) -> None:
+    """Validate a policy; raise TypeError if it is not callable, or is a plain torch module that reads tensors."""
+    if policy is not None and not callable(policy):
+        raise TypeError(f"policy must map a TensorDict to a TensorDict, got {type(policy).__name__}.")
+    # A policy may lack in_keys, but plain torch layers without a submodule that has them cannot read a TensorDict.
+    bare = isinstance(policy, nn.Linear | nn.Sequential)
+    if isinstance(policy, nn.Module) and bare and not any(hasattr(part, "in_keys") for part in policy.modules()):
+        raise TypeError(
+            f"policy is a bare {type(policy).__name__}, which knows no TensorDict; wrap it in "
+            "tensordict.nn.TensorDictModule(policy, in_keys=['observation'], out_keys=['action'])."
+        )
+
+
+def policy_outputs(policy: Policy, given: TensorDictBase) -> dict[NestedKey, Tensor]:
+    """Call a policy and return the entries that it wrote, except keys with a leading underscore."""
+    before = dict(_leaves(given))
+    written: object = policy(given)
+    if not isinstance(written, TensorDictBase):
+        raise TypeError(
+            f"The policy must return a TensorDict, got {type(written).__name__}; wrap it in "
+            "tensordict.nn.TensorDictModule(policy, in_keys=['observation'], out_keys=['action'])."
+        )
+    outputs: dict[NestedKey, Tensor] = {}
+    for path, value in _leaves(written):
+        if before.get(path) is value or any(name.startswith("_") for name in path):
+            continue
+        key = join((), path)
+        if not isinstance(value, Tensor):
+            raise TypeError(f"The policy wrote {key!r} as {type(value).__name__}; only tensors can be stored.")
+        outputs[key] = value
+    return outputs
+
+
+def unsaid(
+    policy: Policy, step: TensorDictBase, device: torch.device, states: Collection[NestedKey]
+) -> dict[NestedKey, Tensor]:
+    """Return zeros for the policy's other outputs (not the action or ``states``) in steps with random actions.
+
+    Stored steps then have the same entries as when the policy acts, as with TorchRL's collectors.
+    """
+    named = PolicyApi.of(policy).out_keys
+    apart = {"action", *states}
+    if named is not None and {unravel_key(key) for key in named} <= apart:
+        return {}
+    said = policy_outputs(policy, step.to(device) if step.device != device else step.copy())
+    return {key: torch.zeros_like(value, device="cpu") for key, value in said.items() if key not in apart}
+
+
+def _leaves(data: TensorDictBase, above: Path = ()) -> Iterator[tuple[Path, Any]]:
+    for name, value in level_of(data).items():
+        if isinstance(value, TensorDictBase):
+            yield from _leaves(value, (*above, name))
+        else:
+            yield (*above, name), value

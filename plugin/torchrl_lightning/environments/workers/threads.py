@@ -1,0 +1,63 @@
+"""Keep the number of threads of this process when TorchRL environments start and close."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from gymnasium.vector import VectorEnv
+from torchrl.envs import EnvBase, ParallelEnv, TransformedEnv
+
+from torchrl_lightning.environments.env_errors import blaming
+
+# Number of threads before the start of each ParallelEnv, if this module saw it before.
+_BEFORE: WeakKeyDictionary[EnvBase, int] = WeakKeyDictionary()
+
+
+@contextmanager
+def kept_threads() -> Iterator[None]:
+    """Restore the current number of threads at the end of the block, also after an exception."""
+    threads = torch.get_num_threads()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def note_threads(env: EnvBase) -> None:
+    """Store the number of threads if the environment is a ParallelEnv that has not started: its start may reduce it."""
+    base = _base(env)
+    if isinstance(base, ParallelEnv) and base.is_closed:
+        _BEFORE[base] = torch.get_num_threads()
+
+
+def close_environment(env: VectorEnv[Any, Any, Any] | EnvBase) -> None:
+    """Close an environment, if it is open, and restore the number of threads.
+
+    A ParallelEnv reduces the number when it starts, and sets another number when it closes. If it started before
+    :func:`note_threads`, the original number is unknown, and TorchRL's number stays. Errors of the environment become
+    EnvironmentFaults.
+    """
+    if not isinstance(env, EnvBase):
+        with blaming("close"):
+            env.close()
+        return
+    base = _base(env)
+    unknown = isinstance(base, ParallelEnv) and not base.is_closed and base not in _BEFORE
+    threads = _BEFORE.pop(base, torch.get_num_threads())
+    try:
+        if not env.is_closed:
+            with blaming("close"):
+                env.close()
+    finally:
+        if not unknown:
+            torch.set_num_threads(threads)
+
+
+def _base(env: EnvBase) -> EnvBase:
+    while isinstance(env, TransformedEnv):
+        env = env.base_env
+    return env

@@ -1,0 +1,286 @@
+"""Gymnasium vector environment with one process for each copy, the pipes to the processes, and their errors."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import struct
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext, suppress
+from functools import partial
+from multiprocessing.connection import wait
+from operator import itemgetter
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode
+from gymnasium.vector.async_vector_env import AsyncState, _async_worker
+
+from torchrl_lightning._core.processes import (
+    check_descriptors,
+    end_processes,
+    end_with_parent,
+    how_it_died,
+    is_main_thread,
+)
+from torchrl_lightning.environments.env_errors import EnvironmentFault, WorkerFault, blame, blaming, guard_calls
+from torchrl_lightning.environments.workers.time_limits import OverdueError, TimedCalls, tell_by
+
+_PATIENCE = 5.0  # seconds for a process to close its environment
+Factory = Callable[[], gymnasium.Env[Any, Any]]
+
+
+_STEP, _STEPPED = b"s", b"r"  # first byte of messages that are not pickled; pickles begin with another byte
+_RESULT = struct.Struct("d??")
+
+
+class StepPipe:
+    """A connection that sends actions, rewards and end flags as bytes, and other messages like ``Connection``.
+
+    If observations go through shared memory, pickling would take most of a message's time. Then only a non-empty info
+    is pickled.
+
+    Args:
+        connection: One end of a pipe.
+        space: The action space; actions that are not a single array are pickled.
+
+    Examples:
+        >>> from multiprocessing import Pipe
+        >>> ours, theirs = (StepPipe(end, spaces.Discrete(3)) for end in Pipe())
+        >>> ours.send(("step", np.int64(2)))
+        >>> theirs.recv()
+        ('step', np.int64(2))
+        >>> theirs.send(((None, 1.0, False, True, {}), True))
+        >>> ours.recv()
+        ((None, 1.0, False, True, {}), True)
+    """
+
+    def __init__(self, connection: Any, space: spaces.Space[Any]) -> None:
+        self._connection = connection
+        is_array = isinstance(space, spaces.Box | spaces.Discrete | spaces.MultiDiscrete | spaces.MultiBinary)
+        self._dtype = np.dtype(space.dtype) if is_array else None
+        self._shape = space.shape or ()
+        self._is_box = isinstance(space, spaces.Box)
+        self._steps = False  # whether the last received message was a step
+
+    def send(self, message: Any) -> None:
+        """Send a command or its result."""
+        kind, content = message
+        is_array = self._dtype is not None and isinstance(content, np.ndarray | np.generic)
+        if kind == "step" and is_array and content.dtype == self._dtype:
+            return self._connection.send_bytes(_STEP + content.tobytes())
+        if self._steps and content:
+            observation, reward, terminated, truncated, info = kind
+            try:
+                result = _RESULT.pack(reward, terminated, truncated)
+            except struct.error:
+                return self._connection.send(message)
+            if observation is None:
+                return self._connection.send_bytes(_STEPPED + result + (pickle.dumps(info) if info else b""))
+        return self._connection.send(message)
+
+    def recv(self) -> Any:
+        """Receive a command or its result."""
+        data = self._connection.recv_bytes()
+        kind = data[:1]
+        self._steps = kind == _STEP
+        if kind == _STEP:
+            action = np.frombuffer(data, self._dtype, offset=1).reshape(self._shape)
+            return "step", action.copy() if self._is_box or self._shape else action[()]
+        if kind == _STEPPED:
+            end = 1 + _RESULT.size
+            info = pickle.loads(data[end:]) if len(data) > end else {}
+            return (None, *_RESULT.unpack(data[1:end]), info), True
+        return pickle.loads(data)
+
+    @property
+    def closed(self) -> bool:
+        """Return whether the connection is closed."""
+        return bool(self._connection.closed)
+
+    def poll(self, timeout: float | None = 0.0) -> bool:
+        """Return whether a message has arrived."""
+        return bool(self._connection.poll(timeout))
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._connection.close()
+
+
+class WorkerVectorEnv(AsyncVectorEnv):
+    """An ``AsyncVectorEnv`` in mode ``SAME_STEP`` that names the failed environment and its error in one line.
+
+    Its processes end when this process ends. They have five seconds to close their environments. ``step_timeout``
+    limits the wait for a process that has stopped.
+    """
+
+    processes: list[Any] = []  # empty until the processes start
+
+    def __init__(self, factories: Sequence[Factory], step_timeout: float | None = None) -> None:
+        # Each process limits its own calls. This longer limit applies if a process cannot end its call.
+        self._waiting = None if step_timeout is None else TimedCalls(2 * step_timeout + _PATIENCE)
+        check_descriptors(len(factories), 2)  # a pipe and the sentinel of each process
+        try:
+            # copy=False: the caller copies each observation into its own memory immediately.
+            with blaming("close"):  # Gymnasium makes and closes one environment here
+                super().__init__(
+                    [partial(_guarded, factory, index) for index, factory in enumerate(factories)],
+                    copy=False,
+                    context="spawn",
+                    worker=partial(_run_environment, os.getpid(), is_main_thread()),
+                    autoreset_mode=AutoresetMode.SAME_STEP,
+                )
+        except BaseException:
+            self.closed = True
+            end_processes(self.processes, 0.0)
+            raise
+        pipes: Any = [StepPipe(pipe, self.single_action_space) for pipe in self.parent_pipes]
+        self.parent_pipes = pipes
+
+    def reset_async(self, seed: Any = None, options: Any = None) -> None:
+        """Send every process a reset."""
+        try:
+            super().reset_async(seed, options)
+        except OSError as error:
+            raise self._dead() from error
+
+    def reset_wait(self, timeout: float | None = None) -> Any:
+        """Wait for the resets."""
+        try:
+            with nullcontext() if self._waiting is None else self._waiting.running():
+                return super().reset_wait(timeout)
+        except OverdueError as error:
+            raise self._silent("reset") from error
+        except (EOFError, OSError) as error:
+            raise self._dead() from error
+
+    def step_async(self, actions: Any) -> None:
+        """Send every process a step."""
+        try:
+            super().step_async(actions)
+        except OSError as error:
+            raise self._dead() from error
+
+    def step_wait(self, timeout: float | None = None) -> Any:
+        """Wait for the steps."""
+        try:
+            with nullcontext() if self._waiting is None else self._waiting.running():
+                return super().step_wait(timeout)
+        except OverdueError as error:
+            raise self._silent("step") from error
+        except (EOFError, OSError) as error:
+            raise self._dead() from error
+
+    def _check_spaces(self) -> None:
+        try:
+            super()._check_spaces()
+        except (EOFError, OSError) as error:
+            raise self._dead() from error
+
+    def _dead(self) -> EnvironmentFault:
+        """Return the fault that an ended process has sent, or a fault with the reason for its end."""
+        ended = wait([process.sentinel for process in self.processes], _PATIENCE)
+        if not self.error_queue.empty():
+            return self._told(1)
+        index = next(index for index, process in enumerate(self.processes) if process.sentinel in ended)
+        return WorkerFault(f"the process of environment {index} {how_it_died(self.processes[index])}")
+
+    def _silent(self, call: str) -> EnvironmentFault:
+        index = next((index for index, pipe in enumerate(self.parent_pipes) if not pipe.poll()), 0)
+        end_processes(self.processes, 0.0)
+        return WorkerFault(
+            f"the process of environment {index} did not return from {call} in time, and was ended. Mend the "
+            "environment, or give it more seconds by step_timeout of its recipe."
+        )
+
+    def _raise_if_errors(self, successes: Iterable[bool]) -> None:
+        failed = [index for index, success in enumerate(successes) if not success]
+        if failed:
+            self._state = AsyncState.DEFAULT
+            raise self._told(len(failed))
+
+    def _told(self, count: int) -> EnvironmentFault:
+        """Receive the faults of ``count`` failed processes, and return the fault of the first environment."""
+        told = sorted([self.error_queue.get(timeout=_PATIENCE) for _ in range(count)], key=itemgetter(0))
+        for index, *_ in told:
+            self.parent_pipes[index].close()
+        fault: EnvironmentFault = told[0][1]
+        return fault
+
+    def close_extras(self, timeout: float | None = None, terminate: bool = False) -> None:
+        """Close every environment and end the processes, immediately if ``terminate``, else after a grace period."""
+        for pipe in self.parent_pipes:
+            with suppress(OSError):  # the process has died, or its pipe was closed with its fault
+                pipe.send(("close", None))
+        end_processes(self.processes, 0.0 if terminate else _PATIENCE)
+        for pipe in self.parent_pipes:
+            pipe.close()
+        self.closed = True
+        if not self.error_queue.empty():
+            raise self._told(1)
+
+
+def _guarded(factory: Factory, index: int) -> gymnasium.Env[Any, Any]:
+    env = factory()
+    guard_calls(env, index, checks=True)
+    return env
+
+
+def _run_environment(
+    parent: int,
+    by_signal: bool,
+    index: int,
+    factory: Factory,
+    pipe: Any,
+    parent_pipe: Any,
+    shared: Any,
+    errors: Any,
+    mode: AutoresetMode,
+    semaphore: Any,
+) -> None:
+    """Run one environment like Gymnasium's worker, and send its errors as faults."""
+    end_with_parent(parent, by_signal)
+    # Ctrl-C reaches the whole process group; the parent ends the processes.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    faults: Any = _Faults(errors)
+
+    def tell(line: str) -> None:
+        faults.put((index, WorkerFault, WorkerFault(line), ""))
+        errors.close()
+        errors.join_thread()
+        pipe.send((None, False))
+
+    tell_by(tell)
+    try:
+        env = factory()
+    except Exception as error:
+        faults.put((index, type(error), error, ""))
+        pipe.recv()
+        pipe.send((None, False))
+        return
+    steps: Any = StepPipe(pipe, env.action_space)
+    try:
+        with blaming("close", index=index):
+            _async_worker(index, lambda: env, steps, parent_pipe, shared, faults, mode, semaphore)
+    except EnvironmentFault as fault:
+        faults.put((index, type(fault), fault, ""))
+
+
+class _Faults:
+    """An error queue that sends faults of an environment instead of the exceptions that Gymnasium caught."""
+
+    def __init__(self, errors: Any) -> None:
+        self._errors = errors
+
+    def put(self, caught: tuple[int, type[Exception], Exception, str]) -> None:
+        index, kind, error, _ = caught
+        try:
+            blame(error, "step", f"environment {index}")
+            if not isinstance(error, EnvironmentFault):
+                error = WorkerFault(f"the process of environment {index} failed: {kind.__name__}: {error}")
+        except EnvironmentFault as fault:
+            error = fault
+        self._errors.put((index, error.sent()))

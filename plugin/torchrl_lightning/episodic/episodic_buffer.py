@@ -1,0 +1,498 @@
+"""ALF's replay buffer: one ring per environment, with episodes, priorities, recent-data sampling and returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase
+from tensordict.utils import NestedKey
+from torch import Tensor
+from torchrl.data import Composite
+from torchrl.data.replay_buffers.samplers import Sampler
+from torchrl.envs.transforms import Transform
+
+from torchrl_lightning._core.torchrl_compat import new_tensordict
+from torchrl_lightning._core.tree import check_tensordict, entry_of, under
+from torchrl_lightning._core.validators import Checked, integer
+from torchrl_lightning.episodic.batch_info import BatchInfo, first_steps, info_of
+from torchrl_lightning.episodic.episodic_return import DEFAULT_RETURN, EpisodicReturn, check_recorded
+from torchrl_lightning.episodic.recent import RecentSampler, check_sampling
+from torchrl_lightning.episodic.time_steps import TIME_STEPS, TRANSITIONS, StepLayout
+from torchrl_lightning.kernels.indices import integers
+from torchrl_lightning.replay.builders import prioritized_in
+from torchrl_lightning.replay.episode_index import NO_INDEX_HINT, EpisodeIndex
+from torchrl_lightning.replay.positions import StepsMissing, check_steps, steps_between, steps_of
+from torchrl_lightning.replay.prioritized import PrioritizedSampler
+from torchrl_lightning.replay.replay_buffer import ExperienceBuffer
+from torchrl_lightning.replay.ring_storage import RingStorage
+
+
+class EpisodicReplayBuffer(ExperienceBuffer):
+    """ALF's replay buffer of several environments: one ring for each, written together or separately.
+
+    A row is a transition with our keys. If ``data_spec`` has a ``step_type``, a row is one of ALF's time steps;
+    :mod:`torchrl_lightning.episodic.time_steps` maps one layout to the other. All TorchRL methods also work: ``sample``
+    draws single steps, and :meth:`get_batch` draws windows. A position counts the steps of an environment since the
+    buffer was emptied.
+
+    Args:
+        data_spec: a row without batch size: a ``Composite`` spec or a TensorDict. ``None`` uses the first write.
+        num_environments: number of rings.
+        max_length: capacity of each ring; new steps replace the oldest.
+        num_earliest_frames_ignored: number of oldest steps per environment excluded from sampling.
+        prioritized_sampling: draw in proportion to priorities.
+        initial_priority: minimum priority of new steps; they get the highest stored priority if it is larger.
+        recent_data_steps: as in :class:`RecentSampler`, like the next two arguments.
+        recent_data_ratio: fraction of a batch drawn from the newest steps.
+        with_replacement: draw independently instead of evenly spread.
+        device: device of the stored steps and the batches.
+        allow_multiprocess: let other processes, forked or spawned later, write, read (see
+            :meth:`ExperienceBuffer.share`) and wait for each other. Needs a ``data_spec``. Each process has its own
+            priorities: the others do not see its updates, and in all of them new steps have the priority of new data.
+            So update and draw in the same process. The argument only calls ``share()``. To load a state, build the
+            buffer without it, load, and call ``share()``; ``share(timeout=...)`` limits the waiting time.
+        keep_episodic_info: keep the index of episodes. ``None`` keeps it if the data contain the ends of episodes.
+            Recorded returns need these.
+        record_episodic_return: store the return of every step; see :class:`EpisodicReturn`, also for the next three.
+        default_return: value stored for a step without a known return.
+        gamma: discount of the return.
+        reward_clip: (lowest, highest) bounds for rewards in the return.
+        enable_checkpoint: True if a resumed run resets its environments: after a state was loaded, new steps do not
+            continue the unfinished episodes. Otherwise they do, if they are the stored successors.
+        name: name in ``repr``.
+        critic: as in :class:`EpisodicReturn`.
+        layout: keys of the row entries; by default, our keys or ALF's.
+        overwrite: replace the oldest steps of a full ring; otherwise, a write that does not wait raises an error.
+        scratch_dir: as in :class:`RingStorage`.
+        sampler: replaces the sampler configured by the arguments above.
+        generator: as in :class:`ExperienceBuffer`, like the arguments below.
+
+    Raises:
+        KeyError: returns are recorded, but ``data_spec`` has no rewards.
+        ValueError: an argument is out of range, or two contradict each other.
+
+    Source:
+        https://github.com/HorizonRobotics/alf
+
+    Examples:
+        >>> from tensordict import TensorDict
+        >>> row = TensorDict({"step_type": torch.tensor(0), "reward": torch.tensor(0.0)})
+        >>> buffer = EpisodicReplayBuffer(row, num_environments=2, max_length=8)
+        >>> for kind in (0, 1, 1, 2):
+        ...     step = {"step_type": torch.tensor([kind, kind]), "reward": torch.tensor([1.0, 2.0])}
+        ...     _ = buffer.add_batch(TensorDict(step, [2]))
+        >>> batch, info = buffer.get_batch(batch_size=4, batch_length=2)
+        >>> batch.shape, info.env_ids.tolist()
+        (torch.Size([4, 2]), [0, 1, 0, 1])
+    """
+
+    num_earliest_frames_ignored = Checked(lambda value, name: integer(value, name, 0))
+
+    def __init__(
+        self,
+        data_spec: Composite | TensorDictBase | None,
+        num_environments: int,
+        max_length: int = 1024,
+        num_earliest_frames_ignored: int = 0,
+        prioritized_sampling: bool = False,
+        initial_priority: float = 1.0,
+        recent_data_steps: int = 1,
+        recent_data_ratio: float = 0.0,
+        with_replacement: bool = False,
+        device: torch.device | str = "cpu",
+        allow_multiprocess: bool = False,
+        keep_episodic_info: bool | None = None,
+        record_episodic_return: bool = False,
+        default_return: float = DEFAULT_RETURN,
+        gamma: float | None = None,
+        reward_clip: Sequence[float] | None = None,
+        enable_checkpoint: bool = False,
+        name: str = "ReplayBuffer",
+        *,
+        critic: Callable[[TensorDictBase], TensorDictBase] | None = None,
+        layout: StepLayout | None = None,
+        overwrite: bool = True,
+        scratch_dir: str | Path | None = None,
+        sampler: Sampler | None = None,
+        generator: torch.Generator | None = None,
+        batch_size: int | None = None,
+        priority_key: NestedKey = "td_error",
+        transform: Transform | Callable[[Any], Any] | None = None,
+        done_reduce: str | None = None,
+        check_successors: bool = True,
+    ) -> None:
+        if allow_multiprocess and data_spec is None:
+            raise ValueError(
+                "allow_multiprocess=True needs a data_spec, so that the memory is there before another process starts; "
+                "give a row without batch size, or write some steps first and call share()."
+            )
+        ignored = integer(num_earliest_frames_ignored, "num_earliest_frames_ignored", 0)
+        if record_episodic_return and keep_episodic_info is False:
+            raise ValueError("record_episodic_return=True needs the index of episodes; drop keep_episodic_info=False.")
+        row = data_spec.zero() if isinstance(data_spec, Composite) else data_spec
+        if row is not None:
+            check_tensordict(row)
+            if row.ndim:
+                raise ValueError(f"data_spec describes one row, got one of batch size {list(row.shape)}; take row[0].")
+        if layout is None:
+            layout = TRANSITIONS if row is None or entry_of(row, "step_type") is None else TIME_STEPS
+        envs, length = integer(num_environments, "num_environments"), integer(max_length, "max_length")
+        if ignored >= length:
+            raise ValueError(f"num_earliest_frames_ignored={ignored} must be below max_length={length}; take fewer.")
+        recent = recent_data_steps, recent_data_ratio, with_replacement
+        check_sampling(sampler, prioritized_sampling, initial_priority, *recent)
+        track = record_episodic_return or keep_episodic_info
+        check_recorded(record_episodic_return, reward_clip, default_return, critic)
+        if sampler is None:
+            prioritized = None
+            if prioritized_sampling:
+                prioritized = PrioritizedSampler(
+                    envs * length, alpha=1.0, beta=1.0, eps=0.0, max_priority_within_buffer=True,
+                    stratified=not with_replacement, initial_priority=initial_priority, batch_length=1,
+                    num_earliest_frames_ignored=ignored,
+                )  # fmt: skip
+            sampler = prioritized
+            if prioritized is None or recent_data_ratio:
+                sampler = RecentSampler(
+                    1, recent_data_steps=recent_data_steps, recent_data_ratio=recent_data_ratio,
+                    with_replacement=with_replacement, num_earliest_frames_ignored=ignored, prioritized=prioritized,
+                )  # fmt: skip
+        super().__init__(
+            storage=RingStorage(envs * length, device=device, scratch_dir=scratch_dir),
+            writer=layout.writer(envs, track, overwrite, done_reduce, check_successors),
+            sampler=sampler,
+            generator=generator,
+            batch_size=batch_size,
+            priority_key=priority_key,
+            transform=transform,
+        )
+        if getattr(self.sampler, "batch_length", None) == 1:
+            self.sample_options = {"batch_length": None}  # single steps
+        self.num_environments, self.max_length, self.layout, self.name = envs, length, layout, name
+        self.num_earliest_frames_ignored, self.enable_checkpoint = ignored, enable_checkpoint
+        self._initial_priority = initial_priority
+        self.returns: EpisodicReturn | None = None
+        if record_episodic_return:
+            self.returns = EpisodicReturn(
+                self.storage, gamma=gamma, reward_clip=reward_clip, default_return=default_return, critic=critic,
+                layout=layout,
+            )  # fmt: skip
+        if row is not None:
+            first = row.unsqueeze(0).to(device)
+            self.storage.allocate(first if self.returns is None else self.returns.with_default(first))
+            if allow_multiprocess:
+                self.share()
+
+    # ------------------------------------------------------------------ writing
+
+    def add_batch(self, batch: TensorDictBase, env_ids: Tensor | None = None, blocking: bool = False) -> bool:
+        """Add one step of some environments, or several with a ``"time"`` dimension; full rings drop the oldest steps.
+
+        Args:
+            batch: ``[B]``, one step per id, or one step of each environment in order if ``env_ids`` is None.
+            env_ids: different environments, ``[B]``.
+            blocking: overwrite nothing: wait until another process has removed enough steps (:meth:`dequeue`).
+
+        Returns:
+            True if the batch was added; False if :meth:`stop` ended the waiting.
+
+        Raises:
+            KeyError: an entry for the index or the returns is missing.
+            TimeoutError: no process made room within the timeout of :meth:`share`.
+            TypeError: the batch is not a TensorDict.
+            ValueError: ids are out of range or repeated; the batch has another size or schema, or more steps than a
+                ring; the ring is full with ``overwrite=False``; or ``blocking=True`` without other processes. Nothing
+                is written.
+        """
+        if not blocking:
+            self.extend(batch, env_ids)
+            return True
+        check_tensordict(batch)
+        env, rings = self.writer.check_ids(env_ids), self.writer.rings
+        steps = self._awaited(-(-batch.numel() // len(env)))
+        written = self.wait_for(lambda: self.extend(batch, env_ids) if rings.has_room(env, steps).all() else None)
+        return written is not None
+
+    def extend(
+        self,
+        data: TensorDictBase,
+        env_ids: Tensor | None = None,
+        *,
+        time_dim: int | None = None,
+        update_priority: bool | None = None,
+    ) -> Tensor:
+        """Write steps; see :meth:`ExperienceBuffer.extend`."""
+        if self.returns is not None:
+            check_tensordict(data)
+            data = self.returns.with_default(data)
+        return super().extend(data, env_ids, time_dim=time_dim, update_priority=update_priority)
+
+    def dequeue(self, env_ids: Tensor | None = None, n: int = 1, blocking: bool = False) -> TensorDictBase | None:
+        """Remove the oldest steps of environments and return them, ``[B, n]``.
+
+        Args:
+            env_ids: different environments; None for all.
+            n: number of steps per environment.
+            blocking: wait until each environment holds ``n`` steps.
+
+        Returns:
+            The steps, or None if :meth:`stop` ended the waiting. No other process gets them, even if this one dies.
+
+        Raises:
+            TimeoutError: no process wrote enough steps within the timeout of :meth:`share`.
+            StepsMissing: a ValueError and AssertionError: an environment holds fewer steps, or ``n`` exceeds its ring.
+            ValueError: ids are out of range or repeated; or ``blocking=True`` without other processes. All these
+                errors leave the buffer unchanged.
+        """
+        integer(n, "n")
+        if not blocking:
+            with self.locked():
+                return self._take(n, env_ids)
+        env = self.writer.check_ids(env_ids)
+        if n > self.max_length:
+            raise StepsMissing(f"An environment holds at most {self.max_length} steps, never {n}; wait for fewer.")
+        return self.wait_for(lambda: self._take(n, env_ids) if int(self.writer.filled[env].min()) >= n else None)
+
+    def _take(self, count: int, env_ids: Tensor | None) -> TensorDictBase:
+        # Reading after the removal is safe: the lock blocks all writers.
+        return self._read(self.writer.drop(count, env_ids).view(-1, count))
+
+    def _awaited(self, steps: int) -> int:
+        if steps > self.max_length:
+            raise ValueError(f"An environment holds at most {self.max_length} steps, never {steps}; wait for fewer.")
+        return steps
+
+    def clear(self, env_ids: Tensor | None = None) -> None:
+        """Delete steps, episodes, priorities and returns of all or of some environments.
+
+        Raises:
+            ValueError: ids are out of range or repeated; nothing is deleted.
+        """
+        if env_ids is None:
+            self.empty()
+            return
+        with self.locked():
+            self.writer.drop(None, env_ids)
+            self.writer.cut(env_ids)
+
+    # ------------------------------------------------------------------ reading
+
+    @property
+    def total_size(self) -> int:
+        """Number of stored steps in all environments."""
+        return len(self)
+
+    def get_batch(self, batch_size: int, batch_length: int) -> tuple[TensorDictBase, BatchInfo]:
+        """Draw windows of successive steps; a window may continue in the next episode.
+
+        Args:
+            batch_size: number of windows.
+            batch_length: steps per window.
+
+        Returns:
+            The windows, ``[batch_size, batch_length]``, and their origin, ``[batch_size]``.
+
+        Raises:
+            StepsMissing: a ValueError and AssertionError: the buffer is empty, no environment holds ``batch_length``
+                steps besides the ignored ones, or all priorities are zero.
+        """
+        writer, steps = self.writer, integer(batch_length, "batch_length")
+        with self.locked():
+            batch = self.read(batch_size, self._fetch, batch_length=steps)
+            first: Any = entry_of(batch, "index")
+            env, position = steps_of(first.cpu().numpy()[:, 0], writer.length, writer.rings.arrays[0])
+            found: dict[str, Any] = {"env_ids": torch.from_numpy(env), "positions": torch.from_numpy(position)}
+            weights = entry_of(batch, "importance_weights")
+            if weights is not None:
+                found["importance_weights"] = first_steps(weights)
+            if self.returns is not None:
+                value: Any = entry_of(batch, self.returns.key)
+                found["discounted_return"] = first_steps(value)
+            info = info_of(self, found, batch.batch_size[:1])
+            return (self.transform(batch) if self.transforms else batch), info  # the transform may read more cells
+
+    def gather_all(
+        self, ignore_earliest_frames: bool = False, convert_to_default_device: bool = True
+    ) -> tuple[TensorDictBase, BatchInfo]:
+        """Return all steps in order, ``[num_environments, T]``, and their origin.
+
+        Args:
+            ignore_earliest_frames: leave out the ``num_earliest_frames_ignored`` oldest steps of each environment.
+            convert_to_default_device: move the steps to torch's default device.
+
+        Raises:
+            StepsMissing: a ValueError and AssertionError: the environments hold different numbers of steps, or only
+                ignored steps.
+        """
+        writer = self.writer
+        with self.locked():
+            filled, ignored = writer.filled, self.num_earliest_frames_ignored if ignore_earliest_frames else 0
+            if int(filled.min()) != int(filled.max()):
+                raise StepsMissing(f"Environments hold different numbers of steps, {filled.tolist()}; use get_field.")
+            if int(filled[0]) <= ignored:
+                raise StepsMissing(f"Every environment holds {int(filled[0])} steps, of which {ignored} are ignored.")
+            begin = writer.oldest + ignored
+            env, position, _ = steps_between(begin.numpy(), writer.positions.numpy() - 1)
+            cells = writer.cell(torch.from_numpy(env), torch.from_numpy(position))
+            batch = self._read(cells.view(self.num_environments, -1))
+            info = BatchInfo(
+                torch.arange(self.num_environments), begin, replay_buffer=self, batch_size=[self.num_environments]
+            )
+        device = torch.get_default_device() if convert_to_default_device else self.storage.device
+        return (batch if batch.device == device else batch.to(device)), info
+
+    def get_field(self, field_name: Any, env_ids: Tensor, positions: Tensor) -> Any:
+        """Return one or several entries of stored steps, with the broadcast shape of ids and positions.
+
+        Args:
+            field_name: a key or a string with dots; the empty string returns all entries. A list, a dict, or a tuple
+                that is not a stored key selects several entries; the result has the same structure.
+            env_ids: environments.
+            positions: positions of the steps.
+
+        Raises:
+            IndexError: a step is not stored, or an environment id is out of range.
+            KeyError: an entry does not exist.
+        """
+        with self.undisturbed():
+            return self._fields(field_name, self._cells_of(env_ids, positions))
+
+    def _fields(self, name: Any, cells: Tensor) -> Any:
+        if isinstance(name, Mapping):
+            return {each: self._fields(part, cells) for each, part in name.items()}
+        if name == "":
+            return self._read(cells)
+        key, storage = tuple(name.split(".")) if isinstance(name, str) else name, self.storage
+        skip = [path for path in storage.cells.places if not under(path, key)]
+        if len(skip) == len(storage.cells.places) and not isinstance(name, str):
+            return getattr(name, "_make", type(name))(self._fields(part, cells) for part in name)
+        storage.leaves(key)  # raises KeyError for an unknown name
+        found: Any = storage.gather(cells.to(storage.device), None, skip)
+        for part in key:
+            found = found[part]
+        return found
+
+    def _cells_of(self, env_ids: Tensor, positions: Tensor) -> Tensor:
+        env, position = torch.broadcast_tensors(
+            integers(env_ids, "env_ids").cpu(), integers(positions, "positions").cpu()
+        )
+        writer = self.writer
+        check_steps(env.numpy(), position.numpy(), writer.oldest.numpy(), writer.positions.numpy())
+        cells: Tensor = writer.cell(env, position)
+        return cells
+
+    def _read(self, cells: Tensor) -> TensorDictBase:
+        storage, names = self.storage, (None, "time") if cells.ndim == 2 else None
+        cells = cells.to(storage.device)
+        return new_tensordict(storage.gather(cells, names), cells.shape, names, cells.device)
+
+    # ------------------------------------------------------------------ episodes
+
+    def _index(self) -> EpisodeIndex:
+        index: EpisodeIndex | None = self.writer.index
+        if index is None:
+            raise RuntimeError(
+                "The episodes of this buffer are not known: nothing was written, keep_episodic_info=False, or the data "
+                f"have no entry {self.layout.done!r}. {NO_INDEX_HINT}"
+            )
+        return index
+
+    def steps_to_episode_end(self, pos: Tensor, env_ids: Tensor) -> Tensor:
+        """Return the number of steps that follow in the same episode, up to the newest step of a running episode.
+
+        Raises:
+            IndexError: a step is not stored, or an environment id is out of range.
+            RuntimeError: the buffer has no index of episodes.
+        """
+        with self.undisturbed():
+            return self._index().steps_to_end(env_ids, pos)
+
+    def get_episode_begin_position(self, pos: Tensor, env_ids: Tensor) -> Tensor:
+        """Return the first position of each step's episode; the first step itself may already be overwritten.
+
+        Raises:
+            IndexError: a step is not stored, or an environment id is out of range.
+            RuntimeError: the buffer has no index of episodes.
+        """
+        with self.undisturbed():
+            return self._index().begin(env_ids, pos, clip=False)
+
+    def get_disc_0_begin_position(self, pos: Tensor, env_ids: Tensor) -> Tensor:
+        """Return the first position of each step's life, the part of an episode between two terminations.
+
+        A life begins with the first step of the episode or with the step after a termination. Among time steps, the
+        step with discount zero itself begins the next life. If the begin of the life is overwritten, the result is the
+        first position of the episode. The cost grows with the number of steps in between.
+
+        Raises:
+            IndexError: a step is not stored, or an environment id is out of range.
+            KeyError: the data have no termination flag.
+            RuntimeError: the buffer has no index of episodes.
+        """
+        env, position = torch.broadcast_tensors(env_ids, pos)
+        shape, env, position = env.shape, env.flatten(), position.flatten()
+        skipped = int(not self.layout.time_steps)  # a terminating transition is the last of its life
+        with self.undisturbed():
+            begin = self.get_episode_begin_position(position, env)
+            oldest = self.writer.oldest[env]
+            run, steps, _ = steps_between(begin.maximum(oldest).numpy(), position.numpy() - skipped)
+            owner = torch.from_numpy(run)
+            ended = self._terminated(self.writer.cell(env[owner], torch.from_numpy(steps)))
+        after = torch.from_numpy(steps)[ended] + skipped
+        return begin.scatter_reduce(0, owner[ended], after, "amax").view(shape)
+
+    def _terminated(self, cells: Tensor) -> Tensor:
+        (_, leaf), *_ = self.storage.leaves(self.layout.terminated)
+        ends = leaf.index_select(0, cells.to(leaf.device))
+        return torch.from_numpy(self.layout.terminates(ends, self.writer.done_reduce))
+
+    # ------------------------------------------------------------------ priorities
+
+    @property
+    def initial_priority(self) -> float:
+        """Priority of new steps."""
+        prioritized = prioritized_in(self.sampler)
+        return self._initial_priority if prioritized is None else prioritized.default_priority
+
+    def update_priority(self, env_ids: Tensor, positions: Tensor, priorities: Tensor | None = None) -> None:
+        """Set priorities of steps; ignore steps that were overwritten in the meantime.
+
+        Two arguments are TorchRL's signature: cells and their priorities.
+
+        Args:
+            env_ids: environments, ``[B]``.
+            positions: positions of the steps, ``[B]``, from a :class:`BatchInfo`.
+            priorities: ``[B]``, or ``[B, ...]`` for the sampler's ``reduction``.
+
+        Raises:
+            IndexError: a step was not written yet, or an environment id is out of range.
+            ValueError: a priority is negative, NaN or infinite, shapes differ, or the buffer draws without priorities.
+        """
+        if priorities is None:
+            super().update_priority(env_ids, positions)
+            return
+        if prioritized_in(self.sampler) is None:
+            raise ValueError("This buffer draws without priorities; build it with prioritized_sampling=True.")
+        env, position = integers(env_ids, "env_ids").cpu(), integers(positions, "positions").cpu()
+        priority = torch.as_tensor(priorities)
+        if not env.shape == position.shape == priority.shape[:1] or env.ndim != 1:
+            got = [list(each.shape) for each in (env, position, priority)]
+            raise ValueError(f"env_ids and positions must be [B] each, and priorities [B, ...], got {got}.")
+        with self.locked():
+            writer, begin = self.writer, np.zeros(self.num_environments, np.int64)
+            check_steps(env.numpy(), position.numpy(), begin, writer.positions.numpy())
+            stored = position >= writer.oldest[env]
+            self.give_priority(writer.cell(env, position)[stored], priority[stored.to(priority.device)])
+
+    # ------------------------------------------------------------------ state
+
+    def _loaded(self) -> None:
+        if self.enable_checkpoint:  # end the unfinished episodes
+            self.writer.cut()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name!r}, {self.num_environments} x {self.max_length}, {len(self)} stored)"

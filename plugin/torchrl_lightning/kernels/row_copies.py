@@ -1,0 +1,143 @@
+"""Compiled writing and reading of cells: one call for all leaves, positions and the episode index."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from torchrl_lightning._core.memory import LINE
+from torchrl_lightning.kernels.compiled import copy_bytes, load, prefetch
+
+NO_LEAVES = (np.empty(0, np.int64), np.empty((0, 2), np.int64))
+NO_FLAGS = np.empty((0, 0), np.bool_)
+
+AHEAD = 8  # rows that are prefetched before they are read
+
+
+def write_steps(
+    sources: Any,
+    leaves: Any,
+    cells: Any,
+    ids: Any,
+    together: bool,
+    steps: int,
+    length: int,
+    positions: Any,
+    floor: Any,
+    counters: Any,
+    episodes: Any,
+    done: Any,
+    init: Any,
+) -> None:
+    """Write steps of some environments, time-major (numba). Python's signals cannot interrupt it.
+
+    Args:
+        sources: address of the rows of each leaf, ``[L]``; empty if the rows are already in their cells.
+        leaves: address of the cells and bytes of a row of each leaf, ``[L, 2]``.
+        cells: output: cell of each row, ``[steps * M]``.
+        ids: the environments, ``[M]``.
+        together: whether ``ids`` are all environments in order at the same position; then rows are copied as one block.
+        steps: number of steps of each environment.
+        length: cells of a ring.
+        positions: next position of each environment, ``[num_envs]``; updated.
+        floor: lowest valid position of each environment, ``[num_envs]``; updated.
+        counters: rows written, restart offset, and version of the rings; the first and the last are increased.
+        episodes: arrays of the episode index; may be empty.
+        done: whether a step ends its episode, ``[steps, M]``; empty without an episode index.
+        init: whether a step starts an episode even if the previous step did not end one, ``[steps, M]``; may be empty.
+    """
+    column, done_column, begin, running, headless_end = episodes
+    count, num_envs = len(ids), len(positions)
+    for i in range(count):
+        env = ids[i]
+        start, lowest = positions[env], floor[env]
+        # Mark the overwritten steps as invalid before the copy.
+        floor[env] = max(lowest, start + steps - length)
+        for step in range(steps):
+            position = start + step
+            cell = position % length * num_envs + env
+            cells[step * count + i] = cell
+            if len(done) == 0:
+                continue
+            oldest = max(position - length, lowest)
+            if running[env] and len(init) and init[step, i]:
+                running[env] = False
+                if begin[env] >= oldest:
+                    column[begin[env] % length * num_envs + env] = position - 1
+                else:
+                    headless_end[env] = position - 1
+            # If the overwritten step was the first of its episode, keep the episode's last position, which it stores.
+            if oldest == position - length and column[cell] >= oldest:
+                headless_end[env] = column[cell]
+            if not running[env]:
+                begin[env] = position
+            column[cell], done_column[cell] = begin[env], done[step, i]
+            running[env] = not done[step, i]
+            if done[step, i]:
+                if begin[env] >= max(position - length + 1, lowest):
+                    column[begin[env] % length * num_envs + env] = position
+                else:
+                    headless_end[env] = position
+    skipped = max(0, steps - length)  # later steps would overwrite these
+    for leaf in range(len(sources)):
+        source, (target, size) = sources[leaf], leaves[leaf]
+        if together:
+            slot, left = (positions[ids[0]] + skipped) % length, steps - skipped
+            source += skipped * count * size
+            while left > 0:
+                rows = min(left, length - slot)
+                copy_bytes(target + slot * count * size, source, rows * count * size)
+                source += rows * count * size
+                slot, left = 0, left - rows
+        else:
+            for row in range(skipped * count, steps * count):
+                copy_bytes(target + cells[row] * size, source + row * size, size)
+    for i in range(count):
+        positions[ids[i]] += steps
+    counters[0] += steps * count
+    counters[2] += 1
+
+
+def gather(targets: Any, leaves: Any, middle: int, cells: int, after: int, count: int, limit: int) -> int:
+    """Read cells (numba).
+
+    Args:
+        targets: output address of each leaf, ``[L]``.
+        leaves: address of the cells and bytes of a row of each leaf, ``[L, 2]``.
+        middle: leaves from this one on read the cells ``after``.
+        cells: address of the cell numbers, int64.
+        after: address of the second cell numbers, int64; may equal ``cells``.
+        count: number of cells.
+        limit: number of cells in the buffer; larger or negative cell numbers are invalid.
+
+    Returns:
+        Position of the first invalid cell, or -1.
+    """
+    index = np.empty(count, np.int64)
+    for leaf in range(len(leaves)):
+        if leaf == 0 or (leaf == middle and after != cells):
+            numbers = cells if leaf < middle else after
+            for i in range(count):
+                index[i] = load(numbers + 8 * i)
+                if index[i] < 0 or index[i] >= limit:
+                    return i
+        target, (source, size) = targets[leaf], leaves[leaf]
+        # A copy of a constant size is one instruction.
+        if size == 1:
+            for i in range(count):
+                copy_bytes(target + i, source + index[i], 1)
+        elif size == 4:
+            for i in range(count):
+                copy_bytes(target + i * 4, source + index[i] * 4, 4)
+        elif size == 8:
+            for i in range(count):
+                copy_bytes(target + i * 8, source + index[i] * 8, 8)
+        else:
+            for i in range(count):
+                if i + AHEAD < count:
+                    ahead = source + index[i + AHEAD] * size
+                    for line in range(ahead, ahead + min(size, 4 * LINE), LINE):
+                        prefetch(line)
+                copy_bytes(target + i * size, source + index[i] * size, size)
+    return -1

@@ -1,7 +1,0 @@
-"""LightningModules, the losses that they minimise, and the builders of actors and critics."""
-
-from __future__ import annotations
-
-from torchrl_lightning._lazy import lazy_exports
-
-__getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

@@ -1,0 +1,233 @@
+"""Read the curves of runs from their ``metrics.csv``, and group runs with equal settings and different seeds."""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from torchrl_lightning._core.errors import Fault
+from torchrl_lightning._core.plain_yaml import raw_value, read_config
+from torchrl_lightning._core.run_metadata import ENDED_EARLY, SCORE, read_rows
+from torchrl_lightning._core.run_names import ENDS, base_name, changed_settings, in_order, run_folder
+from torchrl_lightning._core.untrusted import printable
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+_log = logging.getLogger(__name__)
+
+_SEED = re.compile(r"[-_ ]?seed[-_=]?\d+$", re.IGNORECASE)
+_SERIAL = re.compile(r"(version_)?\d[\d_\-:.T]*$")  # version_3, 2026-11-20_10-30-00, the job numbers of a sweep
+_ENVIRONMENT = ("env", "data.env", "data.env.id")  # settings that select the environment
+_LOGGER_FOLDERS = {"csv", "csv_logs", "lightning_logs", "logs", "metrics"}
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One metric of one run, including the earlier rows of the run that it continues."""
+
+    label: str
+    path: Path
+    x: NDArray[np.float64]
+    y: NDArray[np.float64]
+    seed: Any = None  # None if unknown or irrelevant
+    run: Run | None = None  # None without Hydra's record
+    unit: str = "environment frames"  # unit of Lightning's `step`
+    score: float | None = None  # from the evaluation after training, possibly of the best checkpoint
+    ended: float | None = None  # frames after which a search ended the run for a bad score
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run in Hydra's record: its name, changed settings, seed and the run that it continues."""
+
+    folder: Path
+    name: str
+    settings: dict[str, str]
+    seed: Any
+    origin: Run | None
+    config: Any = None
+    choices: Mapping[str, str | None] = field(default_factory=dict)
+
+    @property
+    def label(self) -> str:
+        """Name and changed settings, a changed environment first; runs with one label differ only in their seed."""
+        others = {key: text for key, text in self.settings.items() if key not in _ENVIRONMENT}
+        moved = [self.settings[key].partition("=")[2] for key in _ENVIRONMENT if key in self.settings]
+        return " ".join((*moved, *["by"] * bool(moved), self.name, *others.values()))
+
+    def composed(self, key: str) -> str | None:
+        """Return the run's option of a group or value of a setting; None if it was not recorded."""
+        if key in self.choices:
+            return self.choices[key]
+        value = raw_value(self.config, key)
+        return None if value is None else printable(value)
+
+
+@dataclass
+class _Log:
+    """A CSV log.
+
+    Attributes:
+        header: The names of all columns.
+        columns: The non-empty, finite cells of some columns, by x. The last row of an x counts.
+        begins: The lowest x of all rows.
+        has_epoch: True if a row contains both the metric and the epoch.
+    """
+
+    header: set[str]
+    columns: dict[str, dict[float, float]]
+    begins: float = math.inf
+    has_epoch: bool = False
+
+    def last(self, column: str) -> float | None:
+        """Return the last number of a column; None for an empty column."""
+        cells = self.columns[column]
+        return cells[max(cells)] if cells else None
+
+
+def read_source(source: Path, metric: str, x: str, label: str | None = None) -> list[Curve]:
+    """Read the curves of a file, or of every ``metrics.csv`` below a folder; the default labels are their settings."""
+    if not source.exists():
+        raise FileNotFoundError(f"no such file or folder: {source}")
+    paths = sorted(source.rglob("metrics.csv")) if source.is_dir() else [source]
+    if not paths:
+        raise FileNotFoundError(f"no metrics.csv below {source}; was the run started with logger=csv?")
+    curves: list[Curve] = []
+    columns: set[str] = set()
+    for path in paths:
+        run = _run_of(path)
+        log = _read_log(path, run, metric, x)
+        columns |= log.header
+        if points := log.columns[metric]:
+            xs, ys = (np.fromiter(values, np.float64, len(points)) for values in (points, points.values()))
+            order = np.argsort(xs)
+            xs, ys = xs[order], ys[order]
+            name = label or (default_label(path) if run is None else run.label)
+            seed = None if run is None or label else run.seed
+            # Lightning adds the epoch only to rows that it counts in updates.
+            unit = "updates" if "updates_per_second" in log.header or log.has_epoch else Curve.unit
+            score = log.last(SCORE) if metric == "eval/return" else None
+            curves.append(Curve(name, path, xs, ys, seed, run, unit, score, log.last(ENDED_EARLY)))
+    if not curves:
+        missing = [name for name in (metric, x) if name not in columns]
+        if missing:
+            raise KeyError(f"no column {' and '.join(missing)} in {source}; there are: {', '.join(sorted(columns))}")
+        raise ValueError(f"{source} has no value of {metric} yet.")
+    if len(curves) < len(paths):
+        _log.warning(
+            "%d of %d runs below %s have no %s and are left out", len(paths) - len(curves), len(paths), source, metric
+        )
+    return curves
+
+
+def one_of_each_seed(curves: Iterable[Curve]) -> list[Curve]:
+    """Keep one run of each label and seed: the latest, but prefer runs that were not ended early."""
+    chosen: dict[object, Curve] = {}
+    for curve in sorted(curves, key=lambda curve: (curve.ended is None, curve.path.stat().st_mtime)):
+        same = (curve.label, curve.path.resolve() if curve.seed is None else curve.seed)
+        if same in chosen and chosen[same].path.resolve() != curve.path.resolve():
+            _log.warning("%s is left out: %s has its settings and its seed", chosen[same].path, curve.path)
+        chosen[same] = curve
+    return sorted(chosen.values(), key=lambda curve: curve.path)
+
+
+def runs_by_label(curves: Iterable[Curve]) -> dict[str, list[Curve]]:
+    """Group the runs of :func:`one_of_each_seed` by label."""
+    groups: dict[str, list[Curve]] = {}
+    for curve in one_of_each_seed(curves):
+        groups.setdefault(curve.label, []).append(curve)
+    return groups
+
+
+def default_label(path: Path) -> str:
+    """Return the experiment name of a metrics file without Hydra config: the part of its path that its seeds share."""
+    parts = [*path.absolute().parent.parts[1:]]
+    if path.stem != "metrics":
+        parts.append(path.stem)
+    for part in reversed(parts):
+        name = _SEED.sub("", part)
+        if name and not _SERIAL.match(name) and name not in _LOGGER_FOLDERS:
+            return name
+    return parts[-1] if parts else path.stem
+
+
+def _run_of(path: Path, continued_by: frozenset[Path] = frozenset()) -> Run | None:
+    """Read Hydra's record of the run of a file; return None without a record or if the run continues itself."""
+    folder = run_folder(path)
+    if folder is None or folder in continued_by or not (folder / ".hydra" / "hydra.yaml").is_file():
+        return None
+    config = read_config(folder / ".hydra" / "config.yaml")
+    choices, overrides, cwd = _recorded(folder / ".hydra" / "hydra.yaml")
+    settings = changed_settings(overrides, choices)
+    seed, checkpoint = raw_value(config, "seed"), raw_value(config, "ckpt_path")
+    origin = None
+    if isinstance(checkpoint, str):
+        origin = _run_of(Path(cwd) / checkpoint, continued_by | {folder})
+    if origin is not None:
+        # Current runs record the checkpoint's seed if none is given; older runs recorded only a given seed.
+        seed = seed if any(override.startswith("seed=") for override in overrides) else origin.seed
+        ends = {key: value for key, value in origin.settings.items() if key in ENDS}
+        settings = in_order({key: value for key, value in settings.items() if key not in ENDS} | ends)
+    if not isinstance(seed, int | float | str | None):
+        seed = str(seed)
+    return Run(folder, base_name(choices) or default_label(path), settings, seed, origin, config, choices)
+
+
+def _recorded(path: Path) -> tuple[dict[str, str | None], list[str], str]:
+    """Return the selected groups, the overrides and the working directory in Hydra's record of a run.
+
+    Raises:
+        ValueError: The file is not a record of Hydra.
+    """
+    hydra = read_config(path)
+    choices, overrides, cwd = (
+        raw_value(hydra, f"hydra.{key}") for key in ("runtime.choices", "overrides.task", "runtime.cwd")
+    )
+    if not isinstance(choices, dict) or not isinstance(overrides, list) or not isinstance(cwd, str):
+        raise Fault(f"{printable(path)} must be Hydra's record of a run, with choices, overrides and cwd.")
+    shown = {printable(group): None if option is None else printable(option) for group, option in choices.items()}
+    return shown, [printable(override) for override in overrides], cwd
+
+
+def _read_log(path: Path, run: Run | None, metric: str, x: str) -> _Log:
+    """Read a CSV log, preceded by the earlier points of the run that it continues.
+
+    Raises:
+        OSError: The path is not a regular file.
+        ValueError: The file is not a CSV file, or a cell is not a number.
+    """
+    rows = read_rows(path)
+    header = next(rows, (1, []))[1]
+    log = _Log(set(header), {name: {} for name in (metric, SCORE, ENDED_EARLY)})
+    number_of = {name: number for number, name in enumerate(header)}
+    places = [number_of.get(name, -1) for name in (x, *log.columns, "epoch")]
+    for line, row in rows:
+        at, text, *others, epoch = (row[place] if 0 <= place < len(row) else "" for place in places)
+        log.has_epoch |= bool(text and epoch)
+        try:
+            position, *values = (float(cell or "nan") for cell in (at, text, *others))
+        except ValueError:
+            raise Fault(
+                f"{printable(path)}, line {line}: {x}={at[:100]!r}, {metric}={text[:100]!r}; both must be numbers."
+            ) from None
+        log.begins = min(log.begins, position)
+        if math.isfinite(position):
+            for column, value in zip(log.columns.values(), values, strict=True):
+                if math.isfinite(value):
+                    column[position] = value
+    if run is not None and run.origin is not None:
+        before = run.origin.folder / path.resolve().relative_to(run.folder)
+        if before.is_file():
+            earlier = _read_log(before, run.origin, metric, x)
+            points = {at: value for at, value in earlier.columns[metric].items() if at < log.begins}
+            log.columns[metric] = points | log.columns[metric]
+            log.header |= earlier.header
+    return log

@@ -1,0 +1,256 @@
+"""The Ray actor of a replay service: one shard of its rows, its rate limit, and its snapshots."""
+
+from __future__ import annotations
+
+import torchrl_lightning.ray._begin  # noqa: F401
+
+# isort: split
+import asyncio
+import pickle
+import re
+import shutil
+import sys
+import time
+import warnings
+import zlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchrl_lightning._core.errors import Fault
+from torchrl_lightning._core.files import read_state, write_state
+from torchrl_lightning.environments.seeds import spawn_seed
+from torchrl_lightning.ray._wire import Arrays, Draws, Learned, Receipt, packed, unpacked
+from torchrl_lightning.ray.cluster import ServiceFault, installed
+from torchrl_lightning.ray.rate_limiter import RateLimiter
+from torchrl_lightning.replay import ExperienceBuffer
+
+VERSION = 1
+_KEPT = 2  # stored snapshots of each kind
+NAME = re.compile(r"(snapshot|checkpoint)_(\d{8})")
+
+
+class ServiceActor:
+    """One shard of a :class:`ReplayService`.
+
+    Ray restarts a dead actor with the same arguments; it then continues from its newest snapshot. All calls run in one
+    thread, so that each sees complete rows. Waiting calls do not block the thread.
+
+    Args:
+        path: The module search paths of the run.
+        payload: The empty buffer and a rate limiter, pickled and compressed.
+        shard: The shard's number.
+        folder: The folder of its snapshots. With None, written rollouts are acknowledged immediately.
+        resumed: The snapshot to load first.
+    """
+
+    def __init__(self, path: list[str], payload: bytes, shard: int, folder: str | None, resumed: str | None) -> None:
+        sys.path.extend(place for place in path if place not in sys.path)
+        torch.set_num_threads(1)
+        self._buffer: ExperienceBuffer
+        self._limiter: RateLimiter
+        self._life = time.time_ns() // 1000
+        self._sessions: dict[str, tuple[str, int]] = {}  # each writer's session and number of written rollouts
+        self._acknowledged: dict[str, tuple[str, int]] = {}
+        self._changed = asyncio.Condition()
+        self._folder = None if folder is None else Path(folder)
+        self._number = 0  # number of the next snapshot
+        self._fault: Fault | None = None
+        try:
+            self._buffer, self._limiter = pickle.loads(zlib.decompress(payload))
+            if shard:
+                self._buffer.generator.manual_seed(spawn_seed(self._buffer.generator.initial_seed(), "shard", shard))
+            self._begin(resumed, _is_back())
+        except Fault as fault:
+            self._fault = fault
+        except Exception as error:  # a raised error would make Ray restart the actor repeatedly
+            self._fault = ServiceFault(f"The replay service cannot begin: {type(error).__name__}: {error}")
+
+    def describe(self) -> dict[str, Any]:
+        """Return versions, buffer and limits, so that a client can compare them; raise the error of the start."""
+        if self._fault is not None:
+            raise self._fault
+        return {"versions": installed(), "buffer": described(self._buffer), "limits": self._limiter.settings}
+
+    # -- writing -----------------------------------------------------------------------------------------------------
+    async def insert(
+        self,
+        writer: str,
+        session: str,
+        number: int,
+        rows: Arrays,
+        env_ids: list[int],
+        cut: Sequence[int] = (),
+        compares: bool = False,
+    ) -> Receipt:
+        """Write a rollout ``[T, N, *F]`` as soon as the rate limiter admits it; skip an already written one.
+
+        The trajectories of the environments ``cut`` end before it. ``compares`` enables the comparison of its rows with
+        stored successors.
+
+        A rollout is also skipped if earlier ones were lost with this actor. The receipt identifies the rollouts to send
+        again.
+        """
+        if number != self._written(writer, session):
+            return self.receipt(writer, session)
+        shape = next(iter(rows.values())).shape[:2]
+        async with self._changed:
+            await self._admitted(lambda: self._limiter.admits_insert(shape[0] * shape[1]))
+            if number == self._written(writer, session):
+                rollout = unpacked(shape, ["time", None], rows)
+                self._buffer.writer.check_successors = compares
+                if cut:
+                    self._buffer.writer.cut(torch.tensor(cut))
+                self._buffer.extend(rollout, torch.tensor(env_ids))
+                self._limiter.inserted += rollout.numel()
+                self._sessions[writer] = session, number + 1
+                self._changed.notify_all()
+        return self.receipt(writer, session)
+
+    async def _admitted(self, admits: Callable[[], bool]) -> None:
+        """Wait until the rate limiter admits a request; if it rejects the sizes, wake the waiting requests."""
+        try:
+            await self._changed.wait_for(admits)
+        except Fault:
+            self._changed.notify_all()
+            raise
+
+    def flush(self, writer: str, session: str) -> Receipt:
+        """Acknowledge all rollouts of a writer; take a snapshot if necessary."""
+        if self._folder is not None and self._acknowledged.get(writer) != self._sessions.get(writer):
+            self.snapshot("snapshot")
+        return self.receipt(writer, session)
+
+    def _written(self, writer: str, session: str) -> int:
+        known, written = self._sessions.get(writer, ("", 0))
+        return written if known == session else 0
+
+    def receipt(self, writer: str, session: str) -> Receipt:
+        """Return how many rollouts of a writer are written, and how many are acknowledged."""
+        written = self._written(writer, session)
+        known, acknowledged = self._acknowledged.get(writer, ("", 0))
+        return Receipt(written, written if self._folder is None else acknowledged if known == session else 0)
+
+    # -- drawing -----------------------------------------------------------------------------------------------------
+    async def draw(self, batch_size: int, count: int, learned: Sequence[Learned]) -> Draws:
+        """Apply the learner's updates, and draw ``count`` batches as soon as the rate limiter admits them."""
+        self.take_back(learned)
+        rows = batch_size * count
+        async with self._changed:
+            await self._admitted(lambda: self._limiter.admits_draw(rows))
+            batches = [self._buffer.draw(batch_size) for _ in range(count)]
+            self._limiter.drawn += rows
+            self._changed.notify_all()
+        return Draws([packed(each) for each in batches], self._life, len(self._buffer), *self._counts())
+
+    def take_back(self, learned: Sequence[Learned]) -> None:
+        """Apply priorities and rewritten entries of batches."""
+        for each in learned:
+            self._take_back(each)
+
+    def _take_back(self, learned: Learned) -> None:
+        if learned.life != self._life:
+            return  # after a restart, a cell may contain another row with the same stamp
+        batch = unpacked(learned.shape, [None] * len(learned.shape), learned.arrays)
+        if learned.keys is None:
+            self._buffer.update_tensordict_priority(batch)
+        else:
+            self._buffer.write_back(batch, learned.keys)
+
+    def status(self) -> tuple[int, int, int]:
+        """Return the numbers of stored, written and drawn rows."""
+        return len(self._buffer), *self._counts()
+
+    def _counts(self) -> tuple[int, int]:
+        return self._limiter.inserted, self._limiter.drawn
+
+    # -- snapshots ---------------------------------------------------------------------------------------------------
+    def snapshot(self, kind: str) -> str | None:
+        """Write the complete state atomically, remove old snapshots, and return the name; None without a folder."""
+        if self._folder is None:
+            return None
+        name = f"{kind}_{self._number:08d}"
+        sessions = {writer: [session, written] for writer, (session, written) in self._sessions.items()}
+        inserted, drawn = self._counts()
+        write_state(
+            self._folder / name,
+            {
+                "version": VERSION,
+                "inserted": inserted,
+                "drawn": drawn,
+                "sessions": sessions,
+                "buffer": self._buffer.state_dict(copy=False),
+            },
+        )
+        self._number += 1
+        self._acknowledged = dict(self._sessions)
+        for old in [each for each in self._snapshots() if each.name.startswith(kind)][:-_KEPT]:
+            shutil.rmtree(old, ignore_errors=True)
+        return name
+
+    def _snapshots(self) -> list[Path]:
+        """Return the existing snapshots, the oldest first."""
+        assert self._folder is not None
+        found = self._folder.iterdir() if self._folder.is_dir() else ()
+        return sorted((each for each in found if NAME.fullmatch(each.name)), key=_number_of)
+
+    def _begin(self, resumed: str | None, is_back: bool) -> None:
+        own = [] if self._folder is None else self._snapshots()
+        if is_back and own:
+            self._restore(own[-1])
+            return
+        begun = None if resumed is None else Path(resumed)
+        continues = begun is not None and begun.parent == self._folder
+        if own and not continues:
+            raise ServiceFault(
+                f"folder={self._folder} holds the snapshots of another replay service. Resume its run (ckpt_path), or "
+                "name another folder."
+            )
+        if begun is None:
+            return
+        self._restore(begun)
+        for later in own[own.index(begun) + 1 :] if continues else ():  # written after the resumed state
+            shutil.rmtree(later, ignore_errors=True)
+
+    def _restore(self, folder: Path) -> None:
+        try:
+            state = read_state(folder)
+            if state["version"] != VERSION:
+                raise ValueError(f"it has version {state['version']!r}, this release reads {VERSION}")
+            sessions = {str(writer): (str(each[0]), int(each[1])) for writer, each in state["sessions"].items()}
+            inserted, drawn = int(state["inserted"]), int(state["drawn"])
+            self._buffer.load_state_dict(state["buffer"])
+        except (FileNotFoundError, KeyError, TypeError, ValueError) as error:
+            raise ServiceFault(f"The replay service's snapshot {folder} cannot be read: {error}.") from error
+        self._limiter.restore(inserted, drawn)
+        self._sessions, self._acknowledged = sessions, dict(sessions)
+        self._number = _number_of(folder) + 1
+
+
+def _is_back() -> bool:
+    """Return whether Ray has restarted this actor."""
+    import ray
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Ray warns about its own API
+        return bool(ray.get_runtime_context().was_current_actor_reconstructed)
+
+
+def _number_of(folder: Path) -> int:
+    match = NAME.fullmatch(folder.name)
+    assert match is not None
+    return int(match[2])
+
+
+def described(buffer: ExperienceBuffer) -> dict[str, Any]:
+    """Return the properties that must be equal in a service and its clients."""
+    storage, sampler, writer = buffer.parts
+    return {
+        "buffer": type(buffer).__name__,
+        "sampler": type(sampler).__name__,
+        "max_size": int(storage.max_size),
+        "num_envs": writer.num_envs,
+        "n_steps": buffer.n_steps,
+    }

@@ -1,0 +1,89 @@
+"""Formats of rollouts, batches and weights that are sent through a Ray cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from numpy.typing import NDArray
+from tensordict import TensorDict, TensorDictBase
+from torch import nn
+
+from torchrl_lightning._core.tree import Path, path_of, tensordict_of
+
+Arrays = dict[Any, NDArray[Any]]
+
+
+class Receipt(NamedTuple):
+    """The numbers of a writer's rollouts that are written, and that a snapshot contains."""
+
+    written: int
+    acknowledged: int
+
+
+class Draws(NamedTuple):
+    """Batches of one call, their shard's start time ``life``, and its numbers of stored, written and drawn rows."""
+
+    batches: list[tuple[list[int], list[Any], Arrays]]
+    life: int
+    size: int
+    inserted: int
+    drawn: int
+
+
+class Learned(NamedTuple):
+    """A learner's updates of a batch: rewritten entries under ``keys``, or priorities if ``keys`` is None."""
+
+    life: int
+    shape: list[int]
+    arrays: Arrays
+    keys: list[Any] | None
+
+
+def as_arrays(rollout: TensorDict) -> Arrays:
+    """Return the entries of a rollout ``[N, T]`` as contiguous arrays ``[T, N, *F]``; Ray does not copy them."""
+    return packed(rollout.transpose(0, 1))[2]
+
+
+def as_rollout(arrays: Arrays) -> TensorDict:
+    """Copy arrays ``[T, N, *F]`` into a rollout ``[N, T]``."""
+    entries = {path: value.transpose(0, 1) for path, value in _copied(arrays)}
+    return tensordict_of(entries, next(iter(entries.values())).shape[:2], (None, "time"))
+
+
+def weights_of(policy: object) -> Arrays | None:
+    """Copy the parameters and buffers of a policy; None if it is not a module."""
+    if not isinstance(policy, nn.Module):
+        return None
+    return {name: value.numpy(force=True).copy() for name, value in _tensors(policy).items()}
+
+
+def take_weights(policy: nn.Module, weights: Mapping[str, NDArray[Any]]) -> None:
+    """Copy parameters and buffers into a policy."""
+    for name, value in _tensors(policy).items():
+        value.detach().copy_(torch.tensor(weights[name]))
+
+
+def _tensors(policy: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in policy.state_dict().items() if isinstance(value, torch.Tensor)}
+
+
+def packed(batch: TensorDictBase) -> tuple[list[int], list[Any], Arrays]:
+    """Return shape, names and contiguous arrays of a batch."""
+    leaves: Mapping[Any, Any] = dict(batch.items(include_nested=True, leaves_only=True))
+    return (
+        list(batch.shape),
+        list(batch.names),
+        {key: value.cpu().contiguous().numpy() for key, value in leaves.items()},
+    )
+
+
+def unpacked(shape: Sequence[int], names: Sequence[Any], arrays: Arrays) -> TensorDict:
+    """Copy arrays into a batch."""
+    return tensordict_of(dict(_copied(arrays)), torch.Size(shape), tuple(names))
+
+
+def _copied(arrays: Arrays) -> Iterator[tuple[Path, torch.Tensor]]:
+    """Yield arrays as separate tensors, because a write into Ray's object store would end the process."""
+    return ((path_of(key), torch.from_numpy(value.copy())) for key, value in arrays.items())

@@ -1,0 +1,213 @@
+"""Functions that build and validate the parts of a buffer, and that order rows of several environments."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from tensordict.utils import NestedKey
+from torch import Tensor
+from torchrl.data.replay_buffers.samplers import ConsumingSampler, Sampler
+
+from torchrl_lightning._core.keys import NEXT, REPEATED
+from torchrl_lightning._core.protocols import SamplerApi
+from torchrl_lightning._core.tree import check_tensordict, name_of, nested_keys, path_of
+from torchrl_lightning.kernels.indices import last_of_each
+from torchrl_lightning.replay.cells import check_values
+from torchrl_lightning.replay.prioritized import PrioritizedSampler
+from torchrl_lightning.replay.rewrites import plan_entries
+from torchrl_lightning.replay.ring_storage import RingStorage
+from torchrl_lightning.replay.ring_writer import RingWriter
+from torchrl_lightning.replay.rings import Rings
+
+logger = logging.getLogger(__name__)
+
+
+def prioritized_in(sampler: Sampler) -> PrioritizedSampler | None:
+    """Return the :class:`PrioritizedSampler`: ``sampler`` itself or its attribute ``prioritized``, else None."""
+    found = getattr(sampler, "prioritized", sampler)
+    return found if isinstance(found, PrioritizedSampler) else None
+
+
+def takes_priorities(sampler: Sampler) -> bool:
+    """Return whether a sampler of any kind uses priorities."""
+    keeper = getattr(sampler, "prioritized", sampler)
+    return keeper is not None and type(keeper).update_priority is not Sampler.update_priority
+
+
+def hold_priorities(sampler: Sampler | None, max_size: int) -> None:
+    """Allocate priorities for ``max_size`` cells, unless the prioritized sampler was built with ``max_capacity``."""
+    found = None if sampler is None else prioritized_in(sampler)
+    if found is not None and "table" not in vars(found):
+        found.table = found.make_table(max_size)
+
+
+def time_major(data: TensorDictBase, width: int, time_dim: int | None) -> TensorDictBase:
+    """Return the rows of ``width`` environments, flat and time-major; raise ValueError for ambiguous data."""
+    if data.ndim == 1 and time_dim is None:
+        if width == 1 or data.shape[0] == width:
+            return data
+        raise ValueError(
+            f"Got {data.shape[0]} rows for {width} environments; expected one step of each ([{width}]), or a rollout "
+            f'with a dimension named "time" or with time_dim= ([T, {width}] or [{width}, T]).'
+        )
+    names = data.names
+    axis = time_dim if time_dim is not None else names.index("time") if "time" in names else None
+    if axis is None or data.ndim not in (1, 2) or not -data.ndim <= axis < data.ndim:
+        raise ValueError(
+            f"Cannot tell which dimension of batch size {list(data.shape)} is time (names {names}); name it, "
+            'e.g. data.names = [None, "time"], or pass time_dim=.'
+        )
+    if data.ndim == 1:
+        return time_major(data, width, None)
+    data = data if axis % 2 == 0 else data.transpose(0, 1)
+    if data.shape[1] != width:
+        raise ValueError(f"Got a rollout of {data.shape[1]} environments, the writer has {width}.")
+    return data.reshape(-1)
+
+
+def written_back(
+    storage: RingStorage, batch: TensorDictBase, shape: torch.Size, key: NestedKey, n_steps: int
+) -> list[tuple[tuple[str, ...], Tensor]]:
+    """Return the entries of a sampled batch at or below a key; raise an error if they do not match the storage."""
+    if n_steps > 1 and path_of(key)[0] == "next":
+        raise ValueError(
+            f"With n_steps={n_steps} the entry {key!r} of a batch is not that of its cells but of a later "
+            "step; write back entries outside of 'next' alone."
+        )
+    found = []
+    for path, stored in storage.leaves(key):
+        values = batch.get(path, None)
+        if not isinstance(values, Tensor):
+            raise KeyError(f"The batch has no entry {name_of(path)} to write back.")
+        check_values(path, stored, values, shape)
+        found.append((path, values.detach()))
+    return found
+
+
+def plan_write_back(
+    storage: RingStorage, rings: Rings, batch: TensorDictBase, keys: Sequence[NestedKey], n_steps: int
+) -> Callable[[], Tensor]:
+    """Validate entries of a sampled batch; return a function that writes them back and returns the cells.
+
+    An error in one entry is raised before any entry is written.
+    """
+    check_tensordict(batch)
+    index, stamps = batch.get("index", None), batch.get("write_position", None)
+    if index is None:
+        raise KeyError(f"The batch has no entry 'index'; it has {sorted(map(str, batch.keys()))}.")
+    if stamps is None:
+        raise KeyError("The batch has no entry 'write_position', which says which cells were overwritten since.")
+    values = [pair for key in nested_keys(keys) for pair in written_back(storage, batch, index.shape, key, n_steps)]
+    if not values:
+        return lambda: index.new_zeros(0).cpu()
+    cells = index.detach().reshape(-1).cpu()
+    keep = rings.is_unchanged(cells, stamps.reshape(-1).cpu())
+    mask = batch.get("mask", None)
+    if mask is not None:
+        keep &= mask.to(keep.device).reshape(-1)
+    rows = keep.nonzero().squeeze(1)
+    rows = rows[last_of_each(cells[rows])]
+    cells = cells[rows]
+    changes = {path: leaf.flatten(0, index.ndim - 1)[rows.to(leaf.device)] for path, leaf in values}
+    write = plan_entries(storage, changes, cells)
+
+    def write_cells() -> Tensor:
+        rings.before(rings.env_of(cells).numpy())
+        write()
+        return cells
+
+    return write_cells
+
+
+def drop_later(info: dict[Any, Any]) -> None:
+    """Remove a sampler's entries below ``"next"``, because n-step returns read them from a later step."""
+    for key in tuple(info):
+        if key[0] == NEXT:
+            del info[key]
+
+
+def left_out_of(buffer: Any) -> list[str]:
+    """Return the entries of a rollout that a buffer does not need, except the one that its sampler reads."""
+    key = SamplerApi.of(buffer.sampler).traj_key
+    needed = key[0] if isinstance(key, tuple) else key
+    return [name for name in REPEATED if name != needed]
+
+
+def small_storage() -> RingStorage:
+    """Build a storage of 1000 cells, TorchRL's default, and log a warning that this is small."""
+    logger.warning(
+        "ExperienceBuffer holds 1000 cells, as TorchRL's buffers; give it storage=RingStorage(N) for N cells."
+    )
+    return RingStorage(1000)
+
+
+def ring_writer(
+    writer: RingWriter | None, num_envs: int | None, track_episodes: bool | None, **options: Any
+) -> RingWriter:
+    """Return ``writer``, or build a new writer with these options; None means the default.
+
+    Raises:
+        ValueError: both a writer and options are given.
+    """
+    if writer is None:
+        return RingWriter(1 if num_envs is None else num_envs, track_episodes=track_episodes, **options)
+    if given := [f"{name}={value!r}" for name, value in options.items() if value not in (None, True)]:
+        raise ValueError(
+            f"{', '.join(given)} must be an argument of the writer if one is given, got both. Build it with "
+            f"RingWriter({', '.join(given)})."
+        )
+    return writer
+
+
+def check_parts(storage: Any, writer: Any, sampler: Any) -> None:
+    """Validate the given parts of a buffer over rings; raise TypeError or ValueError if one is unsuitable."""
+    for part, ring in ((storage, RingStorage), (writer, RingWriter)):
+        if part is not None and not isinstance(part, ring):
+            raise TypeError(
+                f"An ExperienceBuffer has a RingStorage and a RingWriter, and any sampler, but got a "
+                f"{type(part).__name__}; give it a {ring.__name__}, or use TorchRL's TensorDictReplayBuffer, which "
+                "takes our samplers, too."
+            )
+    if isinstance(sampler, ConsumingSampler):
+        raise TypeError(
+            f"{type(sampler).__name__} takes cells away out of their order, which rings cannot; use TorchRL's "
+            "TensorDictReplayBuffer(consume_after_n_samples=...)."
+        )
+    if storage is not None and writer is not None and storage.writer not in (None, writer):
+        gc.collect()  # the other buffer may be deleted but not yet collected
+        if storage.writer is not None:
+            raise ValueError(
+                "Another buffer already fills this RingStorage, as when functools.partial(ExperienceBuffer, "
+                "storage=RingStorage(...)) is called twice; give every buffer a storage and a sampler of its own, e.g. "
+                "by lambda num_envs: ExperienceBuffer(storage=RingStorage(...), num_envs=num_envs), or pass the same "
+                "writer."
+            )
+
+
+def check_lengths(buffer: Any) -> None:
+    """Validate that a buffer's rings fit its returns and windows, and its sampler all priorities; else ValueError.
+
+    A buffer without a DataModule may skip this check; it then shortens returns, and pads or rejects windows.
+    """
+    size, num_envs, sampler = buffer.storage.max_size, buffer.writer.num_envs, buffer.sampler
+    length = size // num_envs
+    if buffer.n_steps > length:
+        raise ValueError(
+            f"n_steps must be at most max_size / num_envs = {length}, got {buffer.n_steps}: no return would be that "
+            "long. Raise max_size, or lower n_steps."
+        )
+    abilities = SamplerApi.of(sampler)
+    window = abilities.batch_length
+    if window is not None and window > length and abilities.episode_ends != "pad":
+        raise ValueError(
+            f"batch_length must be at most max_size / num_envs = {length}, got {window}: no window would be that long. "
+            "Raise max_size, or take shorter windows."
+        )
+    prioritized = prioritized_in(sampler)
+    if prioritized is not None:
+        prioritized.check_capacity(size)

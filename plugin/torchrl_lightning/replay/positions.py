@@ -1,0 +1,50 @@
+"""Environments and positions of stored steps."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torchrl_lightning.kernels import episode_kernels
+from torchrl_lightning.kernels.compiled import jitted
+
+Ints = NDArray[np.int64]
+Flags = NDArray[np.bool_]
+
+
+def steps_between(low: Ints, high: Ints) -> tuple[Ints, Ints, Ints]:
+    """Return the positions of several runs of steps, ``[low, high]`` each, one run after the other.
+
+    Returns:
+        Run number and position of each step, and the index of the first step of each run.
+    """
+    counts = np.maximum(high - low + 1, 0)
+    starts = np.cumsum(counts) - counts
+    run = np.repeat(np.arange(len(counts)), counts)
+    return run, np.arange(len(run)) - (starts - low)[run], starts
+
+
+def steps_of(cells: Ints, length: int, positions: Ints) -> tuple[Ints, Ints]:
+    """Return environments and positions of the steps in cells, in the same shape; see ``Rings.position_of``."""
+    env, position = np.empty(cells.shape, np.int64), np.empty(cells.shape, np.int64)
+    jitted(episode_kernels.steps_of)(cells.ravel(), length, positions, env.reshape(-1), position.reshape(-1))
+    return env, position
+
+
+class StepsMissing(ValueError, RuntimeError, AssertionError):
+    """An error for requested steps that the buffer does not store.
+
+    It is an AssertionError, as ALF documents, and a RuntimeError, as TorchRL's samplers raise.
+    """
+
+
+def check_steps(env: Ints, position: Ints, oldest: Ints, positions: Ints) -> None:
+    """Validate that steps are in the stored range ``[oldest, positions)``; raise IndexError with the first other."""
+    if env.size and (env.min() < 0 or env.max() >= len(positions)):
+        raise IndexError(f"Environment ids must lie in [0, {len(positions)}), got {env.min()} to {env.max()}.")
+    wrong = (position < oldest[env]) | (position >= positions[env])
+    if wrong.any():
+        e, p = int(env[wrong][0]), int(position[wrong][0])
+        raise IndexError(
+            f"Step {p} of environment {e} is not stored; it holds steps [{int(oldest[e])}, {int(positions[e])})."
+        )

@@ -1,0 +1,67 @@
+"""Ownership of buffer parts by a process, because writes in another process would be lost."""
+
+from __future__ import annotations
+
+import os
+
+from torchrl_lightning._core.mixins import is_spawning
+from torchrl_lightning._core.processes import after_fork
+from torchrl_lightning._core.tree import Tree, leaves_of
+
+SHARE_FIRST = (
+    "call buffer.share() before the first process starts (of an ExperienceBuffer; TorchRL's own cannot share rings), "
+    "or give each process a buffer of its own"
+)
+
+current = os.getpid()
+"""The id of this process, cached because ``os.getpid`` would make a write a tenth slower."""
+
+
+def _note_fork() -> None:
+    global current
+    current = os.getpid()
+
+
+after_fork(_note_fork)
+
+
+class Owned:
+    """An object that only its creating or copying process may change, unless it is shared."""
+
+    is_shared = False
+    """Whether the object is in shared memory."""
+
+    def own(self) -> None:
+        """Make this process the owner."""
+        self._process = current
+
+    def check_owner(self) -> None:
+        """Validate that this process may write; raise RuntimeError if the object is unshared and has another owner."""
+        if not self.is_shared:
+            self.check_maker()
+
+    def check_maker(self) -> None:
+        """Validate that this process created the object, shared or not; raise RuntimeError otherwise."""
+        if self._process != current:
+            raise RuntimeError(f"This process writes to the buffer of the one that it was started from; {SHARE_FIRST}.")
+
+    def check_loadable(self) -> None:
+        """Validate that a state may be loaded; raise RuntimeError if other processes use the object."""
+        self.check_owner()
+        if self.is_shared:
+            raise RuntimeError(
+                "The buffer is shared with other processes; build it unshared (allow_multiprocess=False), load the "
+                "state before buffer.share()."
+            )
+
+    def check_travel(self) -> None:
+        """Validate a pickle; raise RuntimeError if it is for a new child process and the object is unshared."""
+        if is_spawning() and not self.is_shared:
+            raise RuntimeError(f"A {type(self).__name__} was handed to another process unshared; {SHARE_FIRST}.")
+
+
+def share_leaves(tree: Tree) -> None:
+    """Move CPU tensors into shared memory."""
+    for _, leaf in leaves_of(tree):
+        if leaf.device.type == "cpu" and leaf.numel():
+            leaf.share_memory_()

@@ -1,0 +1,471 @@
+"""The storage of every replay buffer: one flat array of cells."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase
+from tensordict.utils import NestedKey
+from torch import Tensor
+
+from torchrl_lightning._core.files import Rows
+from torchrl_lightning._core.memory import check_room, map_cells, reserve
+from torchrl_lightning._core.mixins import integers_below
+from torchrl_lightning._core.state import Attribute, Stated, mapping, tensor, whole
+from torchrl_lightning._core.torchrl_compat import new_tensordict
+from torchrl_lightning._core.tree import (
+    Tree,
+    check_tensordict,
+    difference,
+    entry_of,
+    leaves_of,
+    map_leaves,
+    moved,
+    name_of,
+    path_of,
+    row_bytes,
+    to_tensordict,
+    tree_of,
+)
+from torchrl_lightning._core.tree_checks import check_tree
+from torchrl_lightning._core.validators import Check, integer, optional
+from torchrl_lightning.kernels.indices import integers
+from torchrl_lightning.replay import process_owned
+from torchrl_lightning.replay.cells import Cells, Names, check_values
+from torchrl_lightning.replay.n_step import NStepReturns
+from torchrl_lightning.replay.pickling import PickledCells
+from torchrl_lightning.replay.positions import Ints
+from torchrl_lightning.replay.rewrites import plan_entries
+from torchrl_lightning.replay.rings import (
+    Dependent,
+    HasRings,
+    check_single,
+    filler_of,
+    refuse_uneven,
+    rings_in,
+    uneven_rings,
+)
+
+
+def _check_of_cells(storage: Any) -> Check:
+    return optional(tensor(torch.int64, None, low=0, high=storage.max_size - 1))
+
+
+class RingStorage(Stated, PickledCells):
+    """A one-dimensional TorchRL storage: one flat array of ``max_size`` cells for each entry.
+
+    The cells are in memory, on a device, or memory-mapped from a disk that may be larger than memory. The first write
+    reserves the space and fixes the schema: keys, shapes, dtypes and device. Later data must have the same schema.
+    Gradients are not stored.
+
+    Args:
+        max_size: number of cells.
+        device: device of the cells; ``"auto"`` uses the device of the first data.
+        scratch_dir: folder for memory-mapped cells, in a file without a name. The system removes the file when the last
+            process that uses it ends or is killed; use ``dumps`` to keep the cells. On Linux, a process on the same
+            machine that loads a pickle shares the cells while this process is alive, but not the counters, so only one
+            of them may write. ``deepcopy`` returns a copy in memory. None keeps the cells in memory; a pickle then
+            contains a copy of them.
+
+    Raises:
+        ValueError: ``max_size`` is not positive, or ``scratch_dir`` is set for another device than the CPU.
+
+    Examples:
+        >>> from tensordict import TensorDict
+        >>> storage = RingStorage(4)
+        >>> storage.set(slice(0, 2), TensorDict({"a": torch.arange(2)}, [2]))
+        >>> len(storage), storage.get(torch.tensor([1, 0, 1]))["a"].tolist()
+        (2, [1, 0, 1])
+    """
+
+    OWNER, VERSION = "storage", 3
+    STATE = {
+        "max_size": Attribute(),
+        "count": Attribute(of=lambda own: whole(0, own.max_size), at="_len"),
+        "cells": Attribute(of=_check_of_cells, at="_uneven_cells"),
+        "cursor": Attribute(of=lambda own: whole(-1, own.max_size - 1)),
+        "data": Attribute(optional(mapping), "_filled"),
+    }
+
+    def __init__(
+        self,
+        max_size: int = 100_000,
+        *,
+        device: torch.device | str = "cpu",
+        scratch_dir: str | Path | None = None,
+    ) -> None:
+        if isinstance(max_size, float) and max_size % 1 == 0:  # 1e6
+            max_size = int(max_size)
+        max_size = integer(max_size, "max_size")
+        if scratch_dir is not None and str(device) not in ("cpu", "auto"):
+            raise ValueError(f"Memory-mapped files lie on the CPU, got device={device!r}; drop scratch_dir or device.")
+        super().__init__(max_size, device=device)
+        self.own()
+        self.device: torch.device | str
+        self.scratch_dir = None if scratch_dir is None else Path(scratch_dir)
+        self.cells: Cells | None = None
+        self.watched: set[tuple[str, ...]] = set()
+        """Entries that episodes or derived stored entries depend on."""
+        self.dependents: list[tuple[Dependent, frozenset[tuple[str, ...]]]] = []
+        """Components that derive stored entries, each with the paths of its source entries."""
+
+    @property
+    def tree(self) -> Tree:
+        """Nested dict of the leaves, ``[max_size, ...]`` each; empty before the first write."""
+        return {} if self.cells is None else self.cells.tree
+
+    @property
+    def writer(self) -> HasRings | None:
+        """The :class:`RingWriter` that fills this storage, or None."""
+        return filler_of(self)
+
+    @property
+    def is_prefix(self) -> bool:
+        """Whether the filled cells are exactly the first ``len(storage)`` cells."""
+        return uneven_rings(self) is None
+
+    @property
+    def is_shared(self) -> bool:  # type: ignore[override]
+        """Whether the cells are in shared memory."""
+        return self._shared
+
+    def share(self) -> None:
+        """Move cells and counters into shared memory; cells reserved later are also shared.
+
+        Raises:
+            ValueError: the cells are memory-mapped files.
+        """
+        if self.scratch_dir is not None:
+            what = f"A RingStorage with scratch_dir={str(self.scratch_dir)!r}"
+            raise ValueError(f"{what} cannot be shared with other processes; build it without.")
+        if not self._shared:
+            self.share_counters()
+            process_owned.share_leaves(self.tree)
+
+    # ------------------------------------------------------------------ writing
+
+    def check(self, data: TensorDictBase, rows: int) -> tuple[list[Tensor], tuple[Ints, Ints] | None]:
+        """Return the leaves of ``data`` as :meth:`Cells.match` does, without writing; the first call reserves memory.
+
+        Raises:
+            ValueError: keys, shapes, dtypes or the device differ from the schema, or the memory is too small.
+        """
+        if self.cells is None:
+            self.allocate(data)
+        assert self.cells is not None
+        return self.cells.match(data, rows)
+
+    def allocate(self, data: TensorDictBase) -> None:
+        """Reserve memory for ``max_size`` rows with the schema of ``data`` (batch size ``[n]``).
+
+        Raises:
+            ValueError: ``data`` has no leaves or is on another device, or the memory or disk is too small.
+            OSError: the ``scratch_dir`` is not writable, or its disk has become full.
+            RuntimeError: another process created the storage.
+        """
+        self.check_maker()
+        tree = tree_of(data)
+        found = dict(leaves_of(tree))
+        if not found:
+            raise ValueError("Cannot store data without entries.")
+        devices = {leaf.device for leaf in found.values()}
+        device = next(iter(devices)) if self.device == "auto" else torch.device(self.device)
+        if devices != {device}:
+            raise ValueError(
+                f"The data is on {sorted(map(str, devices))}, the storage on {device}; move it, "
+                f"data.to('{device}'), or build the storage with device=."
+            )
+        self._check_room(tree, device)
+        self.device = device
+        with torch.inference_mode(False):
+            if self.scratch_dir is not None:
+                cells, self._file = map_cells(self.scratch_dir, tree, self.max_size)
+            else:
+                cells = map_leaves(
+                    lambda leaf: reserve((self.max_size, *leaf.shape[1:]), leaf.dtype, leaf.device), tree
+                )
+        if self._shared:
+            process_owned.share_leaves(cells)
+        self.adopt(cells)
+
+    def _check_room(self, tree: Tree, device: torch.device | str) -> None:
+        where = "to keep the data on disk" if self.scratch_dir is None else "on a larger disk"
+        remedy = f"lower max_size, store smaller dtypes, or give a scratch_dir= {where}"
+        name, needed = f"RingStorage({self.max_size})", row_bytes(tree) * self.max_size
+        check_room(needed, name, remedy, device=device, folder=self.scratch_dir)
+
+    def adopt(self, tree: Tree) -> None:
+        """Use these leaves (``[max_size, ...]``) as the cells."""
+        self.cells = Cells(tree)
+        self.data = to_tensordict(tree, torch.Size([self.max_size]), torch.device(self.device))
+
+    def _init(self, data: TensorDictBase) -> None:
+        self.allocate(data.unsqueeze(0))
+
+    def set(self, cursor: Any, data: TensorDictBase, *, set_cursor: bool = True) -> None:
+        """Write cells, as TorchRL's writers do; with an integer cursor, ``data`` is one row without batch dimension.
+
+        Slices and negative numbers refer to filled cells, as in :meth:`get`, if enough cells are filled. The data may
+        be a view of stored cells. TorchRL's own entry ``index`` is optional.
+
+        Raises:
+            TypeError: the data is not a TensorDict, or the cells are not integers.
+            ValueError: the data has another schema than the storage.
+            IndexError: a cell is out of range, or is empty although a :class:`RingWriter` fills the storage.
+        """
+        self.check_owner()
+        check_tensordict(data)
+        is_ring = self.writer is not None  # its counters define the filled cells
+        if isinstance(cursor, int) or getattr(cursor, "ndim", None) == 0:
+            cursor, data = [int(cursor)], data.unsqueeze(0)
+        if isinstance(cursor, slice):
+            if is_ring:
+                self._check_piece()
+            filled = range(*cursor.indices(len(self)))
+            cursor = filled if is_ring or len(filled) == len(data) else range(*cursor.indices(self.max_size))
+        if getattr(cursor, "dtype", None) in (torch.bool, np.bool_):
+            cursor = torch.as_tensor(cursor).nonzero()
+        index = integers(cursor, "Cells").reshape(-1)
+        if not index.numel():
+            return
+        if int(index.min()) < -self.max_size or int(index.max()) >= self.max_size:
+            raise IndexError(f"Cell {int(index.max())} does not exist; the storage has {self.max_size} cells.")
+        index = self._from_end(index)
+        if is_ring:
+            self.check_filled(index)
+        index = index % self.max_size
+        leaves, _ = self.check(self._numbered(data, index), index.numel())
+        assert self.cells is not None
+        places = self.cells.places
+        follow = self.plan({path: leaves[places[path]] for path in self.watched if path in places}, index)
+        self.cells.scatter(leaves, index)
+        if follow is not None:
+            follow()
+        if set_cursor and not is_ring:
+            self.record_cursor(int(index[-1]))
+            self.set_length(min(max(len(self), int(index.max()) + 1), self.max_size))
+        else:
+            self.set_length(len(self))
+
+    def _numbered(self, data: TensorDictBase, index: Tensor) -> TensorDictBase:
+        """Add or remove TorchRL's entry ``index`` to match the schema; its writers add it only to some rows."""
+        place = None if self.cells is None else self.cells.places.get(("index",))
+        if self.cells is None or (place is None) == (entry_of(data, "index") is None):
+            return data
+        if place is None:
+            return data.exclude("index")
+        return data.copy().set("index", index.view(-1, *self.cells.leaves[place].shape[1:]))
+
+    def write_entry(self, key: NestedKey, cells: Tensor, values: Tensor) -> None:
+        """Replace one entry of stored steps, e.g. with a value that is only known at the end of the episode.
+
+        New flags, rewards and successors also update the episodes and all derived entries. Clearing a done flag joins
+        the step to the next step, unless a flag, another trajectory id or a cut begins an episode there.
+
+        Args:
+            key: key of a leaf.
+            cells: cells of the steps, ``[n]``, without duplicates.
+            values: new values, ``[n, ...]``.
+
+        Raises:
+            KeyError: ``key`` is not a stored leaf.
+            IndexError: a cell is empty.
+            ValueError: a shape or dtype differs from the storage.
+
+        Examples:
+            >>> from tensordict import TensorDict
+            >>> storage = RingStorage(4)
+            >>> storage.set(slice(0, 3), TensorDict({"a": torch.arange(3)}, [3]))
+            >>> storage.write_entry("a", torch.tensor([0, 2]), torch.tensor([5, 6]))
+            >>> storage.get(torch.arange(3))["a"].tolist()
+            [5, 1, 6]
+        """
+        (path, leaf), *_ = self.leaves(key)
+        if path != path_of(key):
+            raise KeyError(f"There is no entry {key!r} alone; below it lies {name_of(path)}.")
+        check_values(path, leaf, values, torch.Size([len(cells)]))
+        plan_entries(self, {path: values}, cells)()
+
+    def watch(self, dependent: Dependent, paths: Iterable[tuple[str, ...]]) -> None:
+        """Register a component that recomputes its derived entries when the entries ``paths`` are replaced."""
+        self.dependents.append((dependent, frozenset(paths)))
+        self.watched |= set(paths)
+
+    def plan(self, changes: Mapping[tuple[str, ...], Tensor], cells: Tensor) -> Callable[[], None] | None:
+        """Validate new values of watched entries; return the function to call after writing them, or None."""
+        writer = self.writer
+        return None if writer is None or not changes else writer.plan_rewrite(changes, cells)
+
+    # ------------------------------------------------------------------ reading
+
+    def gather(
+        self,
+        index: Tensor,
+        names: Names = None,
+        skip: Collection[tuple[str, ...]] = (),
+        n_step: NStepReturns | None = None,
+    ) -> dict[str, Any]:
+        """Read entries of filled cells ``index`` (int64 on the storage's device); see :meth:`Cells.gather`.
+
+        Every batch is read by this method.
+        """
+        assert self.cells is not None
+        if n_step is None:
+            return self.cells.gather(index, names, skip)
+        rings = rings_in(self)
+        return n_step.gather(self.cells, None if rings is None else rings.index, index, names, skip)
+
+    def leaves(self, key: NestedKey) -> list[tuple[tuple[str, ...], Tensor]]:
+        """Return the paths and leaves, ``[max_size, ...]``, at or below a key; the leaves include empty cells.
+
+        Raises:
+            KeyError: the key is not stored.
+        """
+        path = path_of(key)
+        found = [(other, leaf) for other, leaf in leaves_of(self.tree) if other[: len(path)] == path]
+        if not found:
+            raise KeyError(f"There is no stored entry {key!r}; stored are {sorted(self.tree)}.")
+        return found
+
+    def get(self, index: Any, n_step: NStepReturns | None = None) -> TensorDictBase:
+        """Read cells; return a copy for a tensor or sequence of indices or a mask, and a view for an integer or slice.
+
+        Writing into a view does not update episodes, returns and other derived entries. Use :meth:`write_entry` or
+        :meth:`set` to replace flags, rewards or successors of stored steps.
+
+        For indices ``[B, T]``, the dimensions of the result are named ``(None, "time")``. A negative integer or list
+        item counts back from the last filled cell, as in a Python list; in a tensor, it raises an IndexError.
+
+        Args:
+            index: the cells.
+            n_step: fold each step of a tensor of indices with the following steps.
+
+        Raises:
+            RuntimeError: the storage is empty.
+            IndexError: a cell is empty.
+            TypeError: the indices are not integers.
+        """
+        if self.cells is None:
+            raise RuntimeError("The storage is empty: write something first (extend).")
+        if isinstance(index, tuple) and len(index) == 1:  # TorchRL's slice samplers return coordinates
+            index = index[0]
+        if isinstance(index, list | range | np.ndarray) and np.asarray(index).dtype != np.bool_:
+            index = self._from_end(integers(index, "Cells"))
+        if not isinstance(index, Tensor) or index.dtype == torch.bool or index.ndim == 0:
+            return self._view(index)
+        index = integers(index, "Cells").to(self.device)
+        self.check_filled(index)
+        names = (None, "time") if index.ndim == 2 else None
+        return new_tensordict(self.gather(index, names, (), n_step), index.shape, names, index.device)
+
+    def _view(self, index: Any) -> TensorDictBase:
+        assert self.data is not None
+        if isinstance(index, int) or (isinstance(index, Tensor) and index.ndim == 0 and index.dtype != torch.bool):
+            cell = self._from_end(torch.tensor([int(index)]))
+            self.check_filled(cell)
+            return self.data[int(cell)]
+        self._check_piece()
+        return self.data[: len(self)][index]
+
+    def _check_piece(self) -> None:
+        if not self.is_prefix:
+            raise IndexError(
+                "The rings are unevenly filled, so that cells are not in one piece; name them by a tensor of indices "
+                "(writer.cell), or fill the rings evenly."
+            )
+
+    def _from_end(self, index: Tensor) -> Tensor:
+        # Unless the filled cells are contiguous, the last cell is undefined.
+        size = len(self) if self.is_prefix else 0
+        return torch.where((index < 0) & (index >= -size), index + size, index)
+
+    def check_filled(self, index: Tensor) -> None:
+        """Validate that cells are filled; raise IndexError with the first empty cell."""
+        if not index.numel():
+            return
+        length, rings = len(self), uneven_rings(self)
+        if rings is None:
+            low, high = torch.aminmax(index)
+            wrong = index[(index < 0) | (index >= length)] if int(low) < 0 or int(high) >= length else None
+        else:
+            wrong = index[~rings.is_filled(index).to(index.device)]
+        if wrong is not None and wrong.numel():
+            raise IndexError(
+                f"Cell {int(wrong[0])} holds nothing; {length} of {self.max_size} cells are filled"
+                + ("." if rings is None else " and the rings are uneven: sample with UniformSampler.")
+            )
+
+    def __len__(self) -> int:
+        return self._len if self._shared else self._own_length  # half as many calls
+
+    def draw(self, count: int) -> Tensor:
+        """Draw cells uniformly from evenly filled rings, for TorchRL's ``RandomSampler``."""
+        self.check_even("RandomSampler")
+        return moved(integers_below(len(self), count, self.generator), self.device)
+
+    def check_seam(self) -> None:
+        """Validate for TorchRL's slice samplers that neighbouring cells are successive steps of one ring."""
+        check_single(rings_in(self))
+
+    def check_even(self, reader: str) -> None:
+        """Validate for ``reader`` that the filled cells are the first ``len(storage)`` cells; else RuntimeError."""
+        refuse_uneven(uneven_rings(self), reader)
+
+    # ------------------------------------------------------------------ state
+
+    @property
+    def _uneven_cells(self) -> Tensor | None:
+        rings = uneven_rings(self)
+        return None if rings is None else rings.filled_cells()
+
+    @property
+    def _filled(self) -> Tree | None:
+        cells = self._uneven_cells
+
+        def part(leaf: Tensor) -> Any:
+            return leaf[: len(self)] if cells is None else Rows(leaf, cells)
+
+        return map_leaves(part, self.tree) if self.tree else None
+
+    def read_state(self, state_dict: Any) -> dict[str, Any]:
+        """Validate a state; raise RuntimeError if other processes use the storage."""
+        self.check_loadable()
+        return super().read_state(state_dict)
+
+    def _check_together(self, values: Mapping[str, Any]) -> None:
+        data, count, cells = values["data"], values["count"], values["cells"]
+        if data is None and count:
+            raise ValueError(f"The state claims {count} filled cells of {self.max_size} and does not hold them.")
+        if cells is not None and (len(cells) != count or bool((cells[1:] <= cells[:-1]).any())):
+            raise ValueError(
+                f"The state lists {len(cells)} cells for {count} rows; expected as many, in ascending order."
+            )
+        if data is None:
+            return
+        check_tree(data, torch.Size([count]), self.OWNER)
+        other = difference(self.tree, to_tensordict(data, torch.Size([count])), devices=False) if self.tree else ""
+        if other:
+            raise ValueError(f"The state holds other data than this storage: {other}.")
+        if self.cells is None:
+            self._check_room(data, "cpu" if self.device == "auto" else self.device)
+
+    def put_state(self, values: Mapping[str, Any]) -> None:
+        """Restore the filled cells."""
+        count, cells = values["count"], values["cells"]
+        if values["data"] is not None:
+            data = to_tensordict(values["data"], torch.Size([count])).to(self.device)
+            leaves, _ = self.check(data, count)
+            assert self.cells is not None
+            if count:
+                self.cells.scatter(leaves, torch.arange(count) if cells is None else cells)
+        self.record_cursor(values["cursor"])
+        self.set_length(count)
+
+    def _kept_cells(self) -> Tensor | int:
+        """Return the filled cells, or their number if they are the first cells."""
+        cells = self._uneven_cells
+        return len(self) if cells is None else cells

@@ -1,0 +1,460 @@
+"""The writer of every replay buffer, with one ring per environment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase
+from tensordict.utils import NestedKey
+from torch import Tensor
+from torchrl.data.replay_buffers.storages import Storage
+
+from torchrl_lightning._core.keys import TRAJ_IDS
+from torchrl_lightning._core.torchrl_compat import WriterBase, attached
+from torchrl_lightning._core.tree import (
+    Path,
+    check_tensordict,
+    entry_of,
+    leaves_of,
+    nested_key,
+    path_of,
+    tree_of,
+)
+from torchrl_lightning._core.validators import Checked, boolean, integer, one_of
+from torchrl_lightning.kernels.indices import integers
+from torchrl_lightning.kernels.row_copies import NO_FLAGS, NO_LEAVES
+from torchrl_lightning.replay.cuts import TrajectoryCuts
+from torchrl_lightning.replay.episode_index import DONE_REDUCTIONS, EpisodeIndex, FlagsDifferError, flag_of
+from torchrl_lightning.replay.late_flags import LateFlags, rewritten_successors
+from torchrl_lightning.replay.positions import Flags, Ints
+from torchrl_lightning.replay.ring_storage import RingStorage
+from torchrl_lightning.replay.rings import Rings, filler_of, lay_rings
+from torchrl_lightning.replay.sharing import ShareableBuffer, SharedRings
+
+
+def _do_nothing() -> None:
+    pass
+
+
+def writer_of(storage: Storage) -> RingWriter | None:
+    """Return the :class:`RingWriter` that fills a storage of any kind, or None."""
+    writer = filler_of(storage)
+    return writer if isinstance(writer, RingWriter) else None
+
+
+class RingWriter(WriterBase):
+    """A writer that stores one ring per environment in one flat storage.
+
+    Every environment has its own cursor and a position that only increases;
+    ``cell = (position % length) * num_envs + env``. So one step of all environments takes one slice copy, a longer even
+    write at most two, and a write for some environments one indexed copy. TorchRL's samplers can read the storage
+    while the rings are evenly filled.
+
+    Args:
+        num_envs: number of rings; must divide the storage's ``max_size``.
+        track_episodes: maintain an :class:`EpisodeIndex`; None does this if the first data contain ``done_key``.
+        done_key: the flag that ends an episode.
+        init_key: the flag that begins an episode, used if the data contain it. It separates an episode that was cut
+            without a done flag (by a restart) from the next one.
+        overwrite: overwrite the oldest steps of a full ring; False raises an error instead.
+        done_reduce: reduces the flags of several agents in one row: ``"any"`` ends the episode when the first agent is
+            done, ``"all"`` when the last agent is done. None raises an error if they differ and the index is used.
+        check_successors: cut the trajectory of an environment if the first row of a write differs from the successor
+            stored with the previous step (see :class:`SuccessorCheck`). Rows with ``("collector", "traj_ids")`` are
+            cut at each change of these ids, and compared only in the first write after a load. DataModules disable the
+            comparison while collectors of this package fill the buffer.
+
+    Raises:
+        ValueError: ``num_envs`` is not positive, or ``done_reduce`` is unknown.
+
+    Examples:
+        >>> from tensordict import TensorDict
+        >>> from torchrl_lightning.replay import ExperienceBuffer, RingStorage
+        >>> buffer = ExperienceBuffer(storage=RingStorage(8), num_envs=2)
+        >>> buffer.extend(TensorDict({"a": torch.arange(2)}, [2])).tolist()
+        [0, 1]
+        >>> buffer.extend(TensorDict({"a": torch.arange(1)}, [1]), env_ids=torch.tensor([1])).tolist()
+        [3]
+        >>> buffer.writer.positions.tolist()
+        [1, 2]
+    """
+
+    overwrite = Checked(boolean)
+    done_reduce = Checked(lambda value, name: one_of(value, name, DONE_REDUCTIONS))
+    check_successors = Checked(boolean)
+
+    def __init__(
+        self,
+        num_envs: int = 1,
+        *,
+        track_episodes: bool | None = None,
+        done_key: NestedKey = ("next", "done"),
+        init_key: NestedKey = "is_init",
+        overwrite: bool = True,
+        done_reduce: str | None = None,
+        check_successors: bool = True,
+    ) -> None:
+        self.rings = Rings(integer(num_envs, "num_envs"))
+        """Positions and cells of the steps of all environments."""
+        super().__init__()
+        self.track_episodes, self.overwrite = track_episodes, overwrite
+        self.done_key = nested_key(done_key)
+        self.init_key = nested_key(init_key)
+        self.done_reduce = done_reduce
+        self.check_successors = check_successors
+        self._own_storage: RingStorage | None = None  # the storage, if it is a RingStorage
+        self._done_path, self._init_path = path_of(self.done_key), path_of(self.init_key)
+        self._places: tuple[int | None, ...] = ()  # leaf numbers of done flag, init flag and trajectory ids
+        self._cuts = TrajectoryCuts()
+        self._known: Any = None  # the cells that _places refers to
+
+    def register_storage(self, storage: Storage) -> None:
+        """Set the storage to fill; TorchRL's buffers call this.
+
+        Raises:
+            ValueError: its ``max_size`` is not a multiple of ``num_envs``, or it has several dimensions.
+        """
+        if getattr(storage, "ndim", 1) != 1:
+            raise ValueError(f"RingWriter fills one-dimensional storages, got ndim={storage.ndim}; use RingStorage.")
+        if storage.max_size % self.num_envs:
+            below = storage.max_size // self.num_envs * self.num_envs
+            raise ValueError(
+                f"max_size={storage.max_size} is not a multiple of num_envs={self.num_envs}, so that the rings cannot "
+                f"be equally long; use max_size={below or self.num_envs} or {below + self.num_envs}."
+            )
+        super().register_storage(storage)
+        self._own_storage, self._known = storage if isinstance(storage, RingStorage) else None, None
+        if self._own_storage is not None:
+            self._own_storage.watched |= {self._done_path, self._init_path}
+        length = storage.max_size // self.num_envs
+        if length != self.rings.length:
+            self.rings = Rings(self.num_envs, length)
+        lay_rings(storage, self)
+
+    @property
+    def num_envs(self) -> int:
+        """Number of rings."""
+        return self.rings.num_envs
+
+    @property
+    def length(self) -> int:
+        """Number of cells of each ring."""
+        return self.rings.length
+
+    @property
+    def index(self) -> EpisodeIndex | None:
+        """The index of episode boundaries, or None if episodes are not tracked."""
+        return self.rings.index
+
+    @property
+    def positions(self) -> Tensor:
+        """Next position of every environment, ``[num_envs]`` int64; a live, read-only view."""
+        return self.rings.positions
+
+    @property
+    def oldest(self) -> Tensor:
+        """Position of the oldest stored step of every environment, ``[num_envs]``."""
+        return self.rings.oldest
+
+    @property
+    def filled(self) -> Tensor:
+        """Number of stored steps of every environment, ``[num_envs]``."""
+        return self.rings.filled
+
+    @property
+    def is_even(self) -> bool:
+        """Whether the filled cells are exactly the first ``len(storage)`` cells."""
+        return self.rings.is_even
+
+    def cell(self, env_ids: Tensor, positions: Tensor) -> Tensor:
+        """Return the cells of steps: ``(position % length) * num_envs + env``."""
+        return self.rings.cell(env_ids, positions)
+
+    @property
+    def write_count(self) -> int:
+        """Number of rows written since the buffer was last emptied."""
+        return self.rings.write_count
+
+    @write_count.setter
+    def write_count(self, value: int) -> None:
+        self.rings.write_count = value
+
+    def share(self) -> None:
+        """Move positions, counters and episode index into shared memory; build the index now if possible."""
+        cells = getattr(self.storage, "cells", None)
+        known = cells is not None and self._done_path in cells.places
+        if self.index is None and self.track_episodes is not False and known:
+            self.rings.make_index()  # other processes would not see an index built later
+        self.rings = SharedRings(self.rings)
+
+    # ------------------------------------------------------------------ writing
+
+    def add(self, data: TensorDictBase) -> int | Tensor:
+        """Write one row, or one step of all environments (``[num_envs]``)."""
+        check_tensordict(data)
+        if data.ndim:
+            return self.extend(data)
+        return int(self.extend(data.unsqueeze(0)))
+
+    def extend(self, data: TensorDictBase, env_ids: Tensor | None = None) -> Tensor:
+        """Write steps.
+
+        Args:
+            data: one step of every environment ``[num_envs]``, or several time-major steps ``[T * num_envs]``; ``[T]``
+                for one environment.
+            env_ids: the environments of these steps, without duplicates; ``data`` is ``[len(env_ids)]`` or
+                ``[T * len(env_ids)]``.
+
+        Returns:
+            The cells, ``[n]``; empty for data without rows. If a later row of the same data would overwrite a row, only
+            the later one is written, and both have the same cell.
+
+        Raises:
+            TypeError: the data is not a TensorDict, an entry is not a tensor, or ``env_ids`` are not integers.
+            ValueError: the data has another schema than the storage, the number of rows does not match the
+                environments, or the rings are full and ``overwrite`` is False.
+        """
+        rings = self.rings
+        rings.check_owner()
+        check_tensordict(data)
+        ids = None if env_ids is None else self.check_ids(env_ids)
+        width = rings.num_envs if ids is None else len(ids)
+        shape = data.shape
+        rows = shape[0] if len(shape) == 1 else -1
+        if not rows:
+            return torch.zeros(0, dtype=torch.int64)
+        if rows < 1 or rows % width:
+            raise ValueError(
+                f"Got data of batch size {list(shape)} for {width} environments; expected [{width}] (one step of "
+                f"each) or a multiple of it, time-major ([T * {width}])."
+            )
+        storage: Any = self.storage
+        # Check this first, because storage.check below fixes the schema.
+        first = rings.index is None and self.track_episodes and not self.write_count
+        if first and entry_of(data, self._done_path) is None:
+            raise KeyError(f"track_episodes=True needs the entry {self.done_key!r} in the data.")
+        steps = rows // width
+        env = rings.ids if ids is None else ids
+        if not self.overwrite:
+            self._check_room(env, steps)
+        leaves, addresses = (None, None) if self._own_storage is None else self._own_storage.check(data, rows)
+        done, init = self.flags(data, leaves, steps)
+        if rings.index is not None:
+            _, begins, ids_place = self._places
+            if ids_place is not None or self.check_successors:
+                # Init flags and trajectory ids together already mark every cut.
+                compares = self.check_successors and (begins is None or ids_place is None)
+                init = self._cuts.add(rings, (storage, data, leaves), env, done, init, compares)
+        if addresses is None:
+            addresses = NO_LEAVES
+            cells = rings.cells_of_next(env, steps)
+            skipped = max(0, steps - self.length) * width
+            if leaves is not None:
+                self.claim(env, steps)
+                storage.cells.scatter([leaf[skipped:] for leaf in leaves], cells[skipped:])
+            elif self.num_envs > 1 and (ids is not None or not rings.is_aligned):
+                raise ValueError(
+                    f"{type(storage).__name__} cannot hold unevenly filled rings; use RingStorage as the storage."
+                )
+            else:
+                storage.set(cells[skipped:], data[skipped:] if skipped else data)
+        return self.advance(addresses, ids, steps, done, init)
+
+    def claim(self, env: Ints, steps: int) -> None:
+        """Remove the cells of the next steps from the rings, so that no process reads a half-written row."""
+        self.rings.claim(env, steps)
+        self.count_cells()
+
+    def advance(self, leaves: tuple[Ints, Ints], ids: Ints | None, steps: int, done: Flags, init: Flags) -> Tensor:
+        """Write matched rows (:meth:`Rings.write`), notify storage and buffers, and return cells ``[steps * M]``."""
+        rings, storage = self.rings, self._own_storage
+        if not self.overwrite:
+            self._check_room(rings.ids if ids is None else ids, steps)
+        before = rings.count
+        cells = rings.write(leaves, ids, steps, done, init)
+        if storage is not None:
+            if rings.count == before:
+                storage.touch()
+            else:
+                storage.set_length(rings.count)
+            if rings.num_envs == 1:
+                storage.record_cursor(int(cells[-1]))
+        index = torch.from_numpy(cells)
+        self.notify(index)
+        return index
+
+    def _check_room(self, env: Ints, steps: int) -> None:
+        if not (room := self.rings.has_room(env, steps)).all():
+            raise ValueError(
+                f"The rings of the environments {env[~room].tolist()} have no room for {steps} more steps, and "
+                "overwrite=False; take out the oldest ones first (dequeue), or build it longer or with overwrite=True; "
+                "nothing was written."
+            )
+
+    def check_ids(self, env_ids: Tensor | None) -> Ints:
+        """Return the environment ids, all for None; raise ValueError for duplicate or unknown ids."""
+        if env_ids is None:
+            return self.rings.ids
+        ids = integers(env_ids, "env_ids").cpu().numpy().reshape(-1)
+        if ids.size == 0 or ids.min() < 0 or ids.max() >= self.num_envs or len(np.unique(ids)) < len(ids):
+            raise ValueError(
+                f"env_ids must be different numbers in [0, {self.num_envs}), got {ids.tolist()}; "
+                "write several steps of an environment time-major, or one after the other."
+            )
+        return ids
+
+    def count_cells(self) -> None:
+        """Update the storage's number of filled cells."""
+        if self._own_storage is not None:
+            self._own_storage.set_length(self.rings.count)
+
+    def flags(self, data: TensorDictBase, leaves: list[Tensor] | None, steps: int) -> tuple[Flags, Flags]:
+        """Return masks of the steps that end and begin episodes, ``[steps, M]``; empty arrays without an index.
+
+        The first write may build the index.
+
+        Raises:
+            KeyError: the index exists, but the data has no done flag.
+            FlagsDifferError: the flags of a row differ, ``done_reduce`` is None, and the index is required.
+        """
+        rings = self.rings
+        if rings.index is None and (self.track_episodes is False or self.write_count):
+            return NO_FLAGS, NO_FLAGS
+        if leaves is None or self._own_storage.cells is not self._known:  # type: ignore[union-attr]
+            self._find_places(data)
+        ends, begins, _ = self._places
+        if rings.index is None and ends is not None:
+            self._make_index()
+        if rings.index is None:
+            return NO_FLAGS, NO_FLAGS
+        if ends is None:
+            raise KeyError(f"The entry {self.done_key!r}, which the episode index needs, is not in the data.")
+        values = self._leaves_of(data) if leaves is None else leaves
+        try:
+            done = self.done_flags(values[ends], steps)
+            return done, NO_FLAGS if begins is None else self.init_flags(values[begins], steps)
+        except FlagsDifferError:
+            if self.track_episodes or any(
+                isinstance(user, ShareableBuffer) and user.uses_episodes for user in attached(self.storage)
+            ):
+                raise
+            rings.drop_index()
+            return NO_FLAGS, NO_FLAGS
+
+    def done_flags(self, value: Tensor, steps: int) -> Flags:
+        """Return a mask of rows that end an episode, ``[steps, M]``, from the entry ``done_key``."""
+        return flag_of(value, steps, self.done_reduce)
+
+    def init_flags(self, value: Tensor, steps: int) -> Flags:
+        """Return a mask of rows that begin an episode, ``[steps, M]``, from the entry ``init_key``."""
+        return flag_of(value, steps, self.done_reduce)
+
+    def _leaves_of(self, data: TensorDictBase) -> list[Tensor]:
+        return [leaf for _, leaf in leaves_of(tree_of(data))]
+
+    def _find_places(self, data: TensorDictBase) -> None:
+        """Find the leaf numbers of flags and trajectory ids, and the entries that can be compared."""
+        storage = self._own_storage
+        cells = None if storage is None else storage.cells
+        written = tree_of(data) if cells is None else cells.schema
+        places = {path: place for place, (path, _) in enumerate(leaves_of(written))}
+        self._places = tuple(places.get(path) for path in (self._done_path, self._init_path, TRAJ_IDS))
+        flags = self._done_path, self._init_path
+        self._cuts.prepare(written, written if cells is None else cells.tree, flags)
+        self._known = cells
+
+    def plan_rewrite(self, changes: Mapping[Path, Tensor], cells: Tensor) -> Callable[[], None]:
+        """Validate new values of stored entries; return the function that then updates the episodes.
+
+        Args:
+            changes: the new values, ``[n, ...]`` each.
+            cells: cells of the steps, ``[n]``, without duplicates.
+
+        Raises:
+            FlagsDifferError: the new flags of a row differ, and ``done_reduce`` is None.
+        """
+        storage = self._own_storage
+        if storage is None or self.rings.index is None:
+            return _do_nothing
+        follow = LateFlags(self, storage, self._done_path, self._init_path).plan(changes, cells)
+        excluded = rewritten_successors(self.rings, storage, changes, cells)
+
+        def follow_all() -> None:
+            for path in excluded:
+                self.rings.successors.exclude(path)
+            follow()
+
+        return follow_all
+
+    def _make_index(self) -> None:
+        if self.length > 1 << 40:  # TorchRL's unbounded storages
+            self.track_episodes = False
+        else:
+            self.rings.make_index()
+
+    def cut(self, env_ids: Tensor | None = None) -> None:
+        """End the running episodes, e.g. after a restart of the environments; the next steps begin new episodes."""
+        if self.index is not None:
+            self.rings.cut(self.check_ids(env_ids))
+
+    def drop(self, count: int | None, env_ids: Tensor | None = None) -> Tensor:
+        """Remove the oldest steps from the rings, and their priorities from the sampler of the buffer.
+
+        Args:
+            count: number of steps to remove from each environment; None for all its steps.
+            env_ids: the environments; None for all.
+
+        Returns:
+            The removed cells, ``[M * count]``, one environment after the other.
+
+        Raises:
+            ValueError: an environment has fewer steps, ids are duplicate or unknown, or the storage is not a
+                RingStorage.
+        """
+        env = self.check_ids(env_ids)
+        if self._own_storage is None:
+            raise ValueError(
+                f"storage must be a RingStorage to remove steps from it, got a {type(self.storage).__name__}, whose "
+                "filled cells are always the first ones. Build the buffer with storage=RingStorage(...)."
+            )
+        cells = self.rings.drop(env, count)
+        self.count_cells()
+        for user in attached(self._own_storage):
+            if isinstance(user, ShareableBuffer):
+                user.forget_cells(cells)
+        return cells
+
+    def clear(self, empty_write_count: bool = True) -> None:
+        """Reset all positions to 0; ``ReplayBuffer.empty`` calls this."""
+        self.rings.check_owner()
+        super().clear(empty_write_count)
+        self.rings.clear()
+
+    # ------------------------------------------------------------------ state
+
+    def state_dict(self, *, copy: bool = True) -> dict[str, Any]:
+        """Return positions, episode index and counters: tensors and scalars only."""
+        return self.rings.state_dict(copy=copy)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore a state exactly; see :meth:`Rings.load_state_dict`."""
+        self.rings.load_state_dict(state_dict)
+
+    def check_state(self, state_dict: Mapping[str, Any]) -> None:
+        """Validate a state for :meth:`load_state_dict` without changing anything; raise an error if it is invalid."""
+        self.rings.check_state(state_dict)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_known": None}  # the cells belong to the storage; _places is computed again
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if self.storage is not None:
+            lay_rings(self.storage, self)
+
+    def __repr__(self) -> str:
+        positions = self.positions.numpy()
+        return f"{type(self).__name__}(num_envs={self.num_envs}, length={self.length}, positions={positions})"

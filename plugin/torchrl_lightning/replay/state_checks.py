@@ -1,0 +1,103 @@
+"""Validation of saved states before anything changes: generators, samplers and prefetched batches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from torchrl_lightning._core.state import (
+    Stated,
+    check_state,
+    described,
+    generator,
+    list_of,
+    mapping,
+    tensor,
+    text,
+    whole,
+    wrong,
+)
+from torchrl_lightning._core.tree import to_tensordict, tree_of
+from torchrl_lightning._core.tree_checks import TorchRLState, check_tree
+from torchrl_lightning._core.validators import optional
+
+
+def sampler_state(sampler: Any, storage: Any) -> Any:
+    """Return the stateful object of a sampler: itself, or a wrapper of a TorchRL sampler with its storage."""
+    if isinstance(sampler, Stated):
+        return sampler
+    kind, cells = type(sampler).__name__, storage.max_size
+    return TorchRLState(kind, sampler, storage, lambda state, own: _check_like(state, own, cells, kind))
+
+
+def _check_like(state: Any, own: Any, cells: int, owner: str) -> None:
+    if isinstance(own, Mapping):
+        if not isinstance(state, Mapping) or (set(state) != set(own) and own):
+            found = sorted(map(str, state)) if isinstance(state, Mapping) else described(state)
+            raise ValueError(f"The {owner} state is foreign: it is {found}, expected {sorted(map(str, own))}.")
+        for key, value in own.items():
+            _check_like(state[key], value, cells, f"{owner}'s {key}")
+    elif isinstance(own, Tensor | None) and isinstance(state, Tensor | None):
+        if state is not None:  # any number of cells, or flags of cells
+            unset = torch.bool if state.dtype == torch.bool else torch.int64
+            tensor(unset if own is None else own.dtype, None, anywhere=True)(state, owner)
+            if state.dtype == torch.int64:
+                tensor(torch.int64, None, low=0, high=cells - 1, anywhere=True)(state, owner)
+    elif isinstance(own, int) and not isinstance(own, bool):
+        whole(min(own, 0))(state, owner)
+    elif type(state) is not type(own):
+        raise wrong(state, owner, described(own))
+
+
+def device_and_state(value: Any, name: str) -> Mapping[str, Any]:
+    """Validate the state and device of a buffer's generator."""
+    mapping(value, name)
+    device = value.get("device")
+    if not isinstance(device, str):
+        raise wrong(device, "the generator's 'device'", "the name of a device")
+    generator(device)(value.get("state"), "the generator's 'state'")
+    return value
+
+
+def pack_batch(batch: TensorDictBase, info: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return a prefetched batch and the entries of its sampler as a state."""
+    return {
+        "batch": tree_of(batch),
+        "batch_size": list(batch.batch_size),
+        "names": list(batch.names) if any(batch.names) else None,
+        "info": [[list(key) if isinstance(key, tuple) else key, value] for key, value in info.items()],
+    }
+
+
+def unpack_batch(packed: Any, name: str) -> tuple[TensorDictBase, dict[Any, Any]]:
+    """Validate a state of :func:`pack_batch`, and build the batch from copies."""
+    values = check_state(packed, _BATCH, "prefetched batch")
+    size, names = torch.Size(values["batch_size"]), values["names"]
+    check_tree(values["batch"], size, "prefetched batch")
+    if names is not None and len(names) != len(size):
+        raise ValueError(f"The state names the dimensions {list(size)} of a prefetched batch {names}.")
+    batch = to_tensordict(values["batch"], size).clone()
+    if names is not None:
+        batch.names = names
+    return batch, dict(values["info"])
+
+
+def _key_and_value(pair: Any, name: str) -> tuple[Any, Tensor]:
+    if not isinstance(pair, list | tuple) or len(pair) != 2 or not isinstance(pair[1], Tensor):
+        raise wrong(pair, name, "a key and a tensor")
+    key, value = tuple(pair[0]) if isinstance(pair[0], list) else pair[0], pair[1]
+    if key == () or any(not isinstance(part, str) for part in (key if isinstance(key, tuple) else (key,))):
+        raise wrong(key, f"a key of {name}", "a name")
+    return key, value
+
+
+_BATCH = {
+    "batch": mapping,
+    "batch_size": list_of(whole()),
+    "names": optional(list_of(optional(text))),
+    "info": list_of(_key_and_value),
+}

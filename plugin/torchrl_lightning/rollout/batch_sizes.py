@@ -1,0 +1,135 @@
+"""Split a rollout into mini-batches: batch sizes and selected entries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase, is_non_tensor
+from tensordict.utils import NestedKey
+from torch import Tensor
+
+from torchrl_lightning._core.keys import REPLAYED
+from torchrl_lightning._core.torchrl_compat import new_tensordict
+from torchrl_lightning._core.tree import Tree, next_key
+from torchrl_lightning._core.validators import integer
+
+NAMES = (None, "time")
+
+
+def split_epoch(
+    units: int, num_mini_batch: int | None, mini_batch_size: int | None, drop_last: bool, *, whole: bool
+) -> tuple[int | None, int | None]:
+    """Return ``(number, size)`` of an epoch's mini-batches; ``size=None`` makes their sizes as even as possible.
+
+    Raises:
+        ValueError: a number is not positive, exceeds the stored data, or does not divide the number of environments.
+    """
+    unit = "environments" if whole else "steps"
+    for name, value in (("num_mini_batch", num_mini_batch), ("mini_batch_size", mini_batch_size)):
+        if value is not None and integer(value, name) > units:
+            raise ValueError(f"{name}={value} is more than the {units} stored {unit}.")
+    if num_mini_batch is None and mini_batch_size is None:
+        raise ValueError("Give num_mini_batch or mini_batch_size (or an algorithm that has them).")
+    if num_mini_batch is not None and mini_batch_size is not None:
+        if num_mini_batch * mini_batch_size > units:
+            raise ValueError(
+                f"num_mini_batch={num_mini_batch} times mini_batch_size={mini_batch_size} is "
+                f"{num_mini_batch * mini_batch_size}, but only {units} {unit} are stored."
+            )
+        return num_mini_batch, mini_batch_size
+    if num_mini_batch is None:
+        return None, mini_batch_size
+    if whole and units % num_mini_batch:
+        raise ValueError(
+            f"num_mini_batch={num_mini_batch} does not divide the {units} environments; a recurrent mini-batch "
+            f"holds whole environments. Use one of {[n for n in range(1, units + 1) if units % n == 0]}."
+        )
+    return num_mini_batch, units // num_mini_batch if drop_last else None
+
+
+def pruned(
+    rollout: TensorDictBase, keys: Collection[NestedKey] | None, hidden: Collection[NestedKey], *, flat: bool
+) -> Tree:
+    """Return the entries ``keys``, or all but ``hidden``, as a nested dict ``[T, N]``; ``flat`` makes it ``[T * N]``.
+
+    Raises:
+        KeyError: the rollout lacks one of ``keys``.
+    """
+    if keys is not None:
+        absent = [key for key in keys if key not in rollout.keys(include_nested=True)]
+        if absent:
+            have = sorted(map(str, rollout.keys(include_nested=True, leaves_only=True)))
+            raise KeyError(f"batch_keys {absent} are not in the rollout; it has {have}.")
+        # A loss needs this mark to distinguish replayed steps from the policy's steps.
+        marks = [REPLAYED] if rollout.get(REPLAYED, None) is not None else []
+        rollout = rollout.select(*keys, *marks)
+        hidden = ()
+    skip = {(key,) if isinstance(key, str) else key for key in hidden}
+
+    def walk(node: TensorDictBase, prefix: tuple[str, ...]) -> Tree:
+        tree: Tree = {}
+        for key, value in node.items():
+            here = (*prefix, key)
+            if here not in skip:
+                if isinstance(value, TensorDictBase):
+                    tree[key] = walk(value, here)
+                else:
+                    tree[key] = value.flatten(0, 1) if flat else value
+        return tree
+
+    return walk(rollout, ())
+
+
+def sequences(
+    rollout: TensorDictBase, envs: Tensor | None = None, recurrent_keys: Collection[NestedKey] = ("recurrent_state",)
+) -> TensorDict:
+    """Return the environments ``envs`` of ``[T, N]`` as sequences ``[B, T]`` named ``(None, "time")``.
+
+    The recurrent state of the first step is expanded over ``T``, with zeros at episode starts: TorchRL's ``GRUModule``
+    and ``LSTMModule`` split a row at ``is_init`` and read the state at each split.
+
+    Args:
+        rollout: time-major ``[T, N]``.
+        envs: environment indices ``[B]``; ``None`` selects all.
+        recurrent_keys: root keys of recurrent states.
+    """
+    envs = torch.arange(rollout.shape[1], device=device_in(rollout)) if envs is None else envs
+    batch = torch.Size([envs.shape[0], rollout.shape[0]])
+
+    present = [key for key in recurrent_keys if key in rollout.keys(include_nested=True)]
+    kept = rollout.exclude(*present, *(next_key(key) for key in present)) if present else rollout
+    out = viewed(kept, lambda value: value.transpose(0, 1).index_select(0, envs), batch, NAMES)
+    start = out.get("is_init", None)
+
+    def first(value: Tensor) -> Tensor:
+        state = value[0].index_select(0, envs).unsqueeze(1).expand(batch[0], batch[1], *value.shape[2:])
+        if start is None or not bool(start.any()):
+            return state
+        return state.masked_fill(start.reshape(*batch, *[1] * (value.ndim - 2)), 0)
+
+    for key in present:
+        value = rollout.get(key)
+        out.set(key, first(value) if isinstance(value, Tensor) else viewed(value, first, batch, NAMES))
+    return out
+
+
+def viewed(
+    data: TensorDictBase, view: Callable[[Any], Any], batch: torch.Size, names: Sequence[str | None] | None = None
+) -> TensorDict:
+    """Apply a view to every leaf; TensorDict's methods take four times as long, and every write needs this."""
+    entries = {
+        key: viewed(value, view, batch, names)
+        if isinstance(value, TensorDictBase) and not is_non_tensor(value)
+        else view(value)
+        for key, value in data.items()
+    }
+    return new_tensordict(entries, batch, names)
+
+
+def device_in(data: TensorDictBase) -> torch.device | None:
+    """Return the device of the first leaf, or None without leaves."""
+    for value in data.values(include_nested=True, leaves_only=True):
+        return torch.device(value.device)
+    return None

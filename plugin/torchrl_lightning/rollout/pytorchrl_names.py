@@ -1,0 +1,146 @@
+"""PyTorchRL's documented names of on-policy data, and the TensorDict key of each name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from tensordict.utils import NestedKey
+from torch import Tensor
+
+from torchrl_lightning._core.keys import (
+    ACTION,
+    ADVANTAGE,
+    INTRINSIC_ADVANTAGE,
+    INTRINSIC_REWARD,
+    INTRINSIC_TARGET,
+    INTRINSIC_VALUE,
+    IS_INIT,
+    LOG_PROB,
+    OBSERVATION,
+    RECURRENT_STATE,
+    REPEATED,
+    REWARD,
+    TARGET,
+    TERMINATED,
+    TRUNCATED,
+    VALUE,
+)
+from torchrl_lightning._core.tree import next_key, path_of
+
+DOCUMENTED: dict[str, NestedKey] = {
+    "Observation": OBSERVATION,
+    "RecurrentHiddenStates": RECURRENT_STATE,
+    "Done": TERMINATED,
+    "Action": ACTION,
+    "Reward": REWARD,
+    "IntrinsicReward": INTRINSIC_REWARD,
+    "ExternalReturn": TARGET,
+    "IntrinsicReturn": INTRINSIC_TARGET,
+    "Value": VALUE,
+    "IntrinsicValue": INTRINSIC_VALUE,
+    "LogProbability": LOG_PROB,
+    "Advantage": ADVANTAGE,
+    "IntrinsicAdvantage": INTRINSIC_ADVANTAGE,
+}
+"""The 13 documented names. ``Done`` means terminated; an optional ``Truncated`` refines it."""
+
+WITH_SUCCESSORS = ("Observation", "RecurrentHiddenStates", "Value", "IntrinsicValue")
+REFINEMENTS: dict[str, NestedKey] = {"Truncated": TRUNCATED, "EpisodeStart": IS_INIT}
+FLAGS = {"Done", "NextDone", "Truncated", "NextTruncated", "EpisodeStart"}
+COLUMNS = {*FLAGS, "Reward", "IntrinsicReward", "Value", "IntrinsicValue", "NextValue", "NextIntrinsicValue"}
+KNOWN = sorted({*DOCUMENTED, *FLAGS, *(f"Next{name}" for name in WITH_SUCCESSORS)})
+
+
+def key_of(name: str, keys: Mapping[str, NestedKey] = DOCUMENTED) -> NestedKey:
+    """Return the key of a documented name; a ``Next...`` name gives the successor's key."""
+    return keys[name] if name in keys else next_key(keys[name.removeprefix("Next")])
+
+
+def from_documented(
+    sample: Mapping[str, Any], batch_dims: int, keys: Mapping[str, NestedKey] = DOCUMENTED
+) -> TensorDict:
+    """Convert a dict with documented names to a TensorDict with this package's keys.
+
+    ``Done`` means terminated after this step. If ``NextDone`` is given, ``NextDone`` has this meaning and ``Done``
+    marks the start of an episode, as in PyTorchRL's transitions. ``Truncated`` is optional. The entries of a dict
+    observation become root keys.
+
+    Args:
+        sample: documented names to tensors or arrays, ``[N, ...]`` or time-major ``[T, N, ...]``.
+        batch_dims: 1 for a transition, 2 for a rollout.
+        keys: the key of each documented name.
+
+    Raises:
+        KeyError: a name is unknown, or ``Reward`` or ``Done`` is missing.
+        TypeError: ``sample`` is not a dict.
+    """
+    if not isinstance(sample, Mapping):
+        raise TypeError(f"Expected a TensorDict, or a dict with the documented names, got a {type(sample).__name__}.")
+    unknown = sorted(set(sample) - set(KNOWN))
+    if unknown:
+        raise KeyError(f"Unknown names {unknown}; the documented ones are {KNOWN}.")
+    missing = [name for name in ("Reward", "Done") if name not in sample]
+    if missing:
+        raise KeyError(f"{missing} missing in a sample with {sorted(sample)}.")
+    batch = torch.as_tensor(sample["Reward"]).shape[:batch_dims]
+    out = TensorDict({}, batch)
+
+    def read(name: str, value: Any) -> Tensor:
+        tensor = torch.as_tensor(value)
+        if name in COLUMNS and tensor.ndim == batch_dims:
+            return tensor.unsqueeze(-1)
+        if name == "LogProbability" and tensor.ndim > batch_dims and tensor.shape[-1] == 1:
+            return tensor.squeeze(-1)
+        return tensor
+
+    for name, value in sample.items():
+        if name in FLAGS or value is None:
+            continue
+        path = path_of(key_of(name, keys))
+        if isinstance(value, Mapping | TensorDictBase):
+            above = path[:-1] if name in ("Observation", "NextObservation") else path
+            for part, leaf in value.items():
+                out.set((*above, part), read(name, leaf))
+        else:
+            out.set(path, read(name, value))
+    terminated = read("Done", sample.get("NextDone", sample["Done"])).bool()
+    truncated = sample.get("NextTruncated", sample.get("Truncated"))
+    cut = torch.zeros_like(terminated) if truncated is None else read("Truncated", truncated).bool()
+    out.set(("next", "terminated"), terminated)
+    out.set(("next", "truncated"), cut)
+    out.set(("next", "done"), terminated | cut)
+    start = sample["Done"] if "NextDone" in sample else sample.get("EpisodeStart")
+    if start is not None:
+        out.set("is_init", read("EpisodeStart", start).bool())
+    return out
+
+
+def to_documented(data: TensorDictBase, keys: Mapping[str, NestedKey] = DOCUMENTED) -> dict[str, Any]:
+    """Return the entries of a rollout or batch under their documented names; nested entries become dicts.
+
+    Entries at the root and also under ``"next"`` form a dict observation. Entries without a documented name are
+    dropped. :func:`from_documented` converts the result back.
+
+    Examples:
+        >>> data = TensorDict({"action": torch.zeros(1), "next": {"reward": torch.ones(1, 1)}}, [1])
+        >>> {name: value.tolist() for name, value in to_documented(data).items()}
+        {'Action': [0.0], 'Reward': [[1.0]]}
+    """
+    names = {**keys, **{f"Next{name}": key_of(f"Next{name}", keys) for name in WITH_SUCCESSORS}, **REFINEMENTS}
+    following = data.get("next", None)
+    taken = {path_of(key)[0] for key in (*keys.values(), *REFINEMENTS.values())}
+    rest = taken - {OBSERVATION} | set(REPEATED)
+    observed = [] if following is None else [key for key in data.keys() if key in following.keys() and key not in rest]  # noqa: SIM118
+    parts = [] if observed == ["observation"] else observed
+    out: dict[str, Any] = {}
+    for name, key in names.items():
+        value = data.get(key, None)
+        if parts and name in ("Observation", "NextObservation"):
+            source = data if name == "Observation" else following
+            out[name] = {part: source.get(part) for part in parts}
+        elif value is not None:
+            out[name] = value.to_dict() if isinstance(value, TensorDictBase) else value
+    return out

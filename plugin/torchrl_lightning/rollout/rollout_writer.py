@@ -1,0 +1,261 @@
+"""Check rollouts, transpose them to time-major, and write them to the storage."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from operator import methodcaller
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from tensordict.utils import NestedKey
+from torch import Tensor
+
+from torchrl_lightning._core.keys import COLLECTOR, DONE, IS_INIT, TERMINATED, TRAJ_IDS, VALID
+from torchrl_lightning._core.state import Stated
+from torchrl_lightning._core.torchrl_compat import WriterBase, entries_of
+from torchrl_lightning._core.tree import (
+    check_tensordict,
+    describe,
+    keyed_leaves,
+    nested_keys,
+    path_of,
+    schema_difference,
+    under,
+)
+from torchrl_lightning.environments.env_ids import changed_ids
+from torchrl_lightning.rollout.batch_sizes import viewed
+from torchrl_lightning.rollout.rollout_storage import RolloutLayout, RolloutStorage
+
+_HOW = (
+    " Add it: boolean, shape [..., 1], True where the episode really ended and False where it was cut by a time limit; "
+    "it is never guessed from done."
+)
+
+
+class RolloutWriter(Stated, WriterBase):
+    """Validate rollouts and write them to a :class:`RolloutStorage`, time-major.
+
+    ``extend`` takes ``[N, T]`` with a dimension named ``"time"`` (TorchRL's collectors name it), or any order with
+    ``time_dim``. ``add`` takes one step of all environments, ``[N]``. A two-dimensional batch without names is an
+    error.
+
+    Args:
+        time_dim: index of the time dimension; ``None`` reads the dimension names.
+        recurrent_keys: root keys of recurrent states; set to 0 in the bootstrap step of an ended episode.
+
+    Raises:
+        ValueError: on write, before anything changes: the time dimension is unknown, the rollout does not fit, keys,
+            shapes or dtypes differ from the stored ones, or rewards or values are not finite.
+        KeyError: on write, ``("next", "terminated")`` is missing.
+        TypeError: the registered storage is not a :class:`RolloutStorage`, or flags are not boolean.
+
+    Examples:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from torchrl.data import TensorDictReplayBuffer
+        >>> buffer = TensorDictReplayBuffer(storage=RolloutStorage(5), writer=RolloutWriter(), dim_extend=0)
+        >>> flag = torch.zeros(2, 5, 1, dtype=torch.bool)
+        >>> following = {"reward": torch.ones(2, 5, 1), "done": flag, "terminated": flag}
+        >>> rollout = TensorDict({"action": torch.zeros(2, 5), "next": following}, [2, 5], names=[None, "time"])
+        >>> index = buffer.extend(rollout)
+        >>> buffer[:].shape, buffer[:].names
+        (torch.Size([5, 2]), ['time', None])
+    """
+
+    OWNER, VERSION = "rollout writer", 1
+
+    def __init__(
+        self, time_dim: int | None = None, *, recurrent_keys: tuple[NestedKey, ...] = ("recurrent_state",)
+    ) -> None:
+        super().__init__()
+        self.time_dim = time_dim
+        self.recurrent_keys = nested_keys(recurrent_keys)
+
+    def register_storage(self, storage: Any) -> None:
+        """Set the storage to write to."""
+        if not isinstance(storage, RolloutStorage):
+            raise TypeError(f"RolloutWriter fills a RolloutStorage, got {type(storage).__name__}.")
+        super().register_storage(storage)
+
+    @property
+    def _target(self) -> RolloutStorage:
+        storage: RolloutStorage | None = self.storage
+        if storage is None:
+            raise RuntimeError("The writer has no storage yet; give both to a replay buffer.")
+        return storage
+
+    def extend(self, data: TensorDictBase, time_dim: int | None = None) -> Tensor:
+        """Append a rollout and return the written cells ``(t, n)``, in the order of ``data``."""
+        storage, time_dim = self._target, self.time_dim if time_dim is None else time_dim
+        rollout = self.prepare(data, time_dim, storage.num_steps)
+        cells = self.write(rollout)
+        if data.ndim == 2 and time_axis(data, time_dim) == 1:
+            cells = cells.unflatten(0, (rollout.shape[0], -1)).transpose(0, 1).flatten(0, 1)
+        # TorchRL's buffer cannot add (t, n) pairs to the data if the first sizes agree; it can add the rows.
+        return cells[:, 0] if cells.shape[0] == data.shape[0] else cells
+
+    def prepare(self, data: TensorDictBase, time_dim: int | None, start: int) -> TensorDictBase:
+        """Validate ``data`` for a write from step ``start`` and return it as a view ``[T, N]``; change nothing."""
+        check_tensordict(data)
+        rollout, storage = time_major(data, time_dim), self._target
+        (steps, envs), size, layout = rollout.shape, storage.size, storage.layout
+        if not rollout.shape.numel():
+            raise ValueError(f"The rollout is empty: it holds {steps} steps of {envs} environments.")
+        if start + steps > size:
+            stored = f" after {start} stored ones; call empty() first" if start else ""
+            raise ValueError(f"A rollout of {steps} steps does not fit into size={size}{stored}.")
+        if storage.num_envs is not None and envs != storage.num_envs:
+            raise ValueError(f"Expected {storage.num_envs} environments, got {envs} (batch size {list(data.shape)}).")
+        check_flags(rollout)
+        mask = rollout.get(VALID, None)
+        if mask is not None and not bool(mask.all()):
+            raise ValueError(
+                f"{VALID!r} marks {int((~mask).sum())} padded steps; a rollout has none. Let the collector deliver "
+                "unsplit batches (split_trajs=False)."
+            )
+        schema = describe(rollout, 2)
+        if layout.schema and schema != layout.schema:
+            raise ValueError(f"The rollout differs from what is stored: {schema_difference(layout.schema, schema)}.")
+        for key in (layout if layout.schema else RolloutLayout(schema)).finite:
+            value = rollout.get(key)
+            if value.is_floating_point() and not bool(torch.isfinite(value).all()):
+                bad = int((~torch.isfinite(value)).sum())
+                raise ValueError(
+                    f"{key!r} holds {bad} values that are NaN or infinite, of {value.numel()}; nothing was written."
+                )
+        return rollout
+
+    def write(self, rollout: TensorDictBase, *, copy: bool = True) -> Tensor:
+        """Write a rollout from :meth:`prepare` and return its cells, in order of time.
+
+        With ``copy=False`` the storage takes ownership of the memory if possible.
+        """
+        storage = self._target
+        start, steps = storage.num_steps, rollout.shape[0]
+        rollout = self._with_cuts(rollout, storage, start)
+        if copy or not storage.adopt(rollout):
+            storage.set(slice(start, start + steps), rollout)
+        storage.keep_tail(rollout, -1, self.recurrent_keys)
+        self.write_count += steps
+        cells = self._cells(storage, start, steps)
+        self.notify(cells)
+        return cells
+
+    def _with_cuts(self, rollout: TensorDictBase, storage: RolloutStorage, start: int) -> TensorDictBase:
+        """Return a rollout ``[T, N]`` with ``is_init`` also set at changes of the trajectory ids."""
+        entries = entries_of(rollout)
+        is_init, collector, last = entries.get(IS_INIT), entries.get(COLLECTOR), None
+        ids = None if collector is None else entries_of(collector).get(TRAJ_IDS[-1])
+        if is_init is None or ids is None:
+            return rollout
+        if start and storage.data is not None:
+            last = storage.data.get(TRAJ_IDS)[start - 1].reshape(rollout.shape[1], -1)[:, 0]
+        changes = changed_ids(ids.reshape(*rollout.shape, -1)[..., 0], 0, last)
+        marks = changes.view(*changes.shape, *[1] * (is_init.ndim - 2))
+        if not (marks & (is_init == 0)).any():
+            return rollout
+        marked = rollout.copy()
+        marked.set(IS_INIT, is_init.masked_fill(marks, 1))
+        return marked
+
+    def add(self, data: TensorDictBase) -> int:
+        """Append one step of all environments, ``[N]``, and return its row."""
+        check_tensordict(data)
+        if data.ndim != 1:
+            raise ValueError(
+                f"add takes one step of all environments, batch size [N]; got {list(data.shape)}. "
+                "Use extend for a rollout."
+            )
+        row = self._target.num_steps
+        step = viewed(data, methodcaller("unsqueeze", 0), torch.Size([1, *data.shape]))
+        self.write(self.prepare(step, 0, row))
+        return row
+
+    def overwrite(self, row: int, data: TensorDictBase) -> None:
+        """Replace a stored row with one step of all environments, ``[N]``."""
+        self.prepare(data.unsqueeze(0), 0, 0)
+        self._target.set(row, data)
+        self.write_count += 1
+
+    def complete(self, step: TensorDictBase) -> TensorDictBase:
+        """Return a step ``[N]`` with missing entries filled from the stored bootstrap step.
+
+        Raises:
+            KeyError: the previous step does not determine a missing entry.
+        """
+        step, storage = step.copy(), self._target
+        tail, schema = storage.tail, storage.schema
+        if tail is not None and tail.shape == step.shape:
+            present = set(step.keys(include_nested=True))
+            absent = {key: value for key, value in keyed_leaves(tail) if key in schema and key not in present}
+            self._check_new_episodes(tail.get("is_init"), absent)
+            for key, value in absent.items():
+                step.set(key, value)
+        elif step.get("next", None) is not None:
+            self._check_first(step)
+        if step.get("is_init", None) is None and (not schema or "is_init" in schema):
+            step.set("is_init", torch.ones(*step.shape, 1, dtype=torch.bool, device=step.device))
+        return step
+
+    def _check_new_episodes(self, ended: Tensor, absent: Collection[NestedKey]) -> None:
+        names = [key for key in absent if key != "is_init" and not any(under(key, k) for k in self.recurrent_keys)]
+        if names and bool(ended.any()):
+            rows = ended.flatten(1).any(-1).nonzero().flatten().tolist()
+            raise KeyError(
+                f"The step has no {names}, and in environments {rows} the step before ended an episode: what was "
+                "stored last is the old episode's. Pass what the new episode begins with."
+            )
+
+    def _check_first(self, step: TensorDictBase) -> None:
+        following = step.get("next")
+        names = list(dict.fromkeys(path_of(key)[0] for key in RolloutLayout(describe(step, 1)).handed_on))
+        for name in names:
+            if name in self.recurrent_keys and step.get(name, None) is None:
+                step.set(name, following.get(name).clone().zero_())
+        if names and not any(step.get(name, None) is not None for name in names if name not in self.recurrent_keys):
+            raise KeyError(f"The first step has none of {names}, and nothing was stored before it to carry them over.")
+
+    def _cells(self, storage: RolloutStorage, start: int, steps: int) -> Tensor:
+        envs = storage.num_envs or 0
+        flat = torch.arange(start * envs, (start + steps) * envs, device=storage.device)
+        return torch.stack((flat // envs, flat % envs), -1)
+
+
+def check_flags(data: TensorDictBase) -> None:
+    """Check that the reward and boolean ``done`` and ``terminated`` flags exist."""
+    following = data.get("next", None)
+    if following is None:
+        raise KeyError('The rollout has no "next" entry; TorchRL layout holds the outcome of a step under "next".')
+    for key, how in (("terminated", _HOW), ("reward", ""), ("done", "")):
+        if following.get(key, None) is None:
+            raise KeyError(f'("next", "{key}") is missing (there are {sorted(following.keys())}).{how}')
+    for flag in (DONE, TERMINATED):
+        if data.get(flag).dtype is not torch.bool:
+            raise TypeError(f"{flag} must be boolean, got {data.get(flag).dtype}; convert it with .bool().")
+
+
+def time_axis(data: TensorDictBase, time_dim: int | None) -> int:
+    """Return the time dimension: ``time_dim``, else the dimension named ``"time"``; never guess it."""
+    if time_dim is not None:
+        if not -data.ndim <= time_dim < data.ndim:
+            raise ValueError(f"time_dim={time_dim} does not exist in batch size {list(data.shape)}.")
+        return time_dim % data.ndim
+    if "time" in data.names:
+        return int(data.names.index("time"))
+    raise ValueError(
+        f"Cannot tell which dimension of batch size {list(data.shape)} is time (names {data.names}). "
+        'Name it, e.g. rollout.names = [None, "time"], or pass time_dim=.'
+    )
+
+
+def time_major(data: TensorDictBase, time_dim: int | None) -> TensorDictBase:
+    """Return ``data`` as a view ``[T, N]``; a single time dimension ``[T]`` becomes ``[T, 1]``."""
+    axis = time_axis(data, time_dim)
+    if data.ndim == 1:
+        return data.unsqueeze(1)
+    if data.ndim != 2:
+        raise ValueError(f"Expected a rollout [N, T] or [T, N], got batch size {list(data.shape)}.")
+    if axis == 0:
+        return data
+    return viewed(data, methodcaller("transpose", 0, 1), data.shape[::-1], data.names[::-1])

@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import collections
+import io
+
+import pytest
+import torch
+
+from torchrl_lightning._core.checksums import SEAL, check_seal, checksum, foreign_tensors, seal
+
+STATE = {
+    "state_dict": collections.OrderedDict(
+        weight=torch.arange(6.0).view(2, 3), bias=torch.zeros(3, dtype=torch.bfloat16)
+    ),
+    "optimizer_states": [{"state": {0: {"step": torch.tensor(3.0)}}, "param_groups": [{"lr": 1e-3, "params": [0]}]}],
+    "empty": torch.zeros(0, 4),
+    "epoch": 3,
+}
+
+
+def sealed():
+    checkpoint = dict(STATE)
+    seal(checkpoint, "state_dict", "optimizer_states", "empty", "absent")
+    return checkpoint
+
+
+def test_what_is_written_is_what_is_read():
+    checkpoint = sealed()
+    assert set(checkpoint[SEAL]) == {"state_dict", "optimizer_states", "empty"}
+    file = io.BytesIO()
+    torch.save(checkpoint, file)
+    file.seek(0)
+    check_seal(torch.load(file, weights_only=True), "a.ckpt")
+    check_seal(STATE, "one without checksums")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"state_dict": {**STATE["state_dict"], "weight": torch.arange(6.0).view(3, 2)}},
+        {"state_dict": {**STATE["state_dict"], "weight": torch.arange(6).view(2, 3)}},
+        {"state_dict": {**STATE["state_dict"], "more": 1}},
+        {"state_dict": None},
+        {"optimizer_states": []},
+        {"empty": torch.zeros(4, 0)},
+        {SEAL: [1]},
+        {"other": {"x": [torch.zeros(3, device="meta")]}},
+        {"other": (torch.eye(3).to_sparse(),)},
+    ],
+)
+def test_what_has_changed_is_refused(change):
+    with pytest.raises(ValueError, match=r"a\.ckpt .*take another checkpoint"):
+        check_seal({**sealed(), **change}, "a.ckpt")
+
+
+def test_a_sum_depends_on_each_bit_and_not_on_memory():
+    tensor = torch.randn(5, 7)
+    assert checksum(tensor.t().contiguous().t()) == checksum(tensor) != checksum(-tensor)
+    assert checksum(torch.zeros(1)) != checksum(-torch.zeros(1))
+    assert len({checksum(value) for value in (None, 0, 0.0, False, "0", [0], (0, 0), {0: 0}, {"0": 0})}) == 9
+    assert checksum({1: "a", "b": 2}) == checksum({"b": 2, 1: "a"})
+    assert list(foreign_tensors({"a": [torch.zeros(1), torch.zeros(1, device="meta")]})) == ["a.1"]
+
+
+def test_a_flipped_bit_is_never_another_weight():
+    file = io.BytesIO()
+    torch.save(sealed(), file)
+    whole = file.getvalue()
+    refused = 0
+    for place in torch.randint(len(whole) * 8, (300,), generator=torch.Generator().manual_seed(0)).tolist():
+        data = bytearray(whole)
+        data[place // 8] ^= 1 << place % 8
+        try:
+            found = torch.load(io.BytesIO(data), weights_only=True)
+            check_seal(found, "a.ckpt")
+        except Exception:  # the readers of zip and pickle raise anything
+            refused += 1
+        else:
+            # A bit of a name changes it wherever it stands: then the entry is missing.
+            for name in {"state_dict", "optimizer_states"} & set(found):
+                assert checksum(found[name]) == checksum(STATE[name])
+    assert refused > 50

@@ -1,0 +1,116 @@
+"""Files appear whole or not at all, and a part's state comes back from them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kit.states import equal
+from torchrl_lightning._core import files
+from torchrl_lightning._core.files import OwnFiles, read_state, replaced_files, write_state
+
+
+def test_several_files_are_replaced_together(tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    one.write_bytes(b"old")
+    with replaced_files(one, two) as (first, second):
+        first.write(b"new")
+        second.write(b"also new")
+        assert one.read_bytes() == b"old"
+        assert not two.exists()
+    assert (one.read_bytes(), two.read_bytes()) == (b"new", b"also new")
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize("broken", ["body", "fsync"])
+def test_an_error_leaves_the_old_file_and_nothing_else(
+    broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    (tmp_path / "note").write_bytes(b"old")
+    if broken == "fsync":
+        monkeypatch.setattr(files.os, "fsync", full)
+
+    def write() -> None:
+        with replaced_files(tmp_path / "note") as (file,):
+            file.write(b"new")
+            if broken == "body":
+                full()
+
+    with pytest.raises(OSError, match="No space"):
+        write()
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"old"]
+
+
+def test_files_reach_the_disk_before_they_have_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    did: list[str] = []
+    fsync, replace = os.fsync, os.replace
+    monkeypatch.setattr(files.os, "fsync", lambda handle: (did.append("fsync"), fsync(handle)))
+    monkeypatch.setattr(files.os, "replace", lambda *paths: (did.append(Path(paths[1]).name), replace(*paths)))
+    with replaced_files(tmp_path / "data", tmp_path / "manifest"):
+        pass
+    assert did == ["fsync", "fsync", "data", "manifest", "fsync"]
+
+
+def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
+    write_state(tmp_path / "state", {"a": 1})
+    for name in ("state-0123456789abcdef.bin", ".state-0123456789abcdef.bin.fedcba9876543210.tmp"):
+        (tmp_path / "state" / name).touch()
+    (tmp_path / "state" / ".state.json.fedcba9876543210.tmp").touch()
+    (tmp_path / "state" / "notes.txt").touch()  # not ours
+    write_state(tmp_path / "state", {"a": 2})
+    names = sorted(path.name for path in (tmp_path / "state").iterdir())
+    assert names[0] == "notes.txt"
+    assert names[2] == "state.json"
+    assert len(names) == 3
+    assert read_state(tmp_path / "state") == {"a": 2}
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    # A single number out of a column has the column's stride, though it is contiguous.
+    number = torch.arange(8).reshape(4, 2)[1:2, 1]
+    state = {"rows": torch.arange(3), "number": number, "nested": {"number": 0.5, "pair": (1, None)}}
+    write_state(tmp_path / "state", state)
+    assert equal(read_state(tmp_path / "state"), state)
+
+
+LEFT = ".other.bin.fedcba9876543210.tmp"
+
+
+def test_leftovers_of_any_name_go_at_the_next_save_and_what_is_being_written_stays(tmp_path: Path) -> None:
+    (tmp_path / ".run.fedcba9876543210.tmp").mkdir()
+    (tmp_path / ".run.fedcba9876543210.tmp" / "state.json").touch()
+    for name in (LEFT, ".hidden.tmp", "other.bin"):
+        (tmp_path / name).touch()
+    with replaced_files(tmp_path / "one") as (one,):
+        one.write(b"1")
+        write_state(tmp_path / "state", {"a": 1})  # by another process, say
+        (tmp_path / LEFT).touch()
+        with replaced_files(tmp_path / "two"):
+            pass
+    (tmp_path / LEFT).symlink_to(tmp_path / "other.bin")
+    write_state(tmp_path / "again", {"a": 1})
+    kept = [".hidden.tmp", LEFT, "again", "one", "other.bin", "state", "two"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == kept
+
+
+@pytest.mark.parametrize("hook", ["register_save_hook", "register_load_hook"])
+def test_hooks_that_would_be_ignored_are_refused(hook: str) -> None:
+    with pytest.raises(TypeError, match="OwnFiles"):
+        getattr(OwnFiles(), hook)(print)
+
+
+@pytest.mark.parametrize("linked", ["state.json", "state-*.bin"])
+def test_a_link_in_the_folder_is_not_followed(linked: str, tmp_path: Path) -> None:
+    write_state(tmp_path / "state", {"rows": torch.arange(3)})
+    (path,) = (tmp_path / "state").glob(linked)
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match=f"{path.name}"):
+        read_state(tmp_path / "state")

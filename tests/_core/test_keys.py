@@ -1,0 +1,44 @@
+"""What a run writes beside observations has a reserved name."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+
+import torchrl_lightning
+from torchrl_lightning._core.keys import RESERVED, check_observed
+from torchrl_lightning._core.tree import nested_keys, path_of
+from torchrl_lightning.rollout.pytorchrl_names import DOCUMENTED, REFINEMENTS
+
+SEEN = {"observation", "achieved_goal", "desired_goal"}
+
+
+def root(key: object) -> str:
+    path = [part for part in path_of(key) if part != "next"]
+    return path[0]
+
+
+def test_documented_names_stand_for_reserved_keys() -> None:
+    assert {root(key) for key in (*DOCUMENTED.values(), *REFINEMENTS.values())} <= RESERVED | SEEN
+
+
+def test_every_key_that_an_argument_names_by_default_is_reserved() -> None:
+    found = {}
+    for name in torchrl_lightning.__all__:
+        public = getattr(torchrl_lightning, name)
+        if not callable(public):
+            continue
+        for argument, parameter in inspect.signature(public).parameters.items():
+            default = parameter.default
+            if argument.endswith(("_key", "_keys")) and default and default is not parameter.empty:
+                keys = nested_keys(default) if argument.endswith("s") else [default]
+                found |= {root(key): f"{name}({argument}=)" for key in keys}
+    assert len(found) > 10
+    assert {key: where for key, where in found.items() if key not in RESERVED | SEEN} == {}
+
+
+def test_several_names_are_named_together() -> None:
+    check_observed(["observation", "achieved_goal", "image"])
+    with pytest.raises(ValueError, match=r"'done', 'mask'.*rename={done: last_done, mask: last_mask}"):
+        check_observed(["mask", "image", "done"])

@@ -1,0 +1,128 @@
+"""Objects of users may lack abilities; what they have is called, and its mistakes are shown."""
+
+from __future__ import annotations
+
+import pytest
+from lightning.pytorch.demos.boring_classes import BoringModel
+from tensordict import TensorDict
+from torchrl.data import RandomSampler
+
+from kit import replay
+from kit.actor_critic import TinyActorCritic, fit, rollouts
+from torchrl_lightning import DQNModule, GymnasiumCollector, PPOModule, SequenceSampler
+from torchrl_lightning._core.protocols import (
+    CollectorApi,
+    DataApi,
+    EnvsApi,
+    LearnerApi,
+    PolicyApi,
+    SamplerApi,
+    SourceApi,
+)
+
+
+@pytest.mark.parametrize("view", [CollectorApi, DataApi, EnvsApi, LearnerApi, PolicyApi, SamplerApi, SourceApi])
+def test_an_object_without_any_ability_has_the_defaults(view) -> None:
+    part = object()
+    assert view.of(part) == view(part)
+    assert view.of(None) == view(None)
+
+
+def test_a_plain_module_of_lightning_asks_for_nothing() -> None:
+    learner = LearnerApi.of(BoringModel())
+    assert learner == LearnerApi(learner.part)
+    assert (learner.policy, learner.critic, learner.valued_policy, learner.is_built) == (None, None, None, None)
+    assert not any((learner.fit_is_over, learner.has_memory, learner.can_imagine))
+    assert learner.rewritten_keys(TensorDict()) == ()
+
+
+def test_policy_and_critic_are_read_when_they_are_used() -> None:
+    module = BoringModel()
+    learner = LearnerApi.of(module)
+    module.policy, module.critic = (BoringModel().layer for _ in range(2))
+    assert learner.policy is module.policy
+    assert learner.critic is module.critic
+
+
+@pytest.mark.parametrize("kind", [PPOModule, DQNModule])
+def test_our_modules_build_their_networks_late(kind) -> None:
+    learner = LearnerApi.of(kind())
+    assert learner.is_built is False
+    assert learner.training_metrics == kind.training_metrics
+    with pytest.raises(RuntimeError, match="networks do not exist yet"):
+        _ = learner.policy
+
+
+def test_only_our_collectors_flag_each_beginning() -> None:
+    collector = GymnasiumCollector("CartPole-v1", num_envs=2, frames_per_batch=4)
+    assert CollectorApi.of(collector).flags_beginnings
+    assert not CollectorApi.of(iter([])).flags_beginnings
+    assert CollectorApi.of(iter([])).metrics() == {}
+
+
+def test_samplers_of_others_draw_single_steps_of_even_rings() -> None:
+    ours, theirs = SamplerApi.of(SequenceSampler(4)), SamplerApi.of(RandomSampler())
+    assert (ours.reads_rings, ours.batch_length) == (True, 4)
+    assert (theirs.reads_rings, theirs.batch_length) == (False, None)
+
+
+def test_the_clock_of_a_data_module_is_its_frames_if_it_has_no_other() -> None:
+    class Counting:
+        frames = 7
+
+    assert DataApi.of(Counting()).clock == (7, "frames")
+    assert DataApi.of(object()).clock is None
+    assert DataApi.of(replay.replay_data()).clock == (0, "frames")
+
+
+class Mistaken(TinyActorCritic):
+    def annotate(self, rollout):
+        raise AttributeError("no such tensor")
+
+
+class MistakenDQN(DQNModule):
+    def rewritten_keys(self, batch):
+        raise AttributeError("no such key")
+
+
+class MistakenCollector:
+    """A collector of a user."""
+
+    def __init__(self, policy) -> None:
+        self._inner = GymnasiumCollector("CartPole-v1", policy, num_envs=4, frames_per_batch=64)
+
+    def __iter__(self):
+        return iter(self._inner)
+
+    def shutdown(self) -> None:
+        self._inner.shutdown()
+
+
+class MistakenMetrics(MistakenCollector):
+    def metrics(self):
+        raise AttributeError("no such metric")
+
+
+class MistakenWeights(MistakenCollector):
+    def update_policy_weights_(self):
+        raise AttributeError("no such weights")
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda folder: fit(folder, module=Mistaken(), max_epochs=1), "no such tensor"),
+        (lambda folder: fit(folder, rollouts(collector=MistakenMetrics), max_epochs=1), "no such metric"),
+        (lambda folder: fit(folder, rollouts(collector=MistakenWeights), max_epochs=1), "no such weights"),
+        (lambda folder: replay.fit(folder, replay.replay_data(), MistakenDQN(), max_epochs=1), "no such key"),
+    ],
+    ids=["annotate", "metrics", "update_policy_weights_", "rewritten_keys"],
+)
+def test_mistakes_in_a_method_are_shown(make, message, tmp_path) -> None:
+    with pytest.raises(AttributeError, match=message):
+        make(tmp_path)
+
+
+def test_a_collector_with_only_rollouts_is_enough(tmp_path) -> None:
+    module, _ = fit(tmp_path, rollouts(collector=MistakenCollector), max_epochs=1)
+    assert module.updates == 4

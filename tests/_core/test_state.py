@@ -1,0 +1,197 @@
+"""A part with a declared state saves it, checks all of it before anything changes, and loads it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from kit.states import check_mutants, differences
+from torchrl_lightning._core.mixins import OwnGenerator
+from torchrl_lightning._core.state import (
+    GENERATOR,
+    LARGEST,
+    Attribute,
+    Child,
+    InPlace,
+    Stated,
+    anything,
+    check_state,
+    expect,
+    fields,
+    flag,
+    generator,
+    list_of,
+    mapping,
+    number,
+    sequence,
+    tensor,
+    whole,
+    wrong,
+)
+from torchrl_lightning._core.validators import Check, optional
+
+ROWS = torch.zeros(2, 3)
+
+
+@pytest.mark.parametrize(
+    ("check", "right", "wrong", "message"),
+    [
+        (whole(1, 9), 9, [0, 10, True, 1.0, torch.tensor(1), None], "an integer of at least 1, at most 9"),
+        (whole(), LARGEST, [-1, LARGEST + 1], "an integer of at least 0"),
+        (number(0), 0.5, [-0.1, math.nan, math.inf, "1", True], "a finite number of at least 0"),
+        (flag, True, [1, None], "True or False"),
+        (mapping, {"a": 1}, [[], {1: 2}, None], "a dict with strings as keys"),
+        (sequence, (1,), [{}, "text"], "a list"),
+        (expect(lambda value: value > 2, "much"), 3, [1], "expected much"),
+        (optional(flag), None, [0], "True or False"),
+        (tensor(torch.float32, 2, None), ROWS, [ROWS.double(), ROWS.T, ROWS[0], 1], r"a tensor \[2, any\] of float32"),
+        (tensor(torch.float32, 2, 3, anywhere=True), ROWS, [ROWS.to("meta"), ROWS.to_sparse()], r"a tensor \[2, 3\]"),
+        (tensor(torch.float32, 2, 3, low=0, high=1), ROWS, [ROWS - 1, ROWS + 2], "expected 0 to 1"),
+        (generator("cpu"), torch.Generator().get_state(), [ROWS, None], "no state of a random generator on cpu"),
+    ],
+)
+def test_checks(check: Check, right: Any, wrong: list[Any], message: str) -> None:
+    check_state({"entry": right}, {"entry": check}, "toy")
+    for value in wrong:
+        with pytest.raises(ValueError, match=f"^The toy state is foreign: 'entry' .*{message}"):
+            check_state({"entry": value}, {"entry": check}, "toy")
+
+
+@pytest.mark.parametrize("version", [None, 0, 2, True, "1"])
+def test_another_version_is_refused_first(version: Any) -> None:
+    state = {} if version is None else {"schema_version": version}
+    with pytest.raises(ValueError, match=r"The toy state has schema version .*, this release reads version 1"):
+        check_state(state, {"entry": flag}, "toy", 1)
+
+
+def test_missing_entries_are_named_and_further_ones_ignored() -> None:
+    check_state({"a": 1, "later": 2}, {"a": anything}, "toy")
+    with pytest.raises(ValueError, match=r"it lacks b, c; it has \['a'\]"):
+        check_state({"a": 1}, {"a": anything, "b": flag, "c": flag}, "toy")
+
+
+class Ring(Stated):
+    """A part of another."""
+
+    OWNER = "ring"
+    STATE = {"count": Attribute(of=lambda ring: whole(0, ring.size)), "cells": InPlace(low=0)}
+
+    def __init__(self, size: int) -> None:
+        self.size, self.count, self.cells = size, 0, torch.zeros(size, dtype=torch.int64)
+
+
+class Box(OwnGenerator, Stated):
+    """A part with all kinds of entries."""
+
+    OWNER, VERSION = "box", 3
+    STATE = {
+        "size": Attribute(at="ring.size", argument="length"),
+        "count": Attribute(whole()),
+        "texts": Attribute(of=lambda box: box.read_texts, form=list),
+        "ring": Child(),
+        "spare": Child(),
+        "scale": Attribute(number(0, 1), "inner.scale"),
+        "ids": Attribute(tensor(torch.int64, None, low=0)),
+        "shares": Attribute(fields("shares", {"first": list_of(number(0, 1))})),
+        "note": Attribute(optional(flag), only="notes"),
+        "rng": GENERATOR,
+    }
+
+    def __init__(self, size: int = 3, spare: Ring | None = None, notes: bool = False) -> None:
+        self.ring, self.spare, self.notes, self.note = Ring(size), spare, notes, None
+        self.count, self.texts, self.ids = 0, (), torch.zeros(0, dtype=torch.int64)
+        self.shares: dict[str, list[float]] = {"first": []}
+        self.inner = type("Inner", (), {"scale": 1.0})()
+        self.generator = torch.Generator().manual_seed(size)
+        self.loads = 0
+
+    def read_texts(self, value: Any, name: str) -> tuple[str, ...]:
+        if not isinstance(value, list) or len(value) >= self.ring.size or not all(type(each) is str for each in value):
+            raise wrong(value, name, f"fewer texts than {self.ring.size}")
+        return tuple(value)
+
+    def _check_together(self, values: Mapping[str, Any]) -> None:
+        tensor(torch.int64, None, high=values["count"])(values["ids"], "'ids'")
+        if len(values["ids"]) > values["count"]:
+            raise ValueError("too many ids")
+
+    def _loaded(self) -> None:
+        self.loads += 1
+
+
+def filled(**options: Any) -> Box:
+    box = Box(**options)
+    box.count, box.texts, box.ids, box.inner.scale = 2, ("a", "b"), torch.tensor([1, 2]), 0.25
+    box.shares = {"first": [0.5]}
+    box.ring.count, box.ring.cells[1] = 1, 9
+    return box
+
+
+def test_a_state_goes_into_another_and_is_a_copy() -> None:
+    one, other = filled(), Box()
+    state, cells = one.state_dict(), other.ring.cells
+    other.load_state_dict(state)
+    assert not differences(other.state_dict(), state)
+    assert (other.loads, other.texts, other.inner.scale) == (1, ("a", "b"), 0.25)
+    assert other.ring.cells is cells
+    assert torch.rand(1, generator=one.generator) == torch.rand(1, generator=other.generator)
+    state["ids"] += 1
+    state["ring"]["cells"] += 1
+    assert (one.ids.tolist(), other.ids.tolist(), one.ring.cells.tolist()) == ([1, 2], [1, 2], [0, 9, 0])
+    view = one.state_dict(copy=False)
+    one.ring.cells[0], one.ids[0] = 5, 0
+    assert (view["ring"]["cells"].tolist(), view["ids"].tolist()) == ([5, 9, 0], [0, 2])
+
+
+def test_nothing_changes_unless_all_fits() -> None:
+    check_mutants(filled(size=3), Box().state_dict())
+    one = Box(4)
+    with pytest.raises(ValueError, match="The state has size=3, this box has length=4; build it with length=3"):
+        one.load_state_dict(filled().state_dict())
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"schema_version": 2}, "The box state has schema version 2, this release reads version 3"),
+        ({"texts": ["a"] * 3}, "The box state is foreign: 'texts' is a list, expected fewer texts than 3"),
+        ({"ring": {"count": 4}}, "The ring state is foreign: it lacks cells"),
+        ({"spare": {}}, "The state has spare=a dict, this box has spare=None"),
+        ({"scale": 2.0}, "'scale' is 2.0, expected a finite number of at least 0, at most 1"),
+        (
+            {"ids": torch.tensor([3])},
+            "The box state is foreign: 'ids' holds values from 3 to 3, expected anything to 2",
+        ),
+        ({"shares": {}}, "The shares state is foreign: it lacks first"),
+        ({"shares": {"first": [0.5, 2]}}, "an item of 'first' is 2, expected a finite number"),
+        ({"ids": torch.tensor([0, 0, 0])}, "too many ids"),
+    ],
+)
+def test_what_is_wrong_is_named(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        Box().check_state({**filled().state_dict(), **changes})
+    with pytest.raises(ValueError, match="The box state is foreign: it is a list, expected a dict"):
+        Box().check_state([])
+
+
+def test_an_entry_may_belong_to_some() -> None:
+    state, other = filled().state_dict(), Box(notes=True)
+    with pytest.raises(ValueError, match="it lacks note;"):
+        other.load_state_dict(state)
+    other.load_state_dict({**state, "note": True, "later": 1})
+    assert other.note is True
+    assert "note" not in state
+
+
+@pytest.mark.parametrize("name", [name for name in Box.STATE if name != "note"])
+def test_a_state_that_lacks_an_entry_is_refused_by_its_name(name: str) -> None:
+    state, other = filled().state_dict(), Box()
+    kept = other.state_dict()
+    del state[name]
+    with pytest.raises(ValueError, match=f"The box state is foreign: it lacks {name};"):
+        other.load_state_dict(state)
+    assert not differences(other.state_dict(), kept)

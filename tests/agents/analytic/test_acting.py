@@ -1,0 +1,235 @@
+"""Policies that collect by a compiled perceptron act as their modules do, and leave to these what they do not know."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+from torchrl.data import Bounded, Composite, Unbounded
+from torchrl.envs import ExplorationType, set_exploration_type
+
+from kit.specs import BOX, DISCRETE, ONE_HOT, TWO_CHOICES, specs_of
+from torchrl_lightning.agents import Actor, DQNModule, MLPNetwork, PPOModule, RecurrentNetwork, SACModule, TD3Module
+from torchrl_lightning.agents.networks.exploration import EpsilonGreedyPolicy
+from torchrl_lightning.collectors import GymnasiumCollector
+from torchrl_lightning.environments.policy_calls import standing_call
+
+ROWS = 5
+HALF_BOX = specs_of(Bounded(torch.tensor([-1.0, -0.3]), torch.tensor([math.inf, 0.5])))
+MODULES: dict[str, Callable[[], Any]] = {
+    "categorical": lambda: PPOModule().build(DISCRETE),
+    "clipped": lambda: PPOModule(MLPNetwork([8], "relu", head_sizes=[6])).build(BOX),
+    "half clipped": lambda: PPOModule().build(HALF_BOX),
+    "greedy": lambda: DQNModule(MLPNetwork([9, 7], "tanh", head_sizes=[5])).build(DISCRETE),
+    "squashed": lambda: SACModule(MLPNetwork([8], "relu", head_sizes=[6])).build(BOX),
+    "noisy": lambda: TD3Module(MLPNetwork([8, 8], "relu")).build(BOX),
+}
+LEFT: dict[str, Callable[[], Any]] = {
+    "dueling": lambda: DQNModule(dueling=True).build(DISCRETE),
+    "one-hot": lambda: DQNModule().build(ONE_HOT),
+    "activation": lambda: DQNModule(MLPNetwork([8], "gelu")).build(DISCRETE),
+    "wide": lambda: DQNModule(MLPNetwork([1024, 1024])).build(DISCRETE),
+    "distribution": lambda: PPOModule(distribution="tanh_normal").build(BOX),
+    "memory": lambda: DQNModule(RecurrentNetwork(hidden_size=4)).build(DISCRETE),
+}
+
+
+def policy_of(name: str) -> Any:
+    torch.manual_seed(0)
+    policy = {**MODULES, **LEFT}[name]().policy
+    for parameter in policy.parameters():
+        parameter.data.mul_(3.0)
+    if name in ("greedy", "noisy"):
+        policy.amount.fill_(0.5)
+    return policy
+
+
+def step_for(policy: Any) -> TensorDict:
+    entries = {"observation": torch.zeros(ROWS, 4), "is_init": torch.zeros(ROWS, 1, dtype=torch.bool)}
+    return TensorDict({**entries, "recurrent_state": torch.zeros(ROWS, 1, 4)}, [ROWS])
+
+
+def is_compiled(policy: Any, call: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> bool:
+    with monkeypatch.context() as patch, torch.no_grad():
+        patch.setattr(type(policy), "act_on", lambda *_: "the module's")
+        return call() != "the module's"
+
+
+def both(policy: Any, call: Callable[[], Any], step: TensorDict) -> tuple[dict[Any, Tensor], dict[Any, Tensor]]:
+    """Act by a prepared call and by the module with the same random numbers, and see that both draw as many."""
+    results, states = [], []
+    for act in (call, lambda: policy.act_on(step)):
+        torch.manual_seed(7)
+        with torch.no_grad():
+            results.append({key: value.clone() for key, value in act().items()})
+        states.append(torch.get_rng_state())
+    assert torch.equal(*states)
+    return results[0], results[1]
+
+
+@pytest.mark.parametrize("mode", [ExplorationType.RANDOM, ExplorationType.DETERMINISTIC])
+@pytest.mark.parametrize("name", MODULES)
+def test_a_compiled_policy_acts_as_its_module(
+    name: str, mode: ExplorationType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = policy_of(name)
+    step = step_for(policy)
+    call = standing_call(policy, step)
+    assert call is not None
+    assert is_compiled(policy, call, monkeypatch)
+    with set_exploration_type(mode):
+        for scale in (0.0, 0.3, 3.0):
+            step["observation"].copy_(scale * torch.randn(ROWS, 4))
+            mine, modules = both(policy, call, step)
+            assert list(mine) == list(modules)
+            for key, value in modules.items():
+                assert mine[key].dtype == value.dtype
+                torch.testing.assert_close(mine[key], value, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.uint8])
+@pytest.mark.parametrize("keys", [["observation"], ["left", "right"]])
+@pytest.mark.parametrize("kind", [PPOModule, DQNModule, SACModule, TD3Module])
+def test_vectors_of_several_entries_and_of_any_numbers_are_read(
+    kind: Any, keys: list[str], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MuJoCo's observations are float64, images as vectors uint8, those with goals three entries."""
+    sizes = dict(zip(keys, ([4] if len(keys) == 1 else [1, 3]), strict=True))
+    specs = BOX if kind in (SACModule, TD3Module) else DISCRETE
+    torch.manual_seed(0)
+    shown = Composite({key: Unbounded(size, dtype=dtype) for key, size in sizes.items()})
+    policy = kind(MLPNetwork([8])).build(SimpleNamespace(observation=shown, action=specs.action)).policy
+    step = TensorDict({key: torch.zeros(ROWS, size, dtype=dtype) for key, size in sizes.items()}, [ROWS])
+    call = standing_call(policy, step)
+    assert call is not None
+    assert is_compiled(policy, call, monkeypatch)
+    for _ in range(2):
+        for key in keys:
+            step[key].copy_((3.0 * torch.randn(step[key].shape)).abs())
+        mine, modules = both(policy, call, step)
+        for key, value in modules.items():
+            torch.testing.assert_close(mine[key], value, rtol=1e-6, atol=1e-6)
+
+
+def test_what_was_in_memory_before_chooses_no_action(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that only exploits draws no numbers."""
+    empty = torch.empty
+
+    def spoiled(*shape: int, **options: Any) -> Tensor:
+        return empty(*shape, **options).fill_(-7)
+
+    policy = policy_of("greedy")
+    step = step_for(policy)
+    monkeypatch.setattr(torch, "empty", spoiled)
+    call = standing_call(policy, step)
+    monkeypatch.undo()
+    assert call is not None
+    with set_exploration_type(ExplorationType.DETERMINISTIC):
+        assert torch.equal(call()["action"], policy(step.copy())["action"])
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_what_is_not_known_is_left_to_the_module(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = policy_of(name)
+    call = standing_call(policy, step_for(policy))
+    assert call is not None
+    assert not is_compiled(policy, call, monkeypatch)
+
+
+def test_weights_may_change_and_move() -> None:
+    policy = policy_of("greedy")
+    step = step_for(policy)
+    call = standing_call(policy, step)
+    step["observation"].normal_()
+    for change in (
+        lambda: [each.data.mul_(-1.0) for each in policy.parameters()],
+        lambda: [setattr(each, "data", each.data * 2.0 + 1.0) for each in policy.parameters()],
+        lambda: policy.amount.fill_(0.0),
+    ):
+        change()
+        mine, modules = both(policy, call, step)
+        assert torch.equal(mine["action"], modules["action"])
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "hook": lambda network: network.trunk.encoder.layers[0].register_forward_hook(lambda *_: None),
+    "layer": lambda network: network.trunk.encoder.layers.__setitem__(1, nn.Sigmoid()),
+    "parametrization": lambda network: parametrizations.weight_norm(network.trunk.encoder.layers[0]),
+    "bias": lambda network: setattr(network.trunk.encoder.layers[0], "bias", None),
+    "shape": lambda network: setattr(network.head, "weight", nn.Parameter(torch.ones(4, 64))),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_network_that_is_changed_is_left_to_the_module(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = DQNModule().build(DISCRETE).policy
+    call = standing_call(policy, step_for(policy))
+    assert call is not None
+    CHANGES[change](policy.network)
+    assert not is_compiled(policy, call, monkeypatch)
+
+
+def test_autocast_and_hooks_on_every_module_are_the_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = policy_of("greedy")
+    call = standing_call(policy, step_for(policy))
+    assert call is not None
+    with torch.autocast("cpu"):
+        assert not is_compiled(policy, call, monkeypatch)
+    handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    assert not is_compiled(policy, call, monkeypatch)
+    handle.remove()
+    assert is_compiled(policy, call, monkeypatch)
+
+
+def test_a_subclass_that_acts_otherwise_is_not_bypassed() -> None:
+    class Last(EpsilonGreedyPolicy):
+        def act(self, entries: list[Tensor], explore: bool) -> Tensor:
+            return torch.full((len(entries[0]),), 2)
+
+    policy = Last(DQNModule().build(DISCRETE).q_network)
+    call = standing_call(policy, step_for(policy))
+    assert call is not None
+    assert call()["action"].tolist() == [2] * ROWS
+
+
+def test_an_actor_that_chooses_otherwise_is_not_bypassed() -> None:
+    class Last(Actor):
+        def choose(self, *arguments: Any) -> dict[Any, Tensor]:
+            chosen = super().choose(*arguments)
+            return {**chosen, "action": torch.full_like(chosen["action"], 2)}
+
+    policy = PPOModule().build(DISCRETE).policy
+    policy.__class__ = Last
+    call = standing_call(policy, step_for(policy))
+    assert call is not None
+    assert call()["action"].tolist() == [2] * ROWS
+
+
+@pytest.mark.parametrize("name", ["clipped", "squashed", "noisy"])
+def test_what_is_not_a_number_stays_so(name: str) -> None:
+    policy = policy_of(name)
+    step = step_for(policy)
+    call = standing_call(policy, step)
+    assert call is not None
+    step["observation"][1] = math.nan
+    with torch.no_grad():
+        assert call()["action"].isnan().all(1).tolist() == [False, True, False, False, False]
+
+
+def test_a_collector_collects_the_same_by_either() -> None:
+    torch.manual_seed(0)
+    policy = PPOModule().build(TWO_CHOICES).policy
+    batches = []
+    for _ in range(2):
+        collector = GymnasiumCollector("CartPole-v1", policy, num_envs=3, frames_per_batch=30, seed=3)
+        batches.append(collector.rollout())
+        collector.shutdown()
+        policy.trunk.encoder.register_forward_hook(lambda *_: None)
+    torch.testing.assert_close(dict(batches[0].flatten_keys()), dict(batches[1].flatten_keys()), rtol=1e-6, atol=1e-6)

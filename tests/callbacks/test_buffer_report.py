@@ -1,0 +1,44 @@
+"""The page that a run writes of its buffer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from kit.actor_critic import fit as fit_on_policy
+from kit.replay import dqn, fit, replay_data
+from torchrl_lightning import BufferPage
+from torchrl_lightning.callbacks import buffer_report
+
+pytestmark = pytest.mark.filterwarnings("ignore:The number of training batches")
+
+
+@pytest.mark.parametrize("updates_per_step", [1, 4])
+def test_a_run_writes_what_its_buffer_holds_and_counts_what_is_drawn(tmp_path, monkeypatch, updates_per_step):
+    monkeypatch.setattr(buffer_report, "EVERY", 2)
+    page = BufferPage(str(tmp_path / "pages" / "inspect.html"))
+    data = replay_data("prioritized", updates_per_step=updates_per_step)
+    fit(tmp_path, data, max_epochs=2, limit_val_batches=1, callbacks=[page])
+    text = Path(page.path).read_text()
+    assert "80 steps counted" in text  # ten of the twenty batches of eight
+    assert "ages when drawn in this run" in text
+    assert " of 400 cells" in text
+
+
+def test_a_run_is_the_same_with_a_page(tmp_path):
+    weights = []
+    for callbacks in ([], [BufferPage(str(tmp_path / "inspect.html"))]):
+        module = dqn()
+        fit(tmp_path, replay_data("prioritized"), module, max_epochs=2, limit_val_batches=1, callbacks=callbacks)
+        weights.append(torch.cat([weight.flatten() for weight in module.parameters()]))
+    assert torch.equal(*weights)
+
+
+def test_rollouts_have_a_page_without_draws(tmp_path):
+    page = BufferPage(str(tmp_path / "inspect.html"))
+    fit_on_policy(tmp_path, max_epochs=1, limit_val_batches=1, callbacks=[page])
+    text = Path(page.path).read_text()
+    assert "rollout" in text
+    assert "in this run" not in text

@@ -1,0 +1,143 @@
+"""D4RL's files give the transitions of its own ``qlearning_dataset``, or one line that says what is wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kit.demonstrations import CARTPOLE
+from torchrl_lightning import EnvironmentRecipe, read_dataset, transitions
+from torchrl_lightning.cli.error_messages import one_line
+from torchrl_lightning.demonstrations.io.d4rl import d4rl_demonstrations
+
+h5py = pytest.importorskip("h5py")
+ROWS = 12
+
+
+def arrays(rows: int = ROWS, ends: tuple[int, ...] = (4, 9), timeouts: tuple[int, ...] = (6,)) -> dict[str, Any]:
+    """What a file of CartPole holds, whose observations count."""
+    flags = {"terminals": ends, "timeouts": timeouts}
+    return {
+        "observations": np.arange(4 * rows, dtype=np.float32).reshape(rows, 4),
+        "actions": np.arange(rows) % 2,
+        "rewards": np.arange(rows, dtype=np.float32),
+        **{name: np.isin(np.arange(rows), where) for name, where in flags.items()},
+        "infos/qpos": np.zeros((rows, 3)),
+    }
+
+
+def written(path: Path, entries: dict[str, Any]) -> Path:
+    with h5py.File(path, "w") as file:
+        for name, entry in entries.items():
+            file[name] = entry
+    return path
+
+
+def rows_of(path: Path, env: Any = "CartPole-v1") -> dict[str, torch.Tensor]:
+    return torch.cat([transitions(each) for each in read_dataset(path, env)]).flatten_keys()
+
+
+def qlearning(found: dict[str, Any]) -> list[tuple[Any, ...]]:
+    """What D4RL makes of a file: observation, action, reward, whether it is terminal, and next observation."""
+    steps = []
+    for i in range(len(found["rewards"]) - 1):
+        if found["timeouts"][i]:
+            continue
+        steps.append((*(found[name][i] for name in ("observations", "actions", "rewards", "terminals")), i + 1))
+    return steps
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.sets(st.integers(0, ROWS - 2)), st.sets(st.integers(0, ROWS - 2)))
+def test_the_transitions_are_those_of_its_own_reader(tmp_path_factory, ends, timeouts):
+    found = arrays(ends=tuple(ends), timeouts=tuple(timeouts))
+    path = written(tmp_path_factory.mktemp("d4rl") / "file.hdf5", found)
+    expected = qlearning(found)
+    if not ends | timeouts or not expected:
+        return
+    read = [transitions(each) for each in d4rl_demonstrations(path, CARTPOLE)]
+    rows = torch.cat(read)
+    assert len(rows) == len(expected)
+    for row, (observation, action, reward, terminal, following) in zip(rows, expected, strict=True):
+        assert row["observation"].tolist() == observation.tolist()
+        assert (row["action"].item(), row["next", "reward"].item()) == (action, reward)
+        assert row["next", "terminated"].item() == terminal
+        if not terminal:
+            assert row["next", "observation"].tolist() == found["observations"][following].tolist()
+
+
+def test_an_episode_that_timed_out_is_truncated_at_the_last_observation_that_is_known(tmp_path):
+    found = read_dataset(written(tmp_path / "file.hdf5", arrays()), "CartPole-v1")
+    assert [(each.length, each.ends) for each in found] == [
+        (5, (True, False)),
+        (1, (False, True)),
+        (3, (True, False)),
+        (1, (False, True)),
+    ]
+    assert found[0].last_observation is None
+    assert found[1].last_observation["observation"].tolist() == [24, 25, 26, 27]
+    assert found[0].name.endswith("file.hdf5, episode 0")
+
+
+def test_what_followed_is_taken_where_the_file_has_it(tmp_path):
+    found = arrays()
+    found["next_observations"] = found["observations"] + 0.5
+    rows = rows_of(written(tmp_path / "file.hdf5", found))
+    assert torch.equal(rows["observation"], torch.from_numpy(found["observations"]))
+    at_end = rows["next.done"].flatten()
+    assert at_end.nonzero().flatten().tolist() == [4, 6, 9, 11]
+    assert torch.equal(rows["next.observation"][at_end], torch.from_numpy(found["next_observations"])[at_end])
+    assert rows["next.terminated"].flatten().nonzero().flatten().tolist() == [4, 9]
+    assert rows["next.truncated"].flatten().nonzero().flatten().tolist() == [6, 11]
+
+
+def test_where_it_has_no_timeouts_the_environments_limit_is_one(tmp_path):
+    found = arrays(timeouts=())
+    del found["timeouts"]
+    path = written(tmp_path / "file.hdf5", found)
+    assert [each.length for each in read_dataset(path, "CartPole-v1")] == [5, 5, 1]
+    limited = read_dataset(path, EnvironmentRecipe("CartPole-v1", time_limit=2))
+    assert [(each.length, each.ends[0]) for each in limited] == [(1, False), (1, False), (1, True)] * 2 + [(1, False)]
+
+
+MISTAKES: dict[str, tuple[Any, str]] = {
+    "no ends": ({"terminals": None, "timeouts": None}, "no step in it ends an episode, neither by terminals nor by"),
+    "none set": ({"terminals": np.zeros(ROWS), "timeouts": np.zeros(ROWS)}, "no step in it ends an episode"),
+    "no rewards": ({"rewards": None, "actions": None}, "it lacks actions and rewards, which D4RL's files have"),
+    "too few": ({"actions": np.zeros(3)}, "'actions' in it is no array of numbers with a row for each reward"),
+    "texts": ({"actions": ["left"] * ROWS}, "'actions' in it is no array of numbers"),
+    "a group": ({"rewards": None, "rewards/x": np.zeros(ROWS)}, "'observations' in it is no array of numbers"),
+    "one number": ({"rewards": 3.0}, "'observations' in it is no array of numbers"),
+    "another shape": ({"observations": np.zeros((ROWS, 3))}, r"'observation' is \[3\] of float32 in each step, in the"),
+    "other actions": ({"actions": np.full(ROWS, 2)}, "'action' holds values from 2 to 2, which the environment's"),
+    "not finite": ({"observations": np.full((ROWS, 4), np.nan, np.float32)}, "holds NaN or infinity"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_what_is_wrong_is_one_line(name, tmp_path):
+    changed, message = MISTAKES[name]
+    found = {key: entry for key, entry in {**arrays(), **changed}.items() if entry is not None}
+    path = written(tmp_path / "file.hdf5", found)
+    with pytest.raises(SystemExit, match=rf"^error: dataset={path}.*{message}") as raised, one_line():
+        read_dataset(path, "CartPole-v1")
+    assert len(str(raised.value).splitlines()) == 1
+
+
+def test_files_that_are_torn_too_large_or_of_another_environment(tmp_path):
+    path = written(tmp_path / "file.hdf5", arrays())
+    (tmp_path / "torn.hdf5").write_bytes(path.read_bytes()[:2000])
+    for file, message in [
+        (tmp_path / "torn.hdf5", r"torn\.hdf5 was refused: it is no whole HDF5 file: "),
+        (path, r"its arrays have \d+ bytes, more than the limit of 300"),
+        (tmp_path / "none.hdf5", "does not exist; name a directory"),
+    ]:
+        with pytest.raises(SystemExit, match=message) as raised, one_line():
+            read_dataset(file, "CartPole-v1", limit=300)
+        assert len(str(raised.value).splitlines()) == 1

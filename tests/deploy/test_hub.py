@@ -1,0 +1,229 @@
+"""Policies as folders of plain files and as repositories of a hub, for which a folder stands here."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+import yaml
+from omegaconf import OmegaConf
+
+from kit.runs import trainer
+from torchrl_lightning import (
+    OnPolicyDataModule,
+    from_pretrained,
+    load_policy,
+    play_episodes,
+    push_to_hub,
+    save_pretrained,
+)
+from torchrl_lightning.agents import PPOModule, RecurrentNetwork
+from torchrl_lightning.cli.config.instantiate import KeptConfig
+
+NETWORK = {"_target_": "torchrl_lightning.RecurrentNetwork", "cell": "gru", "hidden_size": 4}
+MODEL = {"_target_": "torchrl_lightning.PPOModule", "_convert_": "all", "network": NETWORK}
+DATA = {"_target_": "torchrl_lightning.OnPolicyDataModule", "env": "CartPole-v1", "eval_episodes": 2}
+FILES = ["README.md", "config.json", "model.safetensors"]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run with a memory and normalised observations, and its score."""
+    folder = tmp_path_factory.mktemp("run")
+    sizes = {"num_envs": 2, "frames_per_batch": 32, "num_mini_batch": 1, "num_epochs": 1, "seed": 0}
+    data = OnPolicyDataModule("CartPole-v1", normalize_observation=True, **sizes)
+    config = OmegaConf.create({"data": DATA, "model": MODEL, "eval_episodes": 20, "paths": {"log_dir": "/secret"}})
+    told = ["experiment=ppo_recurrent_cartpole", "seed=3", "hydra.run.dir=/secret", "ckpt_path=/secret"]
+    fit = trainer(max_epochs=2, limit_val_batches=0, callbacks=[KeptConfig(config, {}, told)])
+    fit.fit(PPOModule(RecurrentNetwork("gru", 4)), datamodule=data)
+    fit.save_checkpoint(folder / "checkpoints" / "best.ckpt")
+    (folder / "csv").mkdir()
+    (folder / "csv" / "metrics.csv").write_text("step,final/return\n32,\n64,123.5\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def saved(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved") / "mine"
+    save_pretrained(run, folder)
+    return folder
+
+
+@pytest.fixture
+def changed(saved: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saved, tmp_path / "changed"))
+
+
+def test_a_folder_holds_the_policy_as_it_was_and_no_pickle(run, saved):
+    assert sorted(path.name for path in saved.iterdir()) == FILES
+    mine, theirs = load_policy(run), from_pretrained(saved)
+    for name, weight in mine.state_dict().items():
+        assert torch.equal(weight, theirs.state_dict()[name]), name
+    rows = np.random.default_rng(0).normal(size=(3, 4)).astype(np.float32)
+    for _ in range(3):
+        assert theirs.act(rows).tolist() == mine.act(rows).tolist()
+    assert theirs.specs == mine.specs
+    assert play_episodes(theirs.recipe(), theirs, 1, seed=0)["episode_length"] > 5
+    names = set(safetensors.torch.load_file(saved / "model.safetensors"))
+    assert set(torch.load(run / "checkpoints" / "best.ckpt", weights_only=True)["state_dict"]) <= names
+
+
+def test_the_card_tells_score_settings_and_how_to_run_it(saved):
+    text = (saved / "README.md").read_text()
+    _, head, body = text.split("---\n", 2)
+    told = yaml.safe_load(head)
+    assert told["tags"] == ["reinforcement-learning", "torchrl", "PPOModule", "CartPole-v1"]
+    (result,) = told["model-index"][0]["results"]
+    assert result["metrics"][0]["value"] == 123.5
+    assert "| mean return | 123.5 over 20 episodes, after training |" in body
+    assert "| trained for | 64 frames |" in body
+    assert "| acts | Discrete(2) |" in body
+    assert "torchrl-lightning-train experiment=ppo_recurrent_cartpole seed=3\n" in body
+    assert f"torchrl-lightning-train experiment=ppo_recurrent_cartpole seed=3 init_from={saved}\n" in body
+    settings = yaml.safe_load(body.partition("```yaml\n")[2].partition("```")[0])
+    assert settings["model"]["network"] == NETWORK
+    assert "secret" not in text + (saved / "config.json").read_text()
+    made: dict[str, Any] = {}
+    exec(body.partition("```python\n")[2].partition("```")[0].replace("print(total)", ""), made)
+    assert made["total"] > 5
+
+
+class Hub:
+    """A folder in place of the hub."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.fetched = root, []
+
+    def client(self) -> SimpleNamespace:
+        return SimpleNamespace(HfApi=lambda: self, hf_hub_download=self.download)
+
+    def create_repo(self, repo: str, *, private: bool | None, exist_ok: bool) -> None:
+        (self.root / repo).mkdir(parents=True, exist_ok=exist_ok)
+
+    def upload_folder(self, *, repo_id: str, folder_path: str, commit_message: str) -> str:
+        shutil.copytree(folder_path, self.root / repo_id, dirs_exist_ok=True)
+        return f"hub/{repo_id}"
+
+    def get_paths_info(self, repo: str, paths: list[str], *, revision: str | None) -> list[SimpleNamespace]:
+        if not (self.root / repo).is_dir():
+            raise RuntimeError(f"404\nno {repo}")
+        found = (self.root / repo / path for path in paths)
+        return [SimpleNamespace(path=path.name, size=path.stat().st_size) for path in found if path.is_file()]
+
+    def download(self, repo: str, name: str, *, revision: str | None) -> str:
+        self.fetched.append(name)
+        return str(self.root / repo / name)
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
+    made = Hub(tmp_path / "hub")
+    monkeypatch.setitem(sys.modules, "huggingface_hub", made.client())
+    monkeypatch.chdir(tmp_path)
+    return made
+
+
+def test_a_policy_goes_to_the_hub_and_comes_back(run, hub):
+    assert push_to_hub(run, "me/cartpole", private=True) == "hub/me/cartpole"
+    assert sorted(path.name for path in (hub.root / "me" / "cartpole").iterdir()) == FILES
+    assert 'from_pretrained("me/cartpole")' in (hub.root / "me" / "cartpole" / "README.md").read_text()
+    rows = np.ones((2, 4), np.float32)
+    assert from_pretrained("me/cartpole").act(rows).tolist() == load_policy(run).act(rows).tolist()
+    assert sorted(hub.fetched) == FILES[1:]
+
+
+def test_what_is_too_large_or_not_there_is_not_fetched(run, hub):
+    push_to_hub(run, "me/cartpole")
+    with pytest.raises(ValueError, match=r"model.safetensors.*me/cartpole.*99"):
+        from_pretrained("me/cartpole", limit=99)
+    with pytest.raises(ValueError, match=r"me/other.*RuntimeError: 404.*me/other$"):
+        from_pretrained("me/other")
+    (hub.root / "me" / "cartpole" / "config.json").unlink()
+    with pytest.raises(ValueError, match=r"me/cartpole.*config.json"):
+        from_pretrained("me/cartpole")
+    assert not hub.fetched
+    with pytest.raises(ValueError, match="repo='cartpole'"):
+        push_to_hub(run, "cartpole")
+
+
+def test_what_was_saved_is_not_saved_again_as_a_run(saved, hub, tmp_path):
+    for publish in (partial(save_pretrained, saved, tmp_path / "again"), partial(push_to_hub, saved, "me/cartpole")):
+        with pytest.raises(ValueError, match=rf"{saved}.*OWNER/NAME {saved}"):
+            publish()
+    assert not (tmp_path / "again").exists()
+
+
+def test_classes_of_other_packages_are_published_only_if_trusted(run, tmp_path):
+    stored = torch.load(run / "checkpoints" / "best.ckpt", weights_only=True)
+    own = {"_target_": "kit.networks.Own"}
+    torch.save({**stored, "checksums": {}, "config": {"model": {**MODEL, "network": own}}}, tmp_path / "own.ckpt")
+    with pytest.raises(ValueError, match=r"'kit\.networks\.Own'.*trusted=True$"):
+        save_pretrained(tmp_path / "own.ckpt", tmp_path / "published")
+    assert not (tmp_path / "published").exists()
+
+
+def test_an_extra_that_is_missing_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(ImportError, match=r"^me/cartpole.*'torchrl-lightning\[hub\]'$"):
+        from_pretrained("me/cartpole")
+
+
+def edit(folder: Path, change: Any) -> None:
+    content = json.loads((folder / "config.json").read_text())
+    change(content)
+    (folder / "config.json").write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda told: told["config"]["model"].update(_target_="os.system"), "'os.system' is none of the classes that"),
+        (lambda told: told["config"]["model"]["network"].update(hidden_size=10**7), "hidden_size=10000000 is more"),
+        (lambda told: told["content"]["OnPolicyDataModule"].pop("specs"), "is damaged: 'OnPolicyDataModule'"),
+        (lambda told: told.update(schema_version=2), "has schema version 2, this release reads version 1"),
+        (lambda told: told.update(content=[[]]), "'content' is a list"),
+        (lambda told: told["content"].update(state_dict={"__tensor__": "none"}), "KeyError"),
+        (lambda told: told["content"].update(state_dict={}), "is damaged: 'state_dict'"),
+    ],
+)
+def test_a_foreign_folder_is_refused_in_one_line(change, message, changed):
+    edit(changed, change)
+    with pytest.raises(ValueError, match=message) as raised:
+        from_pretrained(changed)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_bit_that_has_changed_and_a_torn_file_are_found(changed):
+    data = bytearray((changed / "model.safetensors").read_bytes())
+    data[-1] ^= 1
+    (changed / "model.safetensors").write_bytes(data)
+    with pytest.raises(ValueError, match="is damaged: "):
+        from_pretrained(changed)
+    (changed / "model.safetensors").write_bytes(data[:-9])
+    with pytest.raises(ValueError, match="SafetensorError"):
+        from_pretrained(changed)
+    with pytest.raises(ValueError, match="is neither a folder nor a repository"):
+        from_pretrained(changed / "config.json")
+
+
+def test_a_run_that_cannot_be_published_leaves_what_was_there(run, changed, tmp_path):
+    before = {path.name: path.read_bytes() for path in changed.iterdir()}
+    stored = torch.load(run / "checkpoints" / "best.ckpt", weights_only=True)
+    for change, message in (
+        ({"config": None}, "holds no config"),
+        ({"OnPolicyDataModule": None}, "holds no environment specs"),
+        ({"config": {"model": {**MODEL, "network": {**NETWORK, "hidden_size": 5}}}}, "the networks differ"),
+    ):
+        torch.save({**stored, "checksums": {}, **change}, tmp_path / "b.ckpt")
+        with pytest.raises(ValueError, match=message):
+            save_pretrained(tmp_path / "b.ckpt", changed)
+    assert {path.name: path.read_bytes() for path in changed.iterdir()} == before

@@ -1,0 +1,20 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+# Processes that wait for an actor have imported what it needs.
+READY = {"preload_python_modules": [f"torchrl_lightning.ray.{name}" for name in ("_actor", "_service_actor")]}
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[str]:
+    """A cluster of this machine, which this process has joined: its address."""
+    ray = pytest.importorskip("ray")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        options = {"num_cpus": 4, "include_dashboard": False, "object_store_memory": 2**27}
+        ray.init(address="local", **options, logging_level="error", log_to_driver=False, _system_config=READY)
+        yield ray.get_runtime_context().gcs_address
+        ray.shutdown()

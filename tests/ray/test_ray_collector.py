@@ -1,0 +1,339 @@
+"""Actors of a Ray cluster: stale weights, stamped; those that die are replaced; errors come back; nobody is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from kit.actor_critic import TinyActorCritic, fit, rollouts
+from kit.careless import Careless, pair
+from kit.counting import CountingEnv, FailingEnv, RandomEnv
+from kit.processes import alive
+from kit.replay import dqn, replay_data
+from kit.replay import fit as fit_replay
+from kit.states import differences, plain
+from kit.worked import FollowedReplay, constant_policy
+from torchrl_lightning import DQNModule, OnPolicyDataModule, RayCollector, ReplayService, VTraceBuffer
+from torchrl_lightning._core.keys import TRAJ_IDS
+from torchrl_lightning.environments.env_errors import WorkerFault
+from torchrl_lightning.ray.cluster import ClusterFault, installed, joined
+
+ray = pytest.importorskip("ray")
+pytestmark = [
+    pytest.mark.filterwarnings("default"),  # Ray's own
+    pytest.mark.usefixtures("cluster"),
+]
+SIZES = {"num_collectors": 2, "num_envs": 2, "frames_per_batch": 8}
+
+
+@pytest.fixture
+def made() -> Iterator[Callable[..., RayCollector]]:
+    """Builds collectors, which end with the test."""
+    collectors = []
+
+    def make(env: Any = RandomEnv, **settings: Any) -> RayCollector:
+        policy = settings.pop("policy", constant_policy())
+        collectors.append(RayCollector(env, policy, **{"seed": 0, **SIZES, **settings}))
+        return collectors[-1]
+
+    yield make
+    for each in collectors:
+        each.shutdown()
+
+
+class PidEnv(CountingEnv):
+    """Says in its observation in which process it is."""
+
+    def _observe(self) -> Any:
+        shown = super()._observe()
+        shown[0] = os.getpid() % 2**20
+        return shown
+
+
+class DyingEnv(CountingEnv):
+    """Ends its process at the third step."""
+
+    def step(self, action: Any) -> Any:
+        if self.t == 2:
+            os._exit(3)
+        return super().step(action)
+
+
+def publish(collector: RayCollector) -> None:
+    """Let the policy take the action that the next version says."""
+    with torch.no_grad():
+        collector.policy.module.weight.fill_((collector.policy_version + 1) % 3)
+    collector.update_policy_weights_()
+
+
+def pid_of(batch: TensorDict) -> int:
+    (pid,) = batch["observation"][..., 0].unique().int().tolist()
+    return pid
+
+
+def ids_of(batch: TensorDict) -> set[int]:
+    return set(batch["collector", "traj_ids"].flatten().tolist())
+
+
+def test_a_process_for_actors_is_spared_what_its_libraries_would_import() -> None:
+    named = ray.remote(lambda: list(sys.modules))
+    imported = set(ray.get(named.remote()))
+    assert "tensordict" in imported  # with what an actor needs, before it is there
+    assert not imported & {"torch._dynamo", "mujoco"}
+
+
+def test_stale_weights_are_stamped_and_trajectories_have_numbers_of_their_own(made: Any) -> None:
+    collector = made()
+    seen: dict[int, set[int]] = {0: set(), 1: set()}
+    for number, batch in enumerate(collector):
+        version = batch["collector", "policy_version"]
+        assert batch.shape == (2, 4)
+        assert batch.names == [None, "time"]
+        assert torch.equal(batch["action"], version % 3)  # what is stamped is what acted
+        assert collector.metrics()["collector/lag"] == number - int(version[0, 0])
+        first = int(batch["collector", "env_ids"][0, 0])
+        assert batch["collector", "env_ids"].tolist() == [[first] * 4, [first + 1] * 4]
+        assert {id % 2 for id in ids_of(batch)} == {first // 2}
+        seen[first // 2] |= ids_of(batch)
+        batch["next", "reward"].zero_()  # memory of its own
+        publish(collector)
+        time.sleep(0.05)
+        if number >= 9 and all(seen.values()):  # one may begin long after the other
+            break
+    assert collector.metrics() == {
+        "collector/lag": collector.metrics()["collector/lag"],
+        "collector/deaths": 0.0,
+        "collector/restarts": 0.0,
+        "collector/lost_frames": 0.0,
+    }
+
+
+def test_in_sync_a_run_resumes_bit_for_bit(made: Any) -> None:
+    whole, resumed = (made(sync=True, reset_at_each_batch=True, seed=seed) for seed in (0, 1))
+    batches, state = [], None
+    for batch in islice(whole, 6):
+        batches.append(batch)
+        publish(whole)
+        if len(batches) == 4:
+            state = whole.state_dict()
+    versions = [int(batch["collector", "policy_version"][0, 0]) for batch in batches]
+    assert versions == [0, 0, 2, 2, 4, 4]  # those of when the first of a round was asked for
+    assert [int(batch["collector", "env_ids"][0, 0]) for batch in batches] == [0, 2] * 3
+    resumed.load_state_dict(state)
+    with torch.no_grad():
+        resumed.policy.module.weight.fill_(resumed.policy_version % 3)
+    given = set.union(*map(ids_of, batches[:4]))
+    for batch, other in zip(batches[4:], islice(resumed, 2), strict=True):
+        assert (batch.exclude(TRAJ_IDS) == other.exclude(TRAJ_IDS)).all()
+        assert not ids_of(other) & given
+
+
+def test_the_others_go_on_where_one_is_killed(made: Any) -> None:
+    collector = made(PidEnv)
+    before: dict[int, TensorDict] = {}
+    while len(before) < 2:
+        time.sleep(0.05)
+        batch = collector.rollout()
+        before[int(batch["collector", "env_ids"][0, 0])] = batch
+    known = set.union(*map(ids_of, before.values()))
+    os.kill(pid_of(before[0]), signal.SIGKILL)
+    while not collector.restarts:
+        time.sleep(0.05)  # leaves a core to the one that begins
+        batch = collector.rollout()
+        if batch["collector", "env_ids"][0, 0] == 2:
+            assert pid_of(batch) == pid_of(before[2])
+        elif pid_of(batch) == pid_of(before[0]):  # it had been delivered
+            known |= ids_of(batch)
+    assert pid_of(batch) != pid_of(before[0])
+    assert batch["is_init"][:, 0].all()
+    assert min(ids_of(batch)) > max(id for id in known if id % 2 == 0)
+    assert collector.lost_envs == [0, 1]
+    counts = {"collector/deaths": 1.0, "collector/restarts": 1.0, "collector/lost_frames": 8.0}
+    assert counts.items() <= collector.metrics().items()
+    collector.shutdown()
+    deadline = time.monotonic() + 60
+    while any(alive(pid_of(batch)) for batch in (batch, before[2])) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not alive(pid_of(batch))
+    assert not alive(pid_of(before[2]))
+
+
+def test_in_sync_a_death_is_an_error(made: Any) -> None:
+    collector = made(PidEnv, sync=True, num_collectors=1)
+    os.kill(pid_of(next(iter(collector))), signal.SIGKILL)
+    with pytest.raises(WorkerFault, match=r"0.*[\s\S]*sync=True"):
+        [collector.rollout() for _ in range(3)]
+    assert collector.closed
+
+
+def test_what_dies_again_and_again_is_an_error(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchrl_lightning.ray.ray_collector._TRIES", 2)
+    collector = made(DyingEnv, num_collectors=1)
+    with pytest.raises(WorkerFault, match="worker 0 died 2 times in succession"):
+        collector.rollout()
+
+
+def test_errors_of_environments_and_policies_come_back(made: Any) -> None:
+    with pytest.raises(WorkerFault, match=r"worker 0: At step 2 .* environment 0 .*: the third step") as error:
+        made(FailingEnv, num_collectors=1).rollout()
+    assert error.value.__notes__[0].startswith("Traceback")  # the environment's own
+    collector = made(num_collectors=1)
+    collector.policy.module.forward = None
+    with pytest.raises(RuntimeError, match=r"0 failed:[\s\S]*TypeError"):
+        collector.rollout()
+
+
+def test_a_module_that_actors_cannot_import_is_told_with_the_mend(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "here_alone", here := ModuleType("here_alone"))
+    exec("def make():\n    pass", vars(here))  # in no file
+    with pytest.raises(ClusterFault, match=r"0.*'here_alone'.*py_modules"):
+        made(here.make, num_collectors=1).rollout()
+
+
+def test_settings_reach_the_actor(made: Any) -> None:
+    """What is replayed is followed, weights come as seldom as is asked for, the first frames are random."""
+    replay = FollowedReplay(2)
+    collector = made(num_collectors=1, max_weight_update_interval=3, init_random_frames=16, replay=replay)
+    batches = []
+    for _ in range(10):
+        batches.append(collector.rollout())
+        publish(collector)
+    actions = [batch["action"].unique().tolist() for batch in batches]
+    assert max(map(len, actions[:2])) > 1
+    assert all(len(of_one) == 1 for of_one in actions[2:])
+    versions = {int(batch["collector", "policy_version"][0, 0]) for batch in batches}
+    assert {0, 3} < versions <= {0, 3, 6, 9}
+    assert not replay.told
+    replay.content = 2
+    last = [collector.rollout() for _ in range(5)][-1]
+    assert last["demo", "mask"][:, -1].all()
+    assert (last["action"][:, -1] == 2).all()
+    assert replay.told == [0]
+
+
+def test_a_fit_shares_its_environments_out_and_tells_of_deaths(tmp_path: Path) -> None:
+    class Watching(TinyActorCritic):
+        told: list[dict[str, float]] = []
+
+        def on_train_epoch_end(self) -> None:
+            self.told.append(self.trainer.datamodule.metrics())
+
+    make = partial(RayCollector, num_collectors=2)
+    data = rollouts(buffer=VTraceBuffer, num_envs=4, frames_per_batch=32, collector=make)
+    assert isinstance(data, OnPolicyDataModule)
+    assert data.rollout_length == 16
+    fit(tmp_path, data, Watching())
+    assert data.frames == 64
+    assert Watching.told[-1]["collector/deaths"] == 0.0
+    assert {"collector/lag", "collector/lost_frames"} <= set(Watching.told[-1])
+
+
+def test_a_fit_goes_on_where_its_replay_service_is_killed(tmp_path: Path) -> None:
+    """The actors write there by themselves; what the service had not saved comes again, each row once."""
+    told: list[dict[str, float]] = []
+
+    class Killing(DQNModule):
+        def on_train_epoch_end(self) -> None:
+            data = self.trainer.datamodule
+            told.append(data.metrics())
+            (actor,) = data._rows._actors
+            if len(told) == 1:
+                os.kill(ray.get(actor.__ray_call__.remote(lambda service: os.getpid())), signal.SIGKILL)
+            else:
+                for _ in range(300):  # rows may still be under way to a service that was restarted
+                    rows = ray.get(actor.__ray_call__.remote(lambda service: len(service._buffer)))
+                    if rows >= data.frames:
+                        break
+                    time.sleep(0.1)
+                assert rows >= data.frames
+
+    source = partial(ReplayService, folder=tmp_path / "service", unacknowledged=2, batches_per_call=2)
+    data = replay_data(source=source, num_envs=4, collector=partial(RayCollector, num_collectors=1))
+    fit_replay(tmp_path, data, dqn(Killing))
+    assert (data.frames, data.updates) == (60, 20)
+    assert told[-1]["collector/deaths"] == 0.0
+    assert told[-1]["replay/size"] >= 40.0
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"num_collectors": 99}, ClusterFault, "num_collectors=99 need 99 CPU, but the cluster has 4. Take fewer"),
+        ({"remote_configs": {"resources": {"moon": 1}}}, ClusterFault, "need 2 moon, but the cluster has 0"),
+        ({"num_collectors": 0}, ValueError, "num_collectors must"),
+        ({"max_weight_update_interval": -2}, ValueError, "max_weight_update_interval must"),
+    ],
+)
+def test_what_cannot_be_is_refused(made: Any, settings: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        made(**settings).rollout()
+
+
+def test_without_ray_the_extra_is_named(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    collector = made()
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ClusterFault, match=r"'torchrl-lightning\[ray\]'"):
+        collector.rollout()
+
+
+def test_another_version_elsewhere_is_refused(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = {**installed(), "Python": "3.99.0"}
+    monkeypatch.setattr("torchrl_lightning.ray.ray_collector.installed", lambda: here)
+    with pytest.raises(ClusterFault, match=r"machine with Python 3\.\S+, but here is 3.99.0"):
+        made(num_collectors=1).rollout()
+
+
+@pytest.fixture
+def apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """No cluster is known; where Ray would note one."""
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    (tmp_path / "ray").mkdir()
+    return tmp_path / "ray" / "ray_current_cluster"
+
+
+def test_an_address_where_nothing_answers_is_one_line(apart: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    began = time.monotonic()
+    with pytest.raises(ClusterFault, match=r"address='127.0.0.1:1'."):
+        joined({"address": "127.0.0.1:1"})
+    monkeypatch.setenv("RAY_ADDRESS", "ray://127.0.0.1:1")
+    with pytest.raises(ClusterFault, match=r"address='ray://127.0.0.1:1'"):
+        joined({})
+    assert time.monotonic() - began < 20
+
+
+def test_the_note_of_a_cluster_that_was_killed_is_passed_over(apart: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(ray, "init", lambda **config: asked.append(config))
+    apart.write_text("127.0.0.1:1")
+    joined({"num_cpus": 1})
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        apart.write_text(f"127.0.0.1:{server.getsockname()[1]}")
+        joined({})
+    apart.unlink()
+    joined({"address": None})
+    assert asked == [{"num_cpus": 1, "address": "local"}, {}, {"address": None}]
+
+
+def test_environments_that_reuse_their_memory_are_collected_from_as_those_that_do_not(made) -> None:
+    rollouts = []
+    for maker in pair(Careless, observation="dict", action="box", buffers=2):
+        collector = made(maker, policy=None, sync=True, num_collectors=1, frames_per_batch=60)
+        rollouts.append(collector.rollout())
+        collector.shutdown()
+    assert rollouts[1]["next", "done"].sum() > 9
+    assert not differences(plain(rollouts[0]), plain(rollouts[1]))

@@ -1,0 +1,486 @@
+"""What is written into a replay service is in it once and in order, whatever dies; batches are those of its buffer."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from kit.fake_ray import FakeRay, fake_ray
+from kit.replay import dqn, fit, replay_data
+from torchrl_lightning import (
+    DQNModule,
+    ExperienceBuffer,
+    PrioritizedSampler,
+    RayCollector,
+    ReplayService,
+    RingStorage,
+    SequenceSampler,
+    UniformSampler,
+)
+from torchrl_lightning._core.errors import Fault
+from torchrl_lightning.ray.cluster import ServiceFault
+
+ENVS, STEPS = 4, 2
+SAMPLERS: dict[str, Callable[[], Any]] = {
+    "uniform": UniformSampler,
+    "prioritized": PrioritizedSampler,
+    "sequences": partial(SequenceSampler, batch_length=2),
+    "prioritized windows": partial(PrioritizedSampler, batch_length=2),
+}
+
+
+@pytest.fixture
+def ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeRay]:
+    monkeypatch.setattr("torchrl_lightning.ray._service_writer._PAUSE", 0.0)
+    with fake_ray() as fake:
+        yield fake
+
+
+def buffer(sampler: str = "uniform", size: int = 400, envs: int = ENVS, seed: int = 0) -> ExperienceBuffer:
+    generator = torch.Generator().manual_seed(seed)
+    return ExperienceBuffer(storage=RingStorage(size), sampler=SAMPLERS[sampler](), num_envs=envs, generator=generator)
+
+
+def rollout(number: int, envs: int = ENVS, first: int = 0) -> TensorDict:
+    """Rows ``[N, T]`` of which each says whose it is and the how manieth."""
+    time_of = torch.arange(number * STEPS, (number + 1) * STEPS).expand(envs, STEPS)
+    whose = torch.arange(first, first + envs).unsqueeze(1).expand(envs, STEPS)
+    flags = torch.zeros(envs, STEPS, 1, dtype=torch.bool)
+    following = {"reward": flags.float(), "done": flags, "terminated": flags, "truncated": flags}
+    entries = {"time": time_of.clone(), "env": whose.clone(), "is_init": flags, "next": following}
+    return TensorDict(entries, [envs, STEPS], names=[None, "time"])
+
+
+def shard(ray: FakeRay, number: int = 0, name: str = "it") -> Any:
+    return ray.get_actor(f"{name}/{number}", "torchrl_lightning")
+
+
+def held(ray: FakeRay, number: int = 0) -> dict[int, list[int]]:
+    """Return of each environment the steps that a shard holds, in their order."""
+    buffer = shard(ray, number).buffer
+    if not len(buffer):
+        return {}
+    rows = buffer.storage.get(buffer.writer.rings.filled_cells())
+    return {env: rows["time"][rows["env"] == env].tolist() for env in rows["env"].unique().tolist()}
+
+
+def unacknowledged(writer: Any) -> list[Any]:
+    """Return what a writer keeps for each shard."""
+    return [each._kept for each in writer._writers]
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_batches_are_those_of_the_buffer(sampler: str, ray: FakeRay) -> None:
+    service, twin = ReplayService(buffer(sampler), name="it", batches_per_call=3), buffer(sampler)
+    for number in range(5):
+        rows = rollout(number)
+        service.extend(rows)
+        twin.extend(rows)
+        rows.zero_()  # a collector may reuse its memory
+    assert len(service) == 40
+    for _ in range(7):
+        batch, expected = service.draw(6), twin.draw(6)
+        assert batch.names == expected.names
+        assert (batch.exclude("source") == expected).all()
+        batch["time"].zero_()  # memory of its own
+    assert service.metrics()["replay/size"] == 40
+    service.shutdown()
+    assert not ray.actors
+
+
+def test_a_batch_says_how_many_updates_ago_it_was_asked_for(ray: FakeRay) -> None:
+    service = ReplayService(buffer(), name="it", batches_per_call=2, calls_in_flight=2)
+    service.extend(rollout(0))
+    ages = []
+    for _ in range(8):
+        service.draw(4)
+        ages.append(service.metrics()["replay/batch_age"])
+    assert ages == [0, 1, 2, 3, 4, 5, 4, 5]
+
+
+def test_priorities_go_back_with_their_stamps(ray: FakeRay, tmp_path: Path) -> None:
+    service = ReplayService(buffer("prioritized"), name="it", folder=tmp_path, batches_per_call=1, calls_in_flight=1)
+    service.extend(rollout(0))
+    service.state_dict()
+
+    def give(priority: float, batch: TensorDict) -> list[float]:
+        batch["td_error"] = torch.full((16,), priority)
+        service.update_tensordict_priority(batch)
+        service.draw(16)
+        service.draw(16)
+        table = shard(ray).buffer.sampler.table
+        return table.priorities[batch["index"].unique()].unique().tolist()
+
+    batch = service.draw(16)
+    assert give(3.0, batch) == [3.0]
+    shard(ray).die()
+    assert give(7.0, batch) != [7.0]  # of an earlier life: a cell may hold another row
+    assert give(5.0, service.draw(16)) == [5.0]
+
+
+@pytest.mark.parametrize("sampler", ["prioritized", "prioritized windows"])
+def test_errors_of_several_critics_go_back_reduced(sampler: str, ray: FakeRay) -> None:
+    service = ReplayService(buffer(sampler), name="it", batches_per_call=1, calls_in_flight=1)
+    for number in range(3):
+        service.extend(rollout(number))
+    batch = service.draw(8)
+    batch["td_error"] = torch.rand(*batch.shape, 2)
+    service.update_tensordict_priority(batch)
+    service.draw(8)
+    service.draw(8)
+    table = shard(ray).buffer.sampler.table
+    first = batch["index"].reshape(8, -1)[:, 0]
+    largest = batch["td_error"].flatten(1).amax(1)
+    last = dict(zip(first.tolist(), largest.tolist(), strict=True))
+    assert {cell: float(table.priorities[cell]) for cell in last} == pytest.approx(last)
+
+
+def test_rewritten_entries_go_back(ray: FakeRay) -> None:
+    service = ReplayService(buffer(), name="it", batches_per_call=1, calls_in_flight=1)
+    service.extend(rollout(0))
+    batch = service.draw(64)
+    batch["time"] += 100
+    service.write_back(batch, ["time"])
+    service.state_dict()
+    service.draw(64)
+    service.draw(64)
+    assert all(step >= 100 for steps in held(ray).values() for step in steps)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_each_row_is_written_once_and_in_its_order_whatever_dies(seed: int, ray: FakeRay, tmp_path: Path) -> None:
+    draw, shards = random.Random(seed), 1 + seed % 2
+    service = ReplayService(buffer(), name="it", shards=shards, folder=tmp_path, unacknowledged=3)
+    writers = [service.writer(f"worker {number}") for number in range(2)]
+    written, replaced = [0, 0], {-1}
+    for _ in range(60):
+        kind = draw.random()
+        if kind < 0.75:
+            worker = draw.randrange(2)
+            rows = rollout(written[worker], 2, first=2 * worker).transpose(0, 1)
+            arrays = {key: value.contiguous().numpy() for key, value in rows.items(True, True)}
+            writers[worker].write(arrays, [2 * worker, 2 * worker + 1])
+            written[worker] += 1
+            assert all(len(each) <= 3 for each in unacknowledged(writers[worker]))
+        elif kind < 0.9:
+            shard(ray, draw.randrange(shards)).die()
+        elif kind < 0.95:
+            service.state_dict()
+        else:  # its actor has died: what it had kept is lost, unless a snapshot holds it
+            worker = draw.randrange(2)
+            writers[worker].settle()
+            writers[worker] = service.writer(f"worker {worker}")
+            replaced.add(worker)
+    for writer in writers:
+        writer.settle()
+    assert len(service) <= sum(written) * 2 * STEPS
+    found: dict[int, list[int]] = {}
+    for number in range(shards):
+        found |= held(ray, number)
+    for env, steps in found.items():
+        assert steps == sorted(set(steps))
+        assert set(steps) <= set(range(written[env // 2] * STEPS))
+        assert len(steps) == written[env // 2] * STEPS or env // 2 in replaced
+
+
+def test_what_is_acknowledged_is_never_lost(ray: FakeRay, tmp_path: Path) -> None:
+    service = ReplayService(buffer(), name="it", folder=tmp_path, unacknowledged=2)
+    for number in range(9):
+        service.extend(rollout(number))
+        shard(ray).die()
+        ((first, *_),) = unacknowledged(service._writer)
+        acknowledged = first[0]
+        for steps in held(ray).values():
+            assert steps == list(range(len(steps)))
+            assert len(steps) >= acknowledged * STEPS
+    assert service.state_dict()["snapshots"]
+    assert held(ray) == {env: list(range(9 * STEPS)) for env in range(ENVS)}
+    assert len(list((tmp_path / "shard_0").iterdir())) <= 4  # the newest two of each kind
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_run_goes_on_from_its_checkpoint(elsewhere: bool, ray: FakeRay, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"batches_per_call": 1, "calls_in_flight": 1}
+    first = ReplayService(buffer("prioritized"), name="it", folder=tmp_path / "first", **settings)
+    for number in range(3):
+        first.extend(rollout(number))
+    state = first.state_dict()
+    expected = [first.draw(8).exclude("source") for _ in range(2)]
+    first.extend(rollout(3))  # of a future that another run does not have
+    first.state_dict()
+    first.shutdown()
+    folder = tmp_path / ("second" if elsewhere else "first")
+    second = ReplayService(buffer("prioritized", seed=1), name="it", folder=folder, **settings)
+    second.load_state_dict(state)
+    for batch in expected:
+        assert (second.draw(8).exclude("source") == batch).all()
+    assert held(ray) == {env: list(range(3 * STEPS)) for env in range(ENVS)}
+    shard(ray).die()  # before it has a snapshot of its own
+    assert held(ray) == {env: list(range(3 * STEPS)) for env in range(ENVS)}
+    assert second.state_dict() == {"folder": str(folder), "snapshots": ["checkpoint_00000001"]}
+    assert len(list((tmp_path / "first" / "shard_0").iterdir())) == 2
+    with pytest.raises(ValueError, match="runs already"):
+        second.load_state_dict(state)
+
+
+def test_a_writer_waits_for_learners_and_they_for_rows(ray: FakeRay) -> None:
+    limits: dict[str, Any] = {"samples_per_insert": 1.0, "error_buffer": 16.0, "min_size": 8}
+    service = ReplayService(buffer(), name="it", batches_per_call=1, calls_in_flight=1, **limits)
+    drawn = threading.Thread(target=service.draw, args=(8,))
+    drawn.start()
+    other = ReplayService(buffer(), name="it", join=True, **limits)
+    while not ray.actors or not shard(ray).calls:
+        time.sleep(0.01)
+    other.extend(rollout(0))
+    drawn.join(20)
+    assert not drawn.is_alive()
+    writer = threading.Thread(target=lambda: [other.extend(rollout(number)) for number in range(1, 9)])
+    writer.start()
+    writer.join(0.3)
+    assert writer.is_alive()
+    size, inserted, taken = ray.get(shard(ray).status.remote())
+    assert -16 <= (inserted - 8) - taken <= 16
+    while writer.is_alive():
+        service.draw(8)
+        _, inserted, taken = ray.get(shard(ray).status.remote())
+        assert -16 <= (inserted - 8) - taken <= 16
+    assert size <= inserted
+
+
+def test_a_bound_that_is_too_small_is_told_to_whoever_waits_already(ray: FakeRay) -> None:
+    limits: dict[str, Any] = {"samples_per_insert": 1.0, "error_buffer": 8.0, "min_size": 8}
+    learner = ReplayService(buffer(), name="it", batches_per_call=1, calls_in_flight=1, **limits)
+    with pytest.raises(Fault, match="runs in this cluster to join"):
+        ReplayService(buffer(), name="it", join=True, **limits).extend(rollout(0))
+    learner.extend(rollout(0))
+    writer, refused = ReplayService(buffer(), name="it", join=True, **limits), []
+
+    def write() -> None:
+        try:
+            for number in range(1, 9):
+                writer.extend(rollout(number))
+        except Fault as error:
+            refused.append(str(error))
+
+    waiting = threading.Thread(target=write)
+    waiting.start()
+    while not shard(ray).instance._changed._waiters:
+        time.sleep(0.01)
+    with pytest.raises(Fault, match=r"error_buffer=8.*8.*16"):
+        learner.draw(16)
+    waiting.join(20)
+    assert not waiting.is_alive()
+    assert len(refused) == 1
+    assert "Give at least 12" in refused[0]
+
+
+def test_shards_share_the_environments_and_take_turns(ray: FakeRay) -> None:
+    service = ReplayService(buffer("prioritized"), name="it", shards=2, batches_per_call=1)
+    service.extend(rollout(0))
+    service.extend(rollout(1).exclude("nothing")[torch.tensor([3, 1])], torch.tensor([3, 1]))
+    service.state_dict()
+    service._settle()
+    assert held(ray, 0) == {0: [0, 1], 1: [0, 1, 2, 3]}
+    assert held(ray, 1) == {2: [0, 1], 3: [0, 1, 2, 3]}
+    batches = [service.draw(16) for _ in range(4)]
+    assert [sorted({env // 2 for env in batch["env"].tolist()}) for batch in batches] == [[0], [1], [0], [1]]
+    for batch in batches:
+        batch["td_error"] = torch.full((16,), 2.0 + batch["env"][0] // 2)
+        service.update_tensordict_priority(batch)
+    service._settle()
+    for number in range(2):
+        priorities = shard(ray, number).buffer.sampler.table.priorities
+        assert 2.0 + number in priorities.tolist()
+        assert 3.0 - number not in priorities.tolist()
+    drawn = [shard(ray, number).buffer.generator.initial_seed() for number in range(2)]
+    assert drawn[0] != drawn[1]
+
+
+def test_one_that_is_kept_is_found_by_the_next_run_and_by_one_at_a_time(ray: FakeRay) -> None:
+    first = ReplayService(buffer(), name="it", keep=True)
+    first.extend(rollout(0))
+    with pytest.raises(ServiceFault, match="name='it'"):
+        ReplayService(buffer(), name="it", keep=True).draw(4)
+    first.state_dict()
+    first.shutdown()
+    second = ReplayService(buffer(), name="it", keep=True)
+    assert second.draw(4).shape == (4,)
+    joined = ReplayService(buffer(), name="it", join=True)
+    assert joined.draw(4).shape == (4,)
+    joined.shutdown()
+    second.shutdown()
+    assert set(ray.actors) == {("torchrl_lightning", "it/0")}
+
+
+def torn(folder: Path) -> None:
+    (snapshot,) = (folder / "shard_0").iterdir()
+    (binary,) = snapshot.glob("*.bin")
+    binary.write_bytes(binary.read_bytes()[:-8])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"name": "it"}, "A replay service name='it' runs in this cluster already. Give another name"),
+        ({"name": "other", "join": True}, "No replay service name='other' runs in this cluster to join. Start it"),
+        ({"name": "it", "join": True, "size": 800}, "name='it' has max_size 400, but here is 800. Take the same"),
+        ({"name": "it", "join": True, "sampler": "prioritized"}, "has sampler 'UniformSampler', but here is 'Prior"),
+        ({"name": "new", "folder": True}, r"holds the snapshots of another replay service. Resume its run \(ckpt_path"),
+        (
+            {"name": "new", "folder": True, "state": "checkpoint_00000007"},
+            "0007 cannot be read: .* no saved state",
+        ),
+        (
+            {"name": "new", "folder": True, "state": "checkpoint_00000000", "spoil": torn},
+            "cannot be read: .* trunc",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused_in_one_line(
+    change: dict[str, Any], message: str, ray: FakeRay, tmp_path: Path
+) -> None:
+    first = ReplayService(buffer(), name="it", folder=tmp_path)
+    first.extend(rollout(0))
+    first.state_dict()
+    parts = {name: change.pop(name) for name in ("size", "sampler") if name in change}
+    state, spoil = change.pop("state", None), change.pop("spoil", None)
+    if change.pop("folder", False):
+        change["folder"] = tmp_path
+    second = ReplayService(buffer(**parts), **change)
+    if spoil is not None:
+        spoil(tmp_path)
+    if state is not None:
+        second.load_state_dict({"folder": str(tmp_path), "snapshots": [state]})
+    with pytest.raises(ServiceFault, match=message) as error:
+        second.draw(4)
+    assert "\n" not in str(error.value)
+
+
+def test_another_version_is_refused(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
+    ReplayService(buffer(), name="it", keep=True).writer("a")
+    there = {"Python": "3.99.0"}
+    monkeypatch.setattr("torchrl_lightning.ray.service.installed", lambda: there)
+    with pytest.raises(ServiceFault, match=r"has Python '3\.\S+', but here is '3.99.0'"):
+        ReplayService(buffer(), name="it", join=True).draw(4)
+
+
+def test_what_cannot_be_built_there_is_told(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchrl_lightning.ray.service.zlib.compress", lambda _: b"nothing")
+    with pytest.raises(ServiceFault, match="The replay service cannot begin: error: "):
+        ReplayService(buffer(), name="it").draw(4)
+
+
+def test_rows_of_another_schema_are_refused(ray: FakeRay) -> None:
+    service = ReplayService(buffer(), name="it")
+    service.extend(rollout(0))
+    service.extend(rollout(1).exclude("env"))
+    with pytest.raises(ServiceFault, match=r"The replay service refuses this: .*env") as error:
+        service.extend(rollout(2))
+    assert "\n" not in str(error.value)
+
+
+def test_one_that_was_ended_does_not_come_back(ray: FakeRay) -> None:
+    service = ReplayService(buffer(), name="it")
+    service.extend(rollout(0))
+    ray.kill(shard(ray))
+    with pytest.raises(ServiceFault, match="has ended and does not come back"):
+        service.draw(4)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"shards": 3}, "shards=3 cannot share 4 environments out evenly"),
+        ({"keep": True}, "found by its name; give it one"),
+        ({"batches_per_call": 0}, "batches_per_call must"),
+        ({"calls_in_flight": 0}, "calls_in_flight must"),
+        ({"unacknowledged": 0}, "unacknowledged must"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ReplayService(buffer(), **settings)
+
+
+def test_a_buffer_that_holds_rows_is_refused() -> None:
+    full = buffer()
+    full.extend(rollout(0))
+    with pytest.raises(ValueError, match="begins with an empty buffer, but this one holds 8 rows"):
+        ReplayService(full)
+
+
+# ---------------------------------------------------------------------- as the source of a run
+
+
+def served(folder: Path | None = None, sampler: str = "prioritized", **settings: Any) -> Any:
+    """A DataModule whose rows are in a service, and of which each batch is asked for when it is drawn."""
+    one_by_one = {"batches_per_call": 1, "calls_in_flight": 1}
+    source = partial(ReplayService, name="it", folder=folder, **one_by_one)
+    return replay_data(lambda num_envs: buffer(sampler, envs=num_envs), source=source, **settings)
+
+
+def test_a_run_writes_into_the_service_and_learns_from_it(ray: FakeRay, tmp_path: Path) -> None:
+    told: list[dict[str, float]] = []
+
+    class Watching(DQNModule):
+        def on_train_epoch_end(self) -> None:
+            told.append(self.trainer.datamodule.metrics())
+
+    data = served(tmp_path / "service")
+    fit(tmp_path, data, dqn(Watching))
+    assert (data.frames, data.updates, len(data.buffer)) == (60, 20, 0)
+    assert [each["replay/size"] for each in told] == [48.0, 58.0]  # of the batch that was asked for before the last
+    assert told[-1]["replay/batch_age"] == 1.0
+    assert "train/return" in told[-1]
+    assert not ray.actors  # it has ended with the run
+
+
+def test_a_run_whose_service_has_a_folder_is_resumed_with_its_rows(ray: FakeRay, tmp_path: Path) -> None:
+    data = served(tmp_path / "service")
+    _, run = fit(tmp_path, data, max_epochs=1)
+    run.save_checkpoint(tmp_path / "one.ckpt")
+    resumed = served(tmp_path / "service")
+    fit(tmp_path, resumed, ckpt_path=tmp_path / "one.ckpt", max_epochs=2)
+    assert (resumed.frames, resumed.updates) == (60, 20)
+    assert resumed.metrics()["replay/size"] == 58.0
+
+
+def test_without_a_folder_a_resumed_run_says_that_it_begins_empty(
+    ray: FakeRay, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, run = fit(tmp_path, served(), max_epochs=1)
+    run.save_checkpoint(tmp_path / "one.ckpt")
+    resumed = served()
+    fit(tmp_path, resumed, ckpt_path=tmp_path / "one.ckpt", max_epochs=2)
+    assert "no snapshot of the replay service" in caplog.text
+    assert resumed.metrics()["replay/size"] == 8.0
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"dataset": "demonstrations"}, "dataset= fills the buffer, but ReplayService keeps the rows elsewhere"),
+        (
+            {"source": partial(ReplayService, samples_per_insert=1.0, error_buffer=9.0)},
+            "samples_per_insert says the same as frames_per_update",
+        ),
+        (
+            {"normalize_reward": True, "collector": partial(RayCollector, num_collectors=1)},
+            "need the rows, which this collector writes straight into the ReplayService",
+        ),
+    ],
+)
+def test_what_does_not_go_with_a_service_is_refused(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
+    if "dataset" in settings:
+        settings = {**settings, "warmup_frames": 0}
+    with pytest.raises(ValueError, match=message):
+        fit(tmp_path, served(**settings) if "source" not in settings else replay_data(**settings))
