@@ -140,3 +140,23 @@ def test_a_limit_holds_through_a_call_within_a_call() -> None:
 
     with pytest.raises(TimeoutError, match=r"step_timeout=0\.2"):
         nested()
+
+
+def waits_through_a_pause() -> None:
+    calls = TimedCalls(0.2)
+    try:
+        with calls.running():
+            sys.stdout.write("waiting\n")
+            time.sleep(20)
+    except TimeoutError:
+        sys.stdout.write("interrupted\n")
+
+
+def test_a_pause_of_the_process_leaves_an_overdue_call_time_to_be_interrupted(tmp_path: Path) -> None:
+    process = Forked(waits_through_a_pause, tmp_path)
+    process.waits_for(lambda: process.said == "waiting\n")
+    process.send(signal.SIGSTOP)
+    time.sleep(2.5)  # longer than the limit and the time to react to the interruption
+    process.send(signal.SIGCONT)
+    assert process.ends(20) == 0, process.said
+    assert process.said == "waiting\ninterrupted\n"

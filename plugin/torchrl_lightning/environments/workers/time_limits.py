@@ -56,6 +56,7 @@ class TimedCalls:
         self.sigterm = -math.inf  # when SIGTERM came
         self.begun = math.inf  # start time of the running call
         self.interrupted = math.inf  # start time of the last interrupted call
+        self.overdue = math.inf, 0.0  # start time of the last overdue call, and the seconds that it was overdue
         self.thread = get_ident()  # thread of the running call
         self.environment: int | None = None  # number of the environment; next line: step of the rollout
         self.step: int | None = None
@@ -74,9 +75,18 @@ class TimedCalls:
         finally:
             self.begun = math.inf
 
-    def is_overdue(self, grace: float = 0.0) -> bool:
+    def is_overdue(self) -> bool:
         """Return whether the running call has exceeded its limit."""
-        return monotonic() - max(self.begun, self.sigterm) >= self.limit + grace
+        return monotonic() - max(self.begun, self.sigterm) >= self.limit
+
+    def overdue_seconds(self, passed: float) -> float:
+        """Add the seconds since the last check, and return the seconds that the running call has been overdue."""
+        begun = self.begun
+        if not self.is_overdue():
+            return -math.inf
+        last, seconds = self.overdue
+        self.overdue = begun, seconds + passed if last == begun else 0.0
+        return self.overdue[1]
 
     def end_soon(self) -> None:
         """Apply the limit after SIGTERM, starting now."""
@@ -127,17 +137,21 @@ class _Watchdog:
         return [calls for known in self._calls if (calls := known()) is not None]
 
     def _run(self) -> None:
+        checked = monotonic()
         while True:
             if self._sees_sigterm():
                 for calls in self._alive():
                     calls.end_soon()
+            # Pauses of the whole process do not count: an overdue call must have time to notice its interruption.
+            passed, checked = min(monotonic() - checked, 2 * _PERIOD), monotonic()
             for calls in self._alive():
-                if calls.is_overdue(_GRACE):
+                seconds = calls.overdue_seconds(passed)
+                if seconds >= _GRACE:
                     self.tell(calls.line())
                     if not calls.is_ending:
                         faulthandler.dump_traceback(2)
                     os._exit(128 + signal.SIGTERM if calls.is_ending else 1)
-                if calls.is_overdue() and calls.thread == self._main:
+                if seconds >= 0 and calls.thread == self._main:
                     calls.interrupt()
 
     def _sees_sigterm(self) -> bool:
