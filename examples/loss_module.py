@@ -17,11 +17,11 @@ from torchrl.objectives import DiscreteSACLoss, SoftUpdate
 
 from torchrl_lightning import (
     ExperienceBuffer,
-    ExperienceLog,
     FramesProgressBar,
     LossModuleAgent,
     ReplayDataModule,
     RingStorage,
+    RolloutMetricsLogger,
 )
 
 
@@ -66,7 +66,7 @@ def main() -> float:
         logger=False,
         enable_checkpointing=False,
         enable_model_summary=False,
-        callbacks=[FramesProgressBar(), ExperienceLog()],
+        callbacks=[FramesProgressBar(), RolloutMetricsLogger()],
     )
     trainer.fit(module, datamodule=data)
     score = data.evaluate(module.policy, episodes=20)["episode_return"].mean().item()

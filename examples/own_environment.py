@@ -14,7 +14,7 @@ import lightning as L
 import numpy as np
 import torch
 
-from torchrl_lightning import EnvironmentRecipe, ExperienceLog, FramesProgressBar, OnPolicyDataModule
+from torchrl_lightning import EnvironmentRecipe, FramesProgressBar, OnPolicyDataModule, RolloutMetricsLogger
 from torchrl_lightning.agents import CNNNetwork, PPOModule
 
 MOVES = np.array([[-1, 0], [1, 0], [0, -1], [0, 1]])
@@ -66,7 +66,7 @@ def main() -> float:
         logger=False,
         enable_checkpointing=False,
         enable_model_summary=False,
-        callbacks=[FramesProgressBar(), ExperienceLog()],
+        callbacks=[FramesProgressBar(), RolloutMetricsLogger()],
     )
     module = PPOModule(CNNNetwork([16, 32], [2, 2], [1, 1], [64]), learning_rate=1e-3)
     trainer.fit(module, datamodule=data)

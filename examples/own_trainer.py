@@ -14,7 +14,7 @@ from torch import nn
 from torchrl.modules import ProbabilisticActor, ValueOperator
 from torchrl.objectives import ClipPPOLoss
 
-from torchrl_lightning import ExperienceLog, FramesProgressBar, OnPolicyDataModule
+from torchrl_lightning import FramesProgressBar, OnPolicyDataModule, RolloutMetricsLogger
 
 
 class MyPPO(L.LightningModule):
@@ -68,7 +68,7 @@ def main() -> float:
         logger=False,
         enable_checkpointing=False,
         enable_model_summary=False,
-        callbacks=[FramesProgressBar(), ExperienceLog()],
+        callbacks=[FramesProgressBar(), RolloutMetricsLogger()],
     )
     module = MyPPO()
     trainer.fit(module, datamodule=data)

@@ -20,10 +20,10 @@ from ray.train.torch import TorchTrainer
 
 import ray
 from torchrl_lightning import (
-    ExperienceLog,
     LastCheckpoint,
     OnPolicyDataModule,
     RayCollector,
+    RolloutMetricsLogger,
     VTraceBuffer,
     VTraceModule,
 )
@@ -55,7 +55,7 @@ def learn(options: dict[str, Any]) -> None:
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[ExperienceLog(), LastCheckpoint(folder)],
+        callbacks=[RolloutMetricsLogger(), LastCheckpoint(folder)],
     )
     last = folder / "last.ckpt"  # of all learners; a run that was cut short goes on
     module = VTraceModule(learning_rate=0.002, schedule="linear")

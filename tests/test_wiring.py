@@ -52,7 +52,7 @@ def test_types_are_those_that_a_config_can_check(annotation, expected):
 
 
 class Part:
-    HANDED_OVER: ClassVar[tuple[str, ...]] = ("keys",)
+    RUNTIME_ARGUMENTS: ClassVar[tuple[str, ...]] = ("keys",)
 
     def __init__(
         self, size: int, keys: tuple[str, ...] = ("a",), kind: type = dict, dtype: torch.dtype = torch.float64

@@ -1,8 +1,8 @@
 """Derive the schemas of configs and the guide's reference from the exported classes: ``python tests/wiring.py``.
 
 Configs describe the exported classes of the kinds below by their constructors' arguments. A class attribute
-``CONFIG_NAME`` is another name in configs, or None for none; ``HANDED_OVER`` lists the arguments that a program passes,
-which configs do not have.
+``CONFIG_NAME`` is another name in configs, or None for none; ``RUNTIME_ARGUMENTS`` lists the arguments that a program
+passes, which configs do not have.
 
 It writes ``schemas.json``, which the package reads, and in the guide the table of names and the reference, a page for
 each folder of the package. Run it after any change of a constructor's arguments; a test fails if they differ.
@@ -91,7 +91,7 @@ def parts() -> Iterator[tuple[str, dict[str, Any]]]:
             continue
         called = vars(component).get("CONFIG_NAME", config_name(name, kind.ending))
         if called is not None:
-            handed_over = sorted(vars(component).get("HANDED_OVER", ())) or inherited(component)
+            handed_over = sorted(vars(component).get("RUNTIME_ARGUMENTS", ())) or inherited(component)
             yield f"{NAME}.{name}", described(component, kind.group, called, handed_over, kind.directives)
     target, group, called, left_out = TRAINER
     yield target, described(imported(target), group, called, left_out, {})
@@ -115,7 +115,7 @@ def described(
 
 def inherited(component: type) -> list[str]:
     """Name what is handed over to a class by what its bases say, as far as it takes it."""
-    return sorted(set(getattr(component, "HANDED_OVER", ())) & set(inspect.signature(component).parameters))
+    return sorted(set(getattr(component, "RUNTIME_ARGUMENTS", ())) & set(inspect.signature(component).parameters))
 
 
 def config_name(name: str, ending: str) -> str:

@@ -25,7 +25,7 @@ class AWRModule(ActorCriticModule):
     temperature: Positive = 1.0
     max_weight: Positive = 20.0
 
-    def terms(self, batch: Any) -> dict[str, Tensor]:
+    def losses(self, batch: Any) -> dict[str, Tensor]:
         """Return the losses of actor and critic, by names that begin with ``loss_``, and what is logged besides."""
         log_prob, entropy, values = self.evaluate(batch)
         weight = (self.advantage(batch) / self.temperature).exp().clamp_max(self.max_weight)

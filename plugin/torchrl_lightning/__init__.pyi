@@ -14,6 +14,7 @@ from .agents import GaussianEnsemble as GaussianEnsemble
 from .agents import LossModuleAgent as LossModuleAgent
 from .agents import MBPOModule as MBPOModule
 from .agents import MLPNetwork as MLPNetwork
+from .agents import MujocoTermination as MujocoTermination
 from .agents import OffPolicyModule as OffPolicyModule
 from .agents import OutsideBox as OutsideBox
 from .agents import PPOModule as PPOModule
@@ -23,7 +24,6 @@ from .agents import RecurrentNetwork as RecurrentNetwork
 from .agents import ReinforceModule as ReinforceModule
 from .agents import SACModule as SACModule
 from .agents import TD3Module as TD3Module
-from .agents import UnhealthyBody as UnhealthyBody
 from .agents import VTraceModule as VTraceModule
 from .agents import WorldModel as WorldModel
 from .agents import WorldModelEnvironment as WorldModelEnvironment
@@ -37,11 +37,11 @@ from .agents import build_q_network as build_q_network
 from .agents import build_squashed_actor as build_squashed_actor
 from .callbacks import AtomicCheckpointIO as AtomicCheckpointIO
 from .callbacks import BestCheckpoint as BestCheckpoint
-from .callbacks import BufferPage as BufferPage
+from .callbacks import BufferReport as BufferReport
 from .callbacks import EpisodeVideo as EpisodeVideo
-from .callbacks import ExperienceLog as ExperienceLog
 from .callbacks import FramesProgressBar as FramesProgressBar
 from .callbacks import LastCheckpoint as LastCheckpoint
+from .callbacks import RolloutMetricsLogger as RolloutMetricsLogger
 from .callbacks import StopAtScore as StopAtScore
 from .callbacks import TrialReport as TrialReport
 from .collectors import AsynchronousCollector as AsynchronousCollector

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from torchrl_lightning._core.checkpoint_reader import load_checkpoint
-from torchrl_lightning._core.checksums import check_seal, checksum, foreign_tensors, with_own_numbers
+from torchrl_lightning._core.checksums import checksum, foreign_tensors, verify_checksums, with_own_numbers
 from torchrl_lightning._core.file_limits import PICKLE_OPERATIONS
 
 MB = 1 << 20
@@ -258,7 +258,7 @@ def measured(action: Callable[[], Any]) -> tuple[float, float]:
 
 def check_cheap(file: io.BytesIO) -> None:
     size = len(file.getvalue()) / MB
-    memory, seconds = measured(lambda: check_seal(load_checkpoint(file), "a.ckpt"))
+    memory, seconds = measured(lambda: verify_checksums(load_checkpoint(file), "a.ckpt"))
     assert memory < 3 * size + 200
     assert seconds < 10
 
@@ -339,7 +339,7 @@ def test_only_regular_files_are_read(tmp_path: Path) -> None:
     ids=["an expanded tensor", "a tensor often", "a text often", "keys often", "windows"],
 )
 def test_checksums_are_not_computed_over_more_than_there_is(content: dict[str, Any]) -> None:
-    memory, seconds = measured(lambda: check_seal(content, "a.ckpt"))
+    memory, seconds = measured(lambda: verify_checksums(content, "a.ckpt"))
     assert memory < 200
     assert seconds < 10
 

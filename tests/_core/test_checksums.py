@@ -6,7 +6,7 @@ import io
 import pytest
 import torch
 
-from torchrl_lightning._core.checksums import SEAL, check_seal, checksum, foreign_tensors, seal
+from torchrl_lightning._core.checksums import SEAL, add_checksums, checksum, foreign_tensors, verify_checksums
 
 STATE = {
     "state_dict": collections.OrderedDict(
@@ -20,7 +20,7 @@ STATE = {
 
 def sealed():
     checkpoint = dict(STATE)
-    seal(checkpoint, "state_dict", "optimizer_states", "empty", "absent")
+    add_checksums(checkpoint, "state_dict", "optimizer_states", "empty", "absent")
     return checkpoint
 
 
@@ -30,8 +30,8 @@ def test_what_is_written_is_what_is_read():
     file = io.BytesIO()
     torch.save(checkpoint, file)
     file.seek(0)
-    check_seal(torch.load(file, weights_only=True), "a.ckpt")
-    check_seal(STATE, "one without checksums")
+    verify_checksums(torch.load(file, weights_only=True), "a.ckpt")
+    verify_checksums(STATE, "one without checksums")
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_what_is_written_is_what_is_read():
 )
 def test_what_has_changed_is_refused(change):
     with pytest.raises(ValueError, match=r"a\.ckpt .*take another checkpoint"):
-        check_seal({**sealed(), **change}, "a.ckpt")
+        verify_checksums({**sealed(), **change}, "a.ckpt")
 
 
 def test_a_sum_depends_on_each_bit_and_not_on_memory():
@@ -72,7 +72,7 @@ def test_a_flipped_bit_is_never_another_weight():
         data[place // 8] ^= 1 << place % 8
         try:
             found = torch.load(io.BytesIO(data), weights_only=True)
-            check_seal(found, "a.ckpt")
+            verify_checksums(found, "a.ckpt")
         except Exception:  # the readers of zip and pickle raise anything
             refused += 1
         else:

@@ -62,8 +62,8 @@ def test_only_our_collectors_flag_each_beginning() -> None:
 
 def test_samplers_of_others_draw_single_steps_of_even_rings() -> None:
     ours, theirs = SamplerApi.of(SequenceSampler(4)), SamplerApi.of(RandomSampler())
-    assert (ours.reads_rings, ours.batch_length) == (True, 4)
-    assert (theirs.reads_rings, theirs.batch_length) == (False, None)
+    assert (ours.supports_uneven_rings, ours.batch_length) == (True, 4)
+    assert (theirs.supports_uneven_rings, theirs.batch_length) == (False, None)
 
 
 def test_the_clock_of_a_data_module_is_its_frames_if_it_has_no_other() -> None:

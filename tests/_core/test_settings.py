@@ -13,7 +13,16 @@ import pytest
 from torch import Tensor, nn, tensor
 
 import torchrl_lightning
-from torchrl_lightning._core.settings import Count, Fraction, Positive, Settings, among, derived, otherwise, setting
+from torchrl_lightning._core.settings import (
+    Count,
+    Fraction,
+    Positive,
+    Settings,
+    choices,
+    computed,
+    default_factory,
+    setting,
+)
 
 
 class Rated(Settings, nn.Module):
@@ -27,11 +36,11 @@ class Rated(Settings, nn.Module):
 
 class Part(Rated):
     network: nn.Module | None = setting(default=None, kw_only=False)
-    names: Annotated[list[str], otherwise(list)] = setting(default=None)
-    kind: Annotated[str, among("a", "b")] = "a"
+    names: Annotated[list[str], default_factory(list)] = setting(default=None)
+    kind: Annotated[str, choices("a", "b")] = "a"
     double_q: bool = setting(default=True, alias="double")
     learning_rate: Positive = 1e-3
-    weight: Tensor = derived()
+    weight: Tensor = computed()
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -146,12 +155,12 @@ def test_copies_have_the_same_settings(renewed):
 
 
 class Layered(Settings):
-    layers: Annotated[list[int], otherwise(lambda: [8])] = setting(default=None, kw_only=False)
+    layers: Annotated[list[int], default_factory(lambda: [8])] = setting(default=None, kw_only=False)
     rate: Positive = 0.1
 
 
 class Fixed(Layered):
-    rate: Positive = derived()
+    rate: Positive = computed()
 
 
 def test_none_stands_for_what_is_made_anew():

@@ -10,15 +10,16 @@ import pytest
 import torch
 
 from kit.states import check_mutants, differences
-from torchrl_lightning._core.mixins import OwnGenerator
+from torchrl_lightning._core.mixins import GeneratorMixin
 from torchrl_lightning._core.state import (
     GENERATOR,
     LARGEST,
     Attribute,
     Child,
     InPlace,
-    Stated,
-    anything,
+    Stateful,
+    any_value,
+    bounded_integer,
     check_state,
     expect,
     fields,
@@ -28,9 +29,8 @@ from torchrl_lightning._core.state import (
     mapping,
     number,
     sequence,
+    state_error,
     tensor,
-    whole,
-    wrong,
 )
 from torchrl_lightning._core.validators import Check, optional
 
@@ -40,8 +40,8 @@ ROWS = torch.zeros(2, 3)
 @pytest.mark.parametrize(
     ("check", "right", "wrong", "message"),
     [
-        (whole(1, 9), 9, [0, 10, True, 1.0, torch.tensor(1), None], "an integer of at least 1, at most 9"),
-        (whole(), LARGEST, [-1, LARGEST + 1], "an integer of at least 0"),
+        (bounded_integer(1, 9), 9, [0, 10, True, 1.0, torch.tensor(1), None], "an integer of at least 1, at most 9"),
+        (bounded_integer(), LARGEST, [-1, LARGEST + 1], "an integer of at least 0"),
         (number(0), 0.5, [-0.1, math.nan, math.inf, "1", True], "a finite number of at least 0"),
         (flag, True, [1, None], "True or False"),
         (mapping, {"a": 1}, [[], {1: 2}, None], "a dict with strings as keys"),
@@ -69,28 +69,28 @@ def test_another_version_is_refused_first(version: Any) -> None:
 
 
 def test_missing_entries_are_named_and_further_ones_ignored() -> None:
-    check_state({"a": 1, "later": 2}, {"a": anything}, "toy")
+    check_state({"a": 1, "later": 2}, {"a": any_value}, "toy")
     with pytest.raises(ValueError, match=r"it lacks b, c; it has \['a'\]"):
-        check_state({"a": 1}, {"a": anything, "b": flag, "c": flag}, "toy")
+        check_state({"a": 1}, {"a": any_value, "b": flag, "c": flag}, "toy")
 
 
-class Ring(Stated):
+class Ring(Stateful):
     """A part of another."""
 
     OWNER = "ring"
-    STATE = {"count": Attribute(of=lambda ring: whole(0, ring.size)), "cells": InPlace(low=0)}
+    STATE = {"count": Attribute(of=lambda ring: bounded_integer(0, ring.size)), "cells": InPlace(low=0)}
 
     def __init__(self, size: int) -> None:
         self.size, self.count, self.cells = size, 0, torch.zeros(size, dtype=torch.int64)
 
 
-class Box(OwnGenerator, Stated):
+class Box(GeneratorMixin, Stateful):
     """A part with all kinds of entries."""
 
     OWNER, VERSION = "box", 3
     STATE = {
         "size": Attribute(at="ring.size", argument="length"),
-        "count": Attribute(whole()),
+        "count": Attribute(bounded_integer()),
         "texts": Attribute(of=lambda box: box.read_texts, form=list),
         "ring": Child(),
         "spare": Child(),
@@ -111,10 +111,10 @@ class Box(OwnGenerator, Stated):
 
     def read_texts(self, value: Any, name: str) -> tuple[str, ...]:
         if not isinstance(value, list) or len(value) >= self.ring.size or not all(type(each) is str for each in value):
-            raise wrong(value, name, f"fewer texts than {self.ring.size}")
+            raise state_error(value, name, f"fewer texts than {self.ring.size}")
         return tuple(value)
 
-    def _check_together(self, values: Mapping[str, Any]) -> None:
+    def _validate_consistency(self, values: Mapping[str, Any]) -> None:
         tensor(torch.int64, None, high=values["count"])(values["ids"], "'ids'")
         if len(values["ids"]) > values["count"]:
             raise ValueError("too many ids")

@@ -63,7 +63,7 @@ def test_entries_are_those_of_the_tensordict() -> None:
 def test_touching_moves_the_revision() -> None:
     storage = RingStorage(3)
     before = storage._mutation_revision
-    storage.touch()
+    storage.bump_revision()
     assert storage._mutation_revision == before + 1
 
 
@@ -179,7 +179,7 @@ def test_one_that_is_shut_down_gives_nothing() -> None:
 def test_prefetched_batches_can_be_held_and_put_back() -> None:
     ours = replay(prefetch=2)
     ours.sample()
-    with ours.at_rest() as batches:
+    with ours.paused() as batches:
         assert len(batches) == 2
     ours.set_prefetched(batches[1:])
     assert torch.equal(ours.sample()["a"], batches[1][0]["a"])

@@ -19,7 +19,7 @@ from torchrl_lightning._core.validators import (
     exact_ratio,
     fraction,
     integer,
-    not_negative,
+    non_negative,
     one_of,
     optional,
     positive,
@@ -34,7 +34,7 @@ from torchrl_lightning._core.validators import (
         (budget, [0, -2, 1.5, True, "1", None, math.inf], "a positive integer, or -1 for no end"),
         (partial(one_of, options=(0.5, None)), [1], "one of 0.5, None"),
         (positive, [0, -1.0, math.nan, "1", None, [1]], "above 0"),
-        (not_negative, [-1e-9, math.inf, math.nan, "1", None], "a finite number of at least 0"),
+        (non_negative, [-1e-9, math.inf, math.nan, "1", None], "a finite number of at least 0"),
         (fraction, [-1e-9, 1.0001, math.nan, "1", None, torch.zeros(2)], "between 0 and 1"),
     ],
 )
@@ -49,7 +49,7 @@ def test_what_makes_sense_comes_back() -> None:
     assert integer(0, "burn_in", 0) == 0
     assert [budget(1e5, "frames"), budget(-1, "frames")] == [100_000, -1]
     assert positive(math.inf, "clip") == math.inf
-    assert not_negative(0, "eps") == fraction(torch.tensor(0.0), "gamma") == 0.0
+    assert non_negative(0, "eps") == fraction(torch.tensor(0.0), "gamma") == 0.0
     assert optional(fraction)(None, "gamma") is None
     assert boolean(False, "shuffle") is False
     assert one_of(None, "norm", ("batch", None)) is None

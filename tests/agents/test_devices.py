@@ -210,7 +210,7 @@ def test_a_world_model_that_lies_elsewhere_is_fitted_to_stored_rows_and_imagines
 ) -> None:
     if there[0] == THERE:  # which has no fused steps
         monkeypatch.setattr(
-            "torchrl_lightning.agents.model_based.world_model_fit.LeanAdam", partial(torch.optim.Adam, foreach=False)
+            "torchrl_lightning.agents.model_based.world_model_fit.FusedAdam", partial(torch.optim.Adam, foreach=False)
         )
     dynamics = WorldModelFit([8], num_members=3, num_elites=2, batch_size=16, max_epochs=2)
     module = MBPOModule(MLPNetwork([8], "relu"), dynamics=dynamics).build(POINT)

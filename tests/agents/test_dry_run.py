@@ -63,7 +63,7 @@ from torchrl_lightning import (
     build_critic,
     build_squashed_actor,
 )
-from torchrl_lightning._core.errors import Fault
+from torchrl_lightning._core.errors import UserError
 from torchrl_lightning.agents import Network
 from torchrl_lightning.agents.dry_run import NetworkFault, dry_run
 from torchrl_lightning.agents.networks.encoders import MLPEncoder
@@ -115,7 +115,7 @@ def no_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("kind", FAULTS)
 @pytest.mark.parametrize("case", AGENTS)
 def test_a_faulty_network_is_named_in_one_line_before_the_first_step(case, kind):
-    with pytest.raises(Fault) as told:
+    with pytest.raises(UserError) as told:
         trainer(max_epochs=1).fit(AGENTS[case](EncodedBy(kind=kind)), datamodule=data_for(case))
     said = str(told.value)
     assert re.search(FAULTS[kind], said), said

@@ -57,7 +57,7 @@ def setting(
 def compare(module: ActorCriticModule, batch: TensorDict, torchrl: type[LossModule], **kwargs: Any) -> None:
     parameters = [*module.policy.parameters(), *module.critic.parameters()]
     results: list[Any] = []
-    for terms in (module.terms, torchrl(module.policy, module.critic, functional=False, **kwargs)):
+    for terms in (module.losses, torchrl(module.policy, module.critic, functional=False, **kwargs)):
         torch.manual_seed(5)
         out: Any = terms(batch.copy())
         total = sum(value for key, value in out.items() if key.startswith("loss_"))
@@ -115,7 +115,7 @@ def test_ppo_with_a_shared_trunk(network: Any) -> None:
 def test_sequences_and_batch_are_left_as_they_were() -> None:
     module, batch = setting(PPOModule, "discrete", RecurrentNetwork(hidden_size=8), (3, 5))
     before = batch.clone()
-    module.terms(batch)
+    module.losses(batch)
     assert set(batch.keys(True, True)) == set(before.keys(True, True))
     assert (batch == before).all()
 
@@ -129,10 +129,10 @@ def test_intrinsic_stream_adds_its_advantage_and_its_critic() -> None:
         intrinsic_coeff=0.5,
         normalize_advantage=False,
     )
-    both = module.terms(batch)
+    both = module.losses(batch)
     batch["advantage"] = 2.0 * batch["advantage"] + 0.5 * batch["intrinsic_advantage"]
     module.extrinsic_coeff, module.intrinsic_coeff = 1.0, 0.0
-    torch.testing.assert_close(both["loss_objective"], module.terms(batch)["loss_objective"])
+    torch.testing.assert_close(both["loss_objective"], module.losses(batch)["loss_objective"])
     expected = 0.5 * (batch["intrinsic_state_value"] - batch["intrinsic_value_target"]).square().mean()
     torch.testing.assert_close(both["loss_intrinsic_critic"], expected)
 
@@ -142,17 +142,17 @@ def test_several_critics_average_advantages_and_add_losses() -> None:
     advantages, targets = {x: torch.randn(256, 1) for x in "ab"}, {x: torch.randn(256, 1) for x in "ab"}
     batch = batch.exclude("advantage", "value_target")
     batch["advantage"], batch["value_target"] = TensorDict(advantages, [256]), TensorDict(targets, [256])
-    terms = module.terms(batch)
+    terms = module.losses(batch)
     expected = sum((batch["state_value", x] - targets[x]).square().mean() for x in "ab")
     torch.testing.assert_close(terms["loss_critic"], expected)
     mean = batch.exclude("advantage").set("advantage", (advantages["a"] + advantages["b"]) / 2)
-    torch.testing.assert_close(terms["loss_objective"], module.terms(mean)["loss_objective"])
+    torch.testing.assert_close(terms["loss_objective"], module.losses(mean)["loss_objective"])
 
 
 def test_missing_targets_are_named() -> None:
     module, batch = setting(A2CModule, "discrete")
     with pytest.raises(KeyError, match="before_gradients"):
-        module.terms(batch.exclude("value_target"))
+        module.losses(batch.exclude("value_target"))
 
 
 def test_shapes_that_would_broadcast_are_refused() -> None:
@@ -167,7 +167,7 @@ def test_shapes_that_would_broadcast_are_refused() -> None:
 def test_masked_batches_are_refused_and_not_misread(cls: type[ActorCriticModule], key: Any) -> None:
     module, batch = setting(cls, "discrete")
     with pytest.raises(ValueError, match="mask"):
-        module.terms(batch.set(key, torch.ones(256, 1, dtype=torch.bool)))
+        module.losses(batch.set(key, torch.ones(256, 1, dtype=torch.bool)))
 
 
 @pytest.mark.parametrize("one_hot", [False, True])

@@ -101,7 +101,7 @@ def test_the_distance_of_the_ratio_from_one_is_logged(case: str) -> None:
         batch[name] = torch.randn(4, 1)
     moved_by(log_ratios)(batch)
     expected = sum(abs(math.exp(log_ratio) - 1.0) for log_ratio in log_ratios) / 4
-    assert float(module.terms(batch)["ratio_deviation"]) == pytest.approx(expected, rel=1e-4)
+    assert float(module.losses(batch)["ratio_deviation"]) == pytest.approx(expected, rel=1e-4)
 
 
 def replay_half(batch: TensorDict) -> None:
@@ -131,12 +131,12 @@ def test_divergences_are_means_over_the_steps_of_the_agent(case: str, names: lis
     for name in ("advantage", "value_target"):
         batch[name] = torch.randn(*batch_size, 1)
     mask = torch.rand(*batch_size, 1) < 0.5
-    own = module.terms(batch[~mask[..., 0]])
+    own = module.losses(batch[~mask[..., 0]])
     batch["action_log_prob"][mask[..., 0]] = -math.inf
     batch["demo"] = TensorDict({"mask": mask}, batch_size)
-    found = module.terms(batch)
+    found = module.losses(batch)
     batch["demo", "mask"] = torch.ones_like(mask)
-    none = module.terms(batch)
+    none = module.losses(batch)
     for name in names:
         assert found[name] == pytest.approx(float(own[name]), abs=1e-6)
         assert none[name] == 0.0

@@ -89,7 +89,7 @@ def test_policies_give_actions_and_states_only(case: str, network: str, mode: Ex
     states["lstm"] = {("next", "recurrent_state", name) for name in "hc"}
     with set_exploration_type(mode):
         torch.manual_seed(1)
-        bare = module.policy.act_on(step)
+        bare = module.policy.compute_step(step)
         assert set(step.keys(True, True)) == before
         torch.manual_seed(1)
         written = module.policy(step)

@@ -15,11 +15,11 @@ from torch import nn, optim
 from kit.runs import parameters, trainer
 from torchrl_lightning import OnPolicyDataModule
 from torchrl_lightning.agents import MLPNetwork, PPOModule
-from torchrl_lightning.agents.analytic import LeanAdam
+from torchrl_lightning.agents.analytic import FusedAdam
 from torchrl_lightning.agents.optimizer_states import check_optimizer_states, copied_optimizer
 
 OPTIMIZERS: dict[str, Callable[[Any], optim.Optimizer]] = {
-    "our Adam": LeanAdam,
+    "our Adam": FusedAdam,
     "Adam": optim.Adam,
     "Adam fused": partial(optim.Adam, fused=True),
     "Adam amsgrad": partial(optim.Adam, amsgrad=True),
@@ -270,7 +270,7 @@ def test_our_adam_refuses_wrong_moments_by_itself_and_stays_as_it_was(wrong: str
     state = state_of("our Adam")
     entries, key = moments(state)[2]
     entries[key] = WRONG[wrong](entries[key])
-    with pytest.raises(ValueError, match="LeanAdam"):
+    with pytest.raises(ValueError, match="FusedAdam"):
         optimizer.load_state_dict(state)
     assert str(optimizer.state_dict()) == before
 

@@ -14,7 +14,7 @@ from kit.learners import OFF_POLICY, SPECS, learner
 from kit.transitions import read, sequences, shake_targets
 from torchrl_lightning.agents import OffPolicyModule, RecurrentNetwork
 from torchrl_lightning.agents.networks.trunks import RecurrentTrunk
-from torchrl_lightning.agents.recurrent import remember, successor_layout
+from torchrl_lightning.agents.recurrent import encode_sequence, successor_layout
 from torchrl_lightning.agents.transitions import Transitions, read_transitions
 
 
@@ -25,7 +25,7 @@ def make(case: str = "dqn", cell: str = "gru", layers: int = 1, **kwargs: Any) -
 
 
 def behind(module: OffPolicyModule, batch: TensorDict) -> Transitions:
-    return remember(read(module, batch), module.memory, module.targets.memory)
+    return encode_sequence(read(module, batch), module.memory, module.targets.memory)
 
 
 def unroll(trunk: RecurrentTrunk, batch: TensorDict) -> tuple[torch.Tensor, torch.Tensor]:
@@ -109,7 +109,7 @@ def test_losses_are_those_of_flat_transitions_over_the_features(case: str) -> No
     rows = read_transitions(flat.reshape(-1), ["remembered"], module.gamma)
     rows.after_target = [remembered.after_target[0].flatten(0, 1)]
     torch.manual_seed(2)
-    expected, expected_error = module.terms(rows)
+    expected, expected_error = module.losses(rows)
     for name, value in mine.items():
         torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(error.flatten(), expected_error)

@@ -122,7 +122,7 @@ def test_losses_and_gradients_equal_torchrls(case: str, extras: str) -> None:
     loss = torchrls(module, specs)
     batch = with_extras(transitions(specs, 64), extras)
     torch.manual_seed(3)
-    mine, error = module.terms(read_transitions(batch, ["observation"], module.gamma))
+    mine, error = module.losses(read_transitions(batch, ["observation"], module.gamma))
     torch.manual_seed(3)
     theirs = loss(batch)
     mine = {name: value for name, value in mine.items() if name.startswith("loss_")}
@@ -157,7 +157,7 @@ def test_what_the_mask_hides_may_be_anything(case: str) -> None:
     for filler in (0.0, torch.nan):
         batch["next", "reward"][~batch["mask"]] = filler
         torch.manual_seed(3)
-        terms, error = module.terms(read_transitions(batch, ["observation"], 0.9))
+        terms, error = module.losses(read_transitions(batch, ["observation"], 0.9))
         total = sum(value for name, value in terms.items() if name.startswith("loss_"))
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         results.append([total, error, *torch.autograd.grad(total, parameters)])
@@ -186,7 +186,7 @@ def test_critics_behind_convolutions_run_one_after_the_other() -> None:
     batch = transitions(BOX, 6).exclude("observation", ("next", "observation"))
     for place in (batch, batch["next"]):
         place["pixels"], place["vector"] = entries
-    terms, _ = module.terms(read_transitions(batch, ["pixels", "vector"], 0.99))
+    terms, _ = module.losses(read_transitions(batch, ["pixels", "vector"], 0.99))
     (terms["loss_qvalue"] + terms["loss_actor"]).backward()
     assert all(parameter.grad is not None for parameter in module.critics.parameters())
 

@@ -42,7 +42,7 @@ from torchrl_lightning import ExperienceBuffer, GymnasiumCollector, RingStorage,
 from torchrl_lightning.agents import MLPNetwork, build_actor, build_critic
 from torchrl_lightning.agents.networks.exploration import EpsilonGreedyPolicy
 from torchrl_lightning.agents.networks.q_networks import build_q_network
-from torchrl_lightning.datamodules._run.step_writer import PreparedRows
+from torchrl_lightning.datamodules._run.step_writer import PreparedWrite
 from torchrl_lightning.estimators import gae
 
 ENV, NUM_ENVS, STEPS = "CartPole-v1", 8, 128
@@ -137,7 +137,7 @@ def steps_of_replay() -> dict[str, Contender]:
     buffer = ExperienceBuffer(storage=RingStorage(48_000), num_envs=NUM_ENVS)
     stream = collector.reused_rows(NOT_STORED)
     buffer.extend(next(stream))
-    prepared = PreparedRows(buffer, next(stream))
+    prepared = PreparedWrite(buffer, next(stream))
 
     def mine() -> None:
         for _ in range(STEPS):

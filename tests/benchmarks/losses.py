@@ -67,7 +67,7 @@ def our_update(module: PPOModule, batch: TensorDict) -> Contender:
     step = optimizer_step(list(module.parameters()), True)
 
     def update() -> None:
-        terms = module.terms(batch)
+        terms = module.losses(batch)
         torch.stack([value for name, value in terms.items() if name.startswith("loss_")]).sum().backward()
         step()
 

@@ -9,7 +9,7 @@ import torch
 
 from kit.actor_critic import fit as fit_on_policy
 from kit.replay import dqn, fit, replay_data
-from torchrl_lightning import BufferPage
+from torchrl_lightning import BufferReport
 from torchrl_lightning.callbacks import buffer_report
 
 pytestmark = pytest.mark.filterwarnings("ignore:The number of training batches")
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The number of training batches")
 @pytest.mark.parametrize("updates_per_step", [1, 4])
 def test_a_run_writes_what_its_buffer_holds_and_counts_what_is_drawn(tmp_path, monkeypatch, updates_per_step):
     monkeypatch.setattr(buffer_report, "EVERY", 2)
-    page = BufferPage(str(tmp_path / "pages" / "inspect.html"))
+    page = BufferReport(str(tmp_path / "pages" / "inspect.html"))
     data = replay_data("prioritized", updates_per_step=updates_per_step)
     fit(tmp_path, data, max_epochs=2, limit_val_batches=1, callbacks=[page])
     text = Path(page.path).read_text()
@@ -29,7 +29,7 @@ def test_a_run_writes_what_its_buffer_holds_and_counts_what_is_drawn(tmp_path, m
 
 def test_a_run_is_the_same_with_a_page(tmp_path):
     weights = []
-    for callbacks in ([], [BufferPage(str(tmp_path / "inspect.html"))]):
+    for callbacks in ([], [BufferReport(str(tmp_path / "inspect.html"))]):
         module = dqn()
         fit(tmp_path, replay_data("prioritized"), module, max_epochs=2, limit_val_batches=1, callbacks=callbacks)
         weights.append(torch.cat([weight.flatten() for weight in module.parameters()]))
@@ -37,7 +37,7 @@ def test_a_run_is_the_same_with_a_page(tmp_path):
 
 
 def test_rollouts_have_a_page_without_draws(tmp_path):
-    page = BufferPage(str(tmp_path / "inspect.html"))
+    page = BufferReport(str(tmp_path / "inspect.html"))
     fit_on_policy(tmp_path, max_epochs=1, limit_val_batches=1, callbacks=[page])
     text = Path(page.path).read_text()
     assert "rollout" in text

@@ -10,7 +10,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 
 from kit.actor_critic import fit, rollouts
 from kit.runs import trainer
-from torchrl_lightning import ExperienceLog, FramesProgressBar, LastCheckpoint
+from torchrl_lightning import FramesProgressBar, LastCheckpoint, RolloutMetricsLogger
 from torchrl_lightning.kernels.compiled import jitted
 
 # An epoch has fewer batches than Lightning's interval between two rows; callbacks do not mind it.
@@ -29,7 +29,7 @@ class Rows(DummyLogger):
 
 
 @pytest.mark.parametrize("data", [None, BoringDataModule()])
-@pytest.mark.parametrize("callback", [FramesProgressBar(), ExperienceLog()])
+@pytest.mark.parametrize("callback", [FramesProgressBar(), RolloutMetricsLogger()])
 def test_a_run_that_counts_no_frames_is_left_alone(callback, data, tmp_path, capsys):
     rows = Rows()
     run = trainer(tmp_path, callbacks=[callback], logger=rows, enable_progress_bar=True, limit_train_batches=2)
@@ -41,7 +41,7 @@ def test_a_run_that_counts_no_frames_is_left_alone(callback, data, tmp_path, cap
 
 def test_rows_are_logged_over_frames(tmp_path):
     rows = Rows()
-    fit(tmp_path, max_epochs=5, callbacks=[ExperienceLog(every_n_epochs=2)], logger=rows)
+    fit(tmp_path, max_epochs=5, callbacks=[RolloutMetricsLogger(every_n_epochs=2)], logger=rows)
     assert [step for step, _ in rows.rows] == [2 * 64, 4 * 64]
     for _, metrics in rows.rows:
         assert metrics["frames_per_second"] > 0
@@ -55,7 +55,7 @@ def test_frames_per_second_of_a_resumed_run_leave_out_what_came_before(tmp_path)
     state = data.state_dict()
     state["ranks"][0]["frames"] = 10**12
     data.load_state_dict(state)
-    fit(tmp_path, data, max_epochs=1, callbacks=[ExperienceLog()], logger=rows)
+    fit(tmp_path, data, max_epochs=1, callbacks=[RolloutMetricsLogger()], logger=rows)
     assert rows.rows[0][1]["frames_per_second"] < 10**7
 
 

@@ -10,7 +10,7 @@ from torchrl.envs import GymEnv
 
 from kit.actor_critic import TinyActorCritic, fit, rollouts
 from torchrl_lightning import EpisodeVideo
-from torchrl_lightning._core.errors import Fault
+from torchrl_lightning._core.errors import UserError
 
 pytest.importorskip("moviepy")
 pytest.importorskip("pygame")
@@ -31,7 +31,7 @@ def test_every_nth_evaluation_is_filmed_and_the_run_is_the_same(tmp_path):
 def test_what_cannot_be_filmed_is_refused_before_anything_is_trained(tmp_path):
     module = TinyActorCritic()
     data = rollouts(env=partial(GymEnv, "CartPole-v1", categorical_action_encoding=True))
-    with pytest.raises(Fault, match="that of this run is TorchRL's"):
+    with pytest.raises(UserError, match="that of this run is TorchRL's"):
         fit(tmp_path, data, module, max_epochs=1, callbacks=[EpisodeVideo(tmp_path / "videos")], **EVALUATED)
     assert module.updates == 0
     assert not (tmp_path / "videos").exists()

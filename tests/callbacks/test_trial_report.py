@@ -8,7 +8,7 @@ import pytest
 
 from kit.actor_critic import fit
 from torchrl_lightning import TrialReport
-from torchrl_lightning._core.errors import Fault
+from torchrl_lightning._core.errors import UserError
 
 optuna = pytest.importorskip("optuna")
 EVALUATED = {"limit_val_batches": 1, "check_val_every_n_epoch": 1}
@@ -47,15 +47,15 @@ def test_runs_of_the_same_settings_take_a_trial_each_and_a_run_that_begins_again
     for name in ("a", "b", "a"):
         take(report(study, tmp_path / name, "5e-1"))
     assert [trial.user_attrs["folder"] for trial in study.trials] == [str(tmp_path / "a"), str(tmp_path / "b")]
-    with pytest.raises(Fault, match="no running trial of the study mine has the settings of this run"):
+    with pytest.raises(UserError, match="no running trial of the study mine has the settings of this run"):
         take(report(study, tmp_path / "c"))
 
 
 def test_a_run_without_a_trial_or_a_study_is_refused(study, tmp_path):
     ask(study, 0.5)
-    with pytest.raises(Fault, match="no running trial"):
+    with pytest.raises(UserError, match="no running trial"):
         take(report(study, tmp_path, "0.25"))
-    with pytest.raises(Fault, match="there is no study other in "):
+    with pytest.raises(UserError, match="there is no study other in "):
         take(TrialReport("other", study._storage, [], tmp_path))
 
 

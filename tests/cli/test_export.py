@@ -18,7 +18,7 @@ from kit.runs import trainer
 from kit.specs import BOX
 from torchrl_lightning import LoadedPolicy, OnPolicyDataModule, export_policy, load_policy, save_pretrained
 from torchrl_lightning.agents import PPOModule, RecurrentNetwork
-from torchrl_lightning.cli.config.instantiate import KeptConfig
+from torchrl_lightning.cli.config.instantiate import SaveConfig
 from torchrl_lightning.deploy.export import DESCRIBED
 from torchrl_lightning.deploy.loading import CONFIG
 
@@ -37,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("run")
     sizes = {"num_envs": 2, "frames_per_batch": 32, "num_mini_batch": 1, "num_epochs": 1, "seed": 0}
     data = OnPolicyDataModule("Pendulum-v1", normalize_observation=True, **sizes)
-    kept = KeptConfig(OmegaConf.create({"data": DATA, "model": MODEL}))
+    kept = SaveConfig(OmegaConf.create({"data": DATA, "model": MODEL}))
     run = trainer(max_epochs=1, limit_val_batches=0, callbacks=[kept])
     run.fit(PPOModule(RecurrentNetwork("lstm", 4)), datamodule=data)
     run.save_checkpoint(path / "checkpoints" / "last.ckpt")

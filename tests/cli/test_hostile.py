@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from kit import hostile
 from kit.store import composed, composed_run
 from torchrl_lightning import LoadedPolicy, load_policy
-from torchrl_lightning._core.trust import check_config, target_named
+from torchrl_lightning._core.trust import check_config, resolve_target
 from torchrl_lightning._hydra.paths import CONF_DIR
 from torchrl_lightning.cli.evaluate import evaluate
 from torchrl_lightning.cli.record import record
@@ -163,7 +163,7 @@ def test_the_folder_of_a_run_vouches_for_nothing(settings, own_class):
 def test_of_ours_a_file_names_what_is_built_from_plain_values():
     import torchrl_lightning
 
-    named = {name for name in torchrl_lightning.__all__ if target_named(f"torchrl_lightning.{name}")}
+    named = {name for name in torchrl_lightning.__all__ if resolve_target(f"torchrl_lightning.{name}")}
     assert {"PPOModule", "MLPNetwork", "CrossEntropyPlanner", "WorldModelFit", "GoalReward", "OutsideBox"} <= named
-    assert not named & {"LastCheckpoint", "BestCheckpoint", "ExperienceLog", "FramesProgressBar", "load_policy"}
+    assert not named & {"LastCheckpoint", "BestCheckpoint", "RolloutMetricsLogger", "FramesProgressBar", "load_policy"}
     assert not named & {"DemonstrationDirectory", "read_demonstration", "write_demonstration", "minari_demonstrations"}

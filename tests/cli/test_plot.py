@@ -176,8 +176,8 @@ def test_a_seed_that_was_run_again_is_no_second_seed(tmp_path, caplog):
     curves = one_of_each_seed(curves)
     assert [curve.path.parts[-3] for curve in curves] == ["a"]
     assert "has its settings and its seed" in caplog.text
-    labelled = one_of_each_seed(read_source(tmp_path, "eval/return", "step", "mine"))
-    assert [curve.label for curve in labelled] == ["mine", "mine"]
+    with_value = one_of_each_seed(read_source(tmp_path, "eval/return", "step", "mine"))
+    assert [curve.label for curve in with_value] == ["mine", "mine"]
 
 
 def test_a_resumed_run_continues_its_curve(tmp_path, figures):

@@ -13,7 +13,7 @@ from matplotlib.text import Text
 
 from cli.written_runs import keep, write_run
 from torchrl_lightning._core.file_limits import LOG_LINE
-from torchrl_lightning._core.run_metadata import score_of
+from torchrl_lightning._core.run_metadata import evaluation_score
 from torchrl_lightning.cli.plot import main, plot_runs
 from torchrl_lightning.plotting.sweep_figures import draw_importances, draw_parallel, draw_trials
 from torchrl_lightning.plotting.trials import Trial
@@ -165,6 +165,6 @@ def test_a_score_that_is_no_number_is_refused_in_one_line(tmp_path):
     (run / "checkpoints").mkdir()
     (run / METRICS).write_text("step,final/return\n1,\x1b[31m\n")
     with pytest.raises(ValueError, match=r"must be a number, got '\\\\x1b\[31m'"):
-        score_of(run / "checkpoints" / "last.ckpt", {"eval_checkpoint": "last"})
+        evaluation_score(run / "checkpoints" / "last.ckpt", {"eval_checkpoint": "last"})
     (run / METRICS).write_text("step,final/return\n1,3.5\n2,\n")
-    assert score_of(run / "checkpoints" / "last.ckpt", {"eval_checkpoint": "last"}) == 3.5
+    assert evaluation_score(run / "checkpoints" / "last.ckpt", {"eval_checkpoint": "last"}) == 3.5

@@ -13,7 +13,7 @@ import torch
 from cli.commands import TINY
 from kit.actor_critic import fit, rollouts
 from torchrl_lightning import LastCheckpoint
-from torchrl_lightning._core.errors import Fault
+from torchrl_lightning._core.errors import UserError
 from torchrl_lightning.callbacks.checkpoint_io import AtomicCheckpointIO
 from torchrl_lightning.cli.error_messages import one_line
 from torchrl_lightning.environments.env_errors import EnvironmentFault
@@ -86,7 +86,7 @@ def test_a_state_that_does_not_fit_is_one_line(entry: str, run: Any, tmp_path: P
         (EnvironmentFault("once"), True),
         (OSError(errno.EFBIG, "File too large", "x"), False),
         (FileNotFoundError(errno.ENOENT, "gone", "x"), False),
-        (Fault("a mistake of the command"), False),
+        (UserError("a mistake of the command"), False),
     ],
     ids=lambda value: type(value).__name__,
 )

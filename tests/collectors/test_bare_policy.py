@@ -37,7 +37,7 @@ class Both(TensorDictModuleBase):
         self.dispatched += 1
         return step.update(self.choose(step))
 
-    def act_on(self, step: TensorDictBase) -> dict[Any, Tensor]:
+    def compute_step(self, step: TensorDictBase) -> dict[Any, Tensor]:
         self.bare += 1
         return self.choose(step)
 
@@ -78,7 +78,7 @@ def test_a_hook_or_a_replaced_forward_is_not_bypassed() -> None:
 
 def test_an_attribute_of_that_name_is_no_bare_policy() -> None:
     policy = Overridden()
-    policy.act_on = nn.Tanh()  # type: ignore[assignment]
+    policy.compute_step = nn.Tanh()  # type: ignore[assignment]
     batches(policy, 1)
     assert policy.dispatched == 4
 
@@ -92,7 +92,7 @@ def test_evaluation_episodes_are_played_by_the_bare_policy() -> None:
 
 def test_a_bare_policy_must_give_an_action() -> None:
     class Silent(Both):
-        def act_on(self, step: TensorDictBase) -> dict[Any, Tensor]:
+        def compute_step(self, step: TensorDictBase) -> dict[Any, Tensor]:
             return {}
 
     with pytest.raises(KeyError, match="'action'"):

@@ -53,15 +53,15 @@ class Lucky(CountingEnv):
         *step, info = super().step(action)
         return *step, {**info, **({self.key: self.told(np.bool_(self.t % 2 == 0))} if self.key else {})}
 
-    def told(self, is_even):
-        return is_even
+    def told(self, is_uniformly_filled):
+        return is_uniformly_filled
 
 
 class SeveralGoals(Lucky):
     """Says of two goals whether each is reached."""
 
-    def told(self, is_even):
-        return np.array([True, is_even])
+    def told(self, is_uniformly_filled):
+        return np.array([True, is_uniformly_filled])
 
 
 @pytest.mark.parametrize("kind", [Lucky, SeveralGoals])

@@ -27,7 +27,7 @@ from torchrl_lightning import (
     record_demonstrations,
 )
 from torchrl_lightning.collectors import play_episodes
-from torchrl_lightning.environments.backends.next_step import KnownResets
+from torchrl_lightning.environments.backends.next_step import ResetTrackingVectorEnv
 from torchrl_lightning.environments.copies import copied
 from torchrl_lightning.environments.env_errors import EnvironmentFault
 
@@ -137,7 +137,7 @@ READY: dict[str, Callable[[Any], Any]] = {
     "same step": lambda maker: SyncVectorEnv([maker] * 2, autoreset_mode=SAME_STEP),
     "same step, uncopied": lambda maker: SyncVectorEnv([maker] * 2, copy=False, autoreset_mode=SAME_STEP),
     "resets by the collector": lambda maker: SyncVectorEnv([maker] * 2, copy=False, autoreset_mode=DISABLED),
-    "next step": lambda maker: KnownResets(SyncVectorEnv([maker] * 2, copy=False, autoreset_mode=NEXT_STEP)),
+    "next step": lambda maker: ResetTrackingVectorEnv(SyncVectorEnv([maker] * 2, copy=False, autoreset_mode=NEXT_STEP)),
     "built by us": lambda maker: make_vector_env(maker, 2),
     "behind a vector wrapper": lambda maker: wrappers.vector.RecordEpisodeStatistics(
         wrappers.vector.ClipReward(SyncVectorEnv([maker] * 2, autoreset_mode=SAME_STEP), max_reward=2.0)

@@ -14,8 +14,8 @@ from tensordict.nn import TensorDictModule
 from torchrl.envs import GymEnv
 
 from torchrl_lightning import EnvironmentRecipe
-from torchrl_lightning._core.errors import Fault
-from torchrl_lightning.collectors.video import check_film, film_episode
+from torchrl_lightning._core.errors import UserError
+from torchrl_lightning.collectors.video import check_renderable, record_video
 from torchrl_lightning.environments.env_errors import EnvironmentFault
 
 pytest.importorskip("moviepy")
@@ -54,8 +54,8 @@ def test_a_film_has_a_picture_for_each_state_of_one_episode(tmp_path):
 
     path = tmp_path / "films" / "one.mp4"
     before = torch.random.get_rng_state()
-    check_film(Drawn)
-    film_episode(EnvironmentRecipe(Drawn, frame_stack=1), LEFT, path, seed=3)
+    check_renderable(Drawn)
+    record_video(EnvironmentRecipe(Drawn, frame_stack=1), LEFT, path, seed=3)
     assert torch.equal(torch.random.get_rng_state(), before)
     assert [each.name for each in path.parent.iterdir()] == ["one.mp4"]
     with VideoFileClip(str(path)) as clip:
@@ -76,15 +76,15 @@ def test_a_film_has_a_picture_for_each_state_of_one_episode(tmp_path):
     ],
 )
 def test_what_draws_no_picture_is_refused_by_one_line(env, told):
-    with pytest.raises(Fault, match=told) as refused:
-        check_film(env)
+    with pytest.raises(UserError, match=told) as refused:
+        check_renderable(env)
     assert "\n" not in str(refused.value)
 
 
 def test_a_film_without_its_extra_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "moviepy", None)
-    with pytest.raises(Fault, match=r"'torchrl-lightning\[video\]'"):
-        check_film("CartPole-v1")
+    with pytest.raises(UserError, match=r"'torchrl-lightning\[video\]'"):
+        check_renderable("CartPole-v1")
 
 
 class Torn(Drawn):
@@ -96,5 +96,5 @@ class Torn(Drawn):
 
 def test_a_film_that_fails_leaves_nothing(tmp_path):
     with pytest.raises(EnvironmentFault, match="torn"):
-        film_episode(Torn, LEFT, tmp_path / "one.mp4", seed=0)
+        record_video(Torn, LEFT, tmp_path / "one.mp4", seed=0)
     assert list(tmp_path.iterdir()) == []

@@ -142,7 +142,7 @@ def test_a_typo_names_the_field(option, override):
     assert f"Key '{key}' is not in struct" in str(error.value.__cause__)
     data = in_app(f"data={option}", "data.env=CartPole-v1", f"+data.{override}").data
     with pytest.raises((InstantiationException, TypeError), match=key):
-        instantiate(data).check_fit().__next__() if option == "gae" else instantiate(data)._any_buffer()
+        instantiate(data).check_fit().__next__() if option == "gae" else instantiate(data)._get_or_build_buffer()
 
 
 def test_the_apps_own_option_of_the_same_name_wins(tmp_path):

@@ -32,7 +32,7 @@ from torchrl_lightning import (
     AsynchronousCollector,
     BestCheckpoint,
     BranchedReplay,
-    BufferPage,
+    BufferReport,
     DemonstrationReplay,
     DemonstrationReplayTransform,
     DynamicsDataModule,
@@ -40,7 +40,6 @@ from torchrl_lightning import (
     EpisodeVideo,
     EpsilonGreedyPolicy,
     ExperienceBuffer,
-    ExperienceLog,
     GaussianEnsemble,
     LastCheckpoint,
     LoadedPolicy,
@@ -52,6 +51,7 @@ from torchrl_lightning import (
     PPODBuffer,
     RandomShootingPlanner,
     ReplayService,
+    RolloutMetricsLogger,
     RolloutStorage,
     StandardScaler,
     StopAtScore,
@@ -61,7 +61,7 @@ from torchrl_lightning import (
     WorldModel,
     WorldModelEnvironment,
 )
-from torchrl_lightning._core.trust import Nameable
+from torchrl_lightning._core.trust import ConfigSafe
 from torchrl_lightning.agents import (
     A2CModule,
     CrossEntropyPlanner,
@@ -88,7 +88,7 @@ KINDS = (
     Storage,
     Sampler,
     Writer,
-    Nameable,
+    ConfigSafe,
 )
 MODEL = world_model()
 
@@ -109,13 +109,13 @@ def greedy() -> EpsilonGreedyPolicy:
 MADE: dict[str, Callable[[], Any]] = {
     "BestCheckpoint": partial(BestCheckpoint, monitor="eval/return", mode="max"),
     "BranchedReplay": lambda: BranchedReplay(ExperienceBuffer()),
-    "BufferPage": partial(BufferPage, "page.html"),
+    "BufferReport": partial(BufferReport, "page.html"),
     "DemonstrationReplayTransform": lambda: DemonstrationReplayTransform(played()),
     "DynamicsDataModule": model_data,
     "EnvironmentRecipe": partial(EnvironmentRecipe, "CartPole-v1", time_limit=9),
     "EpisodeVideo": partial(EpisodeVideo, "videos"),
     "EpsilonGreedyPolicy": greedy,
-    "ExperienceLog": ExperienceLog,
+    "RolloutMetricsLogger": RolloutMetricsLogger,
     "GaussianEnsemble": partial(GaussianEnsemble, 2, 3, 1, [4]),
     "LastCheckpoint": partial(LastCheckpoint, "checkpoints"),
     "LoadedPolicy": lambda: LoadedPolicy(greedy(), DISCRETE),
@@ -235,7 +235,7 @@ def test_a_datamodule_is_pickled_at_any_time(name: str, tmp_path: Path) -> None:
     assert other.trainer is None
     assert not differences(other.state_dict(), data.state_dict())
     data.close()
-    callbacks = [ExperienceLog(), LastCheckpoint(tmp_path / "end"), Pickled(kept)]
+    callbacks = [RolloutMetricsLogger(), LastCheckpoint(tmp_path / "end"), Pickled(kept)]
     run = trainer(tmp_path, max_epochs=1, limit_val_batches=0, callbacks=callbacks)
     run.fit(module, datamodule=other)  # what comes back trains
     within, learner, _, state = kept[0]

@@ -151,7 +151,7 @@ STREAMS: dict[str, Callable[[Path], tuple[Any, Any]]] = {
 }
 COLLECTED = ["GymnasiumCollector._number_trajectories", "Feed.next", "FrameClock.add"]
 LEARNED = [
-    "LeanAdam.step",
+    "FusedAdam.step",
     "StepHooks.on_train_batch_end",
     "_Progress.increment_ready",
     "_Progress.increment_completed",
@@ -167,10 +167,10 @@ ROLLOUT = [
 BOUNDARIES: dict[str, list[str]] = {
     "ppo": [*ALL, *ROLLOUT],
     "normalized": ["FrameClock.add", *ROLLOUT],
-    "deep_q": [*ALL, "ReplayDataModule._take", "ExperienceBuffer.sample", "ReplayDataModule.take_back"],
+    "deep_q": [*ALL, "ReplayDataModule._take", "ExperienceBuffer.sample", "ReplayDataModule.apply_feedback"],
     "beside": [
         "ReplayDataModule._take",
-        "ReplayDataModule.take_back",
+        "ReplayDataModule.apply_feedback",
         "BufferSnapshots.save",
         "_Progress.increment_started",
     ],
@@ -209,7 +209,7 @@ def test_a_run_that_ctrl_c_stops_at_a_boundary_is_resumed_as_the_same_run(stream
 
 
 @pytest.mark.parametrize("make", [ppo, deep_q], ids=["ppo", "deep_q"])
-@pytest.mark.parametrize("name", ["FrameClock.add", "LeanAdam.step"])
+@pytest.mark.parametrize("name", ["FrameClock.add", "FusedAdam.step"])
 def test_sigterm_waits_for_the_end_of_a_step(make: Any, name: str, whole: Any) -> None:
     expected = whole(make.__name__)
     folder = expected.parents[1] / f"{name} terminated"
@@ -219,7 +219,7 @@ def test_sigterm_waits_for_the_end_of_a_step(make: Any, name: str, whole: Any) -
     assert changed(expected, run(folder, make, path)) == []
 
 
-@pytest.mark.parametrize("name", ["FrameClock.add", "LeanAdam.step", "StepHooks.on_train_batch_end"])
+@pytest.mark.parametrize("name", ["FrameClock.add", "FusedAdam.step", "StepHooks.on_train_batch_end"])
 def test_a_second_ctrl_c_stops_within_the_step_and_keeps_the_checkpoint_before(
     name: str, whole: Any, caplog: pytest.LogCaptureFixture
 ) -> None:

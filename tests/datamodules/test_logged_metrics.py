@@ -25,7 +25,7 @@ from kit.learners import learner
 from kit.ranks import Report, fit_ranks, reports, run_ranks
 from kit.replay import dqn, replay_data
 from kit.runs import trainer
-from torchrl_lightning import DynamicsEnsemble, ExperienceLog, MLPNetwork, PPOModule
+from torchrl_lightning import DynamicsEnsemble, MLPNetwork, PPOModule, RolloutMetricsLogger
 from torchrl_lightning._core.protocols import DataApi
 from torchrl_lightning._core.torchrl_compat import logger_connector
 from torchrl_lightning.plotting.curves import read_source
@@ -132,7 +132,7 @@ class Logging(PPOModule):
         self.log("mine/late", 1.0)
 
 
-@pytest.mark.parametrize("callbacks", [(), (ExperienceLog,)])
+@pytest.mark.parametrize("callbacks", [(), (RolloutMetricsLogger,)])
 @pytest.mark.parametrize("every", [1, 3, 50])
 def test_all_rows_count_frames_in_a_trainer_of_ones_own(callbacks: Any, every: int, tmp_path: Path) -> None:
     loggers = [CSVLogger(tmp_path, "csv", ""), TensorBoardLogger(tmp_path, "board", "")]
@@ -153,7 +153,7 @@ def test_all_rows_count_frames_in_a_trainer_of_ones_own(callbacks: Any, every: i
     assert rows == [64 * (1 + update // 4) for update in range(12) if (update + 1) % every == 0]
 
 
-@pytest.mark.parametrize("callbacks", [(), (ExperienceLog,)])
+@pytest.mark.parametrize("callbacks", [(), (RolloutMetricsLogger,)])
 @pytest.mark.parametrize("stop", ["end", "fail"])
 def test_a_trainer_is_left_as_it_was(stop: str, callbacks: Any, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"callbacks": [make() for make in callbacks], "logger": CSVLogger(tmp_path)}
@@ -193,7 +193,7 @@ def test_without_frames_lightning_counts(tmp_path: Path) -> None:
             self.log("mine", 1.0)
             return super().training_step(batch, batch_idx)
 
-    run = trainer(tmp_path, max_epochs=1, callbacks=[ExperienceLog()], logger=CSVLogger(tmp_path, "", ""))
+    run = trainer(tmp_path, max_epochs=1, callbacks=[RolloutMetricsLogger()], logger=CSVLogger(tmp_path, "", ""))
     run.fit(Plain(), datamodule=BoringDataModule())
     assert steps_of(tmp_path / "metrics.csv", "mine")[:3] == [0, 1, 2]
     (curve,) = read_source(tmp_path / "metrics.csv", "mine", "step")
@@ -209,7 +209,7 @@ def test_only_rows_cost_a_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
     asked: list[None] = []
     monkeypatch.setattr(DataApi, "clock", property(lambda data: asked.append(None) or (64, "frames")))
-    settings: dict[str, Any] = {"callbacks": [ExperienceLog()], "logger": DummyLogger(), "log_every_n_steps": 8}
+    settings: dict[str, Any] = {"callbacks": [RolloutMetricsLogger()], "logger": DummyLogger(), "log_every_n_steps": 8}
     run = trainer(tmp_path, max_epochs=1, limit_val_batches=0, **settings)
     run.fit(Logging(), datamodule=rollouts(num_epochs=8, updates_per_step=1))
     # Of 16 updates two are logged, and the epoch; besides the callback asks when training begins and for its own row.

@@ -26,13 +26,13 @@ from kit.runs import trainer
 from torchrl_lightning import (
     BestCheckpoint,
     DynamicsEnsemble,
-    ExperienceLog,
     GAEBuffer,
     MLPNetwork,
     OnPolicyDataModule,
     PPOModule,
+    RolloutMetricsLogger,
 )
-from torchrl_lightning._core.errors import Fault
+from torchrl_lightning._core.errors import UserError
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The number of training batches"),
@@ -90,7 +90,7 @@ CASES: dict[str, Any] = {
 def test_whatever_is_logged_is_there_for_callbacks(case: str, tmp_path: Path) -> None:
     make, data = CASES[case]
     rows = Rows()
-    run = trainer(tmp_path, max_epochs=3, limit_val_batches=1, logger=rows, callbacks=[ExperienceLog()])
+    run = trainer(tmp_path, max_epochs=3, limit_val_batches=1, logger=rows, callbacks=[RolloutMetricsLogger()])
     run.fit(make(), datamodule=data())
     assert any(name.startswith("train/") for name in rows.names) or case == "own module"
     assert {"frames", "frames_per_second"} <= rows.names
@@ -114,7 +114,7 @@ class Watching(EarlyStopping):
 
 
 @pytest.mark.parametrize("at_epoch_end", [True, False])
-@pytest.mark.parametrize("logs", [(), (ExperienceLog,)])
+@pytest.mark.parametrize("logs", [(), (RolloutMetricsLogger,)])
 @pytest.mark.parametrize("monitor", MONITORS)
 def test_early_stopping_and_checkpoints_find_it_in_the_first_epoch(
     monitor: str, logs: Any, at_epoch_end: bool, tmp_path: Path
@@ -183,7 +183,7 @@ def test_a_run_without_a_finished_episode_warns(tmp_path: Path, caplog: pytest.L
 @pytest.mark.parametrize("monitor", ["train/retrun", "train/lenght"])
 def test_a_misspelt_monitor_of_episodes_is_told_before_training(monitor: str, tmp_path: Path) -> None:
     run = trainer(tmp_path, max_epochs=1, callbacks=[BestCheckpoint(tmp_path, monitor=monitor)])
-    with pytest.raises(Fault, match=rf"monitor={monitor}.*train/"):
+    with pytest.raises(UserError, match=rf"monitor={monitor}.*train/"):
         run.fit(ppo(), datamodule=rollouts())
 
 
@@ -206,8 +206,8 @@ def monitored(tmp_path: Path, monitor: str, module: Any, data: Any, *callbacks: 
 @pytest.mark.parametrize("case", ["rollouts", "several updates a step"])
 def test_an_unknown_metric_of_training_is_refused_before_training(case: str, monitor: str, tmp_path: Path) -> None:
     make, data = CASES[case]
-    with pytest.raises(Fault, match=rf"^monitor={monitor}") as error:
-        monitored(tmp_path, monitor, make(), data(), ExperienceLog())
+    with pytest.raises(UserError, match=rf"^monitor={monitor}") as error:
+        monitored(tmp_path, monitor, make(), data(), RolloutMetricsLogger())
     assert "\n" not in str(error.value)
 
 
@@ -220,7 +220,7 @@ def test_an_unknown_metric_of_training_is_refused_before_training(case: str, mon
     ],
 )
 def test_the_refusal_names_the_metric_that_was_meant_or_all(monitor: str, meant: str, tmp_path: Path) -> None:
-    with pytest.raises(Fault, match=re.escape(meant)):
+    with pytest.raises(UserError, match=re.escape(meant)):
         monitored(tmp_path, monitor, ppo(), rollouts())
 
 

@@ -21,7 +21,14 @@ from kit.demonstrations import recorded
 from kit.files import logged
 from kit.normalized import statistics_of
 from kit.replay import BUFFERS, dqn, fit, recurrent, replay_data, stored
-from torchrl_lightning import DQNModule, ExperienceLog, LossModuleAgent, environment_specs, make_vector_env, updates_of
+from torchrl_lightning import (
+    DQNModule,
+    LossModuleAgent,
+    RolloutMetricsLogger,
+    environment_specs,
+    make_vector_env,
+    updates_of,
+)
 from torchrl_lightning.demonstrations.io.demo_dataset import read_dataset, transitions
 from torchrl_lightning.replay import ExperienceBuffer, RingStorage
 
@@ -125,7 +132,7 @@ def test_a_checkpoint_without_the_buffer_reads_the_data_again(cartpole, tmp_path
 
 
 def test_loggers_count_updates(cartpole, tmp_path):
-    fit(tmp_path, offline(cartpole), logger=CSVLogger(tmp_path, "", ""), callbacks=[ExperienceLog()])
+    fit(tmp_path, offline(cartpole), logger=CSVLogger(tmp_path, "", ""), callbacks=[RolloutMetricsLogger()])
     rows = logged(tmp_path)
     assert {float(row["step"]) for row in rows} == {10.0, 20.0}
     assert "updates_per_second" in rows[0]

@@ -13,7 +13,7 @@ from kit.actor_critic import fit, rollouts
 from kit.counting import CountingEnv, InterleavedWorkers
 from kit.replay import fit as fit_replay
 from kit.replay import replay_data
-from torchrl_lightning.environments.env_ids import RowOrigins, env_ids
+from torchrl_lightning.environments.env_ids import EnvIdTracker, env_ids
 
 
 class Keep(L.Callback):
@@ -87,7 +87,7 @@ def rollout(trajectories, done) -> TensorDict:
 
 
 def test_a_trajectory_keeps_its_number() -> None:
-    origins = RowOrigins(InterleavedWorkers.num_workers)
+    origins = EnvIdTracker(InterleavedWorkers.num_workers)
     assert env_ids(origins.numbered(rollout([[4, 4], [5, 7]], [[0, 1], [1, 0]]))).tolist() == [0, 1]
     assert env_ids(origins.numbered(rollout([[6, 6], [8, 8]], [[0, 0], [0, 1]]))).tolist() == [0, 2]
     assert env_ids(origins.numbered(rollout([[7, 7], [9, 9]], [[0, 0], [0, 0]]))).tolist() == [1, 2]
@@ -96,10 +96,10 @@ def test_a_trajectory_keeps_its_number() -> None:
 
 def test_rows_that_join_several_workers_are_refused() -> None:
     with pytest.raises(ValueError, match="joins the steps of several workers in one row"):
-        RowOrigins(InterleavedWorkers.num_workers).numbered(rollout([[1, 1, 2, 2]], [[0, 0, 0, 0]]))
+        EnvIdTracker(InterleavedWorkers.num_workers).numbered(rollout([[1, 1, 2, 2]], [[0, 0, 0, 0]]))
 
 
 def test_a_collector_without_workers_needs_no_numbers() -> None:
     given = rollout([[1, 1], [2, 2]], [[0, 0], [0, 0]])
-    assert RowOrigins(1).numbered(given) is given
+    assert EnvIdTracker(1).numbered(given) is given
     assert env_ids(given) is None

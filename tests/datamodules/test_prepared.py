@@ -10,7 +10,7 @@ from torchrl.envs import RewardScaling
 from kit.rings import ring
 from kit.seeds import generator
 from kit.states import differences
-from torchrl_lightning.datamodules._run.step_writer import PreparedRows
+from torchrl_lightning.datamodules._run.step_writer import PreparedWrite
 from torchrl_lightning.replay import PrioritizedSampler
 
 
@@ -36,7 +36,7 @@ def test_prepared_rows_are_written_as_by_extend(shape: tuple[int, ...], change: 
     rows = make_rows(*shape)
     prefers = change == "priorities"
     one, other = (ring(5, 2, PrioritizedSampler(10, 0.7, 0.5) if prefers else None, data=rows) for _ in range(2))
-    prepared = PreparedRows(one, rows)
+    prepared = PreparedWrite(one, rows)
     for step in range(8):
         fill(rows, step)
         assert torch.equal(prepared.write(), other.extend(rows))
@@ -66,14 +66,14 @@ REFUSED = {
 @pytest.mark.parametrize("rows", REFUSED.values(), ids=REFUSED)
 def test_rows_that_extend_has_more_to_do_with_are_refused(rows: TensorDict) -> None:
     with pytest.raises(ValueError, match="write them by extend"):
-        PreparedRows(ring(5, 2, data=rows), rows)
+        PreparedWrite(ring(5, 2, data=rows), rows)
 
 
 def test_buffers_that_extend_has_more_to_do_with_are_refused() -> None:
     rows = make_rows(2)
     with pytest.raises(ValueError, match="ring that has stored some"):
-        PreparedRows(ring(5, 2), rows)
+        PreparedWrite(ring(5, 2), rows)
     with pytest.raises(ValueError, match="write them by extend"):
-        PreparedRows(ring(5, 2, data=rows, transform=RewardScaling(0.0, 1.0, in_keys=["a"])), rows)
+        PreparedWrite(ring(5, 2, data=rows, transform=RewardScaling(0.0, 1.0, in_keys=["a"])), rows)
     with pytest.raises(ValueError, match="does not fit what is stored"):
-        PreparedRows(ring(5, 2, data=rows), make_rows(2).set("b", torch.zeros(2)))
+        PreparedWrite(ring(5, 2, data=rows), make_rows(2).set("b", torch.zeros(2)))

@@ -286,7 +286,7 @@ def test_statistics_of_an_earlier_run_are_frozen(stage: str, tmp_path: Path) -> 
     run.save_checkpoint(path)
     data, state = replay_data(**FROZEN), first.state_dict()
     if stage == "fit":
-        data.begin_from(state["normalization"])
+        data.load_normalization(state["normalization"])
     trainer(tmp_path, max_epochs=2, limit_val_batches=0).fit(
         dqn(), datamodule=data, ckpt_path=path if stage == "resume" else None
     )

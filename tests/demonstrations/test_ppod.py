@@ -138,7 +138,7 @@ def test_documented_transitions_are_mined() -> None:
 def test_what_was_collected_is_mined_in_the_place_of_what_is_stored() -> None:
     buffer, raw = attached(4), rollout((0.0, False), (1.0, True))
     buffer.insert_data_slice(raw.clone().apply_(lambda leaf: leaf.zero_() if leaf.is_floating_point() else leaf))
-    buffer.hooks.note_collected(raw)
+    buffer.hooks.on_collected(raw)
     buffer.before_gradients()
     found = buffer.reward_demos[0]
     assert found.total_reward == 1.0

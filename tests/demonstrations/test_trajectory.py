@@ -46,14 +46,14 @@ def test_nobody_changes_it() -> None:
 
 
 def test_shortened_keeps_what_followed() -> None:
-    found = demo(0.0, 1.0, 0.0).shortened(2)
+    found = demo(0.0, 1.0, 0.0).truncate(2)
     assert found.length == 2
     assert found.last_observation is not None
     assert found.last_observation["inner", "vector"].tolist() == [2.0] * 3
     assert set(found.last_observation.keys()) == {"image", "inner"}
-    assert found.shortened(2) is found
+    assert found.truncate(2) is found
     with pytest.raises(ValueError, match="has 2 steps, 3 of them"):
-        found.shortened(3)
+        found.truncate(3)
 
 
 @pytest.mark.parametrize(
@@ -72,9 +72,9 @@ def test_shortened_keeps_what_followed() -> None:
 )
 def test_it_ends_as_it_was_recorded(options: dict[str, Any], ends: tuple[bool, bool]) -> None:
     found = Demonstration(steps(), **options)
-    assert found.ends == found.labelled(value=1.0, serial=3).ends == found.copied().ends == ends
-    assert found.shortened(3).ends == ends
-    assert found.shortened(2).ends == (False, True)
+    assert found.ends == found.with_value(value=1.0, serial=3).ends == found.copied().ends == ends
+    assert found.truncate(3).ends == ends
+    assert found.truncate(2).ends == (False, True)
 
 
 def test_it_fits_its_environment() -> None:
@@ -128,6 +128,6 @@ def test_another_environment_is_refused_in_a_line(changes: dict[str, Any], messa
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_value_is_a_number_or_minus_infinity(value: float) -> None:
     demonstration = episode(7, 99.0)
-    assert demonstration.labelled(value=-math.inf, serial=None).value == -math.inf
+    assert demonstration.with_value(value=-math.inf, serial=None).value == -math.inf
     with pytest.raises(ValueError, match="value"):
-        demonstration.labelled(value=value, serial=None)
+        demonstration.with_value(value=value, serial=None)

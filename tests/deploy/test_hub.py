@@ -27,7 +27,7 @@ from torchrl_lightning import (
     save_pretrained,
 )
 from torchrl_lightning.agents import PPOModule, RecurrentNetwork
-from torchrl_lightning.cli.config.instantiate import KeptConfig
+from torchrl_lightning.cli.config.instantiate import SaveConfig
 
 NETWORK = {"_target_": "torchrl_lightning.RecurrentNetwork", "cell": "gru", "hidden_size": 4}
 MODEL = {"_target_": "torchrl_lightning.PPOModule", "_convert_": "all", "network": NETWORK}
@@ -43,7 +43,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     data = OnPolicyDataModule("CartPole-v1", normalize_observation=True, **sizes)
     config = OmegaConf.create({"data": DATA, "model": MODEL, "eval_episodes": 20, "paths": {"log_dir": "/secret"}})
     told = ["experiment=ppo_recurrent_cartpole", "seed=3", "hydra.run.dir=/secret", "ckpt_path=/secret"]
-    fit = trainer(max_epochs=2, limit_val_batches=0, callbacks=[KeptConfig(config, {}, told)])
+    fit = trainer(max_epochs=2, limit_val_batches=0, callbacks=[SaveConfig(config, {}, told)])
     fit.fit(PPOModule(RecurrentNetwork("gru", 4)), datamodule=data)
     fit.save_checkpoint(folder / "checkpoints" / "best.ckpt")
     (folder / "csv").mkdir()

@@ -26,8 +26,8 @@ from torchrl_lightning import (
 from torchrl_lightning._core import trust
 from torchrl_lightning._core.checksums import SEAL
 from torchrl_lightning.agents import MLPNetwork, PPOModule, RecurrentNetwork
-from torchrl_lightning.cli.config.instantiate import KeptConfig
-from torchrl_lightning.deploy.loading import CONFIG, config_in
+from torchrl_lightning.cli.config.instantiate import SaveConfig
+from torchrl_lightning.deploy.loading import CONFIG, extract_config
 
 MODEL = {
     "_target_": "torchrl_lightning.PPOModule",
@@ -40,7 +40,7 @@ MODEL = {
 def train(path, module, *, config=None, env="CartPole-v1"):
     """One rollout's training, and its checkpoint."""
     data = OnPolicyDataModule(env, num_envs=2, frames_per_batch=16, num_mini_batch=1, num_epochs=1, seed=0)
-    callbacks = [] if config is None else [KeptConfig(OmegaConf.create({"data": {"env": env}, "model": config}))]
+    callbacks = [] if config is None else [SaveConfig(OmegaConf.create({"data": {"env": env}, "model": config}))]
     run = trainer(max_epochs=1, limit_val_batches=0, callbacks=callbacks)
     run.fit(module, datamodule=data)
     run.save_checkpoint(path)
@@ -254,10 +254,10 @@ def test_a_module_without_a_policy_is_named(tmp_path, stored):
 def test_the_recipe_of_a_checkpoint_may_name_wrappers_but_none_that_writes_or_loads(wrapper, is_taken):
     stored = with_wrapper(wrapper)
     if is_taken:
-        assert config_in(stored, "a.ckpt", "data") == stored[CONFIG]
+        assert extract_config(stored, "a.ckpt", "data") == stored[CONFIG]
     else:
         with pytest.raises(ValueError, match=f"'{wrapper}'"):
-            config_in(stored, "a.ckpt", "data")
+            extract_config(stored, "a.ckpt", "data")
 
 
 def with_wrapper(name):
@@ -271,11 +271,11 @@ def test_the_recipe_of_a_checkpoint_may_name_the_wrappers_of_an_extra_where_it_i
     trust._of_others.cache_clear()
     monkeypatch.setitem(sys.modules, "minigrid.wrappers", None)  # as if it were not installed
     with pytest.raises(ValueError, match=rf"wrappers.0..*'{missing}'"):
-        config_in(with_wrapper(missing), "a.ckpt", "data")
+        extract_config(with_wrapper(missing), "a.ckpt", "data")
     trust._of_others.cache_clear()
     monkeypatch.undo()
     need_extra("minigrid")
-    assert config_in(with_wrapper(missing), "a.ckpt", "data") == with_wrapper(missing)[CONFIG]
+    assert extract_config(with_wrapper(missing), "a.ckpt", "data") == with_wrapper(missing)[CONFIG]
 
 
 class Shifted(gymnasium.ObservationWrapper):

@@ -231,7 +231,7 @@ class Watching(TensorDictModule):
 class Bare(Watching):
     """Acts on a step without writing into it."""
 
-    def act_on(self, step):
+    def compute_step(self, step):
         return {"seen": step["observation"].clone(), "action": step["observation"][..., 0].long() * 0}
 
 

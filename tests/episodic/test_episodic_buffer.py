@@ -19,7 +19,7 @@ from torchrl_lightning.episodic import EpisodicReplayBuffer
 from torchrl_lightning.episodic.batch_info import BatchInfo, info_of
 from torchrl_lightning.episodic.time_steps import FIRST, LAST
 from torchrl_lightning.replay import SequenceSampler
-from torchrl_lightning.replay.positions import StepsMissing
+from torchrl_lightning.replay.positions import MissingStepsError
 
 ROW = TensorDict({"step_type": torch.tensor(0), "reward": torch.tensor(0.0), "discount": torch.tensor(1.0)})
 
@@ -202,7 +202,7 @@ def test_missing_steps_are_one_error_in_all_verbs(name: str, filled: list[int]) 
     calls += [lambda: buffer.gather_all()] if len(filled) < 2 else []
     calls += [lambda: buffer.get_batch(4, 1), lambda: buffer.sample(2)] if not filled else []
     for call in calls:
-        with pytest.raises(StepsMissing) as caught:
+        with pytest.raises(MissingStepsError) as caught:
             call()
         assert isinstance(caught.value, ValueError)
         assert isinstance(caught.value, AssertionError)
@@ -221,7 +221,7 @@ def test_priorities_of_zero_leave_no_steps() -> None:
 
 def test_more_steps_than_a_ring_holds_are_the_same_error_for_who_waits() -> None:
     buffer = build(allow_multiprocess=True)
-    with pytest.raises(StepsMissing, match="at most 4 steps, never 5"):
+    with pytest.raises(MissingStepsError, match="at most 4 steps, never 5"):
         buffer.dequeue(n=5, blocking=True)
     with pytest.raises(ValueError, match="at least"):
         buffer.get_batch(-1, 1)

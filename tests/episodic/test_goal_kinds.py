@@ -24,7 +24,7 @@ from torchrl_lightning import (
     ReplayDataModule,
     SequenceSampler,
 )
-from torchrl_lightning._core.errors import MisfitError
+from torchrl_lightning._core.errors import IncompatibleError
 
 WINDOWS = partial(SequenceSampler, 3, episode_ends="inside")
 STEPS = 12
@@ -276,9 +276,9 @@ def test_a_run_over_goals_of_another_kind_is_refused_before_it_begins(kind: str,
         list(data.check_fit())
         data.setup("fit")
     else:
-        with pytest.raises(MisfitError, match=r"goals.*compute_reward="):
+        with pytest.raises(IncompatibleError, match=r"goals.*compute_reward="):
             list(data.check_fit())
-        with pytest.raises(MisfitError, match="compute_reward="):
+        with pytest.raises(IncompatibleError, match="compute_reward="):
             data.setup("fit")
     data.close()
 

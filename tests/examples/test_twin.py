@@ -155,7 +155,7 @@ def test_sac_has_their_gradients(monkeypatch):
 
     drawn = iter([after, now])
     monkeypatch.setattr(torch, "randn_like", lambda _: next(drawn))
-    terms, _ = ours.terms(read_transitions(batch, ["observation"], 0.9))
+    terms, _ = ours.losses(read_transitions(batch, ["observation"], 0.9))
     torch.stack([value for name, value in terms.items() if name.startswith("loss_")]).sum().backward()
 
     drawn, found = iter([now, after]), {}

@@ -18,7 +18,7 @@ from torchrl_lightning import (
     RingStorage,
     inspect_buffer,
 )
-from torchrl_lightning._core.files import StoredRows, read_state
+from torchrl_lightning._core.files import MappedTensor, read_state
 from torchrl_lightning.inspection import buffer_views
 from torchrl_lightning.inspection.diagnostics import findings
 from torchrl_lightning.inspection.episode_gallery import ENDS, episodes_in
@@ -99,7 +99,7 @@ def test_a_saved_buffer_is_read_in_pieces_and_says_the_same(tmp_path, monkeypatc
     buffer.dumps(tmp_path / "saved")
     monkeypatch.setattr("torchrl_lightning._core.files._STREAMED", 16)
     state = read_state(tmp_path / "saved", streamed=True)
-    assert isinstance(state["storage"]["data"]["observation"], StoredRows)
+    assert isinstance(state["storage"]["data"]["observation"], MappedTensor)
     assert str(inspect_state(state, "it")) == str(inspect_buffer(buffer, name="it"))
 
 

@@ -8,12 +8,12 @@ import torch
 from tensordict import TensorDict
 
 from torchrl_lightning import ExperienceBuffer, RingStorage
-from torchrl_lightning.inspection.sample_counts import PARTS, Draws
+from torchrl_lightning.inspection.sample_counts import PARTS, SampleCounter
 
 
 @pytest.mark.parametrize("uneven", [False, True])
 def test_counts_and_ages_are_those_of_the_steps_that_were_drawn(uneven):
-    buffer, draws = ExperienceBuffer(storage=RingStorage(20), num_envs=2), Draws(10, 2)
+    buffer, draws = ExperienceBuffer(storage=RingStorage(20), num_envs=2), SampleCounter(10, 2)
     written, counted, ages = [0, 0], {}, []
     for round_ in range(40):
         envs = [1] if uneven and round_ % 3 == 0 else [0, 1]

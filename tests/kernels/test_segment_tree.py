@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kit.golden import arrays
 from kit.seeds import generator
 from kit.statistics import chi_square
-from torchrl_lightning.kernels.indices import last_of_each
+from torchrl_lightning.kernels.indices import unique_last
 from torchrl_lightning.kernels.segment_tree import MaxSegmentTree, MinSegmentTree, SegmentTree, SumSegmentTree
 
 KINDS = (SumSegmentTree, MaxSegmentTree, MinSegmentTree)
@@ -122,7 +122,7 @@ def test_backends_agree_bit_for_bit_at_every_depth(kind: type[SegmentTree], capa
 
 def test_last_of_each() -> None:
     index = torch.tensor([5, 1, 5, 2, 1])
-    assert sorted(last_of_each(index).tolist()) == [2, 3, 4]
+    assert sorted(unique_last(index).tolist()) == [2, 3, 4]
 
 
 @backends

@@ -14,7 +14,7 @@ from kit.ranks import Report, fit_ranks, of_rank, reports, run_ranks
 from kit.replay import replay_data
 from kit.runs import SaveAt, parameters
 from torchrl_lightning import OnPolicyDataModule, RayCollector
-from torchrl_lightning._core.errors import Fault
+from torchrl_lightning._core.errors import UserError
 from torchrl_lightning.environments import spawn_seed
 from torchrl_lightning.ray.cluster import ClusterFault, check_room, joined
 
@@ -85,12 +85,12 @@ def test_rings_are_as_many_as_the_environments_of_a_rank(tmp_path: Path) -> None
     data = replay_data(num_envs=8, collector=partial(RayCollector, num_collectors=4))
     assert (data.envs_per_worker, data.envs_of_rank) == (2, 8)
     data.trainer = type("Two", (), {"world_size": 2, "lightning_module": None})()
-    assert data._any_buffer().writer.num_envs == 4
+    assert data._get_or_build_buffer().writer.num_envs == 4
 
 
 def test_collectors_that_ranks_cannot_share_out_are_refused(tmp_path: Path) -> None:
     data = rollouts(num_envs=6, frames_per_batch=32, collector=partial(RayCollector, num_collectors=3))
-    with pytest.raises(Fault, match=r"^num_collectors=3.*2.*4"):
+    with pytest.raises(UserError, match=r"^num_collectors=3.*2.*4"):
         fit(tmp_path, data, strategy=of_rank(0, 2))
 
 

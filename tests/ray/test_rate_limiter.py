@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from torchrl_lightning._core.errors import Fault
+from torchrl_lightning._core.errors import UserError
 from torchrl_lightning.ray.rate_limiter import RateLimiter
 
 RATIOS = st.one_of(
@@ -72,7 +72,7 @@ def test_a_smaller_bound_is_refused_and_the_message_names_one_that_is_not(
 ) -> None:
     limiter = RateLimiter(ratio, share * (ratio * insert + draw) / 2)
     limiter.inserted = 1
-    with pytest.raises(Fault, match=r"^error_buffer=.*[^\n]*$") as refused:
+    with pytest.raises(UserError, match=r"^error_buffer=.*[^\n]*$") as refused:
         is_stuck(limiter, [insert], [draw])
     enough = float(re.search(r"Give at least (\S+),", str(refused.value))[1])
     limiter = RateLimiter(ratio, enough)
@@ -136,7 +136,7 @@ def test_a_bound_that_would_never_be_left_is_refused() -> None:
     limiter = RateLimiter(2.0, error_buffer=10.0)
     limiter.inserted = 1
     assert limiter.admits_insert(4)
-    with pytest.raises(Fault, match=r"error_buffer=10.*4.*16.*12"):
+    with pytest.raises(UserError, match=r"error_buffer=10.*4.*16.*12"):
         limiter.admits_draw(16)
 
 

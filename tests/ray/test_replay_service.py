@@ -26,7 +26,7 @@ from torchrl_lightning import (
     SequenceSampler,
     UniformSampler,
 )
-from torchrl_lightning._core.errors import Fault
+from torchrl_lightning._core.errors import UserError
 from torchrl_lightning.ray.cluster import ServiceFault
 
 ENVS, STEPS = 4, 2
@@ -259,7 +259,7 @@ def test_a_writer_waits_for_learners_and_they_for_rows(ray: FakeRay) -> None:
 def test_a_bound_that_is_too_small_is_told_to_whoever_waits_already(ray: FakeRay) -> None:
     limits: dict[str, Any] = {"samples_per_insert": 1.0, "error_buffer": 8.0, "min_size": 8}
     learner = ReplayService(buffer(), name="it", batches_per_call=1, calls_in_flight=1, **limits)
-    with pytest.raises(Fault, match="runs in this cluster to join"):
+    with pytest.raises(UserError, match="runs in this cluster to join"):
         ReplayService(buffer(), name="it", join=True, **limits).extend(rollout(0))
     learner.extend(rollout(0))
     writer, refused = ReplayService(buffer(), name="it", join=True, **limits), []
@@ -268,14 +268,14 @@ def test_a_bound_that_is_too_small_is_told_to_whoever_waits_already(ray: FakeRay
         try:
             for number in range(1, 9):
                 writer.extend(rollout(number))
-        except Fault as error:
+        except UserError as error:
             refused.append(str(error))
 
     waiting = threading.Thread(target=write)
     waiting.start()
     while not shard(ray).instance._changed._waiters:
         time.sleep(0.01)
-    with pytest.raises(Fault, match=r"error_buffer=8.*8.*16"):
+    with pytest.raises(UserError, match=r"error_buffer=8.*8.*16"):
         learner.draw(16)
     waiting.join(20)
     assert not waiting.is_alive()

@@ -318,7 +318,7 @@ def test_a_split_costs_the_rows_that_it_holds_out(through: Any) -> None:
 def test_pickles_share_the_files_of_tensors_that_have_some(tmp_path: Any) -> None:
     data = rollout(4).memmap_(tmp_path)
     storage = RolloutStorage(4, num_envs=2)
-    assert storage.adopt(data)
+    assert storage.take_ownership(data)
     other = pickle.loads(pickle.dumps(storage))
     storage.data["observation"].fill_(7.0)
     assert (other.data["observation"] == 7.0).all()

@@ -87,7 +87,7 @@ def by_storage(buffer: Any, cell: int, value: bool) -> None:
 def by_write_back(buffer: Any, cell: int, value: bool) -> None:
     index = torch.tensor([cell])
     batch = row_with(buffer, cell, value).set("index", index)
-    buffer.write_back(batch.set("write_position", buffer.writer.rings.stamp(index)), [("next", "done")])
+    buffer.write_back(batch.set("write_position", buffer.writer.rings.write_version(index)), [("next", "done")])
 
 
 WAYS = [by_entry, by_key, by_rows, by_slice, by_number, by_mask, by_set, by_storage, by_write_back]

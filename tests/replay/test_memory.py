@@ -19,7 +19,7 @@ def test_nobody_knows_means_no_check(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     monkeypatch.setattr(memory, "CGROUP", tmp_path / "absent")
     monkeypatch.delattr(os, "sysconf")
     assert memory.free_bytes(CPU) is None
-    memory.check_room(2**62, "anything", "lower its size")
+    memory.check_free_memory(2**62, "anything", "lower its size")
 
 
 def test_a_container_allows_less_than_the_machine_has(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -32,7 +32,7 @@ def test_a_container_allows_less_than_the_machine_has(monkeypatch: pytest.Monkey
     (tmp_path / "memory.max").write_text("1000\n")
     assert memory.free_bytes(CPU) == 800  # what files occupy can be had back
     with pytest.raises(ValueError, match=r"cupboard.*801.*800"):
-        memory.check_room(801, "a cupboard", "buy another")
+        memory.check_free_memory(801, "a cupboard", "buy another")
 
 
 def test_a_folder_that_is_yet_to_be_made_is_on_the_disk_of_its_parent(tmp_path: Path) -> None:
@@ -40,4 +40,4 @@ def test_a_folder_that_is_yet_to_be_made_is_on_the_disk_of_its_parent(tmp_path: 
     assert free is not None
     assert free > 0
     with pytest.raises(ValueError, match=f"{tmp_path}"):
-        memory.check_room(2**70, "a cupboard", "buy another", folder=tmp_path)
+        memory.check_free_memory(2**70, "a cupboard", "buy another", folder=tmp_path)

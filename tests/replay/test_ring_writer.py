@@ -45,8 +45,8 @@ def test_like_lists(plan: tuple, on_disk: bool, tmp_path_factory: pytest.TempPat
         assert len(buffer) == sum(writer.filled.tolist())
         cells = writer.rings.filled_cells()
         assert len(cells) == len(buffer)
-        assert not writer.is_even or cells.tolist() == list(range(len(cells)))
-        assert writer.is_even or len(set(writer.filled.tolist())) > 1
+        assert not writer.is_uniformly_filled or cells.tolist() == list(range(len(cells)))
+        assert writer.is_uniformly_filled or len(set(writer.filled.tolist())) > 1
         env, position = writer.rings.env_of(cells), writer.rings.position_of(cells)
         assert torch.equal(writer.cell(env, position), cells)
         found = buffer.storage.get(cells)
@@ -66,7 +66,7 @@ def test_empty_starts_again() -> None:
     buffer.empty()
     assert len(buffer) == 0
     assert buffer.write_count == 0
-    assert buffer.writer.is_even
+    assert buffer.writer.is_uniformly_filled
     assert buffer.extend(numbered(2, 5)).tolist() == [0, 1]
 
 

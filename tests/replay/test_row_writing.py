@@ -93,7 +93,7 @@ def test_an_interrupt_between_two_leaves_leaves_no_torn_row(
         assert torch.equal(one.writer.index.end(env, position), ends)
         for number in range(steps, steps + LENGTH):  # what was given up is filled again
             one.extend(step(number))
-        assert one.writer.is_even
+        assert one.writer.is_uniformly_filled
         assert len(one) == ENVS * min(steps + LENGTH, LENGTH)
         assert set(one.sample()["a"][:, 0].tolist()) == set(range(steps, steps + LENGTH))
 

@@ -29,7 +29,7 @@ from torchrl_lightning import (
     SequenceSampler,
 )
 from torchrl_lightning._core.protocols import CollectorApi
-from torchrl_lightning.datamodules._run.step_writer import PreparedRows
+from torchrl_lightning.datamodules._run.step_writer import PreparedWrite
 from torchrl_lightning.replay.successors import equal_rows
 
 SEAM = "do not continue their stored trajectories"
@@ -406,7 +406,7 @@ def test_rows_of_our_collectors_are_not_compared(monkeypatch: pytest.MonkeyPatch
         done = buffer[:]["next", "done"].flatten()[env::2]
         assert begins(buffer, env) == [int(done[:p].nonzero().max() + 1) if done[:p].any() else 0 for p in range(100)]
     one = data[:, 0].clone()
-    prepared = PreparedRows(buffer, one)
+    prepared = PreparedWrite(buffer, one)
     prepared.write()
 
 

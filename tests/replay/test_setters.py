@@ -14,7 +14,7 @@ from kit.rows import numbered
 from kit.specs import TWO_CHOICES as SPECS
 from kit.states import differences
 from torchrl_lightning import (
-    BufferPage,
+    BufferReport,
     DiscountedReturns,
     DQNModule,
     DynamicsEnsemble,
@@ -23,7 +23,6 @@ from torchrl_lightning import (
     EpisodicReplayBuffer,
     EpisodicReturn,
     ExperienceBuffer,
-    ExperienceLog,
     FramesProgressBar,
     FrameStackTransform,
     GAEBuffer,
@@ -40,6 +39,7 @@ from torchrl_lightning import (
     ReplayDataModule,
     RingStorage,
     RingWriter,
+    RolloutMetricsLogger,
     SACModule,
     SequenceSampler,
     StopAtScore,
@@ -181,9 +181,9 @@ SETTERS: list[tuple[Callable[[], Any], str, list[Any]]] = [
     (lambda: FrameStackTransform(2), "keys", [[3], 3]),
     (lambda: DemonstrationWriter(DemonstrationStorage()), "threshold", [NAN, INF, "1", None]),
     (lambda: IntrinsicRewardNormalizer(0.9), "direction", ["sideways", None]),
-    (lambda: BufferPage("page.html"), "last", [0, 1.5]),
+    (lambda: BufferReport("page.html"), "last", [0, 1.5]),
     (lambda: EpisodeVideo("films"), "every_n_evaluations", [0, 1.5, None]),
-    (ExperienceLog, "every_n_epochs", [0, 1.5, None]),
+    (RolloutMetricsLogger, "every_n_epochs", [0, 1.5, None]),
     (FramesProgressBar, "refresh_every", [-1, NAN, INF, "1"]),
     (lambda: StopAtScore(1.0), "stopping_threshold", [NAN, "1", True, None]),
     (collector, "total_frames", [0, -2, 1.5, "1"]),

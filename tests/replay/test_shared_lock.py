@@ -209,7 +209,7 @@ def die() -> None:
 
 def die_counting(storage: RingStorage) -> None:
     """Let this process die where it says how much the storage holds."""
-    storage.touch = storage.set_length = lambda *_: die()  # type: ignore[method-assign]
+    storage.bump_revision = storage.set_length = lambda *_: die()  # type: ignore[method-assign]
 
 
 def died(act: Any) -> None:
@@ -298,7 +298,7 @@ def test_a_ring_is_dropped_if_its_rows_were_being_written_back() -> None:
     batch["a"] += 100
 
     def act() -> None:
-        buffer.storage.touch = die  # type: ignore[method-assign]  # called once the rows are written
+        buffer.storage.bump_revision = die  # type: ignore[method-assign]  # called once the rows are written
         buffer.write_back(batch, ["a"])
 
     died(act)
@@ -372,7 +372,7 @@ def test_a_buffer_whose_lock_is_held_by_a_stopped_process_stays_as_it_was() -> N
     calls: list[Callable[[], Any]] = [
         buffer.sample,
         buffer.empty,
-        buffer.revive,
+        buffer.resume,
         lambda: buffer.extend(step(20)),
         lambda: buffer.write_back(batch, ["a"]),
     ]
@@ -438,13 +438,13 @@ def test_a_new_process_never_joins_the_episode_of_a_dead_one(caplog: Any) -> Non
 def test_a_process_that_starts_its_environments_again_begins_episodes() -> None:
     buffer = shared()
     buffer.stop()
-    buffer.revive()
+    buffer.resume()
     assert not buffer.is_stopped
     for value in (20, 30):
         buffer.extend(step(value))
     assert begins(buffer, 1) == [0, 1, 2, 2]
     unshared = ring(LENGTH, ENVS)
-    unshared.revive()
+    unshared.resume()
     assert not unshared.is_stopped
 
 

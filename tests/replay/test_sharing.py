@@ -94,7 +94,7 @@ def test_processes_share_a_buffer(method: str) -> None:
         assert len(ours) == 10
         assert ours.writer.positions.tolist() == [3, 4, 3]
         assert ours.writer.write_count == 10
-        assert not ours.writer.is_even
+        assert not ours.writer.is_uniformly_filled
         index = ours.writer.index
         env, first = torch.arange(ENVS), torch.zeros(ENVS, dtype=torch.long)
         assert index.begin(env, first + 2).tolist() == [1] * ENVS  # what another process writes begins an episode

@@ -48,7 +48,7 @@ def test_a_state_does_not_change_with_what_it_was_taken_of() -> None:
     one = ring(4, transform=transform, prefetch=2, batch_size=4)
     one.extend(rows := TensorDict({"a": torch.arange(4.0).unsqueeze(1), "next": after}, [4]))
     one.sample()
-    with one.at_rest() as ahead:
+    with one.paused() as ahead:
         state = one.state_dict()
         before = copy.deepcopy(state)
         for batch, info in ahead:

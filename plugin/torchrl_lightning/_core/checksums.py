@@ -64,14 +64,14 @@ def _parts(node: Any) -> Iterator[Any]:
 def _numbers(tensor: Tensor) -> Iterator[Any]:
     """Yield the bytes of a tensor in the order of its elements; copy a bounded number of them at a time."""
     if tensor.is_contiguous() or tensor.nbytes <= _CHUNK:
-        yield from pieces(tensor.reshape(-1))
+        yield from iter_chunks(tensor.reshape(-1))
         return
     step = _CHUNK // (tensor.nbytes // len(tensor))
     for part in tensor.split(step) if step else tensor:
         yield from _numbers(part)
 
 
-def pieces(rows: Any) -> Iterator[Any]:
+def iter_chunks(rows: Any) -> Iterator[Any]:
     """Yield the bytes of rows, a bounded number at a time."""
     step = max(1, _CHUNK // max(1, rows[:1].nbytes))
     for start in range(0, len(rows), step):
@@ -108,13 +108,13 @@ def with_own_numbers(node: Any) -> Any:
     return node
 
 
-def seal(checkpoint: dict[str, Any], *entries: str) -> None:
+def add_checksums(checkpoint: dict[str, Any], *entries: str) -> None:
     """Add the checksums of these entries to a checkpoint; skip missing entries."""
     sums = {name: checksum(checkpoint[name]) for name in entries if name in checkpoint}
     checkpoint[SEAL] = {**checkpoint.get(SEAL, {}), **sums}
 
 
-def check_seal(checkpoint: Mapping[str, Any], where: str) -> None:
+def verify_checksums(checkpoint: Mapping[str, Any], where: str) -> None:
     """Validate a checkpoint against its checksums, if it has any.
 
     Raises:

@@ -7,43 +7,43 @@ from typing import Any
 from torchrl_lightning._core.protocols import DataApi, LearnerApi
 
 
-class Fault(ValueError):
+class UserError(ValueError):
     """A user error in a run, not a bug in the program; the user needs only its one-line message."""
 
 
-class MisfitError(ValueError):
+class IncompatibleError(ValueError):
     """A part does not fit the environment, the learner or the data; the message suggests a part that would."""
 
 
-def require_fit(part: Any, *others: Any) -> None:
-    """Check by its method ``misfit`` that a part fits others; raise MisfitError with the reason if it does not.
+def check_compatible(part: Any, *others: Any) -> None:
+    """Check by its method ``misfit`` that a part fits others; raise IncompatibleError with the reason if it does not.
 
     Examples:
         >>> class Stack:
         ...     def misfit(self, specs, learner):
         ...         return None if len(specs) == 3 else f"a stack is no {specs}; take images."
-        >>> require_fit(Stack(), [84, 84, 3], None)
-        >>> require_fit(Stack(), [4], None)
+        >>> check_compatible(Stack(), [84, 84, 3], None)
+        >>> check_compatible(Stack(), [4], None)
         Traceback (most recent call last):
             ...
-        torchrl_lightning._core.errors.MisfitError: a stack is no [4]; take images.
+        torchrl_lightning._core.errors.IncompatibleError: a stack is no [4]; take images.
     """
     misfit = getattr(part, "misfit", None)
     if misfit is not None and (reason := misfit(*others)) is not None:
-        raise MisfitError(reason)
+        raise IncompatibleError(reason)
 
 
-def require_stream(learner: Any, data: Any) -> None:
-    """Check that a learner learns from the stream that a DataModule serves; raise MisfitError if it does not.
+def check_stream(learner: Any, data: Any) -> None:
+    """Check that a learner learns from the stream that a DataModule serves; raise IncompatibleError if it does not.
 
-    A learner names the stream in ``learns_from``, a DataModule in ``serves``; None fits any stream.
+    A learner names the stream in ``stream_kind``, a DataModule in ``stream_kind``; None fits any stream.
     """
     wanted, served = LearnerApi.of(learner), DataApi.of(data)
-    if wanted.learns_from is None or served.serves is None or wanted.learns_from == served.serves:
+    if wanted.stream_kind is None or served.stream_kind is None or wanted.stream_kind == served.stream_kind:
         return
-    raise MisfitError(
+    raise IncompatibleError(
         f"{type(learner).__name__} does not learn from the {type(data).__name__}; choose a stream for it, such as "
-        f"{wanted.stream_for_it}, or a learner for this stream, such as {served.learner_for_it}."
+        f"{wanted.suggested_data}, or a learner for this stream, such as {served.suggested_model}."
     )
 
 

@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_lightning._core.checksums import pieces
-from torchrl_lightning._core.errors import Fault
+from torchrl_lightning._core.checksums import iter_chunks
+from torchrl_lightning._core.errors import UserError
 from torchrl_lightning._core.file_limits import MANIFEST_BYTES, MANIFEST_VALUES
 from torchrl_lightning._core.untrusted import json_values, printable, read_json
 
@@ -58,7 +58,7 @@ def replaced_files(*paths: Path) -> Iterator[list[BinaryIO]]:
     for folder in folders:
         remove_leftovers(folder)
     with contextlib.ExitStack() as held:
-        temporary = [held.enter_context(aside(path, partial(Path.touch, exist_ok=False))) for path in paths]
+        temporary = [held.enter_context(temporary_sibling(path, partial(Path.touch, exist_ok=False))) for path in paths]
         with contextlib.ExitStack() as stack:
             files: list[BinaryIO] = [stack.enter_context(path.open("r+b")) for path in temporary]
             yield files
@@ -83,7 +83,7 @@ def remove_leftovers(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def aside(target: Path, make: Callable[[Path], None]) -> Iterator[Path]:
+def temporary_sibling(target: Path, make: Callable[[Path], None]) -> Iterator[Path]:
     """Create and lock a temporary file or folder beside the target; remove it after the block if it still exists."""
     while True:
         path = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
@@ -150,10 +150,10 @@ def check_writable(folder: Path, name: str) -> None:
     try:
         tempfile.TemporaryFile(dir=there).close()
     except OSError as error:
-        raise Fault(f"{name}={folder} cannot be written to ({error}); name another folder.") from error
+        raise UserError(f"{name}={folder} cannot be written to ({error}); name another folder.") from error
 
 
-class StateFiles:
+class StateFilesMixin:
     """Mixin that writes the declared state of a part to a folder and reads it again."""
 
     def dumps(self: Any, path: str | Path) -> None:
@@ -174,7 +174,7 @@ class StateFiles:
         self.load_state_dict(read_state(Path(path)))
 
 
-class OwnFiles(StateFiles):
+class NoCheckpointerMixin(StateFilesMixin):
     """Mixin that rejects the hooks of TorchRL's checkpointers, because parts with their own files would ignore them."""
 
     def register_save_hook(self, hook: Any) -> None:
@@ -188,7 +188,7 @@ class OwnFiles(StateFiles):
 
 
 @dataclass(frozen=True)
-class Rows:
+class ChunkedTensor:
     """Scattered rows of a leaf, gathered in slices while they are written."""
 
     leaf: Tensor
@@ -203,7 +203,7 @@ class Rows:
 
 
 def write_state(folder: Path, state: Mapping[str, Any]) -> None:
-    """Write nested dicts, lists, tensors (or :class:`Rows`) and scalars to a folder, atomically.
+    """Write nested dicts, lists, tensors (or :class:`ChunkedTensor`) and scalars to a folder, atomically.
 
     A new folder appears only when it is complete. In an existing folder, the manifest is replaced last, after the
     binary file is on the disk, so that an error leaves the old state intact.
@@ -214,7 +214,7 @@ def write_state(folder: Path, state: Mapping[str, Any]) -> None:
         _write_into(folder, state)
         return
     remove_leftovers(folder.parent)
-    with aside(folder, Path.mkdir) as made:
+    with temporary_sibling(folder, Path.mkdir) as made:
         _write_into(made, state)
         made.rename(folder)
     _sync_folder(folder.parent)
@@ -243,7 +243,7 @@ def _checksum(content: Any) -> int:
 
 
 def _encode(value: Any, file: BinaryIO, path: str) -> Any:
-    if isinstance(value, Tensor | Rows):
+    if isinstance(value, Tensor | ChunkedTensor):
         return {_TENSOR: _write_tensor(value, file, path)}
     if isinstance(value, Mapping):
         if wrong := [key for key in value if not isinstance(key, str) or key in (_TENSOR, _TUPLE)]:
@@ -258,14 +258,14 @@ def _encode(value: Any, file: BinaryIO, path: str) -> Any:
     raise TypeError(f"{path} is a {type(value).__name__}; a state holds tensors and scalars only.")
 
 
-def _write_tensor(value: Tensor | Rows, file: BinaryIO, path: str) -> dict[str, Any]:
+def _write_tensor(value: Tensor | ChunkedTensor, file: BinaryIO, path: str) -> dict[str, Any]:
     rows = value.unsqueeze(0) if isinstance(value, Tensor) and not value.ndim else value
     first = rows[:1]
     if first.dtype not in DTYPES.values():
         raise TypeError(f"{path} has dtype {first.dtype}, which cannot be stored in a file.")
     file.write(b"\0" * (-file.tell() % _ALIGNMENT))
     offset, checksum = file.tell(), 0
-    for data in pieces(rows):
+    for data in iter_chunks(rows):
         file.write(data)
         checksum = zlib.crc32(data, checksum)
     return {
@@ -277,7 +277,7 @@ def _write_tensor(value: Tensor | Rows, file: BinaryIO, path: str) -> dict[str, 
 
 
 @dataclass(frozen=True)
-class StoredRows:
+class MappedTensor:
     """A tensor in a file, read in slices."""
 
     file: Path
@@ -302,7 +302,7 @@ class StoredRows:
 def read_state(folder: Path, *, streamed: bool = False) -> dict[str, Any]:
     """Read and validate a state that :func:`write_state` wrote; tensors are mapped from the file, not loaded.
 
-    With ``streamed``, large tensors are :class:`StoredRows`, which keep no pages in memory.
+    With ``streamed``, large tensors are :class:`MappedTensor`, which keep no pages in memory.
     """
     folder = folder.absolute()
     manifest = folder / MANIFEST
@@ -349,7 +349,7 @@ class _Reader:
             return {key: self.decode(entry) for key, entry in value.items()}
         return [self.decode(entry) for entry in value] if isinstance(value, list) else value
 
-    def _tensor(self, described: dict[str, Any]) -> Tensor | StoredRows:
+    def _tensor(self, described: dict[str, Any]) -> Tensor | MappedTensor:
         dtype, shape, offset = DTYPES[described["dtype"]], described["shape"], described["offset"]
         if not all(type(number) is int and 0 <= number < 1 << 62 for number in [*shape, offset]):
             raise ValueError("a shape or an offset is not a natural number")
@@ -360,8 +360,8 @@ class _Reader:
         if not size:
             return torch.empty(shape, dtype=dtype)
         if self.streamed is not None and size > _STREAMED:
-            rows = StoredRows(self.streamed, offset, dtype, torch.Size(shape))
-            if reduce(lambda found, piece: zlib.crc32(piece, found), pieces(rows), 0) != described["crc32"]:
+            rows = MappedTensor(self.streamed, offset, dtype, torch.Size(shape))
+            if reduce(lambda found, piece: zlib.crc32(piece, found), iter_chunks(rows), 0) != described["crc32"]:
                 raise ValueError("a checksum does not match")
             return rows
         part: Any = self.data[offset : offset + size]

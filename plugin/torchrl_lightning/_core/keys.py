@@ -44,7 +44,7 @@ RETURN, STEP_TYPE = "discounted_return", "step_type"
 INPUTS, TARGETS = "inputs", "targets"
 
 # Entries that networks and models pass on within a TensorDict.
-FEATURES, ACTION_VALUE, MEMBER, REMEMBERED = "features", "action_value", "member", "remembered"
+FEATURES, ACTION_VALUE, MEMBER, MEMORY_FEATURES = "features", "action_value", "member", "remembered"
 # TorchRL's entries in the same TensorDicts.
 TORCHRL = ("_reset", "episode_reward", "sample_log_prob", "chosen_action_value", "logits", "loc", "scale")
 
@@ -54,7 +54,7 @@ RESERVED = frozenset(
         *(VALUE, TARGET, ADVANTAGE, INTRINSIC_REWARD[-1], NORMALIZED_REWARD[-1]),
         *(INTRINSIC_VALUE, INTRINSIC_TARGET, INTRINSIC_ADVANTAGE, CURRENT_LOG_PROB, FINISHED),
         *(INDEX, MASK, WEIGHT, TD_ERROR, SOURCE, *STAMPS, *FOLDED, RETURN, STEP_TYPE, INPUTS, TARGETS),
-        *(FEATURES, ACTION_VALUE, MEMBER, REMEMBERED, *TORCHRL),
+        *(FEATURES, ACTION_VALUE, MEMBER, MEMORY_FEATURES, *TORCHRL),
     }
 )
 """Names at the root of a TensorDict, or under ``"next"``, that a run reserves for its own entries."""

@@ -53,7 +53,7 @@ def zeros(size: int, dtype: torch.dtype, device: torch.device | str) -> Tensor:
     return torch.from_numpy(raw[begin : begin + size * dtype.itemsize]).view(dtype)
 
 
-def check_room(
+def check_free_memory(
     needed: int, owner: str, remedy: str, *, device: torch.device | str = "cpu", folder: Path | None = None
 ) -> None:
     """Validate that enough bytes are free on a device, or on the disk of a folder.
@@ -64,7 +64,9 @@ def check_room(
     free = free_bytes(torch.device(device), folder)
     if free is not None and needed > free:
         where = f"on the disk of {folder}" if folder is not None else f"in the memory of {device}"
-        raise ValueError(f"{owner} needs {readable(needed)}, but only {readable(free)} are free {where}; {remedy}.")
+        raise ValueError(
+            f"{owner} needs {format_bytes(needed)}, but only {format_bytes(free)} are free {where}; {remedy}."
+        )
 
 
 def reserve(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -202,11 +204,11 @@ def _reserve_blocks(descriptor: int, size: int, folder: Path) -> None:
     try:
         os.posix_fallocate(descriptor, 0, size)
     except (OSError, AttributeError) as error:
-        free = readable(free_bytes(torch.device("cpu"), folder) or 0)
+        free = format_bytes(free_bytes(torch.device("cpu"), folder) or 0)
         if isinstance(error, OSError) and error.errno in _FULL:
             raise OSError(
                 error.errno,
-                f"The memory-mapped cells need {readable(size)}, but only {free} are free on the disk of {folder}; "
+                f"The memory-mapped cells need {format_bytes(size)}, but only {free} are free on the disk of {folder}; "
                 "lower max_size, store smaller dtypes, or give a scratch_dir= on a larger disk",
             ) from error
         # Some file systems, and macOS, cannot reserve.
@@ -214,7 +216,7 @@ def _reserve_blocks(descriptor: int, size: int, folder: Path) -> None:
             "the disk of %s cannot reserve the %s of the memory-mapped cells (%s are free now): if it fills up, the "
             "process is killed.",
             folder,
-            readable(size),
+            format_bytes(size),
             free,
         )
         os.ftruncate(descriptor, size)
@@ -257,7 +259,7 @@ def _container() -> int | None:
         return None
 
 
-def readable(count: int) -> str:
+def format_bytes(count: int) -> str:
     """Format a number of bytes for a message: ``3 MiB``."""
     size, units = float(count), ["bytes", "KiB", "MiB", "GiB", "TiB"]
     while size >= 1024 and len(units) > 1:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from torchrl_lightning._core.protocols import DataApi
-from torchrl_lightning._core.ranks import gathered
+from torchrl_lightning._core.ranks import all_gather
 from torchrl_lightning._core.torchrl_compat import logger_connector
 
 EVALUATION, TRAINING = "eval/", "train/"
@@ -49,7 +49,7 @@ def publish(trainer: Any, metrics: Mapping[str, float]) -> None:
 
     All ranks must call this together. Each metric is the mean over the ranks that have it, so it is equal on all ranks.
     """
-    rows = gathered(dict(metrics))
+    rows = all_gather(dict(metrics))
     names = [name for name in dict.fromkeys(name for row in rows for name in row) if name not in RESERVED]
     columns = [[float(row[name]) for row in rows if name in row] for name in names]
     means = torch.tensor([sum(column) / len(column) for column in columns], dtype=torch.float64)

@@ -23,7 +23,7 @@ from torch import Tensor
 _BY_VALUE: ContextVar[frozenset[int]] = ContextVar("parts that are being pickled by value", default=frozenset())
 
 
-class PickledByValue:
+class PickleByValueMixin:
     """Mixin that pickles a part by cloudpickle if it has user functions that pickle cannot import, such as lambdas."""
 
     def _user_values(self) -> Mapping[str, Any]:
@@ -69,7 +69,7 @@ def _is_picklable(value: Any) -> bool:
     return True
 
 
-class ConstructorSignature:
+class SignatureDescriptor:
     """Descriptor for ``__signature__``, so that ``inspect.signature``, ``help`` and editors find the constructor.
 
     TorchRL's metaclasses of buffers and samplers hide it by their ``__call__(cls, *args, **kwargs)``.
@@ -85,12 +85,14 @@ def is_spawning() -> bool:
     return get_spawning_popen() is not None
 
 
-def _built(device: str, state: Any) -> torch.Generator:
+def _restore_generator(device: str, state: Any) -> torch.Generator:
     return torch.Generator(device).set_state(torch.from_numpy(state))
 
 
 # Send the state as a NumPy array: the shared file of a temporary tensor is deleted before the new process opens it.
-ForkingPickler.register(torch.Generator, lambda each: (_built, (str(each.device), each.get_state().numpy())))
+ForkingPickler.register(
+    torch.Generator, lambda each: (_restore_generator, (str(each.device), each.get_state().numpy()))
+)
 
 
 def fresh_generator() -> torch.Generator:
@@ -105,7 +107,7 @@ def check_generator(value: Any) -> torch.Generator:
     return value
 
 
-class OwnGenerator:
+class GeneratorMixin:
     """Mixin with a random generator: the assigned one, or else a new one that is seeded from torch's global one."""
 
     _own_rng: torch.Generator | None = None

@@ -15,7 +15,7 @@ def device_of(module: Any) -> torch.device | None:
     return next((tensor.device for tensor in tensors), None)
 
 
-def hold(module: nn.Module, **parts: Any) -> None:
+def set_unregistered(module: nn.Module, **parts: Any) -> None:
     """Set attributes without registering submodules: another module owns their weights and their mode."""
     module.__dict__.update(parts)
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchrl_lightning._core.state import check_state, tensor, whole
+from torchrl_lightning._core.state import bounded_integer, check_state, tensor
 
 
 def precision_of(dtype: torch.dtype) -> torch.dtype:
@@ -74,7 +74,7 @@ class Moments:
         """Return the moments of a :meth:`state_dict`; raise ValueError if it does not fit samples of this shape."""
         shape, largest = self.mean.shape, torch.finfo(torch.float64).max
         schema = {
-            "count": whole(),
+            "count": bounded_integer(),
             "mean": tensor(torch.float64, *shape, low=-largest, high=largest, anywhere=True),
             "spread": tensor(torch.float64, *shape, low=0.0, high=largest, anywhere=True),
         }

@@ -11,7 +11,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from torchrl_lightning._core.errors import Fault
+from torchrl_lightning._core.errors import UserError
 from torchrl_lightning._core.file_limits import YAML_BYTES, YAML_DEPTH, YAML_INTERPOLATION, YAML_REFERENCES, YAML_VALUES
 from torchrl_lightning._core.untrusted import printable, read_regular
 
@@ -36,7 +36,7 @@ def read_config(path: str | Path) -> DictConfig:
             raise ValueError(f"it is a {type(found).__name__}")
     except (yaml.YAMLError, OmegaConfBaseException, ValueError, TypeError, OSError, RecursionError) as error:
         reason = printable(" ".join(str(error).split()))
-        raise Fault(f"{printable(path)} must be a YAML mapping of plain values: {reason}") from error
+        raise UserError(f"{printable(path)} must be a YAML mapping of plain values: {reason}") from error
     return found
 
 
@@ -53,7 +53,7 @@ def check_file(path: str | Path) -> None:
     except (yaml.YAMLError, UnicodeDecodeError):
         return
     except ValueError as error:
-        raise Fault(f"{printable(path)} must be a YAML mapping of plain values: {printable(error)}") from error
+        raise UserError(f"{printable(path)} must be a YAML mapping of plain values: {printable(error)}") from error
 
 
 def raw_value(config: Any, key: str) -> Any:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from torchrl_lightning._core.errors import Fault
+from torchrl_lightning._core.errors import UserError
 
 SHARED_MEMORY = "/dev/shm"
 _PAUSE = 1.0  # seconds between checks of the parent
@@ -64,7 +64,7 @@ def end_processes(processes: Sequence[BaseProcess], patience: float) -> None:
             process.join(max(0.0, deadline - time.monotonic()))
 
 
-def how_it_died(process: BaseProcess) -> str:
+def exit_description(process: BaseProcess) -> str:
     """Describe the exit of a process that should still be running."""
     process.join(1.0)
     return (
@@ -91,20 +91,20 @@ def check_descriptors(count: int, each: int) -> None:
     known = len(list(folder.iterdir())) if folder.exists() else 0
     allowed, needed = resource.getrlimit(resource.RLIMIT_NOFILE)[0], known + count * each
     if allowed != resource.RLIM_INFINITY and needed > allowed:
-        raise Fault(
+        raise UserError(
             f"{count} processes need some {needed} open files, but this one may have {allowed}; allow more before the "
             f"run (ulimit -n {2 * needed}), or take fewer environments or workers in processes."
         )
 
 
-def lack_of(error: BaseException) -> str | None:
+def resource_error(error: BaseException) -> str | None:
     """Describe the system resource that processes or their shared memory lack; return None for other errors.
 
     Examples:
-        >>> print(lack_of(BlockingIOError(errno.EAGAIN, "no fork")))
+        >>> print(resource_error(BlockingIOError(errno.EAGAIN, "no fork")))
         the system starts no more processes for this user (no fork); take fewer, or raise the limit (ulimit -u).
     """
-    if not isinstance(error, OSError | RuntimeError) or isinstance(error, Fault):
+    if not isinstance(error, OSError | RuntimeError) or isinstance(error, UserError):
         return None
     system = error if isinstance(error, OSError) else OSError()
     if str(system.filename).startswith(SHARED_MEMORY) or "shared memory(shm)" in str(error):

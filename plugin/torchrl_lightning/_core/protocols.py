@@ -57,8 +57,8 @@ class LearnerApi(_View):
         check_transitions: Validate all stored transitions ``[N]`` before ``begin_fit``.
         begin_fit: Start a fit of a model; the argument is the :class:`~torchrl_lightning.dynamics.DynamicsTargets`.
         follow_schedules: Set learning rates and coefficients from the progress of the run.
-        learns_from: The name of its stream, as in ``serves`` of a DataModule; None for any stream.
-        stream_for_it: A stream to suggest in error messages.
+        stream_kind: The name of its stream, as in ``stream_kind`` of a DataModule; None for any stream.
+        suggested_data: A stream to suggest in error messages.
         gamma: The discount, if the learner owns it.
         gamma_intrinsic: The discount of intrinsic rewards, if the learner owns it.
         evaluation_metrics: All metrics that an evaluation logs.
@@ -73,8 +73,8 @@ class LearnerApi(_View):
     check_transitions: Callable[[TensorDictBase], None] | None = None
     begin_fit: Callable[[Any], None] | None = None
     follow_schedules: Callable[[], None] | None = None
-    learns_from: str | None = None
-    stream_for_it: str = ""
+    stream_kind: str | None = None
+    suggested_data: str = ""
     gamma: Any = None
     gamma_intrinsic: Any = None
     evaluation_metrics: tuple[str, ...] = ()
@@ -131,14 +131,14 @@ class PolicyApi(_View):
         out_keys: The entries that it writes, if it names them.
         get_dist: Return the distribution over actions in a TensorDict.
         clip_actions: Whether its actions are clipped to their Box before the environment receives them.
-        use_worker: Set its worker number and the number of workers of the collector.
+        set_worker: Set its worker number and the number of workers of the collector.
     """
 
     in_keys: Sequence[NestedKey] = ()
     out_keys: Sequence[NestedKey] | None = None
     get_dist: Callable[[TensorDictBase], Any] | None = None
     clip_actions: bool = False
-    use_worker: Callable[[int, int], None] | None = None
+    set_worker: Callable[[int, int], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -147,14 +147,14 @@ class SamplerApi(_View):
 
     Attributes:
         part: The sampler.
-        reads_rings: Whether it draws from unevenly filled rings.
+        supports_uneven_rings: Whether it draws from unevenly filled rings.
         batch_length: The number of steps in a window; None for single steps.
         episode_ends: The meaning of the end of an episode within a window.
         num_earliest_frames_ignored: The number of oldest steps of each environment that are not drawn.
         traj_key: The entry that holds ids of trajectories.
     """
 
-    reads_rings: bool = False
+    supports_uneven_rings: bool = False
     batch_length: int | None = None
     episode_ends: str = "inside"
     num_earliest_frames_ignored: int = 0
@@ -188,8 +188,8 @@ class CollectorApi(_View):
         clip_actions: Whether actions are clipped to their Box; None if it is unknown.
         num_workers: The number of processes that step environments.
         total_frames: The number of frames after which it ends; -1 for never.
-        lends_rows: Whether ``reused_rows`` yields the same steps in the layout of a replay buffer.
-        gives_rollouts_away: Whether each rollout has memory of its own.
+        yields_shared_memory: Whether ``reused_rows`` yields the same steps in the layout of a replay buffer.
+        yields_owned_rollouts: Whether each rollout has memory of its own.
         service: The replay service to which other processes write rollouts.
         lost_envs: Environments that have lost their unfinished episode; the reader empties the list.
         update_policy_weights_: Copy the learner's weights into the policy that acts.
@@ -202,8 +202,8 @@ class CollectorApi(_View):
     clip_actions: bool | None = None
     num_workers: int = 1
     total_frames: int = -1
-    lends_rows: bool = False
-    gives_rollouts_away: bool = False
+    yields_shared_memory: bool = False
+    yields_owned_rollouts: bool = False
     service: Any = None
     lost_envs: list[int] | None = None
     update_policy_weights_: Callable[[], None] | None = None
@@ -251,7 +251,7 @@ class SourceApi(_View):
 
     @property
     def keeps_rows(self) -> bool:
-        """Whether it stores rows itself; it then also has ``takes_rows`` and a length."""
+        """Whether it stores rows itself; it then also has ``accepts_shared_rows`` and a length."""
         return None not in (self.extend, self.metrics, self.shutdown)
 
 
@@ -262,7 +262,7 @@ class DataApi(_View):
     Attributes:
         part: The DataModule; None without one.
         serves: The name of the stream that it serves.
-        learner_for_it: A learner to suggest in error messages.
+        suggested_model: A learner to suggest in error messages.
         total_frames: The number of frames after which training stops; -1 for never.
         seed: The seed of the run.
         buffer: The buffer, once it is built.
@@ -280,8 +280,8 @@ class DataApi(_View):
         episode_metrics: The names of metrics that exist from the first finished episode on.
     """
 
-    serves: str | None = None
-    learner_for_it: str = ""
+    stream_kind: str | None = None
+    suggested_model: str = ""
     total_frames: int | None = None
     seed: int | None = None
     buffer: Any = None

@@ -24,7 +24,7 @@ def world_size() -> int:
     return dist.get_world_size() if is_distributed() else 1
 
 
-def of_first_rank(value: Value) -> Value:
+def broadcast_from_rank_zero(value: Value) -> Value:
     """Return the value of rank 0 on all ranks; the value itself without a process group."""
     if not is_distributed():
         return value
@@ -33,7 +33,7 @@ def of_first_rank(value: Value) -> Value:
     return values[0]
 
 
-def gathered(value: Value) -> list[Value]:
+def all_gather(value: Value) -> list[Value]:
     """Return the values of all ranks, ordered by rank; a list of one value without a process group."""
     if not is_distributed():
         return [value]

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from torchrl_lightning._core.errors import Fault
+from torchrl_lightning._core.errors import UserError
 from torchrl_lightning._core.file_limits import LOG_BYTES, LOG_LINE, LOG_LINES
 from torchrl_lightning._core.untrusted import open_regular, printable
 
@@ -35,7 +35,7 @@ def read_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
                 if row:
                     yield rows.line_num, row
         except (csv.Error, ValueError) as error:
-            raise Fault(f"{printable(path)} must be a CSV file: {printable(error)}") from error
+            raise UserError(f"{printable(path)} must be a CSV file: {printable(error)}") from error
 
 
 def _lines(text: io.TextIOWrapper) -> Iterator[str]:
@@ -45,7 +45,7 @@ def _lines(text: io.TextIOWrapper) -> Iterator[str]:
         yield line
 
 
-def score_of(checkpoint: Path, config: Mapping[str, Any]) -> float | None:
+def evaluation_score(checkpoint: Path, config: Mapping[str, Any]) -> float | None:
     """Return the mean return of a checkpoint in the evaluation after training, read from the folder of its run.
 
     Return None if the run has not ended, has no CSV log, or evaluated another checkpoint.
@@ -66,4 +66,4 @@ def score_of(checkpoint: Path, config: Mapping[str, Any]) -> float | None:
     try:
         return float(found) if found else None
     except ValueError as error:
-        raise Fault(f"{printable(metrics)}: {SCORE} must be a number, got {printable(found)!r}.") from error
+        raise UserError(f"{printable(metrics)}: {SCORE} must be a number, got {printable(found)!r}.") from error

@@ -29,31 +29,31 @@ from torchrl_lightning._core.validators import (
     finite_positive,
     fraction,
     integer,
-    not_negative,
+    non_negative,
     one_of,
     optional,
     positive,
-    share,
+    positive_fraction,
 )
 
 Positive = Annotated[float, positive]
 FinitePositive = Annotated[float, finite_positive]
 Finite = Annotated[float, finite]
-NotNegative = Annotated[float, not_negative]
+NotNegative = Annotated[float, non_negative]
 Fraction = Annotated[float, fraction]
-Share = Annotated[float, share]
+Share = Annotated[float, positive_fraction]
 Count = Annotated[int, integer]
 Switch = Annotated[bool, boolean]
 
 _NOTHING: Any = inspect.Parameter.empty
 
 
-def among(*options: Any) -> Check:
+def choices(*options: Any) -> Check:
     """Return a check that a setting is one of these options, for use in an annotation."""
     return lambda value, name: one_of(value, name, options)
 
 
-def otherwise(make: Callable[[], Any]) -> Check:
+def default_factory(make: Callable[[], Any]) -> Check:
     """Return a check that replaces None by a default that ``make`` builds, for use in an annotation."""
     return lambda value, name: make() if value is None else value
 
@@ -93,19 +93,20 @@ def setting(*, default: Any = _NOTHING, kw_only: bool = True, alias: str = "") -
     """Declare a setting that needs more than an annotation and a default.
 
     Args:
-        default: The default value; without one the argument is required. :func:`otherwise` builds mutable defaults.
+        default: The default value; without one the argument is required. :func:`default_factory` builds mutable
+            defaults.
         kw_only: False for a positional argument.
         alias: The name of the argument, if a property of that name exposes a private attribute.
     """
     return Setting(default, kw_only, alias)
 
 
-def derived(*, init: Literal[False] = False) -> Any:
+def computed(*, init: Literal[False] = False) -> Any:
     """Declare a computed attribute, which is not an argument even if a base class has a setting of this name."""
     return Setting(init=init)
 
 
-@dataclass_transform(kw_only_default=True, eq_default=False, field_specifiers=(setting, derived))
+@dataclass_transform(kw_only_default=True, eq_default=False, field_specifiers=(setting, computed))
 class Settings:
     """Base of classes that declare their settings: attributes with a type and a default, own and inherited.
 
@@ -197,7 +198,7 @@ def _own_settings(cls: type[Settings]) -> tuple[dict[str, Setting], set[str]]:
         if written.init:
             called, stored = written.name or name, not str(annotation).startswith("InitVar[")
             annotation = annotation if stored else annotation[len("InitVar[") : -1]
-            kind = _meant(annotation, cls)
+            kind = _resolve_annotation(annotation, cls)
             own = {"name": called, "attribute": name if stored else "", "annotation": annotation, "kind": kind}
             found[called] = replace(written, **own, check=(check := _check_of(kind)))
             if stored and check is not None and _is_plain(kind) and _is_free(cls, name):
@@ -239,12 +240,12 @@ def _constructor(cls: type) -> Callable[..., None]:
 
     __init__.__doc__ = "Take the settings."
     __init__.__qualname__, __init__.__module__ = f"{cls.__qualname__}.__init__", cls.__module__
-    __init__.__annotations__ = {name: _taken(each) for name, each in settings.items()} | {"return": None}
+    __init__.__annotations__ = {name: _accepted_type(each) for name, each in settings.items()} | {"return": None}
     vars(__init__)["__signature__"] = signature
     return __init__
 
 
-def _meant(annotation: Any, cls: type) -> Any:
+def _resolve_annotation(annotation: Any, cls: type) -> Any:
     if not isinstance(annotation, str):
         return annotation
     try:
@@ -263,7 +264,7 @@ def _check_of(kind: Any) -> Check | None:
     return optional(checks[0]) if type(None) in members else checks[0]
 
 
-def _taken(each: Setting) -> Any:
+def _accepted_type(each: Setting) -> Any:
     """Return the type of the values that a setting accepts, with None if that is its default."""
     kind = _plain(each.kind)
     return kind | None if each.default is None else kind

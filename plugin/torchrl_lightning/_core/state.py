@@ -1,15 +1,15 @@
 """Declared states: save them, validate them before anything changes, and load them.
 
-A part derives from :class:`Stated` and lists the entries of its state in ``STATE``, in the order of loading:
+A part derives from :class:`Stateful` and lists the entries of its state in ``STATE``, in the order of loading:
 
 ==================== =================================================================================================
 :class:`Attribute`   an attribute, which is set to a copy; without a check, a constructor argument, which must be equal
 :class:`InPlace`     a tensor or array that is filled in place, because other objects share it
-:class:`Child`       a part that is :class:`Stated` itself, or None
+:class:`Child`       a part that is :class:`Stateful` itself, or None
 ==================== =================================================================================================
 
-A check takes ``(value, name)``. It returns the value to store, or raises ``wrong(value, name, "the expected value")``.
-If the check depends on the part, pass a function of the part that returns the check::
+A check takes ``(value, name)``. It returns the value to store, or raises ``state_error(value, name, "the expected
+value")``. If the check depends on the part, pass a function of the part that returns the check::
 
     Attribute(whole(1))
     Attribute(of=lambda ring: whole(0, ring.capacity - 1))
@@ -17,9 +17,10 @@ If the check depends on the part, pass a function of the part that returns the c
 
 An attribute may be nested, as ``"table.alpha"``, or a property that converts from and to the saved value.
 
-Hooks: ``_check_together(values)`` raises ValueError if entries conflict; ``_loaded()`` updates derived attributes.
-Override :meth:`~Stated.read_state` or :meth:`~Stated.put_state` around ``super()`` to take a lock or to handle a value
-that no entry can describe.
+Hooks: ``_validate_consistency(values)`` raises ValueError if entries conflict; ``_loaded()`` updates derived
+    attributes.
+Override :meth:`~Stateful.read_state` or :meth:`~Stateful.apply_state` around ``super()`` to take a lock or to handle a
+value that no entry can describe.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_lightning._core.files import Rows
+from torchrl_lightning._core.files import ChunkedTensor
 from torchrl_lightning._core.validators import Check
 
 LARGEST = 1 << 60
@@ -56,10 +57,10 @@ def check_state(
     values together. The ValueError names the entry, the received and the expected value.
     """
     if not isinstance(state, Mapping):
-        raise ValueError(f"The {owner} state is foreign: it is {described(state)}, expected a dict.")
+        raise ValueError(f"The {owner} state is foreign: it is {describe_value(state)}, expected a dict.")
     if version is not None and (type(found := state.get("schema_version")) is not int or found != version):
         raise ValueError(
-            f"The {owner} state has schema version {described(found)}, this release reads version {version}."
+            f"The {owner} state has schema version {describe_value(found)}, this release reads version {version}."
         )
     if missing := sorted(set(schema) - set(state)):
         found = sorted(map(str, state))
@@ -77,12 +78,12 @@ class _WrongError(ValueError):
     """An entry is invalid; the message does not yet name the owner."""
 
 
-def wrong(value: Any, name: str, expected: str) -> ValueError:
+def state_error(value: Any, name: str, expected: str) -> ValueError:
     """Return the error of a check, with the received and the expected value."""
-    return _WrongError(f"{name} is {described(value)}, expected {expected}")
+    return _WrongError(f"{name} is {describe_value(value)}, expected {expected}")
 
 
-def described(value: Any) -> str:
+def describe_value(value: Any) -> str:
     """Describe a value in a few words: a tensor by dtype and shape, a number or string by its repr."""
     if isinstance(value, Tensor):
         return f"a tensor {list(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
@@ -97,13 +98,13 @@ def expect(fits: Callable[[Any], Any], expected: str) -> Check:
 
     def check(value: Any, name: str) -> Any:
         if not fits(value):
-            raise wrong(value, name, expected)
+            raise state_error(value, name, expected)
         return value
 
     return check
 
 
-anything = expect(lambda value: True, "anything")
+any_value = expect(lambda value: True, "anything")
 flag = expect(lambda value: type(value) is bool, "True or False")
 text = expect(lambda value: type(value) is str, "a string")
 sequence = expect(lambda value: isinstance(value, list | tuple), "a list")
@@ -115,7 +116,7 @@ mapping = expect(
 """Expect a dict; another schema validates its content."""
 
 
-def whole(low: int = 0, high: int = LARGEST) -> Check:
+def bounded_integer(low: int = 0, high: int = LARGEST) -> Check:
     """Expect an integer in ``[low, high]``."""
     most = f", at most {high}" if high < LARGEST else ""
     return expect(lambda value: type(value) is int and low <= value <= high, f"an integer of at least {low}{most}")
@@ -148,8 +149,9 @@ def same(own: Any, owner: str, argument: str = "") -> Check:
         if type(value) is not type(own) or value != own:
             name = name.strip("'")
             raise ValueError(
-                f"The state has {name}={described(value)}, this {owner} has {argument or name}={described(own)}; "
-                f"build it with {argument or name}={described(value)} or load a matching state."
+                f"The state has {name}={describe_value(value)}, this {owner} has "
+                f"{argument or name}={describe_value(own)}; "
+                f"build it with {argument or name}={describe_value(value)} or load a matching state."
             )
         return value
 
@@ -177,7 +179,7 @@ def tensor(
         )
         if not fits:
             expected = ", ".join("any" if size is None else str(size) for size in shape)
-            raise wrong(value, name, f"a tensor [{expected}] of {str(dtype).removeprefix('torch.')}")
+            raise state_error(value, name, f"a tensor [{expected}] of {str(dtype).removeprefix('torch.')}")
         found: Tensor = value
         if found.numel() and not ((low is None or (found >= low).all()) and (high is None or (found <= high).all())):
             limits = "what the other entries allow" if isinstance(high, Tensor) else f"{low} to {high}"
@@ -292,14 +294,14 @@ class Child(Attribute):
     def put(self, part: Any, at: str, value: Any) -> None:
         """Store the validated values in the child."""
         if value is not None:
-            attrgetter(at)(part).put_state(value)
+            attrgetter(at)(part).apply_state(value)
 
 
 GENERATOR = Attribute(of=lambda part: generator(part.generator.device), at="generator_state")
 """The entry of a random generator; loading keeps the generator object."""
 
 
-class Stated:
+class Stateful:
     """Base of parts with a declared state: plain data, copied when saved and loaded, and loaded entirely or not at all.
 
     List it before the bases of TorchRL and Lightning, because it replaces their methods of the same names. A subclass
@@ -311,8 +313,8 @@ class Stated:
         VERSION: The version of its states; None if they are always saved within the state of another part.
 
     Examples:
-        >>> from torchrl_lightning._core.mixins import OwnGenerator
-        >>> class Deck(OwnGenerator, Stated):
+        >>> from torchrl_lightning._core.mixins import GeneratorMixin
+        >>> class Deck(GeneratorMixin, Stateful):
         ...     OWNER, VERSION = "deck", 1
         ...     STATE = {
         ...         "size": Attribute(),
@@ -366,14 +368,14 @@ class Stated:
         Raises:
             ValueError: The version or a build value differs, or an entry is missing or invalid; nothing is changed.
         """
-        self.put_state(self.read_state(state_dict))
+        self.apply_state(self.read_state(state_dict))
 
     def read_state(self, state_dict: Any) -> dict[str, Any]:
-        """Validate a state with its nested states, and return the values for :meth:`put_state`; change nothing."""
+        """Validate a state with its nested states, and return the values for :meth:`apply_state`; change nothing."""
         schema = {name: entry.check_of(self, at) for name, entry, at in self._entries()}
-        return check_state(state_dict, schema, self.OWNER, self.VERSION, self._check_together)
+        return check_state(state_dict, schema, self.OWNER, self.VERSION, self._validate_consistency)
 
-    def put_state(self, values: Mapping[str, Any]) -> None:
+    def apply_state(self, values: Mapping[str, Any]) -> None:
         """Store the values that :meth:`read_state` returned."""
         for name, entry, at in self._entries():
             entry.put(self, at, values[name])
@@ -387,7 +389,7 @@ class Stated:
             if not entry.only or getattr(self, entry.only)
         ]
 
-    def _check_together(self, values: Mapping[str, Any]) -> None:
+    def _validate_consistency(self, values: Mapping[str, Any]) -> None:
         """Validate entries together; raise ValueError if they conflict. Each entry is valid by itself."""
 
     def _loaded(self) -> None:
@@ -404,4 +406,4 @@ def saved(value: Any, copy: bool) -> Any:
         value = torch.from_numpy(value)
     if not copy:
         return value
-    return value[:] if isinstance(value, Rows) else value.clone() if isinstance(value, Tensor) else value
+    return value[:] if isinstance(value, ChunkedTensor) else value.clone() if isinstance(value, Tensor) else value

@@ -28,8 +28,8 @@ from torchrl.data.replay_buffers.storages.utils import _collate_id
 from torchrl.data.replay_buffers.utils import pin_memory_output
 from torchrl.data.replay_buffers.writers import Writer
 
-from torchrl_lightning._core.files import OwnFiles, StateFiles
-from torchrl_lightning._core.mixins import ConstructorSignature, OwnGenerator, is_spawning
+from torchrl_lightning._core.files import NoCheckpointerMixin, StateFilesMixin
+from torchrl_lightning._core.mixins import GeneratorMixin, SignatureDescriptor, is_spawning
 
 T = TypeVar("T")
 C = TypeVar("C", bound=TensorClass)
@@ -85,7 +85,7 @@ def alias(name: str, *names: str) -> Any:
     return property(attrgetter(name, *names), None if names else lambda holder, value: setattr(holder, name, value))
 
 
-class StorageBase(OwnFiles, LazyTensorStorage):
+class StorageBase(NoCheckpointerMixin, LazyTensorStorage):
     """``LazyTensorStorage`` with public names for its private hooks."""
 
     generator = alias("_rng")
@@ -154,7 +154,7 @@ class StorageBase(OwnFiles, LazyTensorStorage):
             self._len = length
         self._bump_mutation_revision()
 
-    def touch(self) -> None:
+    def bump_revision(self) -> None:
         """Increment the revision without the lock between processes; any change of the number is enough."""
         self._mutation_revision_value.get_obj().value += 1
 
@@ -188,7 +188,7 @@ class StorageBase(OwnFiles, LazyTensorStorage):
         self.clear()
 
 
-class WriterBase(StateFiles, Writer):
+class WriterBase(StateFilesMixin, Writer):
     """``Writer`` with public names for its private hooks."""
 
     storage = alias("_storage")
@@ -227,11 +227,11 @@ class SamplerMeta(type(Sampler)):  # type: ignore[misc]
         return super().__call__(*args, **kwargs)
 
 
-class SamplerHooks(StateFiles, OwnGenerator, metaclass=SamplerMeta):
+class SamplerHooks(StateFilesMixin, GeneratorMixin, metaclass=SamplerMeta):
     """Public names for a sampler's private hooks, and the sampler's own generator."""
 
-    __signature__ = ConstructorSignature()
-    HANDED_OVER: ClassVar[tuple[str, ...]] = ("generator",)
+    __signature__ = SignatureDescriptor()
+    RUNTIME_ARGUMENTS: ClassVar[tuple[str, ...]] = ("generator",)
 
     # A TorchRL buffer without a generator assigns None; the sampler then keeps its own.
     @property

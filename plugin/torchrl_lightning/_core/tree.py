@@ -102,7 +102,7 @@ def map_leaves(function: Callable[[Tensor], Any], tree: Tree) -> Tree:
     return {k: map_leaves(function, leaf) if isinstance(leaf, dict) else function(leaf) for k, leaf in tree.items()}
 
 
-def level_of(data: TensorDictBase) -> dict[str, Any]:
+def raw_items(data: TensorDictBase) -> dict[str, Any]:
     """Return the entries of one level, read-only; raise TypeError if some rows of a lazy stack lack an entry."""
     # A lazy stack lists only the keys that all of its rows have.
     if type(data) is not TensorDict and isinstance(data, LazyStackedTensorDict):
@@ -115,7 +115,7 @@ def level_of(data: TensorDictBase) -> dict[str, Any]:
 def tree_of(data: TensorDictBase, path: Path = ()) -> Tree:
     """Build the nested dict of the leaves; raise TypeError if one is not a dense tensor, or if some rows lack it."""
     tree: Tree = {}
-    for key, value in (entries_of if type(data) is TensorDict else level_of)(data).items():
+    for key, value in (entries_of if type(data) is TensorDict else raw_items)(data).items():
         if isinstance(value, TensorDictBase) and not is_non_tensor(value):
             tree[key] = tree_of(value, (*path, key))
         elif isinstance(value, Tensor) and value.layout is torch.strided and not value.is_nested:
@@ -174,12 +174,12 @@ def entry_of(data: TensorDictBase, key: NestedKey) -> Tensor | None:
     return node
 
 
-def moved(value: Tensor, device: torch.device | str) -> Tensor:
+def to_device(value: Tensor, device: torch.device | str) -> Tensor:
     """Move a tensor to a device; comparing devices first costs a tenth of a ``to`` without effect."""
     return value if value.device == device else value.to(device)
 
 
-def nearest(values: Tensor, dtype: torch.dtype) -> Tensor:
+def cast_rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
     """Cast values to another dtype; round and clamp floating-point values to an integer dtype.
 
     Examples:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchrl_lightning._core.state import described, mapping, saved
+from torchrl_lightning._core.state import describe_value, mapping, saved
 from torchrl_lightning._core.tree import Path, name_of
 
 
@@ -23,7 +23,7 @@ def check_tree(data: Any, batch: torch.Size, owner: str, path: Path = ()) -> Non
             check_tree(value, batch, owner, (*path, key))
     elif not (path and isinstance(data, Tensor) and data.layout is torch.strided and data.shape[: len(batch)] == batch):
         expected = f"a tensor of {list(batch)} rows"
-        raise ValueError(f"The {owner} state is foreign: {what} is {described(data)}, expected {expected}.")
+        raise ValueError(f"The {owner} state is foreign: {what} is {describe_value(data)}, expected {expected}.")
 
 
 class TorchRLState:
@@ -56,6 +56,6 @@ class TorchRLState:
             raise ValueError(f"The state does not fit the {self._name}: {reason}") from error
         return state
 
-    def put_state(self, value: Any) -> None:
+    def apply_state(self, value: Any) -> None:
         """Load a validated state into the component."""
         self._part.load_state_dict(value)

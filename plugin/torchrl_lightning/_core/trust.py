@@ -72,7 +72,7 @@ _OTHERS = {
 }
 _COLLECTOR = "torchrl_lightning.collectors.base.CollectorBase"
 # Bases of our classes that a file may name: learners, planners, fits, transforms; streams; wrappers; buffers and their
-# parts. Allowed classes without one of these bases derive from :class:`Nameable`.
+# parts. Allowed classes without one of these bases derive from :class:`ConfigSafe`.
 _KINDS = (
     "torch.nn.Module",
     "lightning.LightningDataModule",
@@ -110,7 +110,7 @@ _WORD = re.compile(r"[\w+-][\w ,.+()-]*|", re.ASCII)  # neither a path nor a mod
 _FOLDER = re.compile(r"(?:.*_)?(?:dir|dirpath|file|filename|folder|path|root|dataset)")
 
 
-class Nameable:
+class ConfigSafe:
     """A part that a file may name: it is built from plain values, and each folder must be an argument of its own."""
 
 
@@ -118,7 +118,7 @@ def check_config(node: Any, *, where: str, trusted: bool = False, folders: bool 
     """Validate a config from a file before anything that it names is built or imported.
 
     It must be data: dicts, lists, strings, numbers, booleans and null, without interpolations. An untrusted config may
-    name only the classes of :func:`target_named`, only our own folders, and only the modules that register the
+    name only the classes of :func:`resolve_target`, only our own folders, and only the modules that register the
     environments of our presets.
 
     Args:
@@ -137,18 +137,18 @@ def check_config(node: Any, *, where: str, trusted: bool = False, folders: bool 
         ValueError: the config in a.ckpt says what a file may not: _target_='os.system' is none of the classes that a \
 file may name
     """
-    found = _Reading(trusted, folders).refusals(node)
+    found = _ConfigValidator(trusted, folders).refusals(node)
     first = [refusal for refusal, _ in zip(found, range(5), strict=False)]
     if first:
         more = "; and more" if next(found, None) is not None else ""
         raise ValueError(f"{where} says what a file may not: {'; '.join(first)}{more}")
 
 
-def target_named(name: str) -> Any:
+def resolve_target(name: str) -> Any:
     """Return the allowed class or builder with this name, ours or another package's, or None.
 
     Examples:
-        >>> target_named("torchrl_lightning.GoalReward").__name__, target_named("os.system")
+        >>> resolve_target("torchrl_lightning.GoalReward").__name__, resolve_target("os.system")
         ('GoalReward', None)
     """
     package, _, last = name.rpartition(".")
@@ -176,11 +176,11 @@ def without_folders(node: Any) -> Any:
     if not isinstance(node, dict):
         return node
     target = node.get("_target_")
-    left_out = _folders_of(_canonical(target_named(target))) if isinstance(target, str) else ()
+    left_out = _folders_of(_canonical(resolve_target(target))) if isinstance(target, str) else ()
     return {key: without_folders(value) for key, value in node.items() if key not in left_out}
 
 
-class _Reading:
+class _ConfigValidator:
     """Validator that walks once over a config and counts its values."""
 
     def __init__(self, trusted: bool, folders: bool) -> None:
@@ -219,7 +219,7 @@ class _Reading:
 
     def _mapping(self, node: dict[Any, Any], path: str, depth: int, words: bool) -> Iterator[str]:
         target = node.get("_target_")
-        named: Any = target_named(target) if type(target) is str else None
+        named: Any = resolve_target(target) if type(target) is str else None
         canonical = _canonical(named)
         folders = _folders_of(canonical)
         for key, value in node.items():
@@ -237,7 +237,7 @@ class _Reading:
                     continue
             if key == "_target_":
                 if (named is None and not self.trusted) or "${" in value:
-                    yield f"{_shown(place, value)} is {_why_not(value)}"
+                    yield f"{_shown(place, value)} is {_rejection_reason(value)}"
                 continue
             below = words or key == "env_kwargs" or canonical in _ENVIRONMENTS
             if not self.trusted and value is not None:
@@ -272,7 +272,7 @@ class _Reading:
         parts += [(f"wrappers[{n}]", each, ()) for n, each in enumerate(wrappers if type(wrappers) is list else ())]
         for place, part, known in parts:
             name = part.get("_target_") if type(part) is dict else None
-            target: Any = target_named(name) if type(name) is str else None
+            target: Any = resolve_target(name) if type(name) is str else None
             if target is None:  # an id, already rejected, or the user's own class
                 continue
             wraps = _is_kind(target, "gymnasium.Wrapper", "torchrl.envs.Transform")
@@ -308,7 +308,7 @@ def _is_shipped(folder: str) -> bool:
     return Path(os.path.normpath(folder)).is_relative_to(CONF_DIR / "demonstrations")
 
 
-def _why_not(name: str) -> str:
+def _rejection_reason(name: str) -> str:
     package, _, last = name.rpartition(".")
     if last in _OTHERS.get(package, "").split():
         return f"in no {package.partition('.')[0]} that is installed here"
@@ -355,7 +355,7 @@ def _ours(name: str) -> Any:
     """Return a builder or class of ours that a file may name, or None; the bases decide for a class."""
     package = sys.modules[_package()]
     target = getattr(package, name) if name in package.__all__ else None
-    named = name in _BUILDERS.split() or (isinstance(target, type) and issubclass(target, Nameable))
+    named = name in _BUILDERS.split() or (isinstance(target, type) and issubclass(target, ConfigSafe))
     return target if named or _is_kind(target, *_KINDS) else None
 
 
@@ -372,7 +372,7 @@ def _imported(*names: str) -> tuple[type[Any], ...]:
 @cache
 def _folders_of(canonical: str) -> frozenset[str]:
     """Return the arguments of a class of ours that are paths, recognised by annotation or name."""
-    target = target_named(canonical)
+    target = resolve_target(canonical)
     if target is None or canonical.rpartition(".")[0] != _package():
         return frozenset()
     return frozenset(

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from torchrl_lightning._core.errors import Fault
+from torchrl_lightning._core.errors import UserError
 
 TEXT_LIMIT = 300
 """Maximum number of printed characters of a string from a file."""
@@ -25,7 +25,7 @@ _KINDS = {
 }
 
 
-class FileKindError(Fault, OSError):
+class FileKindError(UserError, OSError):
     """A path does not name a regular file."""
 
 
@@ -56,7 +56,7 @@ def open_regular(path: str | Path, limit: int | None = None) -> BinaryIO:
         status = os.fstat(descriptor)
         _check_kind(path, status.st_mode)
         if limit is not None and status.st_size > limit:
-            raise Fault(
+            raise UserError(
                 f"{printable(path)} must have at most {limit:,} bytes, got {status.st_size:,}. Name another file."
             )
         return os.fdopen(descriptor, "rb")
@@ -70,7 +70,7 @@ def read_regular(path: str | Path, limit: int) -> bytes:
     with open_regular(path, limit) as file:
         found = file.read(limit + 1)  # the file may have grown
     if len(found) > limit:
-        raise Fault(f"{printable(path)} must have at most {limit:,} bytes, got more. Name another file.")
+        raise UserError(f"{printable(path)} must have at most {limit:,} bytes, got more. Name another file.")
     return found
 
 
@@ -89,11 +89,11 @@ def read_json(path: str | Path, limit: int, values: int, encoding: str = "utf-8"
     """
     data = read_regular(path, limit)
     if (count := json_values(data)) > values:
-        raise Fault(f"{printable(path)} must hold at most {values:,} values, got {count:,}. Name another file.")
+        raise UserError(f"{printable(path)} must hold at most {values:,} values, got {count:,}. Name another file.")
     try:
         return json.loads(data.decode(encoding))
     except RecursionError as error:
-        raise Fault(f"{printable(path)} must be JSON of few levels, got too many. Name another file.") from error
+        raise UserError(f"{printable(path)} must be JSON of few levels, got too many. Name another file.") from error
 
 
 def json_values(data: bytes) -> int:

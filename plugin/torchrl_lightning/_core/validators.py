@@ -102,7 +102,7 @@ def positive(value: Any, name: str, hint: str = "") -> float:
     return number
 
 
-def not_negative(value: Any, name: str) -> float:
+def non_negative(value: Any, name: str) -> float:
     """Return a finite number of at least 0."""
     if not 0.0 <= (number := _number(value)) < math.inf:
         raise ValueError(f"{name} must be a finite number of at least 0, got {_shown(value)}.")
@@ -128,7 +128,7 @@ def fraction(value: Any, name: str) -> float:
     return number
 
 
-def share(value: Any, name: str) -> float:
+def positive_fraction(value: Any, name: str) -> float:
     """Return a number in ``(0, 1]``, such as a proportion."""
     if not 0.0 < (number := _number(value)) <= 1.0:
         raise ValueError(f"{name} must be above 0 and at most 1, got {_shown(value)}.")

@@ -10,7 +10,7 @@ from .model_based.ensembles import GaussianEnsemble as GaussianEnsemble
 from .model_based.mbpo import MBPOModule as MBPOModule
 from .model_based.planners import CrossEntropyPlanner as CrossEntropyPlanner
 from .model_based.planners import RandomShootingPlanner as RandomShootingPlanner
-from .model_based.terminations import UnhealthyBody as UnhealthyBody
+from .model_based.terminations import MujocoTermination as MujocoTermination
 from .model_based.world_env import WorldModelEnvironment as WorldModelEnvironment
 from .model_based.world_model_fit import WorldModelFit as WorldModelFit
 from .model_based.world_models import OutsideBox as OutsideBox

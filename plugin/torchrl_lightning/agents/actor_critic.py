@@ -41,7 +41,7 @@ class ActorCriticModule(TermsModule):
     """An actor and a critic that learn from the mini-batches of an on-policy DataModule.
 
     ``configure_model`` builds the networks from ``trainer.datamodule.specs``. Without a trainer, call ``build(specs)``.
-    Subclasses compute their loss in ``terms``, from the functions in :mod:`torchrl_lightning.agents.losses`.
+    Subclasses compute their loss in ``losses``, from the functions in :mod:`torchrl_lightning.agents.losses`.
 
     Args:
         network: Network in front of the heads; ``MLPNetwork()`` by default.
@@ -67,14 +67,14 @@ class ActorCriticModule(TermsModule):
     adam_eps: ClassVar[float] = 1e-5
     dry_run_of = "build"
     batch_shapes = ((ROWS,), (1, ROWS))  # mini-batches, and time-major rollouts for value estimation
-    honours_masks = True
-    learns_from = "rollouts"
+    supports_action_masks = True
+    stream_kind = "rollouts"
     training_metrics = (
         *TermsModule.training_metrics,
         *train_names("explained_variance", "loss_critic", "loss_intrinsic_critic", "loss_intrinsic_predictor"),
     )
     loops_over_updates = True
-    stream_for_it = "data=gae (OnPolicyDataModule)"
+    suggested_data = "data=gae (OnPolicyDataModule)"
 
     network: Annotated[Network, described_network(MLPNetwork)] = setting(default=None, kw_only=False)
     critic_coeff: NotNegative = 0.5
@@ -104,7 +104,7 @@ class ActorCriticModule(TermsModule):
         self._stopped = False
 
     @abstractmethod
-    def terms(self, batch: TensorDictBase) -> dict[str, Tensor]:
+    def losses(self, batch: TensorDictBase) -> dict[str, Tensor]:
         """Return the loss terms (``loss_...``) and diagnostics of a mini-batch; all are scalars."""
 
     def setup(self, stage: str) -> None:

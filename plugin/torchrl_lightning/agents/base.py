@@ -16,16 +16,16 @@ from lightning.pytorch.trainer.states import TrainerFn
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
-from torchrl_lightning._core.checksums import check_seal, seal, with_own_numbers
-from torchrl_lightning._core.errors import Fault, check_precision, require_fit
+from torchrl_lightning._core.checksums import add_checksums, verify_checksums, with_own_numbers
+from torchrl_lightning._core.errors import UserError, check_compatible, check_precision
 from torchrl_lightning._core.keys import ACTION_MASK
-from torchrl_lightning._core.mixins import PickledByValue
+from torchrl_lightning._core.mixins import PickleByValueMixin
 from torchrl_lightning._core.modules import owner_of
 from torchrl_lightning._core.protocols import DataApi
 from torchrl_lightning._core.settings import FinitePositive, Positive, Settings, setting
 from torchrl_lightning._core.torch_defaults import check_default_dtype
 from torchrl_lightning._core.validators import Check
-from torchrl_lightning.agents.analytic import LeanAdam, OptimizedParameters, settled_parameters, update_for
+from torchrl_lightning.agents.analytic import FusedAdam, OptimizedParameters, unflattenable_parameters, update_for
 from torchrl_lightning.agents.dry_run import ROWS, dry_run, network_faults
 from torchrl_lightning.agents.metrics import ReportingModule, train_names
 from torchrl_lightning.agents.optimizer_states import (
@@ -51,7 +51,7 @@ def makes_optimizers(value: Any, name: str) -> Any:
 OptimizerFactory = Annotated[Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer], makes_optimizers]
 
 
-class AgentModule(PickledByValue, Settings, ReportingModule):
+class AgentModule(PickleByValueMixin, Settings, ReportingModule):
     """An agent with networks built from a DataModule's specs.
 
     Args:
@@ -64,16 +64,16 @@ class AgentModule(PickledByValue, Settings, ReportingModule):
     """
 
     adam_eps: ClassVar[float] = 1e-8
-    learns_from: ClassVar[str | None] = None
-    """The required data stream, as in ``serves`` of a DataModule; None accepts any."""
-    stream_for_it: ClassVar[str] = ""
+    stream_kind: ClassVar[str | None] = None
+    """The required data stream, as in ``stream_kind`` of a DataModule; None accepts any."""
+    suggested_data: ClassVar[str] = ""
 
     dry_run_of: ClassVar[str | None] = None
     """Name of the method that builds the networks of :meth:`network_outputs`; None skips the dry run."""
     batch_shapes: ClassVar[Sequence[tuple[int, ...]]] = ((ROWS,),)
     """Batch shapes that the dry run passes to the encoders."""
 
-    honours_masks: ClassVar[bool] = False
+    supports_action_masks: ClassVar[bool] = False
     """True if the policy and the losses respect an ``action_mask`` in the observation."""
 
     learning_rate: FinitePositive = 3e-4
@@ -110,7 +110,7 @@ class AgentModule(PickledByValue, Settings, ReportingModule):
         super().setup(stage)
         check_default_dtype()
         if stage == "fit":
-            require_fit(self, self._data)
+            check_compatible(self, self._data)
         moving = any(schedule != ConstantSchedule() for schedule in self.schedules)
         if stage == "fit" and moving and progress_of(self.trainer) is None:
             raise ValueError(
@@ -121,7 +121,7 @@ class AgentModule(PickledByValue, Settings, ReportingModule):
     def misfit(self, data: Any) -> str | None:
         """Return why the module does not fit a DataModule, or None if it does."""
         specs = DataApi.of(data).specs
-        if self.honours_masks or specs is None or ACTION_MASK not in specs.observation:
+        if self.supports_action_masks or specs is None or ACTION_MASK not in specs.observation:
             return None
         return (
             f"the environment observes {ACTION_MASK!r}, which {type(self).__name__} does not look at; take a learner "
@@ -173,11 +173,11 @@ class AgentModule(PickledByValue, Settings, ReportingModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add checksums of weights, optimizers and data; subclasses must change these before they call this."""
         checkpoint.update({key: with_own_numbers(entry) for key, entry in checkpoint.items()})
-        seal(checkpoint, "state_dict", "optimizer_states", type(self._data).__qualname__)
+        add_checksums(checkpoint, "state_dict", "optimizer_states", type(self._data).__qualname__)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Validate a checkpoint before loading; raise ValueError if it is damaged or of another environment."""
-        check_seal(checkpoint, "the checkpoint")
+        verify_checksums(checkpoint, "the checkpoint")
         state = checkpoint.get(type(self._data).__qualname__)
         if state is not None:
             DataApi.of(self._data).check_state(state)
@@ -254,15 +254,15 @@ class AgentModule(PickledByValue, Settings, ReportingModule):
     ) -> torch.optim.Optimizer:
         """Return an optimizer over the given parameter lists, and register it so that ``update`` steps it."""
         optimizer = factory([parameter for part in parts for parameter in part])
-        self._groups[norm] = OptimizedParameters(optimizer, parts, self.settled_parameters())
+        self._groups[norm] = OptimizedParameters(optimizer, parts, self.unflattenable_parameters())
         return optimizer
 
-    def settled_parameters(self) -> set[nn.Parameter]:
+    def unflattenable_parameters(self) -> set[nn.Parameter]:
         """Return the parameters that must not be flattened."""
-        return settled_parameters(self)
+        return unflattenable_parameters(self)
 
     def _default_optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        return LeanAdam(parameters, lr=self.learning_rate, eps=self.adam_eps)
+        return FusedAdam(parameters, lr=self.learning_rate, eps=self.adam_eps)
 
     def _optimizers(self) -> list[Any]:
         optimizers = self.optimizers()
@@ -359,7 +359,7 @@ class AgentModule(PickledByValue, Settings, ReportingModule):
 
 
 class TermsModule(AgentModule):
-    """An agent that computes its loss in ``terms``; it adds one argument to :class:`AgentModule`.
+    """An agent that computes its loss in ``losses``; it adds one argument to :class:`AgentModule`.
 
     Args:
         compile: Compute the loss by ``torch.compile``.
@@ -370,7 +370,7 @@ class TermsModule(AgentModule):
     compiled: bool = setting(default=False, alias="compile")
 
     @abstractmethod
-    def terms(self, batch: Any) -> Any:
+    def losses(self, batch: Any) -> Any:
         """Return the loss terms (``loss_...``) and diagnostics of a batch; pure, so that it can be compiled."""
 
     def __post_init__(self) -> None:
@@ -388,8 +388,8 @@ class TermsModule(AgentModule):
         self._update = autograd
 
     def compute(self, batch: Any) -> Any:
-        """Return ``terms`` of a batch, compiled if ``compile`` is set."""
-        return compiled(type(self).terms)(self, batch) if self.compiled else self.terms(batch)
+        """Return ``losses`` of a batch, compiled if ``compile`` is set."""
+        return compiled(type(self).losses)(self, batch) if self.compiled else self.losses(batch)
 
 
 def autograd(batch: Any) -> None:
@@ -441,7 +441,7 @@ def _as_fault() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        raise Fault(str(error)) from error
+        raise UserError(str(error)) from error
 
 
 @cache

@@ -18,7 +18,7 @@ from tensordict.utils import NestedKey
 from torch import Tensor, nn
 from torchrl.data import Binary, Bounded, Categorical, MultiCategorical, OneHot, TensorSpec
 
-from torchrl_lightning._core.errors import Fault, MisfitError
+from torchrl_lightning._core.errors import IncompatibleError, UserError
 from torchrl_lightning._core.keys import ACTION_MASK
 from torchrl_lightning._core.modules import device_of
 from torchrl_lightning._core.protocols import LearnerApi
@@ -34,7 +34,7 @@ _PACKAGE = str(Path(__file__).resolve().parents[1])
 _LIBRARIES = tuple(str(Path(module.__file__ or "").parent) for module in (torch, sys.modules["tensordict"]))
 
 
-class NetworkFault(Fault):
+class NetworkFault(UserError):
     """Error of a network that cannot be built or fails in the dry run; the message is one line."""
 
 
@@ -59,7 +59,7 @@ def network_faults(agent: Any, specs: Any) -> Iterator[None]:
     """Raise a NetworkFault if a user's network raises while an agent builds its networks."""
     try:
         yield
-    except (Fault, MisfitError):
+    except (UserError, IncompatibleError):
         raise
     except Exception as error:
         network = LearnerApi.of(agent).network

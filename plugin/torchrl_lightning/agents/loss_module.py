@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torchrl.objectives import LossModule
 from torchrl.objectives.utils import TargetNetUpdater
 
-from torchrl_lightning._core.modules import hold
+from torchrl_lightning._core.modules import set_unregistered
 from torchrl_lightning._core.settings import Fraction, setting
 from torchrl_lightning._core.update_batches import UpdateBatches, updates_of
 from torchrl_lightning.agents.base import AgentModule, OptimizerFactory
@@ -166,7 +166,9 @@ class LossModuleAgent(AgentModule):
             self.acting = self.acting(network)
         # Not registered, so that a state dict contains the networks once, in the loss. A policy's additional modules
         # are registered with `acting`.
-        hold(self, _policy=network if self.acting is None else self.acting, _critic=_network(loss, "critic_network"))
+        set_unregistered(
+            self, _policy=network if self.acting is None else self.acting, _critic=_network(loss, "critic_network")
+        )
         # check_weights() builds the loss on the meta device, and a target updater needs real parameters.
         has_memory = not any(each.is_meta for each in loss.parameters())
         self.updater = self.target_updater(loss) if self.target_updater is not None and has_memory else None
@@ -194,7 +196,7 @@ class LossModuleAgent(AgentModule):
         others = [each for each in learnt.values() if not any(each is critic for critic in critics)]
         return self.build_optimizers(others, critics, self.critic_optimizer)
 
-    def settled_parameters(self) -> set[nn.Parameter]:
+    def unflattenable_parameters(self) -> set[nn.Parameter]:
         """Return all parameters, because TorchRL's losses and target updaters keep views of them."""
         return set(self.parameters())
 

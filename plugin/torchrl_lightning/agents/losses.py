@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from torchrl_lightning._core.settings import among
+from torchrl_lightning._core.settings import choices
 
 DISTANCES = {"l1": F.l1_loss, "l2": F.mse_loss, "smooth_l1": F.smooth_l1_loss}
-Distance = Annotated[str, among(*DISTANCES)]
+Distance = Annotated[str, choices(*DISTANCES)]
 
 
 def policy_gradient_loss(log_prob: Tensor, advantage: Tensor) -> Tensor:

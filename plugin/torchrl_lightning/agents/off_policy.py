@@ -13,8 +13,8 @@ from tensordict.utils import NestedKey
 from torch import Tensor, nn
 from torchrl.data import Composite, Unbounded
 
-from torchrl_lightning._core.keys import REMEMBERED
-from torchrl_lightning._core.modules import hold
+from torchrl_lightning._core.keys import MEMORY_FEATURES
+from torchrl_lightning._core.modules import set_unregistered
 from torchrl_lightning._core.settings import Count, Fraction, Share, setting
 from torchrl_lightning._core.tree import path_of
 from torchrl_lightning._core.update_batches import UpdateBatches, updates_of
@@ -26,7 +26,7 @@ from torchrl_lightning.agents.networks.exploration import ExploringPolicy
 from torchrl_lightning.agents.networks.network_protocol import Network, described_network
 from torchrl_lightning.agents.networks.target_networks import TargetNetworks
 from torchrl_lightning.agents.networks.trunks import RecurrentTrunk
-from torchrl_lightning.agents.recurrent import refreshed_states, remember
+from torchrl_lightning.agents.recurrent import encode_sequence, refreshed_states
 from torchrl_lightning.agents.transitions import Entries, Transitions, read_transitions
 from torchrl_lightning.environments.masks import action_mask
 
@@ -42,7 +42,7 @@ class OffPolicyModule(TermsModule):
     ``targets`` holds a target network for each name in ``followed``. A training step writes the absolute TD errors into
     the batch as ``td_error``. It uses the entries ``priority_weight``, ``mask``, ``gamma`` and ``steps_to_next_obs``.
     With a ``RecurrentNetwork``, batches are sequences ``[B, T]`` with stored recurrent states. Subclasses build the
-    networks and return the loss in ``terms``, with the functions of :mod:`torchrl_lightning.agents.losses`. If the
+    networks and return the loss in ``losses``, with the functions of :mod:`torchrl_lightning.agents.losses`. If the
     networks are perceptrons on one CPU, our agents compute gradients without autograd, equal up to float error.
 
     Args:
@@ -63,10 +63,10 @@ class OffPolicyModule(TermsModule):
 
     CONFIG_NAME: ClassVar[str | None] = None
     dry_run_of = "build_networks"
-    learns_from = "replay"
+    stream_kind = "replay"
     training_metrics = (*TermsModule.training_metrics, *train_names("exploration", "updates"))
     loops_over_updates = True
-    stream_for_it = "data=uniform (ReplayDataModule)"
+    suggested_data = "data=uniform (ReplayDataModule)"
     followed: ClassVar[Sequence[str]]
     _policy: ExploringPolicy | None = None  # set by build
 
@@ -135,12 +135,12 @@ class OffPolicyModule(TermsModule):
                 memory: Any = network.trunk(keys, entries)
                 self.memory, self._state_keys = memory, list(memory.state_keys)
                 # The agent's own networks read the memory's features as if they were the environment's observations.
-                shown = Composite({REMEMBERED: Unbounded(memory.features)})
+                shown = Composite({MEMORY_FEATURES: Unbounded(memory.features)})
                 specs = SimpleNamespace(observation=shown, action=specs.action)
                 network = MLPNetwork(list(network.head_sizes), network.activation)
             policy = self.build_networks(specs, network)
             # Not registered, because the state dict already holds the networks as attributes of this module.
-            hold(self, _policy=policy)
+            set_unregistered(self, _policy=policy)
             names = [*self.followed, *(["memory"] if self.memory is not None else [])]
             self.targets = TargetNetworks({name: getattr(self, name) for name in names})
             policy.amount.fill_(self.exploration(0))
@@ -225,16 +225,16 @@ class OffPolicyModule(TermsModule):
         return keys if batch is rewritten else []
 
     def compute(self, batch: Transitions) -> tuple[Terms, Tensor]:
-        """Return ``terms`` of a batch, compiled if configured; a memory first replaces the batch's observations."""
+        """Return ``losses`` of a batch, compiled if configured; a memory first replaces the batch's observations."""
         targets = self.require_built(self.targets)
         with targets.evaluation:
             if self.memory is not None:
-                batch = remember(batch, self.memory, targets.memory)
+                batch = encode_sequence(batch, self.memory, targets.memory)
             computed: tuple[Terms, Tensor] = super().compute(batch)
             return computed
 
     @abstractmethod
-    def terms(self, batch: Transitions) -> tuple[Terms, Tensor]:
+    def losses(self, batch: Transitions) -> tuple[Terms, Tensor]:
         """Return scalar losses (``loss_...``) and diagnostics, and the absolute errors ``[*B]``."""
 
     def report(self) -> dict[str, float]:

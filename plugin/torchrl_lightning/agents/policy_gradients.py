@@ -37,7 +37,7 @@ class ReinforceModule(ActorCriticModule):
 
     critic_coeff: NotNegative = 1.0
 
-    def terms(self, batch: TensorDictBase) -> dict[str, Tensor]:
+    def losses(self, batch: TensorDictBase) -> dict[str, Tensor]:
         """Return the policy gradient loss, the baseline's loss and the entropy."""
         log_prob, entropy, values = self.evaluate(batch)
         critics = self.critic_terms(batch, values)
@@ -93,7 +93,7 @@ class A2CModule(EntropyModule):
 
     training_metrics = (*EntropyModule.training_metrics, *train_names("ratio_deviation"))
 
-    def terms(self, batch: TensorDictBase) -> dict[str, Tensor]:
+    def losses(self, batch: TensorDictBase) -> dict[str, Tensor]:
         """Return the policy gradient loss, the entropy bonus and the critic's losses."""
         log_prob, entropy, values = self.evaluate(batch)
         terms = {
@@ -104,7 +104,7 @@ class A2CModule(EntropyModule):
         behaviour = batch.get("action_log_prob", None)
         if behaviour is not None:
             # |rho - 1|: distance between current and behaviour policy; zero on fresh data.
-            terms["ratio_deviation"] = own_mean((log_prob.detach() - behaviour).expm1().abs(), batch)
+            terms["ratio_deviation"] = mean_over_agent_steps((log_prob.detach() - behaviour).expm1().abs(), batch)
         return terms
 
 
@@ -197,7 +197,7 @@ class PPOModule(EntropyModule):
             "normalize_advantage at None."
         )
 
-    def terms(self, batch: TensorDictBase) -> dict[str, Tensor]:
+    def losses(self, batch: TensorDictBase) -> dict[str, Tensor]:
         """Return the clipped objective, entropy bonus, critic's losses, KL estimates and clip fraction."""
         log_prob, entropy, values = self.evaluate(batch)
         log_ratio = log_prob - require(batch, "action_log_prob")
@@ -206,9 +206,9 @@ class PPOModule(EntropyModule):
             "loss_objective": clipped_surrogate_loss(log_ratio, self.advantage(batch), self.clip_epsilon),
             **self.entropy_terms(entropy),
             **self.critic_terms(batch, values),
-            "kl_approx": own_mean(kl_estimate(moved), batch),
-            "kl_approx_k1": -own_mean(moved, batch),
-            "clip_fraction": own_mean((moved.expm1().abs() > self.clip_epsilon).float(), batch),
+            "kl_approx": mean_over_agent_steps(kl_estimate(moved), batch),
+            "kl_approx_k1": -mean_over_agent_steps(moved, batch),
+            "clip_fraction": mean_over_agent_steps((moved.expm1().abs() > self.clip_epsilon).float(), batch),
         }
 
     def should_stop(self, terms: Mapping[str, Tensor]) -> bool:
@@ -224,7 +224,7 @@ def _learns_once(data: DataApi) -> bool:
     return not data.make_collector and data.updates_of_epoch == 1  # a user's collector may use older weights
 
 
-def own_mean(values: Tensor, batch: TensorDictBase) -> Tensor:
+def mean_over_agent_steps(values: Tensor, batch: TensorDictBase) -> Tensor:
     """Return the mean of values ``[*B]`` over the policy's own steps; 0 if all steps were replayed.
 
     The stored log-probability of a replayed action is not the behaviour policy's probability of that action.

@@ -17,7 +17,7 @@ from torchrl_lightning._core.settings import (
     Fraction,
     NotNegative,
     Positive,
-    derived,
+    computed,
     setting,
 )
 from torchrl_lightning.agents.base import OptimizerFactory
@@ -77,7 +77,7 @@ class DQNModule(OffPolicyModule):
         torch.Size([3])
     """
 
-    honours_masks = True
+    supports_action_masks = True
     followed = ("q_network",)
     training_metrics = (*OffPolicyModule.training_metrics, *train_names("loss_value", "value", "loss_margin"))
 
@@ -129,7 +129,7 @@ class DQNModule(OffPolicyModule):
         """Return all parameters as ``critic``."""
         return {"critic": [*self.q_network.parameters(), *self.memory_parameters()]}
 
-    def terms(self, batch: Transitions) -> tuple[Terms, Tensor]:
+    def losses(self, batch: Transitions) -> tuple[Terms, Tensor]:
         """Return the loss, the mean value and the optional margin loss, and the absolute errors ``[*B]``."""
         network, targets = self.q_network, self.require_built(self.targets)
         every, one_hot = network.values(batch.now), network.action_space == "one_hot"
@@ -194,7 +194,7 @@ class SACModule(OffPolicyModule):
     target_entropy: Finite | None = None
     alpha_optimizer: OptimizerFactory | None = None
     loss_function: Distance = "l2"
-    log_alpha: Tensor = derived()
+    log_alpha: Tensor = computed()
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -237,7 +237,7 @@ class SACModule(OffPolicyModule):
         if not isinstance(self.log_alpha, nn.Parameter):
             self.log_alpha.fill_(math.log(self.alpha))
 
-    def terms(self, batch: Transitions) -> tuple[Terms, Tensor]:
+    def losses(self, batch: Transitions) -> tuple[Terms, Tensor]:
         """Return losses and diagnostics, and the maximum absolute errors of the critics ``[*B]``."""
         encoder, head, critics = self.actor_network.trunk.encoder, self.actor_network.head, self.critics
         alpha = self.log_alpha.detach().exp()
@@ -333,16 +333,16 @@ class TD3Module(OffPolicyModule):
         }
 
     def compute(self, batch: Transitions) -> tuple[Terms, Tensor]:
-        """Return ``terms``; they contain the policy's loss only at every ``target_interval``-th update."""
-        self.take_turn()
+        """Return ``losses``; they contain the policy's loss only at every ``target_interval``-th update."""
+        self.is_actor_update()
         return super().compute(batch)
 
-    def take_turn(self) -> bool:
-        """Return whether this update also updates the policy, and store the result for ``terms``."""
+    def is_actor_update(self) -> bool:
+        """Return whether this update also updates the policy, and store the result for ``losses``."""
         self._moves_actor = (self.updates + 1) % self.target_interval == 0
         return self._moves_actor
 
-    def terms(self, batch: Transitions) -> tuple[Terms, Tensor]:
+    def losses(self, batch: Transitions) -> tuple[Terms, Tensor]:
         """Return the losses and the mean value, and the maximum absolute errors of the critics ``[*B]``."""
         targets = self.require_built(self.targets)
         with torch.no_grad():

@@ -32,7 +32,7 @@ def successor_layout(boundary: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return steps, successors, source
 
 
-def remember(batch: Transitions, online: RecurrentTrunk, target: RecurrentTrunk) -> Transitions:
+def encode_sequence(batch: Transitions, online: RecurrentTrunk, target: RecurrentTrunk) -> Transitions:
     """Replace the observations of sequences ``[B, T]`` by the features of a memory.
 
     The memory starts from the state stored before the first step (Kapturowski et al., 2019) and is reset at each

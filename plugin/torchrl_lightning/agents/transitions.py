@@ -12,7 +12,7 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 
 from torchrl_lightning._core.keys import ACTION_MASK, SOURCE
-from torchrl_lightning._core.tree import level_of, path_of
+from torchrl_lightning._core.tree import path_of, raw_items
 from torchrl_lightning.agents.losses import td_loss
 from torchrl_lightning.environments.masks import usable
 
@@ -89,12 +89,12 @@ def read_transitions(
     KeyError names a missing entry.
     """
     # Read as plain dicts: a TensorDict's `get` takes two microseconds, and a batch has a dozen entries.
-    entries = level_of(batch)
+    entries = raw_items(batch)
     if "next" not in entries:
         raise missing(batch, "next", "off-policy losses learn from transitions")
     shape = batch.shape
     action, *now = _entries(entries, ("action", *keys), batch)
-    reward, terminated, *after = _entries(level_of(entries["next"]), ("reward", "terminated", *keys), batch)
+    reward, terminated, *after = _entries(raw_items(entries["next"]), ("reward", "terminated", *keys), batch)
     reward, terminated = reward.reshape(shape), terminated.reshape(shape)
     discount: float | Tensor = gamma
     given, steps = entries.get("gamma"), entries.get("steps_to_next_obs")
@@ -128,7 +128,7 @@ def read_transitions(
         states=states,
         steps=ahead,
         source=entries.get(SOURCE),
-        allowed=usable(_entries(level_of(entries["next"]), [ACTION_MASK], batch)[0]) if masked else None,
+        allowed=usable(_entries(raw_items(entries["next"]), [ACTION_MASK], batch)[0]) if masked else None,
     )
 
 
@@ -138,7 +138,7 @@ def _entries(level: Mapping[str, Any], keys: Sequence[NestedKey], batch: TensorD
     for key in keys:
         found: Any = level
         for name in (key,) if isinstance(key, str) else path_of(key):
-            found = (found if isinstance(found, Mapping) else level_of(found)).get(name)
+            found = (found if isinstance(found, Mapping) else raw_items(found)).get(name)
             if found is None:
                 raise missing(batch, key, "the buffer must hold what the policy read and wrote")
         entries.append(found)

@@ -15,12 +15,12 @@ from torchrl_lightning._core.update_batches import UpdateBatches
 from torchrl_lightning._core.validators import Checked, integer
 from torchrl_lightning.callbacks.sparse import SparseCallback
 from torchrl_lightning.inspection.report import inspect_buffer
-from torchrl_lightning.inspection.sample_counts import EVERY, Draws
+from torchrl_lightning.inspection.sample_counts import EVERY, SampleCounter
 
 logger = logging.getLogger(__name__)
 
 
-class BufferPage(SparseCallback):
+class BufferReport(SparseCallback):
     """Write an HTML report of the buffer at each evaluation, with the counts and ages of the sampled steps.
 
     The callback counts every eighth batch from the start of this run. Rank zero replaces the file atomically.
@@ -33,7 +33,7 @@ class BufferPage(SparseCallback):
         ValueError: ``last`` is not positive.
 
     Examples:
-        >>> BufferPage("inspect.html", last=0)
+        >>> BufferReport("inspect.html", last=0)
         Traceback (most recent call last):
         ValueError: last must be a positive integer, got 0.
     """
@@ -43,14 +43,14 @@ class BufferPage(SparseCallback):
     def __init__(self, path: str, last: int = 1_000_000) -> None:
         super().__init__()
         self.path, self.last = path, last
-        self._draws: Draws | None = None
+        self._draws: SampleCounter | None = None
         self._batches = 0
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start counting samples if the buffer has a writer with cells."""
         writer = getattr(_buffer(trainer), "writer", None)
         length, num_envs = getattr(writer, "length", None), getattr(writer, "num_envs", None)
-        self._draws = Draws(length, num_envs) if length and num_envs else None
+        self._draws = SampleCounter(length, num_envs) if length and num_envs else None
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Count the sampled cells of each update in this step."""

@@ -12,7 +12,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
-from torchrl_lightning._core.errors import Fault
+from torchrl_lightning._core.errors import UserError
 from torchrl_lightning._core.interrupts import interrupts
 from torchrl_lightning._core.metric_logging import EVALUATION
 from torchrl_lightning._core.protocols import DataApi
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 @runtime_checkable
-class PartOfMore(Protocol):
+class InSearch(Protocol):
     """A callback of a run that belongs to a search.
 
     Attributes:
@@ -116,7 +116,7 @@ class LastCheckpoint(SparseCallback, Checkpoint):
             logger.warning("stopped by %s; the state of the run is in %s.", reason, self.path)
             return
         larger = (
-            f"{each.goes_on}; the end of this run is " for each in _callbacks(trainer) if isinstance(each, PartOfMore)
+            f"{each.goes_on}; the end of this run is " for each in _callbacks(trainer) if isinstance(each, InSearch)
         )
         advice = next(larger, "to resume, run the same command with ckpt_path=")
         logger.warning("stopped by %s; %s%s", reason, advice, self.path)
@@ -147,7 +147,7 @@ def _is_trial(trainer: Any) -> bool:
 
 def _would_fail_again(exception: BaseException) -> bool:
     """Return True if the same command would fail again: with an unusable disk, or through a user error."""
-    is_mistake = isinstance(exception, Fault) and not isinstance(exception, EnvironmentFault)
+    is_mistake = isinstance(exception, UserError) and not isinstance(exception, EnvironmentFault)
     return is_mistake or (isinstance(exception, OSError) and not isinstance(exception, TimeoutError | ConnectionError))
 
 

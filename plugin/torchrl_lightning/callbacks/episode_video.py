@@ -8,11 +8,11 @@ from pathlib import Path
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
-from torchrl_lightning._core.errors import Fault
+from torchrl_lightning._core.errors import UserError
 from torchrl_lightning._core.protocols import DataApi
 from torchrl_lightning._core.validators import Checked, integer
 from torchrl_lightning.callbacks.sparse import SparseCallback
-from torchrl_lightning.collectors.video import check_film
+from torchrl_lightning.collectors.video import check_renderable
 
 logger = logging.getLogger(__name__)
 
@@ -52,8 +52,8 @@ class EpisodeVideo(SparseCallback):
         data = DataApi.of_run(trainer)
         if data.film is None or data.clock is None:
             kind = type(data.part).__name__
-            raise Fault(f"a video is of what an ExperienceDataModule evaluates in, not of a {kind}.")
-        check_film(data.eval_env)
+            raise UserError(f"a video is of what an ExperienceDataModule evaluates in, not of a {kind}.")
+        check_renderable(data.eval_env)
         self._evaluations = 0
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

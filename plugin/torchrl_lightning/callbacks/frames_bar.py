@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 
 from torchrl_lightning._core.protocols import DataApi
-from torchrl_lightning._core.validators import Checked, not_negative
+from torchrl_lightning._core.validators import Checked, non_negative
 from torchrl_lightning.callbacks.sparse import SparseCallback
 from torchrl_lightning.kernels.compiled import COMPILING, when_compiling
 
@@ -42,7 +42,7 @@ class FramesProgressBar(SparseCallback, ProgressBar):
 
     CONFIG_NAME: ClassVar[str | None] = "frames_bar"
 
-    refresh_every = Checked(not_negative)
+    refresh_every = Checked(non_negative)
 
     def __init__(self, refresh_every: float = 0.2) -> None:
         super().__init__()

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
-from torchrl_lightning._core.errors import Fault
+from torchrl_lightning._core.errors import UserError
 from torchrl_lightning._core.metric_logging import EVALUATION, TRAINING
 from torchrl_lightning._core.protocols import DataApi, LearnerApi
 from torchrl_lightning._core.suggestions import did_you_mean, nearest
@@ -29,7 +29,7 @@ def check_monitor(monitor: Any, trainer: Any, module: Any) -> None:
         ValueError: The run will not log the metric.
     """
     if not isinstance(monitor, str):
-        raise Fault(f"monitor={monitor!r} must be the name of a metric, such as eval/return.")
+        raise UserError(f"monitor={monitor!r} must be the name of a metric, such as eval/return.")
     if not monitor.startswith(TRAINING):
         known = LearnerApi.of(module).evaluation_metrics
         all_are_known = monitor.startswith(EVALUATION) and _evaluates_alone(trainer, module)
@@ -51,9 +51,9 @@ def check_monitor(monitor: Any, trainer: Any, module: Any) -> None:
     )
 
 
-def unknown_metric(monitor: str, known: Iterable[str]) -> Fault:
+def unknown_metric(monitor: str, known: Iterable[str]) -> UserError:
     """Return the error for an unknown metric."""
-    return Fault(f"monitor={monitor}: no such metric is logged{_suggestion(monitor, known)}")
+    return UserError(f"monitor={monitor}: no such metric is logged{_suggestion(monitor, known)}")
 
 
 def _suggestion(monitor: str, known: Iterable[str]) -> str:

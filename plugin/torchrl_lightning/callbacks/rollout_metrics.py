@@ -12,7 +12,7 @@ from torchrl_lightning._core.validators import Checked, integer
 from torchrl_lightning.callbacks.sparse import SparseCallback
 
 
-class ExperienceLog(SparseCallback):
+class RolloutMetricsLogger(SparseCallback):
     """Log the DataModule's ``metrics()``: returns, lengths, timings, and the buffer's own metrics.
 
     The callback writes to the loggers directly: ``self.log`` costs about 0.4 ms per key, a tenth of a small agent's
@@ -28,7 +28,7 @@ class ExperienceLog(SparseCallback):
         ValueError: ``every_n_epochs`` is below 1.
 
     Examples:
-        >>> ExperienceLog(every_n_epochs=0)
+        >>> RolloutMetricsLogger(every_n_epochs=0)
         Traceback (most recent call last):
         ValueError: every_n_epochs must be a positive integer, got 0.
     """

@@ -9,7 +9,7 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
-from torchrl_lightning._core.errors import Fault
+from torchrl_lightning._core.errors import UserError
 from torchrl_lightning._core.metric_logging import EVALUATION
 from torchrl_lightning._core.return_threshold import reaches
 from torchrl_lightning._core.validators import Checked
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 def _threshold(value: Any, name: str) -> float:
     """Return the value as a float; raise ValueError if it is not a number. Infinity is valid."""
     if not isinstance(value, int | float) or isinstance(value, bool) or math.isnan(value):
-        raise Fault(f"{name} must be a number, got {value!r}.")
+        raise UserError(f"{name} must be a number, got {value!r}.")
     return float(value)
 
 

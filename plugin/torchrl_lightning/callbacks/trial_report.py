@@ -10,7 +10,7 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
-from torchrl_lightning._core.errors import Fault
+from torchrl_lightning._core.errors import UserError
 from torchrl_lightning._core.protocols import DataApi
 from torchrl_lightning._core.run_metadata import ENDED_EARLY
 from torchrl_lightning.callbacks.monitors import check_monitor
@@ -92,13 +92,15 @@ class TrialReport(SparseCallback):
         try:
             import optuna
         except ImportError as error:
-            raise Fault("a search by Optuna needs the extra sweep: pip install 'torchrl-lightning[sweep]'.") from error
+            raise UserError(
+                "a search by Optuna needs the extra sweep: pip install 'torchrl-lightning[sweep]'."
+            ) from error
 
         storage = optuna.storages.get_storage(self.storage)
         try:
             study = optuna.load_study(study_name=self.study_name, storage=storage, pruner=self.pruner)
         except KeyError as error:
-            raise Fault(f"there is no study {self.study_name} in {self.storage}; a search makes it.") from error
+            raise UserError(f"there is no study {self.study_name} in {self.storage}; a search makes it.") from error
         for found in study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.RUNNING,)):
             if found.user_attrs.get("folder", self.folder) == self.folder and _told(found.params, self.overrides):
                 study_id = storage.get_study_id_from_name(self.study_name)
@@ -106,7 +108,7 @@ class TrialReport(SparseCallback):
                 trial = optuna.trial.Trial(study, trial_id)
                 trial.set_user_attr("folder", self.folder)
                 return trial
-        raise Fault(f"no running trial of the study {self.study_name} has the settings of this run.")
+        raise UserError(f"no running trial of the study {self.study_name} has the settings of this run.")
 
 
 def _told(params: Mapping[str, Any], overrides: Sequence[str]) -> bool:

@@ -36,12 +36,12 @@ def run_command(name: str, task: Callable[[Any], float], *, resumes: bool = Fals
     append_working_directory()
     from torchrl_lightning._core.run_names import register_run_name
     from torchrl_lightning.cli.config.compose import run_command_line
-    from torchrl_lightning.cli.error_messages import one_line, plain_errors
+    from torchrl_lightning.cli.error_messages import one_line, one_line_errors
     from torchrl_lightning.cli.run_folder.folder import recorded
 
     register_run_name()
     with one_line():
-        run_command_line(name, plain_errors(task if resumes else recorded(task)), sys.argv[1:], resumes=resumes)
+        run_command_line(name, one_line_errors(task if resumes else recorded(task)), sys.argv[1:], resumes=resumes)
 
 
 @contextmanager

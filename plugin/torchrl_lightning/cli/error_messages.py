@@ -22,8 +22,8 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from torchrl_lightning._core.errors import Fault
-from torchrl_lightning._core.processes import lack_of
+from torchrl_lightning._core.errors import UserError
+from torchrl_lightning._core.processes import resource_error
 from torchrl_lightning._core.suggestions import did_you_mean, nearest
 from torchrl_lightning._core.untrusted import MESSAGE_LIMIT, printable
 from torchrl_lightning._hydra.compat import options_parser
@@ -49,11 +49,11 @@ _HINT_ON_SYNTAX = "a setting is one word, as ckpt_path=FILE, and in quotes with 
 _HINT_ON_DEFAULT = "is the default: leave it out by '~experiment' data.total_frames=N, or choose one that fits"
 
 
-class UsageError(Fault):
+class UsageError(UserError):
     """A mistake in the command, its config or its checkpoint."""
 
 
-def plain_errors(task: Callable[[Any], float]) -> Callable[[Any], float]:
+def one_line_errors(task: Callable[[Any], float]) -> Callable[[Any], float]:
     """Wrap a task so that user errors end the program with one line.
 
     This is a function, because a ``contextmanager`` decorator holds a generator, which sweeps cannot pickle.
@@ -75,15 +75,15 @@ def reported(step: Callable[[], Any]) -> Any:
     with one_line():
         try:
             return step()
-        except (Fault, InstantiationException):  # the task reports errors in its own config
+        except (UserError, InstantiationException):  # the task reports errors in its own config
             raise
         except HydraException as error:
-            raise UsageError(explained(error, sys.argv[1:])) from error
+            raise UsageError(format_hydra_error(error, sys.argv[1:])) from error
         except (OmegaConfBaseException, YAMLError, OSError, ValueError) as error:
             frames = {frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)}
             if "plain_task" in frames or error.__cause__ is not None:  # from the task, here or in a sweep's process
                 raise
-            raise UsageError(explained(error, sys.argv[1:])) from error
+            raise UsageError(format_hydra_error(error, sys.argv[1:])) from error
 
 
 @contextmanager
@@ -91,8 +91,8 @@ def one_line() -> Iterator[None]:
     """End the program with one line on stderr, without a traceback, on a user error or Ctrl-C."""
     try:
         yield
-    except (Fault, OSError, RuntimeError) as error:
-        said = str(error) if isinstance(error, Fault) else lack_of(error) or storage_error(error)
+    except (UserError, OSError, RuntimeError) as error:
+        said = str(error) if isinstance(error, UserError) else resource_error(error) or storage_error(error)
         if said is None or os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise
         sys.exit(f"error: {plain_message(said)}")
@@ -135,7 +135,7 @@ def read_options(arguments: Sequence[str]) -> Namespace:
     return options
 
 
-def explained(error: Exception, arguments: Sequence[str]) -> str:
+def format_hydra_error(error: Exception, arguments: Sequence[str]) -> str:
     """Return the line that identifies an error, with a hint.
 
     Args:
@@ -261,14 +261,14 @@ def run_errors(folder: Path, checkpoint: Any) -> Iterator[None]:
     """
     try:
         yield
-    except Fault:
+    except UserError:
         raise
     except _RESTORING as error:
         if isinstance(error, OSError):
             _check_folder(folder, error)
         if checkpoint is not None and storage_error(error) is None and _is_restoring(error):
             said = " ".join(str(error.args[0] if isinstance(error, KeyError) and error.args else error).split())
-            raise Fault(
+            raise UserError(
                 f"{checkpoint} cannot be resumed: {said.rstrip('.')}. Take another checkpoint, or begin anew with its "
                 f"weights by init_from={checkpoint}."
             ) from error
@@ -279,12 +279,12 @@ def _check_folder(folder: Path, error: OSError) -> None:
     """Raise Fault if the run's folder was deleted or became inaccessible during the run."""
     where = str(error.filename or "")
     if not (folder / ".hydra").is_dir() and (where.startswith(str(folder)) or error.errno == errno.ENOENT):
-        raise Fault(
+        raise UserError(
             f"the folder of the run, {folder}, was deleted or moved while the run was going on ({where}). Start the "
             "run again, and leave its folder until it has ended."
         ) from error
     if error.errno in (errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE) and where.startswith(str(folder)):
-        raise Fault(
+        raise UserError(
             f"{where} cannot be written or read ({error.strerror}). Mend the folder or its disk, or {_ELSEWHERE}."
         ) from error
 

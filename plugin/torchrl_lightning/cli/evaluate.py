@@ -31,7 +31,7 @@ def evaluate(cfg: DictConfig) -> float:
     from torchrl_lightning.cli.config.resume import check_checkpoint
     from torchrl_lightning.cli.error_messages import UsageError
     from torchrl_lightning.cli.train import summary
-    from torchrl_lightning.collectors.video import check_film, film_episode
+    from torchrl_lightning.collectors.video import check_renderable, record_video
 
     quiet()
     if OmegaConf.is_missing(cfg, "ckpt_path"):
@@ -43,7 +43,7 @@ def evaluate(cfg: DictConfig) -> float:
     with named(run, "data.env"):
         data.specs  # noqa: B018  # a property that builds the environment
     if cfg.video is not None:
-        check_film(data.eval_env)
+        check_renderable(data.eval_env)
     check_checkpoint(checkpoint, stored, data, model, plays=True)
     policy = policy_of(cfg, stored, model)
     try:
@@ -63,7 +63,7 @@ def evaluate(cfg: DictConfig) -> float:
         print(f"histogram of returns: {cfg.histogram}")
     if cfg.video is not None:
         film = Path(cfg.video) / f"seed_{cfg.seed}.mp4"
-        film_episode(data.eval_env, policy, film, seed=cfg.seed, deterministic=cfg.deterministic)
+        record_video(data.eval_env, policy, film, seed=cfg.seed, deterministic=cfg.deterministic)
         print(f"video: {film}")
     print(summary(episodes, (frames, "frames"), seconds))
     return float(episodes["episode_return"].mean())
@@ -78,7 +78,7 @@ def run_of(cfg: DictConfig, trusting: str = "trusted=true") -> tuple[Path, dict[
 
     from torchrl_lightning.cli.config.validate import is_trusted, read_stored
     from torchrl_lightning.cli.error_messages import UsageError
-    from torchrl_lightning.deploy.loading import CONFIG, checkpoint_of, config_in
+    from torchrl_lightning.deploy.loading import CONFIG, checkpoint_of, extract_config
 
     try:
         checkpoint = checkpoint_of(cfg.ckpt_path)
@@ -87,7 +87,7 @@ def run_of(cfg: DictConfig, trusting: str = "trusted=true") -> tuple[Path, dict[
     trusted = is_trusted(cfg)
     stored = read_stored(checkpoint)
     try:
-        run = OmegaConf.create(config_in(stored, checkpoint, "data", "model", trusted=trusted))
+        run = OmegaConf.create(extract_config(stored, checkpoint, "data", "model", trusted=trusted))
     except ValueError as error:
         hint = f"; if you trust whoever made it, say {trusting}" if CONFIG in stored else ""
         raise UsageError(f"{error}{hint}.") from error
@@ -105,10 +105,10 @@ def run_of(cfg: DictConfig, trusting: str = "trusted=true") -> tuple[Path, dict[
 def policy_of(cfg: DictConfig, stored: dict[str, Any], model: Any) -> Any:
     """Return the policy of the requested checkpoint."""
     from torchrl_lightning.cli.error_messages import UsageError
-    from torchrl_lightning.deploy.loading import policy_in
+    from torchrl_lightning.deploy.loading import extract_policy
 
     try:
-        return policy_in(stored, cfg.ckpt_path, model, deterministic=cfg.deterministic)
+        return extract_policy(stored, cfg.ckpt_path, model, deterministic=cfg.deterministic)
     except (TypeError, ValueError) as error:
         raise UsageError(str(error)) from error
 

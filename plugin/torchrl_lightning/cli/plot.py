@@ -53,7 +53,7 @@ def plot_runs(
         output: The output file; its suffix selects the format.
         metric: Column to draw.
         x: Column of the x axis. Lightning's ``step`` contains environment frames, or updates if the run does not count
-            frames (:class:`~torchrl_lightning.ExperienceLog` makes Lightning count frames).
+            frames (:class:`~torchrl_lightning.RolloutMetricsLogger` makes Lightning count frames).
         labels: One for each source. The default is the experiment and overrides in Hydra's record, without the seed,
             or else the folder above ``seed_...``.
         smooth: Length of the centred moving average, in points of a run.

@@ -48,9 +48,9 @@ def train(cfg: DictConfig) -> float:
 
     from torchrl_lightning._core.slurm import requeued_on_signal
     from torchrl_lightning.cli.config.changed_settings import ChangedSettings
-    from torchrl_lightning.cli.config.init_from import beginning_of
-    from torchrl_lightning.cli.config.instantiate import KeptConfig, build_part, check_parts
-    from torchrl_lightning.cli.config.resume import check_checkpoint, needs_trust, told_differences
+    from torchrl_lightning.cli.config.init_from import load_init_from
+    from torchrl_lightning.cli.config.instantiate import SaveConfig, build_part, check_parts
+    from torchrl_lightning.cli.config.resume import check_checkpoint, config_diff, needs_trust
     from torchrl_lightning.deploy.weights import bounded_tensors
 
     quiet()
@@ -61,12 +61,12 @@ def train(cfg: DictConfig) -> float:
     data = build_part(cfg, "data", **({"freeze_statistics": True} if cfg.freeze_statistics else {}))
     with nullcontext() if stored is None else bounded_tensors(stored.get("state_dict", {})):
         model = build_part(cfg, "model")
-    kept = KeptConfig(cfg, *(recorded_command(HydraConfig.get()) if HydraConfig.initialized() else ()))
+    kept = SaveConfig(cfg, *(recorded_command(HydraConfig.get()) if HydraConfig.initialized() else ()))
     callbacks = [*(build_part(cfg, f"callbacks.{name}") for name in cfg.callbacks), kept]
-    differ = {} if stored is None else told_differences(stored, cfg.ckpt_path, kept.config)
+    differ = {} if stored is None else config_diff(stored, cfg.ckpt_path, kept.config)
     if differ:
         callbacks.append(ChangedSettings(differ))
-    beginning = beginning_of(cfg, differ)
+    beginning = load_init_from(cfg, differ)
     if beginning is not None:
         callbacks.append(beginning)
     loggers = [build_part(cfg, f"logger.{name}") for name in cfg.logger]

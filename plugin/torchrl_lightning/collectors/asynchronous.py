@@ -16,7 +16,7 @@ from torchrl_lightning.collectors.process_collector import SharedWeights, Worker
 from torchrl_lightning.collectors.workers import WorkersCollector
 from torchrl_lightning.environments.env_errors import EnvironmentFault
 from torchrl_lightning.environments.policy_calls import Policy
-from torchrl_lightning.environments.replay_source import FollowedReplaySource
+from torchrl_lightning.environments.replay_source import SyncedReplaySource
 
 
 class AsynchronousCollector(WorkersCollector):
@@ -47,7 +47,7 @@ class AsynchronousCollector(WorkersCollector):
             (:func:`~torchrl_lightning.collectors.spawn_seed`); ``None`` draws it from torch's global generator.
         rollouts_in_flight: Maximum number of rollouts per worker that are begun but not yet yielded.
         replay: Replays recorded steps in some environments of each worker, as in :class:`GymnasiumCollector`: a
-            :class:`~torchrl_lightning.collectors.FollowedReplaySource`, for example
+            :class:`~torchrl_lightning.collectors.SyncedReplaySource`, for example
             :class:`~torchrl_lightning.DemonstrationReplay`, built for the ``num_envs`` environments of one worker.
         init_random_frames: Number of frames with random actions, summed over all workers; each worker draws them first.
 
@@ -86,7 +86,7 @@ class AsynchronousCollector(WorkersCollector):
         reset_at_each_batch: bool = False,
         exploration_type: ExplorationType = ExplorationType.RANDOM,
         clip_actions: bool = False,
-        replay: FollowedReplaySource | None = None,
+        replay: SyncedReplaySource | None = None,
         env_kwargs: Mapping[str, Any] | None = None,
         wrappers: Sequence[Callable[[gymnasium.Env[Any, Any]], gymnasium.Env[Any, Any]]] = (),
         init_random_frames: int = 0,

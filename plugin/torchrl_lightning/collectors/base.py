@@ -13,7 +13,7 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 from torchrl.envs.utils import ExplorationType
 
-from torchrl_lightning._core.state import Attribute, Stated, check_state, tensor, whole
+from torchrl_lightning._core.state import Attribute, Stateful, bounded_integer, check_state, tensor
 from torchrl_lightning._core.torch_defaults import check_default_device
 from torchrl_lightning._core.validators import Checked, boolean, budget, check_defaults, frames, integer
 from torchrl_lightning.environments.backends.vector_env import make_vector_env
@@ -61,16 +61,16 @@ def check_replay(replay: ReplaySource | None, num_envs: int, owner: str) -> None
         )
 
 
-class CollectorBase(Stated):
+class CollectorBase(Stateful):
     """Base class of collectors that yield ``frames_per_batch`` frames at a time, up to ``total_frames``."""
 
     OWNER, VERSION = "collector", 1
     STATE = {
         "num_envs": Attribute(),
         "frames_per_batch": Attribute(),
-        "frames": Attribute(whole()),
-        "batches": Attribute(whole(), "_batches"),
-        "seed": Attribute(whole()),
+        "frames": Attribute(bounded_integer()),
+        "batches": Attribute(bounded_integer(), "_batches"),
+        "seed": Attribute(bounded_integer()),
     }
     flags_beginnings = True
     """Whether ``is_init`` and ``done`` mark the start of each trajectory."""
@@ -169,10 +169,10 @@ class CollectorBase(Stated):
         """Close the environments; repeated calls are allowed. TorchRL's collectors define the arguments."""
         raise NotImplementedError
 
-    def put_state(self, values: Mapping[str, Any]) -> None:
+    def apply_state(self, values: Mapping[str, Any]) -> None:
         """Continue after the last batch of the state, with a reset of all environments (and workers)."""
         self.reset()
-        super().put_state(values)
+        super().apply_state(values)
 
     def _read_states(self, value: Any, name: str) -> dict[NestedKey, Tensor]:
         schema = {dotted(key): tensor(state.dtype, *state.shape) for key, state in self._states.items()}

@@ -20,11 +20,11 @@ from torchrl_lightning.collectors.vector_stepper import VectorStepper
 from torchrl_lightning.environments.actions import check_clipping
 from torchrl_lightning.environments.backends.torchrl_batch import stepped_together
 from torchrl_lightning.environments.backends.torchrl_env import copy_calls, make_environment, with_bookkeeping
-from torchrl_lightning.environments.env_errors import blame_step, blaming, position
+from torchrl_lightning.environments.env_errors import blame_step, env_errors, position
 from torchrl_lightning.environments.observation_limits import check_magnitudes, magnitude_limits
 from torchrl_lightning.environments.policy_calls import (
     Policy,
-    acted,
+    apply_policy,
     check_policy,
     clips_actions,
     policy_device,
@@ -141,13 +141,13 @@ def _play_torchrl(env: EnvBase, policy: Policy, num_episodes: int, seed: int | N
         env.set_seed(spawn_seed(seed, "episodes"))
     record = _Record(num_episodes, env.batch_size.numel(), MANY_TORCHRL_STEPS)
     device = policy_device(policy)
-    with blaming("reset"):
+    with env_errors("reset"):
         step = env.reset()
     number, limits = 0, magnitude_limits(policy, specs.observation)
     while not record.is_complete:
         if limits:
             check_magnitudes({key: step.get(key) for key in limits}, limits)
-        step = acted(policy, step, device, form)
+        step = apply_policy(policy, step, device, form)
         position.environment = None
         try:
             stepped, step = env.step_and_maybe_reset(step)

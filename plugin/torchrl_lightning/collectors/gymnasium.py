@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from torchrl_lightning._core.modules import EvaluationMode
-from torchrl_lightning._core.state import Attribute, InPlace, flag, whole
+from torchrl_lightning._core.state import Attribute, InPlace, bounded_integer, flag
 from torchrl_lightning._core.validators import Checked, boolean, check_defaults, frames, one_of
 from torchrl_lightning.collectors.base import (
     RECURRENT_STATES,
@@ -26,7 +26,7 @@ from torchrl_lightning.collectors.base import (
 )
 from torchrl_lightning.collectors.rollout_loop import RolloutLoop, RolloutMemory
 from torchrl_lightning.collectors.vector_stepper import VectorStepper
-from torchrl_lightning.environments.backends.next_step import tells_resets
+from torchrl_lightning.environments.backends.next_step import tracks_resets
 from torchrl_lightning.environments.backends.vector_env import check_env_source, make_vector_env, vectorization_of
 from torchrl_lightning.environments.policy_calls import Policy, policy_device, recurrent_states
 from torchrl_lightning.environments.replay_source import Array, ReplaySource
@@ -56,8 +56,8 @@ class GymnasiumCollector(CollectorBase):
     Args:
         env: An id, a factory of one environment, or a ready vector environment.
         policy: Reads a TensorDict ``[N]`` and writes ``action``; ``None`` draws random actions. The next step
-            overwrites its inputs. If the policy has a method ``act_on(step)`` that returns its outputs as a dict, the
-            collector calls it instead; this halves the time of a small network. MLPs of this package are compiled.
+            overwrites its inputs. If the policy has a method ``compute_step(step)`` that returns its outputs as a dict,
+            the collector calls it instead; this halves the time of a small network. MLPs of this package are compiled.
         num_envs: Number of environments; ``None`` means one, or the number of a ready vector environment.
         frames_per_batch: Steps per batch over all environments; a multiple of ``num_envs``.
         total_frames: Stop iteration after this number of steps, including replayed steps; -1 means no limit.
@@ -99,7 +99,7 @@ class GymnasiumCollector(CollectorBase):
 
     STATE = {
         **CollectorBase.STATE,
-        "trajectories": Attribute(whole(), "_trajectories"),
+        "trajectories": Attribute(bounded_integer(), "_trajectories"),
         "static_seed": Attribute(flag, "_static_seed"),
         "trajectory_ids": InPlace(at="_ids", low=0, only="_plays"),
         "recurrent_states": RECURRENT_STATES,
@@ -189,13 +189,13 @@ class GymnasiumCollector(CollectorBase):
         return batch if self.storing_device is None else batch.to(self.storing_device)
 
     @property
-    def lends_rows(self) -> bool:
+    def yields_shared_memory(self) -> bool:
         """Whether :meth:`reused_rows` yields the steps of iteration; False if a subclass overrides ``rollout``."""
-        own = type(self).rollout is GymnasiumCollector.rollout and not tells_resets(self._env_source)
+        own = type(self).rollout is GymnasiumCollector.rollout and not tracks_resets(self._env_source)
         return own and self.storing_device in (None, torch.device("cpu"))
 
     @property
-    def gives_rollouts_away(self) -> bool:
+    def yields_owned_rollouts(self) -> bool:
         """Whether each rollout has separate memory that the collector does not write again."""
         return type(self).rollout is GymnasiumCollector.rollout and not self.return_same_td
 

@@ -24,9 +24,9 @@ from torchrl_lightning._core.processes import (
     check_descriptors,
     end_processes,
     end_with_parent,
-    how_it_died,
+    exit_description,
     is_main_thread,
-    lack_of,
+    resource_error,
 )
 from torchrl_lightning.collectors.workers import Worker
 from torchrl_lightning.environments.env_errors import EnvironmentFault, WorkerFault
@@ -114,7 +114,7 @@ def run_worker(task: WorkerTask, weights: SharedWeights, connection: Connection)
             connection.send(("fault", fault.sent()))
         sys.exit(_FAULTY)
     except BaseException as error:
-        lack = lack_of(error)
+        lack = resource_error(error)
         told = ("error", traceback.format_exc()) if lack is None else ("fault", WorkerFault(lack))
         with suppress(OSError):
             connection.send(told)
@@ -238,7 +238,7 @@ class WorkerPool:
                 return message
         except (EOFError, OSError):
             pass
-        raise WorkerFault(f"Collector worker {worker} {how_it_died(process)}")
+        raise WorkerFault(f"Collector worker {worker} {exit_description(process)}")
 
     def _send(self, worker: int, message: int | Tensor) -> None:
         with suppress(OSError):  # reading the next message reports a dead worker

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from torchrl_lightning._core.keys import ACTION_MASK, FLAGS, LOG_PROB, VALID
 from torchrl_lightning._core.torchrl_compat import new_tensordict
-from torchrl_lightning._core.tree import Path, join, level_of, next_key, path_of, tensordict_of
+from torchrl_lightning._core.tree import Path, join, next_key, path_of, raw_items, tensordict_of
 from torchrl_lightning.collectors.vector_stepper import VectorStepper
 from torchrl_lightning.environments.actions import check_clipping, half_bounded_drawer
 from torchrl_lightning.environments.copies import copied
@@ -27,12 +27,12 @@ from torchrl_lightning.environments.observation_limits import expected_magnitude
 from torchrl_lightning.environments.policy_calls import (
     Outputs,
     Policy,
-    bare_call,
+    bound_call,
+    default_outputs,
+    fast_call,
     policy_outputs,
-    standing_call,
-    unsaid,
 )
-from torchrl_lightning.environments.replay_source import Array, Playing, ReplayedRows, ReplaySource
+from torchrl_lightning.environments.replay_source import Array, ReplayedRows, ReplaySource, ReplayTracker
 from torchrl_lightning.environments.specs import EnvironmentSpecs
 
 
@@ -55,7 +55,7 @@ class RolloutLoop:
         self._form = specs.action_format
         self.limits = magnitude_limits(policy, specs.observation)
         num_envs = specs.num_envs
-        self._playing = None if replay is None else Playing(replay, num_envs)
+        self._playing = None if replay is None else ReplayTracker(replay, num_envs)
         self._action_shape = (num_envs, *specs.action.shape)
         drawn = half_bounded_drawer(specs.action, [num_envs])
         self._draw: Callable[[], Tensor] = drawn or specs.action.expand(*self._action_shape).rand
@@ -78,7 +78,7 @@ class RolloutLoop:
         self._standing: Callable[[], Outputs] | None = None
         self._unsaid: dict[NestedKey, Tensor] | None = None
         self._is_new = True  # the first rollout gets additional checks
-        self._is_nested = any(isinstance(value, TensorDictBase) for value in level_of(self._step).values())
+        self._is_nested = any(isinstance(value, TensorDictBase) for value in raw_items(self._step).values())
 
     def reset(self, seeds: list[int] | None, resumed: Mapping[NestedKey, Tensor] | None = None) -> Array:
         """Begin an episode in every environment, and return the mask of the new episodes.
@@ -130,7 +130,7 @@ class RolloutLoop:
         memory.check(before)
 
     def _steps(self, memory: RolloutMemory, device: torch.device, random: bool) -> Iterator[int]:
-        act = self._drawer(device) if random or self.policy is None else self._actor(device)
+        act = self._random_actor(device) if random or self.policy is None else self._actor(device)
         if self._playing is not None:
             memory.clear_marks()
         for t in range(memory.steps):
@@ -167,13 +167,13 @@ class RolloutLoop:
             yield t
 
     def _actor(self, device: torch.device) -> Callable[[], Outputs]:
-        policy, step, bare = self.policy, self._step, bare_call(self.policy)
+        policy, step, bare = self.policy, self._step, fast_call(self.policy)
         move = device.type != "cpu"
         if bare is not None and move:
             return lambda: bare(step.to(device))
         if bare is not None:
             if self._standing is None:
-                self._standing = standing_call(policy, step)
+                self._standing = bound_call(policy, step)
             assert self._standing is not None
             return self._standing
         assert policy is not None
@@ -185,16 +185,16 @@ class RolloutLoop:
             elif self._is_nested:
                 given = step.copy()
             else:
-                given = new_tensordict(dict(level_of(step)), step.batch_size)
+                given = new_tensordict(dict(raw_items(step)), step.batch_size)
             return policy_outputs(policy, given)
 
         return dispatched
 
-    def _drawer(self, device: torch.device) -> Callable[[], Outputs]:
+    def _random_actor(self, device: torch.device) -> Callable[[], Outputs]:
         # Include the initial recurrent states, so that all batches have equal keys.
         kept = {self._next_states[key]: state for key, state in self.states.items()}
         if self._unsaid is None:
-            self._unsaid = {} if self.policy is None else unsaid(self.policy, self._step, device, kept)
+            self._unsaid = {} if self.policy is None else default_outputs(self.policy, self._step, device, kept)
         others = {**self._unsaid, **kept}
         mask, draw = self._mask, self._draw
         if mask is not None:

@@ -15,7 +15,7 @@ from torchrl.envs.utils import ExplorationType
 
 from torchrl_lightning._core.keys import ACTION_MASK
 from torchrl_lightning._core.modules import EvaluationMode
-from torchrl_lightning._core.state import Attribute, tensor, whole
+from torchrl_lightning._core.state import Attribute, bounded_integer, tensor
 from torchrl_lightning._core.tree import join, next_key
 from torchrl_lightning._core.validators import Checked, boolean, frames
 from torchrl_lightning.collectors.base import RECURRENT_STATES, CollectorBase, check_random_frames
@@ -32,15 +32,15 @@ from torchrl_lightning.environments.masks import action_mask
 from torchrl_lightning.environments.observation_limits import check_magnitudes, magnitude_limits
 from torchrl_lightning.environments.policy_calls import (
     Policy,
-    acted,
+    apply_policy,
     check_finite,
+    default_outputs,
     policy_device,
     recurrent_states,
     rows_as,
-    unsaid,
 )
 from torchrl_lightning.environments.seeds import IsolatedRng, check_seed, numbered_seed, spawn_seed
-from torchrl_lightning.environments.specs import environment_specs, handed_on
+from torchrl_lightning.environments.specs import carried_keys, environment_specs
 from torchrl_lightning.environments.workers.threads import close_environment, note_threads
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class TorchRLCollector(CollectorBase):
 
     STATE = {
         **CollectorBase.STATE,
-        "trajectories": Attribute(whole(), "_trajectories"),
+        "trajectories": Attribute(bounded_integer(), "_trajectories"),
         "ended": Attribute(of=lambda own: tensor(torch.bool, own.num_envs), at="_ended", only="_plays"),
         "recurrent_states": RECURRENT_STATES,
     }
@@ -114,7 +114,7 @@ class TorchRLCollector(CollectorBase):
         self._specs = environment_specs(env)
         self._mask = action_mask(self._specs.observation, self._specs.action)
         self._form, self._draw = self._specs.action_format, half_bounded_drawer(self._specs.action, env.batch_size)
-        self._handed_on = [each for name in handed_on(env) for each in (name, ("next", name))]
+        self._handed_on = [each for name in carried_keys(env) for each in (name, ("next", name))]
         self._evaluation = EvaluationMode(policy)
         self._limits = magnitude_limits(policy, self._specs.observation)
         self._needs_reset = True
@@ -235,7 +235,7 @@ class TorchRLCollector(CollectorBase):
             assert self.policy is not None
             if self._limits:
                 check_magnitudes({key: step.get(key) for key in self._limits}, self._limits)
-            chosen = acted(self.policy, step, policy_device(self.policy), self._form)
+            chosen = apply_policy(self.policy, step, policy_device(self.policy), self._form)
             if mask is not None:
                 masks = chosen[ACTION_MASK].flatten(0, -2)
                 mask.check_actions(chosen["action"].reshape(len(masks), -1), masks, self._acted - 1)
@@ -243,7 +243,7 @@ class TorchRLCollector(CollectorBase):
         if self._unsaid is None:
             self._unsaid = {}
             if self.policy is not None:
-                self._unsaid = unsaid(self.policy, step, policy_device(self.policy), self._next_states)
+                self._unsaid = default_outputs(self.policy, step, policy_device(self.policy), self._next_states)
         if mask is not None:
             step["action"] = mask.draw(step[ACTION_MASK])
         elif self._draw is not None:

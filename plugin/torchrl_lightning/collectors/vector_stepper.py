@@ -21,13 +21,13 @@ from torchrl_lightning.environments.backends.vector_env import autoreset_mode
 from torchrl_lightning.environments.copies import copy_beneath_wrappers
 from torchrl_lightning.environments.env_errors import (
     EnvironmentFault,
-    blame,
-    blaming,
     check_observation,
+    env_errors,
     guard_calls,
     position,
+    reraise_as_env_error,
 )
-from torchrl_lightning.environments.replay_source import Array, ResumableVectorEnv
+from torchrl_lightning.environments.replay_source import Array, PartialStepVectorEnv
 from torchrl_lightning.environments.specs import observation_leaves
 from torchrl_lightning.environments.workers.worker_env import WorkerVectorEnv
 
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 Final = tuple[int | Array, list[Array]]  # index or indices of environments, and the leaves of their last observations
 _SUCCESS = ("is_success", "success")
-_COPY_ENDS = (ResumableVectorEnv, WorkerVectorEnv, EnvPoolVectorEnv, BatchVectorEnv)  # classes of this package
+_COPY_ENDS = (PartialStepVectorEnv, WorkerVectorEnv, EnvPoolVectorEnv, BatchVectorEnv)  # classes of this package
 _SUSPECT_ENDS = 3  # warn after this number of consecutive last observations that equal the first of the next episode
 _WARNED: WeakSet[VectorEnv[Any, Any, Any]] = WeakSet()
 
@@ -61,7 +61,7 @@ class VectorStepper:
         self._unchecked = {"reset", "step"}
         self._takes_one_seed = False  # True after the environment rejected a list of seeds
         self._resets_parts = False  # True after a reset of some environments left the others unchanged
-        self.can_rest = isinstance(env, ResumableVectorEnv)
+        self.can_rest = isinstance(env, PartialStepVectorEnv)
         self._idle = self.actions.to_environment(np.zeros((1, *self.actions.spec_shape)), clip=True)[0]
         self._copies_ends = isinstance(env.unwrapped, _COPY_ENDS)
         self._suspect_ends = 0
@@ -249,7 +249,7 @@ class VectorStepper:
             return
         processes = isinstance(self.env.unwrapped, AsyncVectorEnv)
         try:
-            with blaming("close", f"{self.env}"):
+            with env_errors("close", f"{self.env}"):
                 self.env.close(**({"timeout": 5.0} if processes else {}))
         except (EOFError, OSError, TimeoutError):
             if not processes:
@@ -281,7 +281,7 @@ class VectorStepper:
         if isinstance(env, SyncVectorEnv) and any("concatenate" in place.name for place in places):
             for index, observation in enumerate(env_observations(env)):
                 check_observation(env.single_observation_space, observation, f"{when}environment {index}")
-        blame(error, call, f"{self.env}")
+        reraise_as_env_error(error, call, f"{self.env}")
 
 
 def entry_of(info: Any, name: str) -> Any:

@@ -13,7 +13,7 @@ import gymnasium
 import numpy as np
 import torch
 
-from torchrl_lightning._core.errors import Fault
+from torchrl_lightning._core.errors import UserError
 from torchrl_lightning._core.files import replaced_files
 from torchrl_lightning.collectors.episodes import play_episodes
 from torchrl_lightning.environments.policy_calls import Policy
@@ -23,29 +23,31 @@ from torchrl_lightning.environments.workers.threads import close_environment
 _NEEDED = "a video needs an environment that draws render_mode=rgb_array, but that of this run"
 
 
-def check_film(env: Any) -> None:
+def check_renderable(env: Any) -> None:
     """Check that an environment can be recorded: build, reset and render one.
 
     Args:
-        env: An id or a factory, as for :func:`film_episode`.
+        env: An id or a factory, as for :func:`record_video`.
 
     Raises:
         Fault: A package is missing, or the environment renders no image.
 
     Examples:
         >>> from torchrl_lightning import make_vector_env
-        >>> check_film(make_vector_env("CartPole-v1", 1))
+        >>> check_renderable(make_vector_env("CartPole-v1", 1))
         Traceback (most recent call last):
             ...
-        torchrl_lightning._core.errors.Fault: a video needs an environment of its own: give eval_env= an id or \
+        torchrl_lightning._core.errors.UserError: a video needs an environment of its own: give eval_env= an id or \
 a factory.
     """
     if not isinstance(env, str) and not callable(env):
-        raise Fault("a video needs an environment of its own: give eval_env= an id or a factory.")
+        raise UserError("a video needs an environment of its own: give eval_env= an id or a factory.")
     try:
         import moviepy  # noqa: F401
     except ImportError as error:
-        raise Fault("a video needs moviepy: pip install 'torchrl-lightning[video]'; or leave the video out.") from error
+        raise UserError(
+            "a video needs moviepy: pip install 'torchrl-lightning[video]'; or leave the video out."
+        ) from error
     picture = None
     try:
         with IsolatedRng(None, torch.device("cpu")), warnings.catch_warnings():
@@ -58,14 +60,16 @@ a factory.
             finally:
                 close_environment(made)
     except Exception as error:  # environments and rendering libraries raise any type
-        raise Fault(f"{_NEEDED} cannot: {' '.join(str(error).split())}") from error
+        raise UserError(f"{_NEEDED} cannot: {' '.join(str(error).split())}") from error
     if not isinstance(made, gymnasium.Env):
-        raise Fault("a video is of Gymnasium's environments, but that of this run is TorchRL's; leave the video out.")
+        raise UserError(
+            "a video is of Gymnasium's environments, but that of this run is TorchRL's; leave the video out."
+        )
     if not isinstance(picture, np.ndarray):
-        raise Fault(f"{_NEEDED} draws {type(picture).__name__}; leave the video out.")
+        raise UserError(f"{_NEEDED} draws {type(picture).__name__}; leave the video out.")
 
 
-def film_episode(
+def record_video(
     env: Any, policy: Policy, path: Path, *, seed: int, deterministic: bool = True, clip_actions: bool = False
 ) -> None:
     """Play one episode and write it atomically as a video; its frames stay in memory until the episode ends.

@@ -18,12 +18,12 @@ from torchrl.envs.utils import ExplorationType
 
 from torchrl_lightning._core.keys import ENV_IDS, TRAJ_IDS
 from torchrl_lightning._core.protocols import PolicyApi
-from torchrl_lightning._core.state import Attribute, InPlace, whole
+from torchrl_lightning._core.state import Attribute, InPlace, bounded_integer
 from torchrl_lightning.collectors.base import CollectorBase, check_acting, check_random_frames, check_replay
 from torchrl_lightning.collectors.gymnasium import GymnasiumCollector
 from torchrl_lightning.environments.backends.vector_env import check_env_source, vectorization_of
 from torchrl_lightning.environments.policy_calls import Policy, load_weights, policy_device
-from torchrl_lightning.environments.replay_source import Array, FollowedReplaySource
+from torchrl_lightning.environments.replay_source import Array, SyncedReplaySource
 from torchrl_lightning.environments.seeds import check_seed, spawn_seed, spawn_seeds
 
 
@@ -44,8 +44,8 @@ class Worker:
         self.replay = kwargs.get("replay")
         self.number, self.count = number, count
         for part in self.policy.modules() if isinstance(self.policy, nn.Module) else ():
-            if (use_worker := PolicyApi.of(part).use_worker) is not None:
-                use_worker(number, count)
+            if (set_worker := PolicyApi.of(part).set_worker) is not None:
+                set_worker(number, count)
         self.collector = GymnasiumCollector(env, self.policy, **kwargs)
         frames = begun * self.collector.frames_per_batch
         # A rollout begins at most as many trajectories as it has frames and environments.
@@ -77,7 +77,7 @@ class WorkersCollector(CollectorBase):
 
     SHARED_STATE = {
         **CollectorBase.STATE,
-        "policy_version": Attribute(whole()),
+        "policy_version": Attribute(bounded_integer()),
         # For each worker, the index of its next rollout to yield.
         "rollouts": InPlace(at="_yielded", low=0),
     }
@@ -94,7 +94,7 @@ class WorkersCollector(CollectorBase):
         reset_at_each_batch: bool,
         exploration_type: ExplorationType,
         clip_actions: bool,
-        replay: FollowedReplaySource | None,
+        replay: SyncedReplaySource | None,
         env_kwargs: Mapping[str, Any] | None,
         wrappers: Sequence[Callable[[gymnasium.Env[Any, Any]], gymnasium.Env[Any, Any]]],
         init_random_frames: int,

@@ -15,15 +15,24 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict.utils import NestedKey
 from torchrl.envs import EnvBase
 
-from torchrl_lightning._core.errors import check_precision, learning_dtype, require_stream
+from torchrl_lightning._core.errors import check_precision, check_stream, learning_dtype
 from torchrl_lightning._core.protocols import CollectorApi
-from torchrl_lightning._core.ranks import gathered, state_of_rank
-from torchrl_lightning._core.settings import Count, Positive, Settings, Switch, among, setting
-from torchrl_lightning._core.state import Attribute, Child, check_state, flag, generator, mapping, sequence, whole
+from torchrl_lightning._core.ranks import all_gather, state_of_rank
+from torchrl_lightning._core.settings import Count, Positive, Settings, Switch, choices, setting
+from torchrl_lightning._core.state import (
+    Attribute,
+    Child,
+    bounded_integer,
+    check_state,
+    flag,
+    generator,
+    mapping,
+    sequence,
+)
 from torchrl_lightning._core.torch_defaults import check_default_device
 from torchrl_lightning._core.validators import budget, optional
 from torchrl_lightning.collectors import play_episodes
-from torchrl_lightning.collectors.video import film_episode
+from torchrl_lightning.collectors.video import record_video
 from torchrl_lightning.datamodules._run.arguments import (
     check_builds,
     check_fingerprint,
@@ -38,10 +47,10 @@ from torchrl_lightning.datamodules._run.collection import (
     clipping_of,
     collector_options,
     envs_of_rank,
+    envs_per_worker,
     own_collector,
-    share_of,
 )
-from torchrl_lightning.datamodules._run.collector_stream import Feed
+from torchrl_lightning.datamodules._run.collector_stream import CollectorStream
 from torchrl_lightning.datamodules._run.discounts import build_buffer
 from torchrl_lightning.datamodules._run.due_evaluation import DueEvaluation
 from torchrl_lightning.datamodules._run.environments import RunEnvironments
@@ -103,7 +112,7 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
         normalize_clip: largest absolute value of a normalised entry.
         normalize_epsilon: added to the variances before the division. Use 1e-4 if hindsight replaces values that hardly
             vary, such as the height of goals on a table.
-        freeze_statistics: never update the initial moments, which :meth:`begin_from` loads.
+        freeze_statistics: never update the initial moments, which :meth:`load_normalization` loads.
         seed: seed of the run, drawn from torch's global generator if None. Environments, evaluations and buffer of each
             rank get their own seeds from it.
 
@@ -112,7 +121,7 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
     """
 
     CONFIG_NAME: ClassVar[str | None] = None
-    HANDED_OVER: ClassVar[tuple[str, ...]] = ("freeze_statistics",)
+    RUNTIME_ARGUMENTS: ClassVar[tuple[str, ...]] = ("freeze_statistics",)
     make_buffer: Any  # a setting of each subclass
     env: Any = setting(kw_only=False)
     num_envs: Count = 8
@@ -123,7 +132,7 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
     eval_env: Any = None
     eval_episodes: Count = 10
     eval_num_envs: Count = 10
-    eval_mode: Annotated[str, among("deterministic", "sampled")] = "deterministic"
+    eval_mode: Annotated[str, choices("deterministic", "sampled")] = "deterministic"
     normalize_observation: bool | Sequence[NestedKey] = False
     normalize_reward: bool = False
     normalize_clip: Positive = 10.0
@@ -132,15 +141,15 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
     seed: int | None = None
 
     buffer_class: ClassVar[type] = object
-    serves: ClassVar[str | None] = None
-    """Kind of data, matched against ``learns_from`` of a learner."""
-    learner_for_it: ClassVar[str] = ""
+    stream_kind: ClassVar[str | None] = None
+    """Kind of data, matched against ``stream_kind`` of a learner."""
+    suggested_model: ClassVar[str] = ""
     leaves_resets_out: ClassVar[bool] = False
     """Whether reset rows are dropped, so that vector environments in mode ``NEXT_STEP`` are accepted."""
     RUN_STATE: ClassVar[Mapping[str, Attribute]] = {
-        "frames": Attribute(whole(), "_clock.frames"),
+        "frames": Attribute(bounded_integer(), "_clock.frames"),
         "replayed": Child(at="_clock"),
-        "num_evaluations": Attribute(whole(), "_due.count"),
+        "num_evaluations": Attribute(bounded_integer(), "_due.count"),
         "rng": Attribute(generator("cpu"), "_feed.rng"),
         "episodes": Child(at="_episodes"),
         "normalization": Child(at="_normalization"),
@@ -169,7 +178,7 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
         self._normalization = Normalization(
             self.normalize_observation, self.normalize_reward, *bounds, frozen=self.freeze_statistics
         )
-        self._feed = Feed(self._episodes, self._normalization)
+        self._feed = CollectorStream(self._episodes, self._normalization)
         self._metrics: dict[str, float] = {}
 
     @property
@@ -185,7 +194,7 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
     @cached_property
     def envs_per_worker(self) -> int:
         """Environments of one worker of the collector; all if the collector has no workers."""
-        return share_of(self.make_collector, self.num_envs)
+        return envs_per_worker(self.make_collector, self.num_envs)
 
     @property
     def envs_of_rank(self) -> int:
@@ -248,10 +257,10 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
             The name of each argument before its check.
 
         Raises:
-            MisfitError: A part does not fit: see :func:`~torchrl_lightning._core.errors.require_fit`.
+            IncompatibleError: A part does not fit: see :func:`~torchrl_lightning._core.errors.check_compatible`.
         """
         yield "env"
-        require_stream(learner, self)
+        check_stream(learner, self)
         _ = self.specs  # builds the environment
         yield "collector"
         self._environments.check_clipping()
@@ -295,7 +304,7 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
             "fingerprint": self.fingerprint(),
             "specs": specs_state(self._environments.specs),
             "normalization": self._normalization.statistics(),
-            "ranks": gathered({**self._run.state_dict(), **self._parts_state()}),
+            "ranks": all_gather({**self._run.state_dict(), **self._parts_state()}),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -322,7 +331,7 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
             own = state_of_rank(state["ranks"], self._rank, self.world_size)
             values = self._run.read_state(own)
             self._load_parts(own)
-            self._run.put_state(values)
+            self._run.apply_state(values)
             self._loaded(own)
         self._environments.restore_clipping(state.get("specs", {}), evaluates=evaluates)
         self.load_statistics(state)
@@ -332,7 +341,7 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
         for load, statistics in self._statistics(state):
             load(statistics)
 
-    def begin_from(self, statistics: Mapping[str, Any], *, trial: bool = False) -> None:
+    def load_normalization(self, statistics: Mapping[str, Any], *, trial: bool = False) -> None:
         """Begin with the normalisation statistics of another run.
 
         Args:
@@ -343,7 +352,7 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
             ValueError: The statistics do not fit the normalised entries of this run.
         """
         _ = self.specs  # builds the normaliser
-        (copy.deepcopy(self._normalization) if trial else self._normalization).begin_from(statistics)
+        (copy.deepcopy(self._normalization) if trial else self._normalization).load_normalization(statistics)
 
     def _statistics(self, state: dict[str, Any]) -> list[tuple[Callable[[Any], Any], Any]]:
         """Return (load function, state) of each normaliser, the same on all ranks."""
@@ -363,7 +372,7 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
         """Return the settings that a checkpoint and a run of ``learner`` (default: the trainer's) must share."""
         return run_fingerprint(self)
 
-    def _any_buffer(self, learner: Any = None, *, trial: bool = True) -> Any:
+    def _get_or_build_buffer(self, learner: Any = None, *, trial: bool = True) -> Any:
         """Return the buffer, or build one: by default a temporary one, because ranks may be forked later."""
         if self.buffer is not None:
             return self.buffer
@@ -421,13 +430,13 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
 
     def _own_collector(self, policy: Any) -> tuple[CollectorApi, Iterator[TensorDictBase]]:
         env = self._wrap_env(self._environments.built())
-        policy = self._of_raw(self._wrap_policy(policy))
+        policy = self._normalizing_policy(self._wrap_policy(policy))
         collector = CollectorApi.of(own_collector(env, policy, **self._collector_options()))
         return collector, self._rollouts(collector)
 
     def _users_collector(self, policy: Any) -> tuple[CollectorApi, Iterator[TensorDictBase]]:
         assert self.make_collector is not None
-        policy = self._of_raw(self._wrap_policy(policy))
+        policy = self._normalizing_policy(self._wrap_policy(policy))
         collector = CollectorApi.of(call_with_policy(self.make_collector, policy, **self._users_collector_options()))
         self._environments.follow_collector(collector)
         self._clock.check_end(self.trainer, collector.total_frames)
@@ -435,7 +444,7 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
             self._environments.check_evaluation(view)
         return collector, first_checked(self._rollouts(collector), self._environments.specs)
 
-    def _of_raw(self, policy: Any) -> Any:
+    def _normalizing_policy(self, policy: Any) -> Any:
         """Wrap the policy so that it accepts raw observations and runs under the training step's autocast."""
         _ = self.specs  # builds the normaliser
         return self._normalization.policy(self._as_learned(policy))
@@ -480,12 +489,14 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
         deterministic = self.eval_mode == "deterministic" if deterministic is None else deterministic
         seed, num_envs = self._spawn_seed("evaluation", self.num_evaluations), min(self.eval_num_envs, episodes)
         options = {"deterministic": deterministic, "clip_actions": self._environments.clips(policy)}
-        return play_episodes(self.eval_env, self._of_raw(policy), episodes, num_envs=num_envs, seed=seed, **options)
+        return play_episodes(
+            self.eval_env, self._normalizing_policy(policy), episodes, num_envs=num_envs, seed=seed, **options
+        )
 
     def film(self, policy: Any, path: Path) -> None:
         """Play one evaluation episode and write it as a video; all videos of a run begin in the same state."""
         options = {"deterministic": self.eval_mode == "deterministic", "clip_actions": self._environments.clips(policy)}
-        film_episode(self.eval_env, self._of_raw(policy), path, seed=self._spawn_seed("film"), **options)
+        record_video(self.eval_env, self._normalizing_policy(policy), path, seed=self._spawn_seed("film"), **options)
 
     def _evaluation(self) -> Iterator[TensorDictBase]:
         yield self.evaluate(self._module().policy)

@@ -14,12 +14,12 @@ from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-from torchrl_lightning._core.errors import require_fit
+from torchrl_lightning._core.errors import check_compatible
 from torchrl_lightning._core.interrupts import interrupts
 from torchrl_lightning._core.keys import REPEATED
 from torchrl_lightning._core.protocols import CollectorApi, LearnerApi
-from torchrl_lightning._core.settings import Count, Positive, Switch, derived, setting
-from torchrl_lightning._core.state import Attribute, Child, mapping, whole
+from torchrl_lightning._core.settings import Count, Positive, Switch, computed, setting
+from torchrl_lightning._core.state import Attribute, Child, bounded_integer, mapping
 from torchrl_lightning._core.torchrl_compat import new_tensordict
 from torchrl_lightning._core.validators import integer, optional
 from torchrl_lightning.datamodules._run.episode_statistics import ends_of
@@ -108,23 +108,23 @@ class DynamicsDataModule(ExperienceDataModule):
     frames_per_batch: Annotated[int, optional(integer)] = setting(default=None)
     num_envs: Count = 1
 
-    serves, buffer_class = "fits", ExperienceBuffer
-    learner_for_it = "model=pets (DynamicsEnsemble)"
+    stream_kind, buffer_class = "fits", ExperienceBuffer
+    suggested_model = "model=pets (DynamicsEnsemble)"
     RUN_STATE = {
         **ExperienceDataModule.RUN_STATE,
         "metrics": Attribute(mapping, "_metrics"),
         "split": Child(at="split"),
-        "fits": Attribute(whole()),
-        "epochs_of_fit": Attribute(whole()),
-        "pass_of": Attribute(optional(whole()), "_pass_of"),
-        "order_seed": Attribute(whole(), "_order_seed"),
+        "fits": Attribute(bounded_integer()),
+        "epochs_of_fit": Attribute(bounded_integer()),
+        "pass_of": Attribute(optional(bounded_integer()), "_pass_of"),
+        "order_seed": Attribute(bounded_integer(), "_order_seed"),
     }
 
-    normalize_observation: bool | Sequence[NestedKey] = derived()
-    normalize_reward: bool = derived()
-    normalize_clip: Positive = derived()
-    normalize_epsilon: Positive = derived()
-    freeze_statistics: Switch = derived()
+    normalize_observation: bool | Sequence[NestedKey] = computed()
+    normalize_reward: bool = computed()
+    normalize_clip: Positive = computed()
+    normalize_epsilon: Positive = computed()
+    freeze_statistics: Switch = computed()
 
     def __post_init__(self) -> None:
         if self.frames_per_batch is None:
@@ -195,10 +195,10 @@ class DynamicsDataModule(ExperienceDataModule):
         """Also check the targets and the number of rows at the first fit."""
         yield from super().check_fit(learner)
         yield "observation_keys"
-        require_fit(self.targets)
+        check_compatible(self.targets)
         yield "batch_size"
         if self.make_collector is None and self.seed is not None and not self.frames:
-            self._check_first_fit(self._any_buffer(learner))
+            self._check_first_fit(self._get_or_build_buffer(learner))
 
     def _check_first_fit(self, buffer: Any) -> None:
         """Validate the numbers of rows and batches of the first fit; raise ValueError if one is too small."""
@@ -228,7 +228,7 @@ class DynamicsDataModule(ExperienceDataModule):
         return HoldoutSplit(self.validation_fraction, self.max_validation, seed=self._spawn_seed("split"))
 
     def _build_parts(self) -> None:
-        self.buffer = self._any_buffer(trial=False)
+        self.buffer = self._get_or_build_buffer(trial=False)
         if not self.frames:
             self.buffer.generator.manual_seed(self._spawn_seed("buffer"))
             self._order_seed = self._spawn_seed("order")
@@ -401,7 +401,7 @@ class DynamicsDataModule(ExperienceDataModule):
 
     def fingerprint(self, learner: Any = None) -> dict[str, Any]:
         """Add class and capacity of the buffer, the columns, and the settings of the batches."""
-        buffer = self._any_buffer(learner)
+        buffer = self._get_or_build_buffer(learner)
         return {
             **super().fingerprint(learner),
             "buffer": type(buffer).__name__,

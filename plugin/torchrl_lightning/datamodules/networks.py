@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torchrl_lightning._core.errors import require_fit
+from torchrl_lightning._core.errors import check_compatible
 from torchrl_lightning._core.protocols import LearnerApi
 
 
@@ -12,7 +12,7 @@ def build_learner(module: Any, data: Any) -> None:
     """Build the networks of a trainer's module before the setup of callbacks that read its parameters."""
     if LearnerApi.of(module).is_built is not False:
         return
-    require_fit(module, data)
+    check_compatible(module, data)
     strategy, precision = data.trainer.strategy, data.trainer.precision_plugin
     with strategy.tensor_init_context(), strategy.model_sharded_context(), precision.module_init_context():
         module.configure_model()

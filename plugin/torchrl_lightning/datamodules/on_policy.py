@@ -12,11 +12,11 @@ from gymnasium.vector import VectorEnv
 from tensordict import TensorDictBase
 from torchrl.envs import EnvBase
 
-from torchrl_lightning._core.errors import require_fit
+from torchrl_lightning._core.errors import check_compatible
 from torchrl_lightning._core.keys import REPLAYED
 from torchrl_lightning._core.protocols import CollectorApi, LearnerApi
 from torchrl_lightning._core.settings import Count, setting
-from torchrl_lightning._core.state import Attribute, fields, generator, mapping, whole
+from torchrl_lightning._core.state import Attribute, bounded_integer, fields, generator, mapping
 from torchrl_lightning._core.update_batches import UpdateBatches
 from torchrl_lightning._core.validators import integer, optional
 from torchrl_lightning.datamodules._run.discounts import check_discount
@@ -40,7 +40,7 @@ class RolloutBufferFactory(Protocol):
         ...
 
 
-_PLACE = fields("place", {"epoch": whole(), "pass": whole(-1), "generator": generator("cpu")})
+_PLACE = fields("place", {"epoch": bounded_integer(), "pass": bounded_integer(-1), "generator": generator("cpu")})
 
 
 class OnPolicyDataModule(UpdatesDataModule):
@@ -80,8 +80,8 @@ class OnPolicyDataModule(UpdatesDataModule):
     num_mini_batch: Annotated[int, optional(integer)] = setting(default=None)
     shuffle: bool = True
 
-    serves, buffer_class = "rollouts", RolloutBuffer
-    learner_for_it = "model=ppo (PPOModule)"
+    stream_kind, buffer_class = "rollouts", RolloutBuffer
+    suggested_model = "model=ppo (PPOModule)"
     RUN_STATE = {
         **UpdatesDataModule.RUN_STATE,
         "metrics": Attribute(mapping, "_metrics"),
@@ -112,16 +112,16 @@ class OnPolicyDataModule(UpdatesDataModule):
     def _build_parts(self) -> None:
         super()._build_parts()
         if self.buffer is None:
-            self.buffer = self._any_buffer(trial=False)
+            self.buffer = self._get_or_build_buffer(trial=False)
             self.buffer.generator.manual_seed(self._spawn_seed("buffer"))
             self.buffer.attach(self.env, self.envs_per_worker)
 
     def check_fit(self, learner: Any = None) -> Iterator[str]:
         """Also check the buffer and the mini-batches."""
         yield from super().check_fit(learner)
-        buffer = self._any_buffer(learner, trial=False)
+        buffer = self._get_or_build_buffer(learner, trial=False)
         check_discount(buffer, learner)  # the buffer may have been built for another learner's fit
-        require_fit(buffer, self.specs, learner)
+        check_compatible(buffer, self.specs, learner)
         number, size = self._given_batches
         yield "mini_batch_size" if number is None and size is not None else "num_mini_batch"
         self._check_batches(buffer, acts_recurrently(learner, buffer.recurrent_keys))
@@ -134,12 +134,12 @@ class OnPolicyDataModule(UpdatesDataModule):
     @property
     def advantages_standardized_by(self) -> str | None:
         """Class name of the buffer if it standardises the advantages of each rollout, so that a learner need not."""
-        buffer = self._any_buffer(trial=False)
+        buffer = self._get_or_build_buffer(trial=False)
         return type(buffer).__name__ if buffer.estimator.standardize else None
 
     def fingerprint(self, learner: Any = None) -> dict[str, Any]:
         """Add class and capacity of the buffer."""
-        buffer = self._any_buffer(learner, trial=False)
+        buffer = self._get_or_build_buffer(learner, trial=False)
         return {**super().fingerprint(learner), "buffer": type(buffer).__name__, "capacity": self.rollout_length}
 
     @property
@@ -204,8 +204,8 @@ class OnPolicyDataModule(UpdatesDataModule):
         cut, ids = self.reset_at_each_batch, env_ids(rollout)
         parts = self._feed.in_parts(rollout, ids)
         seen = self._normalization.rollout(rollout, parts, ids, cut=cut, gamma=buffer.gamma)
-        buffer.insert_data_slice(seen, copy=not self._feed.api.gives_rollouts_away)
-        buffer.hooks.note_collected(rollout)
+        buffer.insert_data_slice(seen, copy=not self._feed.api.yields_owned_rollouts)
+        buffer.hooks.on_collected(rollout)
         if learner.annotate is not None:
             learner.annotate(buffer.rollout)
         buffer.before_gradients(actor, critic)

@@ -15,21 +15,21 @@ from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-from torchrl_lightning._core.errors import require_fit
+from torchrl_lightning._core.errors import check_compatible
 from torchrl_lightning._core.interrupts import interrupts
 from torchrl_lightning._core.protocols import CollectorApi, LearnerApi, SourceApi, no_keys
-from torchrl_lightning._core.ranks import of_first_rank
-from torchrl_lightning._core.settings import Count, among, setting
-from torchrl_lightning._core.state import Attribute, whole
+from torchrl_lightning._core.ranks import broadcast_from_rank_zero
+from torchrl_lightning._core.settings import Count, choices, setting
+from torchrl_lightning._core.state import Attribute, bounded_integer
 from torchrl_lightning._core.tree import nested_keys
 from torchrl_lightning._core.update_batches import UpdateBatches
-from torchrl_lightning._core.validators import exact_ratio, integer, not_negative, optional, positive
+from torchrl_lightning._core.validators import exact_ratio, integer, non_negative, optional, positive
 from torchrl_lightning.datamodules._run.discounts import check_discount, discount_of
 from torchrl_lightning.datamodules._run.environments import is_ready
 from torchrl_lightning.datamodules._run.sequence_checks import check_windows, serves_as_drawn
 from torchrl_lightning.datamodules._run.snapshots import BufferSnapshots, check_folder
 from torchrl_lightning.datamodules._run.step_writer import (
-    LentSteps,
+    SharedMemorySteps,
     Steps,
     check_resets,
     plain_batch,
@@ -38,7 +38,7 @@ from torchrl_lightning.datamodules._run.step_writer import (
 )
 from torchrl_lightning.datamodules._run.trainer_hooks import ReplayHooks
 from torchrl_lightning.datamodules._run.write_back import check_collected_keys, check_later_keys, check_stored_keys
-from torchrl_lightning.datamodules.sources.dataset import BesideData, BufferedDataset, refuse_collection
+from torchrl_lightning.datamodules.sources.dataset import BufferedDataset, DatasetMix, refuse_collection
 from torchrl_lightning.datamodules.sources.protocol import (
     BatchSource,
     buffers_of,
@@ -52,7 +52,7 @@ from torchrl_lightning.datamodules.sources.protocol import (
 from torchrl_lightning.datamodules.updates_per_step import UpdatesDataModule
 from torchrl_lightning.demonstrations.io.demo_dataset import dataset_path
 from torchrl_lightning.replay import ExperienceBuffer
-from torchrl_lightning.replay.builders import check_lengths, left_out_of
+from torchrl_lightning.replay.builders import check_lengths, excluded_keys
 
 logger = logging.getLogger(__name__)
 
@@ -119,34 +119,34 @@ class ReplayDataModule(UpdatesDataModule):
     dataset_share: float | None = None
     batch_size: Count = 256
     updates_per_epoch: Count = 1000
-    frames_per_update: Annotated[float, optional(not_negative)] = setting(default=None)
+    frames_per_update: Annotated[float, optional(non_negative)] = setting(default=None)
     warmup_frames: int = setting(default=None)
     write_back: Sequence[NestedKey] | None = None
-    checkpoint_buffer: Annotated[str, among("inside", "beside", "none")] = "inside"
+    checkpoint_buffer: Annotated[str, choices("inside", "beside", "none")] = "inside"
     buffer_dir: str | Path | None = None
     frames_per_batch: Annotated[int, optional(integer)] = setting(default=None)
     num_envs: Count = 1
 
-    serves, buffer_class, leaves_resets_out = "replay", ExperienceBuffer, True
+    stream_kind, buffer_class, leaves_resets_out = "replay", ExperienceBuffer, True
     HOOKS = ReplayHooks
     NOT_IN_FILES = (*UpdatesDataModule.NOT_IN_FILES, "dataset", "buffer_dir")
-    learner_for_it = "model=dqn (DQNModule)"
+    suggested_model = "model=dqn (DQNModule)"
     RUN_STATE = {
         **UpdatesDataModule.RUN_STATE,
-        "updates": Attribute(whole(), "_learned"),
-        "refilled": Attribute(whole(), "_refilled"),
+        "updates": Attribute(bounded_integer(), "_learned"),
+        "refilled": Attribute(bounded_integer(), "_refilled"),
         "batch": Attribute(read_batch, "_pending", plain_batch),
     }
 
     def __post_init__(self) -> None:
         collects = self.dataset is None or self.dataset_share is not None
         if self.dataset_share is not None:
-            self.make_source = BesideData(self.make_buffer, self.dataset_share, self.dataset, self.make_source)
+            self.make_source = DatasetMix(self.make_buffer, self.dataset_share, self.dataset, self.make_source)
         self.write_back = None if self.write_back is None else nested_keys(self.write_back)
         frames, warmup = (1.0, 1000) if collects else (0.0, 0)
         self.frames_per_update = frames if self.frames_per_update is None else self.frames_per_update
         self.warmup_frames = warmup if self.warmup_frames is None else self.warmup_frames
-        not_negative(self.warmup_frames, "warmup_frames")
+        non_negative(self.warmup_frames, "warmup_frames")
         if collects:
             positive(self.frames_per_update, "frames_per_update")
         elif not self.frames_per_update:
@@ -166,7 +166,7 @@ class ReplayDataModule(UpdatesDataModule):
         self._kept_rows: Any = None  # the target of writes: the buffer, or a source that stores the rows
         self._writes = True  # False if the collector's processes write the rollouts
         self._prepare: Callable[[Any], None] | None = None  # the source's method that runs before each batch
-        self._lent: LentSteps | None = None  # the last written steps
+        self._lent: SharedMemorySteps | None = None  # the last written steps
         self._lends_rows = False  # whether the collector delivers its steps in the layout of the rings
         self._is_drawn = False  # whether a drawn batch has not reached the learner yet
         self._served: TensorDictBase | None = None  # the batch of the current update
@@ -216,7 +216,7 @@ class ReplayDataModule(UpdatesDataModule):
 
     def _build_parts(self) -> None:
         super()._build_parts()
-        self.buffer = buffer = self._any_buffer(trial=False)
+        self.buffer = buffer = self._get_or_build_buffer(trial=False)
         self._source = self._source_over(buffer, self._learner)
         data = buffer if self.dataset_share is None else self._source.buffers[1]
         set_goals(buffers_of(self._source, buffer), self._environments.goals)
@@ -235,19 +235,19 @@ class ReplayDataModule(UpdatesDataModule):
     def check_fit(self, learner: Any = None) -> Iterator[str]:
         """Also check the parts of the buffer, the source and the data set."""
         yield from super().check_fit(learner)
-        buffer = self._any_buffer(learner)
+        buffer = self._get_or_build_buffer(learner)
         check_discount(buffer, learner)  # the buffer may have been built for another learner's fit
         check_lengths(buffer)
-        require_fit(buffer, self.specs, learner)
+        check_compatible(buffer, self.specs, learner)
         check_resets(self._environments.env, buffer, self.world_size)
         for name, part in (("storage", buffer.storage), ("sampler", buffer.sampler), ("writer", buffer.writer)):
             yield f"buffer.{name}"
-            require_fit(part, self.specs, learner)
+            check_compatible(part, self.specs, learner)
         yield "buffer.transform"
         check_transforms([buffer], self._environments.goals, self.specs, learner)
         yield "source"
         source = self._source_over(buffer, learner)
-        require_fit(source, self.specs, learner)
+        check_compatible(source, self.specs, learner)
         check_first_fit(source, None if self.updates else self._warm_steps, self.seed, self._spawn_seed)
         check_transforms(buffers_of(source, buffer)[1:], self._environments.goals, self.specs, learner)
         check_rows(source, self._normalization.is_on and self._writes_there(source))
@@ -291,12 +291,12 @@ class ReplayDataModule(UpdatesDataModule):
     def _end_update(self) -> bool:
         if self._is_spent():
             return False
-        self.take_back()
+        self.apply_feedback()
         return True
 
     def end_step(self) -> None:
         """Write priorities and rewritten entries of the step's last update to the buffer."""
-        self.take_back()
+        self.apply_feedback()
         super().end_step()
 
     def _draw(self, learner: LearnerApi, end: int, update: int) -> TensorDictBase | None:
@@ -323,10 +323,10 @@ class ReplayDataModule(UpdatesDataModule):
         self._is_drawn = True
         self._seconds["time/collect"] += drawing - began
         self._seconds["time/sample"] += time.perf_counter() - drawing
-        if (is_spent := self._is_spent()) or update + 1 == end:
+        if (is_exhausted := self._is_spent()) or update + 1 == end:
             self._metrics = {**self._seconds, **self._episodes.summary()}
             self.publish_metrics()
-        if is_spent:
+        if is_exhausted:
             self._stop()
         return batch
 
@@ -337,7 +337,7 @@ class ReplayDataModule(UpdatesDataModule):
 
     def _is_spent(self) -> bool:
         """Return whether all frames are collected and all their updates are made."""
-        return self._clock.is_spent and self._waits_for_frames()
+        return self._clock.is_exhausted and self._waits_for_frames()
 
     def _collect_frames(self, learner: LearnerApi) -> bool:
         """Collect and store one rollout; return False when the collector has ended."""
@@ -348,15 +348,15 @@ class ReplayDataModule(UpdatesDataModule):
             return False
         if not self._lends_rows:
             for part in (parts := steps_in(self._feed.numbered(rollout))):
-                steps = Steps(part, self.envs_of_rank, left_out_of(self.buffer), self._feed.trajectories)
+                steps = Steps(part, self.envs_of_rank, excluded_keys(self.buffer), self._feed.trajectories)
                 self._take(steps, part is parts[-1])
             return True
         if self._lent is None or self._lent.rows is not rollout:
-            self._lent = LentSteps(rollout)
+            self._lent = SharedMemorySteps(rollout)
         self._take(self._lent)
         return True
 
-    def _take(self, steps: Steps | LentSteps, is_last: bool = True) -> None:
+    def _take(self, steps: Steps | SharedMemorySteps, is_last: bool = True) -> None:
         """Count and store a rollout, or one part of it."""
         cut = self.reset_at_each_batch and is_last
         self._clock.add(steps.rollout.numel(), self._ranks, steps.ends["replayed"])
@@ -379,11 +379,11 @@ class ReplayDataModule(UpdatesDataModule):
         self._writes = collector.service is None
         if collector.flags_beginnings:
             self._feed.trust_rows(self.buffer)
-        self._lends_rows = self._kept_rows.takes_rows and collector.lends_rows
-        lent = collector.part.reused_rows(left_out_of(self.buffer)) if self._lends_rows else None
+        self._lends_rows = self._kept_rows.accepts_shared_rows and collector.yields_shared_memory
+        lent = collector.part.reused_rows(excluded_keys(self.buffer)) if self._lends_rows else None
         return super()._rollouts(collector) if lent is None else iter(lent)
 
-    def take_back(self) -> None:
+    def apply_feedback(self) -> None:
         """Write priorities and rewritten entries of the last learned batch to the buffer, if there is a batch."""
         batch, self._served = self._served, None
         if batch is None:
@@ -434,7 +434,7 @@ class ReplayDataModule(UpdatesDataModule):
 
     def fingerprint(self, learner: Any = None) -> dict[str, Any]:
         """Add class and capacity of the buffer, and the settings of the ratio of frames to updates."""
-        buffer = self._any_buffer(learner)
+        buffer = self._get_or_build_buffer(learner)
         return {
             **super().fingerprint(learner),
             "buffer": type(buffer).__name__,
@@ -448,7 +448,7 @@ class ReplayDataModule(UpdatesDataModule):
 
     def imagines(self, learner: Any) -> bool:
         """Return whether batches contain steps that a learner's world model generates."""
-        return SourceApi.of(self._source_over(self._any_buffer(learner), learner)).prepare is not None
+        return SourceApi.of(self._source_over(self._get_or_build_buffer(learner), learner)).prepare is not None
 
     def _parts_state(self) -> dict[str, Any]:
         if self.buffer is None or self._kept == "none":
@@ -470,7 +470,7 @@ class ReplayDataModule(UpdatesDataModule):
         return True
 
     def _load_parts(self, own: dict[str, Any]) -> None:
-        buffer = self._any_buffer(trial=False)
+        buffer = self._get_or_build_buffer(trial=False)
         if "buffer" in own:
             buffer.load_state_dict(own["buffer"])
         elif "snapshot" in own:
@@ -504,4 +504,4 @@ class ReplayDataModule(UpdatesDataModule):
     @cached_property
     def _snapshots(self) -> BufferSnapshots:
         folder = Path(self.buffer_dir or self._root / "buffer")
-        return BufferSnapshots(folder, self._rank, of_first_rank(secrets.token_hex(4)))
+        return BufferSnapshots(folder, self._rank, broadcast_from_rank_zero(secrets.token_hex(4)))

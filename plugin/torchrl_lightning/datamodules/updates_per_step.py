@@ -11,7 +11,7 @@ from tensordict import TensorDictBase
 from torch.nn.parameter import is_lazy
 
 from torchrl_lightning._core.interrupts import interrupts
-from torchrl_lightning._core.state import Attribute, whole
+from torchrl_lightning._core.state import Attribute, bounded_integer
 from torchrl_lightning._core.update_batches import UpdateBatches
 from torchrl_lightning._core.validators import integer, optional
 from torchrl_lightning.datamodules._run.loaders import Batches, batches_served
@@ -162,8 +162,8 @@ class UpdatesDataModule(ExperienceDataModule):
 
     RUN_STATE = {
         **ExperienceDataModule.RUN_STATE,
-        "in_step": Attribute(whole(), "_in_step"),
-        "updates_per_step": Attribute(optional(whole(1)), "_step.kept"),
+        "in_step": Attribute(bounded_integer(), "_in_step"),
+        "updates_per_step": Attribute(optional(bounded_integer(1)), "_step.kept"),
     }
     HOOKS: ClassVar[type[StepHooks]] = StepHooks
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from torchrl_lightning._core.errors import Fault
+from torchrl_lightning._core.errors import UserError
 
 
-class DemonstrationFault(Fault):
+class DemonstrationFault(UserError):
     """Demonstrations cannot be used; the message is one line with the responsible setting and the remedy."""

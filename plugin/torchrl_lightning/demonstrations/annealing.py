@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from torchrl_lightning._core.trust import Nameable
+from torchrl_lightning._core.trust import ConfigSafe
 from torchrl_lightning._core.validators import integer, one_of
 
 Schedule = Literal["linear", "current"]
 
 
 @dataclass(frozen=True)
-class DemonstrationAnnealing(Nameable):
+class DemonstrationAnnealing(ConfigSafe):
     """The schedule that moves probability from value demonstrations (phi) to reward demonstrations (rho).
 
     ``linear``, as published: each success moves ``1 / value_capacity`` of phi, and lowers the capacity of ``D_V`` by

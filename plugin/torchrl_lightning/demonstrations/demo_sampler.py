@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchrl_lightning._core.mixins import OwnGenerator
-from torchrl_lightning._core.state import GENERATOR, Attribute, Stated, number
-from torchrl_lightning._core.validators import Checked, check_defaults, fraction, not_negative
+from torchrl_lightning._core.mixins import GeneratorMixin
+from torchrl_lightning._core.state import GENERATOR, Attribute, Stateful, number
+from torchrl_lightning._core.validators import Checked, check_defaults, fraction, non_negative
 from torchrl_lightning.demonstrations.demo_storage import DemonstrationStorage
 from torchrl_lightning.demonstrations.trajectory import Demonstration
 
 
-class DemonstrationSampler(Stated, OwnGenerator):
+class DemonstrationSampler(Stateful, GeneratorMixin):
     """Draw the demonstration to replay at the start of an episode.
 
     It is not a TorchRL sampler: those draw batches of cells, this one draws at most one demonstration.
@@ -130,7 +130,7 @@ class DemonstrationSampler(Stated, OwnGenerator):
         upto = value_probabilities([each.value for each in kept], self.alpha).cumsum(0)
         return kept[int(torch.searchsorted(upto, place * upto[-1], right=True).clamp(max=len(kept) - 1))]
 
-    def _check_together(self, values: Mapping[str, Any]) -> None:
+    def _validate_consistency(self, values: Mapping[str, Any]) -> None:
         _checked(values["rho"], values["phi"], values["alpha"])
 
     def __repr__(self) -> str:
@@ -156,4 +156,4 @@ def _checked(rho: float, phi: float, alpha: float) -> tuple[float, float, float]
     rho, phi = fraction(rho, "rho"), fraction(phi, "phi")
     if rho + phi > 1 + 1e-9:  # rounding can lift the sum of decimal fractions above 1
         raise ValueError(f"rho + phi must be at most 1, got rho={rho} and phi={phi}; lower one of them.")
-    return rho, phi, not_negative(alpha, "alpha")
+    return rho, phi, non_negative(alpha, "alpha")

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torchrl_lightning._core.state import Attribute, Stated, number, whole
+from torchrl_lightning._core.state import Attribute, Stateful, bounded_integer, number
 from torchrl_lightning._core.validators import integer
 from torchrl_lightning.demonstrations.serialization import from_states, states_of
 from torchrl_lightning.demonstrations.trajectory import Demonstration
 
 
-class DemonstrationStorage(Stated):
+class DemonstrationStorage(Stateful):
     """Store complete trajectories of any length: ``D_R``, the reward demonstrations, and ``D_V``, the value ones.
 
     It is not a TorchRL storage: demonstrations do not have cell numbers. :class:`DemonstrationWriter` fills it and
@@ -39,9 +39,9 @@ class DemonstrationStorage(Stated):
     OWNER, VERSION = "demonstration storage", 1
     STATE = {
         "capacity": Attribute(),
-        "successes": Attribute(whole()),
+        "successes": Attribute(bounded_integer()),
         "annealed": Attribute(number(0, 1)),
-        "next_serial": Attribute(whole(), "_next_serial"),
+        "next_serial": Attribute(bounded_integer(), "_next_serial"),
         "reward": Attribute(from_states, "reward_demonstrations", states_of),
         "value": Attribute(from_states, "value_demonstrations", states_of),
     }
@@ -97,9 +97,9 @@ class DemonstrationStorage(Stated):
         if demonstration.serial is not None:
             return demonstration
         self._next_serial += 1
-        return demonstration.labelled(value=demonstration.value, serial=self._next_serial - 1)
+        return demonstration.with_value(value=demonstration.value, serial=self._next_serial - 1)
 
-    def _check_together(self, values: Mapping[str, Any]) -> None:
+    def _validate_consistency(self, values: Mapping[str, Any]) -> None:
         reward, value, last = values["reward"], values["value"], values["next_serial"]
         serials = [each.serial for each in (*reward, *value)]
         if len(serials) > self.capacity or len({*serials}) < len(serials) or any(each >= last for each in serials):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from torchrl_lightning._core.return_threshold import reaches
-from torchrl_lightning._core.state import Attribute, Stated
+from torchrl_lightning._core.state import Attribute, Stateful
 from torchrl_lightning._core.validators import Checked, boolean, check_defaults, finite, optional
 from torchrl_lightning.demonstrations.annealing import DemonstrationAnnealing, Schedule
 from torchrl_lightning.demonstrations.demo_sampler import DemonstrationSampler
@@ -24,7 +24,7 @@ def check_threshold(value: Any, name: str) -> float | None:
         raise ValueError(f"{name} must be a finite number or None, got {value!r}.") from None
 
 
-class DemonstrationWriter(Stated):
+class DemonstrationWriter(Stateful):
     """Add episodes to a :class:`DemonstrationStorage`.
 
     An agent's episode is a success and enters ``D_R`` if its return reaches the threshold. If the return exceeds all
@@ -133,8 +133,8 @@ class DemonstrationWriter(Stated):
         if episode.is_human:
             raise ValueError(f"Demonstration {episode.name!r} is a human one, which is no success; load() keeps it.")
         if self.cut_after_reward and len(rewarded := (episode.rewards > 0).nonzero()):
-            episode = episode.shortened(int(rewarded[-1]) + 1)
-        episode = episode.labelled(value=episode.value, serial=None)  # a stored demonstration may be added again
+            episode = episode.truncate(int(rewarded[-1]) + 1)
+        episode = episode.with_value(value=episode.value, serial=None)  # a stored demonstration may be added again
         storage, total = self.storage, episode.total_reward
         reward, value = [*storage.reward_demonstrations], [*storage.value_demonstrations]
         is_success = reaches(total, self.threshold)
@@ -189,7 +189,7 @@ class DemonstrationWriter(Stated):
         serial, storage = demonstration.serial, self.storage
         if serial is None or (kept := storage.find(serial)) is None:
             return False
-        renewed = kept.labelled(value=value, serial=serial)
+        renewed = kept.with_value(value=value, serial=serial)
         storage.replace(
             [renewed if each.serial == serial else each for each in storage.reward_demonstrations],
             [renewed if each.serial == serial else each for each in storage.value_demonstrations],

@@ -17,9 +17,18 @@ from torchrl.envs import EnvBase
 from torchrl_lightning._core.files import check_writable
 from torchrl_lightning._core.keys import REPLAYED, VALUE
 from torchrl_lightning._core.protocols import EnvsApi
-from torchrl_lightning._core.ranks import gathered, of_first_rank, this_rank
+from torchrl_lightning._core.ranks import all_gather, broadcast_from_rank_zero, this_rank
 from torchrl_lightning._core.return_threshold import reaches
-from torchrl_lightning._core.state import Attribute, Child, Stated, check_state, flag, mapping, sequence, whole
+from torchrl_lightning._core.state import (
+    Attribute,
+    Child,
+    Stateful,
+    bounded_integer,
+    check_state,
+    flag,
+    mapping,
+    sequence,
+)
 from torchrl_lightning._core.validators import check_defaults, integer
 from torchrl_lightning.demonstrations._faults import DemonstrationFault
 from torchrl_lightning.demonstrations.demo_sampler import DemonstrationSampler
@@ -65,7 +74,7 @@ def _states(miners: dict[int, DemonstrationMiner]) -> dict[str, Any]:
     return {str(first): miner.state_dict() for first, miner in miners.items()}
 
 
-class DemonstrationHooks(Stated, RolloutHooks):
+class DemonstrationHooks(Stateful, RolloutHooks):
     """Replay demonstrations in a buffer's rollouts, mine the rollouts, and save and read demonstrations.
 
     Args:
@@ -81,7 +90,7 @@ class DemonstrationHooks(Stated, RolloutHooks):
         "writer": Child(),
         "replay": Attribute(of=lambda hooks: hooks._read_replay, at="_replay_state"),
         "miners": Attribute(of=lambda hooks: hooks._read_miners, at="_miners", form=_states),
-        "rollouts": Attribute(whole(), "_num_rollouts"),
+        "rollouts": Attribute(bounded_integer(), "_num_rollouts"),
         "is_tracked": Attribute(flag, "_is_tracked"),
         "taken": Attribute(sequence, "_taken"),
     }
@@ -135,9 +144,9 @@ class DemonstrationHooks(Stated, RolloutHooks):
         self._look_for_supplementary()
         if self.settings.target_agent_demos_dir is not None:
             check_writable(Path(self.settings.target_agent_demos_dir), "target_agent_demos_dir")
-        self._advise(specs)
+        self._warn(specs)
 
-    def _advise(self, specs: EnvironmentSpecs) -> None:
+    def _warn(self, specs: EnvironmentSpecs) -> None:
         """Warn if failures may count as successes, human_share is useless, or the probability ratio is meaningless."""
         threshold, given = self.writer.threshold, self.settings.initial_reward_threshold
         is_rewarded = any(bool((each.rewards > 0).any()) for each in self.storage.reward_demonstrations)
@@ -171,11 +180,11 @@ class DemonstrationHooks(Stated, RolloutHooks):
         """Wrap the policy so that it repeats replayed actions, if :meth:`wrap_env` wrapped the environment."""
         return DemonstrationActor(policy, self.settings.log_prob) if self._is_wrapped else policy
 
-    def note_collected(self, rollout: TensorDictBase) -> None:
+    def on_collected(self, rollout: TensorDictBase) -> None:
         """Use the collected ``rollout``, ``[N, T]``, for mining instead of the stored one."""
         self._collected = rollout
 
-    def note_estimated(self, rollout: TensorDictBase, value_key: NestedKey) -> None:
+    def on_estimated(self, rollout: TensorDictBase, value_key: NestedKey) -> None:
         """Mine a rollout, save and read demonstrations, once for each rollout."""
         if self._is_tracked or self._specs is None:
             return
@@ -227,7 +236,7 @@ class DemonstrationHooks(Stated, RolloutHooks):
         miner, successes = self._miners[first], self.storage.successes
         finished = miner.finished(rows)
         if self.settings.shared_demos:
-            finished = [each for rank in gathered([each.copied() for each in finished]) for each in rank]
+            finished = [each for rank in all_gather([each.copied() for each in finished]) for each in rank]
         for each in finished:
             miner.offer(each)
         own = sum(each.mined is not None for each in finished)
@@ -302,7 +311,7 @@ class DemonstrationHooks(Stated, RolloutHooks):
         if not self.settings.shared_demos or this_rank() == 0:
             found, self._waiting = [*self._waiting, *self._supplementary.poll()], []
         if self.settings.shared_demos:
-            found = of_first_rank(found)
+            found = broadcast_from_rank_zero(found)
         for demonstration in found:
             total, threshold = demonstration.total_reward, self.writer.threshold
             if not reaches(total, threshold):
@@ -368,7 +377,7 @@ class DemonstrationHooks(Stated, RolloutHooks):
         for first, state in mapping(value, name).items():
             if not first.isdecimal():
                 raise ValueError(f"The {self.OWNER} state has a miner of environment {first!r}, expected a number.")
-            check_state(state, {"num_envs": whole(1), "running": sequence}, DemonstrationMiner.OWNER)
+            check_state(state, {"num_envs": bounded_integer(1), "running": sequence}, DemonstrationMiner.OWNER)
             miners[int(first)] = miner = self._miner(len(state["running"]))
             miner.load_state_dict(state)
         return miners

@@ -14,7 +14,7 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 
 from torchrl_lightning._core.keys import ACTION, DEMO_SERIAL, REWARD, TRAJ_IDS
-from torchrl_lightning._core.state import Attribute, Stated, check_state, mapping, sequence, whole
+from torchrl_lightning._core.state import Attribute, Stateful, bounded_integer, check_state, mapping, sequence
 from torchrl_lightning._core.tree import nested_key, path_of, to_tensordict
 from torchrl_lightning._core.tree_checks import check_tree
 from torchrl_lightning._core.validators import integer, optional
@@ -81,7 +81,7 @@ def _states(running: list[_Episode | None]) -> list[dict[str, Any] | None]:
     return [None if episode is None else episode.state() for episode in running]
 
 
-class DemonstrationMiner(Stated):
+class DemonstrationMiner(Stateful):
     """Track the episodes of all environments over rollouts, and add the finished ones to a writer.
 
     Episodes are added in the order of their ends, with the critic's largest value of their states. Replayed steps do
@@ -114,7 +114,7 @@ class DemonstrationMiner(Stated):
     OWNER, VERSION = "demonstration miner", 1
     STATE = {
         "num_envs": Attribute(),
-        "count": Attribute(whole(), "_count"),
+        "count": Attribute(bounded_integer(), "_count"),
         "running": Attribute(of=lambda miner: miner._read_running, at="_running", form=_states),
     }
 
@@ -241,7 +241,7 @@ class DemonstrationMiner(Stated):
         return [each if each is None else self._read_episode(each) for each in value]
 
     def _read_episode(self, state: Any) -> _Episode:
-        schema = {"serial": whole(OWN), "value": none_as_lowest, "steps": optional(mapping)}
+        schema = {"serial": bounded_integer(OWN), "value": none_as_lowest, "steps": optional(mapping)}
         serial, value, steps = check_state(state, schema, self.OWNER).values()
         if serial != OWN or steps is None:
             return _Episode(serial, value)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 
-from torchrl_lightning._core.state import check_state, expect, flag, mapping, number, sequence, text, whole
+from torchrl_lightning._core.state import bounded_integer, check_state, expect, flag, mapping, number, sequence, text
 from torchrl_lightning._core.tree import to_tensordict
 from torchrl_lightning._core.tree_checks import check_tree
 from torchrl_lightning._core.validators import optional
@@ -67,10 +67,10 @@ _SCHEMA = {
     "last_observation": optional(_tree),
     "is_human": flag,
     "value": expect(lambda value: type(value) is float and value < math.inf, "a number below infinity"),
-    "frame_skip": whole(1),
+    "frame_skip": bounded_integer(1),
     "terminated": optional(flag),
     "truncated": optional(flag),
     "name": text,
     "metadata": _metadata,
-    "serial": whole(),
+    "serial": bounded_integer(),
 }

@@ -129,7 +129,7 @@ class Demonstration:
         """The keys of the observation."""
         return _observation_keys(self.steps)
 
-    def shortened(self, length: int) -> Demonstration:
+    def truncate(self, length: int) -> Demonstration:
         """Return the first ``length`` steps, over the same tensors.
 
         A shorter result has the next observation as its last one, and is neither terminated nor truncated.
@@ -151,7 +151,7 @@ class Demonstration:
         last = self.steps[length].select(*self.observation_keys)
         return replace(self, steps=self.steps[:length], last_observation=last, terminated=False, truncated=False)
 
-    def labelled(self, *, value: float, serial: int | None) -> Demonstration:
+    def with_value(self, *, value: float, serial: int | None) -> Demonstration:
         """Return the same steps with another value and serial number, without new checks of the steps.
 
         Raises:

@@ -58,7 +58,7 @@ print(total)
 """
 
 
-def written_card(
+def render_model_card(
     source: str,
     stored: Mapping[str, Any],
     policy: Any,

@@ -13,20 +13,20 @@ from typing import Any
 import safetensors.torch
 from torch import Tensor
 
-from torchrl_lightning._core.checksums import SEAL, check_seal, seal
+from torchrl_lightning._core.checksums import SEAL, add_checksums, verify_checksums
 from torchrl_lightning._core.file_limits import PRETRAINED_BYTES, PRETRAINED_CONTENT
 from torchrl_lightning._core.files import replaced_files
-from torchrl_lightning._core.run_metadata import COMMAND, score_of
+from torchrl_lightning._core.run_metadata import COMMAND, evaluation_score
 from torchrl_lightning._core.state import check_state, mapping
 from torchrl_lightning._core.trust import without_folders
 from torchrl_lightning._core.untrusted import printable_errors
-from torchrl_lightning.deploy.card import written_card
+from torchrl_lightning.deploy.card import render_model_card
 from torchrl_lightning.deploy.loading import (
     CONFIG,
     LoadedPolicy,
     checkpoint_of,
-    config_in,
-    policy_in,
+    extract_config,
+    extract_policy,
     read_checkpoint,
 )
 
@@ -90,18 +90,18 @@ def save_pretrained(run: str | Path, folder: str | Path, *, name: str | None = N
         frames = int(state["ranks"][0]["frames"])
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise ValueError(f"{path} does not say for how many frames it was trained; name another checkpoint") from error
-    policy = policy_in({**kept, CONFIG: {"model": model}}, path, deterministic=True, trusted=trusted)
+    policy = extract_policy({**kept, CONFIG: {"model": model}}, path, deterministic=True, trusted=trusted)
     tensors: dict[str, Tensor] = {}
     content = json.loads(json.dumps(_apart(kept, "", tensors)))  # as a reader of the file gets it
     sealed = _joined(content, tensors)
-    seal(sealed, *sealed)
+    add_checksums(sealed, *sealed)
     settings = {group: without_folders(stored[CONFIG][group]) for group in ("model", "data") if group in stored[CONFIG]}
-    card = written_card(
+    card = render_model_card(
         name or str(folder),
         stored,
         policy,
         frames=frames,
-        score=score_of(path, stored[CONFIG]),
+        score=evaluation_score(path, stored[CONFIG]),
         settings=settings,
         trusted=trusted,
     )
@@ -114,7 +114,7 @@ def save_pretrained(run: str | Path, folder: str | Path, *, name: str | None = N
 
 
 def _model_in(stored: Mapping[str, Any], path: Path, *, trusted: bool) -> dict[str, Any]:
-    found: dict[str, Any] = config_in(stored, path, "model", trusted=trusted)["model"]
+    found: dict[str, Any] = extract_config(stored, path, "model", trusted=trusted)["model"]
     return found
 
 
@@ -180,7 +180,7 @@ def from_pretrained(
         >>> policy.recipe()()  # doctest: +SKIP
     """
     stored = read_pretrained(source, revision=revision, limit=limit)
-    return policy_in(stored, source, module, deterministic=deterministic, trusted=trusted)
+    return extract_policy(stored, source, module, deterministic=deterministic, trusted=trusted)
 
 
 def is_pretrained(source: str | Path) -> bool:
@@ -203,7 +203,7 @@ def read_pretrained(
         check_state(written, {CONFIG: mapping, "content": mapping, SEAL: mapping}, _CONTENT, VERSION)
         tensors = safetensors.torch.load(paths[_WEIGHTS].read_bytes())
         stored = {**_joined(written["content"], tensors), CONFIG: written[CONFIG], SEAL: written[SEAL]}
-        check_seal(stored, str(source))
+        verify_checksums(stored, str(source))
     except Exception as error:  # damaged or hostile files raise any error
         reason = " ".join(str(error).split())[:300]
         raise ValueError(f"{source} holds no policy of ours: {type(error).__name__}: {reason}") from error

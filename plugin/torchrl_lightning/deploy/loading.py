@@ -21,12 +21,12 @@ from torchrl.data import Composite, TensorSpec
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from torchrl_lightning._core.checkpoint_reader import load_checkpoint
-from torchrl_lightning._core.checksums import check_seal
+from torchrl_lightning._core.checksums import verify_checksums
 from torchrl_lightning._core.keys import ACTION_MASK
 from torchrl_lightning._core.protocols import LearnerApi
 from torchrl_lightning._core.torch_defaults import float32_by_default
 from torchrl_lightning._core.tree import join, path_of
-from torchrl_lightning._core.trust import check_config, target_named, without_folders
+from torchrl_lightning._core.trust import check_config, resolve_target, without_folders
 from torchrl_lightning._core.untrusted import check_regular, printable_errors
 from torchrl_lightning._hydra.compat import instantiate
 from torchrl_lightning.deploy.weights import check_finite, check_weights
@@ -191,7 +191,7 @@ def load_policy(
         >>> load_policy("logs/run/checkpoints/best.ckpt")  # doctest: +SKIP
     """
     path = checkpoint_of(path)
-    return policy_in(read_checkpoint(path), path, module, deterministic=deterministic, trusted=trusted)
+    return extract_policy(read_checkpoint(path), path, module, deterministic=deterministic, trusted=trusted)
 
 
 def checkpoint_of(run: str | Path) -> Path:
@@ -233,12 +233,12 @@ def read_checkpoint(path: str | Path, *, mapped: bool = False, verify: bool = Tr
     if not isinstance(stored, dict):
         raise ValueError(f"{path} holds a {type(stored).__name__}, which is no checkpoint")
     if verify:
-        check_seal(stored, str(path))
+        verify_checksums(stored, str(path))
     return stored
 
 
 @float32_by_default()
-def policy_in(
+def extract_policy(
     stored: dict[str, Any], path: str | Path, module: Any = None, *, deterministic: bool, trusted: bool = False
 ) -> LoadedPolicy:
     """Return the policy of a checkpoint that is already in memory; see :func:`load_policy`."""
@@ -267,7 +267,7 @@ def policy_in(
     return LoadedPolicy(policy, specs, deterministic=deterministic, environment=state["fingerprint"]["environment"])
 
 
-def statistics_in(stored: Mapping[str, Any], path: str | Path) -> Mapping[str, Any]:
+def extract_statistics(stored: Mapping[str, Any], path: str | Path) -> Mapping[str, Any]:
     """Return the normalization state of the DataModule in a checkpoint.
 
     Raises:
@@ -301,7 +301,7 @@ def _environment_in(
 def _module_in(stored: Mapping[str, Any], path: str | Path, trainer: Any, *, trusted: bool) -> Any:
     """Build the module from a checkpoint's config, after checking its network sizes against the weights."""
     try:
-        config = config_in(stored, path, "model", trusted=trusted)["model"]
+        config = extract_config(stored, path, "model", trusted=trusted)["model"]
     except ValueError as error:
         raise ValueError(
             f"{error}. {_TRUST} trusted=True, or build the module yourself and pass it: "
@@ -322,7 +322,7 @@ def _module_in(stored: Mapping[str, Any], path: str | Path, trainer: Any, *, tru
     return instantiate(config)
 
 
-def config_in(stored: Mapping[str, Any], path: str | Path, *groups: str, trusted: bool = False) -> dict[str, Any]:
+def extract_config(stored: Mapping[str, Any], path: str | Path, *groups: str, trusted: bool = False) -> dict[str, Any]:
     """Return the given groups of a checkpoint's config, without folders and training-only parts.
 
     Raises:
@@ -334,7 +334,7 @@ def config_in(stored: Mapping[str, Any], path: str | Path, *groups: str, trusted
     chosen = {group: config[group] for group in groups}
     check_config(chosen, where=where, trusted=trusted, folders=False)
     for group, node in chosen.items():
-        target = target_named(node.get("_target_", ""))
+        target = resolve_target(node.get("_target_", ""))
         if target is not None and not (isinstance(target, type) and issubclass(target, _KINDS[group])):
             raise ValueError(f"{where} has {group}._target_={node['_target_']}, which is no {_KINDS[group].__name__}")
     return {group: without_training(without_folders(node)) for group, node in chosen.items()}
@@ -345,7 +345,7 @@ def without_training(node: dict[str, Any]) -> dict[str, Any]:
 
     A loaded policy needs no optimizer, buffer or data source, so these are neither built nor allocated.
     """
-    target = target_named(node.get("_target_", ""))
+    target = resolve_target(node.get("_target_", ""))
     if target is None:
         return node
     kept = {key: value for key, value in node.items() if not _TRAINING.fullmatch(str(key))}

@@ -23,7 +23,7 @@ from torchrl_lightning.dynamics.targets import IS_RESET, DynamicsTargets
 from torchrl_lightning.environments import environment_specs
 from torchrl_lightning.environments.specs import space_to_spec
 from torchrl_lightning.replay import ExperienceBuffer, RingStorage, RingWriter
-from torchrl_lightning.rollout.pytorchrl_api import DocumentedVerbs
+from torchrl_lightning.rollout.pytorchrl_api import PyTorchRLInterface
 from torchrl_lightning.rollout.pytorchrl_names import to_documented
 
 
@@ -31,7 +31,7 @@ def _anything(value: Any, name: str) -> Any:
     return value
 
 
-class MBReplayBuffer(ExperienceBuffer, DocumentedVerbs):
+class MBReplayBuffer(ExperienceBuffer, PyTorchRLInterface):
     """Replay buffer of PyTorchRL's model-based algorithms: stores transitions and yields model inputs and targets.
 
     One row holds one step of all environments; a batch flattens time and environments into one dimension.
@@ -74,7 +74,7 @@ class MBReplayBuffer(ExperienceBuffer, DocumentedVerbs):
     """
 
     CONFIG_NAME: ClassVar[str | None] = "model_based"
-    HANDED_OVER: ClassVar[tuple[str, ...]] = ("actor", "algorithm", "batch_size", "envs", "generator", "num_envs")
+    RUNTIME_ARGUMENTS: ClassVar[tuple[str, ...]] = ("actor", "algorithm", "batch_size", "envs", "generator", "num_envs")
 
     storage: RingStorage
     writer: RingWriter
@@ -275,7 +275,7 @@ class MBReplayBuffer(ExperienceBuffer, DocumentedVerbs):
         writer = RingWriter(num_envs or 1, done_reduce=old.done_reduce, check_successors=False)
         writer.register_storage(storage)
         if num_envs == self.writer.num_envs:
-            writer.rings.go_on_from(self.writer.rings)
+            writer.rings.continue_from(self.writer.rings)
         if self.storage.data is not None and num_envs is not None:
             storage.allocate(self.storage.data[:1])
         for env in range(self.writer.num_envs if self.size else 0):
@@ -324,7 +324,7 @@ class MBReplayBuffer(ExperienceBuffer, DocumentedVerbs):
         """
         if not 0 <= start_pos <= end_pos <= self.size or start_pos == self.size:
             raise IndexError(f"Rows [{start_pos}, {end_pos}) are not stored; there are [0, {self.size}).")
-        if not self.writer.is_even:
+        if not self.writer.is_uniformly_filled:
             raise RuntimeError(f"The environments hold {self.writer.filled.tolist()} rows; read them by buffer.sample.")
         writer = self.writer
         steps = int(writer.oldest[0]) + torch.arange(start_pos, end_pos)

@@ -10,8 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from torchrl_lightning._core.state import Attribute, Stated, tensor, whole
-from torchrl_lightning._core.trust import Nameable
+from torchrl_lightning._core.state import Attribute, Stateful, bounded_integer, tensor
+from torchrl_lightning._core.trust import ConfigSafe
 from torchrl_lightning._core.validators import Checked, fraction, integer
 from torchrl_lightning.replay import RingWriter
 from torchrl_lightning.replay.positions import steps_between
@@ -20,7 +20,7 @@ from torchrl_lightning.replay.rings import Rings
 _STEP, _ONCE, _TWICE = (np.uint64(number) for number in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
-class HoldoutSplit(Stated, Nameable):
+class HoldoutSplit(Stateful, ConfigSafe):
     """Split the rows of ring buffers into a training and a validation part; a row never changes its part.
 
     A hash of the seed, the environment and the ever-increasing position assigns a row when it is first seen. The
@@ -49,13 +49,13 @@ class HoldoutSplit(Stated, Nameable):
 
     OWNER, VERSION = "split", 1
     STATE = {
-        "seed": Attribute(whole()),
+        "seed": Attribute(bounded_integer()),
         "validation_fraction": Attribute(),
         "max_validation": Attribute(),
-        "cells": Attribute(whole(), "_num_cells"),
+        "cells": Attribute(bounded_integer(), "_num_cells"),
         "held": Attribute(tensor(torch.int64, None, low=0), "_held_cells"),
         "seen": Attribute(tensor(torch.int64, None, low=0), "_seen"),
-        "era": Attribute(whole(), "_era"),
+        "restart_offset": Attribute(bounded_integer(), "_era"),
     }
 
     validation_fraction = Checked("_check_fraction")
@@ -86,7 +86,7 @@ class HoldoutSplit(Stated, Nameable):
 
     def extend(self, writer: RingWriter) -> None:
         """Assign all rows written since the last call."""
-        snapshot, era = writer.rings.snapshot(), writer.rings.era
+        snapshot, era = writer.rings.snapshot(), writer.rings.restart_offset
         stamps = snapshot.numpy()
         oldest = stamps - writer.filled.numpy()
         cells = writer.length * writer.num_envs
@@ -141,7 +141,7 @@ class HoldoutSplit(Stated, Nameable):
 
     # ------------------------------------------------------------------ state
 
-    def _check_together(self, values: Mapping[str, Any]) -> None:
+    def _validate_consistency(self, values: Mapping[str, Any]) -> None:
         tensor(torch.int64, None, high=values["cells"] - 1)(values["held"], "'held'")
 
     @property

@@ -16,7 +16,7 @@ from torchrl.envs.transforms import Transform
 
 from torchrl_lightning._core.keys import INPUTS, IS_INIT, NEXT, TARGETS
 from torchrl_lightning._core.moments import precision_of
-from torchrl_lightning._core.tree import entry_of, nearest, nested_key, nested_keys, next_key, path_of
+from torchrl_lightning._core.tree import cast_rounded, entry_of, nested_key, nested_keys, next_key, path_of
 from torchrl_lightning._core.validators import boolean, check_defaults
 from torchrl_lightning.dynamics.scaler import StandardScaler, check_finite
 
@@ -242,7 +242,7 @@ class DynamicsTargets(Transform):
             tensor([  0,   8, 255], dtype=torch.uint8)
         """
         entries = zip(self.split(columns).items(), self._specs, strict=True)
-        return {key: nearest(value, spec.dtype) for (key, value), spec in entries}
+        return {key: cast_rounded(value, spec.dtype) for (key, value), spec in entries}
 
     def check_function(self, function: Callable[[Tensor, Tensor, Tensor], Any], name: str) -> None:
         """Validate that a function of three rows of columns returns a number or flag for each.

@@ -6,9 +6,9 @@ from .goals import GoalReward as GoalReward
 from .masks import ActionMaskFromInfo as ActionMaskFromInfo
 from .recipe import EnvironmentRecipe as EnvironmentRecipe
 from .recipe import SelectObservation as SelectObservation
-from .replay_source import FollowedReplaySource as FollowedReplaySource
 from .replay_source import ReplayedRows as ReplayedRows
 from .replay_source import ReplaySource as ReplaySource
+from .replay_source import SyncedReplaySource as SyncedReplaySource
 from .seeds import spawn_seed as spawn_seed
 from .specs import EnvironmentSpecs as EnvironmentSpecs
 from .specs import environment_specs as environment_specs

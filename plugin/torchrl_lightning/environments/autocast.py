@@ -14,7 +14,7 @@ from torch.distributions import Distribution
 
 from torchrl_lightning._core.keys import ACTION, LOG_PROB
 from torchrl_lightning._core.protocols import PolicyApi
-from torchrl_lightning.environments.policy_calls import Outputs, bare_call, policy_device, policy_outputs
+from torchrl_lightning.environments.policy_calls import Outputs, fast_call, policy_device, policy_outputs
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -36,10 +36,10 @@ class AutocastModule(TensorDictModuleBase):
         self.in_keys: list[NestedKey] = list(abilities.in_keys)
         self.out_keys: list[NestedKey] = list(abilities.out_keys or ())
 
-    def act_on(self, step: TensorDictBase) -> Outputs:
+    def compute_step(self, step: TensorDictBase) -> Outputs:
         """Return the entries that the module writes into a step ``[*B]``, and write nothing."""
         with self.autocast():
-            bare = bare_call(self.module)
+            bare = fast_call(self.module)
             outputs = policy_outputs(self.module, step.copy()) if bare is None else bare(step)
             written = {key: to_single(value) for key, value in outputs.items()}
             action = outputs.get(ACTION)
@@ -51,7 +51,7 @@ class AutocastModule(TensorDictModuleBase):
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Write the module's entries into a TensorDict ``[*B]``."""
-        for key, value in self.act_on(tensordict).items():
+        for key, value in self.compute_step(tensordict).items():
             tensordict.set(key, value)
         return tensordict
 

@@ -1,7 +1,8 @@
 """Report errors and invalid return values of environments in one line, with the environment's number and the step.
 
-The caller of one of several environments sets its number in :data:`position`. :func:`blame` turns an error of a call
-into an :class:`EnvironmentFault`, and the loop over the steps adds the step (:meth:`EnvironmentFault.within`).
+The caller of one of several environments sets its number in :data:`position`. :func:`reraise_as_env_error` turns an
+error of a call into an :class:`EnvironmentFault`, and the loop over the steps adds the step
+(:meth:`EnvironmentFault.within`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
-from torchrl_lightning._core.errors import Fault
+from torchrl_lightning._core.errors import UserError
 from torchrl_lightning.environments.copies import copied
 
 _CALLS = {"reset": "reset", "step": "step", "_reset": "reset", "_step": "step", "close": "close"}
@@ -40,7 +41,7 @@ class Position(threading.local):
 position = Position()
 
 
-class EnvironmentFault(Fault):
+class EnvironmentFault(UserError):
     """An environment violated its interface; the message is one line with its number and a remedy.
 
     An exception of the environment becomes the cause, with only the frames of its own code.
@@ -64,17 +65,17 @@ class WorkerFault(EnvironmentFault, RuntimeError):
 
 
 @contextmanager
-def blaming(call: str, whose: str = "the environment", index: int | None = None) -> Iterator[None]:
-    """Apply :func:`blame` to the errors of a block that calls an environment, with its number if there are several."""
+def env_errors(call: str, whose: str = "the environment", index: int | None = None) -> Iterator[None]:
+    """Apply :func:`reraise_as_env_error` to errors of a block that calls an environment, with the number ``index``."""
     position.environment = index
     try:
         yield
     except (Exception, SystemExit) as error:
-        blame(error, call, whose)
+        reraise_as_env_error(error, call, whose)
         raise
 
 
-def blame(error: BaseException, call: str, whose: str = "the environment") -> None:
+def reraise_as_env_error(error: BaseException, call: str, whose: str = "the environment") -> None:
     """Raise an EnvironmentFault for an error of an environment; return if the environment did not cause it.
 
     The message has the number of the environment at :data:`position`. The environment is also at fault if the error
@@ -94,7 +95,7 @@ def blame(error: BaseException, call: str, whose: str = "the environment") -> No
 fit: not enough values to unpack (expected 5, got 3); expected (observation, reward, terminated, truncated, info). \
 Mend what its step returns.
     """
-    if isinstance(error, Fault) or (isinstance(error, SystemExit) and type(error) is not SystemExit):
+    if isinstance(error, UserError) or (isinstance(error, SystemExit) and type(error) is not SystemExit):
         return  # already reported, or must end the process after SIGTERM
     trace, innermost = error.__traceback__, [frame for frame, _ in walk_tb(error.__traceback__)][-1]
     if (call == "make" and not isinstance(error, TimeoutError)) and (
@@ -124,9 +125,9 @@ Mend what its step returns.
 
 
 def blame_step(error: BaseException, place: str) -> None:
-    """Apply :func:`blame` to an error of a step by TorchRL, and put the place in front of the message."""
+    """Apply :func:`reraise_as_env_error` to an error of a TorchRL step, and begin the message with the place."""
     try:
-        blame(error, "step")
+        reraise_as_env_error(error, "step")
     except EnvironmentFault as fault:
         error = fault
     if isinstance(error, EnvironmentFault):

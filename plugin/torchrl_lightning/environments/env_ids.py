@@ -14,7 +14,7 @@ from torchrl_lightning._core.keys import DONE, ENV_IDS, IS_INIT, TRAJ_IDS
 logger = logging.getLogger(__name__)
 
 
-class RowOrigins:
+class EnvIdTracker:
     """Add environment numbers to the rows of a collector's rollouts.
 
     Rollouts of a collector without workers always contain the same environments in the same order and are not changed.
@@ -166,7 +166,7 @@ def ring_ids(rollout: TensorDictBase, num_envs: int) -> Tensor | None:
     return ids
 
 
-def cut_off(rollout: TensorDictBase) -> None:
+def mark_truncated(rollout: TensorDictBase) -> None:
     """Mark the last step of each unfinished episode as truncated, because its next steps will not be collected."""
     following = rollout["next"]
     open_ended = ~following["done"][:, -1]

@@ -26,11 +26,11 @@ _REGISTERED = {
 }
 
 
-def extra_for(error: BaseException) -> str:
+def install_hint(error: BaseException) -> str:
     """Return a sentence, after a space, that names the extra for a missing package; ``""`` if the extra is unknown.
 
     Examples:
-        >>> extra_for(ModuleNotFoundError("No module named 'minigrid'"))
+        >>> install_hint(ModuleNotFoundError("No module named 'minigrid'"))
         " Here the extra 'minigrid' brings it: torchrl-lightning[minigrid]."
     """
     extra = next((extra for package, extra in _EXTRAS.items() if package in str(error)), None)

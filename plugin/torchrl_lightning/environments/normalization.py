@@ -19,9 +19,9 @@ from torchrl_lightning._core.moments import Moments, precision_of
 from torchrl_lightning._core.protocols import PolicyApi
 from torchrl_lightning._core.state import check_state, number, same, sequence
 from torchrl_lightning._core.torchrl_compat import buffers_of, forward_hooks, new_tensordict, put_entry
-from torchrl_lightning._core.tree import level_of, nested_key, path_of
-from torchrl_lightning._core.validators import Checked, not_negative, positive
-from torchrl_lightning.environments.policy_calls import Outputs, Policy, bare_call, policy_outputs, standing_call
+from torchrl_lightning._core.tree import nested_key, path_of, raw_items
+from torchrl_lightning._core.validators import Checked, non_negative, positive
+from torchrl_lightning.environments.policy_calls import Outputs, Policy, bound_call, fast_call, policy_outputs
 from torchrl_lightning.environments.specs import EnvironmentSpecs
 from torchrl_lightning.kernels.compiled import jitted
 from torchrl_lightning.kernels.scan import LIKE
@@ -55,7 +55,7 @@ class ObservationNormalizer(nn.Module):
     """
 
     clip = Checked(positive)
-    epsilon = Checked(not_negative)
+    epsilon = Checked(non_negative)
 
     def __init__(
         self, specs: EnvironmentSpecs, keys: bool | Sequence[NestedKey], clip: float, epsilon: float = EPSILON
@@ -128,7 +128,7 @@ class ObservationNormalizer(nn.Module):
         """Replace raw entries ``[*B, *F]``, also in ``next``, by normalised ones; other entries are not changed."""
         parts = [data, data.get("next", None)]
         for part in parts if parts[1] is not None else parts[:1]:
-            entries = level_of(part)
+            entries = raw_items(part)
             for key in self.keys:
                 value = entries.get(key) if isinstance(key, str) else part.get(key, None)
                 if value is not None and isinstance(key, str):
@@ -261,26 +261,26 @@ class NormalizedPolicy(TensorDictModuleBase):
         abilities = PolicyApi.of(policy)
         self.in_keys, self.out_keys = list(abilities.in_keys), list(abilities.out_keys or ())
 
-    def act_on(self, step: TensorDictBase) -> Outputs:
+    def compute_step(self, step: TensorDictBase) -> Outputs:
         """Return the policy's outputs for a step ``[N]``, and write nothing."""
         # Read from _modules, because nn.Module's attribute access takes a microsecond.
         policy, given = self._modules.get("policy") or self.policy, self._normalized(step)
-        bare = bare_call(policy)
+        bare = fast_call(policy)
         return policy_outputs(policy, given) if bare is None else bare(given)
 
     def standing(self, step: TensorDictBase) -> Callable[[], Outputs]:
-        """Return a call of :meth:`act_on` bound to one CPU step ``[N]``; the caller overwrites its tensors."""
+        """Return a call of :meth:`compute_step` bound to one CPU step ``[N]``; the caller overwrites its tensors."""
         normalizer = self.normalizer
         if not normalizer.is_flat:
-            return lambda: self.act_on(step)
-        policy, entries = self.policy, dict(level_of(step))
+            return lambda: self.compute_step(step)
+        policy, entries = self.policy, dict(raw_items(step))
         hooks = forward_hooks(policy) if isinstance(policy, nn.Module) else ()
         refreshers = []
         for key in normalizer.keys:
             entries[key], refresh = normalizer.standing(key, entries[key])
             refreshers.append(refresh)
         given = new_tensordict(entries, step.batch_size)
-        call = standing_call(policy, given)
+        call = bound_call(policy, given)
 
         def act() -> Outputs:
             for refresh in refreshers:
@@ -302,14 +302,14 @@ class NormalizedPolicy(TensorDictModuleBase):
             given = step.copy()
             normalizer.normalize_(given)
             return given
-        entries = dict(level_of(step))
+        entries = dict(raw_items(step))
         for key in normalizer.keys:
             entries[key] = normalizer.normalized(key, entries[key])
         return new_tensordict(entries, step.batch_size)
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Write the policy's outputs into a TensorDict ``[N]``; its observations stay raw."""
-        for key, value in self.act_on(tensordict).items():
+        for key, value in self.compute_step(tensordict).items():
             tensordict.set(key, value)
         return tensordict
 

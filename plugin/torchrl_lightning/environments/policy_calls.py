@@ -15,7 +15,7 @@ from torchrl.modules.utils import get_primers_from_module
 from torchrl_lightning._core.modules import device_of
 from torchrl_lightning._core.protocols import PolicyApi
 from torchrl_lightning._core.torchrl_compat import forward_hooks
-from torchrl_lightning._core.tree import Path, join, level_of, path_of
+from torchrl_lightning._core.tree import Path, join, path_of, raw_items
 from torchrl_lightning.environments.actions import ActionFormat
 from torchrl_lightning.environments.env_errors import EnvironmentFault
 
@@ -29,10 +29,10 @@ def clips_actions(policy: object) -> bool:
     return PolicyApi.of(policy).clip_actions is True
 
 
-def bare_call(policy: object) -> Callable[[TensorDictBase], Outputs] | None:
-    """Return a policy's ``act_on``; None if it has none, or if it would bypass a hook or an overridden forward.
+def fast_call(policy: object) -> Callable[[TensorDictBase], Outputs] | None:
+    """Return a policy's ``compute_step``; None if it has none, or if it would bypass a hook or an overridden forward.
 
-    ``act_on(step)`` returns the policy's outputs for ``step`` ``[N]``, including ``("next", state)`` of recurrent
+    ``compute_step(step)`` returns the policy's outputs for ``step`` ``[N]``, including ``("next", state)`` of recurrent
     states, and writes nothing. ``exploration_type()`` applies to the actions. This saves TensorDict's dispatch, which
     takes half of a small network's time. The next step overwrites the entries of ``step``, so copy those to keep.
     """
@@ -41,29 +41,29 @@ def bare_call(policy: object) -> Callable[[TensorDictBase], Outputs] | None:
     if "forward" in getattr(policy, "__dict__", ()):
         return None
     for kind in type(policy).__mro__:
-        if "act_on" in kind.__dict__:
-            act_on: Callable[[TensorDictBase], Outputs] = policy.act_on  # type: ignore[attr-defined]
-            return act_on
+        if "compute_step" in kind.__dict__:
+            compute_step: Callable[[TensorDictBase], Outputs] = policy.compute_step  # type: ignore[attr-defined]
+            return compute_step
         if "forward" in kind.__dict__ or "__call__" in kind.__dict__:
             return None
     return None
 
 
-def standing_call(policy: object, step: TensorDictBase) -> Callable[[], Outputs] | None:
-    """Return a call of a policy's ``act_on`` bound to one CPU step; the caller overwrites its tensors between calls.
+def bound_call(policy: object, step: TensorDictBase) -> Callable[[], Outputs] | None:
+    """Return a policy's ``compute_step`` bound to one CPU step; the caller overwrites its tensors between calls.
 
     The policy's method ``standing(step)`` builds the call once; the call may return the same tensors each time.
-    Without this method the call is ``act_on(step)``; without ``act_on`` the result is None. Check with
-    :func:`bare_call` before each call that ``act_on`` still applies.
+    Without this method the call is ``compute_step(step)``; without ``compute_step`` the result is None. Check with
+    :func:`fast_call` before each call that ``compute_step`` still applies.
     """
-    bare = bare_call(policy)
+    bare = fast_call(policy)
     if bare is None:
         return None
     for kind in type(policy).__mro__:
         if "standing" in kind.__dict__ and "standing" not in getattr(policy, "__dict__", ()):
             prepared: Callable[[], Outputs] = policy.standing(step)  # type: ignore[attr-defined]
             return prepared
-        if "act_on" in kind.__dict__:
+        if "compute_step" in kind.__dict__:
             break
     return lambda: bare(step)
 
@@ -123,7 +123,7 @@ def is_double(policy: object) -> bool:
     return isinstance(policy, nn.Module) and any(value.dtype is torch.float64 for value in policy.parameters())
 
 
-def acted(policy: Policy, step: TensorDictBase, device: torch.device, form: ActionFormat) -> TensorDictBase:
+def apply_policy(policy: Policy, step: TensorDictBase, device: torch.device, form: ActionFormat) -> TensorDictBase:
     """Call the policy on its device and write its outputs into a step of a TorchRL environment.
 
     An action that exceeds its bound by rounding is set to the bound. If ``form`` clips, so is every other one.
@@ -222,7 +222,7 @@ def policy_outputs(policy: Policy, given: TensorDictBase) -> dict[NestedKey, Ten
     return outputs
 
 
-def unsaid(
+def default_outputs(
     policy: Policy, step: TensorDictBase, device: torch.device, states: Collection[NestedKey]
 ) -> dict[NestedKey, Tensor]:
     """Return zeros for the policy's other outputs (not the action or ``states``) in steps with random actions.
@@ -238,7 +238,7 @@ def unsaid(
 
 
 def _leaves(data: TensorDictBase, above: Path = ()) -> Iterator[tuple[Path, Any]]:
-    for name, value in level_of(data).items():
+    for name, value in raw_items(data).items():
         if isinstance(value, TensorDictBase):
             yield from _leaves(value, (*above, name))
         else:

@@ -14,12 +14,12 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.wrappers import ClipReward, FilterObservation, FlattenObservation, RepeatAction, TimeLimit
 
-from torchrl_lightning._core.settings import Count, FinitePositive, Positive, Settings, Switch, among, setting
-from torchrl_lightning._core.trust import Nameable
+from torchrl_lightning._core.settings import Count, FinitePositive, Positive, Settings, Switch, choices, setting
+from torchrl_lightning._core.trust import ConfigSafe
 from torchrl_lightning._core.validators import integer
 from torchrl_lightning._hydra.compat import instantiate
 from torchrl_lightning.environments.copies import copy_beneath_wrappers
-from torchrl_lightning.environments.install_hint import extra_for
+from torchrl_lightning.environments.install_hint import install_hint
 from torchrl_lightning.environments.workers.time_limits import TimedCalls, TimedEnv
 from torchrl_lightning.environments.wrappers.frame_stack import FrameStack
 from torchrl_lightning.environments.wrappers.rename import RenameObservation, check_rename
@@ -93,7 +93,7 @@ Factory = str | Callable[..., Environment] | Mapping[str, Any]
 Names = Annotated[Sequence[str], _names]
 
 
-class EnvironmentRecipe(Settings, Nameable):
+class EnvironmentRecipe(Settings, ConfigSafe):
     """Make an environment from its id (or a factory) and settings; picklable, and comparable by its ``repr``.
 
     The settings wrap the environment from the inside out, in the order of the arguments. Wrappers and a factory can
@@ -163,7 +163,7 @@ class EnvironmentRecipe(Settings, Nameable):
     flatten: Switch = False
     frame_stack: Count = 1
     clip_reward: FinitePositive | None = None
-    vectorization: Annotated[str, among("sync", "async", "envpool")] = "sync"
+    vectorization: Annotated[str, choices("sync", "async", "envpool")] = "sync"
     demonstrations_of: Names = ()
     step_timeout: Positive | None = None
 
@@ -330,7 +330,7 @@ def _shown(space: spaces.Space[Any], keep: Sequence[str] | None, drop: Sequence[
 def _unknown(argument: str, target: str, error: BaseException) -> ValueError:
     module, mend = target.partition(".")[0], ""
     if isinstance(error, ModuleNotFoundError) and error.name == module:
-        mend = extra_for(error) or f" Run where {module}.py lies, or name its folder in PYTHONPATH."
+        mend = install_hint(error) or f" Run where {module}.py lies, or name its folder in PYTHONPATH."
     return ValueError(f"{argument} has the unknown _target_ {target!r}: {str(error).splitlines()[0]}.{mend}")
 
 

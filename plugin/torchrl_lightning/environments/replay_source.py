@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from torchrl_lightning._core.torchrl_compat import env_observations, info_adder, vector_arrays
 from torchrl_lightning.environments.copies import copied
-from torchrl_lightning.environments.env_errors import GuardedCall, blaming, check_returned, position
+from torchrl_lightning.environments.env_errors import GuardedCall, check_returned, env_errors, position
 
 if TYPE_CHECKING:
     from tensordict.utils import NestedKey  # a process that only steps an environment does not need torch
@@ -75,7 +75,7 @@ class ReplaySource(Protocol):
         ...
 
 
-class FollowedReplaySource(ReplaySource, Protocol):
+class SyncedReplaySource(ReplaySource, Protocol):
     """A source with copies in worker processes; the copies receive updates of its recordings."""
 
     def for_worker(self, seed: int) -> ReplaySource:
@@ -95,7 +95,7 @@ class FollowedReplaySource(ReplaySource, Protocol):
         ...
 
 
-class ResumableVectorEnv(SyncVectorEnv):
+class PartialStepVectorEnv(SyncVectorEnv):
     """A ``SyncVectorEnv`` in mode ``SAME_STEP`` that can step only some of its environments.
 
     It returns the same values as Gymnasium's class. It validates the first step, and the last step of each episode,
@@ -180,7 +180,7 @@ class ResumableVectorEnv(SyncVectorEnv):
         faults = []
         for i, env in enumerate(self.envs):
             try:
-                with blaming("close", index=i):
+                with env_errors("close", index=i):
                     env.close()
             except Exception as fault:
                 faults.append(fault)
@@ -193,7 +193,7 @@ def _zero_dimensional(actions: Array) -> list[Array]:
     return [actions[i, ...] for i in range(len(actions))]
 
 
-class Playing:
+class ReplayTracker:
     """Track which of ``num_envs`` environments replay steps of a source; ``where`` has their indices, ``[M]``."""
 
     def __init__(self, source: ReplaySource, num_envs: int) -> None:

@@ -238,7 +238,7 @@ def torchrl_specs(env: EnvBase) -> EnvironmentSpecs:
         kept = bool({path[0], path[-1]}.intersection(BOOKKEEPING)) or (path[0] == DEMO and len(path) > 1)
         if key in counted or (kept and path[0] not in observed):
             del observation[key]
-    states = handed_on(env)
+    states = carried_keys(env)
     for key, spec in list(observation.items()):
         if (isinstance(spec, Composite) and spec.is_empty()) or key in states:
             del observation[key]
@@ -247,7 +247,7 @@ def torchrl_specs(env: EnvBase) -> EnvironmentSpecs:
     return EnvironmentSpecs(observation, network_spec(action), max(1, env.batch_size.numel()), action_format=form)
 
 
-def handed_on(env: EnvBase) -> list[str]:
+def carried_keys(env: EnvBase) -> list[str]:
     """Return the keys of state trees, such as Brax states, that the environment needs back at each step."""
     states, observation = env.full_state_spec.keys(), env.observation_spec
     return [key for key, spec in observation.items() if isinstance(spec, Composite) and key in states]

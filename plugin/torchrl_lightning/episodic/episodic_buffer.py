@@ -25,7 +25,7 @@ from torchrl_lightning.episodic.time_steps import TIME_STEPS, TRANSITIONS, StepL
 from torchrl_lightning.kernels.indices import integers
 from torchrl_lightning.replay.builders import prioritized_in
 from torchrl_lightning.replay.episode_index import NO_INDEX_HINT, EpisodeIndex
-from torchrl_lightning.replay.positions import StepsMissing, check_steps, steps_between, steps_of
+from torchrl_lightning.replay.positions import MissingStepsError, check_steps, steps_between, steps_of
 from torchrl_lightning.replay.prioritized import PrioritizedSampler
 from torchrl_lightning.replay.replay_buffer import ExperienceBuffer
 from torchrl_lightning.replay.ring_storage import RingStorage
@@ -244,7 +244,8 @@ class EpisodicReplayBuffer(ExperienceBuffer):
 
         Raises:
             TimeoutError: no process wrote enough steps within the timeout of :meth:`share`.
-            StepsMissing: a ValueError and AssertionError: an environment holds fewer steps, or ``n`` exceeds its ring.
+            MissingStepsError: a ValueError and AssertionError: an environment holds fewer steps, or ``n`` exceeds its
+                ring.
             ValueError: ids are out of range or repeated; or ``blocking=True`` without other processes. All these
                 errors leave the buffer unchanged.
         """
@@ -254,7 +255,7 @@ class EpisodicReplayBuffer(ExperienceBuffer):
                 return self._take(n, env_ids)
         env = self.writer.check_ids(env_ids)
         if n > self.max_length:
-            raise StepsMissing(f"An environment holds at most {self.max_length} steps, never {n}; wait for fewer.")
+            raise MissingStepsError(f"An environment holds at most {self.max_length} steps, never {n}; wait for fewer.")
         return self.wait_for(lambda: self._take(n, env_ids) if int(self.writer.filled[env].min()) >= n else None)
 
     def _take(self, count: int, env_ids: Tensor | None) -> TensorDictBase:
@@ -297,8 +298,8 @@ class EpisodicReplayBuffer(ExperienceBuffer):
             The windows, ``[batch_size, batch_length]``, and their origin, ``[batch_size]``.
 
         Raises:
-            StepsMissing: a ValueError and AssertionError: the buffer is empty, no environment holds ``batch_length``
-                steps besides the ignored ones, or all priorities are zero.
+            MissingStepsError: a ValueError and AssertionError: the buffer is empty, no environment holds
+                ``batch_length`` steps besides the ignored ones, or all priorities are zero.
         """
         writer, steps = self.writer, integer(batch_length, "batch_length")
         with self.locked():
@@ -325,16 +326,20 @@ class EpisodicReplayBuffer(ExperienceBuffer):
             convert_to_default_device: move the steps to torch's default device.
 
         Raises:
-            StepsMissing: a ValueError and AssertionError: the environments hold different numbers of steps, or only
-                ignored steps.
+            MissingStepsError: a ValueError and AssertionError: the environments hold different numbers of steps, or
+                only ignored steps.
         """
         writer = self.writer
         with self.locked():
             filled, ignored = writer.filled, self.num_earliest_frames_ignored if ignore_earliest_frames else 0
             if int(filled.min()) != int(filled.max()):
-                raise StepsMissing(f"Environments hold different numbers of steps, {filled.tolist()}; use get_field.")
+                raise MissingStepsError(
+                    f"Environments hold different numbers of steps, {filled.tolist()}; use get_field."
+                )
             if int(filled[0]) <= ignored:
-                raise StepsMissing(f"Every environment holds {int(filled[0])} steps, of which {ignored} are ignored.")
+                raise MissingStepsError(
+                    f"Every environment holds {int(filled[0])} steps, of which {ignored} are ignored."
+                )
             begin = writer.oldest + ignored
             env, position, _ = steps_between(begin.numpy(), writer.positions.numpy() - 1)
             cells = writer.cell(torch.from_numpy(env), torch.from_numpy(position))
@@ -486,7 +491,7 @@ class EpisodicReplayBuffer(ExperienceBuffer):
             writer, begin = self.writer, np.zeros(self.num_environments, np.int64)
             check_steps(env.numpy(), position.numpy(), begin, writer.positions.numpy())
             stored = position >= writer.oldest[env]
-            self.give_priority(writer.cell(env, position)[stored], priority[stored.to(priority.device)])
+            self.set_priority(writer.cell(env, position)[stored], priority[stored.to(priority.device)])
 
     # ------------------------------------------------------------------ state
 

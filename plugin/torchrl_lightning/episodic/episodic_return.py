@@ -14,7 +14,7 @@ from torch import Tensor
 
 from torchrl_lightning._core.torchrl_compat import entries_of, new_tensordict
 from torchrl_lightning._core.tree import entry_of, path_of
-from torchrl_lightning._core.trust import Nameable
+from torchrl_lightning._core.trust import ConfigSafe
 from torchrl_lightning._core.validators import check_defaults, fraction
 from torchrl_lightning.episodic.time_steps import TRANSITIONS, StepLayout
 from torchrl_lightning.kernels.compiled import jitted
@@ -45,7 +45,7 @@ def check_recorded(record_episodic_return: bool, reward_clip: Any, default_retur
 UNKNOWN: tuple[Ints | None, tuple[Any, Any, Any] | None] = None, None
 
 
-class EpisodicReturn(Nameable):
+class EpisodicReturn(ConfigSafe):
     """Write the discounted returns of an episode into its stored steps when the episode ends.
 
     The return of a step is ``G[t] = r[t] + gamma * G[t+1]``, summed to the end of the episode or to the first
@@ -194,7 +194,7 @@ class EpisodicReturn(Nameable):
             cells, episodes.rings, episodes.arrays, reward, ends, time_steps, int(time_steps),
             self._factors, out,
         ):  # fmt: skip
-            self._storage.touch()
+            self._storage.bump_revision()
 
     def _entries(self) -> tuple[Any, Any, Any] | None:
         """Return rewards, ends and returns of all cells for the kernel; None if the kernel does not support them."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torchrl_lightning._core.images import stack_axis
-from torchrl_lightning._core.memory import allocate, check_room, packed_rows, unpacked_rows
+from torchrl_lightning._core.memory import allocate, check_free_memory, packed_rows, unpacked_rows
 from torchrl_lightning._core.state import check_state, expect, tensor
 from torchrl_lightning.kernels.compiled import copy_bytes, jitted
 
@@ -47,7 +47,7 @@ class FrameRing:
             )
         size = stack[:1].numel() * stack.element_size() // frame_stack
         rows = (length + frame_stack) * num_envs
-        check_room(rows * size, f"The ring of {rows} frames", "lower max_size")
+        check_free_memory(rows * size, f"The ring of {rows} frames", "lower max_size")
         self.ring = allocate(rows * size, torch.uint8, "cpu").view(rows, size)
         self.counts, self.last = np.zeros(num_envs, np.int64), np.full(num_envs, -1, np.int64)
         self.clear()
@@ -64,7 +64,9 @@ class FrameRing:
 
     def _grow(self, size: int) -> None:
         former = self.spares
-        check_room(size * self.ring.shape[1], f"Room for {size} frames at the ends of episodes", "lower max_size")
+        check_free_memory(
+            size * self.ring.shape[1], f"Room for {size} frames at the ends of episodes", "lower max_size"
+        )
         self.spares = torch.empty((size, self.ring.shape[1]), dtype=torch.uint8)
         self.spares[: len(former)] = former
         self._set_free(np.concatenate([self.free[: self.left[0]], np.arange(len(former), size)]))
@@ -74,7 +76,7 @@ class FrameRing:
         """Number of frames for which memory is allocated."""
         return len(self.ring) + len(self.spares)
 
-    def first_break(self, stack: Tensor, after: Tensor) -> int | None:
+    def first_discontinuity(self, stack: Tensor, after: Tensor) -> int | None:
         """Return the first row with ``after`` different from ``stack`` shifted by one frame, or None."""
         earlier, later = self._split(stack)[:, 1:], self._split(after)[:, :-1]
         if torch.equal(earlier, later):

@@ -129,9 +129,9 @@ class FrameStorage(RingStorage):
         for path in self.frames:
             self.leaf(path).fill_(-1)
 
-    def adopt(self, tree: Tree) -> None:
+    def take_ownership(self, tree: Tree) -> None:
         """Use these leaves (``[max_size, ...]``) as the cells; they hold frame numbers instead of stacks."""
-        super().adopt(tree)
+        super().take_ownership(tree)
         self.cells = FrameCells(tree, self._schema, self.frames)
 
     def leaf(self, path: Path) -> Tensor:
@@ -192,8 +192,8 @@ class FrameStorage(RingStorage):
             frames[".".join(path)] = ring.known_of(shown)
         return frames
 
-    def _check_together(self, values: Mapping[str, Any]) -> None:
-        super()._check_together(values)
+    def _validate_consistency(self, values: Mapping[str, Any]) -> None:
+        super()._validate_consistency(values)
         if values["data"] is None:
             return
         leaves, rings, frames = dict(leaves_of(values["data"])), rings_in(self), values["frames"]
@@ -210,7 +210,7 @@ class FrameStorage(RingStorage):
             if self.frames and (stack.shape[1:] != self.frames[path].shape or stack.dtype != self.frames[path].dtype):
                 raise ValueError(f"The state holds other stacks {name_of(path)} than this storage.")
 
-    def put_state(self, values: Mapping[str, Any]) -> None:
+    def apply_state(self, values: Mapping[str, Any]) -> None:
         """Restore the filled cells and their frames."""
         data, count, cells, rings = (values[name] for name in ("data", "count", "cells", "frames"))
         if data is not None:
@@ -249,7 +249,7 @@ class FrameCells(Cells):
         """Return the leaves of ``data``, stacks included, after validating them."""
         found, _ = super().match(data, rows)
         for path, (place, after) in self._stacks.items():
-            row = self.frames[path].first_break(found[place], found[after])
+            row = self.frames[path].first_discontinuity(found[place], found[after])
             if row is not None:
                 raise ValueError(
                     f"The stack {name_of(next_key(path))} of row {row} is not that of {name_of(path)} moved on by one "

@@ -17,7 +17,7 @@ from torchrl_lightning._core.state import Child
 from torchrl_lightning._core.validators import Checked, boolean, check_defaults, exact_ratio, fraction, integer
 from torchrl_lightning.kernels import window_kernels
 from torchrl_lightning.kernels.compiled import jitted
-from torchrl_lightning.replay.positions import Ints, StepsMissing
+from torchrl_lightning.replay.positions import Ints, MissingStepsError
 from torchrl_lightning.replay.prioritized import PrioritizedSampler
 from torchrl_lightning.replay.ring_writer import RingWriter
 from torchrl_lightning.replay.rings import NO_INDEX
@@ -156,7 +156,10 @@ class RecentSampler(SequenceSampler):
             self.prioritized.generator = value
 
     def sample(
-        self, storage: Storage, batch_size: int, batch_length: int | Literal["own"] | None = "own"
+        self,
+        storage: Storage,
+        batch_size: int,
+        batch_length: int | Literal["own"] | None = "own",
     ) -> tuple[Tensor, dict[Any, Any]]:
         """Draw windows like :meth:`SequenceSampler.sample`.
 
@@ -164,8 +167,8 @@ class RecentSampler(SequenceSampler):
             Cells ``[B, T]``, and the info of a :class:`SequenceSampler` or :class:`PrioritizedSampler`.
 
         Raises:
-            StepsMissing: a ValueError, RuntimeError and AssertionError: the storage is empty, no environment holds a
-                complete window, or all priorities are zero.
+            MissingStepsError: a ValueError, RuntimeError and AssertionError: the storage is empty, no environment holds
+                a complete window, or all priorities are zero.
             ValueError: the storage has no :class:`RingWriter`.
         """
         if batch_length == "own":
@@ -215,7 +218,7 @@ class RecentSampler(SequenceSampler):
         room = np.clip(positions - reach - oldest, 0, newest)
         owners = np.flatnonzero(room)
         if not len(owners):
-            raise StepsMissing(
+            raise MissingStepsError(
                 f"There is no room for a window: the fullest ring holds {int(writer.filled.max())} steps, windows need "
                 f"{reach + 1 + self.num_earliest_frames_ignored} (batch_length={reach + 1}, "
                 f"num_earliest_frames_ignored={self.num_earliest_frames_ignored}). Collect more, or take shorter ones."

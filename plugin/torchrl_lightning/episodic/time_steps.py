@@ -23,7 +23,7 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 
 from torchrl_lightning._core.keys import DONE, IS_INIT, REWARD, STEP_TYPE, TERMINATED
-from torchrl_lightning._core.trust import Nameable
+from torchrl_lightning._core.trust import ConfigSafe
 from torchrl_lightning.replay.episode_index import flag_of
 from torchrl_lightning.replay.positions import Flags
 from torchrl_lightning.replay.ring_writer import RingWriter
@@ -32,7 +32,7 @@ FIRST, MID, LAST = 0, 1, 2
 
 
 @dataclass(frozen=True)
-class StepLayout(Nameable):
+class StepLayout(ConfigSafe):
     """Keys of the row entries; the default is a transition with our keys.
 
     Attributes:

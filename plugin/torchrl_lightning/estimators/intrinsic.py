@@ -9,7 +9,7 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor
 
-from torchrl_lightning._core.state import Attribute, Stated, number, tensor
+from torchrl_lightning._core.state import Attribute, Stateful, number, tensor
 from torchrl_lightning._core.validators import Checked, fraction, one_of
 from torchrl_lightning.kernels.scan import discounted_scan
 
@@ -25,7 +25,7 @@ def _sums(value: Any, name: str) -> Tensor | None:
     return found.detach()
 
 
-class IntrinsicRewardNormalizer(Stated):
+class IntrinsicRewardNormalizer(Stateful):
     r"""Divide intrinsic rewards by a running standard deviation of their discounted sum.
 
     .. math::

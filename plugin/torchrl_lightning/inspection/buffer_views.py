@@ -13,12 +13,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from torchrl_lightning._core.errors import Fault
+from torchrl_lightning._core.errors import UserError
 from torchrl_lightning._core.file_limits import SHOWN_BUFFERS, SHOWN_ENTRIES
-from torchrl_lightning._core.files import Rows, StoredRows
+from torchrl_lightning._core.files import ChunkedTensor, MappedTensor
 from torchrl_lightning._core.tree import Path, leaves_of
 from torchrl_lightning._core.untrusted import MESSAGE_LIMIT, printable
-from torchrl_lightning.inspection.leaves import Chained, Ints, Leaf, checked, frame_rows, rows_of, shape_of
+from torchrl_lightning.inspection.leaves import ConcatRows, Ints, Leaf, checked, frame_rows, rows_of, shape_of
 
 PIECE = 1 << 22  # bytes of an entry to read at a time
 DEPTH = 16
@@ -40,7 +40,7 @@ class Index:
 
 
 @dataclass(frozen=True)
-class Content:
+class BufferView:
     """A buffer in a state, with the range of steps to inspect.
 
     Attributes:
@@ -119,7 +119,9 @@ class Content:
             if len(found[0]):
                 yield found
         if number != self.looked_at:
-            raise Fault(f"positions must lead to the {self.count:,} filled cells, got {number:,} of {self.looked_at:,}")
+            raise UserError(
+                f"positions must lead to the {self.count:,} filled cells, got {number:,} of {self.looked_at:,}"
+            )
 
     def pieces(self, leaf: Leaf) -> Iterator[Tensor]:
         """Yield an entry of the inspected steps in the order of their rows, a few megabytes at a time."""
@@ -152,7 +154,7 @@ def unreadable(name: str, error: Exception) -> str:
     return printable(reason if reason.startswith(name) else f"{name} cannot be shown: {reason}", MESSAGE_LIMIT)
 
 
-def contents_in(state: Any, name: str, last: int | None = None) -> Iterator[Content | str]:
+def contents_in(state: Any, name: str, last: int | None = None) -> Iterator[BufferView | str]:
     """Yield the buffers in a nested state.
 
     Args:
@@ -171,7 +173,7 @@ def contents_in(state: Any, name: str, last: int | None = None) -> Iterator[Cont
         yield found
 
 
-def _search(node: Any, name: str, last: int | None, depth: int) -> Iterator[Content | str]:
+def _search(node: Any, name: str, last: int | None, depth: int) -> Iterator[BufferView | str]:
     if depth > DEPTH:
         return
     if isinstance(node, list | tuple):
@@ -179,7 +181,7 @@ def _search(node: Any, name: str, last: int | None, depth: int) -> Iterator[Cont
             yield from _search(entry, f"{name}[{number}]" if len(node) > 1 else name, last, depth + 1)
     if not isinstance(node, Mapping):
         return
-    found: Content | str | None
+    found: BufferView | str | None
     try:
         found = _content_of(node, name, last)
     except Exception as error:  # NumPy and torch raise any error for a damaged or hostile state
@@ -192,7 +194,7 @@ def _search(node: Any, name: str, last: int | None, depth: int) -> Iterator[Cont
             yield from _search(entry, below, last, depth + 1)
 
 
-def _content_of(node: Mapping[Any, Any], name: str, last: int | None) -> Content | None:
+def _content_of(node: Mapping[Any, Any], name: str, last: int | None) -> BufferView | None:
     """Return the buffer in a state, or None for any other mapping."""
     storage, writer = node.get("storage"), node.get("writer")
     if isinstance(storage, Mapping) and "num_steps" in storage:
@@ -204,14 +206,14 @@ def _content_of(node: Mapping[Any, Any], name: str, last: int | None) -> Content
     if {"capacity", "reward", "value", "annealed"} <= set(node):
         parts = node["reward"], node["value"]
         if not all(isinstance(part, list | tuple) for part in parts):
-            raise Fault("its demonstrations are no lists")
+            raise UserError("its demonstrations are no lists")
         return demonstrations([*parts[0], *parts[1]], name, _count(node["capacity"], "capacity"))
     return None
 
 
 def _count(value: Any, name: str, least: int = 0) -> int:
     if type(value) is not int or not least <= value < 1 << 62:
-        raise Fault(f"{name} must be a whole number of at least {least}, got {printable(repr(value), 80)}")
+        raise UserError(f"{name} must be a whole number of at least {least}, got {printable(repr(value), 80)}")
     return value
 
 
@@ -223,21 +225,21 @@ def _numbers(value: Any, name: str, count: int | None = None) -> Ints:
 def _leaves(tree: Any, count: int | None) -> dict[Path, Any]:
     """Return the entries of a state by key; raise Fault unless each has ``count`` rows (None for any number)."""
     if not isinstance(tree, Mapping):
-        raise Fault(f"data must be a dict, got a {type(tree).__name__}")
+        raise UserError(f"data must be a dict, got a {type(tree).__name__}")
     found = dict(leaves_of(dict(tree)))
     if len(found) > SHOWN_ENTRIES:
-        raise Fault(f"it must have at most {SHOWN_ENTRIES} entries, got {len(found):,}")
+        raise UserError(f"it must have at most {SHOWN_ENTRIES} entries, got {len(found):,}")
     for path, leaf in found.items():
         name = ".".join(printable(part, 80) for part in path)
-        if not isinstance(leaf, Tensor | StoredRows | Rows) or not shape_of(leaf):
-            raise Fault(f"{name} must be a tensor with a row for each step, got a {type(leaf).__name__}")
+        if not isinstance(leaf, Tensor | MappedTensor | ChunkedTensor) or not shape_of(leaf):
+            raise UserError(f"{name} must be a tensor with a row for each step, got a {type(leaf).__name__}")
         if count is not None and len(leaf) != count:
-            raise Fault(f"{name} must have {count:,} rows, one for each filled cell, got {len(leaf):,}")
+            raise UserError(f"{name} must have {count:,} rows, one for each filled cell, got {len(leaf):,}")
         if not all(isinstance(part, str) for part in path):
-            raise Fault(f"the key {name} must consist of texts")
+            raise UserError(f"the key {name} must consist of texts")
     # Each claimed cell costs time, even an empty one.
     if count and sum(math.prod(shape_of(leaf)) for leaf in found.values()) < count:
-        raise Fault(f"its entries hold no numbers for {count:,} cells")
+        raise UserError(f"its entries hold no numbers for {count:,} cells")
     return {path: leaf.detach() if isinstance(leaf, Tensor) else leaf for path, leaf in found.items()}
 
 
@@ -253,7 +255,7 @@ def _mass(sampler: Any) -> Leaf | None:
 
 def _rings(
     storage: Mapping[str, Any], writer: Mapping[str, Any] | None, mass: Leaf | None, name: str, last: int | None
-) -> Content:
+) -> BufferView:
     count, capacity = _count(storage["count"], "count"), _count(storage["max_size"], "max_size", 1)
     leaves: dict[Path, Any] = {} if storage["data"] is None else _leaves(storage["data"], count)
     if writer is None:  # without a writer, the order of the rows is unknown
@@ -265,14 +267,16 @@ def _rings(
         index = _index(writer.get("index"), count, len(first))
     held = behind - first
     if not len(held) or (first < 0).any() or (held < 0).any() or (behind > 1 << 61).any() or (held > length).any():
-        raise Fault(f"positions and oldest must be at most length={length:,} steps apart, and not negative")
+        raise UserError(f"positions and oldest must be at most length={length:,} steps apart, and not negative")
     if sum(held.tolist()) > count:
-        raise Fault(f"positions and oldest must span at most the {count:,} filled cells, got {sum(held.tolist()):,}")
+        raise UserError(
+            f"positions and oldest must span at most the {count:,} filled cells, got {sum(held.tolist()):,}"
+        )
     if last is not None:
         first = np.maximum(first, behind - max(1, last // len(first)))
     leaves = _stacked(leaves, storage, len(first))
     kind = "storage" if writer is None else "replay buffer"
-    return Content(name, kind, leaves, count, capacity, length, first, behind, cells, mass, index)
+    return BufferView(name, kind, leaves, count, capacity, length, first, behind, cells, mass, index)
 
 
 def _index(known: Any, count: int, num_envs: int) -> Index | None:
@@ -280,7 +284,7 @@ def _index(known: Any, count: int, num_envs: int) -> Index | None:
     if known is None:
         return None
     if not isinstance(known, Mapping):
-        raise Fault(f"index must be a dict, got a {type(known).__name__}")
+        raise UserError(f"index must be a dict, got a {type(known).__name__}")
     rows = (("column", torch.int64, count), ("done", torch.bool, count), ("open", torch.bool, num_envs))
     column, done, is_open = (checked(known.get(key), f"index.{key}", [dtype], size) for key, dtype, size in rows)
     return Index(column, done, is_open[:].numpy().copy())
@@ -297,7 +301,7 @@ def _stacked(leaves: Mapping[Path, Any], storage: Mapping[str, Any], num_envs: i
     return found if storage["count"] else {}
 
 
-def _rollout(storage: Mapping[str, Any], name: str) -> Content:
+def _rollout(storage: Mapping[str, Any], name: str) -> BufferView:
     steps = _count(storage["num_steps"], "num_steps")
     envs = _count(storage["num_envs"] or 1, "num_envs", 1)
     capacity = _count(storage["size"], "size") * envs
@@ -309,18 +313,18 @@ def _rollout(storage: Mapping[str, Any], name: str) -> Content:
         if tuple(shape_of(leaf)[:2]) == (steps, envs)
     }
     if steps and not any(math.prod(leaf.shape) >= steps * envs for leaf in leaves.values()):
-        raise Fault(f"no entry holds numbers for {steps:,} steps of {envs:,} environments")
+        raise UserError(f"no entry holds numbers for {steps:,} steps of {envs:,} environments")
     first, behind = np.zeros(envs, np.int64), np.full(envs, steps)
-    return Content(name, "rollout", leaves, steps * envs, capacity, max(steps, 1), first, behind)
+    return BufferView(name, "rollout", leaves, steps * envs, capacity, max(steps, 1), first, behind)
 
 
 def _flattened(leaf: Any) -> Any:
     """Merge the first two dimensions, steps and environments, into one."""
     shape = torch.Size([leaf.shape[0] * leaf.shape[1], *leaf.shape[2:]])
-    return replace(leaf, shape=shape) if isinstance(leaf, StoredRows) else leaf.reshape(shape)
+    return replace(leaf, shape=shape) if isinstance(leaf, MappedTensor) else leaf.reshape(shape)
 
 
-def demonstrations(states: Sequence[Mapping[str, Any]], name: str, capacity: int | None = None) -> Content:
+def demonstrations(states: Sequence[Mapping[str, Any]], name: str, capacity: int | None = None) -> BufferView:
     """Return demonstrations as one buffer, concatenated.
 
     Each state has ``steps``, ``terminated`` and ``truncated``. A demonstration with ``terminated`` None counts as
@@ -329,11 +333,11 @@ def demonstrations(states: Sequence[Mapping[str, Any]], name: str, capacity: int
     trees = [_leaves(state["steps"], None) for state in states]
     shared = [path for path in (trees[0] if trees else ()) if all(path in tree for tree in trees)]
     shared = [path for path in shared if len({tree[path].shape[1:] for tree in trees}) == 1]
-    leaves: dict[Path, Leaf] = {path: Chained([tree[path] for tree in trees]) for path in shared}
+    leaves: dict[Path, Leaf] = {path: ConcatRows([tree[path] for tree in trees]) for path in shared}
     lengths = [len(next(iter(tree.values()))) for tree in trees]
     for tree, length in zip(trees, lengths, strict=True):
         if not length or any(len(leaf) != length for leaf in tree.values()):
-            raise Fault("the entries of a demonstration must have equal numbers of rows, and at least one")
+            raise UserError("the entries of a demonstration must have equal numbers of rows, and at least one")
     ends = [(True, False) if each["terminated"] is None else (each["terminated"], each["truncated"]) for each in states]
     count, newest = sum(lengths), np.cumsum(lengths, dtype=np.int64) - 1
     flags = torch.zeros(3, count, 1, dtype=torch.bool)
@@ -341,4 +345,4 @@ def demonstrations(states: Sequence[Mapping[str, Any]], name: str, capacity: int
     leaves |= {("next", name): flags[number] for number, name in enumerate(("terminated", "truncated", "done"))}
     first, behind = np.zeros(1, np.int64), np.full(1, count)
     room = len(states) if capacity is None else capacity
-    return Content(name, "demonstrations", leaves if count else {}, count, room, max(count, 1), first, behind)
+    return BufferView(name, "demonstrations", leaves if count else {}, count, room, max(count, 1), first, behind)

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from torchrl_lightning._core.tree import Path
-from torchrl_lightning.inspection.buffer_views import Content
+from torchrl_lightning.inspection.buffer_views import BufferView
 from torchrl_lightning.inspection.leaves import Ints, Leaf, numbers_of
 
 ENDS = ("running", "terminated", "truncated", "done", "cut")
@@ -44,7 +44,7 @@ class Episodes:
         return f"{type(self).__name__}(of {len(self)})"
 
 
-def episodes_in(content: Content) -> Episodes | None:
+def episodes_in(content: BufferView) -> Episodes | None:
     """Return the episodes of a buffer by its index or its done flags, or None without both.
 
     Args:

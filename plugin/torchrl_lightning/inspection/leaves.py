@@ -12,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from torchrl_lightning._core.errors import Fault
-from torchrl_lightning._core.files import Rows, StoredRows
+from torchrl_lightning._core.errors import UserError
+from torchrl_lightning._core.files import ChunkedTensor, MappedTensor
 from torchrl_lightning._core.images import stack_axis
 
 Ints = NDArray[np.int64]
@@ -28,7 +28,7 @@ class Leaf(Protocol):
 
 
 @dataclass(frozen=True)
-class Chained:
+class ConcatRows:
     """The concatenated rows of several tensors, in the dtype of the first."""
 
     parts: Sequence[Tensor]
@@ -48,18 +48,18 @@ class Chained:
 
 def shape_of(leaf: Any) -> torch.Size:
     """Return the shape of an entry, rows first."""
-    found: torch.Size = torch.Size([len(leaf), *leaf.leaf.shape[1:]]) if isinstance(leaf, Rows) else leaf.shape
+    found: torch.Size = torch.Size([len(leaf), *leaf.leaf.shape[1:]]) if isinstance(leaf, ChunkedTensor) else leaf.shape
     return found
 
 
 def checked(leaf: Any, name: str, dtypes: Collection[torch.dtype], *shape: int | None) -> Any:
     """Return a leaf of a state; raise Fault unless it has one of the dtypes and the shape (None for any size)."""
-    is_leaf = isinstance(leaf, Tensor | StoredRows | Rows) and len(shape_of(leaf)) > 0
+    is_leaf = isinstance(leaf, Tensor | MappedTensor | ChunkedTensor) and len(shape_of(leaf)) > 0
     sizes, dtype = (list(shape_of(leaf)), leaf[:0].dtype) if is_leaf else ([], type(leaf).__name__)
     wanted = [size if want is None else want for want, size in zip_longest(shape, sizes)]
     if sizes != wanted or dtype not in dtypes:
         expected = " or ".join(map(str, dtypes))
-        raise Fault(f"{name} must be {expected} of the shape {[*shape]}, got {dtype} of {sizes}")
+        raise UserError(f"{name} must be {expected} of the shape {[*shape]}, got {dtype} of {sizes}")
     return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 
@@ -121,12 +121,12 @@ class FrameRows:
         numbers = self.numbers[part]
         found, place = np.unique(numbers.numpy(), return_inverse=True)
         if len(found) and found[0] < 0:
-            raise Fault("a step shows a frame with a negative number")
+            raise UserError("a step shows a frame with a negative number")
         frames = [self.ring[:0]]
         for source, first, behind in ((self.ring, 0, self.spares_from), (self.spares, self.spares_from, 1 << 31)):
             rows = found[(found >= first) & (found < behind)] - first
             if len(rows) and rows[-1] >= len(source):
-                raise Fault(f"a step shows frame {int(rows[-1]) + first}, which is not stored")
+                raise UserError(f"a step shows frame {int(rows[-1]) + first}, which is not stored")
             frames += read_rows(source, rows, len(found))
         stacks = torch.cat(frames)[torch.from_numpy(place.reshape(-1))].view(self.dtype)
         if not self.axis:
@@ -145,11 +145,11 @@ def frame_rows(numbers: Any, frames: Any, max_size: int, num_envs: int, frame_st
     """
     stack = frames.get("stack") if isinstance(frames, Mapping) else None
     if not isinstance(stack, Tensor) or stack.ndim != 4 or type(frame_stack) is not int or frame_stack < 1:
-        raise Fault("its frames lack the shape of a stack of images")
+        raise UserError("its frames lack the shape of a stack of images")
     shape, axis = tuple(stack.shape[1:]), stack_axis(stack.shape[1:])
     size = stack.numel() * stack.element_size() // frame_stack
     if not size or shape[axis] % frame_stack:
-        raise Fault(f"its stacks of the shape {list(shape)} are not made of {frame_stack} frames")
+        raise UserError(f"its stacks of the shape {list(shape)} are not made of {frame_stack} frames")
     checked(numbers, "the numbers of its frames", [torch.int32], None, frame_stack)
     ring = checked(frames.get("frames"), "its frames", [torch.uint8], None, size)
     spares = checked(frames.get("spares"), "its spares", [torch.uint8], None, size)

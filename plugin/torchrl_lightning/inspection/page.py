@@ -16,7 +16,7 @@ from torch import Tensor
 from torchrl_lightning._core import tree
 from torchrl_lightning._core.files import replaced_files
 from torchrl_lightning._core.untrusted import printable
-from torchrl_lightning.inspection.buffer_views import Content
+from torchrl_lightning.inspection.buffer_views import BufferView
 from torchrl_lightning.inspection.diagnostics import findings
 from torchrl_lightning.inspection.episode_gallery import ENDS, Episodes
 from torchrl_lightning.inspection.leaves import Ints, Leaf
@@ -155,7 +155,7 @@ def is_image(leaf: Leaf) -> bool:
     return leaf[:1].dtype is torch.uint8 and sum(side >= LEAST for side in shape) >= 2
 
 
-def _frames(content: Content, leaf: Leaf, env: int, begin: int, length: int) -> Iterator[str]:
+def _frames(content: BufferView, leaf: Leaf, env: int, begin: int, length: int) -> Iterator[str]:
     from matplotlib.image import imsave
 
     for at in np.unique(np.linspace(0, length - 1, min(FRAMES, length)).astype(np.int64)).tolist():

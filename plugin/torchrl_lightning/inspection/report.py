@@ -11,16 +11,16 @@ from typing import Any
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-from torchrl_lightning._core.errors import Fault
+from torchrl_lightning._core.errors import UserError
 from torchrl_lightning._core.untrusted import printable
 from torchrl_lightning._core.validators import integer, optional
-from torchrl_lightning.inspection.buffer_views import Content, contents_in, unreadable
+from torchrl_lightning.inspection.buffer_views import BufferView, contents_in, unreadable
 from torchrl_lightning.inspection.diagnostics import findings
 from torchrl_lightning.inspection.summary import Summary, summarize
 from torchrl_lightning.inspection.tables import tables
 
 
-class NoBufferError(Fault):
+class NoBufferError(UserError):
     """Raised if a state does not contain a buffer."""
 
 
@@ -95,7 +95,7 @@ def inspect_buffer(buffer: Any, *, name: str | None = None, last: int | None = N
     given = isinstance(buffer, dict)
     if not given and not callable(getattr(buffer, "state_dict", None)):
         path = "; torchrl-lightning-inspect PATH reads what lies there" if isinstance(buffer, str | Path) else ""
-        raise Fault(
+        raise UserError(
             f"A {type(buffer).__name__} is no buffer; pass one of ours, or what its state_dict() returned{path}."
         )
     name = name or ("state" if given else type(buffer).__name__)
@@ -103,7 +103,7 @@ def inspect_buffer(buffer: Any, *, name: str | None = None, last: int | None = N
         try:
             state = buffer if given else buffer.state_dict(copy=False)
         except TypeError as error:
-            raise Fault(f"A {type(buffer).__name__} is none of our buffers: {error}.") from error
+            raise UserError(f"A {type(buffer).__name__} is none of our buffers: {error}.") from error
         return inspect_state(state, name, last=last)
 
 
@@ -116,7 +116,7 @@ def inspect_state(state: Any, name: str | Path, *, last: int | None = None) -> I
     return inspect_contents(contents_in(state, str(name), last), name)
 
 
-def inspect_contents(contents: Iterable[Content | str], name: str | Path) -> Inspection:
+def inspect_contents(contents: Iterable[BufferView | str], name: str | Path) -> Inspection:
     """Inspect buffers; a string in ``contents`` is the line for an unreadable buffer.
 
     Raises:
@@ -134,7 +134,7 @@ def inspect_contents(contents: Iterable[Content | str], name: str | Path) -> Ins
             lines.append(unreadable(content.name, error))
     if not summaries and lines:
         others = f"; {len(lines) - 1} more cannot be shown either" if len(lines) > 1 else ""
-        raise Fault(f"{lines[0]}{others}.")
+        raise UserError(f"{lines[0]}{others}.")
     if not summaries:
         mend = "name a run that keeps one in its checkpoints, or a folder of a buffer"
         raise NoBufferError(f"{printable(name)} holds no buffer; {mend}.")

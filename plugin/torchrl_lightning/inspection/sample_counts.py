@@ -9,7 +9,7 @@ EVERY = 8  # a run counts one batch in EVERY
 PARTS = 1024  # bins of the age histogram, over the length of a ring
 
 
-class Draws:
+class SampleCounter:
     """Sample counts and ages of the cells of rings with equal lengths.
 
     The count of a cell restarts at 0 when a new step overwrites the old one.

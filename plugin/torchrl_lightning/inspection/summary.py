@@ -11,13 +11,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from torchrl_lightning._core.errors import Fault
+from torchrl_lightning._core.errors import UserError
 from torchrl_lightning._core.moments import Moments
 from torchrl_lightning._core.untrusted import printable
-from torchrl_lightning.inspection.buffer_views import PIECE, Content
+from torchrl_lightning.inspection.buffer_views import PIECE, BufferView
 from torchrl_lightning.inspection.episode_gallery import Episodes, episodes_in
 from torchrl_lightning.inspection.leaves import Leaf
-from torchrl_lightning.inspection.sample_counts import Draws
+from torchrl_lightning.inspection.sample_counts import SampleCounter
 
 MOST = 200_000_000  # cells to inspect at most
 SAMPLED = 4096  # sampled rows per entry, for figures and action bounds
@@ -109,20 +109,20 @@ class Priorities:
 class Summary:
     """The statistics of one buffer."""
 
-    content: Content
+    content: BufferView
     entries: tuple[Entry, ...]
     episodes: Episodes | None
     ages: Ages | None
     priorities: Priorities | None
-    draws: Draws | None = None
+    draws: SampleCounter | None = None
 
     def entry(self, *names: str) -> Entry | None:
-        """Return the entry with one of these names, by the rules of :meth:`Content.find`."""
+        """Return the entry with one of these names, by the rules of :meth:`BufferView.find`."""
         path = self.content.find(*names)
         return next((entry for entry in self.entries if entry.key == path), None)
 
 
-def summarize(content: Content) -> Summary:
+def summarize(content: BufferView) -> Summary:
     """Compute the statistics of a buffer.
 
     Args:
@@ -132,7 +132,7 @@ def summarize(content: Content) -> Summary:
         Fault: The buffer has more cells to inspect than the limit.
     """
     if content.looked_at > MOST:
-        raise Fault(
+        raise UserError(
             f"{content.name} holds {content.looked_at:,} cells, of which at most {MOST:,} are looked at; "
             "look at its newest ones: --last 10000000 (from Python: last=10_000_000)."
         )
@@ -142,7 +142,7 @@ def summarize(content: Content) -> Summary:
         return Summary(content, entries, episodes_in(content), ages, _priorities(content.mass))
 
 
-def _entry(content: Content, path: tuple[str, ...], leaf: Leaf) -> Entry:
+def _entry(content: BufferView, path: tuple[str, ...], leaf: Leaf) -> Entry:
     first = leaf[:1]
     size, dtype = first.numel(), first.dtype
     low = torch.full((size,), math.inf, dtype=torch.float64)
@@ -211,7 +211,7 @@ def _known(mass: Leaf, begin: int, end: int) -> NDArray[Any]:
     return known
 
 
-def _ages(content: Content) -> Ages:
+def _ages(content: BufferView) -> Ages:
     oldest = int((content.behind - content.first).max()) - 1
     width = -(-(oldest + 1) // BARS)
     stored, drawn, total, drawn_total = np.zeros(BARS), np.zeros(BARS), 0.0, 0.0

@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from torchrl_lightning._core.memory import readable
+from torchrl_lightning._core.memory import format_bytes
 from torchrl_lightning.inspection.diagnostics import findings
 from torchrl_lightning.inspection.episode_gallery import ENDS, Episodes
 from torchrl_lightning.inspection.sample_counts import EVERY
@@ -23,12 +23,12 @@ def title_of(summary: Summary) -> str:
     content = summary.content
     if content.kind == "demonstrations":
         number = 0 if summary.episodes is None else len(summary.episodes)
-        return f"{content.name}: {number} demonstrations, {content.count:,} steps, {readable(_bytes(summary))}"
+        return f"{content.name}: {number} demonstrations, {content.count:,} steps, {format_bytes(_bytes(summary))}"
     full = f"{content.count / content.capacity:.0%}" if content.capacity else "0%"
     newest = "" if content.looked_at == content.count else f"; below, the newest {content.looked_at:,}"
     return (
         f"{content.name}: {content.kind}, {content.count:,} of {content.capacity:,} cells ({full}), "
-        f"{content.num_envs} environment{'s' * (content.num_envs > 1)}, {readable(_bytes(summary))}{newest}"
+        f"{content.num_envs} environment{'s' * (content.num_envs > 1)}, {format_bytes(_bytes(summary))}{newest}"
     )
 
 
@@ -41,7 +41,7 @@ def entry_rows(summary: Summary) -> tuple[tuple[str, ...], list[tuple[str, ...]]
     heads = ("entry", "shape", "dtype", "bytes", "least", "mean", "std", "most")
     rows = [
         (
-            *(entry.name, _shape(entry), entry.dtype, readable(entry.bytes)),
+            *(entry.name, _shape(entry), entry.dtype, format_bytes(entry.bytes)),
             *(f"{number:.4g}" for number in (entry.low, entry.mean, entry.std, entry.high)),
         )
         for entry in summary.entries

@@ -19,7 +19,7 @@ _IN_ANY_ORDER: set[Callable[..., Any]] = set()
 _WHEN_COMPILING: list[Callable[[], None]] = []
 
 
-def in_any_order(function: Callable[..., Any]) -> Callable[..., Any]:
+def fastmath(function: Callable[..., Any]) -> Callable[..., Any]:
     """Allow the compiler to reorder a kernel's sums and products, so that it can vectorise them; return the kernel.
 
     NaN and infinity are still computed correctly.

@@ -23,7 +23,7 @@ def integers(value: Any, name: str, device: torch.device | None = None) -> Tenso
     return found.to(torch.int64)
 
 
-def last_of_each(index: Tensor) -> Tensor:
+def unique_last(index: Tensor) -> Tensor:
     """Return the position of the last occurrence of each distinct index."""
     unique, inverse = torch.unique(index, return_inverse=True)
     places = torch.arange(index.numel(), device=index.device)

@@ -60,7 +60,7 @@ def write_returns(
     return count > 0
 
 
-def fold_rows(
+def n_step_returns(
     cells: Any, rings: Any, episodes: Any, how: Any, rewards: Any, last: Any, total: Any, steps: Any, gamma: Any
 ) -> None:
     """Sum the rewards of n steps from each cell within its episode (numba).

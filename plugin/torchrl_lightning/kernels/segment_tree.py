@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from torchrl_lightning._core.memory import allocate, zeros
-from torchrl_lightning._core.state import Attribute, Stated, tensor
+from torchrl_lightning._core.state import Attribute, Stateful, tensor
 from torchrl_lightning.kernels import segments
 from torchrl_lightning.kernels.compiled import jitted
 from torchrl_lightning.kernels.indices import integers
@@ -35,7 +35,7 @@ OPERATORS: dict[Any, str] = {
 """Names of the operations that are given as torch functions."""
 
 
-class SegmentTree(Stated):
+class SegmentTree(Stateful):
     """The sum, minimum or maximum of an array, updated in ``O(log capacity)`` for each changed element.
 
     Every leaf starts at ``initial``. The minimum of a new tree is therefore 0 until each leaf has been set.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torchrl_lightning.kernels.compiled import prefetch
-from torchrl_lightning.kernels.indices import last_of_each
+from torchrl_lightning.kernels.indices import unique_last
 
 SUM, MIN, MAX = 0, 1, 2
 OPERATIONS = {"sum": (SUM, 0.0), "min": (MIN, math.inf), "max": (MAX, -math.inf)}
@@ -147,7 +147,7 @@ def assign_torch(
     bad = torch.cat([(index < 0) | (index >= capacity), bad.expand(count)])
     if bad.any():
         return int(bad.to(torch.uint8).argmax()), 0
-    places = last_of_each(index)  # not every device defines the order of writes to one element
+    places = unique_last(index)  # not every device defines the order of writes to one element
     leaves = index[places] + width
     values = values.expand(count)[places]
     change = values.count_nonzero() - nodes[leaves].count_nonzero()

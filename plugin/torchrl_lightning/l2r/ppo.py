@@ -15,7 +15,7 @@ from torch import Tensor
 
 from torchrl_lightning._core.keys import ADVANTAGE, DONE, FINISHED, REWARD, TARGET, TERMINATED, TRUNCATED
 from torchrl_lightning._core.settings import Count, Fraction, NotNegative, setting
-from torchrl_lightning._core.state import Attribute, fields, flag, whole
+from torchrl_lightning._core.state import Attribute, bounded_integer, fields, flag
 from torchrl_lightning._core.tree import entry_of
 from torchrl_lightning._core.validators import Check, fraction
 from torchrl_lightning.estimators import discounted_returns
@@ -27,7 +27,7 @@ from torchrl_lightning.rollout.estimates import GAE, Estimator, Steps
 from torchrl_lightning.rollout.vanilla import VanillaOnPolicyBuffer
 
 logger = logging.getLogger(__name__)
-PATHS = fields("path", {"stored": whole(), "path_start": whole(), "told": flag})
+PATHS = fields("path", {"stored": bounded_integer(), "path_start": bounded_integer(), "told": flag})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +108,7 @@ class PPOBuffer(Configurable, VanillaOnPolicyBuffer):
         [1.0, 1.5, 1.75]
     """
 
-    HANDED_OVER = tuple({*VanillaOnPolicyBuffer.HANDED_OVER} - {"batch_size"})
+    RUNTIME_ARGUMENTS = tuple({*VanillaOnPolicyBuffer.RUNTIME_ARGUMENTS} - {"batch_size"})
     STATE = {**VanillaOnPolicyBuffer.STATE, "paths": Attribute(PATHS, "_paths")}
     schema: ClassVar[type] = PPOBufferSchema
 
@@ -366,7 +366,7 @@ class PPOBuffer(Configurable, VanillaOnPolicyBuffer):
         self._stored, self._path_start = paths["stored"], paths["path_start"]
         self._last_step, self._drawable = {"done": False} if paths["told"] else {}, None
 
-    def _check_together(self, values: Mapping[str, Any]) -> None:
+    def _validate_consistency(self, values: Mapping[str, Any]) -> None:
         (stored, start, _), steps = values["paths"].values(), values["storage"]["num_steps"]
         if not 0 <= stored - start <= self.size or (stored and steps != min(stored, self.size)):
             raise ValueError(

@@ -67,7 +67,7 @@ class SimpleReplayBuffer(Configurable, ExperienceBuffer):
         (tensor([[1., 1.]]), tensor([0.]))
     """
 
-    HANDED_OVER: ClassVar[tuple[str, ...]] = ("generator", "num_envs", "shared")
+    RUNTIME_ARGUMENTS: ClassVar[tuple[str, ...]] = ("generator", "num_envs", "shared")
 
     schema: ClassVar[type] = SimpleReplayBufferSchema
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from torchrl_lightning._core.errors import Fault
+from torchrl_lightning._core.errors import UserError
 from torchrl_lightning._core.plain_yaml import raw_value, read_config
 from torchrl_lightning._core.run_metadata import ENDED_EARLY, SCORE, read_rows
 from torchrl_lightning._core.run_names import ENDS, base_name, changed_settings, in_order, run_folder
@@ -192,7 +192,7 @@ def _recorded(path: Path) -> tuple[dict[str, str | None], list[str], str]:
         raw_value(hydra, f"hydra.{key}") for key in ("runtime.choices", "overrides.task", "runtime.cwd")
     )
     if not isinstance(choices, dict) or not isinstance(overrides, list) or not isinstance(cwd, str):
-        raise Fault(f"{printable(path)} must be Hydra's record of a run, with choices, overrides and cwd.")
+        raise UserError(f"{printable(path)} must be Hydra's record of a run, with choices, overrides and cwd.")
     shown = {printable(group): None if option is None else printable(option) for group, option in choices.items()}
     return shown, [printable(override) for override in overrides], cwd
 
@@ -215,7 +215,7 @@ def _read_log(path: Path, run: Run | None, metric: str, x: str) -> _Log:
         try:
             position, *values = (float(cell or "nan") for cell in (at, text, *others))
         except ValueError:
-            raise Fault(
+            raise UserError(
                 f"{printable(path)}, line {line}: {x}={at[:100]!r}, {metric}={text[:100]!r}; both must be numbers."
             ) from None
         log.begins = min(log.begins, position)

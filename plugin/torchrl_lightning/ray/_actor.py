@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from torchrl_lightning._core.keys import COLLECTOR, DONE, ENV_IDS, REPLAYED, REWARD
 from torchrl_lightning.collectors.workers import Worker
 from torchrl_lightning.environments.env_errors import EnvironmentFault
-from torchrl_lightning.environments.env_ids import cut_off
+from torchrl_lightning.environments.env_ids import mark_truncated
 from torchrl_lightning.ray._service_writer import ServiceWriter
 from torchrl_lightning.ray._wire import Arrays, as_arrays, take_weights
 from torchrl_lightning.ray.cluster import installed
@@ -67,7 +67,7 @@ class RolloutActor:
         self._begun += 1
         if self._writer is not None:
             if self._worker.collector.reset_at_each_batch:
-                cut_off(rollout)
+                mark_truncated(rollout)
             ids = rollout[ENV_IDS][:, 0].tolist()
             self._writer.write(as_arrays(rollout.exclude(*self._left_out)), ids)
             if self._begun - 1 > self._task[-1]:  # after this actor's first rollout

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from torchrl_lightning._core.errors import Fault
+from torchrl_lightning._core.errors import UserError
 from torchrl_lightning._core.files import read_state, write_state
 from torchrl_lightning.environments.seeds import spawn_seed
 from torchrl_lightning.ray._wire import Arrays, Draws, Learned, Receipt, packed, unpacked
@@ -57,13 +57,13 @@ class ServiceActor:
         self._changed = asyncio.Condition()
         self._folder = None if folder is None else Path(folder)
         self._number = 0  # number of the next snapshot
-        self._fault: Fault | None = None
+        self._fault: UserError | None = None
         try:
             self._buffer, self._limiter = pickle.loads(zlib.decompress(payload))
             if shard:
                 self._buffer.generator.manual_seed(spawn_seed(self._buffer.generator.initial_seed(), "shard", shard))
             self._begin(resumed, _is_back())
-        except Fault as fault:
+        except UserError as fault:
             self._fault = fault
         except Exception as error:  # a raised error would make Ray restart the actor repeatedly
             self._fault = ServiceFault(f"The replay service cannot begin: {type(error).__name__}: {error}")
@@ -113,7 +113,7 @@ class ServiceActor:
         """Wait until the rate limiter admits a request; if it rejects the sizes, wake the waiting requests."""
         try:
             await self._changed.wait_for(admits)
-        except Fault:
+        except UserError:
             self._changed.notify_all()
             raise
 
@@ -136,7 +136,7 @@ class ServiceActor:
     # -- drawing -----------------------------------------------------------------------------------------------------
     async def draw(self, batch_size: int, count: int, learned: Sequence[Learned]) -> Draws:
         """Apply the learner's updates, and draw ``count`` batches as soon as the rate limiter admits them."""
-        self.take_back(learned)
+        self.apply_feedback(learned)
         rows = batch_size * count
         async with self._changed:
             await self._admitted(lambda: self._limiter.admits_draw(rows))
@@ -145,7 +145,7 @@ class ServiceActor:
             self._changed.notify_all()
         return Draws([packed(each) for each in batches], self._life, len(self._buffer), *self._counts())
 
-    def take_back(self, learned: Sequence[Learned]) -> None:
+    def apply_feedback(self, learned: Sequence[Learned]) -> None:
         """Apply priorities and rewritten entries of batches."""
         for each in learned:
             self._take_back(each)

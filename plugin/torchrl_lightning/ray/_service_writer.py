@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from torchrl_lightning._core.errors import Fault
+from torchrl_lightning._core.errors import UserError
 from torchrl_lightning.ray._wire import Arrays, Receipt
 from torchrl_lightning.ray.cluster import ServiceFault, in_one_line
 
@@ -41,7 +41,7 @@ def answer(ask: Callable[..., Any], *args: Any, sent: Any = None) -> Any:
             request, sent = ask(*args) if sent is None else sent, None
             return ray.get(request)
         except ray.exceptions.RayTaskError as error:
-            if isinstance(error.cause, Fault):
+            if isinstance(error.cause, UserError):
                 raise error.cause from None
             raise ServiceFault(f"The replay service refuses this: {in_one_line(error.cause)}") from error
         except (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError) as error:

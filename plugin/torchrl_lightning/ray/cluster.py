@@ -10,18 +10,18 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from torchrl_lightning._core.errors import Fault
+from torchrl_lightning._core.errors import UserError
 from torchrl_lightning._core.ranks import world_size
 
 _PATIENCE = 5.0  # seconds until a cluster must answer
 _PACKAGES = ("torchrl-lightning", "torch", "torchrl", "tensordict")
 
 
-class ClusterFault(Fault):
+class ClusterFault(UserError):
     """A Ray cluster does not exist, has too few resources, or has other versions."""
 
 
-class ServiceFault(Fault):
+class ServiceFault(UserError):
     """A replay service differs from the run's settings, rejects a request, or has ended."""
 
 
@@ -42,13 +42,13 @@ def joined(config: Mapping[str, Any]) -> tuple[Any, bool]:
     if ray.is_initialized():
         return ray, False
     address = config.get("address") or os.environ.get("RAY_ADDRESS") or _last_cluster()
-    is_there = address is not None and _answers(address)
-    if world_size() > 1 and (address == "local" or not is_there):
+    is_on_device = address is not None and _answers(address)
+    if world_size() > 1 and (address == "local" or not is_on_device):
         raise ClusterFault(
             f"The {world_size()} ranks of a run collect on one cluster that none of them starts, but there is none at "
             f"address={address!r}. Start one (ray start --head), and write its address."
         )
-    if address is not None and not is_there:
+    if address is not None and not is_on_device:
         if config.get("address") or "RAY_ADDRESS" in os.environ:
             raise ClusterFault(
                 f"Nothing answers at address={address!r}. Start a cluster there (ray start --head), write its address, "

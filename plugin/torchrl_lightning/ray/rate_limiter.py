@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from fractions import Fraction
 
-from torchrl_lightning._core.errors import Fault
+from torchrl_lightning._core.errors import UserError
 from torchrl_lightning._core.validators import Checked, exact_ratio, finite_positive, integer, optional, positive
 
 _ROUNDING = 1 - 1e-12  # tolerance for a bound that the caller computed in floating point
@@ -125,7 +125,7 @@ class RateLimiter:
         needed = (ratio * self._largest_insert + self._largest_draw) / 2
         both_known = self._largest_insert and self._largest_draw
         if both_known and self.error_buffer < float(needed) * _ROUNDING:
-            raise Fault(
+            raise UserError(
                 f"error_buffer={self.error_buffer:.12g} is too small for inserts of {self._largest_insert} rows and "
                 f"draws of {self._largest_draw} at samples_per_insert={self.samples_per_insert:.12g}: they would wait "
                 f"for each other. Give at least {float(needed):.16g}, or smaller ones (frames_per_batch, "

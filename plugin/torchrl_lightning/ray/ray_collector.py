@@ -17,7 +17,7 @@ from torchrl_lightning._core.validators import boolean, check_defaults, integer
 from torchrl_lightning.collectors.workers import WorkersCollector
 from torchrl_lightning.environments.env_errors import EnvironmentFault, WorkerFault
 from torchrl_lightning.environments.policy_calls import Policy
-from torchrl_lightning.environments.replay_source import FollowedReplaySource
+from torchrl_lightning.environments.replay_source import SyncedReplaySource
 from torchrl_lightning.ray._actor import RolloutActor
 from torchrl_lightning.ray._wire import as_rollout, weights_of
 from torchrl_lightning.ray.cluster import ClusterFault, ServiceFault, check_room, in_one_line, installed, joined
@@ -91,7 +91,7 @@ class RayCollector(WorkersCollector):
         >>> collector.shutdown()
     """
 
-    gives_rollouts_away = True
+    yields_owned_rollouts = True
     STATE = {"num_collectors": Attribute(at="num_workers"), **WorkersCollector.SHARED_STATE}
 
     def __init__(
@@ -112,7 +112,7 @@ class RayCollector(WorkersCollector):
         reset_at_each_batch: bool = False,
         exploration_type: ExplorationType = ExplorationType.RANDOM,
         clip_actions: bool = False,
-        replay: FollowedReplaySource | None = None,
+        replay: SyncedReplaySource | None = None,
         env_kwargs: Mapping[str, Any] | None = None,
         wrappers: Sequence[Callable[[gymnasium.Env[Any, Any]], gymnasium.Env[Any, Any]]] = (),
         init_random_frames: int = 0,

@@ -19,8 +19,8 @@ from tensordict.utils import NestedKey
 from torchrl_lightning._core.keys import INDEX, MASK, SOURCE
 from torchrl_lightning._core.protocols import SamplerApi
 from torchrl_lightning._core.ranks import this_rank
-from torchrl_lightning._core.state import sequence, wrong
-from torchrl_lightning._core.trust import Nameable
+from torchrl_lightning._core.state import sequence, state_error
+from torchrl_lightning._core.trust import ConfigSafe
 from torchrl_lightning._core.validators import boolean, check_defaults, integer
 from torchrl_lightning.ray._service_actor import NAME, ServiceActor, described
 from torchrl_lightning.ray._service_writer import ServiceWriter, answer
@@ -28,14 +28,14 @@ from torchrl_lightning.ray._wire import Learned, as_arrays, packed, unpacked
 from torchrl_lightning.ray.cluster import ServiceFault, installed, joined
 from torchrl_lightning.ray.rate_limiter import RateLimiter
 from torchrl_lightning.replay import ExperienceBuffer
-from torchrl_lightning.replay.builders import left_out_of, prioritized_in, time_major
+from torchrl_lightning.replay.builders import excluded_keys, prioritized_in, time_major
 
 logger = logging.getLogger(__name__)
 
 _NAMESPACE = "torchrl_lightning"
 
 
-class ReplayService(Nameable):
+class ReplayService(ConfigSafe):
     """Store a replay buffer in one or several named actors of a Ray cluster, and draw batches from it.
 
     Pass it as ``source=`` to a ``ReplayDataModule``. The module writes its collector's rollouts into the service. With
@@ -88,7 +88,7 @@ class ReplayService(Nameable):
         (2, False)
     """
 
-    takes_rows = False
+    accepts_shared_rows = False
 
     def __init__(
         self,
@@ -187,7 +187,7 @@ class ReplayService(Nameable):
     @property
     def left_out(self) -> list[str]:
         """Entries of a rollout that the buffer does not use."""
-        return left_out_of(self.buffer)
+        return excluded_keys(self.buffer)
 
     # -- drawing -----------------------------------------------------------------------------------------------------
     def draw(self, batch_size: int) -> TensorDictBase:
@@ -266,7 +266,7 @@ class ReplayService(Nameable):
             )
             return
         if not all(isinstance(name, str) and NAME.fullmatch(name) for name in names):
-            raise wrong(names, "snapshots", "names of snapshots")
+            raise state_error(names, "snapshots", "names of snapshots")
         recorded = Path(str(state_dict.get("folder")))
         for shard, name in enumerate(names):
             here = None if self.folder is None else _of_shard(self.folder, shard) / name
@@ -355,7 +355,7 @@ class ReplayService(Nameable):
         for shard, learned in enumerate(self._learned):
             if learned:
                 self._learned[shard] = []
-                answer(self._actors[shard].take_back.remote, learned)
+                answer(self._actors[shard].apply_feedback.remote, learned)
 
     def shutdown(self) -> None:
         """End the service unless ``keep`` or ``join``, and leave a cluster that was joined here.
@@ -385,7 +385,7 @@ def _check_buffer(buffer: ExperienceBuffer, shards: int) -> None:
         raise ValueError(f"A replay service begins with an empty buffer, but this one holds {len(buffer)} rows.")
     if num_envs % shards:
         raise ValueError(f"shards={shards} cannot share {num_envs} environments out evenly; take a divisor.")
-    if shards > 1 and not SamplerApi.of(buffer.sampler).reads_rings:
+    if shards > 1 and not SamplerApi.of(buffer.sampler).supports_uneven_rings:
         raise ValueError(
             f"With shards={shards} each fills some of the rings alone, but {type(buffer.sampler).__name__} wants all "
             "evenly filled; take one of ours, or shards=1."

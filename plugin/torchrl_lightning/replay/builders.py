@@ -16,7 +16,7 @@ from torchrl.data.replay_buffers.samplers import ConsumingSampler, Sampler
 from torchrl_lightning._core.keys import NEXT, REPEATED
 from torchrl_lightning._core.protocols import SamplerApi
 from torchrl_lightning._core.tree import check_tensordict, name_of, nested_keys, path_of
-from torchrl_lightning.kernels.indices import last_of_each
+from torchrl_lightning.kernels.indices import unique_last
 from torchrl_lightning.replay.cells import check_values
 from torchrl_lightning.replay.prioritized import PrioritizedSampler
 from torchrl_lightning.replay.rewrites import plan_entries
@@ -39,7 +39,7 @@ def takes_priorities(sampler: Sampler) -> bool:
     return keeper is not None and type(keeper).update_priority is not Sampler.update_priority
 
 
-def hold_priorities(sampler: Sampler | None, max_size: int) -> None:
+def init_priorities(sampler: Sampler | None, max_size: int) -> None:
     """Allocate priorities for ``max_size`` cells, unless the prioritized sampler was built with ``max_capacity``."""
     found = None if sampler is None else prioritized_in(sampler)
     if found is not None and "table" not in vars(found):
@@ -111,7 +111,7 @@ def plan_write_back(
     if mask is not None:
         keep &= mask.to(keep.device).reshape(-1)
     rows = keep.nonzero().squeeze(1)
-    rows = rows[last_of_each(cells[rows])]
+    rows = rows[unique_last(cells[rows])]
     cells = cells[rows]
     changes = {path: leaf.flatten(0, index.ndim - 1)[rows.to(leaf.device)] for path, leaf in values}
     write = plan_entries(storage, changes, cells)
@@ -131,14 +131,14 @@ def drop_later(info: dict[Any, Any]) -> None:
             del info[key]
 
 
-def left_out_of(buffer: Any) -> list[str]:
+def excluded_keys(buffer: Any) -> list[str]:
     """Return the entries of a rollout that a buffer does not need, except the one that its sampler reads."""
     key = SamplerApi.of(buffer.sampler).traj_key
     needed = key[0] if isinstance(key, tuple) else key
     return [name for name in REPEATED if name != needed]
 
 
-def small_storage() -> RingStorage:
+def default_storage() -> RingStorage:
     """Build a storage of 1000 cells, TorchRL's default, and log a warning that this is small."""
     logger.warning(
         "ExperienceBuffer holds 1000 cells, as TorchRL's buffers; give it storage=RingStorage(N) for N cells."

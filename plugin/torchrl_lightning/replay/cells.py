@@ -11,7 +11,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from torchrl_lightning._core.torchrl_compat import new_tensordict
-from torchrl_lightning._core.tree import Path, Tree, difference, is_tensordict, leaves_of, level_of, name_of
+from torchrl_lightning._core.tree import Path, Tree, difference, is_tensordict, leaves_of, name_of, raw_items
 from torchrl_lightning.kernels import row_copies
 from torchrl_lightning.kernels.compiled import jitted
 from torchrl_lightning.replay.positions import Ints
@@ -94,7 +94,7 @@ class Cells:
             plan = self._plans[rows] = _plan(self.schema, rows)
         found: list[Tensor] = []
         sources: list[int] = []
-        if not _match(plan, level_of(data), None if self.on_cpu else self.device, found, sources):
+        if not _match(plan, raw_items(data), None if self.on_cpu else self.device, found, sources):
             wrong = difference(self.schema, data) or f"the batch size is {list(data.shape)}, expected [{rows}]"
             raise ValueError(
                 f"The data does not fit what is stored: {wrong}; nothing was written. Write the same keys, shapes and "
@@ -191,7 +191,7 @@ def _match(
     for key, dtype, shape in plan:
         value = entries.get(key)
         if shape is None:
-            if not is_tensordict(value) or not _match(dtype, level_of(value), device, found, sources):
+            if not is_tensordict(value) or not _match(dtype, raw_items(value), device, found, sources):
                 return False
         elif (
             isinstance(value, Tensor)

@@ -179,7 +179,7 @@ class EpisodeIndex:
         found: Flags = self._open[env]
         return found
 
-    def forget(self, env: Ints) -> None:
+    def invalidate(self, env: Ints) -> None:
         """Remove the episodes of environments without stored steps."""
         self._open[env], self._headless_end[env] = False, -1
 

@@ -11,17 +11,17 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from torchrl_lightning._core.files import OwnFiles
-from torchrl_lightning._core.mixins import ConstructorSignature
+from torchrl_lightning._core.files import NoCheckpointerMixin
+from torchrl_lightning._core.mixins import SignatureDescriptor
 from torchrl_lightning._core.torchrl_compat import BufferBase, Drawn, dispatches_modules
 from torchrl_lightning._core.tree_checks import TorchRLState
 from torchrl_lightning.replay.state_checks import pack_batch, sampler_state
 
 
-class LockedBuffer(OwnFiles, BufferBase):
+class LockedBuffer(NoCheckpointerMixin, BufferBase):
     """A buffer that reads, writes and sets priorities under TorchRL's locks, without TorchRL's longer paths."""
 
-    __signature__ = ConstructorSignature()
+    __signature__ = SignatureDescriptor()
     shared: bool
     sample_options: Mapping[str, Any] = {}
     """Further arguments that ``sample`` passes to the sampler."""
@@ -52,7 +52,7 @@ class LockedBuffer(OwnFiles, BufferBase):
         with self.thread_lock, self.write_lock:
             yield
 
-    def give_priority(self, index: Tensor, priority: Tensor, **kwargs: Any) -> None:
+    def set_priority(self, index: Tensor, priority: Tensor, **kwargs: Any) -> None:
         """Pass flat priorities to the sampler under TorchRL's locks, without TorchRL's preparation."""
         with self.thread_lock, self.write_lock:
             self._sampler.update_priority(index, priority, storage=self._storage, **kwargs)
@@ -75,7 +75,7 @@ class LockedBuffer(OwnFiles, BufferBase):
         return data, info
 
     @contextmanager
-    def at_rest(self) -> Iterator[list[tuple[TensorDictBase, dict[Any, Any]]]]:
+    def paused(self) -> Iterator[list[tuple[TensorDictBase, dict[Any, Any]]]]:
         """Hold the locks, and yield the prefetched batches that were not yet returned."""
         with self.paused_prefetch() as batches, self.write_lock:
             yield batches
@@ -106,7 +106,7 @@ class LockedBuffer(OwnFiles, BufferBase):
 
     @property
     def _drawn_ahead(self) -> list[dict[str, Any]]:
-        with self.at_rest() as prefetched:
+        with self.paused() as prefetched:
             return [pack_batch(batch, info) for batch, info in prefetched]
 
     @_drawn_ahead.setter

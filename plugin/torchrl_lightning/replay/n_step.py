@@ -15,7 +15,7 @@ from torchrl_lightning._core.torchrl_compat import entries_of
 from torchrl_lightning._core.tree import Path
 from torchrl_lightning._core.validators import fraction, integer
 from torchrl_lightning.kernels.compiled import jitted
-from torchrl_lightning.kernels.n_step_returns import fold_rows
+from torchrl_lightning.kernels.n_step_returns import n_step_returns
 from torchrl_lightning.replay.cells import Cells, Names
 from torchrl_lightning.replay.episode_index import NO_INDEX_HINT, EpisodeIndex
 
@@ -88,7 +88,7 @@ class NStepReturns:
         gamma = np.empty(rows.shape, np.float32)
         total = np.empty(rows.shape + rewards.shape[1:], rewards.dtype)
         how = self.n_steps, self.gamma
-        jitted(fold_rows)(rows, episodes.rings, episodes.arrays, how, rewards, last, total, steps, gamma)
+        jitted(n_step_returns)(rows, episodes.rings, episodes.arrays, how, rewards, last, total, steps, gamma)
         return torch.from_numpy(last), torch.from_numpy(total), torch.from_numpy(steps), torch.from_numpy(gamma)
 
     def fold_by_steps(self, episodes: EpisodeIndex, reward: Tensor, index: Tensor) -> Folded:

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from torch import Tensor
 
-from torchrl_lightning._core.memory import UnnamedFile, check_room, mapped_tree, packed_tree, unpacked_tree
+from torchrl_lightning._core.memory import UnnamedFile, check_free_memory, mapped_tree, packed_tree, unpacked_tree
 from torchrl_lightning._core.mixins import is_spawning
 from torchrl_lightning._core.torchrl_compat import StorageBase
 from torchrl_lightning._core.tree import Tree, map_leaves, row_bytes
@@ -32,7 +32,7 @@ class _NoLock:
         """Do nothing."""
 
 
-class PickledCells(process_owned.Owned, StorageBase):
+class PickledCells(process_owned.ProcessOwned, StorageBase):
     """A storage that pickles cells by content, memory-mapped cells by file, and shared cells by shared memory.
 
     Only a new child process gets the shared memory; any other pickle of it is a copy.
@@ -46,7 +46,7 @@ class PickledCells(process_owned.Owned, StorageBase):
         """Nested dict of the leaves, ``[max_size, ...]`` each; empty before the first write."""
         raise NotImplementedError
 
-    def adopt(self, tree: Tree) -> None:
+    def take_ownership(self, tree: Tree) -> None:
         """Use these leaves as the cells."""
         raise NotImplementedError
 
@@ -60,7 +60,7 @@ class PickledCells(process_owned.Owned, StorageBase):
         self.move_counters(partial(Value, lock=unlocked))
 
     def __getstate__(self) -> dict[str, Any]:
-        self.check_travel()
+        self.check_picklable()
         if self.scratch_dir is None:
             return self._copied_state()
         if self._file is None:  # nothing is mapped yet
@@ -73,7 +73,7 @@ class PickledCells(process_owned.Owned, StorageBase):
     def _copied_state(self) -> dict[str, Any]:
         """Return the state of a copy in memory, because two storages cannot fill the same file."""
         if self.scratch_dir is not None:
-            check_room(row_bytes(self.tree) * self.max_size, "A copy in memory", "use dumps and loads")
+            check_free_memory(row_bytes(self.tree) * self.max_size, "A copy in memory", "use dumps and loads")
         state = {**super().__getstate__(), "_storage": None, "cells": None, "scratch_dir": None, "_file": None}
         if is_spawning():  # the other process uses the same memory
             return {**state, "_cells": self.tree}
@@ -94,6 +94,6 @@ class PickledCells(process_owned.Owned, StorageBase):
         elif self._file is not None:
             tree = mapped_tree(self._file, tree, self.max_size)
         if not self._shared:
-            self.own()
+            self.claim_ownership()
         if tree:
-            self.adopt(tree)
+            self.take_ownership(tree)

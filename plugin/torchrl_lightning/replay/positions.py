@@ -31,7 +31,7 @@ def steps_of(cells: Ints, length: int, positions: Ints) -> tuple[Ints, Ints]:
     return env, position
 
 
-class StepsMissing(ValueError, RuntimeError, AssertionError):
+class MissingStepsError(ValueError, RuntimeError, AssertionError):
     """An error for requested steps that the buffer does not store.
 
     It is an AssertionError, as ALF documents, and a RuntimeError, as TorchRL's samplers raise.

@@ -15,7 +15,7 @@ from torchrl_lightning._core.memory import allocate, zeros
 from torchrl_lightning._core.mixins import uniform
 from torchrl_lightning.kernels import priority_kernels
 from torchrl_lightning.kernels.compiled import jitted
-from torchrl_lightning.kernels.indices import last_of_each
+from torchrl_lightning.kernels.indices import unique_last
 from torchrl_lightning.kernels.scan import LIKE, Backend
 from torchrl_lightning.kernels.segment_tree import MaxSegmentTree, MinSegmentTree, SumSegmentTree
 from torchrl_lightning.replay.positions import Ints, steps_between
@@ -247,7 +247,7 @@ class Priorities:
         cells, values, leaves = index[valid], values[valid], leaves[valid]
         if not cells.numel():
             return -1, 0, 0.0, -1
-        rows = last_of_each(cells)
+        rows = unique_last(cells)
         unique = cells[rows]
         fresh, last = (int((self.priorities[unique] < 0).sum()), int(unique.max())) if new else (0, -1)
         leaves = leaves[rows]
@@ -435,7 +435,9 @@ class Priorities:
         if self.highest is not None:
             self.highest.set_all(self.priorities.clamp(min=0))
 
-    def could_hold(self, priorities: Tensor, leaves: Tensor, alpha: float, eps: float, starts: Starts | None) -> bool:
+    def is_consistent(
+        self, priorities: Tensor, leaves: Tensor, alpha: float, eps: float, starts: Starts | None
+    ) -> bool:
         """Return whether priorities and leaves ``[n]``, on any device, are consistent with each other."""
         priorities, leaves = priorities.cpu(), leaves.cpu()
         power = (priorities.clamp(min=0) + eps).pow(alpha)

@@ -18,19 +18,19 @@ from torchrl.data.replay_buffers.storages import Storage
 from torchrl_lightning._core.state import (
     GENERATOR,
     Attribute,
-    Stated,
-    anything,
+    Stateful,
+    any_value,
+    bounded_integer,
     check_state,
     number,
+    state_error,
     tensor,
-    whole,
-    wrong,
 )
 from torchrl_lightning._core.torchrl_compat import SamplerHooks
 from torchrl_lightning._core.tree import nested_key
-from torchrl_lightning._core.validators import Checked, boolean, integer, not_negative, one_of, optional
+from torchrl_lightning._core.validators import Checked, boolean, integer, non_negative, one_of, optional
 from torchrl_lightning.kernels.indices import integers
-from torchrl_lightning.replay.positions import StepsMissing
+from torchrl_lightning.replay.positions import MissingStepsError
 from torchrl_lightning.replay.priorities import REDUCTIONS, Priorities, Starts, reduce_priorities
 from torchrl_lightning.replay.rings import Rings, rings_in, stored_cells
 
@@ -38,7 +38,7 @@ WEIGHT_NORMS = ("batch", "buffer", None)
 FLOATS = (torch.float32, torch.float64)
 
 
-class PrioritizedSampler(Stated, SamplerHooks, _PrioritizedSampler):
+class PrioritizedSampler(Stateful, SamplerHooks, _PrioritizedSampler):
     """Sample cell ``i`` with probability ``P(i) = (p_i + eps)^alpha / sum_j (p_j + eps)^alpha``.
 
     Importance weights are ``w_i = (N P(i))^-beta``, divided by the largest weight of the batch or of the buffer. New
@@ -100,19 +100,19 @@ class PrioritizedSampler(Stated, SamplerHooks, _PrioritizedSampler):
         "eps": Attribute(at="table.eps"),
         "capacity": Attribute(at="table.capacity", argument="max_capacity"),
         "leaves": Attribute(of=lambda own: tensor(own.dtype, None, anywhere=True), at="table.leaves"),
-        "priorities": Attribute(anything, "table.held"),
-        "generations": Attribute(anything, "table.writes"),
+        "priorities": Attribute(any_value, "table.held"),
+        "generations": Attribute(any_value, "table.writes"),
         "largest": Attribute(number(0), "table.largest"),
         "starts": Attribute(
             of=lambda sampler: sampler._read_starts, at="table.starts", form=Starts.state, only="knows_windows"
         ),
         "generator": GENERATOR,
     }
-    reads_rings = True
+    supports_uneven_rings = True
     reduction = Checked(lambda value, name: one_of(value, name, REDUCTIONS))
     weight_norm = Checked("_check_norm")
     stratified = Checked(boolean)
-    initial_priority = Checked(not_negative)
+    initial_priority = Checked(non_negative)
     batch_length = Checked("_check_window")
     num_earliest_frames_ignored = Checked("_check_window")
     priority_key = Checked(lambda value, name: nested_key(value))
@@ -137,8 +137,8 @@ class PrioritizedSampler(Stated, SamplerHooks, _PrioritizedSampler):
         generator: torch.Generator | None = None,
     ) -> None:
         # TorchRL's own __init__ would build compiled trees, which some versions of torch cannot load.
-        eps, self.initial_priority = not_negative(eps, "eps"), initial_priority
-        self._beta = not_negative(beta, "beta")
+        eps, self.initial_priority = non_negative(eps, "eps"), initial_priority
+        self._beta = non_negative(beta, "beta")
         self.knows_windows = True
         """Whether the sampler supports windows, whatever the current ``batch_length``."""
         self.batch_length = batch_length
@@ -147,7 +147,7 @@ class PrioritizedSampler(Stated, SamplerHooks, _PrioritizedSampler):
         self._has_lowest = weight_norm == "buffer"
         self.make_table = partial(
             Priorities,
-            alpha=not_negative(alpha, "alpha"),
+            alpha=non_negative(alpha, "alpha"),
             eps=eps,
             dtype=dtype,
             device="cpu" if device is None else device,
@@ -199,7 +199,7 @@ class PrioritizedSampler(Stated, SamplerHooks, _PrioritizedSampler):
 
     @alpha.setter
     def alpha(self, value: float) -> None:
-        self.table.change_alpha(not_negative(value, "alpha"), self.default_priority)
+        self.table.change_alpha(non_negative(value, "alpha"), self.default_priority)
 
     @property
     def beta(self) -> float:
@@ -208,7 +208,7 @@ class PrioritizedSampler(Stated, SamplerHooks, _PrioritizedSampler):
 
     @beta.setter
     def beta(self, value: float) -> None:
-        self._beta = not_negative(value, "beta")
+        self._beta = non_negative(value, "beta")
 
     def _check_norm(self, value: Any, name: str) -> str | None:
         norm: str | None = one_of(value, name, WEIGHT_NORMS)
@@ -231,7 +231,10 @@ class PrioritizedSampler(Stated, SamplerHooks, _PrioritizedSampler):
         return float(max(self.initial_priority, self.table.maximum))
 
     def sample(
-        self, storage: Storage, batch_size: int, batch_length: int | Literal["own"] | None = "own"
+        self,
+        storage: Storage,
+        batch_size: int,
+        batch_length: int | Literal["own"] | None = "own",
     ) -> tuple[Any, dict[str, Any]]:
         """Sample cells, as :meth:`UniformSampler.sample` does, or windows.
 
@@ -246,7 +249,7 @@ class PrioritizedSampler(Stated, SamplerHooks, _PrioritizedSampler):
             ``importance_weights`` (float32).
 
         Raises:
-            StepsMissing: the storage is empty, no window fits, or all priorities are zero. The error is also a
+            MissingStepsError: the storage is empty, no window fits, or all priorities are zero. The error is also a
                 ValueError, RuntimeError and AssertionError.
             ValueError: the storage is larger than ``max_capacity``, ``batch_size`` is not a non-negative integer, or
                 windows are sampled from a storage without a :class:`RingWriter`.
@@ -259,13 +262,13 @@ class PrioritizedSampler(Stated, SamplerHooks, _PrioritizedSampler):
         if not table.count:
             self._adopt(storage)
         if not table.count:
-            raise StepsMissing(f"Cannot sample {batch_size} cells: 0 are stored. Extend the buffer first.")
+            raise MissingStepsError(f"Cannot sample {batch_size} cells: 0 are stored. Extend the buffer first.")
         if table.starts is not None:
             rings = self._limit(storage, steps)
             if steps is not None:
                 windows = steps, rings.num_envs, rings.length * rings.num_envs
         if not table.tree.nnz:
-            raise StepsMissing(
+            raise MissingStepsError(
                 f"All {table.count} stored priorities are zero, so that nothing can be drawn; "
                 "give a positive priority, or eps > 0."
             )
@@ -302,7 +305,7 @@ class PrioritizedSampler(Stated, SamplerHooks, _PrioritizedSampler):
         begin = np.maximum(positions - rings.length, floor) + ignored
         end = np.maximum(positions - reach, begin)
         if not (end > begin).any():
-            raise StepsMissing(
+            raise MissingStepsError(
                 f"There is no room for a window: the fullest ring holds {int(rings.filled.max())} steps, windows need "
                 f"{reach + 1 + ignored} (batch_length={batch_length}, num_earliest_frames_ignored={ignored}). "
                 "Collect more, or take shorter ones."
@@ -411,7 +414,7 @@ class PrioritizedSampler(Stated, SamplerHooks, _PrioritizedSampler):
             index = torch.arange(index.start, index.stop, index.step)
         self.table.write(self._cells(index, storage), self.default_priority)
 
-    def forget(self, index: Tensor) -> None:
+    def invalidate(self, index: Tensor) -> None:
         """Exclude removed cells, ``[n]``, from sampling until they are written again."""
         self.table.remove(index.to(self.device))
 
@@ -453,14 +456,14 @@ class PrioritizedSampler(Stated, SamplerHooks, _PrioritizedSampler):
             self.table.clear()
         self._limited_by = ()
 
-    def _check_together(self, values: Mapping[str, Any]) -> None:
+    def _validate_consistency(self, values: Mapping[str, Any]) -> None:
         foreign, held = f"The {self.OWNER} state is foreign", len(values["leaves"])
         if held > self.max_size:
             raise ValueError(f"{foreign}: it has {held} leaves, expected at most {self.max_size}.")
         for name, dtype in (("priorities", self.dtype), ("generations", torch.int32)):
             tensor(dtype, held, anywhere=True)(values[name], repr(name))
         priorities, leaves, alpha, eps = (values[name] for name in ("priorities", "leaves", "alpha", "eps"))
-        if not self.table.could_hold(priorities, leaves, alpha, eps, values.get("starts")):
+        if not self.table.is_consistent(priorities, leaves, alpha, eps, values.get("starts")):
             raise ValueError(
                 f"{foreign}: it holds priorities that are negative or not finite, of cells that hold nothing, or other "
                 "leaves than (priority + eps) ** alpha."
@@ -474,10 +477,10 @@ class PrioritizedSampler(Stated, SamplerHooks, _PrioritizedSampler):
             begin, length = starts["begin"], starts["length"]
             tensor(torch.int64, len(begin), low=begin, high=begin + length)(starts["end"], "'end'")
 
-        schema = {"begin": numbers, "length": whole(1, self.max_size), "end": anything}
+        schema = {"begin": numbers, "length": bounded_integer(1, self.max_size), "end": any_value}
         begin, length, end = check_state(value, schema, "starts", together=check_end).values()
         if len(begin) * length > self.max_size:
-            raise wrong(value, name, f"at most {self.max_size} cells in all rings")
+            raise state_error(value, name, f"at most {self.max_size} cells in all rings")
         return Starts(begin.numpy().copy(), end.numpy().copy(), length)
 
     def _loaded(self) -> None:

@@ -25,22 +25,22 @@ def _note_fork() -> None:
 after_fork(_note_fork)
 
 
-class Owned:
+class ProcessOwned:
     """An object that only its creating or copying process may change, unless it is shared."""
 
     is_shared = False
     """Whether the object is in shared memory."""
 
-    def own(self) -> None:
+    def claim_ownership(self) -> None:
         """Make this process the owner."""
         self._process = current
 
     def check_owner(self) -> None:
         """Validate that this process may write; raise RuntimeError if the object is unshared and has another owner."""
         if not self.is_shared:
-            self.check_maker()
+            self.check_process()
 
-    def check_maker(self) -> None:
+    def check_process(self) -> None:
         """Validate that this process created the object, shared or not; raise RuntimeError otherwise."""
         if self._process != current:
             raise RuntimeError(f"This process writes to the buffer of the one that it was started from; {SHARE_FIRST}.")
@@ -54,7 +54,7 @@ class Owned:
                 "state before buffer.share()."
             )
 
-    def check_travel(self) -> None:
+    def check_picklable(self) -> None:
         """Validate a pickle; raise RuntimeError if it is for a new child process and the object is unshared."""
         if is_spawning() and not self.is_shared:
             raise RuntimeError(f"A {type(self).__name__} was handed to another process unshared; {SHARE_FIRST}.")

@@ -18,19 +18,19 @@ from torchrl.envs.transforms import Transform
 
 from torchrl_lightning._core.keys import NEXT
 from torchrl_lightning._core.mixins import fresh_generator
-from torchrl_lightning._core.state import Attribute, Child, Stated, list_of
+from torchrl_lightning._core.state import Attribute, Child, Stateful, list_of
 from torchrl_lightning._core.torchrl_compat import collates_nothing, entries_of, new_tensordict
-from torchrl_lightning._core.tree import check_tensordict, entry_of, moved, nested_key
+from torchrl_lightning._core.tree import check_tensordict, entry_of, nested_key, to_device
 from torchrl_lightning._core.validators import Checked
 from torchrl_lightning.kernels.indices import integers
 from torchrl_lightning.replay.builders import (
     check_parts,
+    default_storage,
     drop_later,
-    hold_priorities,
+    init_priorities,
     plan_write_back,
     prioritized_in,
     ring_writer,
-    small_storage,
     takes_priorities,
     time_major,
 )
@@ -45,7 +45,7 @@ from torchrl_lightning.replay.state_checks import device_and_state, unpack_batch
 from torchrl_lightning.replay.uniform import UniformSampler
 
 
-class ExperienceBuffer(Stated, FoldsSteps, ShareableBuffer):
+class ExperienceBuffer(Stateful, FoldsSteps, ShareableBuffer):
     """A ``TensorDictReplayBuffer`` that uses a :class:`RingStorage`, a :class:`RingWriter` and any sampler.
 
     TorchRL handles transforms, prefetching, pinned memory and sample units. Without them, a sample costs little more
@@ -54,8 +54,9 @@ class ExperienceBuffer(Stated, FoldsSteps, ShareableBuffer):
     Args:
         storage: stores the rows; 1000 cells by default.
         writer: a writer for ``num_envs`` environments by default.
-        sampler: any sampler; a :class:`UniformSampler` by default. The samplers of this package set ``reads_rings``
-            and also read unevenly filled rings. With other samplers, e.g. TorchRL's, uneven rings raise an error.
+        sampler: any sampler; a :class:`UniformSampler` by default. The samplers of this package set
+            ``supports_uneven_rings`` and also read unevenly filled rings. With other samplers, e.g. TorchRL's, uneven
+            rings raise an error.
         num_envs: number of environments of the default writer.
         n_steps: length of the returns in a batch (see :class:`NStepReturns`), with any sampler. The buffer stores
             single steps and computes the returns when it reads cells.
@@ -89,7 +90,7 @@ class ExperienceBuffer(Stated, FoldsSteps, ShareableBuffer):
         (torch.Size([4, 3]), torch.Size([4]))
     """
 
-    HANDED_OVER: ClassVar[tuple[str, ...]] = ("batch_size", "collate_fn", "generator", "num_envs", "shared")
+    RUNTIME_ARGUMENTS: ClassVar[tuple[str, ...]] = ("batch_size", "collate_fn", "generator", "num_envs", "shared")
 
     OWNER, VERSION = "buffer", 3
     priority_key = Checked(lambda value, name: nested_key(value))
@@ -125,12 +126,12 @@ class ExperienceBuffer(Stated, FoldsSteps, ShareableBuffer):
         check_successors: bool = True,
     ) -> None:
         self.set_returns(NStepReturns(n_steps, 0.99 if gamma is None else gamma))
-        storage = small_storage() if storage is None else storage
+        storage = default_storage() if storage is None else storage
         writer = ring_writer(
             writer, num_envs, n_steps > 1 or None, done_reduce=done_reduce, check_successors=check_successors
         )
         check_parts(storage, writer, sampler)
-        hold_priorities(sampler, storage.max_size)
+        init_priorities(sampler, storage.max_size)
         if num_envs not in (None, writer.num_envs):
             raise ValueError(f"num_envs={num_envs}, but the writer has num_envs={writer.num_envs}; give one of them.")
         super().__init__(
@@ -169,7 +170,7 @@ class ExperienceBuffer(Stated, FoldsSteps, ShareableBuffer):
     def set_sampler(self, sampler: Sampler) -> Sampler:
         """Replace the sampler; return the old one."""
         check_parts(None, None, sampler)
-        hold_priorities(sampler, self.storage.max_size)
+        init_priorities(sampler, self.storage.max_size)
         return super().set_sampler(sampler)
 
     def append_transform(self, transform: Any, *, invert: bool = False) -> Self:
@@ -183,7 +184,7 @@ class ExperienceBuffer(Stated, FoldsSteps, ShareableBuffer):
         return super().insert_transform(index, transform, invert=invert)
 
     @property
-    def takes_rows(self) -> bool:
+    def accepts_shared_rows(self) -> bool:
         """Whether rows may be in memory that the caller reuses; a subclass with its own ``extend`` overrides this."""
         return type(self).extend is ExperienceBuffer.extend and not self.transforms
 
@@ -266,7 +267,7 @@ class ExperienceBuffer(Stated, FoldsSteps, ShareableBuffer):
     def forget_cells(self, cells: Tensor) -> None:
         """Exclude removed cells from sampling."""
         if (prioritized := prioritized_in(self._sampler)) is not None:
-            prioritized.forget(cells)
+            prioritized.invalidate(cells)
 
     def empty(self, empty_write_count: bool = True) -> None:
         """Remove all stored steps and all prefetched batches."""
@@ -276,9 +277,9 @@ class ExperienceBuffer(Stated, FoldsSteps, ShareableBuffer):
 
     def write(self, data: TensorDictBase, *args: Any) -> Any:
         """Write under TorchRL's locks, without transforms; pass further arguments to the writer."""
-        return self.write_by(self._writer.extend, data, *args)
+        return self.write_with(self._writer.extend, data, *args)
 
-    def write_by(self, write: Callable[..., T], *args: Any) -> T:
+    def write_with(self, write: Callable[..., T], *args: Any) -> T:
         """Call ``write(*args)`` under TorchRL's locks, and pass the cells that it returns to the sampler."""
         with self.thread_lock, self.write_lock:
             index = write(*args)
@@ -350,12 +351,12 @@ class ExperienceBuffer(Stated, FoldsSteps, ShareableBuffer):
         storage, sampler, writer = self.parts
         if isinstance(index, tuple):  # slice samplers return coordinates
             (index,) = index
-        own = getattr(sampler, "reads_rings", False)
+        own = getattr(sampler, "supports_uneven_rings", False)
         if not own:
             storage.check_even(type(sampler).__name__)
             index = integers(index, "Cells")
             storage.check_filled(index)
-        stamps, cells = writer.rings.stamp(index), storage.cells
+        stamps, cells = writer.rings.write_version(index), storage.cells
         assert cells is not None
         device = cells.device
         here = index.is_cpu and cells.on_cpu
@@ -374,7 +375,7 @@ class ExperienceBuffer(Stated, FoldsSteps, ShareableBuffer):
         others = {}
         for key, value in info.items():
             if own and isinstance(key, str):  # five times faster than batch.set below
-                entries[key] = value if here else moved(value, device)
+                entries[key] = value if here else to_device(value, device)
             else:
                 others[key] = value
         batch = new_tensordict(entries, index.shape, names, device)
@@ -388,7 +389,7 @@ class ExperienceBuffer(Stated, FoldsSteps, ShareableBuffer):
         if isinstance(index, tuple):
             (index,) = index
         index = torch.as_tensor(index)
-        info["write_position"] = writer.rings.stamp(index)
+        info["write_position"] = writer.rings.write_version(index)
         if self._n_step is not None:
             drop_later(info)
         data = storage.get(index, self._n_step)
@@ -435,14 +436,14 @@ class ExperienceBuffer(Stated, FoldsSteps, ShareableBuffer):
 
     def state_dict(self, *, copy: bool = True) -> dict[str, Any]:
         """Return everything that determines the next samples: tensors and scalars only."""
-        with self.at_rest():
+        with self.paused():
             return super().state_dict(copy=copy)
 
-    def _check_together(self, values: Mapping[str, Any]) -> None:
+    def _validate_consistency(self, values: Mapping[str, Any]) -> None:
         held, written = values["storage"], values["writer"]
         rings = Rings.at(self.writer.length, written["positions"], written["oldest"])
         filled, listed = rings.filled_cells(), held["cells"]
-        is_listed = listed is None if rings.is_even else listed is not None and listed.equal(filled)
+        is_listed = listed is None if rings.is_uniformly_filled else listed is not None and listed.equal(filled)
         if held["count"] != len(filled) or not is_listed:
             raise ValueError(
                 f"The state is foreign: its storage holds {held['count']} cells, its writer {len(filled)}."
@@ -453,10 +454,10 @@ class ExperienceBuffer(Stated, FoldsSteps, ShareableBuffer):
             if not torch.isin(drawn, filled).all():
                 raise ValueError("The state is foreign: it holds priorities of cells that hold nothing.")
 
-    def put_state(self, values: Mapping[str, Any]) -> None:
+    def apply_state(self, values: Mapping[str, Any]) -> None:
         """Restore the stored steps and everything else that determines the next samples."""
-        with self.at_rest():
-            super().put_state(values)
+        with self.paused():
+            super().apply_state(values)
             self.storage.watched |= {(NEXT, *path) for path in self.writer.rings.successors.matched}
 
     def dumps(self, path: str | Path) -> None:
@@ -465,7 +466,7 @@ class ExperienceBuffer(Stated, FoldsSteps, ShareableBuffer):
         Raises:
             OSError: the disk is full or not writable; an earlier state in the folder stays intact.
         """
-        with self.at_rest():
+        with self.paused():
             super().dumps(path)
 
     # ------------------------------------------------------------------ priorities
@@ -490,10 +491,10 @@ class ExperienceBuffer(Stated, FoldsSteps, ShareableBuffer):
             missing = self.priority_key if priority is None else "index"
             raise KeyError(f"The batch has no entry {missing!r}; it has {sorted(map(str, data.keys()))}.")
         if prioritized_in(sampler) is not None:
-            self.give_priority(index, priority, generation=entries.get("write_generation"))
+            self.set_priority(index, priority, generation=entries.get("write_generation"))
             return
         priority = priority.detach()
         has_more = priority.ndim > index.ndim and priority.shape[: index.ndim] == index.shape
         if has_more and isinstance(sampler, TorchRLPrioritizedSampler):
             priority = reduce_priorities(priority, index.numel(), sampler.reduction)
-        self.give_priority(index.reshape(-1), priority.reshape(-1))
+        self.set_priority(index.reshape(-1), priority.reshape(-1))

@@ -30,7 +30,7 @@ class RewritableStorage(Protocol):
         """Validate new values of watched entries; return the function to call after writing them, or None."""
         ...
 
-    def touch(self) -> None:
+    def bump_revision(self) -> None:
         """Record a change."""
         ...
 
@@ -59,7 +59,7 @@ def plan_entries(storage: RewritableStorage, changes: Mapping[Path, Tensor], cel
     def write() -> None:
         for path, value in zip(changes, values, strict=True):
             known.leaves[known.places[path]].index_copy_(0, cells, value)
-        storage.touch()
+        storage.bump_revision()
         if follow is not None:
             follow()
 

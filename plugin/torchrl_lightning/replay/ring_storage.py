@@ -12,10 +12,10 @@ from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-from torchrl_lightning._core.files import Rows
-from torchrl_lightning._core.memory import check_room, map_cells, reserve
+from torchrl_lightning._core.files import ChunkedTensor
+from torchrl_lightning._core.memory import check_free_memory, map_cells, reserve
 from torchrl_lightning._core.mixins import integers_below
-from torchrl_lightning._core.state import Attribute, Stated, mapping, tensor, whole
+from torchrl_lightning._core.state import Attribute, Stateful, bounded_integer, mapping, tensor
 from torchrl_lightning._core.torchrl_compat import new_tensordict
 from torchrl_lightning._core.tree import (
     Tree,
@@ -24,10 +24,10 @@ from torchrl_lightning._core.tree import (
     entry_of,
     leaves_of,
     map_leaves,
-    moved,
     name_of,
     path_of,
     row_bytes,
+    to_device,
     to_tensordict,
     tree_of,
 )
@@ -44,8 +44,8 @@ from torchrl_lightning.replay.rings import (
     Dependent,
     HasRings,
     check_single,
-    filler_of,
     refuse_uneven,
+    ring_owner,
     rings_in,
     uneven_rings,
 )
@@ -55,7 +55,7 @@ def _check_of_cells(storage: Any) -> Check:
     return optional(tensor(torch.int64, None, low=0, high=storage.max_size - 1))
 
 
-class RingStorage(Stated, PickledCells):
+class RingStorage(Stateful, PickledCells):
     """A one-dimensional TorchRL storage: one flat array of ``max_size`` cells for each entry.
 
     The cells are in memory, on a device, or memory-mapped from a disk that may be larger than memory. The first write
@@ -85,9 +85,9 @@ class RingStorage(Stated, PickledCells):
     OWNER, VERSION = "storage", 3
     STATE = {
         "max_size": Attribute(),
-        "count": Attribute(of=lambda own: whole(0, own.max_size), at="_len"),
+        "count": Attribute(of=lambda own: bounded_integer(0, own.max_size), at="_len"),
         "cells": Attribute(of=_check_of_cells, at="_uneven_cells"),
-        "cursor": Attribute(of=lambda own: whole(-1, own.max_size - 1)),
+        "cursor": Attribute(of=lambda own: bounded_integer(-1, own.max_size - 1)),
         "data": Attribute(optional(mapping), "_filled"),
     }
 
@@ -104,7 +104,7 @@ class RingStorage(Stated, PickledCells):
         if scratch_dir is not None and str(device) not in ("cpu", "auto"):
             raise ValueError(f"Memory-mapped files lie on the CPU, got device={device!r}; drop scratch_dir or device.")
         super().__init__(max_size, device=device)
-        self.own()
+        self.claim_ownership()
         self.device: torch.device | str
         self.scratch_dir = None if scratch_dir is None else Path(scratch_dir)
         self.cells: Cells | None = None
@@ -121,7 +121,7 @@ class RingStorage(Stated, PickledCells):
     @property
     def writer(self) -> HasRings | None:
         """The :class:`RingWriter` that fills this storage, or None."""
-        return filler_of(self)
+        return ring_owner(self)
 
     @property
     def is_prefix(self) -> bool:
@@ -167,7 +167,7 @@ class RingStorage(Stated, PickledCells):
             OSError: the ``scratch_dir`` is not writable, or its disk has become full.
             RuntimeError: another process created the storage.
         """
-        self.check_maker()
+        self.check_process()
         tree = tree_of(data)
         found = dict(leaves_of(tree))
         if not found:
@@ -190,15 +190,15 @@ class RingStorage(Stated, PickledCells):
                 )
         if self._shared:
             process_owned.share_leaves(cells)
-        self.adopt(cells)
+        self.take_ownership(cells)
 
     def _check_room(self, tree: Tree, device: torch.device | str) -> None:
         where = "to keep the data on disk" if self.scratch_dir is None else "on a larger disk"
         remedy = f"lower max_size, store smaller dtypes, or give a scratch_dir= {where}"
         name, needed = f"RingStorage({self.max_size})", row_bytes(tree) * self.max_size
-        check_room(needed, name, remedy, device=device, folder=self.scratch_dir)
+        check_free_memory(needed, name, remedy, device=device, folder=self.scratch_dir)
 
-    def adopt(self, tree: Tree) -> None:
+    def take_ownership(self, tree: Tree) -> None:
         """Use these leaves (``[max_size, ...]``) as the cells."""
         self.cells = Cells(tree)
         self.data = to_tensordict(tree, torch.Size([self.max_size]), torch.device(self.device))
@@ -405,7 +405,7 @@ class RingStorage(Stated, PickledCells):
     def draw(self, count: int) -> Tensor:
         """Draw cells uniformly from evenly filled rings, for TorchRL's ``RandomSampler``."""
         self.check_even("RandomSampler")
-        return moved(integers_below(len(self), count, self.generator), self.device)
+        return to_device(integers_below(len(self), count, self.generator), self.device)
 
     def check_seam(self) -> None:
         """Validate for TorchRL's slice samplers that neighbouring cells are successive steps of one ring."""
@@ -427,7 +427,7 @@ class RingStorage(Stated, PickledCells):
         cells = self._uneven_cells
 
         def part(leaf: Tensor) -> Any:
-            return leaf[: len(self)] if cells is None else Rows(leaf, cells)
+            return leaf[: len(self)] if cells is None else ChunkedTensor(leaf, cells)
 
         return map_leaves(part, self.tree) if self.tree else None
 
@@ -436,7 +436,7 @@ class RingStorage(Stated, PickledCells):
         self.check_loadable()
         return super().read_state(state_dict)
 
-    def _check_together(self, values: Mapping[str, Any]) -> None:
+    def _validate_consistency(self, values: Mapping[str, Any]) -> None:
         data, count, cells = values["data"], values["count"], values["cells"]
         if data is None and count:
             raise ValueError(f"The state claims {count} filled cells of {self.max_size} and does not hold them.")
@@ -453,7 +453,7 @@ class RingStorage(Stated, PickledCells):
         if self.cells is None:
             self._check_room(data, "cpu" if self.device == "auto" else self.device)
 
-    def put_state(self, values: Mapping[str, Any]) -> None:
+    def apply_state(self, values: Mapping[str, Any]) -> None:
         """Restore the filled cells."""
         count, cells = values["count"], values["cells"]
         if values["data"] is not None:

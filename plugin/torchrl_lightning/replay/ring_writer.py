@@ -31,7 +31,7 @@ from torchrl_lightning.replay.episode_index import DONE_REDUCTIONS, EpisodeIndex
 from torchrl_lightning.replay.late_flags import LateFlags, rewritten_successors
 from torchrl_lightning.replay.positions import Flags, Ints
 from torchrl_lightning.replay.ring_storage import RingStorage
-from torchrl_lightning.replay.rings import Rings, filler_of, lay_rings
+from torchrl_lightning.replay.rings import Rings, attach_rings, ring_owner
 from torchrl_lightning.replay.sharing import ShareableBuffer, SharedRings
 
 
@@ -41,7 +41,7 @@ def _do_nothing() -> None:
 
 def writer_of(storage: Storage) -> RingWriter | None:
     """Return the :class:`RingWriter` that fills a storage of any kind, or None."""
-    writer = filler_of(storage)
+    writer = ring_owner(storage)
     return writer if isinstance(writer, RingWriter) else None
 
 
@@ -132,7 +132,7 @@ class RingWriter(WriterBase):
         length = storage.max_size // self.num_envs
         if length != self.rings.length:
             self.rings = Rings(self.num_envs, length)
-        lay_rings(storage, self)
+        attach_rings(storage, self)
 
     @property
     def num_envs(self) -> int:
@@ -165,9 +165,9 @@ class RingWriter(WriterBase):
         return self.rings.filled
 
     @property
-    def is_even(self) -> bool:
+    def is_uniformly_filled(self) -> bool:
         """Whether the filled cells are exactly the first ``len(storage)`` cells."""
-        return self.rings.is_even
+        return self.rings.is_uniformly_filled
 
     def cell(self, env_ids: Tensor, positions: Tensor) -> Tensor:
         """Return the cells of steps: ``(position % length) * num_envs + env``."""
@@ -255,7 +255,7 @@ class RingWriter(WriterBase):
             if leaves is not None:
                 self.claim(env, steps)
                 storage.cells.scatter([leaf[skipped:] for leaf in leaves], cells[skipped:])
-            elif self.num_envs > 1 and (ids is not None or not rings.is_aligned):
+            elif self.num_envs > 1 and (ids is not None or not rings.is_in_lockstep):
                 raise ValueError(
                     f"{type(storage).__name__} cannot hold unevenly filled rings; use RingStorage as the storage."
                 )
@@ -277,7 +277,7 @@ class RingWriter(WriterBase):
         cells = rings.write(leaves, ids, steps, done, init)
         if storage is not None:
             if rings.count == before:
-                storage.touch()
+                storage.bump_revision()
             else:
                 storage.set_length(rings.count)
             if rings.num_envs == 1:
@@ -453,7 +453,7 @@ class RingWriter(WriterBase):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         if self.storage is not None:
-            lay_rings(self.storage, self)
+            attach_rings(self.storage, self)
 
     def __repr__(self) -> str:
         positions = self.positions.numpy()

@@ -17,19 +17,19 @@ from torchrl_lightning._core.state import (
     Attribute,
     Child,
     InPlace,
-    Stated,
+    Stateful,
+    bounded_integer,
     check_state,
     flag,
     mapping,
     tensor,
-    whole,
 )
 from torchrl_lightning._core.validators import optional
 from torchrl_lightning.kernels.compiled import jitted
 from torchrl_lightning.kernels.row_copies import write_steps
 from torchrl_lightning.replay import process_owned
 from torchrl_lightning.replay.episode_index import EpisodeIndex
-from torchrl_lightning.replay.positions import Flags, Ints, StepsMissing, steps_between
+from torchrl_lightning.replay.positions import Flags, Ints, MissingStepsError, steps_between
 from torchrl_lightning.replay.successors import SuccessorCheck
 
 EVERYTHING = np.iinfo(np.int64).max
@@ -37,7 +37,7 @@ _FIRST_VERSIONS = itertools.count(1)  # makes versions unique among all rings of
 NO_INDEX = (*(np.empty(0, kind) for kind in (np.int64, np.bool_, np.int64, np.bool_, np.int64)),)
 
 
-class Rings(process_owned.Owned, Stated):
+class Rings(process_owned.ProcessOwned, Stateful):
     """One ring per environment: ``cell = (position % length) * num_envs + env``.
 
     Args:
@@ -56,14 +56,14 @@ class Rings(process_owned.Owned, Stated):
         "length": Attribute(),
         "positions": InPlace(at="_positions", low=0, high=LARGEST),
         "oldest": Attribute(of=lambda rings: tensor(torch.int64, rings.num_envs, low=0, high=LARGEST)),
-        "era": Attribute(whole()),
-        "write_count": Attribute(whole()),
+        "restart_offset": Attribute(bounded_integer()),
+        "write_count": Attribute(bounded_integer()),
         "index": Attribute(optional(mapping), "_episodes"),
         "successors": Child(),
     }
 
     def __init__(self, num_envs: int, length: int = 0) -> None:
-        self.own()
+        self.claim_ownership()
         self.num_envs, self.length = num_envs, length
         self.index: EpisodeIndex | None = None
         """The index of episode boundaries, or None if episodes are not tracked."""
@@ -124,22 +124,22 @@ class Rings(process_owned.Owned, Stated):
         return torch.from_numpy(self._positions - self._oldest())
 
     @property
-    def is_even(self) -> bool:
+    def is_uniformly_filled(self) -> bool:
         """Whether the filled cells are exactly the first ``count`` cells."""
         return self._even
 
     @property
-    def is_aligned(self) -> bool:
+    def is_in_lockstep(self) -> bool:
         """Whether all environments are at the same position."""
         return self._aligned
 
     @property
-    def era(self) -> int:
+    def restart_offset(self) -> int:
         """Offset that stamps add to positions, so that they never repeat after the rings are cleared."""
         return self._counters.item(1)
 
-    @era.setter
-    def era(self, value: int) -> None:
+    @restart_offset.setter
+    def restart_offset(self, value: int) -> None:
         self._counters[1] = value
 
     @property
@@ -186,7 +186,7 @@ class Rings(process_owned.Owned, Stated):
 
     def filled_cells(self) -> Tensor:
         """Return all filled cells in ascending order."""
-        if self.is_even:
+        if self.is_uniformly_filled:
             return torch.arange(self.count)
         cells = torch.arange(self.length * self.num_envs)
         return cells[self.is_filled(cells)]
@@ -202,8 +202,8 @@ class Rings(process_owned.Owned, Stated):
 
     # ------------------------------------------------------------------ stamps
 
-    def stamp(self, index: Tensor) -> Tensor:
-        """Return the write position plus ``era`` of each cell's ring, in the shape of ``index``."""
+    def write_version(self, index: Tensor) -> Tensor:
+        """Return the write position plus ``restart_offset`` of each cell's ring, in the shape of ``index``."""
         if not self._aligned:
             return self.snapshot()[index.cpu() % self.num_envs]
         stamps = np.empty(tuple(index.shape), np.int64)
@@ -211,12 +211,12 @@ class Rings(process_owned.Owned, Stated):
         return torch.from_numpy(stamps)
 
     def snapshot(self) -> Tensor:
-        """Return a copy of the write position plus ``era`` of every ring, ``[num_envs]``."""
-        return self.positions + self.era
+        """Return a copy of the write position plus ``restart_offset`` of every ring, ``[num_envs]``."""
+        return self.positions + self.restart_offset
 
     def is_unchanged(self, index: Tensor, stamp: Tensor) -> Tensor:
-        """Return a mask of the cells that are unchanged since ``stamp``."""
-        return self.is_filled(index) & (self.position_of(index) + self.era < stamp)
+        """Return a mask of the cells that are unchanged since ``write_version``."""
+        return self.is_filled(index) & (self.position_of(index) + self.restart_offset < stamp)
 
     # ------------------------------------------------------------------ writing
 
@@ -280,7 +280,9 @@ class Rings(process_owned.Owned, Stated):
         held = self._positions[env] - oldest
         if count is not None and int(held.min()) < count:
             few = int(env[held.argmin()])
-            raise StepsMissing(f"Cannot take out {count} steps of each environment: {few} holds {int(held.min())}.")
+            raise MissingStepsError(
+                f"Cannot take out {count} steps of each environment: {few} holds {int(held.min())}."
+            )
         end = oldest + (held if count is None else count)
         run, position, _ = steps_between(oldest, end - 1)
         self.before(env, end)
@@ -322,7 +324,7 @@ class Rings(process_owned.Owned, Stated):
 
     def make_index(self) -> None:
         """Build the episode index."""
-        self.check_maker()
+        self.check_process()
         self.index = EpisodeIndex(self.length, self._positions, self._floor)
 
     def drop_index(self) -> None:
@@ -333,12 +335,12 @@ class Rings(process_owned.Owned, Stated):
         self.index = None
         self._counters[2] += 1
 
-    def go_on_from(self, other: Rings) -> None:
+    def continue_from(self, other: Rings) -> None:
         """Start at the oldest stored positions of other rings, so that steps copied from them keep their stamps."""
         oldest = other._oldest()
         first = oldest.min()
         self._positions[:] = self._floor[:] = oldest - first
-        self._counters[1] = other.era + first
+        self._counters[1] = other.restart_offset + first
         self._counters[2] += 1
         self.successors = other.successors
         self._refresh()
@@ -359,7 +361,7 @@ class Rings(process_owned.Owned, Stated):
 
     @property
     def _episodes(self) -> dict[str, Any] | None:
-        where = slice(self.count) if self.is_even else self.filled_cells().numpy()
+        where = slice(self.count) if self.is_uniformly_filled else self.filled_cells().numpy()
         return None if self.index is None else self.index.known_of(where)
 
     @_episodes.setter
@@ -371,7 +373,7 @@ class Rings(process_owned.Owned, Stated):
             assert self.index is not None
             self.index.learn(known, self.filled_cells().numpy())
 
-    def _check_together(self, values: Mapping[str, Any]) -> None:
+    def _validate_consistency(self, values: Mapping[str, Any]) -> None:
         """Validate that an index is consistent with the stored steps; raise ValueError if it is not."""
         positions, oldest, index = (values[entry] for entry in ("positions", "oldest", "index"))
         rings = Rings.at(self.length, positions, oldest)
@@ -404,12 +406,12 @@ class Rings(process_owned.Owned, Stated):
         self.reloaded = np.ones(self.num_envs, np.bool_)
 
     def __getstate__(self) -> dict[str, Any]:
-        self.check_travel()
+        self.check_picklable()
         return dict(self.__dict__)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.own()
+        self.claim_ownership()
         if self.index is not None:
             self.index.attach(self._positions, self._floor)
 
@@ -432,22 +434,22 @@ class Dependent(Protocol):
         ...
 
 
-class _Link:
+class _WeakWriterRef:
     """A weak reference to a writer; a copy or pickle of it is empty."""
 
     def __init__(self, writer: HasRings | None = None) -> None:
         self.writer = (lambda: None) if writer is None else weakref.ref(writer)
 
     def __reduce__(self) -> Any:
-        return _Link, ()
+        return _WeakWriterRef, ()
 
 
-def lay_rings(storage: Storage, writer: HasRings) -> None:
+def attach_rings(storage: Storage, writer: HasRings) -> None:
     """Attach a weak reference to the writer to a storage of any kind."""
-    storage.rings_link = _Link(writer)
+    storage.rings_link = _WeakWriterRef(writer)
 
 
-def filler_of(storage: Storage) -> HasRings | None:
+def ring_owner(storage: Storage) -> HasRings | None:
     """Return the writer of the rings in a storage, or None."""
     link = getattr(storage, "rings_link", None)
     return None if link is None else link.writer()
@@ -455,14 +457,14 @@ def filler_of(storage: Storage) -> HasRings | None:
 
 def rings_in(storage: Storage) -> Rings | None:
     """Return the rings in a storage, or None."""
-    writer = filler_of(storage)
+    writer = ring_owner(storage)
     return None if writer is None else writer.rings
 
 
 def uneven_rings(storage: Storage) -> Rings | None:
     """Return the rings in a storage, or None if its filled cells are the first ``len(storage)`` cells."""
-    writer = filler_of(storage)
-    return None if writer is None or writer.rings.is_even else writer.rings
+    writer = ring_owner(storage)
+    return None if writer is None or writer.rings.is_uniformly_filled else writer.rings
 
 
 def stored_cells(storage: Storage) -> Tensor:

@@ -14,14 +14,14 @@ from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_lightning._core.mixins import uniform
-from torchrl_lightning._core.state import GENERATOR, Attribute, Stated
+from torchrl_lightning._core.state import GENERATOR, Attribute, Stateful
 from torchrl_lightning._core.torchrl_compat import SamplerHooks
 from torchrl_lightning._core.tree import Path, leaves_of, nested_keys, path_of, tree_of, under
 from torchrl_lightning._core.validators import Checked, integer, one_of
 from torchrl_lightning.kernels import window_kernels
 from torchrl_lightning.kernels.compiled import jitted
 from torchrl_lightning.replay.episode_index import NO_INDEX_HINT, EpisodeIndex
-from torchrl_lightning.replay.positions import StepsMissing
+from torchrl_lightning.replay.positions import MissingStepsError
 from torchrl_lightning.replay.ring_storage import RingStorage
 from torchrl_lightning.replay.ring_writer import RingWriter, writer_of
 from torchrl_lightning.replay.rings import NO_INDEX
@@ -32,7 +32,7 @@ MAX_DRAWS = 1 << 16
 """Number of random draws before the sampler lists all valid starts."""
 
 
-class SequenceSampler(Stated, SamplerHooks, Sampler):
+class SequenceSampler(Stateful, SamplerHooks, Sampler):
     """Sample windows of ``batch_length`` successive steps of one environment, as batches ``[B, T]``.
 
     ``batch_size`` counts windows. A batch contains ``index`` (cells) and ``mask``, both ``[B, T]``; ``mask`` is true
@@ -73,7 +73,7 @@ class SequenceSampler(Stated, SamplerHooks, Sampler):
 
     OWNER, VERSION = "sequence sampler", 2
     STATE: ClassVar[Mapping[str, Attribute]] = {"generator": GENERATOR}
-    reads_rings = True
+    supports_uneven_rings = True
     batch_length = Checked("_check_length")
     burn_in = Checked("_check_burn_in")
     start_states = Checked(lambda value, name: one_of(value, name, START_STATES))
@@ -128,7 +128,10 @@ class SequenceSampler(Stated, SamplerHooks, Sampler):
         self._list: NDArray[np.float64] = np.empty(0)
 
     def sample(
-        self, storage: Storage, batch_size: int, batch_length: int | Literal["own"] | None = "own"
+        self,
+        storage: Storage,
+        batch_size: int,
+        batch_length: int | Literal["own"] | None = "own",
     ) -> tuple[Tensor, dict[Any, Any]]:
         """Sample windows.
 
@@ -143,7 +146,7 @@ class SequenceSampler(Stated, SamplerHooks, Sampler):
             steps.
 
         Raises:
-            StepsMissing: the storage is empty, or windows are longer than all stored episodes. The error is also a
+            MissingStepsError: the storage is empty, or windows are longer than all stored episodes. The error is also a
                 ValueError, RuntimeError and AssertionError.
             ValueError: no :class:`RingWriter` fills the storage, or the ends of episodes are unknown.
         """
@@ -188,7 +191,7 @@ class SequenceSampler(Stated, SamplerHooks, Sampler):
 
     def _writer(self, storage: Storage, count: int, steps: int) -> RingWriter:
         if not len(storage):
-            raise StepsMissing(f"Cannot sample {count} windows of {steps} steps: 0 steps are stored.")
+            raise MissingStepsError(f"Cannot sample {count} windows of {steps} steps: 0 steps are stored.")
         writer = writer_of(storage)
         if writer is None:
             raise ValueError(
@@ -204,19 +207,19 @@ class SequenceSampler(Stated, SamplerHooks, Sampler):
             )
         return writer
 
-    def _too_long(self, rule: tuple[Any, ...], steps: int) -> StepsMissing:
+    def _too_long(self, rule: tuple[Any, ...], steps: int) -> MissingStepsError:
         longest = jitted(window_kernels.longest_run)(*rule)
         what = "episode has" if self._by_episode else "run of steps of one environment has"
-        return StepsMissing(
+        return MissingStepsError(
             f"There is no room for a window: the longest stored {what} {longest} steps, windows need {rule[2][0] + 1} "
             f"(batch_length={steps}, burn_in={self.burn_in}). Collect more, take shorter windows"
             + (', or pad them (episode_ends="pad").' if self.episode_ends == "inside" else ".")
         )
 
-    def put_state(self, values: Mapping[str, Any]) -> None:
+    def apply_state(self, values: Mapping[str, Any]) -> None:
         """Clear the list of valid starts, and restore the generator."""
         self.clear()
-        super().put_state(values)
+        super().apply_state(values)
 
     def __repr__(self) -> str:
         options = f"episode_ends={self.episode_ends!r}, burn_in={self.burn_in}"

@@ -126,7 +126,7 @@ class SharedRings(_SharedArrays, Rings):
             self.index = SharedEpisodeIndex(self.index, self._positions, self._floor)
 
     @property
-    def is_even(self) -> bool:
+    def is_uniformly_filled(self) -> bool:
         """Whether the filled cells are exactly the first ``count`` cells."""
         self._refresh()
         return self._even
@@ -141,7 +141,7 @@ class SharedRings(_SharedArrays, Rings):
         super().make_index()
         self._share_index()
 
-    def enroll(self) -> None:
+    def register(self) -> None:
         """Give this process a new number, under the lock, so that its next steps begin new episodes."""
         self._marks[3] += 1
         self._number = self._marks.item(3)
@@ -173,13 +173,13 @@ class SharedRings(_SharedArrays, Rings):
             None without changes; otherwise whether the rings were emptied, the removed cells and the written cells.
         """
         if self._marks.item(1):
-            self._mend()
+            self._recover()
             self.leave()
         self._is_locked = True
         changes, era, positions, oldest = self._seen
         if self._marks.item(0) == changes:
             return None
-        emptied = era != self.era
+        emptied = era != self.restart_offset
         if emptied:
             positions = oldest = np.zeros_like(positions)
         self._refresh()
@@ -196,13 +196,13 @@ class SharedRings(_SharedArrays, Rings):
             self._marks[1] = 0  # must be reset last, because before() sets it first
         self._is_locked = False
 
-    def _mend(self) -> None:
+    def _recover(self) -> None:
         env = np.flatnonzero(self._pending)
         end, held = self._pending[env], self._positions[env] - self._oldest()[env]
         torn = end == EVERYTHING
         if self.index is not None:
             self.index.keep_headless_end(env[~torn], end[~torn])
-            self.index.forget(env[torn])
+            self.index.invalidate(env[torn])
         self._floor[env] = np.minimum(end, self._positions[env])
         self._marks[0] += 1
         self._counters[2] += 1
@@ -218,7 +218,7 @@ class SharedRings(_SharedArrays, Rings):
         return self.cell(torch.from_numpy(env), torch.from_numpy(position))
 
     def _see(self) -> None:
-        self._seen = self._marks.item(0), self.era, self._positions.copy(), self._oldest()
+        self._seen = self._marks.item(0), self.restart_offset, self._positions.copy(), self._oldest()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -230,7 +230,7 @@ class SharedRings(_SharedArrays, Rings):
         """Stop waiting in all processes."""
         self._marks[2] = 1
 
-    def revive(self) -> None:
+    def resume(self) -> None:
         """Allow waiting again in all processes."""
         self._marks[2] = 0
 
@@ -326,7 +326,7 @@ class ShareableBuffer(LockedBuffer):
         """Apply the changes of other processes; called after this process took the lock."""
         if self._drawing != process_owned.current:
             self._drawing = process_owned.current
-            self._rings.enroll()
+            self._rings.register()
             if parent_process() is not None:
                 end_with_parent(os.getppid(), by_signal=False)
             start = int(torch.randint(2**62, (), generator=self.generator, device=self.generator.device))
@@ -393,14 +393,14 @@ class ShareableBuffer(LockedBuffer):
     def stop(self) -> None:
         """Stop waiting in all processes: current and later calls that wait do nothing and return.
 
-        This lasts until :meth:`revive`, also after the buffer is emptied. The stored steps stay, and all other calls
+        This lasts until :meth:`resume`, also after the buffer is emptied. The stored steps stay, and all other calls
         still work. This method takes no lock, so it never waits itself. It does not end the wait for a lock that a
         stopped process holds; only the timeout of :meth:`share` limits that wait.
         """
         if self.shared:
             self._rings.stop()
 
-    def revive(self) -> None:
+    def resume(self) -> None:
         """Allow waiting again after :meth:`stop`, and register this process as a new writer.
 
         The next rows of this process begin new episodes, with or without ``is_init``. Call this after a stop, and in a
@@ -426,8 +426,8 @@ class ShareableBuffer(LockedBuffer):
         """
         if self.shared:
             with self.locked():
-                self._rings.enroll()
-                self._rings.revive()
+                self._rings.register()
+                self._rings.resume()
 
     @property
     def is_stopped(self) -> bool:

@@ -10,16 +10,16 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from torchrl_lightning._core.state import (
-    Stated,
+    Stateful,
+    bounded_integer,
     check_state,
-    described,
+    describe_value,
     generator,
     list_of,
     mapping,
+    state_error,
     tensor,
     text,
-    whole,
-    wrong,
 )
 from torchrl_lightning._core.tree import to_tensordict, tree_of
 from torchrl_lightning._core.tree_checks import TorchRLState, check_tree
@@ -28,7 +28,7 @@ from torchrl_lightning._core.validators import optional
 
 def sampler_state(sampler: Any, storage: Any) -> Any:
     """Return the stateful object of a sampler: itself, or a wrapper of a TorchRL sampler with its storage."""
-    if isinstance(sampler, Stated):
+    if isinstance(sampler, Stateful):
         return sampler
     kind, cells = type(sampler).__name__, storage.max_size
     return TorchRLState(kind, sampler, storage, lambda state, own: _check_like(state, own, cells, kind))
@@ -37,7 +37,7 @@ def sampler_state(sampler: Any, storage: Any) -> Any:
 def _check_like(state: Any, own: Any, cells: int, owner: str) -> None:
     if isinstance(own, Mapping):
         if not isinstance(state, Mapping) or (set(state) != set(own) and own):
-            found = sorted(map(str, state)) if isinstance(state, Mapping) else described(state)
+            found = sorted(map(str, state)) if isinstance(state, Mapping) else describe_value(state)
             raise ValueError(f"The {owner} state is foreign: it is {found}, expected {sorted(map(str, own))}.")
         for key, value in own.items():
             _check_like(state[key], value, cells, f"{owner}'s {key}")
@@ -48,9 +48,9 @@ def _check_like(state: Any, own: Any, cells: int, owner: str) -> None:
             if state.dtype == torch.int64:
                 tensor(torch.int64, None, low=0, high=cells - 1, anywhere=True)(state, owner)
     elif isinstance(own, int) and not isinstance(own, bool):
-        whole(min(own, 0))(state, owner)
+        bounded_integer(min(own, 0))(state, owner)
     elif type(state) is not type(own):
-        raise wrong(state, owner, described(own))
+        raise state_error(state, owner, describe_value(own))
 
 
 def device_and_state(value: Any, name: str) -> Mapping[str, Any]:
@@ -58,7 +58,7 @@ def device_and_state(value: Any, name: str) -> Mapping[str, Any]:
     mapping(value, name)
     device = value.get("device")
     if not isinstance(device, str):
-        raise wrong(device, "the generator's 'device'", "the name of a device")
+        raise state_error(device, "the generator's 'device'", "the name of a device")
     generator(device)(value.get("state"), "the generator's 'state'")
     return value
 
@@ -88,16 +88,16 @@ def unpack_batch(packed: Any, name: str) -> tuple[TensorDictBase, dict[Any, Any]
 
 def _key_and_value(pair: Any, name: str) -> tuple[Any, Tensor]:
     if not isinstance(pair, list | tuple) or len(pair) != 2 or not isinstance(pair[1], Tensor):
-        raise wrong(pair, name, "a key and a tensor")
+        raise state_error(pair, name, "a key and a tensor")
     key, value = tuple(pair[0]) if isinstance(pair[0], list) else pair[0], pair[1]
     if key == () or any(not isinstance(part, str) for part in (key if isinstance(key, tuple) else (key,))):
-        raise wrong(key, f"a key of {name}", "a name")
+        raise state_error(key, f"a key of {name}", "a name")
     return key, value
 
 
 _BATCH = {
     "batch": mapping,
-    "batch_size": list_of(whole()),
+    "batch_size": list_of(bounded_integer()),
     "names": optional(list_of(optional(text))),
     "info": list_of(_key_and_value),
 }

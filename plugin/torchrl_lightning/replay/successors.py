@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torchrl_lightning._core.keys import COLLECTOR, FLAGS, IS_INIT, NEXT
-from torchrl_lightning._core.state import Attribute, Stated, sequence, wrong
+from torchrl_lightning._core.state import Attribute, Stateful, sequence, state_error
 from torchrl_lightning._core.tree import Path, Tree, leaves_of
 from torchrl_lightning.replay.positions import Flags, Ints
 
@@ -23,7 +23,7 @@ def _read_paths(value: Any, name: str) -> set[Path]:
     """Validate a list of keys, each a list of strings, and return it as a set of paths."""
     for key in sequence(value, name):
         if not isinstance(key, list | tuple) or not key or any(not isinstance(part, str) for part in key):
-            raise wrong(key, f"an entry of {name}", "a list of strings")
+            raise state_error(key, f"an entry of {name}", "a list of strings")
     return {tuple(key) for key in value}
 
 
@@ -31,7 +31,7 @@ def _as_lists(paths: Iterable[Path]) -> list[list[str]]:
     return [list(path) for path in sorted(paths)]
 
 
-class SuccessorCheck(Stated):
+class SuccessorCheck(Stateful):
     """Compare rows with stored successors, and learn which entries are suitable.
 
     The entry ``("next", X)`` of a step equals the entry ``X`` of the following step, unless the episode ends or the

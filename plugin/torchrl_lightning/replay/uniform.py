@@ -10,14 +10,14 @@ from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_lightning._core.mixins import integers_below
-from torchrl_lightning._core.state import GENERATOR, Attribute, Stated, flag
+from torchrl_lightning._core.state import GENERATOR, Attribute, Stateful, flag
 from torchrl_lightning._core.torchrl_compat import SamplerHooks
 from torchrl_lightning._core.validators import Checked, boolean, integer
-from torchrl_lightning.replay.positions import StepsMissing
+from torchrl_lightning.replay.positions import MissingStepsError
 from torchrl_lightning.replay.rings import rings_in, uneven_rings
 
 
-class UniformSampler(Stated, SamplerHooks, Sampler):
+class UniformSampler(Stateful, SamplerHooks, Sampler):
     """Sample stored cells uniformly.
 
     ``stratified`` draws the same number of steps from every environment of a :class:`RingWriter`, regardless of the
@@ -42,7 +42,7 @@ class UniformSampler(Stated, SamplerHooks, Sampler):
 
     OWNER, VERSION = "uniform sampler", 1
     STATE = {"with_replacement": Attribute(flag), "stratified": Attribute(flag), "generator": GENERATOR}
-    reads_rings = True
+    supports_uneven_rings = True
     with_replacement = Checked(boolean)
     stratified = Checked(boolean)
 
@@ -64,17 +64,17 @@ class UniformSampler(Stated, SamplerHooks, Sampler):
             Cells ``[B]`` (coordinates for a storage with several dimensions), and an empty dict.
 
         Raises:
-            StepsMissing: the storage is empty, or has fewer than ``batch_size`` cells without replacement. The error is
-                also a ValueError, RuntimeError and AssertionError.
+            MissingStepsError: the storage is empty, or has fewer than ``batch_size`` cells without replacement. The
+                error is also a ValueError, RuntimeError and AssertionError.
             ValueError: ``batch_size`` is not a non-negative integer.
         """
         stored = len(storage)
         if type(batch_size) is not int or batch_size < 0:
             batch_size = integer(batch_size, "batch_size", 0)
         if not stored:
-            raise StepsMissing(f"Cannot sample {batch_size} cells: 0 are stored. Extend the buffer first.")
+            raise MissingStepsError(f"Cannot sample {batch_size} cells: 0 are stored. Extend the buffer first.")
         if batch_size > stored and not self.with_replacement:
-            raise StepsMissing(
+            raise MissingStepsError(
                 f"Cannot sample {batch_size} different cells: {stored} are stored. "
                 "Collect more first, ask for fewer, or sample with replacement."
             )
@@ -107,7 +107,7 @@ class UniformSampler(Stated, SamplerHooks, Sampler):
 
     def _stratified(self, storage: Storage, count: int) -> Tensor:
         rings = rings_in(storage)
-        if rings is None or (rings.num_envs == 1 and rings.is_even):
+        if rings is None or (rings.num_envs == 1 and rings.is_uniformly_filled):
             return self._spread(torch.tensor([len(storage)]), torch.tensor([count]))[1]
         filled = rings.filled
         draws = self._shares(filled, count)

@@ -239,5 +239,5 @@ class VTraceAdvantages(AdvantageTransform):
     def compute(self, rollout: TensorDictBase) -> None:
         """Write values, the current policy's log-probabilities, advantages and targets to a time-major rollout."""
         if self.actor is not None or self.current_log_prob_key not in rollout.keys(include_nested=True):
-            rollout.update(self.estimator.of_policy(rollout, self.actor, RECURRENT_KEYS))
+            rollout.update(self.estimator.current_log_probs(rollout, self.actor, RECURRENT_KEYS))
         super().compute(rollout)

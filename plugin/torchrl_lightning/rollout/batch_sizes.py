@@ -49,7 +49,7 @@ def split_epoch(
     return num_mini_batch, units // num_mini_batch if drop_last else None
 
 
-def pruned(
+def select_entries(
     rollout: TensorDictBase, keys: Collection[NestedKey] | None, hidden: Collection[NestedKey], *, flat: bool
 ) -> Tree:
     """Return the entries ``keys``, or all but ``hidden``, as a nested dict ``[T, N]``; ``flat`` makes it ``[T * N]``.
@@ -100,7 +100,7 @@ def sequences(
 
     present = [key for key in recurrent_keys if key in rollout.keys(include_nested=True)]
     kept = rollout.exclude(*present, *(next_key(key) for key in present)) if present else rollout
-    out = viewed(kept, lambda value: value.transpose(0, 1).index_select(0, envs), batch, NAMES)
+    out = view_leaves(kept, lambda value: value.transpose(0, 1).index_select(0, envs), batch, NAMES)
     start = out.get("is_init", None)
 
     def first(value: Tensor) -> Tensor:
@@ -111,16 +111,16 @@ def sequences(
 
     for key in present:
         value = rollout.get(key)
-        out.set(key, first(value) if isinstance(value, Tensor) else viewed(value, first, batch, NAMES))
+        out.set(key, first(value) if isinstance(value, Tensor) else view_leaves(value, first, batch, NAMES))
     return out
 
 
-def viewed(
+def view_leaves(
     data: TensorDictBase, view: Callable[[Any], Any], batch: torch.Size, names: Sequence[str | None] | None = None
 ) -> TensorDict:
     """Apply a view to every leaf; TensorDict's methods take four times as long, and every write needs this."""
     entries = {
-        key: viewed(value, view, batch, names)
+        key: view_leaves(value, view, batch, names)
         if isinstance(value, TensorDictBase) and not is_non_tensor(value)
         else view(value)
         for key, value in data.items()

@@ -27,7 +27,7 @@ from torchrl_lightning._core.keys import (
     VALUE,
 )
 from torchrl_lightning._core.tree import join, keys_below, next_key, path_of
-from torchrl_lightning._core.trust import Nameable
+from torchrl_lightning._core.trust import ConfigSafe
 from torchrl_lightning.estimators import discounted_returns, gae, standardize, vtrace
 from torchrl_lightning.rollout.values import boundaries, current_log_prob, require
 
@@ -68,7 +68,7 @@ INTRINSIC = Stream(NORMALIZED_REWARD, INTRINSIC_VALUE, INTRINSIC_ADVANTAGE, INTR
 
 
 @dataclass(frozen=True, kw_only=True)
-class Estimator(Nameable):
+class Estimator(ConfigSafe):
     """Base class of the advantage estimators.
 
     Args:
@@ -79,7 +79,7 @@ class Estimator(Nameable):
     required_keys: ClassVar[tuple[NestedKey, ...]] = (ACTION,)
     """Entries that the policy must write."""
     follows_policy: ClassVar[bool] = False
-    """Whether each pass over the data needs :meth:`of_policy` and the current critic's values."""
+    """Whether each pass over the data needs :meth:`current_log_probs` and the current critic's values."""
 
     def compute(self, rollout: TensorDictBase, gamma: float, stream: Stream = EXTRINSIC) -> None:
         """Write advantages and targets of every critic to a time-major rollout that holds all values.
@@ -114,7 +114,7 @@ class Estimator(Nameable):
         """Return the advantages, standardised if ``standardize`` is set."""
         return standardize(advantage) if self.standardize else advantage
 
-    def of_policy(
+    def current_log_probs(
         self, rollout: TensorDictBase, actor: Any, recurrent_keys: Collection[NestedKey]
     ) -> dict[NestedKey, Tensor]:
         """Return the entries that the current policy computes for the stored steps, if ``follows_policy``."""
@@ -203,7 +203,7 @@ class VTrace(Estimator):
             pg_rho_clip=self.pg_rho_clip,
         )
 
-    def of_policy(
+    def current_log_probs(
         self, rollout: TensorDictBase, actor: Any, recurrent_keys: Collection[NestedKey]
     ) -> dict[NestedKey, Tensor]:
         """Return the log-probabilities of the stored actions under the current policy."""

@@ -33,10 +33,10 @@ class RolloutHooks:
         """Return the wrapped policy, for the environment from :meth:`wrap_env`."""
         return policy
 
-    def note_collected(self, rollout: TensorDictBase) -> None:
+    def on_collected(self, rollout: TensorDictBase) -> None:
         """Receive the collected rollout ``[N, T]`` before normalisation."""
 
-    def note_estimated(self, rollout: TensorDictBase, value_key: NestedKey) -> None:
+    def on_estimated(self, rollout: TensorDictBase, value_key: NestedKey) -> None:
         """Receive the stored rollout ``[T, N]`` with its values and advantages, before an update."""
 
     def discard(self) -> None:

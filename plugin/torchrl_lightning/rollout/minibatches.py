@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 from torchrl.data.replay_buffers.storages import Storage
 
-from torchrl_lightning._core.state import GENERATOR, Attribute, Stated, flag, tensor, whole
+from torchrl_lightning._core.state import GENERATOR, Attribute, Stateful, bounded_integer, flag, tensor
 from torchrl_lightning._core.torchrl_compat import SamplerBase
 from torchrl_lightning._core.validators import Checked, boolean, integer, one_of, optional
 
 UNITS = ("steps", "environments")
 
 
-class MinibatchSampler(Stated, SamplerBase):
+class MinibatchSampler(Stateful, SamplerBase):
     """Visit every sample of a rollout exactly once per epoch, shuffled or in order.
 
     With ``by="steps"`` a batch is ``[B]`` steps. With ``by="environments"`` a batch is ``[B, T]`` whole environments
@@ -39,7 +39,7 @@ class MinibatchSampler(Stated, SamplerBase):
 
     OWNER, VERSION = "mini-batch sampler", 1
     STATE = {
-        "len_storage": Attribute(whole()),
+        "len_storage": Attribute(bounded_integer()),
         "remaining": Attribute(optional(tensor(torch.int64, None, low=0, anywhere=True))),
         "drop_last": Attribute(flag),
         "shuffle": Attribute(flag),
@@ -103,7 +103,7 @@ class MinibatchSampler(Stated, SamplerBase):
                 return
             yield batch
 
-    def _check_together(self, values: Mapping[str, Any]) -> None:
+    def _validate_consistency(self, values: Mapping[str, Any]) -> None:
         remaining, count = values["remaining"], values["len_storage"]
         if remaining is not None:
             tensor(torch.int64, None, high=count - 1, anywhere=True)(remaining, "'remaining'")
@@ -118,10 +118,10 @@ class MinibatchSampler(Stated, SamplerBase):
         batch_size = integer(batch_size, "batch_size")
         if not len(storage):
             raise RuntimeError("The storage is empty: there is nothing to sample; extend the buffer first.")
-        whole = self.by == "environments"
-        if whole and storage.ndim != 2:
+        bounded_integer = self.by == "environments"
+        if bounded_integer and storage.ndim != 2:
             raise ValueError(f'by="environments" needs a [T, N] storage, this one has ndim={storage.ndim}.')
-        steps, count = storage.shape if whole else (1, len(storage))
+        steps, count = storage.shape if bounded_integer else (1, len(storage))
         if self.drop_last and batch_size > count:
             raise ValueError(f"A batch of {batch_size} does not fit into {count} {self.by}, and drop_last is set.")
         device = getattr(storage, "device", "cpu")
@@ -135,7 +135,7 @@ class MinibatchSampler(Stated, SamplerBase):
         self.remaining_batches = left
         if storage.ndim == 1:
             return index, {}
-        if not whole:
+        if not bounded_integer:
             return torch.unravel_index(index, storage.shape), {}
         time = torch.arange(steps, device=device).expand(index.shape[0], -1)
         return (time, index.unsqueeze(1).expand_as(time)), {}

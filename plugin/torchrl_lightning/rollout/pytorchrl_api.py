@@ -14,7 +14,7 @@ from torchrl_lightning._core.validators import Check, integer
 from torchrl_lightning.rollout.pytorchrl_names import DOCUMENTED, from_documented, to_documented
 
 
-class DocumentedVerbs:
+class PyTorchRLInterface:
     """Mixin with PyTorchRL's documented methods for buffers built as ``(size, device, actor, algorithm, envs)``.
 
     The methods accept and return TensorDicts with this package's keys or dicts with the documented names. A buffer

@@ -15,28 +15,28 @@ from torchrl.data import TensorDictReplayBuffer
 
 from torchrl_lightning._core.files import read_state, write_state
 from torchrl_lightning._core.keys import CURRENT_LOG_PROB, INTRINSIC_REWARD, NORMALIZED_REWARD, REPEATED
-from torchrl_lightning._core.mixins import ConstructorSignature, fresh_generator
+from torchrl_lightning._core.mixins import SignatureDescriptor, fresh_generator
 from torchrl_lightning._core.protocols import EnvsApi
-from torchrl_lightning._core.settings import Count, Fraction, Settings, Switch, derived, otherwise, setting
-from torchrl_lightning._core.state import Attribute, Child, Stated, flag
+from torchrl_lightning._core.settings import Count, Fraction, Settings, Switch, computed, default_factory, setting
+from torchrl_lightning._core.state import Attribute, Child, Stateful, flag
 from torchrl_lightning._core.tree import Keys, keys_below, next_key, path_of, to_tensordict
 from torchrl_lightning._core.tree_checks import TorchRLState
 from torchrl_lightning._core.validators import Check, fraction
 from torchrl_lightning.environments.replay_source import ReplaySource
 from torchrl_lightning.estimators import IntrinsicRewardNormalizer
-from torchrl_lightning.rollout.batch_sizes import pruned, sequences, split_epoch
+from torchrl_lightning.rollout.batch_sizes import select_entries, sequences, split_epoch
 from torchrl_lightning.rollout.estimates import GAE, INTRINSIC, Estimator, Stream
 from torchrl_lightning.rollout.hooks import RolloutHooks
 from torchrl_lightning.rollout.intrinsic import has_intrinsic, write_normalized
 from torchrl_lightning.rollout.minibatches import MinibatchSampler
-from torchrl_lightning.rollout.pytorchrl_api import DocumentedVerbs
+from torchrl_lightning.rollout.pytorchrl_api import PyTorchRLInterface
 from torchrl_lightning.rollout.pytorchrl_names import DOCUMENTED
 from torchrl_lightning.rollout.rollout_storage import RolloutStorage, gather
 from torchrl_lightning.rollout.rollout_writer import RolloutWriter
 from torchrl_lightning.rollout.values import RECURRENT_KEYS, fill_values
 
 
-class RolloutBuffer(Settings, Stated, TensorDictReplayBuffer, DocumentedVerbs):
+class RolloutBuffer(Settings, Stateful, TensorDictReplayBuffer, PyTorchRLInterface):
     """Buffer of one rollout ``[T, N]`` with advantages, value targets and mini-batches.
 
     Every read computes missing advantages first. A TorchRL loss would otherwise estimate them from shuffled samples,
@@ -79,7 +79,7 @@ class RolloutBuffer(Settings, Stated, TensorDictReplayBuffer, DocumentedVerbs):
         [0.5, 0.5]
     """
 
-    __signature__ = ConstructorSignature()
+    __signature__ = SignatureDescriptor()
     OWNER, VERSION = "on-policy buffer", 1
     STATE = {
         "storage": Child(),
@@ -88,7 +88,7 @@ class RolloutBuffer(Settings, Stated, TensorDictReplayBuffer, DocumentedVerbs):
         "consumed": Attribute(flag, "_consumed"),
         "intrinsic": Child(at="normalizer"),
     }
-    HANDED_OVER: ClassVar[tuple[str, ...]] = (
+    RUNTIME_ARGUMENTS: ClassVar[tuple[str, ...]] = (
         *("size", "actor", "algorithm", "envs", "critic", "intrinsic_critic"),
         *("num_envs", "time_dim", "batch_size", "generator"),
     )
@@ -99,7 +99,7 @@ class RolloutBuffer(Settings, Stated, TensorDictReplayBuffer, DocumentedVerbs):
     """Names of the settings that :meth:`update_storage_parameter` can change."""
 
     _size: InitVar[Count] = setting(alias="size", kw_only=False)
-    _estimator: Annotated[Estimator, otherwise(GAE)] = setting(alias="estimator", default=None, kw_only=False)
+    _estimator: Annotated[Estimator, default_factory(GAE)] = setting(alias="estimator", default=None, kw_only=False)
     _device: InitVar[torch.device | str] = setting(alias="device", default="cpu")
     actor: Any = None
     critic: TensorDictModuleBase | None = None
@@ -111,8 +111,8 @@ class RolloutBuffer(Settings, Stated, TensorDictReplayBuffer, DocumentedVerbs):
     normalize_intrinsic: Switch = True
     intrinsic_direction: Literal["forward", "backward"] = "forward"
     recompute_values: Switch = False
-    stream: Annotated[Stream, otherwise(Stream)] = setting(default=None)
-    hooks: Annotated[RolloutHooks, otherwise(RolloutHooks)] = setting(default=None)
+    stream: Annotated[Stream, default_factory(Stream)] = setting(default=None)
+    hooks: Annotated[RolloutHooks, default_factory(RolloutHooks)] = setting(default=None)
     _num_envs: InitVar[Count | None] = setting(alias="num_envs", default=None)
     time_dim: InitVar[int | None] = None
     recurrent: Switch | None = None
@@ -122,9 +122,9 @@ class RolloutBuffer(Settings, Stated, TensorDictReplayBuffer, DocumentedVerbs):
     generator: InitVar[torch.Generator | None] = None
     transform: InitVar[Any] = None
 
-    storage: RolloutStorage = derived()
-    sampler: MinibatchSampler = derived()
-    writer: RolloutWriter = derived()
+    storage: RolloutStorage = computed()
+    sampler: MinibatchSampler = computed()
+    writer: RolloutWriter = computed()
 
     def _init_bases(  # type: ignore[override]  # the arguments are the init variables
         self,
@@ -367,7 +367,7 @@ class RolloutBuffer(Settings, Stated, TensorDictReplayBuffer, DocumentedVerbs):
             KeyError: the behaviour policy's log-probabilities are missing for V-trace.
         """
         self._write_estimates(None, actor, critic)
-        self.hooks.note_estimated(self.storage.rollout, self.stream.value)
+        self.hooks.on_estimated(self.storage.rollout, self.stream.value)
 
     def before_epoch(self, actor: Any = None, critic: TensorDictModuleBase | None = None) -> None:
         """Estimate again before another pass over the data, if the estimator depends on the current policy.
@@ -391,7 +391,7 @@ class RolloutBuffer(Settings, Stated, TensorDictReplayBuffer, DocumentedVerbs):
     def _write_inputs(self, estimator: Estimator, actor: Any = None, critic: Any = None) -> None:
         """Write the inputs of an estimator: values, and current log-probabilities if it needs them."""
         rollout, keys, now = self.storage.rollout, self.recurrent_keys, estimator.follows_policy
-        said = estimator.of_policy(rollout, self.actor if actor is None else actor, keys)
+        said = estimator.current_log_probs(rollout, self.actor if actor is None else actor, keys)
         known = () if now or self.recompute_values else self.storage.schema
         extrinsic: dict[NestedKey, bool] = {self.stream.value: True} if self.stream.bootstrap else {}
         intrinsic: dict[NestedKey, bool] = {INTRINSIC.value: False} if has_intrinsic(rollout) else {}
@@ -450,7 +450,7 @@ class RolloutBuffer(Settings, Stated, TensorDictReplayBuffer, DocumentedVerbs):
         number, size = split_epoch(units, number, size, drop_last, whole=whole)
         self._estimated()
         hidden = [*REPEATED, *(next_key(key) for key in self._computed_keys)]
-        tree = pruned(rollout, self.batch_keys, hidden, flat=not whole)
+        tree = select_entries(rollout, self.batch_keys, hidden, flat=not whole)
         source = to_tensordict(tree, rollout.batch_size) if whole else None
 
         def batches() -> Iterator[TensorDictBase]:

@@ -12,9 +12,9 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 
 from torchrl_lightning._core.keys import DONE, FLAGS, NEXT, REWARD
-from torchrl_lightning._core.memory import check_room, packed_tree, unpacked_tree
+from torchrl_lightning._core.memory import check_free_memory, packed_tree, unpacked_tree
 from torchrl_lightning._core.mixins import is_spawning
-from torchrl_lightning._core.state import Attribute, Stated, mapping, same, whole
+from torchrl_lightning._core.state import Attribute, Stateful, bounded_integer, mapping, same
 from torchrl_lightning._core.torchrl_compat import StorageBase, new_tensordict
 from torchrl_lightning._core.tree import (
     Schema,
@@ -41,7 +41,8 @@ class RolloutLayout:
 
     Attributes:
         finite: keys of the entries that must be finite: reward and values.
-        handed_on: root keys of the entries that the next step takes from ``"next"``: all but rewards, flags and values.
+        carried_keys: root keys of the entries that the next step takes from ``"next"``: all but rewards, flags and
+            values.
     """
 
     def __init__(self, schema: Schema) -> None:
@@ -51,7 +52,7 @@ class RolloutLayout:
             REWARD,
             *(join((), path) for path in paths if path[0].endswith("state_value")),
         ]
-        self.handed_on: list[NestedKey] = [
+        self.carried_keys: list[NestedKey] = [
             join((), path[1:])
             for path in paths
             if path[0] == NEXT
@@ -68,14 +69,14 @@ class RolloutLayout:
 
 
 def _check_of_num_envs(storage: Any) -> Check:
-    return optional(whole(1) if storage.num_envs is None else same(storage.num_envs, storage.OWNER))
+    return optional(bounded_integer(1) if storage.num_envs is None else same(storage.num_envs, storage.OWNER))
 
 
 def _entries(tail: TensorDictBase | None) -> dict[str, Any] | None:
     return None if tail is None else tail.to_dict()
 
 
-class RolloutStorage(Stated, StorageBase):
+class RolloutStorage(Stateful, StorageBase):
     """Store one rollout time-major, ``[T, N]``, with its bootstrap step.
 
     Cell ``(t, n)`` holds step ``t`` of environment ``n``; ``dim_extend`` is 0. The next write removes entries that were
@@ -104,7 +105,7 @@ class RolloutStorage(Stated, StorageBase):
     STATE = {
         "size": Attribute(),
         "num_envs": Attribute(of=_check_of_num_envs),
-        "num_steps": Attribute(of=lambda storage: whole(0, storage.size)),
+        "num_steps": Attribute(of=lambda storage: bounded_integer(0, storage.size)),
         "data": Attribute(optional(mapping), "_filled"),
         "added": Attribute(mapping, "_added"),
         "tail": Attribute(optional(mapping), form=_entries),
@@ -164,7 +165,7 @@ class RolloutStorage(Stated, StorageBase):
         self.data = to_tensordict(tree, torch.Size([rows, envs]))
         self.layout = RolloutLayout(describe(row, 1))
 
-    def adopt(self, rollout: TensorDictBase) -> bool:
+    def take_ownership(self, rollout: TensorDictBase) -> bool:
         """Take ownership of the memory of a rollout ``[size, N]`` instead of copying it.
 
         Returns:
@@ -183,7 +184,7 @@ class RolloutStorage(Stated, StorageBase):
 
     def _check_room(self, row: Schema, rows: int) -> None:
         needed = rows * sum(math.prod(shape) * dtype.itemsize for shape, dtype in row.values())
-        check_room(
+        check_free_memory(
             needed,
             f"RolloutStorage(size={rows})",
             "lower size, take fewer environments, or store smaller dtypes",
@@ -210,11 +211,11 @@ class RolloutStorage(Stated, StorageBase):
             self.data.get(key)[cursor].copy_(value)
         self.finish_write(max(self.num_steps, cursor + 1 if isinstance(cursor, int) else cursor.stop))
 
-    def keep_tail(self, data: TensorDictBase, row: Any, recurrent_keys: Collection[NestedKey]) -> None:
+    def store_bootstrap_step(self, data: TensorDictBase, row: Any, recurrent_keys: Collection[NestedKey]) -> None:
         """Store the bootstrap step after a row; set recurrent states to 0 if the episode ended."""
         done = data.get(DONE)[row].to(self.device, copy=True)
         tail, following = TensorDict({}, done.shape[:1]), data.get(NEXT)
-        for key in self.layout.handed_on:
+        for key in self.layout.carried_keys:
             value = following.get(key)[row].to(self.device, copy=True)
             if path_of(key)[0] in recurrent_keys or key in recurrent_keys:
                 value.masked_fill_(done.reshape(len(done), *[1] * (value.ndim - 1)), 0)
@@ -302,7 +303,7 @@ class RolloutStorage(Stated, StorageBase):
     def _added(self) -> dict[str, Any]:
         return TensorDict(self.added(), self.shape or []).to_dict()
 
-    def _check_together(self, values: Mapping[str, Any]) -> None:
+    def _validate_consistency(self, values: Mapping[str, Any]) -> None:
         steps, envs, data, tail = (values[name] for name in ("num_steps", "num_envs", "data", "tail"))
         if (envs is None and (data, tail) != (None, None)) or (data is None and (steps or values["added"])):
             raise ValueError(f"The state counts {steps} steps of {envs} environments and does not hold them.")
@@ -321,7 +322,7 @@ class RolloutStorage(Stated, StorageBase):
             if found.get(key, kind) != kind:
                 raise ValueError(f"The state's step after the last has {key!r} as {kind}, its steps {found[key]}.")
 
-    def put_state(self, values: Mapping[str, Any]) -> None:
+    def apply_state(self, values: Mapping[str, Any]) -> None:
         """Load a rollout and its bootstrap step."""
         steps, envs, data, tail = (values[name] for name in ("num_steps", "num_envs", "data", "tail"))
         if data is not None and self.data is None:

@@ -12,7 +12,7 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 
 from torchrl_lightning._core.keys import COLLECTOR, DONE, IS_INIT, TERMINATED, TRAJ_IDS, VALID
-from torchrl_lightning._core.state import Stated
+from torchrl_lightning._core.state import Stateful
 from torchrl_lightning._core.torchrl_compat import WriterBase, entries_of
 from torchrl_lightning._core.tree import (
     check_tensordict,
@@ -24,7 +24,7 @@ from torchrl_lightning._core.tree import (
     under,
 )
 from torchrl_lightning.environments.env_ids import changed_ids
-from torchrl_lightning.rollout.batch_sizes import viewed
+from torchrl_lightning.rollout.batch_sizes import view_leaves
 from torchrl_lightning.rollout.rollout_storage import RolloutLayout, RolloutStorage
 
 _HOW = (
@@ -33,7 +33,7 @@ _HOW = (
 )
 
 
-class RolloutWriter(Stated, WriterBase):
+class RolloutWriter(Stateful, WriterBase):
     """Validate rollouts and write them to a :class:`RolloutStorage`, time-major.
 
     ``extend`` takes ``[N, T]`` with a dimension named ``"time"`` (TorchRL's collectors name it), or any order with
@@ -134,9 +134,9 @@ class RolloutWriter(Stated, WriterBase):
         storage = self._target
         start, steps = storage.num_steps, rollout.shape[0]
         rollout = self._with_cuts(rollout, storage, start)
-        if copy or not storage.adopt(rollout):
+        if copy or not storage.take_ownership(rollout):
             storage.set(slice(start, start + steps), rollout)
-        storage.keep_tail(rollout, -1, self.recurrent_keys)
+        storage.store_bootstrap_step(rollout, -1, self.recurrent_keys)
         self.write_count += steps
         cells = self._cells(storage, start, steps)
         self.notify(cells)
@@ -168,7 +168,7 @@ class RolloutWriter(Stated, WriterBase):
                 "Use extend for a rollout."
             )
         row = self._target.num_steps
-        step = viewed(data, methodcaller("unsqueeze", 0), torch.Size([1, *data.shape]))
+        step = view_leaves(data, methodcaller("unsqueeze", 0), torch.Size([1, *data.shape]))
         self.write(self.prepare(step, 0, row))
         return row
 
@@ -209,7 +209,7 @@ class RolloutWriter(Stated, WriterBase):
 
     def _check_first(self, step: TensorDictBase) -> None:
         following = step.get("next")
-        names = list(dict.fromkeys(path_of(key)[0] for key in RolloutLayout(describe(step, 1)).handed_on))
+        names = list(dict.fromkeys(path_of(key)[0] for key in RolloutLayout(describe(step, 1)).carried_keys))
         for name in names:
             if name in self.recurrent_keys and step.get(name, None) is None:
                 step.set(name, following.get(name).clone().zero_())
@@ -258,4 +258,4 @@ def time_major(data: TensorDictBase, time_dim: int | None) -> TensorDictBase:
         raise ValueError(f"Expected a rollout [N, T] or [T, N], got batch size {list(data.shape)}.")
     if axis == 0:
         return data
-    return viewed(data, methodcaller("transpose", 0, 1), data.shape[::-1], data.names[::-1])
+    return view_leaves(data, methodcaller("transpose", 0, 1), data.shape[::-1], data.names[::-1])

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torchrl_lightning._core.keys import ADVANTAGE, TARGET, VALUE
 from torchrl_lightning._core.protocols import EnvsApi
-from torchrl_lightning._core.settings import Switch, derived, setting
+from torchrl_lightning._core.settings import Switch, computed, setting
 from torchrl_lightning._core.tree import Key
 from torchrl_lightning._core.validators import Check, integer, optional
 from torchrl_lightning.rollout.estimates import Estimator, MonteCarlo, Steps, Stream
@@ -85,9 +85,9 @@ class VanillaOnPolicyBuffer(RolloutBuffer):
     advantage_key: Key = ADVANTAGE
     value_target_key: Key = TARGET
     frame_stack: Annotated[int, optional(integer)] = setting(default=None)
-    _estimator: Estimator = derived()
-    stream: Stream = derived()
-    hooks: RolloutHooks = derived()
+    _estimator: Estimator = computed()
+    stream: Stream = computed()
+    hooks: RolloutHooks = computed()
 
     def __post_init__(self) -> None:  # type: ignore[override]  # init variables go to the base's constructor
         super().__post_init__()

@@ -18,8 +18,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from torchrl_lightning._core.files import replaced_files
-from torchrl_lightning._core.memory import check_room
-from torchrl_lightning._core.state import anything, check_state, whole
+from torchrl_lightning._core.memory import check_free_memory
+from torchrl_lightning._core.state import any_value, bounded_integer, check_state
 
 NAMES = ("states", "actions", "rewards", "next_states", "dones", "hiddens")
 DIMS = ("capacity", "state_dim", "action_dim", "hidden_dim")
@@ -70,7 +70,9 @@ def check_files(state_path: str | Path, metadata: Mapping[str, Any]) -> tuple[Pa
     path = _find(Path(state_path))
     # Count the buffer and a copy during reading. The file size limits the sizes in the metadata.
     needed = 2 * path.stat().st_size
-    check_room(needed, str(path), "free some, or change the metadata's device", device=checked["device"] or "cpu")
+    check_free_memory(
+        needed, str(path), "free some, or change the metadata's device", device=checked["device"] or "cpu"
+    )
 
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
@@ -96,7 +98,11 @@ def _find(path: Path) -> Path:
 
 
 def _check_metadata(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    schema = {**dict.fromkeys(DIMS, whole(1)), **dict.fromkeys(COUNTERS, whole()), "device": anything}
+    schema = {
+        **dict.fromkeys(DIMS, bounded_integer(1)),
+        **dict.fromkeys(COUNTERS, bounded_integer()),
+        "device": any_value,
+    }
     check_state(metadata, schema, "metadata")
     checked = {name: metadata[name] for name in schema}
     try:

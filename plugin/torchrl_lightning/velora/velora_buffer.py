@@ -249,7 +249,7 @@ class BufferBase(ExperienceBuffer):
             RuntimeError: the rings of several environments are unevenly filled.
         """
         positions = self.writer.positions.tolist()
-        if not self.writer.is_even or len(set(positions)) > 1:
+        if not self.writer.is_uniformly_filled or len(set(positions)) > 1:
             raise RuntimeError(f"There is no one position in uneven rings, {positions}; use dumps.")
         return int(positions[0]) % self.writer.length * self.writer.num_envs
 
@@ -283,20 +283,22 @@ class BufferBase(ExperienceBuffer):
         The six tensors are missing if rings are unevenly filled or the transitions have no recurrent state.
         """
         state = super().state_dict(copy=copy)
-        if self.writer.is_even and (not len(self) or "recurrent_state" in self.storage.tree.get("next", {})):
+        if self.writer.is_uniformly_filled and (
+            not len(self) or "recurrent_state" in self.storage.tree.get("next", {})
+        ):
             state |= saved(dict(self._stored()), copy)
         return state
 
-    def _check_together(self, values: Mapping[str, Any]) -> None:
-        super()._check_together(values)
+    def _validate_consistency(self, values: Mapping[str, Any]) -> None:
+        super()._validate_consistency(values)
         own = self._dims
         for name, width in _widths(values).items():
             if own[name] not in (None, width):
                 raise ValueError(f"The state has {name}={width}, this buffer has {name}={own[name]}.")
 
-    def put_state(self, values: Mapping[str, Any]) -> None:
+    def apply_state(self, values: Mapping[str, Any]) -> None:
         """Load the stored transitions and the sizes of their columns."""
-        super().put_state(values)
+        super().apply_state(values)
         dims = {**self._dims, **_widths(values)}
         self.state_dim, self.action_dim, self.hidden_dim = (dims[name] for name in WIDTHS)
 

@@ -19,7 +19,7 @@ from kit.specs import BOX, DISCRETE, ONE_HOT, TWO_CHOICES, specs_of
 from torchrl_lightning.agents import Actor, DQNModule, MLPNetwork, PPOModule, RecurrentNetwork, SACModule, TD3Module
 from torchrl_lightning.agents.networks.exploration import EpsilonGreedyPolicy
 from torchrl_lightning.collectors import GymnasiumCollector
-from torchrl_lightning.environments.policy_calls import standing_call
+from torchrl_lightning.environments.policy_calls import bound_call
 
 ROWS = 5
 HALF_BOX = specs_of(Bounded(torch.tensor([-1.0, -0.3]), torch.tensor([math.inf, 0.5])))
@@ -58,14 +58,14 @@ def step_for(policy: Any) -> TensorDict:
 
 def is_compiled(policy: Any, call: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> bool:
     with monkeypatch.context() as patch, torch.no_grad():
-        patch.setattr(type(policy), "act_on", lambda *_: "the module's")
+        patch.setattr(type(policy), "compute_step", lambda *_: "the module's")
         return call() != "the module's"
 
 
 def both(policy: Any, call: Callable[[], Any], step: TensorDict) -> tuple[dict[Any, Tensor], dict[Any, Tensor]]:
     """Act by a prepared call and by the module with the same random numbers, and see that both draw as many."""
     results, states = [], []
-    for act in (call, lambda: policy.act_on(step)):
+    for act in (call, lambda: policy.compute_step(step)):
         torch.manual_seed(7)
         with torch.no_grad():
             results.append({key: value.clone() for key, value in act().items()})
@@ -81,7 +81,7 @@ def test_a_compiled_policy_acts_as_its_module(
 ) -> None:
     policy = policy_of(name)
     step = step_for(policy)
-    call = standing_call(policy, step)
+    call = bound_call(policy, step)
     assert call is not None
     assert is_compiled(policy, call, monkeypatch)
     with set_exploration_type(mode):
@@ -107,7 +107,7 @@ def test_vectors_of_several_entries_and_of_any_numbers_are_read(
     shown = Composite({key: Unbounded(size, dtype=dtype) for key, size in sizes.items()})
     policy = kind(MLPNetwork([8])).build(SimpleNamespace(observation=shown, action=specs.action)).policy
     step = TensorDict({key: torch.zeros(ROWS, size, dtype=dtype) for key, size in sizes.items()}, [ROWS])
-    call = standing_call(policy, step)
+    call = bound_call(policy, step)
     assert call is not None
     assert is_compiled(policy, call, monkeypatch)
     for _ in range(2):
@@ -128,7 +128,7 @@ def test_what_was_in_memory_before_chooses_no_action(monkeypatch: pytest.MonkeyP
     policy = policy_of("greedy")
     step = step_for(policy)
     monkeypatch.setattr(torch, "empty", spoiled)
-    call = standing_call(policy, step)
+    call = bound_call(policy, step)
     monkeypatch.undo()
     assert call is not None
     with set_exploration_type(ExplorationType.DETERMINISTIC):
@@ -138,7 +138,7 @@ def test_what_was_in_memory_before_chooses_no_action(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("name", LEFT)
 def test_what_is_not_known_is_left_to_the_module(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     policy = policy_of(name)
-    call = standing_call(policy, step_for(policy))
+    call = bound_call(policy, step_for(policy))
     assert call is not None
     assert not is_compiled(policy, call, monkeypatch)
 
@@ -146,7 +146,7 @@ def test_what_is_not_known_is_left_to_the_module(name: str, monkeypatch: pytest.
 def test_weights_may_change_and_move() -> None:
     policy = policy_of("greedy")
     step = step_for(policy)
-    call = standing_call(policy, step)
+    call = bound_call(policy, step)
     step["observation"].normal_()
     for change in (
         lambda: [each.data.mul_(-1.0) for each in policy.parameters()],
@@ -170,7 +170,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_network_that_is_changed_is_left_to_the_module(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     policy = DQNModule().build(DISCRETE).policy
-    call = standing_call(policy, step_for(policy))
+    call = bound_call(policy, step_for(policy))
     assert call is not None
     CHANGES[change](policy.network)
     assert not is_compiled(policy, call, monkeypatch)
@@ -178,7 +178,7 @@ def test_a_network_that_is_changed_is_left_to_the_module(change: str, monkeypatc
 
 def test_autocast_and_hooks_on_every_module_are_the_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     policy = policy_of("greedy")
-    call = standing_call(policy, step_for(policy))
+    call = bound_call(policy, step_for(policy))
     assert call is not None
     with torch.autocast("cpu"):
         assert not is_compiled(policy, call, monkeypatch)
@@ -194,7 +194,7 @@ def test_a_subclass_that_acts_otherwise_is_not_bypassed() -> None:
             return torch.full((len(entries[0]),), 2)
 
     policy = Last(DQNModule().build(DISCRETE).q_network)
-    call = standing_call(policy, step_for(policy))
+    call = bound_call(policy, step_for(policy))
     assert call is not None
     assert call()["action"].tolist() == [2] * ROWS
 
@@ -207,7 +207,7 @@ def test_an_actor_that_chooses_otherwise_is_not_bypassed() -> None:
 
     policy = PPOModule().build(DISCRETE).policy
     policy.__class__ = Last
-    call = standing_call(policy, step_for(policy))
+    call = bound_call(policy, step_for(policy))
     assert call is not None
     assert call()["action"].tolist() == [2] * ROWS
 
@@ -216,7 +216,7 @@ def test_an_actor_that_chooses_otherwise_is_not_bypassed() -> None:
 def test_what_is_not_a_number_stays_so(name: str) -> None:
     policy = policy_of(name)
     step = step_for(policy)
-    call = standing_call(policy, step)
+    call = bound_call(policy, step)
     assert call is not None
     step["observation"][1] = math.nan
     with torch.no_grad():

@@ -16,7 +16,7 @@ from kit.files import through_file
 from kit.learners import data_of, learner
 from kit.runs import trainer
 from kit.seeds import generator
-from torchrl_lightning.agents.analytic import LeanAdam, OptimizedParameters, settled_parameters
+from torchrl_lightning.agents.analytic import FusedAdam, OptimizedParameters, unflattenable_parameters
 
 OPTIMIZERS = {
     "adam": partial(torch.optim.Adam, lr=0.01, fused=True),
@@ -28,10 +28,10 @@ OPTIMIZERS = {
 }
 
 
-def pair(**settings: Any) -> tuple[list[nn.Parameter], list[nn.Parameter], LeanAdam, Adam]:
+def pair(**settings: Any) -> tuple[list[nn.Parameter], list[nn.Parameter], FusedAdam, Adam]:
     ours = [nn.Parameter(torch.randn(shape, generator=generator(0))) for shape in ((5,), (3, 2))]
     theirs = [nn.Parameter(parameter.detach().clone()) for parameter in ours]
-    lean, ordinary = LeanAdam(ours, lr=0.1, eps=1e-5), Adam(theirs, lr=0.1, eps=1e-5, fused=True)
+    lean, ordinary = FusedAdam(ours, lr=0.1, eps=1e-5), Adam(theirs, lr=0.1, eps=1e-5, fused=True)
     for each in (lean, ordinary):
         each.param_groups[0].update(settings)
     return ours, theirs, lean, ordinary
@@ -131,7 +131,7 @@ def network() -> nn.Sequential:
 
 def optimize(model: nn.Module, factory: Any) -> tuple[OptimizedParameters, torch.optim.Optimizer]:
     optimizer = factory(model.parameters())
-    return OptimizedParameters(optimizer, [list(model.parameters())], settled_parameters(model)), optimizer
+    return OptimizedParameters(optimizer, [list(model.parameters())], unflattenable_parameters(model)), optimizer
 
 
 def learn(model: nn.Module, optimized: OptimizedParameters, optimizer: torch.optim.Optimizer, steps: int = 4) -> None:

@@ -181,13 +181,13 @@ def test_steps_without_an_entry_are_left_to_autograd_which_names_it(key: str) ->
 def losses_of(monkeypatch: pytest.MonkeyPatch, module: Any) -> list[Any]:
     """List the batches whose loss is computed, as only autograd needs it."""
     batches: list[Any] = []
-    terms = type(module).terms
+    terms = type(module).losses
 
     def computed(self: Any, batch: Any) -> Any:
         batches.append(batch)
         return terms(self, batch)
 
-    monkeypatch.setattr(type(module), "terms", computed)
+    monkeypatch.setattr(type(module), "losses", computed)
     return batches
 
 
@@ -212,8 +212,8 @@ def test_a_run_learns_what_a_run_by_autograd_learns(case: str, monkeypatch: pyte
 
 
 class OtherLoss(DQNModule):
-    def terms(self, batch: Any) -> Any:
-        return super().terms(batch)
+    def losses(self, batch: Any) -> Any:
+        return super().losses(batch)
 
 
 class OtherCriticLoss(PPOModule):

@@ -28,7 +28,7 @@ from torchrl_lightning import (
     WorldModelFit,
     load_policy,
 )
-from torchrl_lightning._core.errors import MisfitError
+from torchrl_lightning._core.errors import IncompatibleError
 from torchrl_lightning.agents import CrossEntropyPlanner, DynamicsEnsemble, RandomShootingPlanner
 from torchrl_lightning.environments import spawn_seed
 
@@ -154,7 +154,7 @@ def observing(kind: str) -> Any:
 @pytest.mark.parametrize(("kind", "key"), [("discrete", "'observation'"), ("dict", r"\('inner', 'count'\)")])
 def test_discrete_observations_are_refused_before_anything_is_collected(run: Any, kind: str, key: str) -> None:
     agent, stream = run(observing(kind))
-    with pytest.raises(MisfitError, match=rf"{key}.*FlattenObservation"):
+    with pytest.raises(IncompatibleError, match=rf"{key}.*FlattenObservation"):
         fit(agent, stream)
     assert stream.frames == 0
     stream.close()

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from torchrl_lightning.agents import UnhealthyBody
+from torchrl_lightning.agents import MujocoTermination
 
 pytest.importorskip("mujoco")
 IDS = ["Hopper-v5", "Walker2d-v5", "Ant-v5", "Humanoid-v5", "InvertedPendulum-v5", "Hopper-v4", "Ant-v4"]
@@ -32,15 +32,15 @@ def test_a_body_ends_where_its_environment_does(name: str) -> None:
             env.reset()
             rows.append(shown)
             ends.append(terminated)
-    told = UnhealthyBody(body)(*[torch.tensor(np.array(rows), dtype=torch.float32)] * 3)
+    told = MujocoTermination(body)(*[torch.tensor(np.array(rows), dtype=torch.float32)] * 3)
     assert told.tolist() == ends
     assert 10 < sum(ends) < 190
 
 
 def test_what_is_not_finite_has_fallen_and_bounds_belong_where_the_rule_says() -> None:
     nan = torch.full((1, 4), torch.nan)
-    assert UnhealthyBody("inverted_pendulum")(nan, nan, nan).tolist() == [True]
+    assert MujocoTermination("inverted_pendulum")(nan, nan, nan).tolist() == [True]
     at_bound = torch.tensor([[0.0, 0.2, 0.0, 0.0]])
-    assert UnhealthyBody("inverted_pendulum")(at_bound, at_bound, at_bound).tolist() == [False]
+    assert MujocoTermination("inverted_pendulum")(at_bound, at_bound, at_bound).tolist() == [False]
     at_bound = torch.tensor([[1.25, 0.2, 0.0, 0.0]])
-    assert UnhealthyBody("hopper")(at_bound, at_bound, at_bound).tolist() == [True]
+    assert MujocoTermination("hopper")(at_bound, at_bound, at_bound).tolist() == [True]

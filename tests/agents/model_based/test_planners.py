@@ -105,7 +105,7 @@ def test_planners_find_the_best_action(propagation: str, particles: int, planner
     policy, start = planner(env, horizon=1, candidates=300, particles=particles), observed(4)
     action = policy(start.clone())["action"]
     torch.testing.assert_close(action, 0.3 * start["observation"][:, :1], atol=0.05, rtol=0.0)
-    assert torch.equal(policy.act_on(start)["action"].isfinite(), torch.ones(4, 1, dtype=torch.bool))
+    assert torch.equal(policy.compute_step(start)["action"].isfinite(), torch.ones(4, 1, dtype=torch.bool))
     assert policy(observed())["action"].shape == (1,)
 
 
@@ -147,19 +147,19 @@ def counting(**kwargs: Any) -> CrossEntropyPlanner:
 def test_warm_start_goes_on_from_the_plan_before_where_an_episode_goes_on() -> None:
     planner = counting(warm_start=True, iterations=1, initial_std=0.5)
     step = observed(2).set("is_init", torch.tensor([[True], [True]]))
-    planner.act_on(step)
+    planner.compute_step(step)
     tried = planner.model.tried.view(3, 2, 40)
     best = tried[0].topk(4).indices  # returns are the first action
     plan = tried.gather(2, best.expand(3, 2, 4)).mean(-1)
     assert plan[1:, 0].abs().min() > 0.02
     planner.initial_std = 1e-3
-    planner.act_on(step.set("is_init", torch.tensor([[False], [True]])))
+    planner.compute_step(step.set("is_init", torch.tensor([[False], [True]])))
     expected = torch.tensor([[plan[1, 0], 0.0], [plan[2, 0], 0.0], [0.0, 0.0]])
     torch.testing.assert_close(planner.model.tried.view(3, 2, 40).mean(-1), expected, atol=0.01, rtol=0.0)
     with set_exploration_type(DETERMINISTIC):  # has plans of its own
-        planner.act_on(step)
+        planner.compute_step(step)
     assert planner.model.tried.abs().max() < 0.01
-    planner.act_on(step.set("is_init", torch.tensor([[True], [True]])))
+    planner.compute_step(step.set("is_init", torch.tensor([[True], [True]])))
     assert planner.model.tried.abs().max() < 0.01
 
 

@@ -61,7 +61,7 @@ def test_fast_forward_is_the_generic_one(action: str, distribution: str, network
         generic = actor.generic_forward(td.copy())
         assert torch.equal(fast_rng, torch.get_rng_state())
         torch.manual_seed(1)
-        bare = actor.act_on(td)
+        bare = actor.compute_step(td)
     assert list(bare) == actor.out_keys
     assert all(torch.equal(value, fast[key]) for key, value in bare.items())
     assert set(td.keys(True, True)) == set(inputs().keys(True, True))
@@ -92,7 +92,7 @@ def test_mean_exploration_and_keyword_dispatch_take_the_generic_path() -> None:
     actor = build_actor(BOX)
     with torch.no_grad(), set_exploration_type(ExplorationType.MEAN):
         td = inputs()
-        assert torch.equal(actor.act_on(td)["action"], actor(td)["action"])
+        assert torch.equal(actor.compute_step(td)["action"], actor(td)["action"])
     assert "action" in actor(inputs(), tensordict_out=TensorDict({}, [64]))
 
 

@@ -21,7 +21,7 @@ from kit.runs import trainer
 from kit.torchrl_losses import dqn as loss_of_values
 from kit.torchrl_losses import loss_agent
 from torchrl_lightning import ActionMaskFromInfo, OnPolicyDataModule
-from torchrl_lightning._core.errors import MisfitError
+from torchrl_lightning._core.errors import IncompatibleError
 from torchrl_lightning.agents import DQNModule, MLPNetwork, PPOModule, RecurrentNetwork, VTraceModule, build_actor
 from torchrl_lightning.agents.transitions import read_transitions
 from torchrl_lightning.collectors import GymnasiumCollector
@@ -67,10 +67,10 @@ def test_a_forbidden_action_is_never_taken_in_a_million_steps(kind: str) -> None
     for network in (MLPNetwork([8]), MLPNetwork([8], shared=True)):
         actor = build_actor(specs, network)
         torch.nn.init.normal_(actor.head.layers.weight, std=3.0)  # sure of some actions
-        acting.append(lambda actor=actor: actor.act_on(step))
+        acting.append(lambda actor=actor: actor.compute_step(step))
     if kind != "several":
         policy = DQNModule(MLPNetwork([8])).build(specs).policy
-        acting.append(lambda: policy.act_on(step))
+        acting.append(lambda: policy.compute_step(step))
     with torch.no_grad():
         for act in acting:
             for _ in range(4):
@@ -90,7 +90,7 @@ def test_random_actions_are_drawn_evenly_among_the_allowed() -> None:
 def test_probabilities_and_entropy_are_those_of_the_allowed_actions(kind: str) -> None:
     specs, parts = specs_of(kind), (2, 4) if kind == "several" else (6,)
     module, step = PPOModule(MLPNetwork([8])).build(specs), steps(32, parts)
-    step["action"] = module.policy.act_on(step)["action"]
+    step["action"] = module.policy.compute_step(step)["action"]
     log_prob, entropy, _ = module.evaluate(step)
     (log_prob.mean() + entropy.mean()).backward()
     assert all(p.grad is None or p.grad.isfinite().all() for p in module.parameters())
@@ -120,7 +120,7 @@ def test_the_target_is_the_best_of_what_the_successor_allows(double: bool) -> No
     ended[0] = True
     after.update({"reward": torch.randn(16, 1), "terminated": ended, "done": ended})
     batch = now.update({"action": torch.randint(6, (16,)), "next": after})
-    _, error = module.terms(read_transitions(batch, ["observation"], 0.9, masked=True))
+    _, error = module.losses(read_transitions(batch, ["observation"], 0.9, masked=True))
     with torch.no_grad():
         best = module.q_network.values([after["observation"]]).masked_fill(after["action_mask"] == 0, -1e9).amax(-1)
         target = after["reward"][:, 0] + 0.9 * best * ~ended[:, 0]
@@ -153,7 +153,7 @@ def test_runs_take_allowed_actions_in_learning_warmup_and_evaluation(agent: Any,
 
 def test_what_does_not_look_at_masks_is_refused() -> None:
     agent = loss_agent(loss_of_values)
-    with pytest.raises(MisfitError, match=r"'action_mask'.*LossModuleAgent.*drop="):
+    with pytest.raises(IncompatibleError, match=r"'action_mask'.*LossModuleAgent.*drop="):
         trainer(max_epochs=1).fit(agent, datamodule=replay_data(env=Doors))
 
 

@@ -16,10 +16,10 @@ from lightning.pytorch.loggers import CSVLogger
 from benchmarks.whole_runs.clock import CELLS, WARMUP, Stopwatch, Training
 from torchrl_lightning import (
     EnvironmentRecipe,
-    ExperienceLog,
     FramesProgressBar,
     OnPolicyDataModule,
     ReplayDataModule,
+    RolloutMetricsLogger,
 )
 from torchrl_lightning.agents import Network, PPOModule
 from torchrl_lightning.replay import ExperienceBuffer, RingStorage, UniformSampler
@@ -45,7 +45,7 @@ def command_settings() -> Iterator[dict[str, Any]]:
             "logger": CSVLogger(folder, flush_logs_every_n_steps=1),
             "enable_checkpointing": True,
             "enable_progress_bar": True,
-            "callbacks": [FramesProgressBar(), ExperienceLog(), ModelCheckpoint(folder, every_n_epochs=10)],
+            "callbacks": [FramesProgressBar(), RolloutMetricsLogger(), ModelCheckpoint(folder, every_n_epochs=10)],
         }
 
 

@@ -14,7 +14,7 @@ from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv, VecNormalize
 
 from benchmarks.whole_runs.clock import CELLS, WARMUP, Stopwatch, Training
-from torchrl_lightning.agents.analytic import LeanAdam
+from torchrl_lightning.agents.analytic import FusedAdam
 
 Environments = Callable[[int, int, bool], VecEnv]
 """Makes so many environments, with a seed, lean or not."""
@@ -22,7 +22,7 @@ Environments = Callable[[int, int, bool], VecEnv]
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "its own": {},
     "fused": {"optimizer_kwargs": {"fused": True}},
-    "ours": {"optimizer_class": LeanAdam},
+    "ours": {"optimizer_class": FusedAdam},
 }
 
 

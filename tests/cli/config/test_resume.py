@@ -12,7 +12,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from cli.commands import TINY, call, last_line
-from torchrl_lightning.cli.config.resume import continued, kept_overrides, record_in
+from torchrl_lightning.cli.config.resume import kept_overrides, record_in, resume_overrides
 from torchrl_lightning.cli.error_messages import UsageError
 from torchrl_lightning.deploy.loading import CONFIG
 from torchrl_lightning.plotting.curves import read_source
@@ -134,7 +134,7 @@ def test_a_group_like_the_runs_is_ignored_and_what_is_interpolated_follows(half,
 def test_another_group_than_the_runs_is_refused_by_name(group, theirs, half):
     record, (given,) = record_in(load(half), "a.ckpt"), OverridesParser.create().parse_overrides([group])
     with pytest.raises(UsageError, match=re.escape(f"{group} differs from the run of a.ckpt, which has {theirs}.")):
-        continued(record, "a.ckpt", [given], lambda key: key in ("env", "model", "experiment"))
+        resume_overrides(record, "a.ckpt", [given], lambda key: key in ("env", "model", "experiment"))
 
 
 def test_a_value_of_yaml_that_has_changed_since_stays(run, tmp_path):

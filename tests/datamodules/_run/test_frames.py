@@ -20,17 +20,17 @@ from torchrl_lightning import (
     DemonstrationReplay,
     DemonstrationSampler,
     DemonstrationStorage,
-    ExperienceLog,
     GymnasiumCollector,
     PPODBuffer,
     PPOModule,
+    RolloutMetricsLogger,
     write_demonstration,
 )
 from torchrl_lightning.agents import MLPNetwork
 from torchrl_lightning.datamodules._run.frames import FrameClock
 
 
-class Counting(ExperienceLog):
+class Counting(RolloutMetricsLogger):
     """Notes what was collected, and what was counted, after each epoch."""
 
     def __init__(self):

@@ -123,9 +123,9 @@ def test_frozen_statistics_are_those_of_another_run_and_what_does_not_fit_change
     there = data.state_dict()["normalization"]
     kept = of_cartpole(frozen=True)
     with pytest.raises(ValueError, match=r"data.normalize_reward=false"):
-        kept.begin_from({**there, "reward": Moments.none().state_dict()})
+        kept.load_normalization({**there, "reward": Moments.none().state_dict()})
     assert kept.statistics()["observation"]["entries"][0]["moments"]["count"] == 0
-    kept.begin_from(there)
+    kept.load_normalization(there)
     rollout = two_steps()
     for _ in range(3):
         kept.note(rollout, None, cut=True, gamma=0.9)
@@ -134,13 +134,13 @@ def test_frozen_statistics_are_those_of_another_run_and_what_does_not_fit_change
     assert not differences(kept.statistics(), there)
     raw = of_cartpole(observation=False)
     with pytest.raises(ValueError, match=r"data\.normalize_observation=true\.$"):
-        raw.begin_from(there)
+        raw.load_normalization(there)
     two = copy.deepcopy(there)
     two["observation"]["entries"] = [{"key": key} for key in (["goal"], ["sight", "far"])]
     with pytest.raises(ValueError, match=r"'data\.normalize_observation=\[goal,sight\.far\]'\.$"):
-        raw.begin_from(two)
+        raw.load_normalization(two)
     with pytest.raises(ValueError, match=r"from raw .*, this run shows normalised .*=false\.$"):
-        kept.begin_from(raw.statistics())
+        kept.load_normalization(raw.statistics())
 
 
 def two_steps() -> TensorDict:

@@ -95,7 +95,7 @@ def test_it_passes_through_what_the_policy_has(policy: Any) -> None:
 def test_what_it_writes_is_asked_without_writing_it(policy: Any) -> None:
     read = given(policy)
     before = read.clone()
-    assert DemonstrationActor(policy).act_on(read)["action"][1:].flatten().tolist() == [9, 9]
+    assert DemonstrationActor(policy).compute_step(read)["action"][1:].flatten().tolist() == [9, 9]
     assert {*read.keys(True)} == {*before.keys(True)}
     assert (read == before).all()
 

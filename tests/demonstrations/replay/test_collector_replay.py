@@ -233,7 +233,7 @@ def test_a_copy_follows_its_original() -> None:
     before = replay.contents()
     assert replay.contents() == before
     first, second = storage.reward_demonstrations
-    storage.replace([second.labelled(value=5.0, serial=second.serial), line_demo(3)], [first], 7, 0.5)
+    storage.replace([second.with_value(value=5.0, serial=second.serial), line_demo(3)], [first], 7, 0.5)
     replay.sampler.rho = 0.25
     news = replay.news(before)
     assert [type(each) for each in (*news.reward, *news.value)] == [tuple, Demonstration, tuple]

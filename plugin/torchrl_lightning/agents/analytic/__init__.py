@@ -9,10 +9,10 @@ import logging
 from typing import Any
 
 from torchrl_lightning.agents.analytic.acting import bind_inputs as bind_inputs
-from torchrl_lightning.agents.analytic.optimization import LeanAdam as LeanAdam
+from torchrl_lightning.agents.analytic.optimization import FusedAdam as FusedAdam
 from torchrl_lightning.agents.analytic.optimization import OptimizedParameters as OptimizedParameters
 from torchrl_lightning.agents.analytic.optimization import SoftUpdate as SoftUpdate
-from torchrl_lightning.agents.analytic.optimization import settled_parameters as settled_parameters
+from torchrl_lightning.agents.analytic.optimization import unflattenable_parameters as unflattenable_parameters
 from torchrl_lightning.agents.analytic.perceptrons import Unsupported, defining_class
 from torchrl_lightning.agents.analytic.updates import AnalyticUpdate, DQNUpdate, PPOUpdate, SACUpdate, TD3Update
 
@@ -35,7 +35,7 @@ def update_for(agent: Any) -> AnalyticUpdate | None:
         A function of a batch; it returns None if autograd must compute this batch. Or None if autograd must compute
         all batches, because the agent, its networks or the run are not supported.
     """
-    kind = _UPDATES.get(defining_class(agent, "terms"))
+    kind = _UPDATES.get(defining_class(agent, "losses"))
     try:
         return None if kind is None else kind(agent)
     except Unsupported as reason:

@@ -29,7 +29,7 @@ MOST_PRODUCTS = 1 << 21  # limit of rows times weights; torch is faster above it
 
 
 def bind_inputs(policy: Any, step: TensorDictBase) -> Callable[[], dict[Any, Tensor]] | None:
-    """Return a compiled call of ``policy.act_on`` on a CPU step ``[N]`` with fixed tensors that the caller overwrites.
+    """Return a compiled ``policy.compute_step`` of a CPU step ``[N]`` with fixed tensors that the caller overwrites.
 
     The call draws the same random numbers as the policy and equals it up to float error. It may return the same
     tensors each time. If the policy's modules change later, the call uses the policy itself.
@@ -52,7 +52,7 @@ def bind_inputs(policy: Any, step: TensorDictBase) -> Callable[[], dict[Any, Ten
         mode = interaction_type()
         deterministic = mode is InteractionType.DETERMINISTIC
         if not (deterministic or mode is None or mode is InteractionType.RANDOM) or not layers.refresh():
-            own: dict[Any, Tensor] = policy.act_on(step)
+            own: dict[Any, Tensor] = policy.compute_step(step)
             return own
         if not deterministic:
             draw()

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from torchrl_lightning.kernels.compiled import carray, in_any_order, pointer
+from torchrl_lightning.kernels.compiled import carray, fastmath, pointer
 
 NONE, RELU, TANH = 0, 1, 2
 L1, L2, SMOOTH_L1 = 0, 1, 2
@@ -40,7 +40,7 @@ def forward(x: Any, layers: Any, work: Any, out: Any) -> None:
         given = target
 
 
-@in_any_order
+@fastmath
 def multiply(x: Any, weight: Any, bias: Any, out: Any) -> None:
     """Compute a linear layer, four outputs at a time (numba)."""
     (rows, inputs), outputs = x.shape, len(bias)
@@ -63,7 +63,7 @@ def multiply(x: Any, weight: Any, bias: Any, out: Any) -> None:
             out[r, o] = a + bias[o]
 
 
-@in_any_order
+@fastmath
 def activate(values: Any, activation: int) -> None:
     """Apply an activation in place (numba); tanh is a rational approximation, exact to 2e-7, for SIMD code."""
     f = np.float32
@@ -204,8 +204,8 @@ def add_and_activate(values: Any, bias: Any, activation: int) -> None:
             activate(row, activation)
 
 
-@in_any_order
-def pull_back(d: Any, values: Any, rows: Any, activation: int, sums: Any) -> None:
+@fastmath
+def backward_activation(d: Any, values: Any, rows: Any, activation: int, sums: Any) -> None:
     """Propagate a gradient ``[n, O]`` back through an activation, in place; ``values[rows]`` are its outputs (numba).
 
     ``sums`` receives the sum over the rows, the gradient of the bias, unless ``sums`` is empty.
@@ -238,7 +238,7 @@ def shares(weight: Any) -> Any:
     return (weight / max(weight.sum(), np.float32(1.2e-38))).astype(np.float32)
 
 
-def learn_choices(
+def dqn_loss(
     values: Any, after: Any, chooser: Any, action: Any, step: Any, weight: Any, kind: int, d: Any, error: Any
 ) -> Any:
     """Return the DQN loss and the mean value of the executed actions, and write the gradient (numba).

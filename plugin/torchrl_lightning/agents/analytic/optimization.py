@@ -34,7 +34,7 @@ _SETTINGS = ("lr", "weight_decay", "eps", "amsgrad", "maximize")
 _settings_of = itemgetter(*_SETTINGS)
 
 
-class LeanAdam(o.Adam):
+class FusedAdam(o.Adam):
     """``torch.optim.Adam(fused=True)`` with the same results and state in less time.
 
     In each step, torch adds a profiler label, runs hooks, checks CUDA graphs and groups parameters by device. This
@@ -98,7 +98,7 @@ def _is_plain(group: dict[str, Any]) -> bool:
 
 
 # Elementwise optimizers give the same result for one flat parameter. Exact types only: subclasses may differ.
-_ELEMENTWISE = (LeanAdam, o.Adam, o.AdamW, o.SGD, o.RMSprop, o.Adamax, o.NAdam, o.RAdam, o.Adadelta, o.Rprop, o.ASGD)
+_ELEMENTWISE = (FusedAdam, o.Adam, o.AdamW, o.SGD, o.RMSprop, o.Adamax, o.NAdam, o.RAdam, o.Adadelta, o.Rprop, o.ASGD)
 
 
 class OptimizedParameters:
@@ -215,14 +215,14 @@ class SoftUpdate:
     def __call__(self, tau: float) -> None:
         """Move the target parameters towards the online parameters by a fraction ``tau``."""
         if addresses([*self._online, *self._own]) != self._addresses:
-            for members in _alike(self._own, settled_parameters(self._module)):
+            for members in _alike(self._own, unflattenable_parameters(self._module)):
                 _lay_flat(members)
             self._runs = _merged(self._online, self._own)
             self._addresses = addresses([*self._online, *self._own])
         interpolate_all_(self._runs[1], self._runs[0], tau)
 
 
-def settled_parameters(module: nn.Module) -> set[nn.Parameter]:
+def unflattenable_parameters(module: nn.Module) -> set[nn.Parameter]:
     """Return the parameters that must not be flattened: cuDNN has its own memory layout for recurrent layers."""
     layers = [part for part in module.modules() if isinstance(part, nn.RNNBase)]
     return {parameter for layer in layers for parameter in layer.parameters() if parameter.is_cuda}

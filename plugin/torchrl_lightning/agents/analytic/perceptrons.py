@@ -154,7 +154,7 @@ class Perceptron:
 
     def __init__(self, layers: Sequence[tuple[Array, Array, int]], gradients: Sequence[tuple[Array, Array]]) -> None:
         self.layers, self.gradients = list(layers), list(gradients)
-        self._finish, self._pull_back = jitted(kernels.add_and_activate), jitted(kernels.pull_back)
+        self._finish, self._pull_back = jitted(kernels.add_and_activate), jitted(kernels.backward_activation)
         self._grads: Memory = []  # gradients of the layers' inputs
 
     def memory(self, rows: int, buffers: GradBuffers | None = None) -> Memory:

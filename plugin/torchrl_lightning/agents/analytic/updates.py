@@ -60,7 +60,7 @@ class AnalyticUpdate(ABC):
         Unsupported: Autograd has to compute the gradients.
     """
 
-    methods: ClassVar[tuple[str, ...]] = ("terms",)
+    methods: ClassVar[tuple[str, ...]] = ("losses",)
     """The agent's methods that this class replaces; user code that overrides one needs autograd."""
 
     def __init__(self, agent: Any) -> None:
@@ -71,7 +71,7 @@ class AnalyticUpdate(ABC):
         self._build(1)
 
     def __call__(self, batch: Any) -> Any:
-        """Write the same gradients as ``agent.terms`` and ``backward``, and return the same values as ``terms``.
+        """Write the same gradients as ``agent.losses`` and ``backward``, and return the same values as ``losses``.
 
         Return None and write nothing if autograd must compute the batch.
         """
@@ -124,7 +124,7 @@ class AnalyticUpdate(ABC):
 
     @abstractmethod
     def write(self, batch: Any) -> Any:
-        """Write the gradients of a batch of ``rows``; return the same values as the agent's ``terms``."""
+        """Write the gradients of a batch of ``rows``; return the same values as the agent's ``losses``."""
 
 
 def vectors_of(entries: list[Tensor]) -> Array:
@@ -207,7 +207,7 @@ class DQNUpdate(TransitionUpdate):
         self.memory, self.after = self.online.memory(self.rows), self.online.memory(self.rows)
         self.chosen = self.online.memory(self.rows) if agent.double_q else self.after
         self.d = np.empty_like(self.memory[-1])
-        self._learn = jitted(kernels.learn_choices)
+        self._learn = jitted(kernels.dqn_loss)
         return watched
 
     def learn(self, seen: Seen, action: Array, step: Any, weight: Array, error: Array) -> dict[str, float]:
@@ -337,7 +337,7 @@ class TD3Update(ActorCriticUpdate):
         out, noise = self.target_actor.forward(then, self.acting), self.noise.normal_().numpy()
         jitted(kernels.smooth)(out, noise, agent.policy_noise, agent.noise_clip, self.chosen)
         terms = self.learn_critics(seen, action, step, 0.0, weight, error)
-        self.resting = set() if agent.take_turn() else set(agent.actor_network.parameters())
+        self.resting = set() if agent.is_actor_update() else set(agent.actor_network.parameters())
         if not self.resting:
             chosen = np.tanh(self.actor.forward(now, self.acting), out=self.chosen)
             values = self.evaluate(self.critics[:1], self.memories, now, self.other)[0]
@@ -350,7 +350,7 @@ class TD3Update(ActorCriticUpdate):
 class PPOUpdate(AnalyticUpdate):
     """Update of PPO's clipped objective with a categorical or clipped Normal actor, and a critic with its own trunk."""
 
-    methods = ("terms", "evaluate", "entropy_terms", "critic_terms")
+    methods = ("losses", "evaluate", "entropy_terms", "critic_terms")
 
     def bind(self, gradients: Gradients) -> list[nn.Module]:
         """Extract actor and critic."""

@@ -11,7 +11,7 @@ from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
-from torchrl_lightning._core.modules import hold
+from torchrl_lightning._core.modules import set_unregistered
 from torchrl_lightning._core.protocols import DataApi
 from torchrl_lightning._core.settings import Count, setting
 from torchrl_lightning._core.tree import path_of
@@ -82,8 +82,8 @@ class DynamicsEnsemble(WorldModelSettings, TermsModule):
     """
 
     CONFIG_NAME: ClassVar[str | None] = "pets"
-    learns_from = "fits"
-    stream_for_it = "data=model_based (DynamicsDataModule)"
+    stream_kind = "fits"
+    suggested_data = "data=model_based (DynamicsDataModule)"
     training_metrics = (
         *TermsModule.training_metrics,
         *train_names("loss_error", "loss_variance", "loss_bounds", "loss_decay", "loss_terminated", "error"),
@@ -173,7 +173,7 @@ class DynamicsEnsemble(WorldModelSettings, TermsModule):
                 seed = DataApi.of(self._data).seed
                 draw_on(planner, None if seed is None else spawn_seed(seed, "planner"))
             planner = built
-            hold(self, _policy=planner)
+            set_unregistered(self, _policy=planner)
             self._policy_device = model.elites.device
         return planner
 
@@ -200,7 +200,7 @@ class DynamicsEnsemble(WorldModelSettings, TermsModule):
         """True if no member has improved for ``patience`` epochs."""
         return self.epochs_waited >= self.patience
 
-    def terms(self, batch: TensorDictBase) -> dict[str, Tensor]:
+    def losses(self, batch: TensorDictBase) -> dict[str, Tensor]:
         """Return the loss terms and the mean squared error of a batch ``[M, B]``."""
         ensemble = self.require_built(self.ensemble)
         ends = batch.get("terminated", None)

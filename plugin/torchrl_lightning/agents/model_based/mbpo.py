@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torchrl_lightning._core.errors import learning_dtype
 from torchrl_lightning._core.protocols import DataApi
-from torchrl_lightning._core.settings import derived, otherwise, setting
+from torchrl_lightning._core.settings import computed, default_factory, setting
 from torchrl_lightning.agents.metrics import train_names
 from torchrl_lightning.agents.model_based.world_model_fit import WorldModelFit
 from torchrl_lightning.agents.model_based.world_models import WorldModel
@@ -48,9 +48,9 @@ class MBPOModule(SACModule):
 
     training_metrics = (*SACModule.training_metrics, *train_names("dynamics_error", "dynamics_epochs"))
 
-    dynamics: Annotated[WorldModelFit, otherwise(WorldModelFit)] = setting(default=None)
-    errors: Tensor = derived()
-    epochs_of_fit: Tensor = derived()
+    dynamics: Annotated[WorldModelFit, default_factory(WorldModelFit)] = setting(default=None)
+    errors: Tensor = computed()
+    epochs_of_fit: Tensor = computed()
 
     def __post_init__(self) -> None:
         super().__post_init__()

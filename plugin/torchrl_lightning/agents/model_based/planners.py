@@ -15,9 +15,9 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 from torchrl.data import TensorSpec
 
-from torchrl_lightning._core.mixins import OwnGenerator
-from torchrl_lightning._core.modules import hold
-from torchrl_lightning._core.settings import Count, FinitePositive, NotNegative, Settings, Switch, derived, setting
+from torchrl_lightning._core.mixins import GeneratorMixin
+from torchrl_lightning._core.modules import set_unregistered
+from torchrl_lightning._core.settings import Count, FinitePositive, NotNegative, Settings, Switch, computed, setting
 from torchrl_lightning._core.state import check_state
 from torchrl_lightning._core.state import generator as generator_state
 from torchrl_lightning.agents.model_based.world_env import WorldModelEnvironment
@@ -29,7 +29,7 @@ from torchrl_lightning.dynamics import DynamicsTargets
 from torchrl_lightning.environments.seeds import IsolatedRng, numbered_seed
 
 
-class ShootingPlanner(Settings, OwnGenerator, TensorDictModuleBase):
+class ShootingPlanner(Settings, GeneratorMixin, TensorDictModuleBase):
     """Base class of planners; a planner writes ``action`` for observations ``[]`` or ``[N]``.
 
     A planner draws random candidates. While exploring, each plan takes its seed from :attr:`generator`; the planner's
@@ -47,7 +47,7 @@ class ShootingPlanner(Settings, OwnGenerator, TensorDictModuleBase):
         particles: Number of rollouts per sequence; the planner averages their returns.
     """
 
-    HANDED_OVER: ClassVar[tuple[str, ...]] = ("env",)
+    RUNTIME_ARGUMENTS: ClassVar[tuple[str, ...]] = ("env",)
     cannot_be_exported: ClassVar[str] = (
         "it draws action sequences and tries them in a world model at each step; keep the checkpoint, and act by "
         "load_policy"
@@ -57,9 +57,9 @@ class ShootingPlanner(Settings, OwnGenerator, TensorDictModuleBase):
     horizon: Count = 15
     candidates: Count = 500
     particles: Count = 1
-    model: WorldModel = derived()
-    targets: DynamicsTargets = derived()
-    origin: Tensor = derived()
+    model: WorldModel = computed()
+    targets: DynamicsTargets = computed()
+    origin: Tensor = computed()
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -67,7 +67,7 @@ class ShootingPlanner(Settings, OwnGenerator, TensorDictModuleBase):
         del self.env  # only its world model is part of the planner
         self.model = env.world_model
         # Not registered, because the owner of the transform saves its state.
-        hold(self, targets=env.targets)
+        set_unregistered(self, targets=env.targets)
         draws = self.model.sample or len(self.model.elites) > 1
         self.require_effect("particles", draws, "a world model with several elites or sample=True")
         self.action_spec: TensorSpec = env.action_spec
@@ -81,7 +81,7 @@ class ShootingPlanner(Settings, OwnGenerator, TensorDictModuleBase):
         """Return the action ``[N, *A]`` of observations ``[N, O]``; ``starts`` marks episode starts (``[N]`` bool)."""
 
     @torch.no_grad()
-    def act_on(self, step: TensorDictBase) -> dict[NestedKey, Tensor]:
+    def compute_step(self, step: TensorDictBase) -> dict[NestedKey, Tensor]:
         """Return the action of a step by key without writing it."""
         observation, starts = self.targets.observation(step), step.get("is_init", None)
         rows = observation.reshape(-1, observation.shape[-1])
@@ -91,7 +91,7 @@ class ShootingPlanner(Settings, OwnGenerator, TensorDictModuleBase):
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Write the action."""
-        return tensordict.set("action", self.act_on(tensordict)["action"])
+        return tensordict.set("action", self.compute_step(tensordict)["action"])
 
     def returns(self, observation: Tensor, actions: Tensor) -> Tensor:
         """Return the mean returns ``[N, K]`` of action sequences ``[N, K, H, *A]`` from observations ``[N, O]``."""
@@ -192,8 +192,8 @@ class CrossEntropyPlanner(ShootingPlanner):
     initial_std: FinitePositive = 1.0
     warm_start: Switch = False
     noise: NotNegative = 0.0
-    center: Tensor = derived()
-    half_range: Tensor = derived()
+    center: Tensor = computed()
+    half_range: Tensor = computed()
 
     def __post_init__(self) -> None:
         super().__post_init__()

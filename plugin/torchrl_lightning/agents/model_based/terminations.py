@@ -12,7 +12,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from torchrl_lightning._core.tree import entry_of, next_key
-from torchrl_lightning._core.trust import Nameable
+from torchrl_lightning._core.trust import ConfigSafe
 from torchrl_lightning._core.validators import one_of
 from torchrl_lightning.agents.model_based.world_models import WorldModel
 from torchrl_lightning.dynamics.targets import IS_RESET
@@ -82,7 +82,7 @@ _BODIES = {
 }
 
 
-class UnhealthyBody(Nameable):
+class MujocoTermination(ConfigSafe):
     """Terminate when a body of Gymnasium's MuJoCo environments has fallen, by its environment's default rules.
 
     It expects the default observations of the environment: height first, without the position along the ground. The
@@ -99,7 +99,7 @@ class UnhealthyBody(Nameable):
 
     Examples:
         >>> import torch
-        >>> fallen = UnhealthyBody("walker2d")
+        >>> fallen = MujocoTermination("walker2d")
         >>> observation = torch.zeros(3, 17)
         >>> observation[:, 0] = torch.tensor([1.2, 0.7, 2.1])
         >>> fallen(observation, torch.zeros(3, 6), observation)

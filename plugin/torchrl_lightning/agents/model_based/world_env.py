@@ -12,8 +12,8 @@ from torchrl.data import Categorical, Composite, Unbounded
 from torchrl.envs.model_based import ModelBasedEnvBase
 
 from torchrl_lightning._core.keys import MEMBER
-from torchrl_lightning._core.mixins import ConstructorSignature
-from torchrl_lightning._core.modules import hold
+from torchrl_lightning._core.mixins import SignatureDescriptor
+from torchrl_lightning._core.modules import set_unregistered
 from torchrl_lightning._core.tree import entry_of
 from torchrl_lightning.agents.model_based.world_models import WorldModel
 from torchrl_lightning.dynamics import DynamicsTargets
@@ -40,7 +40,7 @@ class WorldModelEnvironment(ModelBasedEnvBase):
         torch.Size([7, 5])
     """
 
-    __signature__ = ConstructorSignature()
+    __signature__ = SignatureDescriptor()
     world_model: WorldModel
     targets: DynamicsTargets
 
@@ -52,7 +52,7 @@ class WorldModelEnvironment(ModelBasedEnvBase):
         super().__init__(world_model, device=device)
         # Not registered, because the owner of the transform saves its state.
         targets = world_model.targets
-        hold(self, targets=targets)
+        set_unregistered(self, targets=targets)
         entries = targets.split(torch.zeros(world_model.observations, dtype=targets.column_dtype)).items()
         observation = Composite({key: Unbounded(zeros.shape, dtype=zeros.dtype) for key, zeros in entries})
         self._column_dtype = targets.column_dtype

@@ -10,8 +10,8 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from torchrl_lightning._core.settings import Count, Switch, setting
-from torchrl_lightning._core.trust import Nameable
-from torchrl_lightning.agents.analytic import LeanAdam, OptimizedParameters
+from torchrl_lightning._core.trust import ConfigSafe
+from torchrl_lightning.agents.analytic import FusedAdam, OptimizedParameters
 from torchrl_lightning.agents.model_based.ensembles import Widths
 from torchrl_lightning.agents.model_based.terminations import TerminationCheck
 from torchrl_lightning.agents.model_based.world_models import WorldModel, WorldModelSettings
@@ -19,7 +19,7 @@ from torchrl_lightning.dynamics import DynamicsTargets
 from torchrl_lightning.dynamics.scaler import check_finite
 
 
-class WorldModelFit(WorldModelSettings, Nameable):
+class WorldModelFit(WorldModelSettings, ConfigSafe):
     """Build a world model, and fit it to transitions until its errors on validation rows stop improving.
 
     The loss is that of :class:`~torchrl_lightning.DynamicsEnsemble`, which learns over epochs of Lightning. This class
@@ -93,7 +93,7 @@ class WorldModelFit(WorldModelSettings, Nameable):
         ends = seen["terminated"].to(device) if model.learns_terminated else None
         drawn = torch.randint(len(x), (self.num_members, len(x)), device=device)
         parameters = list(ensemble.parameters())
-        optimizer = LeanAdam(parameters, lr=self.learning_rate)
+        optimizer = FusedAdam(parameters, lr=self.learning_rate)
         flat = OptimizedParameters(optimizer, [parameters])
         best, waited, epoch = torch.full((self.num_members,), torch.inf, device=device), 0, 0
         while epoch < self.max_epochs and waited < self.patience:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torchrl_lightning._core.modules import hold
-from torchrl_lightning._core.settings import Count, FinitePositive, Fraction, NotNegative, Settings, among, setting
-from torchrl_lightning._core.trust import Nameable
+from torchrl_lightning._core.modules import set_unregistered
+from torchrl_lightning._core.settings import Count, FinitePositive, Fraction, NotNegative, Settings, choices, setting
+from torchrl_lightning._core.trust import ConfigSafe
 from torchrl_lightning._core.validators import check_defaults, integer
 from torchrl_lightning.agents.model_based.ensembles import GaussianEnsemble, Widths, softly_bounded
 from torchrl_lightning.dynamics import DynamicsTargets
@@ -20,11 +20,11 @@ Terminated = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Maps observations, actions and next observations ``[R, D]``, in the columns of :class:`DynamicsTargets`, to
 termination flags, ``[R]`` or ``[R, 1]`` bool. Observations are float64 if an entry of the environment's is float64 or
 an integer."""
-propagations = among("step", "trajectory")
+propagations = choices("step", "trajectory")
 Propagation = Annotated[str, propagations]
 
 
-class OutsideBox(Nameable):
+class OutsideBox(ConfigSafe):
     """Terminate when the next observation leaves a box.
 
     Args:
@@ -163,7 +163,7 @@ class WorldModel(nn.Module):
         self.learns_terminated = ensemble.ends is not None and terminated is None
         self.observations = len(targets.observation_columns)
         # Not registered, because the owner of the transform saves its state.
-        hold(self, targets=targets)
+        set_unregistered(self, targets=targets)
         self.register_buffer("elites", torch.arange(elites))
         self._layers: list[tuple[Tensor, Tensor]] = []
         self._end_layers: list[tuple[Tensor, Tensor]] = []

@@ -18,7 +18,7 @@ from torchrl.data import Composite, TensorSpec
 from torchrl.modules import ProbabilisticActor, ValueOperator
 
 from torchrl_lightning._core.keys import ACTION_MASK, BOOKKEEPING, FEATURES
-from torchrl_lightning._core.modules import hold
+from torchrl_lightning._core.modules import set_unregistered
 from torchrl_lightning._core.torch_defaults import check_default_dtype
 from torchrl_lightning._core.tree import path_of
 from torchrl_lightning.agents.analytic import bind_inputs
@@ -26,7 +26,7 @@ from torchrl_lightning.agents.networks.action_heads import ActionHead, Parameter
 from torchrl_lightning.agents.networks.encoders import MLPNetwork, mlp, orthogonal
 from torchrl_lightning.agents.networks.network_protocol import Network
 from torchrl_lightning.environments.masks import action_mask, allowed_values
-from torchrl_lightning.environments.policy_calls import bare_call, policy_outputs
+from torchrl_lightning.environments.policy_calls import fast_call, policy_outputs
 
 _DETERMINISTIC = {InteractionType.RANDOM: False, InteractionType.DETERMINISTIC: True}
 
@@ -37,8 +37,8 @@ def acts_deterministically() -> bool | None:
 
 
 def bound_call(policy: Any, step: TensorDictBase) -> Callable[[], dict[NestedKey, Tensor]]:
-    """Return a call of ``policy.act_on`` on a step ``[N]`` with fixed tensors, compiled for supported policies."""
-    return bind_inputs(policy, step) or (lambda: policy.act_on(step))
+    """Return ``policy.compute_step`` bound to a step ``[N]`` with fixed tensors, compiled for supported policies."""
+    return bind_inputs(policy, step) or (lambda: policy.compute_step(step))
 
 
 class Actor(ProbabilisticActor):
@@ -78,7 +78,7 @@ class Actor(ProbabilisticActor):
             default_interaction_type=InteractionType.RANDOM,
         )
         # Plain attributes for speed; super().__init__ has registered the modules.
-        hold(self, trunk=trunk, head=head)
+        set_unregistered(self, trunk=trunk, head=head)
         self.masked = masked
         self.out_keys = ["action", "action_log_prob", *(key for key in trunk.out_keys if key != FEATURES)]
         self._computed = list(self.out_keys)
@@ -87,7 +87,7 @@ class Actor(ProbabilisticActor):
         """Return the distribution's parameters after the action mask of a step ``[*B]``, if ``masked``."""
         return (allowed_values(parameters[0], step.get(ACTION_MASK)),) if self.masked else parameters
 
-    def act_on(self, step: TensorDictBase) -> dict[NestedKey, Tensor]:
+    def compute_step(self, step: TensorDictBase) -> dict[NestedKey, Tensor]:
         """Return the outputs of ``forward`` without writing them; collectors call it on each step."""
         deterministic = acts_deterministically()
         if deterministic is None:
@@ -109,14 +109,14 @@ class Actor(ProbabilisticActor):
         return found if len(keys) == len(found) else {key: found[key] for key in keys}
 
     def standing(self, step: TensorDictBase) -> Callable[[], dict[NestedKey, Tensor]]:
-        """Return a call of :meth:`act_on` on a CPU step ``[N]`` with fixed tensors that the caller overwrites."""
+        """Return a call of :meth:`compute_step` on a CPU step ``[N]`` with fixed tensors that the caller overwrites."""
         return bound_call(self, step)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Write the action, its log-probability and, for recurrent actors, the next recurrent state."""
         if len(args) != 1 or kwargs or not isinstance(args[0], TensorDictBase):
             return super().forward(*args, **kwargs)
-        for key, value in self.act_on(args[0]).items():
+        for key, value in self.compute_step(args[0]).items():
             args[0].set(key, value)
         return args[0]
 
@@ -295,10 +295,10 @@ class ActorWithValues(TensorDictModuleBase):
         self.actor, self.critic = actor, critic
         self.in_keys, self.out_keys = list(actor.in_keys), [*actor.out_keys, *critic.out_keys]
 
-    def act_on(self, step: TensorDictBase) -> dict[NestedKey, Tensor]:
+    def compute_step(self, step: TensorDictBase) -> dict[NestedKey, Tensor]:
         """Return the outputs of ``forward`` without writing them."""
         actor, critic, deterministic = self.actor, self.critic, acts_deterministically()
-        if deterministic is None or bare_call(actor) is None:
+        if deterministic is None or fast_call(actor) is None:
             written, values = policy_outputs(actor, step.copy()), critic.values(step)
         else:
             features, states = actor.trunk.step(step)
@@ -308,7 +308,7 @@ class ActorWithValues(TensorDictModuleBase):
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Write the actor's outputs and the values."""
-        for key, value in self.act_on(tensordict).items():
+        for key, value in self.compute_step(tensordict).items():
             tensordict.set(key, value)
         return tensordict
 

@@ -18,7 +18,7 @@ from torchrl.data import MultiCategorical as MultiCategoricalSpec
 from torchrl.modules import BatchRenorm1d
 
 from torchrl_lightning._core.images import channels_are_last
-from torchrl_lightning._core.trust import Nameable
+from torchrl_lightning._core.trust import ConfigSafe
 from torchrl_lightning._core.validators import integer, one_of
 from torchrl_lightning.agents.networks.network_protocol import Network
 from torchrl_lightning.agents.networks.trunks import RecurrentTrunk
@@ -284,7 +284,7 @@ class CNNEncoder(Encoder):
 
 
 @dataclass
-class MLPNetwork(Network, Nameable):
+class MLPNetwork(Network, ConfigSafe):
     """A multi-layer perceptron over flat observations.
 
     Args:
@@ -326,7 +326,7 @@ class MLPNetwork(Network, Nameable):
 
 
 @dataclass
-class BatchRenormNetwork(Network, Nameable):
+class BatchRenormNetwork(Network, ConfigSafe):
     """A perceptron over flat observations with batch renormalisation (Ioffe, 2017) by TorchRL's ``BatchRenorm1d``.
 
     Args:
@@ -362,7 +362,7 @@ class BatchRenormNetwork(Network, Nameable):
 
 
 @dataclass
-class CNNNetwork(Network, Nameable):
+class CNNNetwork(Network, ConfigSafe):
     """Convolutions over pixels, shared by actor and critic.
 
     The default convolutions depend on the shorter side of the image. From 36 pixels they equal those of Mnih et al.
@@ -421,7 +421,7 @@ class CNNNetwork(Network, Nameable):
 
 
 @dataclass
-class RecurrentNetwork(Network, Nameable):
+class RecurrentNetwork(Network, ConfigSafe):
     """A GRU or an LSTM over another network's features; actor and critic always share it.
 
     With one memory for both, the critic needs only the recorded observation and ``recurrent_state`` of a row. It has no

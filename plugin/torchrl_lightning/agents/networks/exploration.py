@@ -71,7 +71,7 @@ class ExploringPolicy(TensorDictModuleBase):
         self.next_state_keys, self.keys = states, [*network.trunk.in_keys, *self._masks]
         self.register_buffer("amount", torch.zeros((), dtype=torch.float32))
 
-    def act_on(self, step: TensorDictBase) -> dict[NestedKey, Tensor]:
+    def compute_step(self, step: TensorDictBase) -> dict[NestedKey, Tensor]:
         """Return action and next recurrent states of a step ``[*B]`` by key, without writing them.
 
         Collectors call this instead of ``forward``: it gives the same values and random numbers without the cost of a
@@ -87,12 +87,12 @@ class ExploringPolicy(TensorDictModuleBase):
         }
 
     def standing(self, step: TensorDictBase) -> Callable[[], dict[NestedKey, Tensor]]:
-        """Return a call of :meth:`act_on` on a CPU step ``[N]`` with fixed tensors that the caller overwrites."""
+        """Return a call of :meth:`compute_step` on a CPU step ``[N]`` with fixed tensors that the caller overwrites."""
         return bound_call(self, step)
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Write action and next recurrent states."""
-        for key, value in self.act_on(tensordict).items():
+        for key, value in self.compute_step(tensordict).items():
             tensordict.set(key, value)
         return tensordict
 
@@ -127,7 +127,7 @@ class EpsilonGreedyPolicy(ExploringPolicy):
         self.spread = spread
         self.amount.fill_(fraction(epsilon, "epsilon"))
 
-    def use_worker(self, number: int, count: int) -> None:
+    def set_worker(self, number: int, count: int) -> None:
         """Set the exploration exponent of worker ``number`` of ``count``."""
         self.exponent = 1.0 + self.spread * number / max(count - 1, 1)
 

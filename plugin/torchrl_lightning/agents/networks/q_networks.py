@@ -13,7 +13,7 @@ from torchrl.data import Categorical, OneHot
 from torchrl.modules import DistributionalQValueActor, QValueActor, ValueOperator
 
 from torchrl_lightning._core.keys import FEATURES
-from torchrl_lightning._core.modules import hold
+from torchrl_lightning._core.modules import set_unregistered
 from torchrl_lightning._core.validators import integer
 from torchrl_lightning.agents.networks.action_heads import Ranged, action_name
 from torchrl_lightning.agents.networks.actors import linear_head, observation_entries
@@ -47,7 +47,7 @@ class QNetwork(QValueActor):
         space = "one_hot" if isinstance(spec, OneHot) else "categorical"
         super().__init__(TensorDictSequential(trunk, values), action_space=space, action_value_key=out_key)
         self.action_dtype = spec.dtype
-        hold(self, trunk=trunk, head=head)
+        set_unregistered(self, trunk=trunk, head=head)
 
     def values(self, entries: Entries) -> Tensor:
         """Return the action values ``[*B, A]`` of observation entries."""
@@ -110,7 +110,7 @@ class DistributionalQNetwork(DistributionalQValueActor):
         space = "one_hot" if isinstance(spec, OneHot) else "categorical"
         super().__init__(module, support, action_space=space, make_log_softmax=False)
         self.action_dtype = spec.dtype
-        hold(self, trunk=trunk, head=head)
+        set_unregistered(self, trunk=trunk, head=head)
 
     def values(self, entries: Entries) -> Tensor:
         """Return the action values ``[*B, A]`` of observation entries."""

@@ -12,7 +12,7 @@ from torchrl.data import Bounded, Categorical, TensorSpec, Unbounded
 from torchrl.modules import TanhNormal
 
 from torchrl_lightning._core.keys import FEATURES
-from torchrl_lightning._core.modules import hold
+from torchrl_lightning._core.modules import set_unregistered
 from torchrl_lightning.agents.networks.action_heads import (
     POLICY_GAIN,
     ActionHead,
@@ -61,7 +61,7 @@ def action_range(spec: TensorSpec, *, allow_constants: bool = False) -> tuple[Te
     )
 
 
-def furthest(dtype: torch.dtype) -> float:
+def safetanh_limit(dtype: torch.dtype) -> float:
     """Return the largest tanh output, as in TorchRL: below 1, so that the action stays invertible."""
     return 1.0 - torch.finfo(dtype).resolution
 
@@ -84,7 +84,7 @@ class SquashedHead(ActionHead, Ranged):
     """
 
     log_range: Tensor
-    limits = (*LOG_STD_RANGE, furthest(torch.float32))
+    limits = (*LOG_STD_RANGE, safetanh_limit(torch.float32))
     """Bounds of the log standard deviation, and the largest tanh output in float32."""
 
     def __init__(self, features: int, spec: TensorSpec, hidden: nn.Module | None = None) -> None:
@@ -125,7 +125,7 @@ class SquashedHead(ActionHead, Ranged):
 
     @staticmethod
     def _tanh(preimage: Tensor) -> Tensor:
-        limit = furthest(preimage.dtype)
+        limit = safetanh_limit(preimage.dtype)
         return preimage.tanh().clamp(-limit, limit)
 
 
@@ -152,7 +152,7 @@ class DeterministicActor(TensorDictSequential):
 
     def __init__(self, trunk: TensorDictModuleBase, head: DeterministicHead) -> None:
         super().__init__(trunk, TensorDictModule(head, in_keys=[FEATURES], out_keys=["action"]))
-        hold(self, trunk=trunk, head=head)
+        set_unregistered(self, trunk=trunk, head=head)
 
 
 def build_squashed_actor(specs: Any, network: Network | None = None) -> Actor:

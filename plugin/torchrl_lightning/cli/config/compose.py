@@ -42,11 +42,11 @@ from torchrl_lightning.cli.config.replace_part import (
 from torchrl_lightning.cli.config.resume import (
     Record,
     check_record,
-    continued,
     keep_process,
     keep_settings,
     missing_choices,
     record_in,
+    resume_overrides,
 )
 from torchrl_lightning.cli.config.validate import read_stored
 from torchrl_lightning.cli.error_messages import SWEPT, UsageError, one_line, read_options, reported
@@ -367,7 +367,7 @@ def _resumed(
     check_record(record, path)
     ours = [override for override in given if override.is_hydra_override()]
     mine = [override for override in given if not override.is_hydra_override()]
-    lines, theirs = (continued(record, path, some, is_group) for some in (given, ours))
+    lines, theirs = (resume_overrides(record, path, some, is_group) for some in (given, ours))
     before = composed(_lines(theirs))
     # Selecting the run's experiment may change other groups, so compare again after each choice.
     chosen: list[str] = []

@@ -12,14 +12,14 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from omegaconf import DictConfig
 
-from torchrl_lightning._core.trust import target_named
+from torchrl_lightning._core.trust import resolve_target
 from torchrl_lightning.cli.config.resume import copies
 from torchrl_lightning.cli.error_messages import UsageError
-from torchrl_lightning.deploy.loading import CONFIG, checkpoint_of, read_checkpoint, statistics_in
+from torchrl_lightning.deploy.loading import CONFIG, checkpoint_of, extract_statistics, read_checkpoint
 from torchrl_lightning.deploy.weights import beginning_weights
 
 
-class Beginning(Callback):
+class InitFrom(Callback):
     """Load the weights and moments of another run at the start of a fit.
 
     Args:
@@ -34,7 +34,7 @@ class Beginning(Callback):
         self.source = source
         try:
             self.path, stored = _read(source)
-            self._statistics = statistics_in(stored, self.path)
+            self._statistics = extract_statistics(stored, self.path)
         except (ValueError, ImportError) as error:
             raise UsageError(f"init_from={source}: {error}.") from error
         self._weights: dict[str, Any] = dict(stored["state_dict"])
@@ -45,7 +45,7 @@ class Beginning(Callback):
         """Validate weights and moments before training; raise UsageError if they do not fit this run."""
         try:
             self._check_weights(data, model)
-            data.begin_from(self._statistics, trial=True)
+            data.load_normalization(self._statistics, trial=True)
         except ValueError as error:
             raise self._misfit(error) from error
         finally:
@@ -76,7 +76,7 @@ class Beginning(Callback):
         """Return our class that learned the weights; None if the file does not name it."""
         model = self._config.get("model") if isinstance(self._config, Mapping) else None
         name = model.get("_target_") if isinstance(model, Mapping) else None
-        return target_named(name) if isinstance(name, str) else None
+        return resolve_target(name) if isinstance(name, str) else None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Load weights and moments; networks and optimizers exist by now."""
@@ -86,7 +86,7 @@ class Beginning(Callback):
         except RuntimeError as error:  # a user's module, which check() cannot try
             raise self._misfit(error) from error
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
-        data.begin_from(self._statistics)
+        data.load_normalization(self._statistics)
         self._weights = {}
 
     def _misfit(self, error: Exception) -> UsageError:
@@ -105,7 +105,7 @@ def _read(source: str) -> tuple[str | Path, dict[str, Any]]:
     return path, read_checkpoint(path)
 
 
-def beginning_of(cfg: DictConfig, differ: Mapping[str, tuple[Any, Any]]) -> Beginning | None:
+def load_init_from(cfg: DictConfig, differ: Mapping[str, tuple[Any, Any]]) -> InitFrom | None:
     """Return the ``init_from`` source of a run; None without ``init_from`` or if the run resumes a checkpoint.
 
     Args:
@@ -126,4 +126,4 @@ def beginning_of(cfg: DictConfig, differ: Mapping[str, tuple[Any, Any]]) -> Begi
         )
     if cfg.freeze_statistics and not (cfg.data.get("normalize_observation") or cfg.data.get("normalize_reward")):
         raise UsageError("freeze_statistics=true keeps moments, but this run normalises nothing; leave it out.")
-    return None if resumes or cfg.init_from is None else Beginning(str(cfg.init_from))
+    return None if resumes or cfg.init_from is None else InitFrom(str(cfg.init_from))

@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from omegaconf import DictConfig, OmegaConf
 
-from torchrl_lightning._core.errors import MisfitError, require_fit
+from torchrl_lightning._core.errors import IncompatibleError, check_compatible
 from torchrl_lightning._core.run_metadata import COMMAND
 from torchrl_lightning._core.suggestions import did_you_mean
 from torchrl_lightning._hydra.compat import instantiate
@@ -21,7 +21,7 @@ from torchrl_lightning.agents.dry_run import NetworkFault, network_faults
 from torchrl_lightning.cli.config.resume import copies, plain
 from torchrl_lightning.cli.error_messages import UsageError
 from torchrl_lightning.deploy.loading import CONFIG
-from torchrl_lightning.environments.install_hint import extra_for
+from torchrl_lightning.environments.install_hint import install_hint
 
 # Errors that constructors raise for bad arguments; any other error is a bug and keeps its traceback.
 MISTAKES = (ValueError, TypeError, KeyError, ImportError)
@@ -76,7 +76,7 @@ def check_parts(
                 if isinstance(trial, AgentModule) and on_cpu:
                     trial.try_networks(data.specs, trainer)
                     model.passed_dry_run = trial.passed_dry_run
-            require_fit(model, data)
+            check_compatible(model, data)
         except (UsageError, NetworkFault):
             raise
         except MISTAKES as error:
@@ -99,7 +99,7 @@ def describe(cfg: DictConfig, key: str, error: BaseException) -> str:
     text = " ".join(str(error.args[0] if isinstance(error, KeyError) and error.args else error).split())
     text += next((remedy for part, remedy in _REMEDIES.items() if part in text), "")
     if isinstance(error, ImportError) and "torchrl-lightning[" not in text:
-        text += extra_for(error)
+        text += install_hint(error)
     misspelt = re.search(r"that '(\w+)' is importable from module '(torchrl_lightning[\w.]*)'", text)
     if misspelt is not None:
         text = f"{misspelt[2]} has no {misspelt[1]}{did_you_mean(misspelt[1], dir(import_module(misspelt[2])))}"
@@ -111,10 +111,10 @@ def describe(cfg: DictConfig, key: str, error: BaseException) -> str:
             told = f"{begin[1]}={node[begin[1]]}"
             # For a list, the message already includes the entry.
             return f"{holder}.{text}" if begin[2] or text.startswith(told) else f"{holder}.{told}: {text}"
-    return text if isinstance(error, MisfitError) else f"{key}: {text}"
+    return text if isinstance(error, IncompatibleError) else f"{key}: {text}"
 
 
-class KeptConfig(Callback):
+class SaveConfig(Callback):
     """Save the config of a run in each checkpoint, so that the file is usable outside its run folder.
 
     Args:

@@ -135,7 +135,7 @@ def kept_overrides(record: Record, path: str | Path) -> list[Override]:
     return found
 
 
-def continued(
+def resume_overrides(
     record: Record, path: str | Path, given: Iterable[Override], is_group: Callable[[str], bool]
 ) -> list[Override]:
     """Return the overrides of a resumed run: the inherited overrides, then the overrides of this command.
@@ -265,9 +265,7 @@ def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> dict[str, 
     }
 
 
-def told_differences(
-    stored: Mapping[str, Any], path: str | Path, config: Mapping[str, Any]
-) -> dict[str, tuple[Any, Any]]:
+def config_diff(stored: Mapping[str, Any], path: str | Path, config: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Return the differences between a checkpoint's config and a config, except for the run folder."""
     record = record_in(stored, path)
     if record is None:

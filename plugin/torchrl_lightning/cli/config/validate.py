@@ -121,7 +121,7 @@ def read_stored(path: str | Path, **options: bool) -> dict[str, Any]:
 
 def stored_run(cfg: DictConfig) -> dict[str, Any]:
     """Read the checkpoint to resume; raise UsageError if its config needs ``trusted=true``."""
-    from torchrl_lightning.deploy.loading import CONFIG, config_in
+    from torchrl_lightning.deploy.loading import CONFIG, extract_config
 
     path, trusted = Path(cfg.ckpt_path), is_trusted(cfg)
     stored = read_stored(path)
@@ -129,7 +129,7 @@ def stored_run(cfg: DictConfig) -> dict[str, Any]:
         return stored
     try:
         # Skip the folders: the current config defines the folders of this run.
-        config_in(stored, path, "data", "model", trusted=trusted)
+        extract_config(stored, path, "data", "model", trusted=trusted)
     except ValueError as error:
         raise UsageError(f"{error}; {TRUST}.") from error
     return stored

@@ -118,7 +118,7 @@ def check_builds(buffer: Any, data: Any) -> None:
     while isinstance(made, partial):
         made = made.func
     if isinstance(made, type) and issubclass(made, ReplayBuffer) and not issubclass(made, data.buffer_class):
-        other = "a ReplayDataModule" if data.serves == "rollouts" else "an OnPolicyDataModule"
+        other = "a ReplayDataModule" if data.stream_kind == "rollouts" else "an OnPolicyDataModule"
         remedy = f"Give it to {other}, or choose" if made.__module__.startswith("torchrl_lightning.") else "Choose"
         raise TypeError(
             f"buffer must be of the kind of {data.buffer_class.__name__} for {type(data).__name__}, got "

@@ -9,7 +9,7 @@ from typing import Any
 
 from torchrl.envs import EnvBase
 
-from torchrl_lightning._core.errors import Fault
+from torchrl_lightning._core.errors import UserError
 from torchrl_lightning._core.validators import integer
 from torchrl_lightning.collectors import GymnasiumCollector, TorchRLCollector
 from torchrl_lightning.environments.backends.torchrl_batch import stepped_together
@@ -98,18 +98,18 @@ def collector_options(
         options["replay"] = replay
     collectors = collectors_of_rank(make_collector, world_size)
     divided = {} if collectors is None else {"num_collectors": collectors}
-    return options | divided | still_asked(make_collector, **sizes)
+    return options | divided | unbound_arguments(make_collector, **sizes)
 
 
-def share_of(make_collector: Callable[..., Any] | None, num_envs: int) -> int:
+def envs_per_worker(make_collector: Callable[..., Any] | None, num_envs: int) -> int:
     """Return the number of environments per worker; all without workers or if the factory does not receive sizes.
 
     Examples:
         >>> from torchrl_lightning import AsynchronousCollector
-        >>> share_of(partial(AsynchronousCollector, num_workers=4), 16)
+        >>> envs_per_worker(partial(AsynchronousCollector, num_workers=4), 16)
         4
     """
-    if make_collector is None or not still_asked(make_collector, num_envs=num_envs):
+    if make_collector is None or not unbound_arguments(make_collector, num_envs=num_envs):
         return num_envs
     parameters = inspect.signature(make_collector).parameters
     for name in ("num_workers", "num_collectors"):
@@ -138,13 +138,13 @@ def collectors_of_rank(make_collector: Callable[..., Any] | None, world_size: in
         2
         >>> collectors_of_rank(AsynchronousCollector, 2)
     """
-    if world_size == 1 or make_collector is None or not still_asked(make_collector, num_envs=1):
+    if world_size == 1 or make_collector is None or not unbound_arguments(make_collector, num_envs=1):
         return None
     parameter = inspect.signature(make_collector).parameters.get("num_collectors")
     if parameter is None:
         return None
     if parameter.default % world_size:
-        raise Fault(
+        raise UserError(
             f"num_collectors={parameter.default} cannot be divided evenly among {world_size} ranks; "
             f"take {-(-parameter.default // world_size) * world_size}."
         )
@@ -154,10 +154,10 @@ def collectors_of_rank(make_collector: Callable[..., Any] | None, world_size: in
 def envs_of_rank(make_collector: Callable[..., Any] | None, num_envs: int, world_size: int) -> int:
     """Return the number of environments of a rank: all, or the sum over its collectors of a cluster."""
     collectors = collectors_of_rank(make_collector, world_size)
-    return num_envs if collectors is None else share_of(make_collector, num_envs) * collectors
+    return num_envs if collectors is None else envs_per_worker(make_collector, num_envs) * collectors
 
 
-def still_asked(make_collector: Callable[..., Any], **given: Any) -> dict[str, Any]:
+def unbound_arguments(make_collector: Callable[..., Any], **given: Any) -> dict[str, Any]:
     """Return the given arguments that a collector factory does not have yet; none if ``frames_per_batch`` is bound."""
     parameters = inspect.signature(make_collector).parameters
     frames = parameters.get("frames_per_batch")

@@ -13,10 +13,10 @@ from torch import Tensor
 from torchrl_lightning._core.interrupts import interrupts
 from torchrl_lightning._core.modules import EvaluationMode
 from torchrl_lightning._core.protocols import CollectorApi
-from torchrl_lightning.environments.env_ids import RowOrigins, Trajectories
+from torchrl_lightning.environments.env_ids import EnvIdTracker, Trajectories
 
 
-class KeepsSums(Protocol):
+class EpisodeAccumulator(Protocol):
     """An object with running sums over unfinished episodes."""
 
     def forget_unfinished(self, env_ids: Tensor | slice = slice(None)) -> None:
@@ -38,7 +38,7 @@ class Part(NamedTuple):
     is_last: bool
 
 
-class Feed:
+class CollectorStream:
     """Build the collector as late as possible, draw its rollouts, and store its restored state until then.
 
     At the first rollout the weights are restored and on their device. The generator state of a checkpoint is set at
@@ -52,13 +52,13 @@ class Feed:
         trajectories: Finds trajectories that a user's collector cuts; None if flags mark all beginnings.
     """
 
-    def __init__(self, *sums: KeepsSums) -> None:
+    def __init__(self, *sums: EpisodeAccumulator) -> None:
         self.collector: Any = None
         self.api = CollectorApi.of(None)
         self.trajectories: Trajectories | None = None
         self._sums = sums
         self._stream: Iterator[TensorDictBase] | None = None
-        self._origins = RowOrigins(1)
+        self._origins = EnvIdTracker(1)
         self._until_closed = ExitStack()
         self._is_resumed = False  # whether the next collector loads the kept state
         self._rng: Tensor | None = None  # generator state of a checkpoint, until the run continues
@@ -88,7 +88,7 @@ class Feed:
         if self.api.flags_beginnings:
             self.trajectories = None
         self._stream = stream if policy is None else self._acting(stream, policy)
-        self._origins = RowOrigins(self.api.num_workers)
+        self._origins = EnvIdTracker(self.api.num_workers)
         if self._is_resumed and self._kept is not None and self.api.load_state_dict is not None:
             self.api.load_state_dict(self._kept)
         self._kept, self._is_resumed, self._rng, self._before = None, False, None, None

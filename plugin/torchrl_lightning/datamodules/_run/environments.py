@@ -13,7 +13,7 @@ from typing import Any
 from gymnasium.vector import VectorEnv
 from torchrl.envs import EnvBase
 
-from torchrl_lightning._core.memory import check_room
+from torchrl_lightning._core.memory import check_free_memory
 from torchrl_lightning._core.protocols import CollectorApi
 from torchrl_lightning.datamodules._run.evaluation import EnvironmentView, check_evaluation, view_of
 from torchrl_lightning.environments import (
@@ -105,7 +105,7 @@ class RunEnvironments:
     def check_room(self, frames: int) -> None:
         """Raise an error if a rollout of this number of frames does not fit into memory."""
         entries = [*self.specs.observation.values(True, True)] * 2 + [self.specs.action]  # before and after each step
-        check_room(
+        check_free_memory(
             frames * sum(math.prod(entry.shape) * entry.dtype.itemsize for entry in entries),
             f"A rollout of {frames} frames",
             "lower frames_per_batch, or take smaller observations",

@@ -9,7 +9,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from torchrl_lightning._core.keys import REPLAYED
-from torchrl_lightning._core.state import LARGEST, Attribute, Stated, sequence, tensor, wrong
+from torchrl_lightning._core.state import LARGEST, Attribute, Stateful, sequence, state_error, tensor
 
 
 def ends_of(rollout: TensorDictBase) -> dict[str, Any]:
@@ -28,12 +28,12 @@ def _read_finished(value: Any, name: str) -> list[tuple[Tensor, Tensor]]:
     if not sequence(value, name):
         return []
     if len(value) != 2:
-        raise wrong(value, name, "returns and lengths")
+        raise state_error(value, name, "returns and lengths")
     returns = tensor(torch.float64, None)(value[0], f"the first of {name}")
     return [(returns, tensor(torch.int64, len(returns), low=1, high=LARGEST)(value[1], f"the second of {name}"))]
 
 
-class FinishedEpisodes(Stated):
+class FinishedEpisodes(Stateful):
     """Mean return and length of the episodes that ended since the last summary, of ``num_envs`` environments or more.
 
     Rollouts of a single step are common, so rollouts are stored first and then evaluated together. With the cumulative

@@ -17,7 +17,7 @@ from torchrl.envs import EnvBase, GymWrapper, transforms
 
 from torchrl_lightning._core.protocols import CollectorApi
 from torchrl_lightning.environments import EnvironmentSpecs, environment_specs
-from torchrl_lightning.environments.backends.next_step import KnownResets
+from torchrl_lightning.environments.backends.next_step import ResetTrackingVectorEnv
 from torchrl_lightning.environments.backends.torchrl_env import PlayingTransform
 from torchrl_lightning.environments.copies import FreshActions, FreshObservations
 from torchrl_lightning.environments.recipe import differences, plain
@@ -25,7 +25,7 @@ from torchrl_lightning.environments.specs import COUNTERS, layers, spec_fields
 
 # Wrappers that guard, cut, record or render an episode, and change neither observation nor reward of a step.
 _NEUTRAL_WRAPPERS = (
-    KnownResets,
+    ResetTrackingVectorEnv,
     FreshActions,
     FreshObservations,
     wrappers.PassiveEnvChecker,

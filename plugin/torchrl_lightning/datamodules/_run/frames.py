@@ -7,14 +7,14 @@ from typing import Any
 
 from torch import Tensor
 
-from torchrl_lightning._core.ranks import gathered
-from torchrl_lightning._core.state import Attribute, Stated, whole
+from torchrl_lightning._core.ranks import all_gather
+from torchrl_lightning._core.state import Attribute, Stateful, bounded_integer
 from torchrl_lightning.datamodules._run.trainer_checks import is_endless
 
 logger = logging.getLogger(__name__)
 
 
-class FrameClock(Stated):
+class FrameClock(Stateful):
     """Count the frames of all ranks and, separately, replayed steps, for example of demonstrations.
 
     Args:
@@ -30,12 +30,12 @@ class FrameClock(Stated):
         >>> import torch
         >>> clock = FrameClock(9)
         >>> clock.add(3, 1, torch.tensor([[[True], [False], [True]]]))
-        >>> clock.frames, clock.count, clock.is_spent
+        >>> clock.frames, clock.count, clock.is_exhausted
         (1, 2, False)
     """
 
     OWNER = "replayed steps"
-    STATE = {"count": Attribute(whole()), "alone": Attribute(whole())}
+    STATE = {"count": Attribute(bounded_integer()), "alone": Attribute(bounded_integer())}
 
     def __init__(self, total: int, frames: int = 0) -> None:
         self.total, self.frames = total, frames
@@ -43,7 +43,7 @@ class FrameClock(Stated):
         self._has_warned = False
 
     @property
-    def is_spent(self) -> bool:
+    def is_exhausted(self) -> bool:
         """Whether ``total`` frames are collected, or ``total`` steps were replayed since the last frame."""
         return 0 <= self.total <= max(self.frames, self.alone)
 
@@ -87,7 +87,7 @@ class FrameClock(Stated):
             self.frames += steps * world_size
             return
         again = int(replayed.sum())
-        counts = gathered((replayed.numel() - again, again))
+        counts = all_gather((replayed.numel() - again, again))
         own, again = (sum(each) for each in zip(*counts, strict=True))
         self.frames += own
         self.count += again

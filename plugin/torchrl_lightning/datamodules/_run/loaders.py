@@ -47,7 +47,7 @@ class Batches:
         """Do nothing: the state is empty."""
 
 
-def is_there(batch: Any, device: torch.device) -> bool:
+def is_on_device(batch: Any, device: torch.device) -> bool:
     """Return whether the first tensor of a TensorDict is on a device; False for other batches."""
     for value in batch.values() if is_tensordict(batch) else ():
         if isinstance(value, torch.Tensor):
@@ -181,7 +181,7 @@ class LoadersDataModule(L.LightningDataModule):
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         """Move a batch only if it is on another device: Lightning's own check takes 2 % of a small agent's training."""
-        return batch if is_there(batch, device) else super().transfer_batch_to_device(batch, device, dataloader_idx)
+        return batch if is_on_device(batch, device) else super().transfer_batch_to_device(batch, device, dataloader_idx)
 
     def _transferred(self, batch: Any) -> Any:
         """Transfer one batch of a step with several updates, with all of Lightning's transfer hooks."""
@@ -204,7 +204,7 @@ class LoadersDataModule(L.LightningDataModule):
 
     def _is_spent(self) -> bool:
         """Return whether nothing is left to collect or to learn from."""
-        return self._clock.is_spent
+        return self._clock.is_exhausted
 
     def _evaluation_or_stop(self) -> Iterator[Any]:
         # Ctrl-C may end an evaluation, because a resumed run repeats it. The last evaluation of a run is completed.

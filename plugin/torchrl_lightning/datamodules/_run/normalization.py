@@ -12,18 +12,18 @@ from torch import Tensor
 
 from torchrl_lightning._core.keys import REWARD
 from torchrl_lightning._core.moments import Moments
-from torchrl_lightning._core.ranks import gathered
+from torchrl_lightning._core.ranks import all_gather
 from torchrl_lightning._core.state import (
     Attribute,
     Child,
-    Stated,
+    Stateful,
+    bounded_integer,
     check_state,
     expect,
     list_of,
     mapping,
     sequence,
-    whole,
-    wrong,
+    state_error,
 )
 from torchrl_lightning.datamodules._run.collector_stream import Part
 from torchrl_lightning.datamodules._run.reward_scale import RewardScale
@@ -33,7 +33,7 @@ from torchrl_lightning.environments.normalization import EPSILON, NormalizedPoli
 _CHUNK = 256  # single rows are reduced to moments in chunks of this size
 
 
-class Normalization(Stated):
+class Normalization(Stateful):
     """Running moments of observations and of discounted sums of rewards, over all environments and ranks.
 
     Collected steps are noted first. :meth:`advance` adds them to the statistics on all ranks together. Evaluation does
@@ -49,8 +49,8 @@ class Normalization(Stated):
 
     OWNER = "normalization"
     STATE = {
-        "count": Attribute(whole(), "_count"),
-        "total": Attribute(whole(), "_total"),
+        "count": Attribute(bounded_integer(), "_count"),
+        "total": Attribute(bounded_integer(), "_total"),
         "rows": Attribute(list_of(expect(torch.is_tensor, "a tensor")), "_kept_rows"),
         "noted": Attribute(of=lambda own: own._read_moments, at="_kept_moments"),
         "scale": Child(at="_scale"),
@@ -144,8 +144,8 @@ class Normalization(Stated):
         if missing:
             raise ValueError(
                 f"freeze_statistics must be False without the moments of an earlier run, got True, but there are none "
-                f"of {', '.join(missing)}, which would be clipped only. Give begin_from(...) the statistics of that "
-                "run, or freeze_statistics=False."
+                f"of {', '.join(missing)}, which would be clipped only. Give load_normalization(...) the statistics of "
+                "that run, or freeze_statistics=False."
             )
 
     def note(self, rollout: TensorDictBase, env_ids: Tensor | None, *, cut: bool, gamma: float) -> None:
@@ -191,7 +191,7 @@ class Normalization(Stated):
         self._add(REWARD, self._scale.reduced())
         noted, self._noted = self._noted, {}
         self._total, self._count = self._total + self._count, 0
-        ranks: list[dict[Any, Moments]] = gathered(noted)
+        ranks: list[dict[Any, Moments]] = all_gather(noted)
         merged: dict[NestedKey, Moments] = {}
         for rank in ranks:
             for key, moments in rank.items():
@@ -239,7 +239,7 @@ class Normalization(Stated):
             self._normalizer.load_moments(state["observation"])
         self._scale.load_moments(scale)
 
-    def begin_from(self, state: Mapping[str, Any]) -> None:
+    def load_normalization(self, state: Mapping[str, Any]) -> None:
         """Load the :meth:`statistics` of another run; without its reward moments, reward scaling starts fresh.
 
         Raises:
@@ -285,7 +285,7 @@ class Normalization(Stated):
     def _read_moments(self, value: Any, name: str) -> dict[NestedKey, Moments]:
         shapes = self._shapes()
         if len(sequence(value, name)) != len(shapes):
-            raise wrong(value, name, f"the moments of {len(shapes)} entries")
+            raise state_error(value, name, f"the moments of {len(shapes)} entries")
         return {
             key: Moments.none(*shape).restored(its, f"moments of {key!r}")
             for (key, shape), its in zip(shapes.items(), value, strict=True)

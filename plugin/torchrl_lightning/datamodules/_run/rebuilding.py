@@ -14,11 +14,11 @@ import lightning as L
 import numpy as np
 from omegaconf import OmegaConf
 
-from torchrl_lightning._core.checksums import check_seal
-from torchrl_lightning._core.mixins import PickledByValue
+from torchrl_lightning._core.checksums import verify_checksums
+from torchrl_lightning._core.mixins import PickleByValueMixin
 from torchrl_lightning._core.plain_yaml import read_config
 from torchrl_lightning._core.ranks import state_of_rank
-from torchrl_lightning._core.state import Attribute, Stated
+from torchrl_lightning._core.state import Attribute, Stateful
 from torchrl_lightning._core.suggestions import did_you_mean
 from torchrl_lightning._core.trust import LARGEST, check_config
 from torchrl_lightning.callbacks.checkpoint_io import read_within_limits
@@ -29,7 +29,7 @@ TO_GIVE = "to_give"
 _NOT_PLAIN: Any = object()
 
 
-class RunState(Stated):
+class RunState(Stateful):
     """The state of a rank: the attributes of a DataModule that its class lists in ``RUN_STATE``."""
 
     OWNER = "run"
@@ -41,7 +41,7 @@ class RunState(Stated):
         return [(name, entry, f"data.{entry.at or name}") for name, entry in self.data.RUN_STATE.items()]
 
 
-class RebuildableDataModule(PickledByValue):
+class RebuildableDataModule(PickleByValueMixin):
     """Store the plain arguments of a DataModule in ``hparams``, and rebuild a DataModule from them.
 
     Plain values are numbers, strings, booleans, None, and lists and dicts of these. ``hparams`` contains the original
@@ -113,7 +113,7 @@ class RebuildableDataModule(PickledByValue):
         is_path = isinstance(checkpoint_path, str | os.PathLike)
         source = os.fspath(checkpoint_path) if is_path else checkpoint_path
         checkpoint = read_within_limits(source, map_location or "cpu", weights_only is not False)
-        check_seal(checkpoint, str(checkpoint_path))
+        verify_checksums(checkpoint, str(checkpoint_path))
         state = checkpoint.get(cls.__qualname__)
         if not isinstance(state, dict):
             raise ValueError(
@@ -155,7 +155,7 @@ class RebuildableDataModule(PickledByValue):
         for load, statistics in data._statistics(state):
             copy.deepcopy(load)(statistics)  # a copy raises errors before anything changes
         data.load_statistics(state)
-        data._run.put_state(values)
+        data._run.apply_state(values)
         data._environments.restore_clipping(state.get("specs", {}), evaluates=False)
         data.seed = state.get("seed") if data.seed is None else data.seed
         self._held = state

@@ -10,10 +10,10 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from torchrl_lightning._core.moments import Moments
-from torchrl_lightning._core.state import Attribute, Stated, number, sequence, tensor, wrong
+from torchrl_lightning._core.state import Attribute, Stateful, number, sequence, state_error, tensor
 from torchrl_lightning._core.torchrl_compat import put_entry
-from torchrl_lightning._core.tree import level_of
-from torchrl_lightning._core.validators import Checked, not_negative, optional, positive
+from torchrl_lightning._core.tree import raw_items
+from torchrl_lightning._core.validators import Checked, non_negative, optional, positive
 from torchrl_lightning.environments.normalization import EPSILON, scaled
 from torchrl_lightning.kernels.scan import discounted_scan
 
@@ -31,13 +31,13 @@ def _rewards_and_ends(value: Any, name: str) -> list[tuple[Tensor, Tensor]]:
         isinstance(each, Tensor) and each.ndim > 2 and each.layout is torch.strided for each in value
     )
     if not are_two or value[0].shape[:2] != value[1].shape[:2] or not value[0].is_floating_point():
-        raise wrong(value, name, "rewards and ends of the same steps, [N, T, ...] each")
+        raise state_error(value, name, "rewards and ends of the same steps, [N, T, ...] each")
     if value[1].dtype != torch.bool:
-        raise wrong(value[1], f"the second of {name}", "ends, of bool")
+        raise state_error(value[1], f"the second of {name}", "ends, of bool")
     return [(value[0], value[1])]
 
 
-class RewardScale(Stated):
+class RewardScale(Stateful):
     r"""Divide rewards by the standard deviation of \(y_t = \gamma y_{t-1} + r_t\), and clip them.
 
     The sum starts again with each episode. Noted rewards change the deviation only after :meth:`load_moments`.
@@ -56,7 +56,7 @@ class RewardScale(Stated):
     }
 
     clip = Checked(positive)
-    epsilon = Checked(not_negative)
+    epsilon = Checked(non_negative)
 
     def __init__(self, clip: float, epsilon: float = EPSILON) -> None:
         self.clip, self.epsilon = clip, epsilon
@@ -72,8 +72,8 @@ class RewardScale(Stated):
 
     def scale_(self, data: TensorDictBase) -> None:
         """Scale ``("next", "reward")`` in place of the raw rewards."""
-        following = level_of(data)["next"]
-        reward = level_of(following)["reward"]
+        following = raw_items(data)["next"]
+        reward = raw_items(following)["reward"]
         zero, factor = self._constants
         if factor.device != reward.device:
             zero, factor = self._constants = (zero.to(reward.device), factor.to(reward.device))
@@ -138,10 +138,10 @@ class RewardScale(Stated):
             factor = (moments.variance + self.epsilon).rsqrt().reshape(1)
             self._constants = torch.zeros_like(factor), factor
 
-    def _check_together(self, values: Mapping[str, Any]) -> None:
+    def _validate_consistency(self, values: Mapping[str, Any]) -> None:
         ids, noted = values["env_ids"], values["noted"]
         if ids is not None and noted and len(ids) != len(noted[0][0]):
-            raise wrong(ids, "'env_ids'", f"one of each of {len(noted[0][0])} environments")
+            raise state_error(ids, "'env_ids'", f"one of each of {len(noted[0][0])} environments")
 
     def _loaded(self) -> None:
         self._steps = sum(done.shape[1] for _, done in self._noted)

@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from torchrl_lightning._core.errors import MisfitError
+from torchrl_lightning._core.errors import IncompatibleError
 from torchrl_lightning._core.files import check_writable
 from torchrl_lightning.replay import ExperienceBuffer
 
@@ -98,7 +98,7 @@ def snapshot_of(reference: dict[str, Any], root: Path, *, rank: int | None = Non
 
 
 def check_folder(folder: Path, mode: str, checkpoint_buffer: str) -> None:
-    """Validate ``buffer_dir``; raise MisfitError if the run does not use it, or an OSError if it is not writable.
+    """Validate ``buffer_dir``; raise IncompatibleError if the run does not use it, or an OSError if it is not writable.
 
     Args:
         folder: The setting ``buffer_dir``.
@@ -106,7 +106,7 @@ def check_folder(folder: Path, mode: str, checkpoint_buffer: str) -> None:
         checkpoint_buffer: The setting ``checkpoint_buffer``, which determines the mode.
     """
     if mode != "beside":
-        raise MisfitError(
+        raise IncompatibleError(
             f"buffer_dir must be None with checkpoint_buffer={checkpoint_buffer!r} on one rank, got {str(folder)!r}, "
             "to which nothing would be written. Leave it out, or give checkpoint_buffer='beside'."
         )

@@ -1,6 +1,6 @@
 """Write collected steps into a replay buffer, and convert batches for checkpoints.
 
-:class:`PreparedRows` writes rows that always have the same memory: it checks them against the buffer only once.
+:class:`PreparedWrite` writes rows that always have the same memory: it checks them against the buffer only once.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import Tensor
 
 from torchrl_lightning._core.keys import ENV_IDS, VALID
 from torchrl_lightning._core.protocols import SamplerApi, SourceApi
-from torchrl_lightning._core.state import wrong
-from torchrl_lightning.datamodules._run.collector_stream import Feed, Part
+from torchrl_lightning._core.state import state_error
+from torchrl_lightning.datamodules._run.collector_stream import CollectorStream, Part
 from torchrl_lightning.datamodules._run.episode_statistics import FinishedEpisodes, ends_of
-from torchrl_lightning.environments.backends.next_step import tells_resets
-from torchrl_lightning.environments.env_ids import Trajectories, cut_off, ring_ids
+from torchrl_lightning.environments.backends.next_step import tracks_resets
+from torchrl_lightning.environments.env_ids import Trajectories, mark_truncated, ring_ids
 from torchrl_lightning.kernels.row_copies import NO_FLAGS
 from torchrl_lightning.replay import ExperienceBuffer
 
@@ -46,14 +46,14 @@ def steps_in(rollout: TensorDictBase) -> list[TensorDictBase]:
 
 def check_resets(env: Any, buffer: ExperienceBuffer, ranks: int) -> None:
     """Raise a ValueError if reset rows meet a sampler that needs evenly filled rings, or several ranks."""
-    if not tells_resets(env):
+    if not tracks_resets(env):
         return
     if ranks > 1:
         raise ValueError(
             f"{env.unwrapped} has AutoresetMode.NEXT_STEP, with which {ranks} ranks would collect different numbers of "
             "frames. Give env= an id, or AutoresetMode.SAME_STEP."
         )
-    if not SamplerApi.of(buffer.sampler).reads_rings:
+    if not SamplerApi.of(buffer.sampler).supports_uneven_rings:
         raise ValueError(
             f"{env.unwrapped} has AutoresetMode.NEXT_STEP, whose rows fill the rings unevenly, which "
             f"{type(buffer.sampler).__name__} cannot read. Take a UniformSampler, or give env= an id."
@@ -93,7 +93,7 @@ class Steps:
             truncated: the environments are reset afterwards, so that the last steps are truncated.
         """
         if truncated:
-            cut_off(self.rollout)
+            mark_truncated(self.rollout)
         buffer.extend(self.rollout.exclude(*self._left_out), env_ids=self.ids)
 
     def write_in_parts(self, buffer: Any, truncated: bool = False) -> Iterator[tuple[Part, dict[str, Any]]]:
@@ -109,8 +109,8 @@ class Steps:
         assert self.trajectories is not None
         length, ends = self.rollout.shape[1], self.ends
         if truncated:
-            ends = {**ends, "done": ends["done"].clone()}  # before cut_off() changes it
-            cut_off(self.rollout)
+            ends = {**ends, "done": ends["done"].clone()}  # before mark_truncated() changes it
+            mark_truncated(self.rollout)
         rows = self.rollout.exclude(*self._left_out)
         for begin, end, found in self.trajectories.split(self.rollout, self.ids):
             steps = slice(begin, end)
@@ -124,7 +124,12 @@ class Steps:
             yield Part(self.rollout[:, steps], cut if len(cut) else None, end == length), those
 
     def store_in_parts(
-        self, buffer: Any, cut: bool, feed: Feed, episodes: FinishedEpisodes, note: Callable[..., None] | None = None
+        self,
+        buffer: Any,
+        cut: bool,
+        feed: CollectorStream,
+        episodes: FinishedEpisodes,
+        note: Callable[..., None] | None = None,
     ) -> None:
         """Write a rollout of a user's collector, and count the same episodes as the buffer stores.
 
@@ -167,7 +172,7 @@ def _cut(buffer: Any, env_ids: Tensor) -> None:
         cut(env_ids)
 
 
-class LentSteps:
+class SharedMemorySteps:
     """Rows in the layout of the rings; the collector overwrites the same memory for each rollout.
 
     Args:
@@ -180,20 +185,20 @@ class LentSteps:
         self.rows = rows
         self.rollout = rows.unsqueeze(1) if rows.ndim == 1 else rows.transpose(0, 1)  # the same memory as [N, T]
         self.ends: dict[str, Any] = ends_of(self.rollout)
-        self._prepared: PreparedRows | None = None
+        self._prepared: PreparedWrite | None = None
         self._is_known = False  # whether the buffer has stored such rows
 
     def write(self, buffer: ExperienceBuffer, truncated: bool = False) -> None:
         """Write the current rows into a buffer; from the third write on, with one compiled call if possible."""
         if truncated:
-            cut_off(self.rollout)
+            mark_truncated(self.rollout)
         if self._prepared is not None and self._prepared.buffer is buffer:
             self._prepared.write()
             return
         buffer.extend(self.rows)
         if self._is_known:
             with suppress(ValueError):
-                self._prepared = PreparedRows(buffer, self.rows)
+                self._prepared = PreparedWrite(buffer, self.rows)
         self._is_known = True
 
 
@@ -211,10 +216,10 @@ def read_batch(value: Any, name: str) -> TensorDictBase | None:
     try:
         return TensorDict(value["entries"], value["shape"], names=value["names"]).clone()
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
-        raise wrong(value, name, "a batch: shape, names, entries") from None
+        raise state_error(value, name, "a batch: shape, names, entries") from None
 
 
-class PreparedRows:
+class PreparedWrite:
     """Write the same TensorDict repeatedly with one compiled call, with the effect of ``buffer.extend(rows)``.
 
     Args:
@@ -229,7 +234,7 @@ class PreparedRows:
         >>> from torchrl_lightning.replay import ExperienceBuffer, RingStorage
         >>> buffer, rows = ExperienceBuffer(storage=RingStorage(4)), TensorDict({"a": torch.zeros(1)}, [1])
         >>> _ = buffer.extend(rows)
-        >>> prepared = PreparedRows(buffer, rows)
+        >>> prepared = PreparedWrite(buffer, rows)
         >>> rows["a"].fill_(3)
         tensor([3.])
         >>> prepared.write().tolist(), buffer[:]["a"].tolist()
@@ -262,7 +267,7 @@ class PreparedRows:
 
     def write(self) -> Tensor:
         """Write the current rows, and return their cells."""
-        return self.buffer.write_by(self._advance)
+        return self.buffer.write_with(self._advance)
 
     def _advance(self) -> Tensor:
         writer, cells = self._writer, self._storage.cells

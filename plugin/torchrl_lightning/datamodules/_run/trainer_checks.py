@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.callbacks.spike import SpikeDetection
 
-from torchrl_lightning._core.errors import MisfitError
+from torchrl_lightning._core.errors import IncompatibleError
 from torchrl_lightning._core.protocols import LearnerApi
 from torchrl_lightning._core.torch_defaults import check_default_device, check_gradients_allowed
 
@@ -44,26 +44,26 @@ def check_surroundings(trainer: Any, learner: Any) -> None:
 
 
 def check_trainer(trainer: Any, learner: Any) -> None:
-    """Validate a trainer's callbacks and settings; raise MisfitError if one of them cannot work."""
+    """Validate a trainer's callbacks and settings; raise IncompatibleError if one of them cannot work."""
     name, builds_networks = type(learner).__name__, LearnerApi.of(learner).is_built is not None
     for callback in trainer.callbacks:
         kind = type(callback).__name__
         if isinstance(callback, BatchSizeFinder):
-            raise MisfitError(
+            raise IncompatibleError(
                 f"callbacks must not hold a {kind}, which repeats fits, and each would collect frames of the run. Set "
                 "the size of mini-batches."
             )
         if not learner.automatic_optimization and (remedy := _remedy(callback, _FOR_MANUAL_OPTIMIZATION)):
-            raise MisfitError(
+            raise IncompatibleError(
                 f"callbacks must not hold a {kind}, which needs automatic optimization, but {name} has "
                 f"automatic_optimization=False. {remedy}."
             )
         if builds_networks and (remedy := _remedy(callback, _FOR_OWN_NETWORKS)):
-            raise MisfitError(
+            raise IncompatibleError(
                 f"callbacks must not hold a {kind}, which exchanges parameters that {name} updates in place. {remedy}."
             )
     if trainer.gradient_clip_algorithm is not None and trainer.gradient_clip_val is None:
-        raise MisfitError(
+        raise IncompatibleError(
             f"gradient_clip_algorithm={trainer.gradient_clip_algorithm} of the trainer must come with "
             f"gradient_clip_val, got None, which clips nothing. Leave it out, and use max_grad_norm of {name}, if it "
             "has one."
@@ -71,7 +71,7 @@ def check_trainer(trainer: Any, learner: Any) -> None:
 
 
 def check_batches(trainer: Any, training: int, validation: int) -> None:
-    """Validate that limits of a trainer leave batches of both loaders; raise MisfitError if not.
+    """Validate that limits of a trainer leave batches of both loaders; raise IncompatibleError if not.
 
     Lightning raises its own errors later, when the loaders exist.
 
@@ -84,7 +84,7 @@ def check_batches(trainer: Any, training: int, validation: int) -> None:
     limits = (name or "limit_train_batches", training, trainer.limit_train_batches)
     for setting, batches, limit in (limits, (name or "limit_val_batches", validation, trainer.limit_val_batches)):
         if isinstance(limit, float) and limit > 0 and int(batches * limit) == 0:
-            raise MisfitError(
+            raise IncompatibleError(
                 f"{setting} must be at least {1 / batches:.4g}, 0 or an integer, got {limit} of {batches} batches, of "
                 "which nothing is left. Give a number of batches."
             )
@@ -93,7 +93,7 @@ def check_batches(trainer: Any, training: int, validation: int) -> None:
     interval = val_check_interval(trainer)
     per_epoch = trainer.check_val_every_n_epoch is not None and trainer.limit_val_batches > 0
     if isinstance(interval, int) and per_epoch and 0 < served < interval:
-        raise MisfitError(
+        raise IncompatibleError(
             f"val_check_interval must be at most {served}, the training batches of the first epoch, got {interval}. "
             "Lower it, or give check_val_every_n_epoch=None, with which it counts batches of the whole run."
         )

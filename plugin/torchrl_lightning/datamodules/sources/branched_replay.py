@@ -11,9 +11,18 @@ from tensordict.utils import NestedKey
 
 from torchrl_lightning._core.protocols import LearnerApi
 from torchrl_lightning._core.settings import Count, Settings, setting
-from torchrl_lightning._core.state import Attribute, Child, Stated, check_state, list_of, mapping, sequence, whole
-from torchrl_lightning._core.tree import describe, nearest
-from torchrl_lightning._core.trust import Nameable
+from torchrl_lightning._core.state import (
+    Attribute,
+    Child,
+    Stateful,
+    bounded_integer,
+    check_state,
+    list_of,
+    mapping,
+    sequence,
+)
+from torchrl_lightning._core.tree import cast_rounded, describe
+from torchrl_lightning._core.trust import ConfigSafe
 from torchrl_lightning._core.validators import integer
 from torchrl_lightning.datamodules.sources.mixed_replay import MixedReplay
 from torchrl_lightning.dynamics import HoldoutSplit
@@ -26,7 +35,7 @@ def _first_seeds(generator: torch.Generator) -> list[int]:
     return seeds
 
 
-class BranchedReplay(Settings, Stated, Nameable):
+class BranchedReplay(Settings, Stateful, ConfigSafe):
     r"""Draw batches of real rows and of rows from the agent's world model, as in MBPO.
 
     Use it as the ``source=`` of a ``ReplayDataModule``. Before the first batch, and after every ``frames_per_fit`` new
@@ -60,7 +69,7 @@ class BranchedReplay(Settings, Stated, Nameable):
         >>> module = MBPOModule()  # to be fitted with it
     """
 
-    HANDED_OVER: ClassVar[tuple[str, ...]] = ("buffer",)
+    RUNTIME_ARGUMENTS: ClassVar[tuple[str, ...]] = ("buffer",)
 
     buffer: ExperienceBuffer = setting(kw_only=False)
     real_ratio: float = 0.05
@@ -77,9 +86,9 @@ class BranchedReplay(Settings, Stated, Nameable):
     STATE = {
         "mixed": Attribute(of=lambda own: own._restored, at="_mixed", form=lambda own: own.state_dict(copy=False)),
         "split": Child(),
-        "fits": Attribute(whole()),
-        "fitted_at": Attribute(whole(), "_fitted_at"),
-        "rows": Attribute(list_of(whole()), "_rows"),
+        "fits": Attribute(bounded_integer()),
+        "fitted_at": Attribute(bounded_integer(), "_fitted_at"),
+        "rows": Attribute(list_of(bounded_integer()), "_rows"),
     }
 
     def __post_init__(self) -> None:
@@ -111,7 +120,7 @@ class BranchedReplay(Settings, Stated, Nameable):
         largest = self.rows_of(max(self.first_length, self.last_length))
         others = check_state(value, {"others": sequence}, MixedReplay.OWNER)["others"]
         state = check_state(others[0] if others else None, {"storage": mapping}, ExperienceBuffer.OWNER)["storage"]
-        size = check_state(state, {"max_size": whole(1, largest)}, RingStorage.OWNER)["max_size"]
+        size = check_state(state, {"max_size": bounded_integer(1, largest)}, RingStorage.OWNER)["max_size"]
         mixed = self.mixture(size)
         mixed.load_state_dict(value)
         return mixed
@@ -155,7 +164,7 @@ class BranchedReplay(Settings, Stated, Nameable):
     def _like_real(self, rows: TensorDictBase) -> TensorDictBase:
         """Convert imagined rows to the dtypes of the real rows."""
         real = self.buffer.storage.data
-        return rows.named_apply(lambda key, value: nearest(value, real.get(key).dtype), nested_keys=True)
+        return rows.named_apply(lambda key, value: cast_rounded(value, real.get(key).dtype), nested_keys=True)
 
     def mixture(self, size: int) -> MixedReplay:
         """Return the mixture of real rows and an empty buffer of ``size`` branch rows."""

@@ -56,7 +56,7 @@ class BufferedDataset:
                 note(rows.unsqueeze(0), torch.tensor([ring]))
 
 
-class BesideData:
+class DatasetMix:
     """Build a source that draws a share of each batch from a data set in a separate buffer.
 
     Args:

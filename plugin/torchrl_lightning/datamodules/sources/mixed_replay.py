@@ -14,10 +14,10 @@ from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 
 from torchrl_lightning._core.keys import SOURCE
-from torchrl_lightning._core.state import Attribute, Stated, sequence, whole, wrong
+from torchrl_lightning._core.state import Attribute, Stateful, bounded_integer, sequence, state_error
 from torchrl_lightning._core.torchrl_compat import new_tensordict
-from torchrl_lightning._core.tree import is_tensordict, level_of
-from torchrl_lightning._core.trust import Nameable
+from torchrl_lightning._core.tree import is_tensordict, raw_items
+from torchrl_lightning._core.trust import ConfigSafe
 from torchrl_lightning._core.validators import exact_ratio
 from torchrl_lightning.replay import ExperienceBuffer
 
@@ -28,7 +28,7 @@ def _pairs(owed: list[Fraction]) -> list[list[int]]:
     return [[each.numerator, each.denominator] for each in owed]
 
 
-class MixedReplay(Stated, Nameable):
+class MixedReplay(Stateful, ConfigSafe):
     """Draw a share of each batch from each of several buffers.
 
     The shares are exact: fractions of a row carry over to the next batches, so that each buffer is always less than one
@@ -146,12 +146,12 @@ class MixedReplay(Stated, Nameable):
 
     def _read_owed(self, value: Any, name: str) -> list[Fraction]:
         if len(sequence(value, name)) != len(self.buffers):
-            raise wrong(value, name, f"{len(self.buffers)} fractions")
+            raise state_error(value, name, f"{len(self.buffers)} fractions")
         for each in value:
             if not isinstance(each, list | tuple) or len(each) != 2:
-                raise wrong(each, f"an entry of {name}", "a numerator and a denominator")
-            whole(-WIDEST, WIDEST)(each[0], f"a numerator in {name}")
-            whole(1, WIDEST)(each[1], f"a denominator in {name}")
+                raise state_error(each, f"an entry of {name}", "a numerator and a denominator")
+            bounded_integer(-WIDEST, WIDEST)(each[0], f"a numerator in {name}")
+            bounded_integer(1, WIDEST)(each[1], f"a denominator in {name}")
         return [Fraction(*each) for each in value]
 
 
@@ -162,7 +162,7 @@ def _joined(parts: Sequence[TensorDictBase], shape: torch.Size) -> TensorDictBas
         parts: ``[b, *]`` each.
         shape: batch shape of the result.
     """
-    levels = list(map(level_of, parts))
+    levels = list(map(raw_items, parts))
     keys = levels[0].keys()
     for level in levels:
         if level.keys() != keys:

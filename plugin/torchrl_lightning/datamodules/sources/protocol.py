@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 
-from torchrl_lightning._core.errors import require_fit
+from torchrl_lightning._core.errors import check_compatible
 from torchrl_lightning._core.protocols import SourceApi
 from torchrl_lightning.datamodules._run.discounts import check_discount
 from torchrl_lightning.datamodules.sources.branched_replay import BranchedReplay
@@ -101,11 +101,11 @@ def set_goals(buffers: Sequence[ExperienceBuffer], goals: EnvironmentGoals) -> N
 
 
 def check_transforms(buffers: Sequence[ExperienceBuffer], goals: EnvironmentGoals, specs: Any, learner: Any) -> None:
-    """Validate the transforms of buffers; raise MisfitError if one does not fit the environment."""
+    """Validate the transforms of buffers; raise IncompatibleError if one does not fit the environment."""
     set_goals(buffers, goals)
     for buffer in buffers:
         for transform in transforms_in(buffer.transform):
-            require_fit(transform, specs, learner)
+            check_compatible(transform, specs, learner)
 
 
 def check_first_fit(source: Any, steps: int | None, seed: int | None, spawn: Callable[[str], int]) -> None:

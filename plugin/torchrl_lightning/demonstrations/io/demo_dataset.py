@@ -22,7 +22,7 @@ from torchrl_lightning.demonstrations.io.directory import DemonstrationDirectory
 from torchrl_lightning.demonstrations.io.minari import minari_demonstrations, write_minari
 from torchrl_lightning.demonstrations.io.recording import demonstration_specs
 from torchrl_lightning.demonstrations.io.safetensors_files import SUFFIXES, read_demonstration
-from torchrl_lightning.demonstrations.replay.playback import Player
+from torchrl_lightning.demonstrations.replay.playback import DemoPlayback
 from torchrl_lightning.demonstrations.task_check import given_recipe, recipe_metadata
 from torchrl_lightning.demonstrations.trajectory import Demonstration, ends_at, newest_frames
 from torchrl_lightning.environments.recipe import EnvironmentRecipe
@@ -270,7 +270,7 @@ def transitions(demonstration: Demonstration, specs: EnvironmentSpecs | None = N
     for key in demonstration.observation_keys:
         shown = steps.get(key)[0] if specs is None else specs.observation[key]
         frames = shown.shape.numel() // max(1, steps.get(key)[0].numel())
-        seen = torch.from_numpy(Player(demonstration, frames, 0).whole(key))
+        seen = torch.from_numpy(DemoPlayback(demonstration, frames, 0).whole(key))
         rows[key], rows["next", *path_of(key)] = seen[:-1], seen[1:]
     return rows
 

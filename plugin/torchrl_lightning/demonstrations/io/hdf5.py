@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from torchrl_lightning._core.memory import check_room
+from torchrl_lightning._core.memory import check_free_memory
 from torchrl_lightning._core.untrusted import check_regular
 
 
@@ -57,5 +57,5 @@ def check_declared(entries: Iterable[Any], path: Path, limit: int) -> int:
         size += max(math.prod(map(int, entry.shape or ())) * item, chunk)
     if size > limit:
         raise ValueError(f"{path} was refused: its arrays have {size} bytes, more than the limit of {limit}.")
-    check_room(size, f"{path}", "free some memory, or take a part of it")
+    check_free_memory(size, f"{path}", "free some memory, or take a part of it")
     return size

@@ -15,13 +15,13 @@ import numpy as np
 from gymnasium.envs.registration import EnvSpec
 
 from torchrl_lightning._core.file_limits import COLLECTION_BYTES, MINARI_BYTES, MINARI_VALUES
-from torchrl_lightning._core.files import aside
+from torchrl_lightning._core.files import temporary_sibling
 from torchrl_lightning._core.suggestions import did_you_mean
 from torchrl_lightning._core.tree import path_of
 from torchrl_lightning._core.untrusted import printable, read_json
 from torchrl_lightning.demonstrations.io.hdf5 import check_declared, opened
 from torchrl_lightning.demonstrations.io.safetensors_files import of_episode
-from torchrl_lightning.demonstrations.replay.playback import Player
+from torchrl_lightning.demonstrations.replay.playback import DemoPlayback
 from torchrl_lightning.demonstrations.task_check import recipe_metadata
 from torchrl_lightning.demonstrations.trajectory import Demonstration
 from torchrl_lightning.environments.actions import ActionFormat
@@ -248,7 +248,7 @@ def write_minari(
                 infos={},
             )
 
-    with aside(get_dataset_path() / path.name, Path.mkdir) as folder:
+    with temporary_sibling(get_dataset_path() / path.name, Path.mkdir) as folder:
         storage = MinariStorage.new(folder / "data", observation, action, _spec_of(recipe), jpeg_encoding=False)
         told = {**recipe_metadata(recipe), "frame_skip": 1 if recipe is None else recipe.action_repeat}
         storage.update_metadata({"dataset_id": id, "minari_version": minari.__version__, **told})
@@ -262,7 +262,7 @@ def write_minari(
 
 def _observed(demonstration: Demonstration, specs: EnvironmentSpecs) -> Any:
     """Return the observations before all steps and after the last one, nested like the data set's space."""
-    player = Player(demonstration, 1, 0)
+    player = DemoPlayback(demonstration, 1, 0)
     if specs.keys == ["observation"]:
         return player.whole("observation")
     seen: dict[str, Any] = {}

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from torchrl_lightning._core.file_limits import UNPACKED_AT_ONCE
 from torchrl_lightning._core.keys import ACTION, REWARD
-from torchrl_lightning._core.memory import check_room
+from torchrl_lightning._core.memory import check_free_memory
 from torchrl_lightning.demonstrations.trajectory import Demonstration
 
 ARRAYS = ("Observation", "Action", "Reward", "FrameSkip")
@@ -50,7 +50,7 @@ def _arrays(data: bytes, limit: int) -> dict[str, Tensor]:
         declared = sum(member.file_size for member in members)
         if declared > limit:
             raise ValueError(f"its arrays have {declared} bytes, more than the limit of {limit}")
-        check_room(declared, "it", "free some memory, or split it into several files")
+        check_free_memory(declared, "it", "free some memory, or split it into several files")
         if any(member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) for member in members):
             raise ValueError("it is compressed in another way than numpy does")
         arrays = {}

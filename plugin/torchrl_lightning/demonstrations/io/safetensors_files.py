@@ -20,7 +20,7 @@ from torchrl_lightning._core.checksums import checksum
 from torchrl_lightning._core.file_limits import FILE_BYTES
 from torchrl_lightning._core.files import DTYPES, replaced_files
 from torchrl_lightning._core.keys import ACTION, REWARD
-from torchrl_lightning._core.state import anything, check_state, flag, mapping, whole, wrong
+from torchrl_lightning._core.state import any_value, bounded_integer, check_state, flag, mapping, state_error
 from torchrl_lightning._core.tree import join, keyed_leaves, path_of
 from torchrl_lightning._core.untrusted import printable, printable_errors
 from torchrl_lightning._core.validators import Check, integer, optional
@@ -161,7 +161,12 @@ def _own_fields(data: bytes) -> dict[str, Any]:
     if isinstance(content, dict) and (written := content.pop(_SUM, None)) not in (None, checksum([content, tensors])):
         raise ValueError(f"it is damaged: its checksum is another than {written}, with which it was written")
     ends = dict.fromkeys(("terminated", "truncated"), optional(flag))
-    schema: dict[str, Check] = {"frame_skip": whole(1), "is_human": flag, "value": anything, "metadata": _metadata}
+    schema: dict[str, Check] = {
+        "frame_skip": bounded_integer(1),
+        "is_human": flag,
+        "value": any_value,
+        "metadata": _metadata,
+    }
     if isinstance(content, dict) and content.get("schema_version") == 1:
         content = {**content, **dict.fromkeys(ends), "schema_version": VERSION}
     check_state(content, {**schema, **ends}, _HEADER, VERSION)
@@ -188,7 +193,7 @@ def _metadata(value: Any, name: str) -> None:
     mapping(value, name)
     for key, entry in value.items():
         if not isinstance(entry, str | int | float):
-            raise wrong(entry, f"{name}[{key!r}]", "a text or a number")
+            raise state_error(entry, f"{name}[{key!r}]", "a text or a number")
 
 
 def _escaped(part: str) -> str:

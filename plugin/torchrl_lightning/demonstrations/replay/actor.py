@@ -13,7 +13,7 @@ from torchrl_lightning._core.protocols import PolicyApi
 from torchrl_lightning._core.tree import path_of
 from torchrl_lightning._core.validators import one_of
 from torchrl_lightning.demonstrations.replay.collector_replay import LogProb
-from torchrl_lightning.environments.policy_calls import Outputs, Policy, bare_call, policy_outputs
+from torchrl_lightning.environments.policy_calls import Outputs, Policy, fast_call, policy_outputs
 
 
 class DemonstrationActor(TensorDictModuleBase):
@@ -56,9 +56,9 @@ class DemonstrationActor(TensorDictModuleBase):
         self.in_keys: list[NestedKey] = list(abilities.in_keys)
         self.out_keys: list[NestedKey] = list(abilities.out_keys or ())
 
-    def act_on(self, step: TensorDictBase) -> Outputs:
+    def compute_step(self, step: TensorDictBase) -> Outputs:
         """Return the entries to write into a step, without writing them."""
-        bare = bare_call(self.policy)
+        bare = fast_call(self.policy)
         outputs = policy_outputs(self.policy, step.copy()) if bare is None else bare(step)
         mask = step.get(REPLAYED, None)
         if mask is None or not mask.any():
@@ -81,6 +81,6 @@ class DemonstrationActor(TensorDictModuleBase):
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Write the action and the policy's other outputs into a TensorDict ``[N]``."""
-        for key, value in self.act_on(tensordict).items():
+        for key, value in self.compute_step(tensordict).items():
             tensordict.set(key, value)
         return tensordict

@@ -9,11 +9,11 @@ from typing import Any, Literal, NamedTuple, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from torchrl_lightning._core.state import Attribute, Child, Stated, check_state, mapping, sequence, whole
+from torchrl_lightning._core.state import Attribute, Child, Stateful, bounded_integer, check_state, mapping, sequence
 from torchrl_lightning._core.validators import integer, one_of, optional
 from torchrl_lightning.demonstrations.demo_sampler import DemonstrationSampler
 from torchrl_lightning.demonstrations.demo_storage import DemonstrationStorage
-from torchrl_lightning.demonstrations.replay.playback import Cast, Player
+from torchrl_lightning.demonstrations.replay.playback import DemoPlayback, PlaybackBatch
 from torchrl_lightning.demonstrations.serialization import from_state, state_of
 from torchrl_lightning.demonstrations.trajectory import Demonstration
 from torchrl_lightning.environments import ReplayedRows
@@ -24,7 +24,7 @@ _ENDS = {"recorded": None, "terminated": (True, False), "truncated": (False, Tru
 Array = NDArray[Any]
 
 
-class DemonstrationReplay(Stated):
+class DemonstrationReplay(Stateful):
     """Replay demonstrations in the collectors of Gymnasium environments, as their ``replay``.
 
     In a TorchRL environment, a :class:`~torchrl_lightning.DemonstrationReplayTransform` replays them.
@@ -86,10 +86,10 @@ class DemonstrationReplay(Stated):
         self.ends: End = one_of(ends, "ends", get_args(End))
         self.log_prob: LogProb = one_of(log_prob, "log_prob", get_args(LogProb))
         self.frame_stack = integer(frame_stack, "frame_stack")
-        self._running: dict[int, Player] = {}
+        self._running: dict[int, DemoPlayback] = {}
         self._chosen: dict[int, Demonstration | None] = {}  # drawn before the episode begins
         self._now = 0  # the number of the next call
-        self._cast: Cast | None = None
+        self._cast: PlaybackBatch | None = None
         self._next: ReplayedRows | None = None
 
     @property
@@ -136,7 +136,7 @@ class DemonstrationReplay(Stated):
             before = self._running.pop(env, None)
             drawn = self._chosen.pop(env) if env in self._chosen else self.sampler.draw(self.storage)
             if drawn is not None:
-                self._running[env] = Player(drawn, self.frame_stack, self._now)
+                self._running[env] = DemoPlayback(drawn, self.frame_stack, self._now)
             if before is not None or drawn is not None:
                 self._cast = None
 
@@ -146,7 +146,7 @@ class DemonstrationReplay(Stated):
             return None
         if self._cast is None:
             log_prob = 0.0 if self.log_prob == "deterministic" else None
-            self._cast = Cast(self._running, self.playing, self._now, _ENDS[self.ends], log_prob)
+            self._cast = PlaybackBatch(self._running, self.playing, self._now, _ENDS[self.ends], log_prob)
             self._next = None
         if self._next is None:
             self._next = self._cast.next_rows()
@@ -198,7 +198,7 @@ class DemonstrationReplay(Stated):
             if not isinstance(each, tuple):
                 return each
             serial, value = each
-            return kept[serial].labelled(value=value, serial=serial)
+            return kept[serial].with_value(value=value, serial=serial)
 
         reward, value = ([*map(found, part)] for part in (news.reward, news.value))
         self.storage.replace(reward, value, news.successes, news.annealed)
@@ -213,15 +213,15 @@ class DemonstrationReplay(Stated):
         ]
 
     @_positions.setter
-    def _positions(self, running: dict[int, Player]) -> None:
+    def _positions(self, running: dict[int, DemoPlayback]) -> None:
         self._running, self._cast, self._now = running, None, 0
 
-    def _read_positions(self, value: Any, name: str) -> dict[int, Player]:
-        running: dict[int, Player] = {}
-        schema = {"env": whole(0, self.num_envs - 1), "position": whole(), "demonstration": mapping}
+    def _read_positions(self, value: Any, name: str) -> dict[int, DemoPlayback]:
+        running: dict[int, DemoPlayback] = {}
+        schema = {"env": bounded_integer(0, self.num_envs - 1), "position": bounded_integer(), "demonstration": mapping}
         for entry in sequence(value, name):
             env, position, demonstration = check_state(entry, schema, self.OWNER).values()
-            player = running[env] = Player(from_state(demonstration), self.frame_stack, -position)
+            player = running[env] = DemoPlayback(from_state(demonstration), self.frame_stack, -position)
             if player.left(0) < 1:
                 raise ValueError(
                     f"The {self.OWNER} state is at position {position} of demonstration "
@@ -236,7 +236,7 @@ class DemonstrationReplay(Stated):
         return running
 
     def _read_chosen(self, value: Any, name: str) -> dict[int, Demonstration | None]:
-        schema = {"env": whole(0, self.num_envs - 1), "demonstration": optional(mapping)}
+        schema = {"env": bounded_integer(0, self.num_envs - 1), "demonstration": optional(mapping)}
         chosen = (check_state(entry, schema, self.OWNER).values() for entry in sequence(value, name))
         return {env: state if state is None else from_state(state) for env, state in chosen}
 

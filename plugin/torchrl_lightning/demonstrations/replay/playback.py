@@ -18,7 +18,7 @@ Array = NDArray[Any]
 _AT_ONCE = 32
 
 
-class Player:
+class DemoPlayback:
     """A running demonstration, over its own tensors; its first step belongs to call ``began`` of the replay."""
 
     def __init__(self, demonstration: Demonstration, frame_stack: int, began: int) -> None:
@@ -95,7 +95,7 @@ class Player:
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
-class Cast:
+class PlaybackBatch:
     """The demonstrations that run together until one begins or ends; their steps are prepared in small blocks.
 
     They end with the flags ``ends`` (terminated, truncated), or with the recorded ones if None.
@@ -103,7 +103,7 @@ class Cast:
 
     def __init__(
         self,
-        running: Mapping[int, Player],
+        running: Mapping[int, DemoPlayback],
         mask: Array,
         now: int,
         ends: tuple[bool, bool] | None,

@@ -12,7 +12,7 @@ from gymnasium.vector.utils import batch_space
 
 from torchrl_lightning._core.suggestions import did_you_mean
 from torchrl_lightning.environments.copies import copied
-from torchrl_lightning.environments.env_errors import blaming
+from torchrl_lightning.environments.env_errors import env_errors
 from torchrl_lightning.environments.recipe import EnvironmentRecipe
 from torchrl_lightning.environments.replay_source import Array
 
@@ -65,14 +65,14 @@ class EnvPoolVectorEnv(VectorEnv[Any, Any, Any]):
             return self._shown, {}
         if self._pool is None or seed is not None:
             self._make(seed)
-        with warnings.catch_warnings(), blaming("reset"):
+        with warnings.catch_warnings(), env_errors("reset"):
             warnings.simplefilter("ignore")  # a first reset also warns about rounded bounds
             self._shown = self._pool.reset()[0]
         return self._shown, {}
 
     def step(self, actions: Array) -> tuple[Any, Array, Array, Array, dict[str, Any]]:
         """Step every copy and reset ended ones; ``final_obs`` holds the observations before the reset."""
-        with blaming("step"):
+        with env_errors("step"):
             observation, rewards, terminated, truncated, _ = self._pool.step(actions)
         info = {}
         ended = np.flatnonzero(terminated | truncated)
@@ -97,7 +97,7 @@ class EnvPoolVectorEnv(VectorEnv[Any, Any, Any]):
         if isinstance(seed, int):
             seed = [seed + index for index in range(self.num_envs)]  # as Gymnasium's vector environments do
         seeds = np.random.SeedSequence().generate_state(self.num_envs) >> 1 if seed is None else seed
-        with warnings.catch_warnings(), blaming("make"):
+        with warnings.catch_warnings(), env_errors("make"):
             warnings.simplefilter("ignore")
             self._pool = envpool.make(
                 self.task, env_type="gymnasium", seed=[int(each) for each in seeds], **self._kwargs
@@ -105,7 +105,7 @@ class EnvPoolVectorEnv(VectorEnv[Any, Any, Any]):
 
     def _restarted(self, observation: Any, ended: Array) -> Any:
         observation = copied(observation)
-        with blaming("reset"):
+        with env_errors("reset"):
             fresh = self._pool.reset(ended.astype(np.int32))[0]
         _set_rows(observation, ended, fresh)
         return observation

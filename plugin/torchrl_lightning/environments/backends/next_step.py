@@ -10,7 +10,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 from torchrl_lightning.environments.replay_source import Array
 
 
-class KnownResets(VectorWrapper[Any, Any, Any, Any, Array]):
+class ResetTrackingVectorEnv(VectorWrapper[Any, Any, Any, Any, Array]):
     """A vector environment in mode ``NEXT_STEP`` that stores which copies its last step has reset.
 
     A reset ignores the action and returns reward 0. A rollout must keep this row; a replay buffer can leave it out.
@@ -20,7 +20,7 @@ class KnownResets(VectorWrapper[Any, Any, Any, Any, Array]):
 
     Examples:
         >>> import gymnasium
-        >>> env = KnownResets(gymnasium.make_vec("CartPole-v1", 2, vectorization_mode="vector_entry_point"))
+        >>> env = ResetTrackingVectorEnv(gymnasium.make_vec("CartPole-v1", 2, vectorization_mode="vector_entry_point"))
         >>> _ = env.reset(seed=0)
         >>> while not env.resets.any():
         ...     _, reward, *_ = env.step(np.array([1, 1]))
@@ -45,15 +45,15 @@ class KnownResets(VectorWrapper[Any, Any, Any, Any, Array]):
         return returned
 
 
-def tells_resets(env: Any) -> bool:
-    """Return whether an environment has the attribute ``resets`` of :class:`KnownResets`."""
+def tracks_resets(env: Any) -> bool:
+    """Return whether an environment has the attribute ``resets`` of :class:`ResetTrackingVectorEnv`."""
     return hasattr(env, "resets")
 
 
 def with_known_resets(env: Any) -> Any:
-    """Wrap a vector environment of mode ``NEXT_STEP`` in :class:`KnownResets`; return anything else unchanged."""
+    """Wrap vector environments of mode ``NEXT_STEP`` in :class:`ResetTrackingVectorEnv`; return others unchanged."""
     is_such = isinstance(env, VectorEnv) and env.metadata.get("autoreset_mode") in (
         AutoresetMode.NEXT_STEP,
         AutoresetMode.NEXT_STEP.value,
     )
-    return KnownResets(env) if is_such else env
+    return ResetTrackingVectorEnv(env) if is_such else env

@@ -20,7 +20,7 @@ from torchrl_lightning._core.keys import FLAGS, REWARD
 from torchrl_lightning._core.torchrl_compat import entries_of, new_tensordict
 from torchrl_lightning._core.tree import Path
 from torchrl_lightning.environments.copies import copied
-from torchrl_lightning.environments.env_errors import blaming
+from torchrl_lightning.environments.env_errors import env_errors
 from torchrl_lightning.environments.policy_calls import rows_as
 from torchrl_lightning.environments.replay_source import Array
 from torchrl_lightning.environments.specs import environment_specs, observation_leaves, torchrl_specs
@@ -61,7 +61,7 @@ class BatchVectorEnv(VectorEnv[Any, Any, Any]):
     def reset(self, *, seed: Any = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
         """Begin an episode in all copies, or in the copies of ``options["reset_mask"]``."""
         mask = None if options is None else options.get("reset_mask")
-        with torch.no_grad(), blaming("reset"):
+        with torch.no_grad(), env_errors("reset"):
             if seed is not None:
                 self.env.set_seed(int(np.atleast_1d(seed)[0]))
             if mask is None:
@@ -73,7 +73,7 @@ class BatchVectorEnv(VectorEnv[Any, Any, Any]):
     def step(self, actions: Array) -> tuple[Any, Array, Array, Array, dict[str, Any]]:
         """Step every copy and reset ended ones; ``final_obs`` holds the observations before the reset."""
         action = torch.from_numpy(actions).clone()  # the environment may change and keep it
-        with torch.no_grad(), blaming("step"):
+        with torch.no_grad(), env_errors("step"):
             given = new_tensordict({**self._state, "action": action}, self.env.batch_size)
             returned = entries_of(self.env._step(given))
         reward = returned[REWARD[-1]]
@@ -86,7 +86,7 @@ class BatchVectorEnv(VectorEnv[Any, Any, Any]):
             # The reset may overwrite the memory of these tensors.
             info["final_obs"] = copied(self._shown())
             reward, terminated, truncated, done = reward.clone(), terminated.clone(), truncated.clone(), done.clone()
-            with torch.no_grad(), blaming("reset"):
+            with torch.no_grad(), env_errors("reset"):
                 self._restart(done.reshape(-1, 1))
         flags = (each.reshape(-1).numpy() for each in (terminated, truncated))
         return self._shown(), reward.reshape(-1).numpy(), *flags, info

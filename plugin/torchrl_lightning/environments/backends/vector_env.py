@@ -12,12 +12,12 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 
 from torchrl_lightning._core.validators import integer, one_of
 from torchrl_lightning.environments.backends.envpool_env import EnvPoolVectorEnv, check_envpool, envpool_task
-from torchrl_lightning.environments.backends.next_step import tells_resets
+from torchrl_lightning.environments.backends.next_step import tracks_resets
 from torchrl_lightning.environments.copies import copy_beneath_wrappers
-from torchrl_lightning.environments.env_errors import blaming
-from torchrl_lightning.environments.install_hint import extra_for, registered_by
+from torchrl_lightning.environments.env_errors import env_errors
+from torchrl_lightning.environments.install_hint import install_hint, registered_by
 from torchrl_lightning.environments.recipe import EnvironmentRecipe, recipe_of
-from torchrl_lightning.environments.replay_source import ResumableVectorEnv
+from torchrl_lightning.environments.replay_source import PartialStepVectorEnv
 from torchrl_lightning.environments.workers.worker_env import WorkerVectorEnv
 from torchrl_lightning.environments.wrappers.rename import WITHIN
 
@@ -92,7 +92,7 @@ def make_vector_env(
     if vectorization == "async":
         return WorkerVectorEnv([factory] * num_envs, recipe_of(env).step_timeout)
     # copy=False: the caller copies each observation into its own memory immediately.
-    return ResumableVectorEnv([factory] * num_envs, copy=False, autoreset_mode=AutoresetMode.SAME_STEP)
+    return PartialStepVectorEnv([factory] * num_envs, copy=False, autoreset_mode=AutoresetMode.SAME_STEP)
 
 
 def vectorization_of(env: object, asked: str | None = None) -> str:
@@ -147,7 +147,7 @@ def check_env_source(
         except ImportError as error:
             raise ValueError(
                 f"The module before the colon of {env!r} cannot be imported: {error}. Install it and what it needs, or "
-                f"put it where Python finds it, such as the working directory.{extra_for(error)}"
+                f"put it where Python finds it, such as the working directory.{install_hint(error)}"
             ) from error
         except gymnasium.error.Error as error:
             usual = "Check the spelling, or name the module that registers it, as 'module:Name-v0'."
@@ -170,7 +170,7 @@ def autoreset_mode(env: VectorEnv[Any, Any, Any]) -> AutoresetMode:
     """Return the autoreset mode of a vector environment; raise ValueError if its data contains bogus transitions.
 
     Mode ``NEXT_STEP`` needs the attribute ``resets`` of
-    :class:`~torchrl_lightning.environments.backends.next_step.KnownResets`.
+    :class:`~torchrl_lightning.environments.backends.next_step.ResetTrackingVectorEnv`.
     """
     mode = env.metadata.get("autoreset_mode")
     if isinstance(mode, str):
@@ -180,7 +180,7 @@ def autoreset_mode(env: VectorEnv[Any, Any, Any]) -> AutoresetMode:
             f"{env} does not say how it resets: metadata['autoreset_mode'] is {mode!r}, expected "
             "AutoresetMode.SAME_STEP or AutoresetMode.DISABLED. " + _FIX
         )
-    if mode is AutoresetMode.NEXT_STEP and not tells_resets(env):
+    if mode is AutoresetMode.NEXT_STEP and not tracks_resets(env):
         raise ValueError(
             f"{env} has AutoresetMode.NEXT_STEP, which puts one bogus transition behind every episode: its action is "
             "ignored and its reward is 0. Replay (ReplayDataModule(env=...)) takes it, and leaves these out. Else: "
@@ -214,12 +214,12 @@ class SingleEnv:
     def __call__(self) -> gymnasium.Env[Any, Any]:
         """Make the environment."""
         try:
-            with blaming("make"):
+            with env_errors("make"):
                 env = gymnasium.make(self.env, **self.kwargs) if isinstance(self.env, str) else self.env(**self.kwargs)
         except (gymnasium.error.DependencyNotInstalled, ModuleNotFoundError) as error:
             what = str(error).rstrip(".")
             raise ImportError(
-                f"The environment {self.env!r} needs what is not installed: {what}.{extra_for(error)}"
+                f"The environment {self.env!r} needs what is not installed: {what}.{install_hint(error)}"
             ) from error
         except gymnasium.error.Error as error:  # from gymnasium.make with the id, or within the factory
             raise ValueError(f"The environment {self.env!r} cannot be made: {error}") from error
@@ -238,7 +238,7 @@ class SingleEnv:
         if not isinstance(env, gymnasium.Env):
             raise NoGymnasiumEnvironmentError(env)
         for wrapper in self.wrappers:
-            with blaming("make"):
+            with env_errors("make"):
                 env = wrapper(env)
         copy_beneath_wrappers(env)
         return env

@@ -11,7 +11,7 @@ import torch
 from gymnasium.vector import VectorEnv
 from torchrl.envs import EnvBase, ParallelEnv, TransformedEnv
 
-from torchrl_lightning.environments.env_errors import blaming
+from torchrl_lightning.environments.env_errors import env_errors
 
 # Number of threads before the start of each ParallelEnv, if this module saw it before.
 _BEFORE: WeakKeyDictionary[EnvBase, int] = WeakKeyDictionary()
@@ -42,7 +42,7 @@ def close_environment(env: VectorEnv[Any, Any, Any] | EnvBase) -> None:
     EnvironmentFaults.
     """
     if not isinstance(env, EnvBase):
-        with blaming("close"):
+        with env_errors("close"):
             env.close()
         return
     base = _base(env)
@@ -50,7 +50,7 @@ def close_environment(env: VectorEnv[Any, Any, Any] | EnvBase) -> None:
     threads = _BEFORE.pop(base, torch.get_num_threads())
     try:
         if not env.is_closed:
-            with blaming("close"):
+            with env_errors("close"):
                 env.close()
     finally:
         if not unknown:

@@ -23,10 +23,16 @@ from torchrl_lightning._core.processes import (
     check_descriptors,
     end_processes,
     end_with_parent,
-    how_it_died,
+    exit_description,
     is_main_thread,
 )
-from torchrl_lightning.environments.env_errors import EnvironmentFault, WorkerFault, blame, blaming, guard_calls
+from torchrl_lightning.environments.env_errors import (
+    EnvironmentFault,
+    WorkerFault,
+    env_errors,
+    guard_calls,
+    reraise_as_env_error,
+)
 from torchrl_lightning.environments.workers.time_limits import OverdueError, TimedCalls, tell_by
 
 _PATIENCE = 5.0  # seconds for a process to close its environment
@@ -125,7 +131,7 @@ class WorkerVectorEnv(AsyncVectorEnv):
         check_descriptors(len(factories), 2)  # a pipe and the sentinel of each process
         try:
             # copy=False: the caller copies each observation into its own memory immediately.
-            with blaming("close"):  # Gymnasium makes and closes one environment here
+            with env_errors("close"):  # Gymnasium makes and closes one environment here
                 super().__init__(
                     [partial(_guarded, factory, index) for index, factory in enumerate(factories)],
                     copy=False,
@@ -186,7 +192,7 @@ class WorkerVectorEnv(AsyncVectorEnv):
         if not self.error_queue.empty():
             return self._told(1)
         index = next(index for index, process in enumerate(self.processes) if process.sentinel in ended)
-        return WorkerFault(f"the process of environment {index} {how_it_died(self.processes[index])}")
+        return WorkerFault(f"the process of environment {index} {exit_description(self.processes[index])}")
 
     def _silent(self, call: str) -> EnvironmentFault:
         index = next((index for index, pipe in enumerate(self.parent_pipes) if not pipe.poll()), 0)
@@ -263,7 +269,7 @@ def _run_environment(
         return
     steps: Any = StepPipe(pipe, env.action_space)
     try:
-        with blaming("close", index=index):
+        with env_errors("close", index=index):
             _async_worker(index, lambda: env, steps, parent_pipe, shared, faults, mode, semaphore)
     except EnvironmentFault as fault:
         faults.put((index, type(fault), fault, ""))
@@ -278,7 +284,7 @@ class _Faults:
     def put(self, caught: tuple[int, type[Exception], Exception, str]) -> None:
         index, kind, error, _ = caught
         try:
-            blame(error, "step", f"environment {index}")
+            reraise_as_env_error(error, "step", f"environment {index}")
             if not isinstance(error, EnvironmentFault):
                 error = WorkerFault(f"the process of environment {index} failed: {kind.__name__}: {error}")
         except EnvironmentFault as fault:
