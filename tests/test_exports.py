@@ -58,7 +58,7 @@ def said(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.mark.parametrize("snippet", SNIPPETS)
-def test_a_name_has_its_type_and_a_misspelt_one_is_an_error(said, snippet):
+def test_name_has_its_type_and_a_misspelt_one_is_an_error(said, snippet):
     assert SNIPPETS[snippet] in said[snippet]
 
 

@@ -20,15 +20,15 @@ def drawn(profile: str) -> list[int]:
     return numbers
 
 
-def test_the_default_profile_draws_the_same_examples_in_each_run() -> None:
+def test_default_profile_draws_the_same_examples_in_each_run() -> None:
     assert drawn("repeatable") == drawn("repeatable")
 
 
-def test_the_exploring_profile_draws_others_in_each_run() -> None:
+def test_exploring_profile_draws_others_in_each_run() -> None:
     assert drawn("explore") != drawn("explore")
 
 
-def test_the_tests_run_in_the_profile_that_the_command_names(request: pytest.FixtureRequest) -> None:
+def test_tests_run_in_the_profile_that_the_command_names(request: pytest.FixtureRequest) -> None:
     profile = request.config.getoption("--hypothesis-profile") or "repeatable"
     assert settings.default is not None
     assert settings.default.derandomize is (profile == "repeatable")

@@ -41,7 +41,7 @@ def test_mutant_names_existing_tests(mutant: Mutant) -> None:
         ({"tests": ("tests/test_mutants.py::test_none",)}, "must be test files or tests in them, got .*::test_none"),
     ],
 )
-def test_a_mutant_that_cannot_be_tried_is_named(changes: dict[str, Any], message: str) -> None:
+def test_mutant_that_cannot_be_tried_is_named(changes: dict[str, Any], message: str) -> None:
     file = Path("plugin/torchrl_lightning/agents/losses.py")
     mutant = Mutant(file, "torch.maximum(far, DISTANCES", "torch.minimum(far, DISTANCES", ("tests/test_mutants.py",))
     error = replace(mutant, **changes).error(ROOT)

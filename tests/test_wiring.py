@@ -74,14 +74,14 @@ def test_arguments_are_written_as_a_config_writes_them():
     }
 
 
-def test_an_argument_that_does_not_exist_is_not_handed_over():
+def test_argument_that_does_not_exist_is_not_handed_over():
     assert wiring.inherited(Part) == ["keys"]
     assert wiring.inherited(Smaller) == []
     with pytest.raises(ValueError, match="Part takes no length, width"):
         wiring.described(Part, "sampler", "part", ["length", "size", "width"], {})
 
 
-def test_a_schema_travels_to_other_processes():
+def test_schema_travels_to_other_processes():
     config = OmegaConf.structured(schema("torchrl_lightning.UniformSampler"))
     again = pickle.loads(pickle.dumps(config))
     assert OmegaConf.get_type(again) is OmegaConf.get_type(config)

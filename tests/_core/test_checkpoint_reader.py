@@ -264,11 +264,11 @@ def check_cheap(file: io.BytesIO) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in PICKLES if name != "a memo that is far"])
-def test_a_hostile_pickle_is_refused_cheaply(name: str) -> None:
+def test_hostile_pickle_is_refused_cheaply(name: str) -> None:
     check_cheap(rewritten(PICKLES[name]))
 
 
-def test_a_memo_may_have_any_number() -> None:
+def test_memo_may_have_any_number() -> None:
     assert load_checkpoint(rewritten(PICKLES["a memo that is far"])) is None
 
 
@@ -313,7 +313,7 @@ FILES: dict[str, Callable[[], io.BytesIO]] = {
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_hostile_file_is_refused_cheaply(name: str) -> None:
+def test_hostile_file_is_refused_cheaply(name: str) -> None:
     check_cheap(FILES[name]())
 
 
@@ -344,7 +344,7 @@ def test_checksums_are_not_computed_over_more_than_there_is(content: dict[str, A
     assert seconds < 10
 
 
-def test_a_checksum_of_a_transposed_tensor_takes_little_memory() -> None:
+def test_checksum_of_a_transposed_tensor_takes_little_memory() -> None:
     tensor = torch.arange(20_000_000, dtype=torch.float32).view(4000, 5000)
     expected = checksum(tensor.t().contiguous())
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -353,7 +353,7 @@ def test_a_checksum_of_a_transposed_tensor_takes_little_memory() -> None:
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024 < 100
 
 
-def test_a_tensor_that_repeats_its_numbers_is_named_and_copied_when_it_is_saved() -> None:
+def test_tensor_that_repeats_its_numbers_is_named_and_copied_when_it_is_saved() -> None:
     content = {"a": {"b": [1, torch.ones(1, 3).expand(4, 3)]}, "c": torch.zeros(3)}
     assert list(foreign_tensors(content)) == ["a.b.1"]
     copied = with_own_numbers(content)

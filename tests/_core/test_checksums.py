@@ -53,7 +53,7 @@ def test_what_has_changed_is_refused(change):
         verify_checksums({**sealed(), **change}, "a.ckpt")
 
 
-def test_a_sum_depends_on_each_bit_and_not_on_memory():
+def test_sum_depends_on_each_bit_and_not_on_memory():
     tensor = torch.randn(5, 7)
     assert checksum(tensor.t().contiguous().t()) == checksum(tensor) != checksum(-tensor)
     assert checksum(torch.zeros(1)) != checksum(-torch.zeros(1))
@@ -62,7 +62,7 @@ def test_a_sum_depends_on_each_bit_and_not_on_memory():
     assert list(foreign_tensors({"a": [torch.zeros(1), torch.zeros(1, device="meta")]})) == ["a.1"]
 
 
-def test_a_flipped_bit_is_never_another_weight():
+def test_flipped_bit_is_never_another_weight():
     file = io.BytesIO()
     torch.save(sealed(), file)
     whole = file.getvalue()

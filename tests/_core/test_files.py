@@ -27,7 +27,7 @@ def test_several_files_are_replaced_together(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("broken", ["body", "fsync"])
-def test_an_error_leaves_the_old_file_and_nothing_else(
+def test_error_leaves_the_old_file_and_nothing_else(
     broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: Any) -> None:
@@ -107,7 +107,7 @@ def test_hooks_that_would_be_ignored_are_refused(hook: str) -> None:
 
 
 @pytest.mark.parametrize("linked", ["state.json", "state-*.bin"])
-def test_a_link_in_the_folder_is_not_followed(linked: str, tmp_path: Path) -> None:
+def test_link_in_the_folder_is_not_followed(linked: str, tmp_path: Path) -> None:
     write_state(tmp_path / "state", {"rows": torch.arange(3)})
     (path,) = (tmp_path / "state").glob(linked)
     path.rename(tmp_path / "elsewhere")

@@ -68,7 +68,7 @@ def test_nothing_is_imported_until_it_is_used_nor_left_behind(light: ModuleType)
     assert heavy() == []
 
 
-def test_a_later_import_gets_the_real_module(light: ModuleType) -> None:
+def test_later_import_gets_the_real_module(light: ModuleType) -> None:
     module = import_module("heavy_one.below")
     assert (module.value, type(module), type(sys.modules["heavy_one"])) == (3, ModuleType, ModuleType)
 
@@ -85,7 +85,7 @@ def test_bound_names_resolve_to_the_real_module_when_they_are_used(light: Module
     assert issubclass(new_class("Own", (light.Thing,)), module.Thing)
 
 
-def test_a_module_that_is_needed_meanwhile_is_imported(folder: Path) -> None:
+def test_module_that_is_needed_meanwhile_is_imported(folder: Path) -> None:
     with stub_modules({"heavy_one": {"tell": lambda function: function}}):
         light = import_module("light_one")
         assert light.made().size == 2

@@ -29,7 +29,7 @@ def test_merged_in_parts_they_are_those_of_all_samples(values, cuts):
 
 @pytest.mark.parametrize("value", [0.1, 1e9 + 0.1, -123456.789, 1e15 + 0.3, 1e-300, 5e-324, 3e300])
 @pytest.mark.parametrize("count", [1, 2, 7, 256, 4099])
-def test_a_constant_has_its_value_as_mean_and_no_spread(value, count):
+def test_constant_has_its_value_as_mean_and_no_spread(value, count):
     moments = Moments.none()
     for _ in range(3):
         moments = moments.merged(Moments.of(torch.full((count,), value, dtype=torch.float64)))

@@ -47,7 +47,7 @@ MERGED = "a0: &a0 {x: 1}\n" + "".join(
         ("a: [" + ", ".join(["x"] * 60_000) + "]", "values"),
     ],
 )
-def test_a_hostile_file_is_refused_at_once_in_one_line(tmp_path, text, told):
+def test_hostile_file_is_refused_at_once_in_one_line(tmp_path, text, told):
     path = tmp_path / "a.yaml"
     path.write_text(text)
     began = time.process_time()
@@ -58,7 +58,7 @@ def test_a_hostile_file_is_refused_at_once_in_one_line(tmp_path, text, told):
     assert len(str(raised.value)) < 800
 
 
-def test_a_fifo_and_bytes_that_are_no_text_are_refused(tmp_path):
+def test_fifo_and_bytes_that_are_no_text_are_refused(tmp_path):
     os.mkfifo(tmp_path / "fifo")
     with pytest.raises(OSError, match="FIFO"):
         read_config(tmp_path / "fifo")
@@ -67,7 +67,7 @@ def test_a_fifo_and_bytes_that_are_no_text_are_refused(tmp_path):
         read_config(tmp_path / "bytes")
 
 
-def test_a_run_of_ours_is_read_as_omegaconf_does(tmp_path):
+def test_run_of_ours_is_read_as_omegaconf_does(tmp_path):
     path = tmp_path / "a.yaml"
     path.write_text('a: &a [1, 2.5, 1e3, null, yes, x]\nb: {c: *a, d: "${a}"}\ne: !!str 3\nf: 2020-01-01\n')
     assert read_config(path) == OmegaConf.load(path)

@@ -90,7 +90,7 @@ def reads_and_hangs() -> None:
 
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="reads /proc")
-def test_a_reader_of_a_shared_buffer_ends_with_its_parent(tmp_path: Path) -> None:
+def test_reader_of_a_shared_buffer_ends_with_its_parent(tmp_path: Path) -> None:
     end_with_its_leader(Forked(reads_and_hangs, tmp_path, session=True))
 
 
@@ -99,7 +99,7 @@ def _ignores_what_it_is_told() -> None:
     time.sleep(600)
 
 
-def test_a_process_that_does_not_end_is_killed() -> None:
+def test_process_that_does_not_end_is_killed() -> None:
     processes = [
         multiprocessing.get_context("fork").Process(target=does, daemon=True)
         for does in (_ignores_what_it_is_told, lambda: None)
@@ -139,7 +139,7 @@ def raise_lack(steps: TensorDict) -> TensorDict:
     raise RuntimeError(SHARED)
 
 
-def test_a_worker_without_shared_memory_says_so() -> None:
+def test_worker_without_shared_memory_says_so() -> None:
     with forked_workers():
         collector = AsynchronousCollector("CartPole-v1", raise_lack, num_workers=1, frames_per_batch=4)
         with pytest.raises(ValueError, match="0: /dev/shm") as error:

@@ -22,13 +22,13 @@ from torchrl_lightning._core.protocols import (
 
 
 @pytest.mark.parametrize("view", [CollectorApi, DataApi, EnvsApi, LearnerApi, PolicyApi, SamplerApi, SourceApi])
-def test_an_object_without_any_ability_has_the_defaults(view) -> None:
+def test_object_without_any_ability_has_the_defaults(view) -> None:
     part = object()
     assert view.of(part) == view(part)
     assert view.of(None) == view(None)
 
 
-def test_a_plain_module_of_lightning_asks_for_nothing() -> None:
+def test_plain_module_of_lightning_asks_for_nothing() -> None:
     learner = LearnerApi.of(BoringModel())
     assert learner == LearnerApi(learner.part)
     assert (learner.policy, learner.critic, learner.valued_policy, learner.is_built) == (None, None, None, None)
@@ -66,7 +66,7 @@ def test_samplers_of_others_draw_single_steps_of_even_rings() -> None:
     assert (theirs.supports_uneven_rings, theirs.batch_length) == (False, None)
 
 
-def test_the_clock_of_a_data_module_is_its_frames_if_it_has_no_other() -> None:
+def test_clock_of_a_data_module_is_its_frames_if_it_has_no_other() -> None:
     class Counting:
         frames = 7
 
@@ -123,6 +123,6 @@ def test_mistakes_in_a_method_are_shown(make, message, tmp_path) -> None:
         make(tmp_path)
 
 
-def test_a_collector_with_only_rollouts_is_enough(tmp_path) -> None:
+def test_collector_with_only_rollouts_is_enough(tmp_path) -> None:
     module, _ = fit(tmp_path, rollouts(collector=MistakenCollector), max_epochs=1)
     assert module.updates == 4

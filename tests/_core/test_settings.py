@@ -93,7 +93,7 @@ def test_what_makes_no_sense_is_refused_by_name(cls, given, error, says):
         cls(**given)
 
 
-def test_a_check_may_turn_a_value_into_what_is_kept():
+def test_check_may_turn_a_value_into_what_is_kept():
     class Listed(Settings):
         sizes: Annotated[list[int], lambda value, name: list(value)] = setting(default=(1, 2))
 
@@ -119,7 +119,7 @@ def test_nothing_begins_before_all_settings_are_right():
     assert begun == [late]
 
 
-def test_a_subclass_may_have_a_constructor_of_its_own():
+def test_subclass_may_have_a_constructor_of_its_own():
     class Own(Part):
         bonus: float = 0.5
 
@@ -170,7 +170,7 @@ def test_none_stands_for_what_is_made_anew():
     assert Layered.__init__.__annotations__["layers"] == list[int] | None
 
 
-def test_a_setting_that_a_subclass_derives_is_none_of_its_own_any_more():
+def test_setting_that_a_subclass_derives_is_none_of_its_own_any_more():
     assert list(inspect.signature(Fixed).parameters) == ["layers"]
     with pytest.raises(TypeError, match="rate"):
         Fixed(rate=1.0)
@@ -197,7 +197,7 @@ class Doubled(Held):
         super()._init_bases(size=2 * size, unit=unit)
 
 
-def test_a_class_translates_the_arguments_of_its_base():
+def test_class_translates_the_arguments_of_its_base():
     assert str(inspect.signature(Doubled)) == str(inspect.signature(Held))
     assert Doubled(3).text == "6 step"
 
@@ -229,7 +229,7 @@ class Discounted(Settings):
         self._gamma = gamma
 
 
-def test_a_private_setting_stands_behind_a_property_with_the_argument_s_name():
+def test_private_setting_stands_behind_a_property_with_the_argument_s_name():
     assert list(inspect.signature(Discounted).parameters) == ["note", "gamma"]
     discounted = Discounted(gamma=0.5)
     assert (discounted.gamma, Discounted().gamma, discounted._cache) == (0.5, 0.99, 0)
@@ -251,7 +251,7 @@ OTHER_NAMES = {
 }
 
 
-def test_an_argument_keeps_its_name_inside_the_class():
+def test_argument_keeps_its_name_inside_the_class():
     exported = [getattr(torchrl_lightning, name) for name in torchrl_lightning.__all__]
     classes = [each for each in exported if isinstance(each, type) and issubclass(each, Settings)]
     assert len(classes) > 30

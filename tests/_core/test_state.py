@@ -131,7 +131,7 @@ def filled(**options: Any) -> Box:
     return box
 
 
-def test_a_state_goes_into_another_and_is_a_copy() -> None:
+def test_state_goes_into_another_and_is_a_copy() -> None:
     one, other = filled(), Box()
     state, cells = one.state_dict(), other.ring.cells
     other.load_state_dict(state)
@@ -178,7 +178,7 @@ def test_what_is_wrong_is_named(changes: dict[str, Any], says: str) -> None:
         Box().check_state([])
 
 
-def test_an_entry_may_belong_to_some() -> None:
+def test_entry_may_belong_to_some() -> None:
     state, other = filled().state_dict(), Box(notes=True)
     with pytest.raises(ValueError, match="it lacks note;"):
         other.load_state_dict(state)
@@ -188,7 +188,7 @@ def test_an_entry_may_belong_to_some() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in Box.STATE if name != "note"])
-def test_a_state_that_lacks_an_entry_is_refused_by_its_name(name: str) -> None:
+def test_state_that_lacks_an_entry_is_refused_by_its_name(name: str) -> None:
     state, other = filled().state_dict(), Box()
     kept = other.state_dict()
     del state[name]

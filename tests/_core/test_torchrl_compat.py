@@ -40,7 +40,7 @@ def rows(steps: int = 2) -> TensorDict:
     return make_rollout(steps).transpose(0, 1)
 
 
-def test_a_tensordict_that_is_made_unchecked_keeps_tensors_batch_names_and_device() -> None:
+def test_tensordict_that_is_made_unchecked_keeps_tensors_batch_names_and_device() -> None:
     leaf = torch.zeros(2, 3, 1)
     inner = new_tensordict({"b": leaf}, torch.Size([2, 3]))
     data = new_tensordict({"a": leaf, "c": inner}, torch.Size([2, 3]), ("time", None), torch.device("cpu"))
@@ -91,7 +91,7 @@ def test_init_and_empty_hooks_are_called() -> None:
     assert ours.sampler.remaining is None
 
 
-def test_a_write_notifies_attached_entities() -> None:
+def test_write_notifies_attached_entities() -> None:
     class Entity:
         cells = None
 
@@ -218,7 +218,7 @@ def test_every_underscored_name_is_one_that_torchrl_has() -> None:
         assert not [attr for attr in touched(name) if not any(hasattr(part, attr) for part in live)], name
 
 
-def test_an_alias_reads_and_sets_a_private_attribute() -> None:
+def test_alias_reads_and_sets_a_private_attribute() -> None:
     ours, lock = replay(), object()
     assert (ours.thread_lock, ours.detours[1:3], ours.batch_sizes) == (ours._replay_lock, (False, False), (2, False))
     ours.write_lock = lock
@@ -275,7 +275,7 @@ def test_modules_take_plain_tensors_within_a_block() -> None:
         assert (found if dispatches else found["b"]).tolist() == [1]
 
 
-def test_a_trainer_writes_its_rows_by_one_method() -> None:
+def test_trainer_writes_its_rows_by_one_method() -> None:
     connector = logger_connector(trainer())
     assert list(inspect.signature(connector.log_metrics).parameters) == ["metrics", "step"]
     assert "log_metrics" not in vars(connector)
@@ -296,7 +296,7 @@ def test_no_sampler_takes_the_argument_that_torchrls_metaclass_would_take_away(k
 
 
 @pytest.mark.parametrize("kind", [UniformSampler, RecentSampler])
-def test_the_argument_that_takes_its_place_is_named(kind: Any) -> None:
+def test_argument_that_takes_its_place_is_named(kind: Any) -> None:
     with pytest.raises(TypeError, match=r"Write with_replacement=False\.$"):
         kind(replacement=False)
     assert not kind(with_replacement=False).with_replacement

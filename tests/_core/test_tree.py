@@ -34,7 +34,7 @@ def test_what_is_no_key_is_refused(wrong: Any) -> None:
         nested_key(wrong)
 
 
-def test_a_list_of_keys_names_the_key_that_is_none() -> None:
+def test_list_of_keys_names_the_key_that_is_none() -> None:
     with pytest.raises(TypeError, match="got 1"):
         nested_keys(["observation", 1])
     with pytest.raises(TypeError, match="Expected a list of keys"):
@@ -51,7 +51,7 @@ def test_keys_below_others() -> None:
     assert join(("a", "b"), ("c",)) == ("a", "b", "c")
 
 
-def test_a_tree_there_and_back() -> None:
+def test_tree_there_and_back() -> None:
     assert list(dict(keyed_leaves(data()))) == ["a", ("next", "b")]
     assert dict(keyed_leaves(data())).keys() == dict(keyed_leaves(tree_of(data()))).keys()
     assert (to_tensordict(tree_of(data()), torch.Size([3])) == data()).all()
@@ -73,7 +73,7 @@ def test_what_is_no_dense_tensor_is_named(leaf: Any) -> None:
         tree_of(bad)
 
 
-def test_a_difference_names_every_leaf() -> None:
+def test_difference_names_every_leaf() -> None:
     other = TensorDict({"a": torch.zeros(3, 2).double(), "c": torch.zeros(3)}, [3])
     assert schema_difference(describe(data(), 1), describe(other, 1)) == (
         "'a' is [2] torch.float64, stored is [2] torch.float32; 'c' is new; ('next', 'b') is missing"

@@ -32,7 +32,7 @@ def test_what_is_no_regular_file_is_refused_at_once_in_one_line(odd, name):
         assert "\n" not in str(raised.value)
 
 
-def test_a_regular_file_is_read_up_to_its_limit(tmp_path):
+def test_regular_file_is_read_up_to_its_limit(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(b"12345")
     check_regular(path)
@@ -43,7 +43,7 @@ def test_a_regular_file_is_read_up_to_its_limit(tmp_path):
         read_regular(tmp_path / "none", 4)
 
 
-def test_a_missing_length_does_not_read_for_ever():
+def test_missing_length_does_not_read_for_ever():
     # Files of /proc have no size, and may give any number of bytes.
     with pytest.raises(ValueError, match="at most 3 bytes, got more"):
         read_regular(Path("/proc/self/status"), 3)
@@ -63,7 +63,7 @@ def test_a_missing_length_does_not_read_for_ever():
         (3.5, "3.5"),
     ],
 )
-def test_a_text_is_printed_as_one_line_without_control_characters(text, shown):
+def test_text_is_printed_as_one_line_without_control_characters(text, shown):
     assert printable(text) == shown
 
 

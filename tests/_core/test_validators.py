@@ -55,7 +55,7 @@ def test_what_makes_sense_comes_back() -> None:
     assert one_of(None, "norm", ("batch", None)) is None
 
 
-def test_a_flag_is_no_number_and_a_hint_ends_a_message() -> None:
+def test_flag_is_no_number_and_a_hint_ends_a_message() -> None:
     with pytest.raises(TypeError, match=r"shuffle.*1\."):
         boolean(1, "shuffle")
     with pytest.raises(ValueError, match=r"0; float\('inf'\)"):
@@ -63,7 +63,7 @@ def test_a_flag_is_no_number_and_a_hint_ends_a_message() -> None:
 
 
 @given(digits=st.integers(0, 10**15), exponent=st.integers(-18, 6))
-def test_an_exact_ratio_is_the_decimal_that_was_written(digits: int, exponent: int) -> None:
+def test_exact_ratio_is_the_decimal_that_was_written(digits: int, exponent: int) -> None:
     written = f"{digits}e{exponent}"
     exact = exact_ratio(float(written))
     is_short = exact.denominator <= 1_000_000
@@ -73,11 +73,11 @@ def test_an_exact_ratio_is_the_decimal_that_was_written(digits: int, exponent: i
 
 
 @given(st.fractions(0, 1000, max_denominator=1000))
-def test_an_exact_ratio_is_the_fraction_that_was_computed(fraction: Fraction) -> None:
+def test_exact_ratio_is_the_fraction_that_was_computed(fraction: Fraction) -> None:
     assert exact_ratio(float(fraction)) == exact_ratio(fraction) == fraction
 
 
-def test_an_exact_ratio_takes_any_kind_of_number() -> None:
+def test_exact_ratio_takes_any_kind_of_number() -> None:
     assert [exact_ratio(value) for value in (3, np.float64(0.1), np.int64(2), torch.tensor(0.5))] == [
         3,
         Fraction(1, 10),

@@ -77,7 +77,7 @@ def test_squashed_actions_need_bounds_that_float32_computes_with(build: Build, s
 
 
 @pytest.mark.parametrize("spec", [each for name, each in WIDE.items() if name != "both above 0"])
-def test_a_normal_takes_huge_bounds_as_none(spec: Bounded) -> None:
+def test_normal_takes_huge_bounds_as_none(spec: Bounded) -> None:
     torch.manual_seed(0)
     actor = build_actor(specs_of(spec))
     step = TensorDict({"observation": torch.randn(64, 4)}, [64])

@@ -215,7 +215,7 @@ def test_in_environments_of_torchrls_too(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["scalar", "Discrete int32", "float64 of 0.1"])
-def test_a_checkpoint_and_a_published_policy_know_the_space(name: str, tmp_path: Path) -> None:
+def test_checkpoint_and_a_published_policy_know_the_space(name: str, tmp_path: Path) -> None:
     space = SPACES[name]
     data = OnPolicyDataModule(
         make(space), num_envs=2, frames_per_batch=16, num_mini_batch=1, num_epochs=1, seed=0, eval_episodes=2
@@ -287,7 +287,7 @@ def test_only_recurrent_states_fix_the_number_of_environments() -> None:
     assert kept.act(rows[5], state=state).shape == (5,)
 
 
-def test_a_recipe_of_the_checkpoint_plays_what_the_policy_gives() -> None:
+def test_recipe_of_the_checkpoint_plays_what_the_policy_gives() -> None:
     space = BOXES["scalar"]
     module, specs = built(space, PPOModule)
     recipe = EnvironmentRecipe(make(space), action_repeat=2)

@@ -21,7 +21,7 @@ CASES = [*((case, "mlp") for case in ON_POLICY), *((case, network) for case in O
 
 
 @pytest.mark.parametrize(("case", "network"), CASES)
-def test_a_fit_moves_every_parameter_and_logs_over_frames(case: str, network: str) -> None:
+def test_fit_moves_every_parameter_and_logs_over_frames(case: str, network: str) -> None:
     module, data, run = learner(case, network, learning_rate=0.01), data_of(case), trainer()
     before = {name: value.clone() for name, value in module.named_parameters()}
     run.fit(module, datamodule=data)
@@ -45,13 +45,13 @@ def test_a_fit_moves_every_parameter_and_logs_over_frames(case: str, network: st
 
 
 @pytest.mark.parametrize(("case", "network"), [*CASES, *((case, MLPNetwork([8], shared=True)) for case in ON_POLICY)])
-def test_a_state_dict_holds_each_tensor_once(case: str, network: Any) -> None:
+def test_state_dict_holds_each_tensor_once(case: str, network: Any) -> None:
     pointers = [value.data_ptr() for value in learner(case, network).state_dict().values() if value.numel() > 1]
     assert len(pointers) == len(set(pointers))
 
 
 @pytest.mark.parametrize("case", SPECS)
-def test_a_module_is_built_once_and_not_used_before(case: str) -> None:
+def test_module_is_built_once_and_not_used_before(case: str) -> None:
     module = learner(case)
     policy = module.policy
     assert module.build(SPECS[case]).policy is policy
@@ -102,7 +102,7 @@ def computed_from(case: str, module: Any) -> Any:
 
 
 @pytest.mark.parametrize("case", ["a2c", "ppo", "reinforce", *OFF_POLICY])
-def test_a_compiled_loss_gives_the_same(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_loss_gives_the_same(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Traced by dynamo, those on policy in one piece; not compiled: that would take a minute."""
     options = {"backend": "eager", "fullgraph": case in ON_POLICY}
     monkeypatch.setattr(base, "compiled", lambda function: torch.compile(function, **options))

@@ -55,7 +55,7 @@ NETWORKS = {
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-def test_a_network_that_the_weights_do_not_explain_is_refused_cheaply(
+def test_network_that_the_weights_do_not_explain_is_refused_cheaply(
     name: str, stored: dict[str, Any], tmp_path: Path
 ) -> None:
     path = save(stored, tmp_path / "evil.ckpt", network=NETWORKS[name])
@@ -133,7 +133,7 @@ def test_large_numbers_that_are_no_counts_are_legal() -> None:
     check_config({**hostile.DATA, "env": recipe, "total_frames": 10**12, "seed": 1 << 62}, where="a")
 
 
-def test_a_stack_of_a_billion_is_not_made(stored: dict[str, Any], tmp_path: Path) -> None:
+def test_stack_of_a_billion_is_not_made(stored: dict[str, Any], tmp_path: Path) -> None:
     found = copy.deepcopy(stored)
     wrapper = {"_target_": "gymnasium.wrappers.FrameStackObservation", "stack_size": 10**9}
     found["OnPolicyDataModule"]["fingerprint"]["environment"] = {"id": "CartPole-v1", "wrappers": [wrapper]}

@@ -194,7 +194,7 @@ def test_values_and_log_probabilities_of_a_rollout_that_lies_elsewhere(
 
 @pytest.mark.parametrize("propagation", ["step", "trajectory"])
 @pytest.mark.parametrize("planner", [CrossEntropyPlanner, RandomShootingPlanner])
-def test_a_planner_that_lies_elsewhere_acts(planner: Any, propagation: str, there: tuple[torch.device, Move]) -> None:
+def test_planner_that_lies_elsewhere_acts(planner: Any, propagation: str, there: tuple[torch.device, Move]) -> None:
     specs = specs_of(Bounded(-2.0, 2.0, (1,)), observation=Unbounded(3))
     module = DynamicsEnsemble([8], planner=partial(planner, horizon=2, candidates=20), propagation=propagation)
     there[1](module.build(specs, num_members=3))
@@ -205,7 +205,7 @@ def test_a_planner_that_lies_elsewhere_acts(planner: Any, propagation: str, ther
     assert rollout["action"].abs().max() > 0.0
 
 
-def test_a_world_model_that_lies_elsewhere_is_fitted_to_stored_rows_and_imagines(
+def test_world_model_that_lies_elsewhere_is_fitted_to_stored_rows_and_imagines(
     there: tuple[torch.device, Move], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if there[0] == THERE:  # which has no fused steps
@@ -220,7 +220,7 @@ def test_a_world_model_that_lies_elsewhere_is_fitted_to_stored_rows_and_imagines
     assert module.imagine(rows, 2).to("cpu")["next", "reward"].isfinite().all()
 
 
-def test_a_policy_that_lies_elsewhere_acts(there: tuple[torch.device, Move]) -> None:
+def test_policy_that_lies_elsewhere_acts(there: tuple[torch.device, Move]) -> None:
     policy = there[1](build_actor(TWO_CHOICES, RecurrentNetwork("gru", 4)))
     collector = GymnasiumCollector("CartPole-v1", policy, num_envs=2, frames_per_batch=8, seed=0)
     rollout = collector.rollout()
@@ -257,7 +257,7 @@ def test_rewritten_batches_and_priorities_come_back(cell: str, there: tuple[torc
 
 
 @pytest.mark.parametrize("case", [*ON_POLICY, *OFF_POLICY])
-def test_the_acting_policy_follows_its_module(case: str) -> None:
+def test_acting_policy_follows_its_module(case: str) -> None:
     # Another dtype stands in for another device: every machine has one.
     module = learner(case).to(torch.float64)
     tensors = [*module.policy.parameters(), *module.policy.buffers()]

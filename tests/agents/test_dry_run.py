@@ -114,7 +114,7 @@ def no_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("no_steps")
 @pytest.mark.parametrize("kind", FAULTS)
 @pytest.mark.parametrize("case", AGENTS)
-def test_a_faulty_network_is_named_in_one_line_before_the_first_step(case, kind):
+def test_faulty_network_is_named_in_one_line_before_the_first_step(case, kind):
     with pytest.raises(UserError) as told:
         trainer(max_epochs=1).fit(AGENTS[case](EncodedBy(kind=kind)), datamodule=data_for(case))
     said = str(told.value)
@@ -125,7 +125,7 @@ def test_a_faulty_network_is_named_in_one_line_before_the_first_step(case, kind)
 
 
 @pytest.mark.usefixtures("no_steps")
-def test_a_network_that_was_built_beforehand_is_tried_too():
+def test_network_that_was_built_beforehand_is_tried_too():
     module = DQNModule(EncodedBy(kind=ExtraDimension)).build(TWO_CHOICES)
     with pytest.raises(NetworkFault, match=r"got \[2, 1, 6\]"):
         trainer(max_epochs=1).fit(module, datamodule=data_for("dqn"))
@@ -143,7 +143,7 @@ def test_values_of_rollouts_need_further_batch_dimensions():
 
 @pytest.mark.parametrize("network", [EncodedBy(), Plain(), Inherited(), EncodedBy(head_sizes=[5])], ids=lambda n: "")
 @pytest.mark.parametrize("case", AGENTS)
-def test_a_network_of_an_encoder_alone_trains(case, network):
+def test_network_of_an_encoder_alone_trains(case, network):
     module = AGENTS[case](network)
     trainer(max_epochs=1).fit(module, datamodule=data_for(case))
     encoders = [part for part in module.modules() if isinstance(part, Encoder)]
@@ -151,7 +151,7 @@ def test_a_network_of_an_encoder_alone_trains(case, network):
     assert all(torch.isfinite(parameter).all() for parameter in module.parameters())
 
 
-def test_a_critic_joins_the_action_behind_the_encoder():
+def test_critic_joins_the_action_behind_the_encoder():
     critic = ActionValue(BOX, EncodedBy(head_sizes=[]))
     observation, action = torch.randn(5, 4), BOX.action.rand([5])
     features = critic.encoder(observation)
@@ -178,7 +178,7 @@ def test_critics_side_by_side_compute_as_each_does_also_over_our_own_encoder():
         torch.testing.assert_close(together.judge([observation], action, 1), expected[:1])
 
 
-def test_a_critic_of_a_user_runs_under_vmap():
+def test_critic_of_a_user_runs_under_vmap():
     critics = [ActionValue(BOX, EncodedBy()) for _ in range(3)]
     parameters, buffers = torch.func.stack_module_state(critics)
     observation, action = torch.randn(5, 4), BOX.action.rand([5])
@@ -221,7 +221,7 @@ def test_only_a_network_that_says_so_reads_actions_in_its_first_layer(network, e
     assert encodes_actions(network) is early
 
 
-def test_an_encoder_that_was_replaced_in_an_object_reads_no_actions():
+def test_encoder_that_was_replaced_in_an_object_reads_no_actions():
     network = MLPNetwork([8])
     vars(network)["encoder"] = lambda specs: Encoder(specs[0].shape[-1])
     assert not encodes_actions(network)
@@ -272,7 +272,7 @@ def frozen(inputs: int) -> nn.Module:
 
 
 @pytest.mark.parametrize("case", SOUND)
-def test_a_sound_agent_passes_and_keeps_weights_and_generators(case):
+def test_sound_agent_passes_and_keeps_weights_and_generators(case):
     make, specs = SOUND[case]
     module = make().build(specs)
     L.seed_everything(5, verbose=False)
@@ -307,7 +307,7 @@ def test_networks_of_torchrls_losses_are_tried_too(number):
         dry_run(make(network=EncodedBy(kind=ExtraDimension)).build(specs), specs)
 
 
-def test_a_large_network_runs_forward_without_a_copy_of_its_weights(monkeypatch):
+def test_large_network_runs_forward_without_a_copy_of_its_weights(monkeypatch):
     monkeypatch.setattr("torchrl_lightning.agents.dry_run.LARGEST_COPY", 10)
     module = PPOModule(EncodedBy()).build(TWO_CHOICES)
     before = copy.deepcopy(module.state_dict())
@@ -317,7 +317,7 @@ def test_a_large_network_runs_forward_without_a_copy_of_its_weights(monkeypatch)
         dry_run(PPOModule(EncodedBy(kind=ExtraDimension)).build(TWO_CHOICES), TWO_CHOICES)
 
 
-def test_a_network_that_draws_and_counts_is_left_as_it_is():
+def test_network_that_draws_and_counts_is_left_as_it_is():
     class Noisy(Encoder):
         def __init__(self, inputs: int) -> None:
             super().__init__(inputs)
@@ -356,7 +356,7 @@ def test_nothing_is_compiled_for_it():
     assert compiled
 
 
-def test_a_loss_over_networks_of_a_user_is_not_tried():
+def test_loss_over_networks_of_a_user_is_not_tried():
     class Unbuilt(LossModuleAgent):
         def network_outputs(self, step: Any) -> Any:
             raise AssertionError
@@ -366,7 +366,7 @@ def test_a_loss_over_networks_of_a_user_is_not_tried():
     assert not agent.passed_dry_run
 
 
-def test_a_module_of_a_users_own_networks_is_not_tried():
+def test_module_of_a_users_own_networks_is_not_tried():
     class Other(SACModule):
         def build_networks(self, specs: Any, network: Any) -> Any:
             policy = super().build_networks(specs, network)
@@ -418,7 +418,7 @@ class Vectors(Network):
         return MLPEncoder(specs, self.sizes, "relu")
 
 
-def test_a_fault_names_every_entry():
+def test_fault_names_every_entry():
     class Failing(Vectors):
         def encoder(self, specs: Any) -> nn.Module:
             return Encoder(99)

@@ -58,7 +58,7 @@ def test_it_updates_as_a_loop_of_ones_own_does() -> None:
         torch.testing.assert_close(actual[name], expected[name])
 
 
-def test_the_policy_holds_the_parameters_that_are_trained() -> None:
+def test_policy_holds_the_parameters_that_are_trained() -> None:
     module = loss_agent(redq).build(BOX)
     td = transitions(BOX, 5)
     for move in (lambda: module, lambda: module.double().float(), lambda: module.load_state_dict(module.state_dict())):
@@ -70,7 +70,7 @@ def test_the_policy_holds_the_parameters_that_are_trained() -> None:
     assert module.critic is None
 
 
-def test_a_policy_of_ones_own_explores_and_is_saved() -> None:
+def test_policy_of_ones_own_explores_and_is_saved() -> None:
     def explore(actor: nn.Module) -> nn.Module:
         return TensorDictSequential(actor, EGreedyModule(Categorical(3), eps_init=1.0, eps_end=0.1))
 
@@ -108,7 +108,7 @@ def test_prioritized_replay_gets_the_losses_errors(updates_per_step: int) -> Non
     assert len(tree[torch.arange(len(made[0]))].unique()) > 3
 
 
-def test_a_ready_on_policy_loss_learns_from_rollouts() -> None:
+def test_ready_on_policy_loss_learns_from_rollouts() -> None:
     actor = categorical_actor(MLP(in_features=4, out_features=2, num_cells=[8]))
     critic = ValueOperator(MLP(in_features=4, out_features=1, num_cells=[8]), in_keys=["observation"])
     module = LossModuleAgent(A2CLoss(actor, critic), learning_rate=1e-2)

@@ -171,7 +171,7 @@ def test_masked_batches_are_refused_and_not_misread(cls: type[ActorCriticModule]
 
 
 @pytest.mark.parametrize("one_hot", [False, True])
-def test_the_margin_is_missed_by_the_best_other_action(one_hot):
+def test_margin_is_missed_by_the_best_other_action(one_hot):
     torch.manual_seed(0)
     values, action = torch.randn(50, 3, 4), torch.randint(4, (50, 3))
     found = margin_loss(values, torch.nn.functional.one_hot(action) if one_hot else action, 0.5, one_hot=one_hot)
@@ -181,7 +181,7 @@ def test_the_margin_is_missed_by_the_best_other_action(one_hot):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_estimate_of_the_divergence_is_never_negative(dtype: torch.dtype) -> None:
+def test_estimate_of_the_divergence_is_never_negative(dtype: torch.dtype) -> None:
     size = torch.cat([torch.zeros(1), torch.logspace(-30, 4, 20_001, dtype=torch.float64)]).to(dtype)
     for log_ratio in (size, -size):
         estimate = kl_estimate(log_ratio)
@@ -194,11 +194,11 @@ def test_the_estimate_of_the_divergence_is_never_negative(dtype: torch.dtype) ->
 
 
 @pytest.mark.parametrize("log_ratio", [100.0, 1000.0, math.inf, -math.inf])
-def test_the_estimate_of_the_divergence_is_infinite_where_no_number_is_left(log_ratio: float) -> None:
+def test_estimate_of_the_divergence_is_infinite_where_no_number_is_left(log_ratio: float) -> None:
     assert kl_estimate(torch.tensor([0.0, log_ratio])).tolist() == [0.0, math.inf]
 
 
-def test_the_estimate_of_the_divergence_is_exact_on_average() -> None:
+def test_estimate_of_the_divergence_is_exact_on_average() -> None:
     """The expectation over the old policy is KL(old, new)."""
     old, new = (torch.randn(1000, 4, dtype=torch.float64).log_softmax(-1) for _ in range(2))
     mean = (old.exp() * kl_estimate(new - old)).sum(-1)

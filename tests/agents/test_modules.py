@@ -92,7 +92,7 @@ def test_both_estimates_of_the_divergence_are_logged(hand: bool) -> None:
 
 
 @pytest.mark.parametrize("case", ["a2c", "vtrace"])
-def test_the_distance_of_the_ratio_from_one_is_logged(case: str) -> None:
+def test_distance_of_the_ratio_from_one_is_logged(case: str) -> None:
     log_ratios = [0.6, 0.2, -0.5, 0.0]
     module, batch = learner(case), TensorDict({"observation": torch.randn(4, 4)}, [4])
     with torch.no_grad():
@@ -142,7 +142,7 @@ def test_divergences_are_means_over_the_steps_of_the_agent(case: str, names: lis
         assert none[name] == 0.0
 
 
-def test_an_intrinsic_stream_trains_the_predictor_and_not_the_target() -> None:
+def test_intrinsic_stream_trains_the_predictor_and_not_the_target() -> None:
     intrinsic = RandomNetworkDistillation(MLPNetwork([8]), embedding_size=4, update_fraction=0.5)
     module = learner("ppo", intrinsic=intrinsic)
     target, predictor = module.intrinsic.target, module.intrinsic.predictor

@@ -150,6 +150,6 @@ def test_alpha_rises_where_entropy_is_too_low(target: float, sign: int) -> None:
     assert float(module.log_alpha.detach()) * sign > 0
 
 
-def test_a_checkpoint_of_another_kind_of_module_is_refused() -> None:
+def test_checkpoint_of_another_kind_of_module_is_refused() -> None:
     with pytest.raises(KeyError, match="off_policy"):
         learner("dqn").on_load_checkpoint({})

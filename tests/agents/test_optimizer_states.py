@@ -99,7 +99,7 @@ def test_fresh_and_once_stepped_states_are_accepted(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_check_changes_neither_the_optimizer_nor_its_parameters(name: str) -> None:
+def test_check_changes_neither_the_optimizer_nor_its_parameters(name: str) -> None:
     optimizer = stepped(name)
     group = optimizer.param_groups[0]
     before = copy.deepcopy(([each.detach() for each in group["params"]], optimizer.state_dict()))
@@ -248,7 +248,7 @@ def test_huge_histories_are_refused(settings: dict[str, Any]) -> None:
         check("LBFGS", state)
 
 
-def test_a_history_of_other_sizes_is_refused() -> None:
+def test_history_of_other_sizes_is_refused() -> None:
     for key, wrong in (("old_dirs", torch.zeros(3)), ("ro", torch.zeros(3)), ("al", "x"), ("old_stps", 1.0)):
         state = state_of("LBFGS")
         assert state["state"][0][key]
@@ -316,7 +316,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_a_run_resumes_with_its_own_states(name: str, stored: dict[str, Path]) -> None:
+def test_run_resumes_with_its_own_states(name: str, stored: dict[str, Path]) -> None:
     run = trainer(max_epochs=2, limit_val_batches=0)
     run.fit(MODULES[name](), datamodule=data(), ckpt_path=stored[name])
     assert run.current_epoch == 2
@@ -324,7 +324,7 @@ def test_a_run_resumes_with_its_own_states(name: str, stored: dict[str, Path]) -
 
 @pytest.mark.parametrize("number", [0, -1])
 @pytest.mark.parametrize("name", MODULES)
-def test_a_trainer_refuses_wrong_moments_before_it_loads(
+def test_trainer_refuses_wrong_moments_before_it_loads(
     name: str, number: int, stored: dict[str, Path], tmp_path: Path
 ) -> None:
     checkpoint = torch.load(stored[name], weights_only=True)

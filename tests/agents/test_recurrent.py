@@ -117,7 +117,7 @@ def test_losses_are_those_of_flat_transitions_over_the_features(case: str) -> No
 
 
 @pytest.mark.parametrize("case", ["sac", "td3"])
-def test_the_policys_loss_leaves_the_memory_alone(case: str) -> None:
+def test_policys_loss_leaves_the_memory_alone(case: str) -> None:
     module, specs = make(case, target_interval=1)
     batch = sequences(specs, module, 6, 5)
     terms, _ = module.compute(read(module, batch))

@@ -97,7 +97,7 @@ def test_next_row_continues_from_the_next_state() -> None:
     torch.testing.assert_close(critic(row)["state_value"], critic(rollout[:, 3].clone())["state_value"])
 
 
-def test_a_missing_state_is_named() -> None:
+def test_missing_state_is_named() -> None:
     td = TensorDict({"observation": torch.zeros(2, 3), "is_init": torch.ones(2, 1, dtype=torch.bool)}, [2])
     with pytest.raises(KeyError, match="recurrent_state"):
         built("gru", 1).policy(td)

@@ -89,7 +89,7 @@ def test_learning_is_the_same_bit_for_bit(case: str, cell: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-def test_the_memory_is_the_one_that_the_loss_was_computed_with() -> None:
+def test_memory_is_the_one_that_the_loss_was_computed_with() -> None:
     _, served, left = fit(learning_rate=0.1, refresh_states=True)
     twin = learner("dqn", RecurrentNetwork("gru", 6))
     (first, second), (then, later) = (act(twin, batch)[0]["recurrent_state"] for batch in served), left

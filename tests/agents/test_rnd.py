@@ -51,7 +51,7 @@ def test_flags_and_empty_entries_need_no_moments(observation: dict[str, Any]) ->
     assert bool(data["next", "intrinsic_reward"].isfinite().all())
 
 
-def test_an_observation_without_numbers_is_refused() -> None:
+def test_observation_without_numbers_is_refused() -> None:
     with pytest.raises(ValueError, match="must hold numbers for random network distillation"):
         RandomNetworkDistillation(MLPNetwork([4])).build(specs_of(Unbounded(1), nothing=Unbounded((0,))))
 
@@ -74,7 +74,7 @@ def test_training_makes_the_familiar_dull_and_leaves_the_novel() -> None:
     assert familiar[key].mean() < 0.2 * novel[key].mean()
 
 
-def test_the_loss_of_a_part_of_a_batch_is_the_mean_over_that_part() -> None:
+def test_loss_of_a_part_of_a_batch_is_the_mean_over_that_part() -> None:
     losses = []
     for fraction in (1.0, 0.25, 1e-6):
         torch.manual_seed(0)
@@ -138,7 +138,7 @@ def whitened(rnd: RandomNetworkDistillation, entry: torch.Tensor) -> torch.Tenso
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.int64])
 @pytest.mark.parametrize("value", [0.1, 1e9 + 0.1, -1700000037.25])
-def test_a_constant_is_whitened_to_exactly_zero(dtype: torch.dtype, value: float) -> None:
+def test_constant_is_whitened_to_exactly_zero(dtype: torch.dtype, value: float) -> None:
     rnd = RandomNetworkDistillation(MLPNetwork([4])).build(
         specs_of(Unbounded(1), observation=Unbounded(3, dtype=dtype))
     )

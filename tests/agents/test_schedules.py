@@ -34,7 +34,7 @@ def fit(module, source, ckpt_path=None, **kwargs):
 @pytest.mark.parametrize(
     ("frames", "end"), [(4 * ROLLOUT, {}), (-1, {"max_epochs": 4}), (-1, {"max_steps": 4 * UPDATES})]
 )
-def test_a_schedule_falls_to_the_end_of_the_frames_or_of_the_trainer(frames, end):
+def test_schedule_falls_to_the_end_of_the_frames_or_of_the_trainer(frames, end):
     module = Recorder(entropy_schedule="linear")
     fit(module, data(total_frames=frames), **end)
     left = [1 - epoch / 4 for epoch in range(4) for _ in range(UPDATES)]
@@ -44,7 +44,7 @@ def test_a_schedule_falls_to_the_end_of_the_frames_or_of_the_trainer(frames, end
 
 
 @pytest.mark.parametrize("name", ["schedule", "entropy_schedule", "clip_schedule"])
-def test_a_schedule_of_a_run_without_an_end_is_refused(name):
+def test_schedule_of_a_run_without_an_end_is_refused(name):
     module, source = Recorder(**{"schedule": "constant", name: "cosine"}), data()
     with pytest.raises(ValueError, match=r"schedule.*total_frames.*max_epochs"):
         fit(module, source, max_time="00:00:00:02")
@@ -73,6 +73,6 @@ def test_what_a_module_leaves_out_of_an_epoch_stays_left_out_after_a_resume(tmp_
 
 
 @pytest.mark.parametrize("kind", [LinearSchedule, CosineSchedule])
-def test_a_schedule_stays_at_its_ends(kind):
+def test_schedule_stays_at_its_ends(kind):
     schedule = kind(0.25)
     assert [schedule(progress) for progress in (-0.5, 0.0, 1.0, 1.5)] == pytest.approx([1.0, 1.0, 0.25, 0.25])

@@ -206,7 +206,7 @@ def test_squashed_samples_and_probabilities_are_torchrls() -> None:
     assert BOX.action.is_in(action)
 
 
-def test_the_discount_is_the_batchs_own() -> None:
+def test_discount_is_the_batchs_own() -> None:
     batch = transitions(DISCRETE, 4)
     value, reward = torch.ones(4), batch["next", "reward"].squeeze(-1)
     going_on = (~batch["next", "terminated"].squeeze(-1)).float()

@@ -80,7 +80,7 @@ def test_actions_of_another_kind_are_refused_in_one_line(name: str, specs: Any, 
         LossModuleAgent(IQLLoss, networks={}, network=RecurrentNetwork())
 
 
-def test_the_critics_of_cql_have_their_own_rate_and_the_actor_clones_where_it_is_asked_to() -> None:
+def test_critics_of_cql_have_their_own_rate_and_the_actor_clones_where_it_is_asked_to() -> None:
     module = preset("cql", "model.minimised=[loss_actor_bc]")
     fitted = run(module, BOX, max_epochs=1)
     assert [each.param_groups[0]["lr"] for each in fitted.optimizers] == [1e-4, 3e-4]

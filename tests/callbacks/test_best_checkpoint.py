@@ -29,7 +29,7 @@ class Scored(L.LightningModule):
 @pytest.mark.parametrize(
     ("scores", "kept"), [([1.0, 3.0, 2.0], 2), ([5.0, 5.0, 4.0], 2), ([5.0, 4.0, 5.0], 3), ([1.0, 2.0, 3.0], 3)]
 )
-def test_the_latest_of_the_best_is_kept(scores, kept, tmp_path):
+def test_latest_of_the_best_is_kept(scores, kept, tmp_path):
     checkpoint = BestCheckpoint(tmp_path, "best", monitor="eval/return", mode="max", enable_version_counter=False)
     run = trainer(tmp_path, max_epochs=3, callbacks=[checkpoint], limit_val_batches=1)
     run.fit(Scored(scores), train_dataloaders=[0], val_dataloaders=[0])
@@ -38,7 +38,7 @@ def test_the_latest_of_the_best_is_kept(scores, kept, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["best.ckpt"]
 
 
-def test_a_monitor_that_is_no_name_is_refused_before_training(tmp_path):
+def test_monitor_that_is_no_name_is_refused_before_training(tmp_path):
     run = trainer(tmp_path, max_epochs=1, callbacks=[BestCheckpoint(tmp_path, monitor=3)])
     with pytest.raises(ValueError, match=r"monitor=3.*eval/return"):
         run.fit(Scored([1.0]), train_dataloaders=[0], val_dataloaders=[0])
@@ -49,7 +49,7 @@ class Telling(Scored):
 
 
 @pytest.mark.parametrize("monitor", ["eval/retrun", "evl/return"])
-def test_a_misspelt_monitor_is_told_before_training(monitor, tmp_path):
+def test_misspelt_monitor_is_told_before_training(monitor, tmp_path):
     module = Telling([1.0])
     run = trainer(tmp_path, max_epochs=1, callbacks=[BestCheckpoint(tmp_path, monitor=monitor)])
     with pytest.raises(ValueError, match=rf"monitor={monitor}.*eval/return"):
@@ -57,7 +57,7 @@ def test_a_misspelt_monitor_is_told_before_training(monitor, tmp_path):
     assert not module.weight
 
 
-def test_a_metric_of_ones_own_is_monitored(tmp_path):
+def test_metric_of_ones_own_is_monitored(tmp_path):
     class Own(Telling):
         def validation_step(self, batch, batch_idx):
             self.log("mine", 1.0, batch_size=1)

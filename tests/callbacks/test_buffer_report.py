@@ -16,7 +16,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The number of training batches")
 
 
 @pytest.mark.parametrize("updates_per_step", [1, 4])
-def test_a_run_writes_what_its_buffer_holds_and_counts_what_is_drawn(tmp_path, monkeypatch, updates_per_step):
+def test_run_writes_what_its_buffer_holds_and_counts_what_is_drawn(tmp_path, monkeypatch, updates_per_step):
     monkeypatch.setattr(buffer_report, "EVERY", 2)
     page = BufferReport(str(tmp_path / "pages" / "inspect.html"))
     data = replay_data("prioritized", updates_per_step=updates_per_step)
@@ -27,7 +27,7 @@ def test_a_run_writes_what_its_buffer_holds_and_counts_what_is_drawn(tmp_path, m
     assert " of 400 cells" in text
 
 
-def test_a_run_is_the_same_with_a_page(tmp_path):
+def test_run_is_the_same_with_a_page(tmp_path):
     weights = []
     for callbacks in ([], [BufferReport(str(tmp_path / "inspect.html"))]):
         module = dqn()

@@ -30,7 +30,7 @@ class Rows(DummyLogger):
 
 @pytest.mark.parametrize("data", [None, BoringDataModule()])
 @pytest.mark.parametrize("callback", [FramesProgressBar(), RolloutMetricsLogger()])
-def test_a_run_that_counts_no_frames_is_left_alone(callback, data, tmp_path, capsys):
+def test_run_that_counts_no_frames_is_left_alone(callback, data, tmp_path, capsys):
     rows = Rows()
     run = trainer(tmp_path, callbacks=[callback], logger=rows, enable_progress_bar=True, limit_train_batches=2)
     run.fit(BoringModel(), datamodule=data)
@@ -81,7 +81,7 @@ def drawn(text):
     return [line for line in re.split("[\r\n]", text) if "frames/s" in line]
 
 
-def test_the_bar_counts_the_frames_of_the_whole_run(tmp_path, monkeypatch):
+def test_bar_counts_the_frames_of_the_whole_run(tmp_path, monkeypatch):
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     bar = FramesProgressBar(refresh_every=0.0)
@@ -97,7 +97,7 @@ def test_the_bar_counts_the_frames_of_the_whole_run(tmp_path, monkeypatch):
     assert len(set(lines)) > 2
 
 
-def test_the_bar_stays_open_for_an_evaluation_of_the_end(tmp_path, monkeypatch):
+def test_bar_stays_open_for_an_evaluation_of_the_end(tmp_path, monkeypatch):
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     callbacks = [FramesProgressBar(refresh_every=0.0), LastCheckpoint(tmp_path)]
@@ -106,7 +106,7 @@ def test_the_bar_stays_open_for_an_evaluation_of_the_end(tmp_path, monkeypatch):
     assert "eval=" in terminal.text
 
 
-def test_the_bar_says_that_kernels_are_compiled_until_frames_are_there(tmp_path, monkeypatch):
+def test_bar_says_that_kernels_are_compiled_until_frames_are_there(tmp_path, monkeypatch):
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
 
@@ -124,7 +124,7 @@ def test_the_bar_says_that_kernels_are_compiled_until_frames_are_there(tmp_path,
 
 
 @pytest.mark.parametrize(("shown", "lines"), [(True, {1, 2, 3}), (False, {0})])
-def test_a_file_gets_few_lines_and_none_of_a_bar_that_is_disabled(shown, lines, tmp_path, capsys):
+def test_file_gets_few_lines_and_none_of_a_bar_that_is_disabled(shown, lines, tmp_path, capsys):
     class Bar(FramesProgressBar):
         def setup(self, *args, **kwargs):
             super().setup(*args, **kwargs)

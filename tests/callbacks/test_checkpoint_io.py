@@ -41,7 +41,7 @@ def save_forever(plugin, path, first):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 @pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
-def test_a_process_that_is_killed_leaves_a_whole_checkpoint(elsewhere):
+def test_process_that_is_killed_leaves_a_whole_checkpoint(elsewhere):
     plugin, path, moments, number = AtomicCheckpointIO(), elsewhere / "last.ckpt", random.Random(0), 0
     for _ in range(20):
         saved = killed_after(moments.uniform(0.0, 0.03), save_forever, plugin, path, number)
@@ -73,7 +73,7 @@ def full_disk(monkeypatch):
     return lambda: monkeypatch.setattr(files.Path, "open", lambda path, mode: Full(path, mode.replace("b", "")))
 
 
-def test_a_full_disk_leaves_the_old_checkpoint(tmp_path, full_disk):
+def test_full_disk_leaves_the_old_checkpoint(tmp_path, full_disk):
     plugin, path = AtomicCheckpointIO(), tmp_path / "run" / "last.ckpt"
     plugin.save_checkpoint({"number": 1}, path)
     full_disk()
@@ -84,7 +84,7 @@ def test_a_full_disk_leaves_the_old_checkpoint(tmp_path, full_disk):
     assert torch.load(path, weights_only=True) == {"number": 1}
 
 
-def test_a_run_on_a_full_disk_ends_by_its_error_and_keeps_both_checkpoints(tmp_path, full_disk, caplog):
+def test_run_on_a_full_disk_ends_by_its_error_and_keeps_both_checkpoints(tmp_path, full_disk, caplog):
     class Fill(L.Callback):
         def on_train_epoch_start(self, trainer, module):
             if trainer.current_epoch == 2:
@@ -106,7 +106,7 @@ class Own(AtomicCheckpointIO):
 
 
 @pytest.mark.parametrize("kind", [AtomicCheckpointIO, Own, AsyncCheckpointIO])
-def test_a_trainer_gets_it_from_our_callbacks_unless_it_has_another(kind, tmp_path):
+def test_trainer_gets_it_from_our_callbacks_unless_it_has_another(kind, tmp_path):
     plugins = None if kind is AtomicCheckpointIO else [kind()]
     _, run = fit(tmp_path, max_epochs=1, callbacks=[LastCheckpoint(tmp_path)], plugins=plugins)
     assert type(run.strategy.checkpoint_io) is kind

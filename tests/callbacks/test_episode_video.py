@@ -37,7 +37,7 @@ def test_what_cannot_be_filmed_is_refused_before_anything_is_trained(tmp_path):
     assert not (tmp_path / "videos").exists()
 
 
-def test_a_full_disk_does_not_end_the_run(tmp_path, caplog):
+def test_full_disk_does_not_end_the_run(tmp_path, caplog):
     (tmp_path / "videos").write_text("no folder")
     module, _ = fit(tmp_path, max_epochs=1, callbacks=[EpisodeVideo(tmp_path / "videos")], **EVALUATED)
     assert module.updates == 4

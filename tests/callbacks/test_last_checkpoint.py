@@ -66,7 +66,7 @@ def frames_of(path):
         ({"callbacks": [At(14)]}, 14, (12, 14)),
     ],
 )
-def test_the_end_of_a_run_is_judged_once_and_kept(ending, updates, judged_after, tmp_path):
+def test_end_of_a_run_is_judged_once_and_kept(ending, updates, judged_after, tmp_path):
     module = run(tmp_path, **ending)
     assert (module.updates, module.judged_after) == (updates, judged_after)
     for name, at in {"last": updates, "best": judged_after[0], "worst": updates}.items():
@@ -75,7 +75,7 @@ def test_the_end_of_a_run_is_judged_once_and_kept(ending, updates, judged_after,
     assert len(list(tmp_path.iterdir())) == 3
 
 
-def test_a_run_that_is_killed_between_two_evaluations_leaves_the_last_evaluated_state(tmp_path):
+def test_run_that_is_killed_between_two_evaluations_leaves_the_last_evaluated_state(tmp_path):
     def look():
         assert frames_of(tmp_path / "last.ckpt") == 4 * 64
         assert frames_of(tmp_path / "best.ckpt") == 2 * 64
@@ -99,7 +99,7 @@ def test_going_on_from_the_end_repeats_nothing(tmp_path):
     assert not differences(dict(second.state_dict()), dict(whole.state_dict()))
 
 
-def test_the_end_of_a_replay_run_is_kept(tmp_path):
+def test_end_of_a_replay_run_is_kept(tmp_path):
     data, last = replay_data(total_frames=53, checkpoint_buffer="beside"), LastCheckpoint(tmp_path)
     evaluated = {"limit_val_batches": 1, "check_val_every_n_epoch": 2}
     module, _ = fit_replay(tmp_path, data, max_epochs=-1, callbacks=[last], **evaluated)
@@ -108,7 +108,7 @@ def test_the_end_of_a_replay_run_is_kept(tmp_path):
     assert state["snapshot"]["name"].startswith("after_15_")
 
 
-def test_a_fit_without_evaluation_is_kept_and_one_that_learns_nothing_writes_nothing(tmp_path):
+def test_fit_without_evaluation_is_kept_and_one_that_learns_nothing_writes_nothing(tmp_path):
     data, last = rollouts(total_frames=64), LastCheckpoint(tmp_path)
     module, _ = fit(tmp_path, data, max_epochs=-1, callbacks=[last])
     assert frames_of(last.path) == 64
@@ -118,7 +118,7 @@ def test_a_fit_without_evaluation_is_kept_and_one_that_learns_nothing_writes_not
 
 
 @pytest.mark.parametrize("when", [0, 5, 7])
-def test_an_exception_leaves_a_checkpoint_that_resumes(when, tmp_path):
+def test_exception_leaves_a_checkpoint_that_resumes(when, tmp_path):
     save, data = LastCheckpoint(tmp_path / "checkpoints"), rollouts(total_frames=256)
     with pytest.raises(RuntimeError, match="out of luck"):
         fit(tmp_path, rollouts(total_frames=256), Unlucky(when), callbacks=[save], max_epochs=-1)
@@ -137,7 +137,7 @@ def test_what_fails_before_anything_is_collected_leaves_nothing(where, tmp_path,
     assert "to resume" not in caplog.text
 
 
-def test_an_exception_during_an_evaluation_is_saved_too(tmp_path):
+def test_exception_during_an_evaluation_is_saved_too(tmp_path):
     class Failing(TinyActorCritic):
         def validation_step(self, batch, batch_idx):
             raise RuntimeError("cannot judge")

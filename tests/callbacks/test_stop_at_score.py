@@ -59,28 +59,28 @@ def test_training_goes_on_below_the_threshold(threshold, expected, tmp_path):
     assert epochs_until_the_end(StopAtScore(threshold), Scored([0.5]), tmp_path) == expected
 
 
-def test_the_sanity_check_and_evaluations_without_episodes_do_not_end_training(tmp_path):
+def test_sanity_check_and_evaluations_without_episodes_do_not_end_training(tmp_path):
     assert epochs_until_the_end(StopAtScore(1.0), Scored([5.0]), tmp_path, num_sanity_val_steps=1) == 1
     assert epochs_until_the_end(StopAtScore(1.0), Scored([5.0], "val/error"), tmp_path) == 4
 
 
 @pytest.mark.parametrize("threshold", [math.nan, "high", None])
-def test_a_threshold_that_is_no_number_is_refused(threshold):
+def test_threshold_that_is_no_number_is_refused(threshold):
     with pytest.raises(ValueError, match="stopping_threshold"):
         StopAtScore(threshold)
 
 
-def test_a_misspelt_monitor_is_refused_before_training(tmp_path):
+def test_misspelt_monitor_is_refused_before_training(tmp_path):
     with pytest.raises(ValueError, match=r"monitor=eval/retrun.*eval/return"):
         epochs_until_the_end(StopAtScore(1.0, monitor="eval/retrun"), Scored([1.0]), tmp_path)
 
 
-def test_a_monitor_that_no_evaluation_logs_is_refused_at_the_first_one(tmp_path):
+def test_monitor_that_no_evaluation_logs_is_refused_at_the_first_one(tmp_path):
     with pytest.raises(ValueError, match="monitor=mine"):
         epochs_until_the_end(StopAtScore(1.0, monitor="mine"), Scored([1.0]), tmp_path)
 
 
-def test_a_metric_of_ones_own_is_monitored(tmp_path):
+def test_metric_of_ones_own_is_monitored(tmp_path):
     assert epochs_until_the_end(StopAtScore(1.0, monitor="mine"), Scored([0.0, 1.0], "mine"), tmp_path) == 2
 
 

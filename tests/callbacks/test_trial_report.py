@@ -51,7 +51,7 @@ def test_runs_of_the_same_settings_take_a_trial_each_and_a_run_that_begins_again
         take(report(study, tmp_path / "c"))
 
 
-def test_a_run_without_a_trial_or_a_study_is_refused(study, tmp_path):
+def test_run_without_a_trial_or_a_study_is_refused(study, tmp_path):
     ask(study, 0.5)
     with pytest.raises(UserError, match="no running trial"):
         take(report(study, tmp_path, "0.25"))
@@ -66,7 +66,7 @@ class Ends(optuna.pruners.BasePruner):
         return len(trial.intermediate_values) == 2
 
 
-def test_a_run_is_ended_where_the_pruner_says_so(study, tmp_path):
+def test_run_is_ended_where_the_pruner_says_so(study, tmp_path):
     ask(study, 0.5)
     _, trainer = fit(tmp_path, max_epochs=5, callbacks=[report(study, tmp_path, pruner=Ends())], **EVALUATED)
     assert trainer.current_epoch == 2

@@ -33,14 +33,14 @@ from torchrl_lightning.cli.train import train
         ),
     ],
 )
-def test_a_mistake_is_named(arguments, message, run, tmp_path):
+def test_mistake_is_named(arguments, message, run, tmp_path):
     done = run("train", *arguments, "hydra.run.dir=run", "hydra.sweep.dir=run", expect=1)
     assert message in done.stderr
     assert "Traceback" not in done.stderr
     assert not list((tmp_path / "run").glob("**/*.ckpt"))
 
 
-def test_an_id_over_a_recipe_in_an_experiment_is_explained(run, tmp_path):
+def test_id_over_a_recipe_in_an_experiment_is_explained(run, tmp_path):
     (tmp_path / "experiment").mkdir()
     text = "# @package _global_\ndefaults: [override /env: recipe]\ndata: {env: Acrobot-v1, total_frames: 9}\n"
     (tmp_path / "experiment" / "mine.yaml").write_text(text)
@@ -59,7 +59,7 @@ gymnasium.register("Nans-v0", Nans, disable_env_checker=True)
 """
 
 
-def test_an_environment_that_fails_in_training_is_told_in_one_line(run, tmp_path):
+def test_environment_that_fails_in_training_is_told_in_one_line(run, tmp_path):
     (tmp_path / "own_nans.py").write_text(NANS)
     said = run("train", "data.env=own_nans:Nans-v0", *TINY, "hydra.run.dir=run", expect=1).stderr
     assert "error: At step 0 of the rollout, environment 0 returned reward with nan, expected finite numbers." in said
@@ -67,7 +67,7 @@ def test_an_environment_that_fails_in_training_is_told_in_one_line(run, tmp_path
 
 
 @pytest.mark.parametrize("model", ["dqn", "a2c"])
-def test_the_experiment_that_nobody_asked_for_is_named_where_it_does_not_fit(model, run):
+def test_experiment_that_nobody_asked_for_is_named_where_it_does_not_fit(model, run):
     chosen = ["data=uniform", f"model={model}"]
     said = run("train", *chosen, expect=1).stderr
     assert said == (
@@ -85,7 +85,7 @@ def test_groups_that_run_with_the_experiment_are_told_of_it(run):
     assert "note: experiment=ppo_cartpole is composed in as well; '~experiment' leaves it out." in done.stderr
 
 
-def test_a_checkpoint_of_another_run_is_refused(run, trained):
+def test_checkpoint_of_another_run_is_refused(run, trained):
     checkpoint = trained[0] / "checkpoints" / "last.ckpt"
     done = run("train", *TINY, "data.env=Pendulum-v1", f"ckpt_path={checkpoint}", expect=1)
     assert f"error: {checkpoint} does not fit this run" in done.stderr
@@ -113,7 +113,7 @@ def test_what_of_a_checkpoint_does_not_fit_is_named(arguments, message, trained,
         train(cfg)
 
 
-def test_a_checkpoint_of_another_stream_is_refused(run, trained, tmp_path):
+def test_checkpoint_of_another_stream_is_refused(run, trained, tmp_path):
     stored = torch.load(trained[0] / "checkpoints" / "last.ckpt", weights_only=True)
     del stored["command"]  # as with a Trainer of one's own: nothing says which groups it had
     torch.save(stored, tmp_path / "own.ckpt")
@@ -146,7 +146,7 @@ BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for 
         ["--config-dir", "sent", "--multirun", "experiment=mine", "seed=0,1"],
     ],
 )
-def test_a_config_file_of_others_is_read_within_limits(given, text, told, run, tmp_path, monkeypatch):
+def test_config_file_of_others_is_read_within_limits(given, text, told, run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for folder in ("sent", "sent/experiment", "sent/experiment/more"):
         Path(folder).mkdir()
@@ -161,7 +161,7 @@ def test_a_config_file_of_others_is_read_within_limits(given, text, told, run, t
     assert not Path("CANARY").exists()
 
 
-def test_a_fifo_among_config_files_is_no_config(run, tmp_path):
+def test_fifo_among_config_files_is_no_config(run, tmp_path):
     (tmp_path / "experiment").mkdir()
     os.mkfifo(tmp_path / "experiment" / "mine.yaml")
     said = run("train", "--config-dir", str(tmp_path), "experiment=mine", expect=1).stderr

@@ -35,13 +35,13 @@ def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def test_the_table_is_large_enough():
+def test_table_is_large_enough():
     assert len(TABLE["command_line"]) >= 50
     assert len(TABLE["python"]) >= 30
 
 
 @pytest.mark.parametrize(("mistake", "now"), cases("command_line"))
-def test_a_mistake_on_the_command_line_is_told_in_one_line(mistake, now, run, here):
+def test_mistake_on_the_command_line_is_told_in_one_line(mistake, now, run, here):
     name, *arguments = shlex.split(mistake)
     if any(said in mistake and find_spec(package) for said, package in {"wandb": "wandb", "ALE/": "ale_py"}.items()):
         pytest.skip("the extra is there")
@@ -52,7 +52,7 @@ def test_a_mistake_on_the_command_line_is_told_in_one_line(mistake, now, run, he
 
 
 @pytest.mark.parametrize(("mistake", "now"), cases("python"))
-def test_a_mistake_in_python_is_told_in_one_line(mistake, now, here, monkeypatch):
+def test_mistake_in_python_is_told_in_one_line(mistake, now, here, monkeypatch):
     monkeypatch.setattr(warnings, "warn", lambda *_, **__: None)
     with unchanged_process(), pytest.raises(Exception) as error:  # noqa: PT011
         exec(mistake, {})
@@ -82,20 +82,20 @@ YAML = "# @package _global_\ndefaults: [{defaults}]\n{settings}\n"
         ),
     ],
 )
-def test_a_mistake_in_a_file_is_told_with_the_file(defaults, settings, now, run, tmp_path):
+def test_mistake_in_a_file_is_told_with_the_file(defaults, settings, now, run, tmp_path):
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "mine.yaml").write_text(YAML.format(defaults=defaults, settings=settings))
     said = run("train", "--config-dir", str(tmp_path), "experiment=mine", expect=1).stderr
     assert matches(said.rstrip("\n"), f"error: {now}"), said
 
 
-def test_a_setting_of_the_users_that_others_interpolate_may_be_added(run):
+def test_setting_of_the_users_that_others_interpolate_may_be_added(run):
     width = ["+width=32", "model.network.hidden_sizes=[${width}]", "eval_checkpoint=bset"]
     assert "eval_checkpoint is 'bset'" in run("train", *width, expect=1).stderr
 
 
 @pytest.mark.parametrize(("command", "argument"), [("train", "--help"), ("plot", ".")])
-def test_a_pipe_that_nobody_reads_on_ends_in_silence(command, argument, tmp_path):
+def test_pipe_that_nobody_reads_on_ends_in_silence(command, argument, tmp_path):
     write_run(tmp_path / "run", points=2)
     script = (
         f"import os, sys; sys.argv = ['x', '{argument}']; reader, writer = os.pipe(); os.close(reader); "

@@ -10,7 +10,7 @@ from cli.commands import last_line
 from kit.demonstrations import recorded
 
 
-def test_a_checkpoint_is_played_and_its_returns_drawn(trained, run, tmp_path):
+def test_checkpoint_is_played_and_its_returns_drawn(trained, run, tmp_path):
     checkpoint = trained[0] / "checkpoints" / "last.ckpt"
     command = ["evaluate", f"ckpt_path={checkpoint}", "episodes=5", "hydra.run.dir=run"]
     match = last_line(run(*command).stdout)
@@ -50,7 +50,7 @@ def test_what_learnt_from_data_is_played_without_them(kind, run, tmp_path):
         (["episode=5"], "error: episode: there is no such setting; did you mean episodes?"),
     ],
 )
-def test_a_mistake_is_named(arguments, message, run, tmp_path):
+def test_mistake_is_named(arguments, message, run, tmp_path):
     torch.save({"state_dict": {}}, tmp_path / "other.ckpt")
     done = run("evaluate", *arguments, "hydra.run.dir=run", expect=1)
     assert message in done.stderr
@@ -58,7 +58,7 @@ def test_a_mistake_is_named(arguments, message, run, tmp_path):
 
 
 @pytest.mark.skipif(find_spec("moviepy") is None or find_spec("pygame") is None, reason="needs the extra `video`")
-def test_a_video_of_one_episode_is_written(trained, run, tmp_path):
+def test_video_of_one_episode_is_written(trained, run, tmp_path):
     checkpoint = trained[0] / "checkpoints" / "last.ckpt"
     run("evaluate", f"ckpt_path={checkpoint}", "video=films", "episodes=1", "hydra.run.dir=run")
     assert [path.name for path in (tmp_path / "films").iterdir()] == ["seed_1000.mp4"]

@@ -56,7 +56,7 @@ def episode(policy: LoadedPolicy, step: Any) -> tuple[list[Any], list[Any]]:
     return acted, stepped
 
 
-def test_a_run_becomes_a_file_that_acts_as_its_policy_does(folder, run):
+def test_run_becomes_a_file_that_acts_as_its_policy_does(folder, run):
     said = run("export", str(folder)).stdout
     assert said == (
         f"{folder}/policy.pt2: observation [N, 3] float32, recurrent_state.h [N, 1, 4] float32, recurrent_state.c "
@@ -93,7 +93,7 @@ def test_onnx_acts_as_the_policy_does(folder, run, tmp_path):
     np.testing.assert_allclose(np.array(stepped), np.array(acted), rtol=1e-4, atol=1e-6)
 
 
-def test_an_operator_that_onnx_lacks_is_named(tmp_path):
+def test_operator_that_onnx_lacks_is_named(tmp_path):
     need_extra("onnx")
     refuses(
         tmp_path, lambda seen: torch.special.bessel_j0(seen[..., :2]), r"ONNX has no operator for .*bessel_j0", "onnx"
@@ -138,13 +138,13 @@ def test_what_cannot_be_exported_is_one_line_and_nothing_is_written(act, message
         (["."], "error: . has neither checkpoints/best.ckpt nor checkpoints/last.ckpt; name a run, or a file"),
     ],
 )
-def test_a_mistake_is_one_line(arguments, message, run):
+def test_mistake_is_one_line(arguments, message, run):
     said = run("export", *arguments, expect=1).stderr
     assert said.startswith(message)
     assert len(said.splitlines()) == 1
 
 
-def test_a_class_that_no_file_may_name_is_told_with_how_this_command_is_told_to_trust(folder, run, tmp_path):
+def test_class_that_no_file_may_name_is_told_with_how_this_command_is_told_to_trust(folder, run, tmp_path):
     stored = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=False)
     stored[CONFIG]["model"]["network"] = {"_target_": "own.Class"}
     torch.save(stored, tmp_path / "theirs.ckpt")
@@ -153,7 +153,7 @@ def test_a_class_that_no_file_may_name_is_told_with_how_this_command_is_told_to_
     assert said.endswith("if you trust whoever made it, say --trusted.\n")
 
 
-def test_an_extra_that_is_missing_is_named(folder, run, monkeypatch, tmp_path):
+def test_extra_that_is_missing_is_named(folder, run, monkeypatch, tmp_path):
     monkeypatch.setattr("torchrl_lightning.deploy.export.find_spec", lambda name: None)
     save_pretrained(folder, tmp_path / "published")
     said = run("export", "published", "--format", "onnx", expect=1).stderr

@@ -43,7 +43,7 @@ def run(folder: Path, task: Any, value: str | None, *arguments: str) -> None:
 @pytest.mark.parametrize(
     "arguments", [[], ["--multirun", "seed=0,1"], ["--multirun", "seed=0", "hydra/launcher=joblib"]]
 )
-def test_a_job_and_its_processes_see_the_users_value_alone(value, arguments, tmp_path):
+def test_job_and_its_processes_see_the_users_value_alone(value, arguments, tmp_path):
     def task(cfg: Any) -> float:
         child = subprocess.run([sys.executable, "-c", READ], capture_output=True, text=True, check=True)
         seen = f"{os.environ.get('HYDRA_FULL_ERROR')} {child.stdout.strip()}"
@@ -56,7 +56,7 @@ def test_a_job_and_its_processes_see_the_users_value_alone(value, arguments, tmp
 
 
 @pytest.mark.parametrize("arguments", [["sed=3"], ["data=gea"], ["--multirun", "sed=0,1"]])
-def test_the_traceback_stays_for_a_user_who_asks_for_it(arguments, tmp_path):
+def test_traceback_stays_for_a_user_who_asks_for_it(arguments, tmp_path):
     with pytest.raises(ValueError, match="did you mean") as error:
         run(tmp_path, float, "1", *arguments)
     assert error.value.__cause__ is not None

@@ -77,7 +77,7 @@ def save(stored: dict[str, Any], **groups: Any) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_model_of_a_file_runs_nothing(name, stored, settings, canary):
+def test_model_of_a_file_runs_nothing(name, stored, settings, canary):
     save(stored, model=hostile.models(str(canary))[name])
     check_refused(canary, load_policy, "a.ckpt")
     check_commands_refuse(canary, settings)
@@ -90,7 +90,7 @@ def test_data_of_a_file_run_nothing(name, stored, settings, canary):
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_of_a_file_runs_nothing(name, stored, canary):
+def test_recipe_of_a_file_runs_nothing(name, stored, canary):
     state = {**stored["OnPolicyDataModule"]}
     recipe = hostile.recipes(str(canary))[name]
     state["fingerprint"] = {**state["fingerprint"], "environment": recipe}
@@ -101,7 +101,7 @@ def test_a_recipe_of_a_file_runs_nothing(name, stored, canary):
         check_refused(canary, LoadedPolicy(loaded.policy, loaded.specs, environment=recipe["id"]).recipe)
 
 
-def test_a_pickle_runs_nothing(settings, canary):
+def test_pickle_runs_nothing(settings, canary):
     class Payload:
         def __reduce__(self):
             return exec, (f"open({str(canary)!r}, 'w')",)
@@ -135,7 +135,7 @@ def own_class(canary, stored) -> Path:
 
 
 @pytest.mark.parametrize("name", FOLDERS)
-def test_a_file_names_no_place_on_the_disk(name, stored, settings, canary):
+def test_file_names_no_place_on_the_disk(name, stored, settings, canary):
     data = {**hostile.DATA, **FOLDERS[name]}
     check_refused(canary, lambda: check_config(data, where="the config"))
     check_config(data, where="the config", trusted=True)
@@ -154,7 +154,7 @@ def test_trusting_the_file_is_the_only_way_past(settings, own_class):
     assert record(OmegaConf.merge(settings["record"], {"trusted": True})) > 0
 
 
-def test_the_folder_of_a_run_vouches_for_nothing(settings, own_class):
+def test_folder_of_a_run_vouches_for_nothing(settings, own_class):
     (own_class.parent / ".hydra").mkdir()
     (own_class.parent / ".hydra" / "config.yaml").write_text(OmegaConf.to_yaml({"model": OWN_MODEL}))
     check_commands_refuse(own_class, settings)

@@ -32,7 +32,7 @@ def _checkpoint(run, **own):
     torch.save({"ReplayDataModule": {"ranks": [own]}, "state_dict": {}}, folder / "last.ckpt")
 
 
-def test_a_run_without_a_checkpoint_shows_the_newest_buffer(run, capsys):
+def test_run_without_a_checkpoint_shows_the_newest_buffer(run, capsys):
     page = run / "page.html"
     assert main([str(run), "--html", str(page)]) == 0
     out = capsys.readouterr().out
@@ -41,13 +41,13 @@ def test_a_run_without_a_checkpoint_shows_the_newest_buffer(run, capsys):
     assert page.is_file()
 
 
-def test_a_run_shows_the_buffer_that_its_checkpoint_refers_to_wherever_the_run_lies(run, capsys):
+def test_run_shows_the_buffer_that_its_checkpoint_refers_to_wherever_the_run_lies(run, capsys):
     _checkpoint(run, snapshot={"folder": "/nowhere/rank_0", "run": "0123abcd", "name": "after_1_0000000a"})
     assert main([str(run)]) == 0
     assert "3 of 8 cells (38%)" in " ".join(capsys.readouterr().out.split())
 
 
-def test_a_directory_of_demonstrations(tmp_path, capsys):
+def test_directory_of_demonstrations(tmp_path, capsys):
     for number in range(2):
         write_demonstration(
             tmp_path / f"{number}.safetensors", Demonstration(_steps(3), terminated=True, truncated=False)
@@ -88,7 +88,7 @@ def test_what_is_torn_foreign_or_without_a_buffer_is_refused_by_one_line_with_th
     assert "\n" not in str(error.value)
 
 
-def test_a_path_that_is_not_there_and_an_empty_folder(tmp_path):
+def test_path_that_is_not_there_and_an_empty_folder(tmp_path):
     for path, told in ((tmp_path / "none", "there is no "), (tmp_path, "holds no checkpoint, no saved buffer")):
         with pytest.raises(SystemExit, match=told):
             main([str(path)])

@@ -9,7 +9,7 @@ from torchrl_lightning.cli.plot import bootstrapped, interquartile_mean
 
 
 @pytest.mark.parametrize("count", [1, 2, 4, 5, 6, 8, 11])
-def test_the_interquartile_mean_is_that_of_values_repeated_four_times(count: int) -> None:
+def test_interquartile_mean_is_that_of_values_repeated_four_times(count: int) -> None:
     scores = np.random.default_rng(count).normal(size=(3, count))
     repeated = np.sort(np.repeat(scores, 4, -1))[:, count : -count or None]  # a quarter of each end
     np.testing.assert_allclose(interquartile_mean(scores), repeated.mean(-1))

@@ -123,7 +123,7 @@ def test_every_command_inside_a_sentence_is_run_or_has_a_reason():
 
 
 @pytest.mark.parametrize("line", [line for line in INLINE if line.startswith("torchrl-lightning-")])
-def test_a_command_inside_a_sentence_runs(line, first, monkeypatch, tmp_path):
+def test_command_inside_a_sentence_runs(line, first, monkeypatch, tmp_path):
     folder, run, _ = first
     monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path))
     if "convert=demonstrations" in line:
@@ -156,7 +156,7 @@ def test_nothing_that_is_fenced_is_left_out():
     assert len(set(yamls)) == languages.count("yaml")
 
 
-def test_a_page_is_short_says_what_it_is_for_and_leads_to_its_neighbours():
+def test_page_is_short_says_what_it_is_for_and_leads_to_its_neighbours():
     for name, page in PAGES.items():
         title, blank, purpose, *_, last = page.splitlines()
         assert title.startswith("# ")
@@ -180,7 +180,7 @@ def test_every_link_leads_to_a_file_or_a_heading_and_the_readme_to_every_page():
     assert pictures == {name for page in PAGES.values() for name in re.findall(r"(\w+\.(?:png|svg))\)", page)}
 
 
-def test_the_site_has_every_page_and_the_version_to_cite_is_ours():
+def test_site_has_every_page_and_the_version_to_cite_is_ours():
     _, nav = (GUIDE.parent / "mkdocs.yml").read_text().split("\nnav:\n")
     pages = re.findall(r"[\w/]+\.md", nav)
     folder = sorted(str(path.relative_to(GUIDE)) for path in GUIDE.rglob("*.md"))
@@ -188,13 +188,13 @@ def test_the_site_has_every_page_and_the_version_to_cite_is_ours():
     assert re.search(r"version = \{(.*)\}", PAGES["citing"])[1] == torchrl_lightning.__version__
 
 
-def test_the_readme_names_every_extra():
+def test_readme_names_every_extra():
     (told,) = re.findall(r"^\*\*From the wheel\*\*.*$", PAGES["README"], flags=re.MULTILINE)
     extras = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert set(re.findall(r"`(\w+)`", told)) == set(extras)
 
 
-def test_the_floors_are_those_that_imports_are_held_to():
+def test_floors_are_those_that_imports_are_held_to():
     (contract, *_) = tomllib.loads((PROJECT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     layers = [set(re.findall(r"torchrl_lightning\.(\w+)", layer)) for layer in contract["layers"]]
     package = PROJECT / "plugin" / "torchrl_lightning"
@@ -203,7 +203,7 @@ def test_the_floors_are_those_that_imports_are_held_to():
     assert [set(re.findall(r"`(\w+)/`", row)) for row in rows] == expected
 
 
-def test_the_table_of_experiments_has_all_with_their_frames():
+def test_table_of_experiments_has_all_with_their_frames():
     rows = re.findall(r"^\| `(\w+)` \| .* \| (\d+) \| [^|]*\|$", PAGES["README"], flags=re.MULTILINE)
     assert {name for name, _ in rows} == {path.stem for path in (CONF_DIR / "experiment").glob("*.yaml")}
     assert {name: frames_of(name) for name, _ in rows} == {name: int(frames) for name, frames in rows}
@@ -216,7 +216,7 @@ def frames_of(experiment: str) -> int:
     return settings.get("data", {}).get("total_frames") or frames_of(base)
 
 
-def test_the_first_command_leaves_what_the_readme_says(first):
+def test_first_command_leaves_what_the_readme_says(first):
     folder, run, done = first
     assert last_line(done.stdout)[4] == "1024"
     assert run.parts[:-1] == ("logs", "train", "ppo_cartpole", "seed_0")
@@ -240,7 +240,7 @@ def env_of_experiment(line: str) -> str:
 # Optuna 2, which Hydra's sweeper asks for, speaks to SQLAlchemy 1.
 @pytest.mark.filterwarnings("ignore:Deprecated API features detected")
 @pytest.mark.parametrize("line", OTHERS, ids=range(len(OTHERS)))
-def test_a_command_runs_as_it_is_written(line, first):
+def test_command_runs_as_it_is_written(line, first):
     need_extra((re.findall(r" (?:env|collector|callbacks)=(\w+)", line) or [env_of_experiment(line)])[0])
     folder, run, _ = first
     before = runs_below(folder)
@@ -284,7 +284,7 @@ def test_a_command_runs_as_it_is_written(line, first):
 
 
 @pytest.mark.parametrize("name", [name for name, page in PAGES.items() if fenced(page, "py")])
-def test_a_program_of_another_library_runs_there(name, tmp_path):
+def test_program_of_another_library_runs_there(name, tmp_path):
     (theirs,) = fenced(PAGES[name], "py")
     for module in sorted(set(re.findall(r"^(?:from|import) ([\w.]+)", theirs, flags=re.MULTILINE))):
         pytest.importorskip(module)
@@ -293,7 +293,7 @@ def test_a_program_of_another_library_runs_there(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", PYTHON)
-def test_the_code_of_a_page_prints_what_it_says(name, first):
+def test_code_of_a_page_prints_what_it_says(name, first):
     folder, run, _ = first
     blocks = [few_frames(text).replace("RUN", str(run)) for text, _ in PYTHON[name]]
     process = Forked(partial(run_blocks, blocks), folder, said=folder / f"{name}-said")
@@ -307,7 +307,7 @@ def shown(env: gymnasium.Env | EnvBase) -> object:
     return env.observation_spec if isinstance(env, EnvBase) else env.observation_space
 
 
-def test_an_own_environment_is_the_same_on_the_command_line_and_in_python(first, monkeypatch):
+def test_own_environment_is_the_same_on_the_command_line_and_in_python(first, monkeypatch):
     folder, *_ = first
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(folder)

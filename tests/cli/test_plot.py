@@ -31,13 +31,13 @@ def test_one_run_becomes_a_picture(tmp_path, figures):
     assert curve[:, 0].tolist() == [1024.0 * i for i in range(1, 21)]
 
 
-def test_a_run_without_frames_is_drawn_over_updates(tmp_path, figures):
+def test_run_without_frames_is_drawn_over_updates(tmp_path, figures):
     (tmp_path / "metrics.csv").write_text("step,eval/return,updates_per_second\n10,1.0,\n20,2.0,5.0\n")
     plot_runs([tmp_path], tmp_path / "curve.png", smooth=2)
     assert figures[0].axes[0].get_xlabel() == "updates"
 
 
-def test_a_star_shows_the_score_of_the_evaluation_after_training(tmp_path, figures):
+def test_star_shows_the_score_of_the_evaluation_after_training(tmp_path, figures):
     for name, score in (("one", 8), ("two", 6)):
         (tmp_path / f"{name}.csv").write_text(f"step,eval/return,final/return\n10,9,\n20,1,\n20,,{score}\n")
     plot_runs([tmp_path / "one.csv", tmp_path / "two.csv"], tmp_path / "curve.png", labels=["same", "same"])
@@ -60,7 +60,7 @@ def test_seeds_share_a_line_with_mean_and_range(tmp_path, figures):
     assert band[:, 1].min() == pytest.approx(values.min())
 
 
-def test_the_middle_half_of_seeds_is_drawn_with_its_interval(tmp_path, figures):
+def test_middle_half_of_seeds_is_drawn_with_its_interval(tmp_path, figures):
     for seed, value in enumerate([1, 2, 3, 4, 100]):
         (tmp_path / f"{seed}.csv").write_text(f"step,eval/return,final/return\n0,{value},\n10,{value},{value}\n")
     sources = [tmp_path / f"{seed}.csv" for seed in range(5)]
@@ -169,7 +169,7 @@ def test_runs_are_told_apart_by_their_overrides_and_not_by_their_folder(tmp_path
     }
 
 
-def test_a_seed_that_was_run_again_is_no_second_seed(tmp_path, caplog):
+def test_seed_that_was_run_again_is_no_second_seed(tmp_path, caplog):
     runs = [keep(write_run(tmp_path / name, seed=i), seed=3) for i, name in enumerate(("b", "a"))]
     os.utime(runs[0] / "csv" / "metrics.csv", (1, 1))
     curves = [curve for source in (runs[0], tmp_path) for curve in read_source(source, "eval/return", "step")]
@@ -180,7 +180,7 @@ def test_a_seed_that_was_run_again_is_no_second_seed(tmp_path, caplog):
     assert [curve.label for curve in with_value] == ["mine", "mine"]
 
 
-def test_a_resumed_run_continues_its_curve(tmp_path, figures):
+def test_resumed_run_continues_its_curve(tmp_path, figures):
     first = keep(write_run(tmp_path / "first"), "data.total_frames=20480", "model.gamma=0.9", seed=3)
     for name, origin, frames in (("second", "first", range(11, 31)), ("third", "second", range(21, 41))):
         run = tmp_path / name

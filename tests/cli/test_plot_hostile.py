@@ -88,7 +88,7 @@ def plotted(run: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, st
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_hostile_run_is_refused_in_one_line(tmp_path, capsys, monkeypatch, name):
+def test_hostile_run_is_refused_in_one_line(tmp_path, capsys, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     run = run_of(tmp_path)
     WRONG[name](run)
@@ -103,7 +103,7 @@ def test_a_hostile_run_is_refused_in_one_line(tmp_path, capsys, monkeypatch, nam
 
 @pytest.mark.parametrize("name", SHOWN)
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")
-def test_an_odd_run_is_drawn(tmp_path, capsys, name):
+def test_odd_run_is_drawn(tmp_path, capsys, name):
     run = run_of(tmp_path)
     SHOWN[name](run)
     status, out, told = plotted(run, capsys)
@@ -112,7 +112,7 @@ def test_an_odd_run_is_drawn(tmp_path, capsys, name):
     assert all(line.isprintable() for line in out.splitlines())
 
 
-def test_the_table_of_a_sweep_prints_no_escape_codes(tmp_path, capsys):
+def test_table_of_a_sweep_prints_no_escape_codes(tmp_path, capsys):
     for number in range(2):
         run = keep(write_run(tmp_path / f"{number}", points=3), f"model.x=\x1b[3{number}m$a$\u202e")
         assert "\\e[3" in (run / HYDRA).read_text()
@@ -160,7 +160,7 @@ def test_numbers_on_a_logarithmic_axis_need_no_formulas(tmp_path, figures):
     assert not any("$" in label for label in labels)
 
 
-def test_a_score_that_is_no_number_is_refused_in_one_line(tmp_path):
+def test_score_that_is_no_number_is_refused_in_one_line(tmp_path):
     run = run_of(tmp_path)
     (run / "checkpoints").mkdir()
     (run / METRICS).write_text("step,final/return\n1,\x1b[31m\n")

@@ -36,7 +36,7 @@ def far(observation):
 """
 
 
-def test_a_scripted_policy_is_recorded_beside_what_is_there(run, tmp_path):
+def test_scripted_policy_is_recorded_beside_what_is_there(run, tmp_path):
     (tmp_path / "planner.py").write_text(PLANNER)
     command = ["record", "policy=planner:act", "env=cartpole", "episodes=2", "directory=demos", "hydra.run.dir=run"]
     said = run(*command).stdout
@@ -61,7 +61,7 @@ def test_demonstrations_are_written_for_minari_once(run, tmp_path, monkeypatch):
     assert "convert=demos needs dataset=minari:ID and its environment, env=NAME." in run(*command, expect=1).stderr
 
 
-def test_a_class_of_ones_own_takes_none_of_the_presets_settings(run, tmp_path):
+def test_class_of_ones_own_takes_none_of_the_presets_settings(run, tmp_path):
     environment = "from gymnasium.envs.classic_control import CartPoleEnv\n\n\ndef made():\n    return CartPoleEnv()\n"
     (tmp_path / "planner.py").write_text(f"{environment}{PLANNER}")
     own = ["env=torchrl", "data.env.id._target_=planner.made"]
@@ -69,13 +69,13 @@ def test_a_class_of_ones_own_takes_none_of_the_presets_settings(run, tmp_path):
     assert "1 of 1 episodes recorded" in run(*command, "hydra.run.dir=run").stdout
 
 
-def test_a_checkpoint_is_recorded_in_the_environment_of_its_run(trained, run, tmp_path):
+def test_checkpoint_is_recorded_in_the_environment_of_its_run(trained, run, tmp_path):
     done = run("record", f"ckpt_path={trained[0]}", "episodes=3", "directory=demos", "hydra.run.dir=run")
     assert len(list((tmp_path / "demos").iterdir())) == 3
     assert "3 of 3 episodes recorded" in done.stdout
 
 
-def test_the_table_says_what_a_directory_holds_and_what_is_wrong(run, tmp_path):
+def test_table_says_what_a_directory_holds_and_what_is_wrong(run, tmp_path):
     (tmp_path / "planner.py").write_text(PLANNER)
     run("record", "policy=planner:act", "env=cartpole", "directory=demos", "hydra.run.dir=run")
     (tmp_path / "demos" / "torn.npz").write_bytes(b"PK")
@@ -154,7 +154,7 @@ def test_failures_are_told_and_kept_by_their_return_alone(told, reward, least, k
         ({**CARTPOLE, "min_return": 501}, "none of 1 episodes had a return of at least min_return=501; the best had"),
     ],
 )
-def test_a_mistake_is_named(settings, message, tmp_path, monkeypatch):
+def test_mistake_is_named(settings, message, tmp_path, monkeypatch):
     (tmp_path / "planner.py").write_text(PLANNER)
     cfg = OmegaConf.create({**OmegaConf.load(CONF_DIR / "record.yaml"), "directory": "demos", **settings})
     monkeypatch.syspath_prepend(tmp_path)
@@ -164,7 +164,7 @@ def test_a_mistake_is_named(settings, message, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("ends", [True, False])
-def test_a_person_is_recorded(ends, tmp_path):
+def test_person_is_recorded(ends, tmp_path):
     given = {"keyboard": True, "keys": {"a": 0, "d": 1}, "directory": str(tmp_path), "data": {"env": "CartPole-v1"}}
     cfg = OmegaConf.create({**OmegaConf.load(CONF_DIR / "record.yaml"), **given})
     episodes = [episode(7, is_human=True)] if ends else []

@@ -31,7 +31,7 @@ def errors_in(stderr: str) -> str:
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS])
 @pytest.mark.parametrize("where", ["checkpoint", "metrics"])
-def test_a_disk_that_takes_no_more_is_one_line(
+def test_disk_that_takes_no_more_is_one_line(
     number: int, where: str, run: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def full(*_: Any, **__: Any) -> None:
@@ -48,7 +48,7 @@ def test_a_disk_that_takes_no_more_is_one_line(
     assert "to resume" not in caplog.text
 
 
-def test_a_deleted_folder_is_one_line(
+def test_deleted_folder_is_one_line(
     run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     evaluated = LastCheckpoint.on_validation_end
@@ -65,7 +65,7 @@ def test_a_deleted_folder_is_one_line(
 
 
 @pytest.mark.parametrize("entry", ["collector", "episodes", "rng"])
-def test_a_state_that_does_not_fit_is_one_line(entry: str, run: Any, tmp_path: Path) -> None:
+def test_state_that_does_not_fit_is_one_line(entry: str, run: Any, tmp_path: Path) -> None:
     run("train", *FEW)
     path = tmp_path / "run" / "checkpoints" / "last.ckpt"
     stored = torch.load(path, weights_only=True)
@@ -114,7 +114,7 @@ def test_resuming_is_advised_if_it_can_succeed(
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_a_start_of_ray_that_fails_is_one_line(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_start_of_ray_that_fails_is_one_line(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     ray = pytest.importorskip("ray")
 
     def fail(**_: Any) -> None:

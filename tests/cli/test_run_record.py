@@ -23,7 +23,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
-def test_a_run_records_what_hydra_would(run, tmp_path):
+def test_run_records_what_hydra_would(run, tmp_path):
     run("train", *FEW, "seed=4", "hydra.run.dir=ours")
     run("train", *FEW, "seed=4", "hydra.run.dir=ours", "hydra.output_subdir=theirs")
     ours, theirs = tmp_path / "ours" / ".hydra", tmp_path / "ours" / "theirs"
@@ -34,7 +34,7 @@ def test_a_run_records_what_hydra_would(run, tmp_path):
 
 
 @pytest.mark.parametrize("command", ["train", "evaluate", "record"])
-def test_a_second_command_in_the_folder_of_a_run_changes_nothing(command, run, tmp_path):
+def test_second_command_in_the_folder_of_a_run_changes_nothing(command, run, tmp_path):
     run("train", *FEW, "seed=1", "hydra.run.dir=shared")
     folder = tmp_path / "shared"
     arguments = {
@@ -66,7 +66,7 @@ def test_every_run_of_a_sweep_keeps_its_record(command, run, tmp_path):
         assert {*NAMES} <= {path.name for path in folder.iterdir()}
 
 
-def test_a_run_that_resumes_in_its_folder_records_itself(run, tmp_path):
+def test_run_that_resumes_in_its_folder_records_itself(run, tmp_path):
     run("train", *FEW, "hydra.run.dir=shared")
     resumed = run("train", "ckpt_path=shared/checkpoints/last.ckpt", "data.total_frames=256", "hydra.run.dir=shared")
     assert last_line(resumed.stdout)[4] == "256"
@@ -75,7 +75,7 @@ def test_a_run_that_resumes_in_its_folder_records_itself(run, tmp_path):
     assert config.ckpt_path == "shared/checkpoints/last.ckpt"
 
 
-def test_a_run_that_is_refused_leaves_the_record_of_the_one_before(run, tmp_path):
+def test_run_that_is_refused_leaves_the_record_of_the_one_before(run, tmp_path):
     run("train", *FEW, "hydra.run.dir=shared")
     before = contents(tmp_path / "shared")
     run("train", *FEW, "model.gamma=7", "hydra.run.dir=shared", expect=1)
@@ -83,7 +83,7 @@ def test_a_run_that_is_refused_leaves_the_record_of_the_one_before(run, tmp_path
     assert contents(tmp_path / "shared") == before
 
 
-def test_a_file_in_the_place_of_the_record_is_one_line(run, tmp_path):
+def test_file_in_the_place_of_the_record_is_one_line(run, tmp_path):
     (tmp_path / "shared").mkdir()
     (tmp_path / "shared" / ".hydra").write_text("mine")
     done = run("train", *FEW, "hydra.run.dir=shared", expect=1)
@@ -92,7 +92,7 @@ def test_a_file_in_the_place_of_the_record_is_one_line(run, tmp_path):
 
 
 @pytest.mark.parametrize("command", ["train", "evaluate", "record"])
-def test_a_second_sweep_in_the_folder_of_a_sweep_changes_nothing(command, run, tmp_path):
+def test_second_sweep_in_the_folder_of_a_sweep_changes_nothing(command, run, tmp_path):
     run("train", *FEW, "--multirun", "seed=1", "hydra.sweep.dir=shared", "hydra.sweep.subdir=${hydra:job.num}")
     folder = tmp_path / "shared"
     arguments = {
@@ -108,7 +108,7 @@ def test_a_second_sweep_in_the_folder_of_a_sweep_changes_nothing(command, run, t
     assert contents(folder) == before
 
 
-def test_a_sweep_may_be_run_again_in_its_folder_when_it_has_ended(run, tmp_path):
+def test_sweep_may_be_run_again_in_its_folder_when_it_has_ended(run, tmp_path):
     sweep = [*FEW, "--multirun", "hydra.sweep.dir=shared", "hydra.sweep.subdir=${hydra:job.num}"]
     run("train", "seed=1", *sweep)
     with held_by_another(tmp_path / "shared", tmp_path / "holder", SWEEP):
@@ -126,7 +126,7 @@ def test_processes_share_the_folder_of_a_search(tmp_path):
 
 
 @pytest.mark.parametrize("target", ["missing", "kept"])
-def test_a_link_in_the_place_of_the_lock_is_not_followed(target, run, tmp_path):
+def test_link_in_the_place_of_the_lock_is_not_followed(target, run, tmp_path):
     (tmp_path / "kept").write_text("kept")
     (tmp_path / "sent" / ".hydra").mkdir(parents=True)
     (tmp_path / "sent" / ".hydra" / "lock").symlink_to(tmp_path / target)

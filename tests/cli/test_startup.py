@@ -56,7 +56,7 @@ def fresh(tmp_path_factory):
     return started(str(HERE / "fresh_process.py"), str(app), folder=tmp_path_factory.mktemp("fresh"))
 
 
-def test_a_mistake_ends_a_process_with_status_one_and_one_line(fresh):
+def test_mistake_ends_a_process_with_status_one_and_one_line(fresh):
     # All others run in the process of the tests.
     assert (fresh.returncode, len(fresh.stdout.splitlines())) == (1, 1), fresh.stdout
     assert [line[:5] for line in fresh.stderr.splitlines()] == ["error"]

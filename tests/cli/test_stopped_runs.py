@@ -31,6 +31,6 @@ def whole(tmp_path_factory):
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("experiment", FAMILIES.values(), ids=FAMILIES)
-def test_a_run_that_is_stopped_and_resumed_is_the_same_run(experiment, way, whole, tmp_path):
+def test_run_that_is_stopped_and_resumed_is_the_same_run(experiment, way, whole, tmp_path):
     expected = whole(experiment)
     assert differences(expected, resumed(experiment, tmp_path, way, run=task)) == []

@@ -89,7 +89,7 @@ def test_sigterm_saves_and_ends_a_sweep_with_its_status(tmp_path):
     assert frames_in(checkpoint) > 0
 
 
-def test_a_requeued_job_goes_on_where_the_signal_of_slurm_ended_it(run, tmp_path, monkeypatch):
+def test_requeued_job_goes_on_where_the_signal_of_slurm_ended_it(run, tmp_path, monkeypatch):
     asked = tmp_path / "asked"
     (tmp_path / "bin").mkdir()
     scontrol = tmp_path / "bin" / "scontrol"
@@ -113,7 +113,7 @@ def test_a_requeued_job_goes_on_where_the_signal_of_slurm_ended_it(run, tmp_path
 
 
 @pytest.mark.parametrize(("name", "job"), [("mine", "4242"), ("bash", None)])
-def test_an_interactive_session_is_no_job(name, job, monkeypatch):
+def test_interactive_session_is_no_job(name, job, monkeypatch):
     from torchrl_lightning._core.slurm import is_requeued, job_id
 
     monkeypatch.setenv("SLURM_JOB_ID", "4242")
@@ -144,7 +144,7 @@ class Hanging(CartPoleEnv):
 
 
 @pytest.mark.parametrize("fault", ["raise", "hang"])
-def test_a_run_whose_environment_fails_keeps_what_was_saved(fault, tmp_path):
+def test_run_whose_environment_fails_keeps_what_was_saved(fault, tmp_path):
     (tmp_path / "hanging.py").write_text(HANGING)
     env = [
         "env=recipe",

@@ -27,7 +27,7 @@ def weights(path):
     return torch.load(path, weights_only=True)["state_dict"]
 
 
-def test_a_run_ends_with_its_score_and_leaves_curve_rows_and_checkpoints(trained):
+def test_run_ends_with_its_score_and_leaves_curve_rows_and_checkpoints(trained):
     folder, stdout = trained
     match = last_line(stdout)
     assert (match[3], match[4]) == ("3", "512")
@@ -45,7 +45,7 @@ def test_rows_are_written_over_environment_frames(trained):
     assert all(float(row["frames_per_second"]) > 0 for row in table if row["frames_per_second"])
 
 
-def test_the_best_policy_is_played_with_the_statistics_that_it_was_evaluated_with(tmp_path):
+def test_best_policy_is_played_with_the_statistics_that_it_was_evaluated_with(tmp_path):
     def fit(epochs, path):
         settings = {"num_envs": 2, "frames_per_batch": 32, "normalize_observation": True, "normalize_reward": True}
         module, data = PPOModule(MLPNetwork([4])), OnPolicyDataModule("CartPole-v1", **settings, seed=0)
@@ -69,7 +69,7 @@ def test_the_best_policy_is_played_with_the_statistics_that_it_was_evaluated_wit
     ("returns", "shown"),
     [([0.97, 0.96], "0.965 +- 0.005"), ([9.0, 12.5], "10.8 +- 1.8"), ([-20.0, 1.0], "-9.5 +- 10.5")],
 )
-def test_a_score_shows_the_digits_that_matter(returns, shown):
+def test_score_shows_the_digits_that_matter(returns, shown):
     episodes = TensorDict({"episode_return": torch.tensor(returns)}, [2])
     assert summary(episodes, (5, "frames"), 1.0) == f"mean evaluation return: {shown} over 2 episodes, 5 frames, 1 s"
     episodes["success"] = torch.tensor([True, False])
@@ -83,7 +83,7 @@ def test_a_score_shows_the_digits_that_matter(returns, shown):
         (["~experiment", "data=vanilla", "model=a2c"], "a2c_cartpole_vanilla-callbacks_none-data.num_envs_4"),
     ],
 )
-def test_a_folder_is_named_by_what_ran(chosen, name):
+def test_folder_is_named_by_what_ran(chosen, name):
     given = [*chosen, "callbacks=none", "logger=none", "data.num_envs=4", "eval_episodes=1"]
     assert folder_name(*recorded_command(composed("train", *given, hydra=True).hydra)) == name
 
@@ -94,7 +94,7 @@ def test_long_names_of_different_runs_differ():
     assert [len(name) for name in names] == [120, 120]
 
 
-def test_a_config_is_composed_once_and_recorded_as_hydra_does(run, tmp_path):
+def test_config_is_composed_once_and_recorded_as_hydra_does(run, tmp_path):
     original = ConfigLoaderImpl._load_configuration_impl
     with mock.patch.object(
         ConfigLoaderImpl, "_load_configuration_impl", autospec=True, side_effect=original
@@ -113,7 +113,7 @@ def test_powers_of_ten_are_integers_where_frames_are_counted(run, tmp_path):
     assert not (tmp_path / "run/train.log").exists()
 
 
-def test_a_command_may_refer_to_other_settings(run):
+def test_command_may_refer_to_other_settings(run):
     own = ["data=offline", "env=mountaincar_sparse", "model=discrete_iql", "data.updates_per_epoch=2"]
     told = ["data.dataset=${paths.demonstrations}/mountaincar", "trainer.max_epochs=1", "eval_episodes=1"]
     for more in ([], ["ckpt_path=auto"]):
@@ -154,7 +154,7 @@ gymnasium.register("Reach-v0", CountingEnv, disable_env_checker=True)
 """
 
 
-def test_a_module_in_the_working_directory_brings_environments(run, tmp_path):
+def test_module_in_the_working_directory_brings_environments(run, tmp_path):
     (tmp_path / "reach.py").write_text(MODULE)
     other = "data.eval_env={_target_: hydra.utils.get_class, path: reach.CountingEnv}"
     try:
@@ -170,7 +170,7 @@ def test_debug_runs_and_keeps_nothing(run, tmp_path):
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [".hydra"]
 
 
-def test_a_profiled_run_without_an_evaluation_draws_its_training_returns(run, tmp_path, monkeypatch):
+def test_profiled_run_without_an_evaluation_draws_its_training_returns(run, tmp_path, monkeypatch):
     monkeypatch.setattr(logging.getLogger("lightning.pytorch"), "propagate", False)  # Lightning was imported first
     done = run("train", "debug=profiler", *TINY, "data.total_frames=128", "hydra.run.dir=run")
     assert "run_training_epoch" in done.stdout + done.stderr
@@ -195,7 +195,7 @@ def test_torchs_threads_and_numpys_are_as_many_as_the_run_says(monkeypatch):
     assert (torch.get_num_threads(), numpys()) == before
 
 
-def test_the_datamodule_of_a_run_is_rebuilt_from_its_checkpoint(trained):
+def test_datamodule_of_a_run_is_rebuilt_from_its_checkpoint(trained):
     folder, _ = trained
     path = folder / "checkpoints" / "last.ckpt"
     stored = torch.load(path, weights_only=True)

@@ -30,7 +30,7 @@ class Precise(gym.Env):
 
 @pytest.mark.filterwarnings("ignore")  # TorchRL warns about classes of its own
 @pytest.mark.parametrize("kind", [GymnasiumCollector, TorchRLCollector])
-def test_the_environment_gets_its_own_type(kind):
+def test_environment_gets_its_own_type(kind):
     policy = TensorDictModule(lambda seen: seen / 2 + 0.25, in_keys=["observation"], out_keys=["action"])
     env = Precise if kind is GymnasiumCollector else GymWrapper(Precise())
     collector = kind(env, policy, frames_per_batch=4, init_random_frames=4, seed=0)

@@ -95,7 +95,7 @@ def test_workers_end_with_the_last_batch(pool: AsynchronousCollector) -> None:
     assert not workers()
 
 
-def test_the_last_environment_begins_by_the_seed_that_is_told(forked: None) -> None:
+def test_last_environment_begins_by_the_seed_that_is_told(forked: None) -> None:
     sizes = {"num_workers": 2, "num_envs": 2, "frames_per_batch": 4}
     collector = AsynchronousCollector(RandomEnv, **sizes, seed=9)
     last, _ = RandomEnv().reset(seed=collector.set_seed(3))
@@ -104,7 +104,7 @@ def test_the_last_environment_begins_by_the_seed_that_is_told(forked: None) -> N
     assert shown[-1][-1].tolist() == last.tolist()
 
 
-def test_a_failing_worker_ends_all(forked: None) -> None:
+def test_failing_worker_ends_all(forked: None) -> None:
     collector = AsynchronousCollector(FailingEnv, num_workers=1, frames_per_batch=8)
     with pytest.raises(RuntimeError, match=r"worker 0: At step 2 .* environment 0 .*: the third step") as error:
         next(iter(collector))
@@ -114,7 +114,7 @@ def test_a_failing_worker_ends_all(forked: None) -> None:
     collector.shutdown()
 
 
-def test_a_dead_worker_ends_all(forked: None) -> None:
+def test_dead_worker_ends_all(forked: None) -> None:
     collector = AsynchronousCollector(CountingEnv, num_workers=1, frames_per_batch=8)
     stream = iter(collector)
     next(stream)

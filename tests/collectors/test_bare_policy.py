@@ -63,7 +63,7 @@ def test_bare_and_dispatched_policies_give_the_same_batches(kind: ExplorationTyp
     assert (dispatched.bare, dispatched.dispatched) == (0, 12)
 
 
-def test_a_hook_or_a_replaced_forward_is_not_bypassed() -> None:
+def test_hook_or_a_replaced_forward_is_not_bypassed() -> None:
     hooked, replaced, seen = Both(), Both(), []
     handle = hooked.register_forward_hook(lambda *_: seen.append(1))
     replaced.forward = replaced.forward  # type: ignore[method-assign]
@@ -76,7 +76,7 @@ def test_a_hook_or_a_replaced_forward_is_not_bypassed() -> None:
     assert hooked.bare == 4
 
 
-def test_an_attribute_of_that_name_is_no_bare_policy() -> None:
+def test_attribute_of_that_name_is_no_bare_policy() -> None:
     policy = Overridden()
     policy.compute_step = nn.Tanh()  # type: ignore[assignment]
     batches(policy, 1)
@@ -90,7 +90,7 @@ def test_evaluation_episodes_are_played_by_the_bare_policy() -> None:
     assert not policy.dispatched
 
 
-def test_a_bare_policy_must_give_an_action() -> None:
+def test_bare_policy_must_give_an_action() -> None:
     class Silent(Both):
         def compute_step(self, step: TensorDictBase) -> dict[Any, Tensor]:
             return {}

@@ -157,7 +157,7 @@ def test_end_and_shutdown() -> None:
         len(GymnasiumCollector(vector_env(), frames_per_batch=8))
 
 
-def test_an_error_of_the_environment_shuts_down() -> None:
+def test_error_of_the_environment_shuts_down() -> None:
     collector = GymnasiumCollector(FailingEnv, num_envs=2, frames_per_batch=8)
     with pytest.raises(EnvironmentFault, match=r"At step 2 .* third step"):
         next(iter(collector))
@@ -194,7 +194,7 @@ def test_weights_are_copied_in_place() -> None:
         GymnasiumCollector(vector_env(), first_action, frames_per_batch=4).update_policy_weights_(other)
 
 
-def test_a_trajectory_keeps_its_number_until_its_episode_ends() -> None:
+def test_trajectory_keeps_its_number_until_its_episode_ends() -> None:
     collector = GymnasiumCollector("CartPole-v1", num_envs=3, frames_per_batch=3 * 16, seed=0)
     rollout = torch.cat(collect(collector, 6), 1)
     numbers, done = rollout["collector", "traj_ids"], rollout["next", "done"].squeeze(-1)

@@ -122,7 +122,7 @@ def test_bad_input() -> None:
         play_episodes(CountingEnv, STILL, 1, seed=-2)
 
 
-def test_an_evaluation_without_an_end_is_told_of(monkeypatch, caplog) -> None:
+def test_evaluation_without_an_end_is_told_of(monkeypatch, caplog) -> None:
     monkeypatch.setattr("torchrl_lightning.collectors.episodes.MANY_TORCHRL_STEPS", 3)
     rest = TensorDictModule(lambda angle: torch.zeros(len(angle), 1), in_keys=["th"], out_keys=["action"])
     for time_limit, told in ((2, 0), (5, 1)):

@@ -61,7 +61,7 @@ READ_BY_TORCHRL = {
 @pytest.mark.filterwarnings("ignore")  # Gymnasium's and torch's, of what is refused then
 @pytest.mark.parametrize("name", FAULTS)
 @pytest.mark.parametrize("way", WAYS)
-def test_a_faulty_environment_is_told_in_one_line(way: str, name: str) -> None:
+def test_faulty_environment_is_told_in_one_line(way: str, name: str) -> None:
     fault: Fault = FAULTS[name]
     with forked_workers():
         if way == "TorchRL" and name in READ_BY_TORCHRL:
@@ -79,7 +79,7 @@ def test_a_faulty_environment_is_told_in_one_line(way: str, name: str) -> None:
 
 @pytest.mark.parametrize("way", ["async", "workers"])
 @pytest.mark.parametrize("call", ["reset", "step"])
-def test_a_process_that_dies_is_told_with_its_exit_code(way: str, call: str) -> None:
+def test_process_that_dies_is_told_with_its_exit_code(way: str, call: str) -> None:
     with forked_workers(), pytest.raises(EnvironmentFault, match="died with exit code 3") as error:
         WAYS[way](partial(Misbehaving, Fault(call, "", dies)))
     assert isinstance(error.value, RuntimeError)
@@ -93,7 +93,7 @@ def timed(fault: Fault) -> EnvironmentRecipe:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("call", ["make", "reset", "step", "close"])
 @pytest.mark.parametrize("way", WAYS)
-def test_an_environment_that_hangs_is_interrupted(way: str, call: str) -> None:
+def test_environment_that_hangs_is_interrupted(way: str, call: str) -> None:
     began = time.monotonic()
     with forked_workers(), pytest.raises(EnvironmentFault, match=r"step_timeout=0.2") as error:
         WAYS[way](timed(Fault(call, "", sleeps)))
@@ -106,7 +106,7 @@ def test_an_environment_that_hangs_is_interrupted(way: str, call: str) -> None:
 
 @pytest.mark.parametrize("way", ["async", "workers"])
 @pytest.mark.parametrize("call", ["reset", "step"])
-def test_a_process_whose_environment_cannot_be_interrupted_is_ended(way: str, call: str) -> None:
+def test_process_whose_environment_cannot_be_interrupted_is_ended(way: str, call: str) -> None:
     with forked_workers(), pytest.raises(EnvironmentFault, match=r"0.*step_timeout=0.2"):
         WAYS[way](timed(Fault(call, "", insists)))
     assert not multiprocessing.active_children()

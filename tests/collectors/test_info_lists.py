@@ -111,7 +111,7 @@ def test_evaluations_hear_of_success(told: Any, expected: Any, mode: AutoresetMo
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_run_collects_and_evaluates_in_it(mode: AutoresetMode) -> None:
+def test_run_collects_and_evaluates_in_it(mode: AutoresetMode) -> None:
     env, played = (around.DictInfoToList(plain(mode)) for _ in range(2))
     data = OnPolicyDataModule(env, num_envs=2, frames_per_batch=32, eval_env=played, eval_episodes=2, seed=0)
     run = trainer(max_epochs=2, limit_val_batches=1)

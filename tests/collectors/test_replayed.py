@@ -77,14 +77,14 @@ def test_replayed_rows_stand_in_for_an_environment_that_rests() -> None:
     assert "demo" not in without
 
 
-def test_a_replay_goes_on_over_batches() -> None:
+def test_replay_goes_on_over_batches() -> None:
     whole = run(Demonstration(3, env=1, start=2, length=5))
     short = collector(Demonstration(3, env=1, start=2, length=5), steps=3)
     parts = torch.cat([short.rollout() for _ in range(4)], 1)
     assert (parts == whole).all()
 
 
-def test_a_restored_collector_goes_on_within_a_replay() -> None:
+def test_restored_collector_goes_on_within_a_replay() -> None:
     source = Demonstration(3, env=1, start=1, length=5)
     first = collector(source, steps=3)
     first.rollout()
@@ -106,7 +106,7 @@ def test_marks_are_those_of_this_rollout(fresh: bool) -> None:
     assert (batch["demo", "serial"] == -1).all()
 
 
-def test_the_policy_acts_on_what_is_replayed() -> None:
+def test_policy_acts_on_what_is_replayed() -> None:
     seen = []
 
     def policy(step: TensorDict) -> TensorDict:
@@ -122,7 +122,7 @@ def late(starts: Any) -> ReplayedRows | None:
 
 
 @pytest.mark.parametrize("source", [Demonstration(3, 1, 2, 5, stop=3), late])
-def test_a_replay_within_an_episode_is_refused(source: Any) -> None:
+def test_replay_within_an_episode_is_refused(source: Any) -> None:
     with pytest.raises(ValueError, match=r"environments \[1\] begins or stops within"):
         run(source)
 

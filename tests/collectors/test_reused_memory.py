@@ -71,7 +71,7 @@ def test_actions_beyond_the_bounds_are_clipped_for_the_environment_only() -> Non
         assert (rollouts[0]["action"] == 5).all()
 
 
-def test_the_outputs_of_a_policy_that_returns_the_same_tensor_stay() -> None:
+def test_outputs_of_a_policy_that_returns_the_same_tensor_stay() -> None:
     action = torch.full((2, 2), 0.25)
     policy = TensorDictModule(lambda x: action, in_keys=["observation"], out_keys=["action"])
     check(same, pair(Careless, action="box"), policy=policy)
@@ -157,7 +157,7 @@ def test_ready_vector_environments(name: str, buffers: int) -> None:
     check(READY[name], pair(Careless, buffers=buffers, action="box"), num_envs=None)
 
 
-def test_a_ready_vector_environment_keeps_its_environments_and_takes_several_collectors() -> None:
+def test_ready_vector_environment_keeps_its_environments_and_takes_several_collectors() -> None:
     env = SyncVectorEnv([Careless] * 2, autoreset_mode=SAME_STEP)
     before = list(env.envs)
     for _ in range(3):
@@ -272,7 +272,7 @@ def test_environments_in_processes(observation: str, action: str, buffers: int, 
     assert_alike(collect(makers[0], vectorization="async"), collect(makers[1], vectorization="sync"))
 
 
-def test_a_frame_stack_with_a_time_limit_in_processes(forked) -> None:
+def test_frame_stack_with_a_time_limit_in_processes(forked) -> None:
     settings = {"frame_stack": 2, "time_limit": 3, "vectorization": "async", "action_repeat": 2}
     check(
         lambda maker: EnvironmentRecipe(maker, **settings), pair(Careless, observation="image", action="multi-binary")

@@ -71,7 +71,7 @@ def test_gymnasiums_environments_within_torchrls(observation: str) -> None:
 
 
 @pytest.mark.parametrize("action", ["box", "multi-binary", "discrete"])
-def test_the_frame_skip_of_torchrls_wrapper_gives_fresh_actions(action: str) -> None:
+def test_frame_skip_of_torchrls_wrapper_gives_fresh_actions(action: str) -> None:
     def make(maker: Any) -> Any:
         return lambda: GymWrapper(maker(), frame_skip=2, categorical_action_encoding=True)
 
@@ -79,14 +79,14 @@ def test_the_frame_skip_of_torchrls_wrapper_gives_fresh_actions(action: str) -> 
         assert_alike(*(torchrl(lay(make(maker))) for maker in pair(Careless, action=action)))
 
 
-def test_a_series_that_runs_already_is_copied_from() -> None:
+def test_series_that_runs_already_is_copied_from() -> None:
     envs = [SerialEnv(2, maker) for maker in pair(CarelessTorchRL)]
     for env in envs:
         env.reset()
     assert_alike(*(torchrl(env) for env in envs))
 
 
-def test_a_torchrl_environment_is_wrapped_once_for_several_collectors() -> None:
+def test_torchrl_environment_is_wrapped_once_for_several_collectors() -> None:
     env = CarelessTorchRL([2])
     for _ in range(2):
         collector = TorchRLCollector(env, frames_per_batch=20, seed=0)
@@ -98,7 +98,7 @@ def test_a_torchrl_environment_is_wrapped_once_for_several_collectors() -> None:
     assert (env._step, env._reset) == calls
 
 
-def test_a_policy_of_a_torchrl_environment_that_returns_the_same_tensor_is_stored_as_it_acted() -> None:
+def test_policy_of_a_torchrl_environment_that_returns_the_same_tensor_is_stored_as_it_acted() -> None:
     action = torch.full((3, 2), 0.25)
     policy = TensorDictModule(lambda x: action, in_keys=["observation"], out_keys=["action"])
     rollouts = [torchrl(maker([3]), policy) for maker in pair(CarelessTorchRL)]

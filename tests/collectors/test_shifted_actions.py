@@ -53,7 +53,7 @@ WAYS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("name", SPACES)
 @pytest.mark.parametrize("way", WAYS)
-def test_the_environment_gets_its_own_numbers(way: str, name: str) -> None:
+def test_environment_gets_its_own_numbers(way: str, name: str) -> None:
     space, start = SPACES[name]
     make = partial(ShiftedEnv, space)
     rows = WAYS[way](make)
@@ -67,7 +67,7 @@ def test_the_environment_gets_its_own_numbers(way: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SPACES)
-def test_a_policy_is_evaluated_and_recorded_and_acts(name: str) -> None:
+def test_policy_is_evaluated_and_recorded_and_acts(name: str) -> None:
     space, start = SPACES[name]
     make = partial(ShiftedEnv, space, length=3)
     zeros = TensorDictModule(
@@ -91,7 +91,7 @@ def test_a_policy_is_evaluated_and_recorded_and_acts(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SPACES)
-def test_a_function_of_ones_own_says_the_environments_numbers(name: str, tmp_path: Path, monkeypatch: Any) -> None:
+def test_function_of_ones_own_says_the_environments_numbers(name: str, tmp_path: Path, monkeypatch: Any) -> None:
     space, start = SPACES[name]
     (tmp_path / f"planner_{name}.py").write_text(f"def act(observation):\n    return {start.tolist()}\n")
     monkeypatch.syspath_prepend(tmp_path)

@@ -66,7 +66,7 @@ def test_what_torchrl_has_to_step_is_left_to_it() -> None:
         assert stepped_together(env) is None
 
 
-def test_a_recipe_that_lays_nothing_around_a_batch_leaves_it_one() -> None:
+def test_recipe_that_lays_nothing_around_a_batch_leaves_it_one() -> None:
     assert stepped_together(EnvironmentRecipe(CartPoles)()) is not None
     assert stepped_together(EnvironmentRecipe(CartPoles, time_limit=9)()) is None
 
@@ -82,7 +82,7 @@ def test_some_copies_are_reset_alone_and_the_batch_is_closed() -> None:
 
 
 @pytest.mark.parametrize("learner", ["dqn", "ppo"])
-def test_a_batch_is_learned_from_and_evaluated(learner, tmp_path, monkeypatch) -> None:
+def test_batch_is_learned_from_and_evaluated(learner, tmp_path, monkeypatch) -> None:
     built = []
     monkeypatch.setattr(
         collection, "GymnasiumCollector", lambda *a, **k: built.append(1) or GymnasiumCollector(*a, **k)
@@ -114,7 +114,7 @@ class OnlyTerminating(CartPoles):
         return super()._step(tensordict).exclude("truncated")
 
 
-def test_an_end_is_truncated_only_if_it_is_not_terminated() -> None:
+def test_end_is_truncated_only_if_it_is_not_terminated() -> None:
     collector = GymnasiumCollector(stepped_together(OnlyTerminating()), frames_per_batch=2 * T, seed=0)
     rollout = collector.rollout()
     assert rollout["next", "done"].any()

@@ -76,7 +76,7 @@ def test_episodes_run_on_across_batches_and_frames_are_counted() -> None:
         made.rollout()
 
 
-def test_the_last_observation_of_an_episode_is_kept() -> None:
+def test_last_observation_of_an_episode_is_kept() -> None:
     batch = collector(ahead, env=Walk([2])).rollout()
     ends = batch["next", "done"][..., 0]
     assert (batch["next", "observation"][ends][:, 0] > 2).all()
@@ -114,7 +114,7 @@ def test_each_reset_begins_other_episodes() -> None:
     assert not torch.equal(first["observation"][:, 0], second["observation"][:, 0])
 
 
-def test_an_environment_that_cannot_be_seeded_is_refused_where_a_resume_would_differ() -> None:
+def test_environment_that_cannot_be_seeded_is_refused_where_a_resume_would_differ() -> None:
     made = collector(env=Walk([2], seeded=False), reset_at_each_batch=True)
     with pytest.raises(ValueError, match=r"'observation'.*set_seed"):
         made.rollout()
@@ -153,6 +153,6 @@ def test_what_does_not_fit(env, num_envs, message) -> None:
         make_environment(env, num_envs)
 
 
-def test_a_name_that_is_unknown() -> None:
+def test_name_that_is_unknown() -> None:
     with pytest.raises(ValueError, match="cannot be made: Environment `Nope` doesn't exist"):
         make_environment(partial(GymEnv, "Nope-v0"))

@@ -49,7 +49,7 @@ class Drawn(gymnasium.Env):
 LEFT = TensorDictModule(lambda x: x[..., 0].long() * 0, in_keys=["observation"], out_keys=["action"])
 
 
-def test_a_film_has_a_picture_for_each_state_of_one_episode(tmp_path):
+def test_film_has_a_picture_for_each_state_of_one_episode(tmp_path):
     from moviepy import VideoFileClip
 
     path = tmp_path / "films" / "one.mp4"
@@ -81,7 +81,7 @@ def test_what_draws_no_picture_is_refused_by_one_line(env, told):
     assert "\n" not in str(refused.value)
 
 
-def test_a_film_without_its_extra_says_what_to_install(monkeypatch):
+def test_film_without_its_extra_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "moviepy", None)
     with pytest.raises(UserError, match=r"'torchrl-lightning\[video\]'"):
         check_renderable("CartPole-v1")
@@ -94,7 +94,7 @@ class Torn(Drawn):
         return super().step(action)
 
 
-def test_a_film_that_fails_leaves_nothing(tmp_path):
+def test_film_that_fails_leaves_nothing(tmp_path):
     with pytest.raises(EnvironmentFault, match="torn"):
         record_video(Torn, LEFT, tmp_path / "one.mp4", seed=0)
     assert list(tmp_path.iterdir()) == []

@@ -46,7 +46,7 @@ def groups() -> list[str]:
 OPTIONS = [(group, option) for group in groups() for option in options(group) if group != "hydra"]
 
 
-def test_the_tree_has_no_file_outside_of_what_is_tested():
+def test_tree_has_no_file_outside_of_what_is_tested():
     tested = {CONF_DIR / f"{name}.yaml" for name in PRIMARY}
     tested |= {CONF_DIR / group / f"{option}.yaml" for group, option in OPTIONS}
     tested |= set(BASE_DIR.glob("base/*.yaml"))  # by each option that includes them
@@ -55,13 +55,13 @@ def test_the_tree_has_no_file_outside_of_what_is_tested():
     assert set(CONF_DIR.glob("**/*.yaml")) == tested
 
 
-def test_the_evaluate_config_asks_for_a_checkpoint_alone():
+def test_evaluate_config_asks_for_a_checkpoint_alone():
     # Where the histogram goes is known in a run alone.
     assert OmegaConf.missing_keys(composed("evaluate", "histogram=null")) == {"ckpt_path"}
 
 
 @pytest.mark.parametrize("name", PRIMARY)
-def test_a_run_gets_a_folder_of_its_own(name):
+def test_run_gets_a_folder_of_its_own(name):
     cfg = composed(name, hydra=True)
     assert cfg.hydra.job.chdir is False
     raw = OmegaConf.to_container(cfg.hydra.run, resolve=False)["dir"]
@@ -141,7 +141,7 @@ def select(cfg: DictConfig, key: str) -> object:
         ("robotics", "gymnasium_robotics", "FetchPush-v4"),
     ],
 )
-def test_a_preset_knows_the_module_of_its_ids(compose_train, env, module, id):
+def test_preset_knows_the_module_of_its_ids(compose_train, env, module, id):
     need_extra(env)
     ids = [instantiate(compose_train(f"env={env}", f"data.env.id={it}").data.env).id for it in (id, f"{module}:{id}")]
     assert ids == [f"{module}:{id}"] * 2
@@ -149,7 +149,7 @@ def test_a_preset_knows_the_module_of_its_ids(compose_train, env, module, id):
 
 
 @pytest.mark.parametrize("experiment", options("experiment"))
-def test_an_experiment_is_built(compose_train, experiment):
+def test_experiment_is_built(compose_train, experiment):
     need_extra(experiment)
     cfg = compose_train(f"experiment={experiment}")
     data = instantiate(cfg.data)
@@ -163,7 +163,7 @@ def test_an_experiment_is_built(compose_train, experiment):
 
 
 @pytest.mark.parametrize("option", options("data"))
-def test_a_data_module_is_built_with_its_buffer(compose_option, option, tmp_path, monkeypatch):
+def test_data_module_is_built_with_its_buffer(compose_option, option, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "demonstrations").mkdir()
     write_demonstration(tmp_path / "demonstrations" / "one.safetensors", episode())  # what data=offline reads
@@ -182,7 +182,7 @@ def test_a_data_module_is_built_with_its_buffer(compose_option, option, tmp_path
 
 
 @pytest.mark.parametrize("option", options("env"))
-def test_an_environment_is_built(compose_option, option, tmp_path, monkeypatch):
+def test_environment_is_built(compose_option, option, tmp_path, monkeypatch):
     need_extra(option)
     monkeypatch.chdir(tmp_path)  # MuJoCo writes its log there
     data = instantiate(compose_option("env", option).data)
@@ -225,7 +225,7 @@ FEW_BRANCHES = ["model.dynamics.max_epochs=1", "data.source.branches_per_fit=100
         ("sac_invertedpendulum", "mujoco", ["data.warmup_frames=100"]),
     ],
 )
-def test_an_experiment_that_needs_an_extra_learns(compose_train, experiment, env, fewer, tmp_path, monkeypatch):
+def test_experiment_that_needs_an_extra_learns(compose_train, experiment, env, fewer, tmp_path, monkeypatch):
     need_extra(env)
     monkeypatch.chdir(tmp_path)
     cfg = compose_train(f"experiment={experiment}", "callbacks=none", "trainer.max_steps=1", *fewer)
@@ -239,7 +239,7 @@ def test_an_experiment_that_needs_an_extra_learns(compose_train, experiment, env
     ("group", "option"),
     [each for each in OPTIONS if each[0] in ("model", "model/network") and each != ("model", "default")],  # of no class
 )
-def test_a_model_is_built_with_its_network(compose_option, group, option):
+def test_model_is_built_with_its_network(compose_option, group, option):
     cfg = compose_option(group, option).model
     if option == "loss_module":  # which loss of TorchRL's is trained, nobody can know before
         cfg.loss = {"_target_": "torchrl.objectives.DQNLoss", "_partial_": True}
@@ -317,7 +317,7 @@ def differing(node: dict[str, object], before: str = "") -> set[str]:
 
 
 @pytest.mark.parametrize(("group", "option"), [each for each in OPTIONS if each[0] in ON_PURPOSE])
-def test_an_option_does_not_repeat_a_value_of_a_file_that_it_includes(group, option):
+def test_option_does_not_repeat_a_value_of_a_file_that_it_includes(group, option):
     path = CONF_DIR / group / f"{option}.yaml"
     *others, own = [leaves(yaml.safe_load(file.read_text()), "") for file in (*included(path), path)]
     known = {key: value for file in others for key, value in file.items()}
@@ -334,7 +334,7 @@ def included(path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("option", ["dqn", "mbpo", "pets", "pets_shooting", "ppo", "reinforce", "sac", "td3"])
-def test_a_model_has_the_same_parts_from_yaml_as_from_its_class(compose_option, option):
+def test_model_has_the_same_parts_from_yaml_as_from_its_class(compose_option, option):
     cfg = compose_option("model", option).model
     for part in {"dynamics", "network"} & set(cfg):
         built, default = (getattr(each, part) for each in (instantiate(cfg), get_class(cfg._target_)()))
@@ -364,7 +364,7 @@ def test_callbacks_and_loggers_are_built(compose_option, group, option):
 
 
 @pytest.mark.parametrize("option", options("trainer"))
-def test_a_trainer_is_built(compose_option, option):
+def test_trainer_is_built(compose_option, option):
     trainer = compose_option("trainer", option).trainer
     if trainer.accelerator == "gpu" and not torch.cuda.is_available():
         with pytest.raises(Exception, match="No supported gpu backend found") as error:
@@ -425,7 +425,7 @@ def test_what_belongs_together_is_said_once(compose_train, option, override, fol
         ("callbacks.checkpoint.save_top_k=all", "full_key: callbacks.checkpoint.save_top_k"),
     ],
 )
-def test_a_typo_or_a_value_of_the_wrong_type_names_the_field(compose_train, override, message):
+def test_typo_or_a_value_of_the_wrong_type_names_the_field(compose_train, override, message):
     with pytest.raises(ConfigCompositionException) as error:
         compose_train(override)
     assert message in str(error.value.__cause__)
@@ -433,7 +433,7 @@ def test_a_typo_or_a_value_of_the_wrong_type_names_the_field(compose_train, over
         assert f"Could not override '{override.split('=')[0]}'" in str(error.value)
 
 
-def test_an_experiment_that_does_not_exist_gets_the_list_of_those_that_do(compose_train):
+def test_experiment_that_does_not_exist_gets_the_list_of_those_that_do(compose_train):
     with pytest.raises(MissingConfigException) as error:
         compose_train("experiment=ppo_cartpol")
     assert "Could not find 'experiment/ppo_cartpol'" in str(error.value)

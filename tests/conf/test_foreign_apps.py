@@ -39,7 +39,7 @@ def users_app(tmp_path, request):
 
 
 @pytest.mark.parametrize("option", EXPORTED)
-def test_the_users_values_hold(users_app, option):
+def test_users_values_hold(users_app, option):
     end = "" if option == "offline" else "  total_frames: 2000\n  num_envs: 4\n"
     beside = "  dataset: episodes\n" if option == "offline" else ""
     cfg = users_app(option, f"  env: Pendulum-v1\n  seed: 7\n  eval_episodes: 3\n{end}{beside}")
@@ -76,7 +76,7 @@ PARTS = {
 
 
 @pytest.mark.parametrize("option", EXPORTED)
-def test_the_users_settings_of_a_part_hold(users_app, option):
+def test_users_settings_of_a_part_hold(users_app, option):
     given = OmegaConf.from_dotlist([PARTS[option], "env=CartPole-v1"])
     text = "".join(f"  {line}\n" for line in OmegaConf.to_yaml(given).splitlines())
     cfg = users_app(option, text).data
@@ -85,7 +85,7 @@ def test_the_users_settings_of_a_part_hold(users_app, option):
     assert OmegaConf.select(cfg, key.rpartition(".")[0])._target_.startswith("torchrl_lightning.")
 
 
-def test_an_environment_that_nobody_gives_is_missing(users_app):
+def test_environment_that_nobody_gives_is_missing(users_app):
     cfg = users_app("gae", "  num_envs: 2\n")
     assert OmegaConf.missing_keys(cfg) == {"data.env"}
 
@@ -117,7 +117,7 @@ def test_data_prioritized_is_found_and_built():
         data.close()
 
 
-def test_an_app_sees_nothing_of_ours_but_data():
+def test_app_sees_nothing_of_ours_but_data():
     with initialize_config_dir(str(FOREIGN_APP), version_base="1.3"):
         loader = GlobalHydra.instance().config_loader()
         seen = {group: loader.get_group_options(group) for group in OUR_GROUPS}
@@ -135,7 +135,7 @@ def test_an_app_sees_nothing_of_ours_but_data():
         ("recurrent", "buffer.size=3"),
     ],
 )
-def test_a_typo_names_the_field(option, override):
+def test_typo_names_the_field(option, override):
     key = override.partition("=")[0].rpartition(".")[2]
     with pytest.raises(ConfigCompositionException) as error:
         in_app(f"data={option}", f"data.{override}")
@@ -145,7 +145,7 @@ def test_a_typo_names_the_field(option, override):
         instantiate(data).check_fit().__next__() if option == "gae" else instantiate(data)._get_or_build_buffer()
 
 
-def test_the_apps_own_option_of_the_same_name_wins(tmp_path):
+def test_apps_own_option_of_the_same_name_wins(tmp_path):
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "gae.yaml").write_text("mine: true\n")
     (tmp_path / "config.yaml").write_text("defaults:\n  - data: gae\n")
@@ -154,7 +154,7 @@ def test_the_apps_own_option_of_the_same_name_wins(tmp_path):
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_the_app_of_the_guide_trains_in_either_order(order, tmp_path):
+def test_app_of_the_guide_trains_in_either_order(order, tmp_path):
     page = (CONF_DIR.parent / "examples" / "guide" / "hydra_app.md").read_text()
     (text,) = re.findall(r"^```yaml\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
     head, defaults = "defaults:\n", ORDERS["self first"].format("gae")

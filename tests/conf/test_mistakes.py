@@ -147,7 +147,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("groups", "setting", "message"), CASES)
-def test_a_setting_that_does_not_fit_is_named(composed, groups, setting, message, tmp_path, monkeypatch):
+def test_setting_that_does_not_fit_is_named(composed, groups, setting, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert refused(composed(groups, setting)).startswith(message)
 
@@ -169,7 +169,7 @@ class Images(gym.ObservationWrapper):
         return np.zeros((84, 84), np.uint8)
 
 
-def test_a_storage_of_frames_wants_stacks_of_its_own_size(composed):
+def test_storage_of_frames_wants_stacks_of_its_own_size(composed):
     groups = "data=frames env=recipe model=dqn model/network=cnn"
     cfg = composed(groups, "data.env.wrappers=[{_target_: conf.test_mistakes.Images}]")
     cfg.data.env.frame_stack = 4
@@ -196,7 +196,7 @@ def test_what_fits_is_built_for_a_trial_without_moving_the_runs_generator(compos
     assert all(torch.equal(one, other) for one, other in zip(*drawn, strict=True))
 
 
-def test_a_fault_of_the_program_keeps_its_traceback(composed, monkeypatch):
+def test_fault_of_the_program_keeps_its_traceback(composed, monkeypatch):
     def broken(self, *args, **kwargs):
         raise AttributeError("nothing to do with a setting")
 

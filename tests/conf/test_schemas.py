@@ -30,7 +30,7 @@ def test_every_option_of_data_is_checked_against_a_schema(compose_train, option)
     assert all(is_dataclass(OmegaConf.get_type(node)) for node in (data, data.buffer))
 
 
-def test_the_default_buffer_is_the_one_of_data_gae():
+def test_default_buffer_is_the_one_of_data_gae():
     default = inspect.signature(OnPolicyDataModule).parameters["buffer"].default
     assert f"torchrl_lightning.{default.__name__}" == SCHEMAS["buffer", "gae"]
 

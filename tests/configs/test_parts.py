@@ -30,7 +30,7 @@ HOUSES = {"torchrl": ("tensordict", "lazy_tensor"), "ours": ("torchrl_lightning_
 
 
 @pytest.mark.parametrize(("group", "name"), NAMES)
-def test_an_option_is_built_with_its_settings(built, group, name):
+def test_option_is_built_with_its_settings(built, group, name):
     settings = SETTINGS.get((group, name), ())
     part = built(group, name, *settings)
     assert type(part) is get_object(node_of(group, name).node._target_)
@@ -87,7 +87,7 @@ def test_torchrls_buffer_config_takes_our_parts(composed, rollout):
     assert batch["advantage"].isfinite().all()
 
 
-def test_a_transform_serves_torchrls_module_transform(composed, rollout):
+def test_transform_serves_torchrls_module_transform(composed, rollout):
     cfg = composed(
         "+transform@part=module",
         "+value@part.module=torchrl_lightning_generalized_advantages",
@@ -104,13 +104,13 @@ def test_a_transform_serves_torchrls_module_transform(composed, rollout):
 
 
 @pytest.mark.parametrize("name", ["vanilla", "gae", "vtrace", "ppod"])
-def test_a_buffer_gets_the_modules_of_a_program(built, name):
+def test_buffer_gets_the_modules_of_a_program(built, name):
     modules = {"actor": linear_actor(), "critic": make_critic()}
     buffer = built("replay_buffer", name, "size=3", **modules)
     assert {key: getattr(buffer, key) for key in modules} == modules
 
 
-def test_a_buffer_takes_another_sampler(composed):
+def test_buffer_takes_another_sampler(composed):
     cfg = composed(
         "+replay_buffer=torchrl_lightning_simple",
         "+sampler@replay_buffer.sampler=torchrl_lightning_prioritized",
@@ -123,7 +123,7 @@ def test_a_buffer_takes_another_sampler(composed):
     assert buffer.sample()["priority_weight"].shape == (3,)
 
 
-def test_a_storage_in_files(built, tmp_path):
+def test_storage_in_files(built, tmp_path):
     storage = built("storage", "ring", "max_size=4", f"scratch_dir={tmp_path}")
     ExperienceBuffer(storage=storage).extend(numbered(3))
     assert storage.scratch_dir == tmp_path

@@ -51,7 +51,7 @@ def test_registering_again_changes_nothing():
 
 
 @pytest.mark.parametrize(("group", "name"), NAMES)
-def test_a_node_has_the_constructors_arguments_with_the_same_defaults_and_is_of_torchrls_kind(group, name):
+def test_node_has_the_constructors_arguments_with_the_same_defaults_and_is_of_torchrls_kind(group, name):
     from torchrl.trainers.algorithms.configs.common import ConfigBase
 
     stored = node_of(group, name)

@@ -30,7 +30,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 @pytest.mark.parametrize(
     "part", [pytest.param(part, id=name) for name, part in PARTS.items() if part.ours and not name.startswith(FOREIGN)]
 )
-def test_a_part_returns_the_same_under_another_default_dtype(part: Part, dtype: torch.dtype) -> None:
+def test_part_returns_the_same_under_another_default_dtype(part: Part, dtype: torch.dtype) -> None:
     expected, actual = part.make(0), part.make(0)
     for start in (0, 100):
         part.fill(expected, start)

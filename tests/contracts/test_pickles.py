@@ -167,7 +167,7 @@ def settings_of(part: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", PARTS)
-def test_a_part_is_pickled_with_its_settings(name: str) -> None:
+def test_part_is_pickled_with_its_settings(name: str) -> None:
     part = build(name)
     state = dict(part.state_dict()) if isinstance(part, nn.Module) else {}  # a generator is seeded when it is looked at
     other = again(part)
@@ -227,7 +227,7 @@ class Pickled(L.Callback):
 
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("name", DATA)
-def test_a_datamodule_is_pickled_at_any_time(name: str, tmp_path: Path) -> None:
+def test_datamodule_is_pickled_at_any_time(name: str, tmp_path: Path) -> None:
     make, learn = DATA[name]
     data, module, kept = make(), learn(), list[Any]()
     data.setup("fit")
@@ -253,7 +253,7 @@ def test_a_datamodule_is_pickled_at_any_time(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["rollouts", "replay", "replay, updates in one step"])
-def test_a_run_with_a_pickled_datamodule_equals_one_with_the_original(name: str, tmp_path: Path) -> None:
+def test_run_with_a_pickled_datamodule_equals_one_with_the_original(name: str, tmp_path: Path) -> None:
     weights = []
     for change in (lambda data: data, again, copy.deepcopy):
         torch.manual_seed(0)
@@ -292,7 +292,7 @@ class Unpicklable:
         raise TypeError("it holds a connection\nto a simulator")
 
 
-def test_a_value_that_cannot_travel_is_named_in_one_line() -> None:
+def test_value_that_cannot_travel_is_named_in_one_line() -> None:
     data = rollouts(env=Unpicklable())
     with pytest.raises(TypeError, match=r"^OnPolicyDataModule.*env=Unpicklable.*[^\n]*$"):
         pickle.dumps(data)
@@ -319,7 +319,7 @@ AGENTS: dict[str, tuple[Callable[[], Any], Any]] = {
 
 
 @pytest.mark.parametrize("name", AGENTS)
-def test_a_built_agent_is_pickled_with_its_networks(name: str) -> None:
+def test_built_agent_is_pickled_with_its_networks(name: str) -> None:
     make, specs = AGENTS[name]
     module = make().build(specs)
     other = again(module)

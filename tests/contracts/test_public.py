@@ -84,7 +84,7 @@ def test_every_argument_is_documented(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_a_constructor_shows_every_argument_with_its_default(name):
+def test_constructor_shows_every_argument_with_its_default(name):
     component = getattr(torchrl_lightning, name)
     shown = arguments(component)
     hidden = [each for each in shown.values() if each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
@@ -94,7 +94,7 @@ def test_a_constructor_shows_every_argument_with_its_default(name):
 
 # A description that we hand out, made of TorchRL's specs; nobody configures one.
 @pytest.mark.parametrize("name", sorted({*CLASSES} - {"EnvironmentSpecs"}))
-def test_a_constructor_is_read_by_lightnings_cli(name):
+def test_constructor_is_read_by_lightnings_cli(name):
     component = getattr(torchrl_lightning, name)
     parser = ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(component, "part", fail_untyped=False)
@@ -102,7 +102,7 @@ def test_a_constructor_is_read_by_lightnings_cli(name):
     assert read == set(arguments(component))
 
 
-def test_a_subclass_shows_its_own_constructor():
+def test_subclass_shows_its_own_constructor():
     class Sampler(UniformSampler):
         def __init__(self, temperature: float = 1.0) -> None:
             super().__init__()

@@ -77,7 +77,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Stopped
 
 
 @pytest.mark.parametrize(("name", "number"), CASES)
-def test_a_resumed_run_equals_an_uninterrupted_one(name: str, number: int, stopped: Callable[[str], Stopped]) -> None:
+def test_resumed_run_equals_an_uninterrupted_one(name: str, number: int, stopped: Callable[[str], Stopped]) -> None:
     row, whole, end, folder = stopped(name)
     checkpoint = folder / f"{number}.ckpt"
     assert torch.load(checkpoint, weights_only=True)["global_step"] < end["global_step"]
@@ -89,7 +89,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(name: str, number: int, stopp
 
 
 @pytest.mark.parametrize(("make", "settings", "says"), FOREIGN, ids=lambda each: each if isinstance(each, str) else "")
-def test_a_checkpoint_of_another_run_is_refused(make: Any, settings: dict[str, Any], says: str) -> None:
+def test_checkpoint_of_another_run_is_refused(make: Any, settings: dict[str, Any], says: str) -> None:
     written, other = made = make(), make(**settings)
     for data in made:
         data.setup("fit")
@@ -99,7 +99,7 @@ def test_a_checkpoint_of_another_run_is_refused(make: Any, settings: dict[str, A
 
 
 @pytest.mark.parametrize("make", dict.fromkeys(row[0] for row in FOREIGN))
-def test_a_checkpoint_of_another_version_or_of_other_ranks_is_refused(make: Any) -> None:
+def test_checkpoint_of_another_version_or_of_other_ranks_is_refused(make: Any) -> None:
     data = make()
     data.setup("fit")
     state = data.state_dict()

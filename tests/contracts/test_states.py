@@ -43,7 +43,7 @@ def go_on(part: Part, one: Any, other: Any) -> None:
 
 
 @pytest.mark.parametrize(("part", "way"), EVERY["ways"])
-def test_a_restored_one_goes_on_as_the_original(part: Part, way: str, tmp_path: Path) -> None:
+def test_restored_one_goes_on_as_the_original(part: Part, way: str, tmp_path: Path) -> None:
     one = part.made(fillings=1 if way == "file" else 2)
     if way == "memory":  # into one that holds something else
         other = part.made(1, first=7)
@@ -63,7 +63,7 @@ def test_a_restored_one_goes_on_as_the_original(part: Part, way: str, tmp_path: 
 
 
 @parts
-def test_a_state_is_a_copy_on_both_sides(part: Part) -> None:
+def test_state_is_a_copy_on_both_sides(part: Part) -> None:
     one, other = part.made(), part.make(1)
     state = one.state_dict()
     kept = copy.deepcopy(state)
@@ -82,7 +82,7 @@ def test_a_state_is_a_copy_on_both_sides(part: Part) -> None:
 
 
 @parts
-def test_an_edited_state_is_taken_wholly_or_not_at_all(part: Part) -> None:
+def test_edited_state_is_taken_wholly_or_not_at_all(part: Part) -> None:
     check_mutants(part.made(1, first=7), part.made().state_dict(), part.usable or part.ask, part.within)
 
 
@@ -96,7 +96,7 @@ def test_another_version_is_refused(part: Part) -> None:
 
 
 @pytest.mark.parametrize(("part", "says"), EVERY["foreign"])
-def test_a_state_of_another_is_refused_by_name(part: Part, says: str) -> None:
+def test_state_of_another_is_refused_by_name(part: Part, says: str) -> None:
     check_refused(part.foreign[says](), part.made().state_dict(), says)
 
 
@@ -111,7 +111,7 @@ FOLDERS = [each for each in EVERY["ways"] if each.values[1] == "folder" and each
 
 
 @pytest.mark.parametrize(("part", "way"), FOLDERS)
-def test_a_damaged_file_changes_nothing(part: Part, way: str, tmp_path: Path) -> None:
+def test_damaged_file_changes_nothing(part: Part, way: str, tmp_path: Path) -> None:
     one = part.made(1, first=7)
     kept = copy.deepcopy(one.state_dict())
     with pytest.raises(FileNotFoundError, match="holds no saved state"):
@@ -132,7 +132,7 @@ COPIES = [
 
 
 @pytest.mark.parametrize(("part", "way"), COPIES)
-def test_a_copy_and_its_original_leave_each_other_alone(part: Part, way: str) -> None:
+def test_copy_and_its_original_leave_each_other_alone(part: Part, way: str) -> None:
     one = part.made()
     other = pickle.loads(pickle.dumps(one)) if way == "pickle" else copy.deepcopy(one)
     for moved, still in ((one, other), (other, one)):
@@ -143,7 +143,7 @@ def test_a_copy_and_its_original_leave_each_other_alone(part: Part, way: str) ->
 
 
 @parts
-def test_the_state_of_an_empty_one_empties_another(part: Part, tmp_path: Path) -> None:
+def test_state_of_an_empty_one_empties_another(part: Part, tmp_path: Path) -> None:
     empty, one, twin = part.make(0), part.made(), part.make(0)
     one.load_state_dict(through_file(empty.state_dict()))
     for each in (one, twin):
@@ -151,7 +151,7 @@ def test_the_state_of_an_empty_one_empties_another(part: Part, tmp_path: Path) -
     assert not differences(plain(part.ask(one)), plain(part.ask(twin)))
 
 
-def test_a_rollout_that_is_half_sampled_goes_on() -> None:
+def test_rollout_that_is_half_sampled_goes_on() -> None:
     one, other = rollouts.build(0), rollouts.build(1)
     rollouts.collect(one, 0)
     one.sample(4)
@@ -160,7 +160,7 @@ def test_a_rollout_that_is_half_sampled_goes_on() -> None:
         assert not differences(plain(one.sample(4)), plain(other.sample(4)))
 
 
-def test_a_transform_of_a_rollout_buffer_is_restored() -> None:
+def test_transform_of_a_rollout_buffer_is_restored() -> None:
     norms = [ObservationNorm(torch.zeros(4), torch.ones(4), in_keys=["observation"]) for _ in range(2)]
     one, other = (rollouts.build(0, transform=norm) for norm in norms)
     rollouts.collect(one, 0)
@@ -170,7 +170,7 @@ def test_a_transform_of_a_rollout_buffer_is_restored() -> None:
 
 
 @pytest.mark.parametrize("part", [pytest.param(part, id=name) for name, part in PARTS.items() if part.empty])
-def test_an_empty_one_says_so(part: Part) -> None:
+def test_empty_one_says_so(part: Part) -> None:
     one, (error, says) = part.make(0), part.empty
     assert len(one) == 0
     with pytest.raises(error, match=says):
@@ -191,7 +191,7 @@ def test_what_it_gives_comes_of_its_own_seed(part: Part) -> None:
 
 
 @pytest.mark.parametrize(("part", "refusal"), EVERY["refuses"])
-def test_a_refused_call_changes_nothing(part: Part, refusal: Refusal) -> None:
+def test_refused_call_changes_nothing(part: Part, refusal: Refusal) -> None:
     for make in (part.made, partial(part.make, 0))[: 1 + refusal.empty]:
         one, twin = make(), make()
         for call in refusal.calls:

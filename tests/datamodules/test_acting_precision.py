@@ -227,7 +227,7 @@ def test_pixels_are_read_alike(precision: str, kind: Any, limit: float) -> None:
 
 
 @pytest.mark.parametrize("precision", [MixedPrecision("bf16-mixed", "cpu"), MixedPrecision("16-mixed", "cpu")])
-def test_a_plugin_that_is_given_counts(precision: Precision) -> None:
+def test_plugin_that_is_given_counts(precision: Precision) -> None:
     assert max(compared(PPOModule(NETWORKS["mlp"]), Drawn, precision).same) == 0.0
 
 
@@ -330,7 +330,7 @@ def normal(loc: torch.Tensor, scale: torch.Tensor) -> D.Distribution:
 @pytest.mark.parametrize("collector", ["gymnasium", "torchrl environment", "processes"])
 @pytest.mark.parametrize("actions", ["discrete", "continuous"])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_a_module_of_the_users_acts_as_it_learns(precision: str, actions: str, collector: str) -> None:
+def test_module_of_the_users_acts_as_it_learns(precision: str, actions: str, collector: str) -> None:
     module = Own(actions)
     env = Drawn if actions == "discrete" else partial(Drawn, spaces.Box(-np.inf, np.inf, (2,), np.float32))
     source, settings = COLLECTORS[collector](env)
@@ -364,7 +364,7 @@ class Squashing(PPOModule):
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_the_log_probability_of_a_squashed_action_is_that_of_the_stored_action(precision: str) -> None:
+def test_log_probability_of_a_squashed_action_is_that_of_the_stored_action(precision: str) -> None:
     found = compared(Squashing(NETWORKS["mlp"]), partial(Drawn, BOX), precision)
     assert 0.0 <= max(found.same) <= (0.0 if precision == "bf16-mixed" else 1e-5)
 

@@ -119,7 +119,7 @@ def ended(ring: Any) -> list[list[float]]:
 
 @pytest.mark.parametrize("steps", [1, 3])
 @pytest.mark.parametrize("mode", [DISABLED, NEXT_STEP])
-def test_the_rings_hold_what_those_of_a_twin_hold(mode, steps) -> None:
+def test_rings_hold_what_those_of_a_twin_hold(mode, steps) -> None:
     """Brute force: each environment did what its twin did, which is reset in the step of an end."""
     found = []
     for each in (mode, SAME_STEP):

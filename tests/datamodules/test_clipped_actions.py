@@ -114,7 +114,7 @@ def test_rollouts_and_log_probabilities_are_of_the_actions_that_were_chosen(norm
     checked(SPACES["float32"], load_policy(tmp_path / "a.ckpt", FarActorCritic()))
 
 
-def test_a_factory_that_builds_a_clipping_collector_is_understood(tmp_path: Path) -> None:
+def test_factory_that_builds_a_clipping_collector_is_understood(tmp_path: Path) -> None:
     data = data_of(collector=by_function, normalize_observation=True)
     run = fitted(tmp_path, data)
     assert float(run.callback_metrics["eval/return"]) == 3.0
@@ -146,13 +146,13 @@ def test_worker_processes_clip_and_say_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [GymnasiumCollector, AsynchronousCollector, RayCollector])
-def test_the_setting_of_each_kind_of_collector_is_read(kind: Any) -> None:
+def test_setting_of_each_kind_of_collector_is_read(kind: Any) -> None:
     for clip in (False, True):
         assert data_of(collector=partial(kind, clip_actions=clip), num_envs=2).specs.action_format.clip is clip
     assert not data_of(collector=kind, num_envs=2).specs.action_format.clip
 
 
-def test_a_collector_tells_in_its_specs_that_it_clips() -> None:
+def test_collector_tells_in_its_specs_that_it_clips() -> None:
     for kind in (GymnasiumCollector, partial(AsynchronousCollector, num_workers=1)):
         for clip in (False, True):
             collector = kind(make(), frames_per_batch=4, clip_actions=clip)
@@ -229,7 +229,7 @@ class Film(gymnasium.Wrapper[Any, Any, Any, Any]):
         (Path(folder) / "film.mp4").write_text(str(episode_trigger(0)))
 
 
-def test_a_video_is_of_clipped_actions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_video_is_of_clipped_actions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gymnasium.wrappers, "RecordVideo", Film)
     data = data_of()
     data.setup("validate")
@@ -239,7 +239,7 @@ def test_a_video_is_of_clipped_actions(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("space", [*SPACES.values(), WHOLE], ids=str)
-def test_a_format_keeps_whether_it_clips(space: Any) -> None:
+def test_format_keeps_whether_it_clips(space: Any) -> None:
     specs = environment_specs(make_vector_env(make(space), 1))
     assert specs.with_clipping(False) is specs
     clipped = specs.with_clipping(True)
@@ -260,7 +260,7 @@ def test_a_format_keeps_whether_it_clips(space: Any) -> None:
     assert not specs_from_state(state).action_format.clip
 
 
-def test_a_format_does_not_clip_unless_it_is_told() -> None:
+def test_format_does_not_clip_unless_it_is_told() -> None:
     form = ActionFormat.of_space(SPACES["float32"])
     assert not form.clip
     assert form.to_environment(np.full((1, 2), 7, np.float32)).tolist() == [[7.0, 7.0]]

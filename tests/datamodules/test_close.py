@@ -21,7 +21,7 @@ WORKER = partial(AsynchronousCollector, "CartPole-v1", num_workers=1, num_envs=4
     [({}, 0), ({"env": ASYNC, "eval_env": ASYNC}, 4), ({"collector": WORKER}, 1)],
     ids=["none", "environments", "workers"],
 )
-def test_an_exception_ends_collector_and_processes(settings, processes, tmp_path):
+def test_exception_ends_collector_and_processes(settings, processes, tmp_path):
     children = []
 
     class Unlucky(TinyActorCritic):

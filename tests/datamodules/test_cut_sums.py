@@ -126,7 +126,7 @@ def build(makers: list[Cutting], how: str, holder: list[Any], policy: Any) -> Cu
 
 
 @pytest.mark.parametrize("how", ["ids", "is_init", "successors", "cut()"])
-def test_a_replay_run(how: str, finished: list[int], tmp_path: Any) -> None:
+def test_replay_run(how: str, finished: list[int], tmp_path: Any) -> None:
     holder: list[Any] = []
     makers: list[Cutting] = []
     data = replay_data(
@@ -139,7 +139,7 @@ def test_a_replay_run(how: str, finished: list[int], tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize("how", ["ids", "is_init"])
-def test_an_on_policy_run(how: str, finished: list[int], tmp_path: Any) -> None:
+def test_on_policy_run(how: str, finished: list[int], tmp_path: Any) -> None:
     holder: list[Any] = []
     makers: list[Cutting] = []
     data = rollouts(

@@ -74,7 +74,7 @@ def test_each_rank_has_experience_of_its_own_and_the_same_parameters(two_ranks):
 
 
 @pytest.mark.parametrize(("name", "frames"), [("half", 128), ("end", 192)])
-def test_a_checkpoint_holds_the_states_of_all_ranks(name, frames, two_ranks):
+def test_checkpoint_holds_the_states_of_all_ranks(name, frames, two_ranks):
     states = torch.load(two_ranks / f"{name}.ckpt", weights_only=True)["OnPolicyDataModule"]["ranks"]
     assert [state["frames"] for state in states] == [frames, frames]
     first, second = (state["buffer"] for state in states)

@@ -79,7 +79,7 @@ def test_torchrls_own_collector_replays_too(human, tmp_path):
     assert data.buffer.rollout["observation"][:7, 0].equal(again)
 
 
-def test_a_collector_that_cannot_replay_is_refused(human, tmp_path):
+def test_collector_that_cannot_replay_is_refused(human, tmp_path):
     def collector(policy, seed):
         raise AssertionError
 

@@ -159,7 +159,7 @@ def test_frames_come_before_each_fit_and_returns_are_logged_once(tmp_path):
     assert data.clock == (800, "frames")
 
 
-def test_the_module_may_end_a_fit_and_the_run_ends_with_the_last_one(tmp_path):
+def test_module_may_end_a_fit_and_the_run_ends_with_the_last_one(tmp_path):
     data, module = model_data(total_frames=100, max_epochs_per_fit=50), made(Stopping)
     _, run = fit(tmp_path, data, module, max_epochs=-1)
     assert [epoch for epoch, _ in module.begun] == [0, 2, 4]
@@ -223,7 +223,7 @@ def test_evaluations_play_the_policy(tmp_path):
     assert data.evaluate(module.policy, 3)["episode_return"].shape[0] == 3
 
 
-def test_a_collector_that_ends_ends_the_run(tmp_path, caplog):
+def test_collector_that_ends_ends_the_run(tmp_path, caplog):
     def collector(policy, seed):
         return GymnasiumCollector("Pendulum-v1", policy, num_envs=2, frames_per_batch=20, total_frames=60, seed=seed)
 
@@ -265,7 +265,7 @@ def test_parts_that_cannot_be_learned_from_are_refused(settings, message, tmp_pa
 
 
 @pytest.mark.parametrize("side", [0, 1], ids=["training", "validation"])
-def test_a_stored_number_that_is_not_finite_names_its_column(side, tmp_path, monkeypatch):
+def test_stored_number_that_is_not_finite_names_its_column(side, tmp_path, monkeypatch):
     data, parts = model_data(batch_size=4), HoldoutSplit.parts
 
     def spoil(split, numbers):
@@ -296,7 +296,7 @@ def test_what_a_loader_outside_of_a_fit_is():
 # ---- resume ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_of_so_many_steps_resumes_where_it_ended(tmp_path):
+def test_run_of_so_many_steps_resumes_where_it_ended(tmp_path):
     whole = model_data(max_epochs_per_fit=2)
     uninterrupted, _ = fit(tmp_path, whole, max_epochs=-1, max_steps=16)
     for steps in (3, 4, 9):
@@ -308,7 +308,7 @@ def test_a_run_of_so_many_steps_resumes_where_it_ended(tmp_path):
         assert torch.equal(parameters(module), parameters(uninterrupted))
 
 
-def test_a_run_that_is_over_collects_nothing_when_it_is_resumed(tmp_path, caplog):
+def test_run_that_is_over_collects_nothing_when_it_is_resumed(tmp_path, caplog):
     data = model_data(total_frames=60)
     _, run = fit(tmp_path, data, max_epochs=-1)
     run.save_checkpoint(tmp_path / "end.ckpt")
@@ -320,7 +320,7 @@ def test_a_run_that_is_over_collects_nothing_when_it_is_resumed(tmp_path, caplog
     assert "all 60 frames are collected" in caplog.text
 
 
-def test_an_evaluation_restores_frames_and_scalers(tmp_path):
+def test_evaluation_restores_frames_and_scalers(tmp_path):
     data, other = model_data(), model_data()
     fit(tmp_path, data, max_epochs=1)
     state = through_file(data.state_dict())

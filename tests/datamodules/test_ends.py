@@ -57,7 +57,7 @@ def test_total_frames_end_replay_training_of_shortened_epochs(shortened, tmp_pat
 
 
 @pytest.mark.parametrize(("make", "module", "frames"), [(rollouts, None, 64), (replay_data, dqn(), 50)])
-def test_a_second_fit_with_the_budget_spent_collects_nothing(make, module, frames, tmp_path, caplog):
+def test_second_fit_with_the_budget_spent_collects_nothing(make, module, frames, tmp_path, caplog):
     data = make(total_frames=frames)
     module, _ = fit(tmp_path, data, module, **ENDLESS)
     learned = data.metrics().get("updates")
@@ -68,7 +68,7 @@ def test_a_second_fit_with_the_budget_spent_collects_nothing(make, module, frame
     assert f"all {frames} frames are collected; raise total_frames={frames} to go on" in caplog.text
 
 
-def test_a_minimum_of_epochs_outweighs_the_budget(tmp_path):
+def test_minimum_of_epochs_outweighs_the_budget(tmp_path):
     data = rollouts(total_frames=64)
     fit(tmp_path, data, min_epochs=3, **ENDLESS)
     assert data.frames == 3 * 64
@@ -90,7 +90,7 @@ def warnings_of_a_run(caplog, folder, data, **settings):
     return [record.message for record in caplog.records if "nothing ends" in record.message]
 
 
-def test_a_run_without_an_end_is_warned_of_once(tmp_path, caplog):
+def test_run_without_an_end_is_warned_of_once(tmp_path, caplog):
     data = rollouts()
     (said,) = warnings_of_a_run(caplog, tmp_path, data)
     assert said.startswith(NO_END)
@@ -110,17 +110,17 @@ def test_a_run_without_an_end_is_warned_of_once(tmp_path, caplog):
         (-1, {"max_epochs": None}),  # of which Lightning makes 1000
     ],
 )
-def test_a_run_with_an_end_is_not_warned_of(tmp_path, caplog, frames, settings):
+def test_run_with_an_end_is_not_warned_of(tmp_path, caplog, frames, settings):
     assert warnings_of_a_run(caplog, tmp_path, rollouts(total_frames=frames), **settings) == []
 
 
-def test_a_replay_stream_without_an_end_is_warned_of(tmp_path, caplog):
+def test_replay_stream_without_an_end_is_warned_of(tmp_path, caplog):
     fit_replay(tmp_path, replay_data(), dqn(), max_epochs=-1, callbacks=[Stop()])
     assert any(record.message.startswith(NO_END) for record in caplog.records)
 
 
 @pytest.mark.parametrize(("frames", "warns"), [(-1, True), (64, False)])
-def test_a_collector_of_the_users_ends_a_run_or_does_not(tmp_path, caplog, frames, warns):
+def test_collector_of_the_users_ends_a_run_or_does_not(tmp_path, caplog, frames, warns):
     def collector(policy):
         envs = make_vector_env("CartPole-v1", 4)
         made = GymnasiumCollector(envs, policy, num_envs=4, frames_per_batch=64, seed=0)

@@ -106,7 +106,7 @@ REFUSED = (
 
 
 @pytest.mark.parametrize("collector", [ours, of_torchrl])
-def test_a_shift_that_evaluation_would_not_see_is_refused_unless_that_is_asked_for(collector, fit, caplog) -> None:
+def test_shift_that_evaluation_would_not_see_is_refused_unless_that_is_asked_for(collector, fit, caplog) -> None:
     with pytest.raises(ValueError, match=REFUSED):
         fit(collector=collector)
     assert fit.updates == 0
@@ -117,7 +117,7 @@ def test_a_shift_that_evaluation_would_not_see_is_refused_unless_that_is_asked_f
     assert caplog.text.count("wrappers are CartPoleEnv in evaluation, expected CartPoleEnv > Shift") == 1
 
 
-def test_a_ready_vector_environment_is_compared_with_what_is_given_for_evaluation(fit, caplog) -> None:
+def test_ready_vector_environment_is_compared_with_what_is_given_for_evaluation(fit, caplog) -> None:
     assert fit(ready(Shift), eval_env=shifted).updates
     assert "eval_env" not in caplog.text
     assert fit(ready(Shift), eval_env="CartPole-v1").updates
@@ -139,7 +139,7 @@ def test_environments_in_other_processes_show_their_specs(fit) -> None:
         fit(collector=collector)
 
 
-def test_a_validation_alone_compares_nothing() -> None:
+def test_validation_alone_compares_nothing() -> None:
     data = rollouts(collector=ours, **SIZES)
     trainer(limit_val_batches=1).validate(TinyActorCritic(), datamodule=data, verbose=False)
 
@@ -348,7 +348,7 @@ def test_specs_that_differ_are_refused_field_by_field(changes, message) -> None:
         ({"pixels": torch.zeros(2, 5, 4)}, r"'observation' is not in its rollouts, expected shape \(4,\)"),
     ],
 )
-def test_the_first_rollout_of_a_collector_out_of_reach_is_compared(rollout, message) -> None:
+def test_first_rollout_of_a_collector_out_of_reach_is_compared(rollout, message) -> None:
     specs = view_of(ready()).specs
     with pytest.raises(ValueError, match=message):
         next(first_checked([TensorDict(rollout, [2, 5])], specs))

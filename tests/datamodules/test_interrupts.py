@@ -199,7 +199,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize(("stream", "name"), CASES)
-def test_a_run_that_ctrl_c_stops_at_a_boundary_is_resumed_as_the_same_run(stream: str, name: str, whole: Any) -> None:
+def test_run_that_ctrl_c_stops_at_a_boundary_is_resumed_as_the_same_run(stream: str, name: str, whole: Any) -> None:
     make, expected = STREAMS[stream], whole(stream)
     folder = expected.parents[1] / name
     with at_return(nth_return(2, name), signal.SIGINT) as sent:
@@ -220,7 +220,7 @@ def test_sigterm_waits_for_the_end_of_a_step(make: Any, name: str, whole: Any) -
 
 
 @pytest.mark.parametrize("name", ["FrameClock.add", "FusedAdam.step", "StepHooks.on_train_batch_end"])
-def test_a_second_ctrl_c_stops_within_the_step_and_keeps_the_checkpoint_before(
+def test_second_ctrl_c_stops_within_the_step_and_keeps_the_checkpoint_before(
     name: str, whole: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     expected = whole("ppo")
@@ -285,7 +285,7 @@ class Failing(PPOModule):
             raise RuntimeError("no annotation")
 
 
-def test_an_error_between_collector_and_data_module_leaves_both_before_the_rollout(tmp_path: Path) -> None:
+def test_error_between_collector_and_data_module_leaves_both_before_the_rollout(tmp_path: Path) -> None:
     torch.manual_seed(0)
     data, last = ppo(tmp_path)[1], LastCheckpoint(tmp_path)
     module = Failing(MLPNetwork([8]))
@@ -315,7 +315,7 @@ def test_ctrl_c_at_the_end_of_a_fit_ends_the_program(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("handler", [signal.SIG_IGN, lambda *_: None])
-def test_a_handler_of_the_users_own_stays(handler: Any, tmp_path: Path) -> None:
+def test_handler_of_the_users_own_stays(handler: Any, tmp_path: Path) -> None:
     seen: list[Any] = []
 
     class Look(Callback):

@@ -77,7 +77,7 @@ def test_observations_that_grow_later_are_refused() -> None:
     assert not any(parameter.isnan().any() for parameter in module.parameters())
 
 
-def test_the_entry_of_a_dict_is_named() -> None:
+def test_entry_of_a_dict_is_named() -> None:
     with pytest.raises(EnvironmentFault, match="'large'"):
         trainer(limit_val_batches=0).fit(PPOModule(NETWORK), datamodule=rollouts(env=Named))
 

@@ -159,7 +159,7 @@ def test_every_dtype_shows_small_differences_nested_or_not(nested: bool, origin:
 
 @pytest.mark.parametrize("constant", [1e9 + 0.1, ORIGIN + 0.3, -0.1])
 @pytest.mark.parametrize("way", ["sync", "torchrl"])
-def test_a_constant_is_exactly_zero(way: str, constant: float) -> None:
+def test_constant_is_exactly_zero(way: str, constant: float) -> None:
     module, _ = fitted(WAYS[way](partial(Clock, constant, constant=True)), agent(PPO))
     assert (seen(module, "observation") == 0).all()
 
@@ -203,7 +203,7 @@ def trained(tmp_path: Any) -> Any:
     return module, data, tmp_path / "at.ckpt"
 
 
-def test_a_loaded_policy_and_evaluation_see_what_the_module_saw(trained: Any) -> None:
+def test_loaded_policy_and_evaluation_see_what_the_module_saw(trained: Any) -> None:
     module, data, path = trained
     loaded = load_policy(path, agent(PPO))
     shown = torch.arange(-8, 9)[:, None].double() / 4 + ORIGIN
@@ -218,7 +218,7 @@ def test_a_loaded_policy_and_evaluation_see_what_the_module_saw(trained: Any) ->
 
 @pytest.mark.parametrize("format", ["torch", "onnx"])
 @pytest.mark.parametrize(("origin", "dtype"), KINDS)
-def test_an_exported_file_takes_the_dtype_of_the_space(tmp_path: Any, format: Any, origin: float, dtype: str) -> None:
+def test_exported_file_takes_the_dtype_of_the_space(tmp_path: Any, format: Any, origin: float, dtype: str) -> None:
     if format == "onnx":
         for name in ("onnx", "onnxruntime", "onnxscript"):
             pytest.importorskip(name)
@@ -241,7 +241,7 @@ def test_an_exported_file_takes_the_dtype_of_the_space(tmp_path: Any, format: An
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0.0)
 
 
-def test_a_resumed_run_repeats_an_uninterrupted_one_bit_for_bit(tmp_path: Any) -> None:
+def test_resumed_run_repeats_an_uninterrupted_one_bit_for_bit(tmp_path: Any) -> None:
     settings = {"reset_at_each_batch": True}
     whole, _ = fitted(rollouts(partial(Clock, ORIGIN), **settings), agent(PPO), 4)
     _, run = fitted(rollouts(partial(Clock, ORIGIN), **settings), agent(PPO), 2)

@@ -155,7 +155,7 @@ def test_all_rows_count_frames_in_a_trainer_of_ones_own(callbacks: Any, every: i
 
 @pytest.mark.parametrize("callbacks", [(), (RolloutMetricsLogger,)])
 @pytest.mark.parametrize("stop", ["end", "fail"])
-def test_a_trainer_is_left_as_it_was(stop: str, callbacks: Any, tmp_path: Path) -> None:
+def test_trainer_is_left_as_it_was(stop: str, callbacks: Any, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"callbacks": [make() for make in callbacks], "logger": CSVLogger(tmp_path)}
     run = trainer(tmp_path, max_epochs=1, limit_val_batches=1, **settings)
     before = set(vars(logger_connector(run)))
@@ -167,7 +167,7 @@ def test_a_trainer_is_left_as_it_was(stop: str, callbacks: Any, tmp_path: Path) 
     assert set(vars(logger_connector(run))) == before
 
 
-def test_a_foreign_datamodule_that_counts_frames_is_an_x_axis_too(tmp_path: Path) -> None:
+def test_foreign_datamodule_that_counts_frames_is_an_x_axis_too(tmp_path: Path) -> None:
     module, data = learner("ppo"), FakeData(3)
     run = trainer(tmp_path, max_epochs=2, limit_val_batches=1, logger=CSVLogger(tmp_path, "", ""))
     run.fit(module, datamodule=data)
@@ -176,7 +176,7 @@ def test_a_foreign_datamodule_that_counts_frames_is_an_x_axis_too(tmp_path: Path
     assert steps_of(tmp_path / "metrics.csv", "train/entropy")[-1] == data.frames
 
 
-def test_a_step_that_a_module_logs_itself_is_lightnings_affair(tmp_path: Path) -> None:
+def test_step_that_a_module_logs_itself_is_lightnings_affair(tmp_path: Path) -> None:
     class Stepping(TinyActorCritic):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             self.log_dict({"mine": 1.0, "step": 7.0}, batch_size=1)

@@ -163,13 +163,13 @@ def test_early_stopping_waits_for_the_first_evaluation(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("metric", ["train/nothing", "eval/success"])
-def test_a_metric_that_never_comes_is_refused_by_lightning(metric: str, tmp_path: Path) -> None:
+def test_metric_that_never_comes_is_refused_by_lightning(metric: str, tmp_path: Path) -> None:
     run = trainer(tmp_path, max_epochs=2, callbacks=[EarlyStopping(metric)], limit_val_batches=1)
     with pytest.raises(RuntimeError, match=metric):
         run.fit(ppo(), datamodule=rollouts())
 
 
-def test_a_run_without_a_finished_episode_warns(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_run_without_a_finished_episode_warns(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     stop = EarlyStopping("train/return", check_on_train_epoch_end=True)
     run = trainer(tmp_path, max_epochs=2, callbacks=[stop])
     with caplog.at_level(logging.WARNING, "torchrl_lightning"):
@@ -181,13 +181,13 @@ def test_a_run_without_a_finished_episode_warns(tmp_path: Path, caplog: pytest.L
 
 
 @pytest.mark.parametrize("monitor", ["train/retrun", "train/lenght"])
-def test_a_misspelt_monitor_of_episodes_is_told_before_training(monitor: str, tmp_path: Path) -> None:
+def test_misspelt_monitor_of_episodes_is_told_before_training(monitor: str, tmp_path: Path) -> None:
     run = trainer(tmp_path, max_epochs=1, callbacks=[BestCheckpoint(tmp_path, monitor=monitor)])
     with pytest.raises(UserError, match=rf"monitor={monitor}.*train/"):
         run.fit(ppo(), datamodule=rollouts())
 
 
-def test_a_checkpoint_within_an_epoch_waits_for_a_metric_of_its_end(tmp_path: Path) -> None:
+def test_checkpoint_within_an_epoch_waits_for_a_metric_of_its_end(tmp_path: Path) -> None:
     save = ModelCheckpoint(tmp_path, "{step}", monitor="train/entropy", save_top_k=-1, every_n_train_steps=2)
     run = trainer(tmp_path, max_epochs=2, callbacks=[save])
     run.fit(ppo(), datamodule=rollouts(updates_per_step=1))
@@ -204,7 +204,7 @@ def monitored(tmp_path: Path, monitor: str, module: Any, data: Any, *callbacks: 
 
 @pytest.mark.parametrize("monitor", ["train/foo", "train/loss_qvalue", "train/", "train/eval"])
 @pytest.mark.parametrize("case", ["rollouts", "several updates a step"])
-def test_an_unknown_metric_of_training_is_refused_before_training(case: str, monitor: str, tmp_path: Path) -> None:
+def test_unknown_metric_of_training_is_refused_before_training(case: str, monitor: str, tmp_path: Path) -> None:
     make, data = CASES[case]
     with pytest.raises(UserError, match=rf"^monitor={monitor}") as error:
         monitored(tmp_path, monitor, make(), data(), RolloutMetricsLogger())
@@ -219,7 +219,7 @@ def test_an_unknown_metric_of_training_is_refused_before_training(case: str, mon
         ("train/foo", "known are train/clip_fraction, train/critic_grad_norm, train/entropy, train/episodes, "),
     ],
 )
-def test_the_refusal_names_the_metric_that_was_meant_or_all(monitor: str, meant: str, tmp_path: Path) -> None:
+def test_refusal_names_the_metric_that_was_meant_or_all(monitor: str, meant: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=re.escape(meant)):
         monitored(tmp_path, monitor, ppo(), rollouts())
 
@@ -255,7 +255,7 @@ OWN: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("case", OWN)
-def test_a_metric_that_own_code_may_log_is_told_by_a_warning(
+def test_metric_that_own_code_may_log_is_told_by_a_warning(
     case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     make, data, callbacks = OWN[case]
@@ -266,16 +266,14 @@ def test_a_metric_that_own_code_may_log_is_told_by_a_warning(
 
 
 @pytest.mark.parametrize("case", [case for case in OWN if case not in ("collector", "module from scratch")])
-def test_a_metric_that_own_code_logs_is_monitored(case: str, tmp_path: Path) -> None:
+def test_metric_that_own_code_logs_is_monitored(case: str, tmp_path: Path) -> None:
     make, data, callbacks = OWN[case]
     best = BestCheckpoint(tmp_path, monitor="train/mine", save_on_train_epoch_end=True)
     trainer(tmp_path, max_epochs=1, callbacks=[*callbacks, best], limit_val_batches=1).fit(make(), datamodule=data())
     assert best.best_model_score == 1.0
 
 
-def test_a_known_metric_of_training_is_accepted_without_a_word(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_known_metric_of_training_is_accepted_without_a_word(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "torchrl_lightning"):
         for name in (*PPOModule.training_metrics, "train/return", "train/episodes"):
             monitored(tmp_path, name, ppo(), rollouts())

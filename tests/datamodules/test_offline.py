@@ -83,7 +83,7 @@ def test_what_is_collected_comes_behind_the_data(name, cartpole, rows, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["prioritized, three steps", "sequence"])
-def test_a_share_of_each_batch_is_drawn_from_data_that_stay(name, cartpole, rows, tmp_path):
+def test_share_of_each_batch_is_drawn_from_data_that_stay(name, cartpole, rows, tmp_path):
     data = replay_data(name, dataset=cartpole, dataset_share=0.25, warmup_frames=100, total_frames=900)
     module = dqn(Counting, recurrent=name == "sequence")
     fit(tmp_path, data, module, max_epochs=-1)
@@ -108,7 +108,7 @@ class Counting(DQNModule):
         super().training_step(batch, batch_idx)
 
 
-def test_the_data_are_normalised_by_their_own_moments(cartpole, rows, tmp_path):
+def test_data_are_normalised_by_their_own_moments(cartpole, rows, tmp_path):
     data = offline(cartpole, normalize_observation=True, normalize_reward=True)
     fit(tmp_path, data)
     moments = statistics_of(data)
@@ -118,7 +118,7 @@ def test_the_data_are_normalised_by_their_own_moments(cartpole, rows, tmp_path):
     assert moments["reward"].count == len(seen)
 
 
-def test_a_checkpoint_without_the_buffer_reads_the_data_again(cartpole, tmp_path, caplog):
+def test_checkpoint_without_the_buffer_reads_the_data_again(cartpole, tmp_path, caplog):
     settings = {"normalize_observation": True, "checkpoint_buffer": "none"}
     first, resumed = (offline(cartpole, "prioritized, three steps", **settings) for _ in range(2))
     _, run = fit(tmp_path, first)

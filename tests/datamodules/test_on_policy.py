@@ -26,7 +26,7 @@ class Recorder(TinyActorCritic):
         return super().training_step(batch, batch_idx)
 
 
-def test_an_epoch_is_one_rollout_in_all_its_mini_batches(tmp_path):
+def test_epoch_is_one_rollout_in_all_its_mini_batches(tmp_path):
     data = rollouts()
     module, run = fit(tmp_path, data, Recorder())
     assert data.frames == 2 * 64
@@ -64,7 +64,7 @@ def test_every_buffer_serves_batches_without_staleness(buffer, tmp_path):
     assert module.updates == 3 * data.batches_per_epoch
 
 
-def test_the_loader_is_sized_and_does_nothing_before_it_is_iterated():
+def test_loader_is_sized_and_does_nothing_before_it_is_iterated():
     data = rollouts()
     data.setup("fit")
     loader = data.train_dataloader()
@@ -73,7 +73,7 @@ def test_the_loader_is_sized_and_does_nothing_before_it_is_iterated():
     data.close()
 
 
-def test_a_second_fit_goes_on_with_the_same_buffer_and_count(tmp_path):
+def test_second_fit_goes_on_with_the_same_buffer_and_count(tmp_path):
     data = rollouts()
     module, _ = fit(tmp_path, data, max_epochs=1)
     buffer = data.buffer
@@ -106,12 +106,12 @@ def test_evaluation_plays_the_mode_or_samples(settings, given, sampled):
     assert modes == {ExplorationType.RANDOM if sampled else ExplorationType.DETERMINISTIC}
 
 
-def test_an_evaluation_of_no_known_kind_is_refused():
+def test_evaluation_of_no_known_kind_is_refused():
     with pytest.raises(ValueError, match=r"eval_mode.*'deterministic', 'sampled'"):
         rollouts(eval_mode="both")
 
 
-def test_a_buffer_has_its_say_on_environment_and_policy(tmp_path):
+def test_buffer_has_its_say_on_environment_and_policy(tmp_path):
     class Wrapping(GAEBuffer):
         wrapped: ClassVar[list] = []
 
@@ -189,7 +189,7 @@ def test_what_cannot_be_trained_is_refused(data, module, settings, error, messag
         fit(tmp_path, rollouts(**data), module(), **settings)
 
 
-def test_a_rollout_that_memory_cannot_hold_is_refused_before_anything_is_collected(tmp_path):
+def test_rollout_that_memory_cannot_hold_is_refused_before_anything_is_collected(tmp_path):
     data = rollouts(frames_per_batch=2**50)
     with pytest.raises(ValueError, match=rf"{2**50} frames.*frames_per_ba"):
         fit(tmp_path, data, Recorder())

@@ -86,7 +86,7 @@ def rollout(trajectories, done) -> TensorDict:
     return content
 
 
-def test_a_trajectory_keeps_its_number() -> None:
+def test_trajectory_keeps_its_number() -> None:
     origins = EnvIdTracker(InterleavedWorkers.num_workers)
     assert env_ids(origins.numbered(rollout([[4, 4], [5, 7]], [[0, 1], [1, 0]]))).tolist() == [0, 1]
     assert env_ids(origins.numbered(rollout([[6, 6], [8, 8]], [[0, 0], [0, 1]]))).tolist() == [0, 2]
@@ -99,7 +99,7 @@ def test_rows_that_join_several_workers_are_refused() -> None:
         EnvIdTracker(InterleavedWorkers.num_workers).numbered(rollout([[1, 1, 2, 2]], [[0, 0, 0, 0]]))
 
 
-def test_a_collector_without_workers_needs_no_numbers() -> None:
+def test_collector_without_workers_needs_no_numbers() -> None:
     given = rollout([[1, 1], [2, 2]], [[0, 0], [0, 0]])
     assert EnvIdTracker(1).numbered(given) is given
     assert env_ids(given) is None

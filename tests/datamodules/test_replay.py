@@ -49,7 +49,7 @@ def test_any_ratio_asks_for_new_frames_in_the_end(ratio, updates, frames):
 
 
 @pytest.mark.parametrize(("ratio", "exact"), [(1.0, "1"), (0.1, "1/10"), (1 / 3, "1/3"), (3.7, "37/10")])
-def test_the_ratio_of_frames_to_updates_is_exact(ratio, exact, tmp_path):
+def test_ratio_of_frames_to_updates_is_exact(ratio, exact, tmp_path):
     data = replay_data(frames_per_update=ratio, updates_per_epoch=31)
     module, _ = fit(tmp_path, data, dqn(Recorder))
     assert len(data.train_dataloader()) == 31
@@ -163,7 +163,7 @@ class OneCritic(Critics):
     several = False
 
 
-def test_the_errors_of_two_critics_become_one_priority(tmp_path):
+def test_errors_of_two_critics_become_one_priority(tmp_path):
     def buffer(num_envs):
         return ExperienceBuffer(storage=RingStorage(SIZE), sampler=prioritized(), num_envs=num_envs)
 
@@ -234,7 +234,7 @@ def test_only_training_batches_are_kept(tmp_path):
     data.close()
 
 
-def test_an_exception_closes_everything(tmp_path):
+def test_exception_closes_everything(tmp_path):
     class Failing(DQNModule):
         def training_step(self, batch, batch_idx):
             raise RuntimeError("out of luck")
@@ -247,7 +247,7 @@ def test_an_exception_closes_everything(tmp_path):
     assert data.state_dict()["ranks"][0]["updates"] == 0
 
 
-def test_a_loss_without_priorities_is_told_what_is_missing(tmp_path):
+def test_loss_without_priorities_is_told_what_is_missing(tmp_path):
     class Forgetful(DQNModule):
         def training_step(self, batch, batch_idx):
             super().training_step(batch, batch_idx)

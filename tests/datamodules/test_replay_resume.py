@@ -90,7 +90,7 @@ def test_no_buffer_is_a_warning_and_a_second_warm_up(tmp_path, caplog):
     assert (data.updates, data.frames, len(data.buffer)) == (30, 110, 50)
 
 
-def test_a_state_is_written_once_and_two_are_kept(tmp_path):
+def test_state_is_written_once_and_two_are_kept(tmp_path):
     data = replay_data(checkpoint_buffer="beside")
     callback = ModelCheckpoint(dirpath=tmp_path, filename="best", save_last=True)
     fit(tmp_path, data, max_epochs=4, enable_checkpointing=True, callbacks=[callback])
@@ -115,7 +115,7 @@ def test_runs_that_share_a_folder_leave_each_other_alone(tmp_path):
 
 
 @pytest.mark.parametrize("cells", ["cells", "elsewhere"])
-def test_a_run_that_crashed_behind_its_checkpoint_resumes_from_it_alone(cells, tmp_path):
+def test_run_that_crashed_behind_its_checkpoint_resumes_from_it_alone(cells, tmp_path):
     first = ready(tmp_path / "states", experience(folder=tmp_path / "cells"))
     for number in range(300):  # round the ring
         first.buffer.extend(steps(float(number)))
@@ -131,7 +131,7 @@ def test_a_run_that_crashed_behind_its_checkpoint_resumes_from_it_alone(cells, t
         state = resumed.state_dict()
 
 
-def test_a_moved_folder_is_found_and_a_missing_one_explained(tmp_path):
+def test_moved_folder_is_found_and_a_missing_one_explained(tmp_path):
     first = ready(tmp_path / "states")
     first.buffer.extend(steps())
     first.save_buffer()
@@ -193,7 +193,7 @@ def test_one_collector_serves_all_epochs(tmp_path):
 
 
 @pytest.mark.parametrize(("ratio", "other"), [(1e-7, 2e-7), (0.1234567, 0.12345671)])
-def test_a_state_of_another_ratio_of_frames_is_refused_however_close(ratio, other):
+def test_state_of_another_ratio_of_frames_is_refused_however_close(ratio, other):
     first, second = (ready(None, checkpoint_buffer="inside", frames_per_update=each) for each in (ratio, other))
     state = first.state_dict()
     first.check_state(state)

@@ -187,7 +187,7 @@ def fail() -> None:
 
 
 @pytest.mark.parametrize("how", [leave, fail])
-def test_a_step_that_fails_leaves_the_buffer_as_it_was(how: Any) -> None:
+def test_step_that_fails_leaves_the_buffer_as_it_was(how: Any) -> None:
     data, kept, marks = breaking(how, ExperienceBuffer(storage=RingStorage(8), num_envs=2)), [], Marks()
 
     def keep(data: ReplayDataModule) -> None:
@@ -204,7 +204,7 @@ def test_a_step_that_fails_leaves_the_buffer_as_it_was(how: Any) -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_process_that_is_killed_in_a_step_leaves_whole_rows() -> None:
+def test_process_that_is_killed_in_a_step_leaves_whole_rows() -> None:
     buffer = ExperienceBuffer(storage=RingStorage(8), num_envs=2)
     collect(breaking(fail, buffer), still_policy(), 1)
     buffer.share()

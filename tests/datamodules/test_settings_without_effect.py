@@ -126,7 +126,7 @@ REFUSED: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("says", REFUSED)
-def test_a_setting_without_effect_is_refused_before_anything_is_collected(says: str) -> None:
+def test_setting_without_effect_is_refused_before_anything_is_collected(says: str) -> None:
     made: list[Any] = []
 
     def fit() -> None:
@@ -158,7 +158,7 @@ def test_limits_that_leave_a_fit_without_batches_are_refused_before_the_warm_up(
     assert (data.frames, data.collector) == (0, None)
 
 
-def test_a_fit_without_validation_rows_is_refused_before_the_warm_up() -> None:
+def test_fit_without_validation_rows_is_refused_before_the_warm_up() -> None:
     data = model_data(validation_fraction=1e-6)
     with pytest.raises(ValueError, match="validation_fraction"):
         trainer().fit(DynamicsEnsemble(), datamodule=data)
@@ -200,7 +200,7 @@ TAKEN: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("make", TAKEN.values(), ids=TAKEN)
-def test_a_setting_with_an_effect_is_taken(make: Any) -> None:
+def test_setting_with_an_effect_is_taken(make: Any) -> None:
     module, data = make()
     trainer(max_epochs=1).fit(module, datamodule=data)
     assert data.frames > 0

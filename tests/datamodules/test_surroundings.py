@@ -82,7 +82,7 @@ def test_another_default_dtype_is_refused(when: str, dtype: torch.dtype, make: A
 
 
 @streams
-def test_a_dtype_that_was_the_default_only_at_construction_has_no_effect(make: Any) -> None:
+def test_dtype_that_was_the_default_only_at_construction_has_no_effect(make: Any) -> None:
     expected, data = make()
     run = trainer(max_epochs=1)
     run.fit(expected, datamodule=data)
@@ -125,7 +125,7 @@ def test_another_default_device_is_refused(make: Any) -> None:
 
 
 @streams
-def test_a_fit_in_inference_mode_is_refused(make: Any) -> None:
+def test_fit_in_inference_mode_is_refused(make: Any) -> None:
     module, data = make()
     with torch.inference_mode(), pytest.raises(ValueError, match="mode"):
         trainer().fit(module, datamodule=data)
@@ -155,7 +155,7 @@ def test_other_global_settings_change_nothing(around: Any, make: Any) -> None:
     assert torch.equal(parameters(module), parameters(expected))
 
 
-def test_the_working_directory_may_change_before_the_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_working_directory_may_change_before_the_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected, data = ppo()
     trainer(tmp_path).fit(expected, datamodule=data)
     module, data = ppo()
@@ -180,7 +180,7 @@ REFUSED: dict[str, Callable[[], Any]] = {
 
 @streams
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_callback_that_cannot_have_its_effect_is_refused(name: str, make: Any) -> None:
+def test_callback_that_cannot_have_its_effect_is_refused(name: str, make: Any) -> None:
     module, data = make()
     with pytest.raises(ValueError, match=rf"callbacks.*{name}.*[^.]\.$"):
         trainer(callbacks=[REFUSED[name]()]).fit(module, datamodule=data)
@@ -195,7 +195,7 @@ class ReadsParameters(L.Callback):
 
 
 @streams
-def test_a_callback_finds_the_parameters_in_setup(make: Any) -> None:
+def test_callback_finds_the_parameters_in_setup(make: Any) -> None:
     expected, data = make()
     trainer(max_epochs=1).fit(expected, datamodule=data)
     module, data = make()
@@ -230,7 +230,7 @@ def test_weight_averaging_ends_with_the_average(make: Any) -> None:
 
 
 @streams
-def test_a_clipping_algorithm_without_a_value_is_refused(make: Any) -> None:
+def test_clipping_algorithm_without_a_value_is_refused(make: Any) -> None:
     module, data = make()
     with pytest.raises(ValueError, match=r"gradient_clip_algorithm=.*gradient_clip_val"):
         trainer(gradient_clip_algorithm="value").fit(module, datamodule=data)

@@ -83,7 +83,7 @@ def test_evaluation_plays_the_dynamics_of_training() -> None:
     steps.close()
 
 
-def test_a_checkpoint_of_another_environment_is_refused(fit, tmp_path) -> None:
+def test_checkpoint_of_another_environment_is_refused(fit, tmp_path) -> None:
     fit(Walk)[2].save_checkpoint(tmp_path / "walk.ckpt")
     with pytest.raises(ValueError, match="SerialEnv"):
         fit(SerialEnv(2, Walk), eval_env=Walk, resume=tmp_path / "walk.ckpt")
@@ -98,12 +98,12 @@ def test_what_evaluation_plays_is_compared(fit, caplog) -> None:
         fit(Walk, eval_env="CartPole-v1")
 
 
-def test_a_batch_of_another_size_is_refused(fit) -> None:
+def test_batch_of_another_size_is_refused(fit) -> None:
     with pytest.raises(ValueError, match=r"num_envs=8.*2.*num_envs=2"):
         fit(partial(Walk, [2]), num_envs=8)
 
 
-def test_a_copy_in_each_process(fit, three_threads) -> None:
+def test_copy_in_each_process(fit, three_threads) -> None:
     env = ParallelEnv(2, Walk, mp_start_method="fork")
     fit(env, eval_env=Walk)
     assert env.is_closed

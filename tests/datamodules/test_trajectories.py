@@ -117,7 +117,7 @@ def test_rollouts_are_split_where_ids_change_without_a_flag(form: tuple[int, ...
 
 
 @pytest.mark.parametrize("shards", [1, 2])
-def test_a_service_cuts_trajectories_on_request(shards: int, ray: FakeRay) -> None:
+def test_service_cuts_trajectories_on_request(shards: int, ray: FakeRay) -> None:
     service = Kept(
         ExperienceBuffer(storage=RingStorage(80), sampler=UniformSampler(), num_envs=4), name="it", shards=shards
     )
@@ -136,7 +136,7 @@ def test_a_service_cuts_trajectories_on_request(shards: int, ray: FakeRay) -> No
 
 
 @pytest.mark.parametrize("checks", [False, True])
-def test_a_service_compares_successors_as_its_buffer_would(checks: bool, ray: FakeRay) -> None:
+def test_service_compares_successors_as_its_buffer_would(checks: bool, ray: FakeRay) -> None:
     writer = RingWriter(1, check_successors=checks)
     service = Kept(ExperienceBuffer(storage=RingStorage(80), sampler=UniformSampler(), writer=writer), name="it")
     for start in (0, 3, 20):

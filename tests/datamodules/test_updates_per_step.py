@@ -143,7 +143,7 @@ def test_it_is_one_where_each_step_has_to_be_an_update(
     assert reason is None or reason in caplog.text
 
 
-def test_a_resumed_run_keeps_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resumed_run_keeps_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, run = fit(tmp_path, replay_data(updates_per_step="auto"), max_epochs=1)
     run.save_checkpoint(tmp_path / "one.ckpt")
     monkeypatch.setattr(updates_per_step, "TABLE", ())
@@ -152,7 +152,7 @@ def test_a_resumed_run_keeps_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert (steps_of(run), data.updates) == (2, 20)
 
 
-def test_a_number_that_is_given_replaces_that_of_a_checkpoint(tmp_path: Path) -> None:
+def test_number_that_is_given_replaces_that_of_a_checkpoint(tmp_path: Path) -> None:
     _, run = fit(tmp_path, replay_data(updates_per_step=5), max_epochs=1)
     run.save_checkpoint(tmp_path / "five.ckpt")
     data = replay_data(updates_per_step=2)
@@ -174,7 +174,7 @@ class StoppedWithinStep(DQNModule):
 
 
 @pytest.mark.parametrize("at", [2, 13])
-def test_a_run_that_stops_within_a_step_makes_the_rest_of_it_when_it_is_resumed(at: int, tmp_path: Path) -> None:
+def test_run_that_stops_within_a_step_makes_the_rest_of_it_when_it_is_resumed(at: int, tmp_path: Path) -> None:
     def run(ckpt_path: Path | None = None, at: int = -1) -> torch.Tensor:
         module = dqn(StoppedWithinStep)
         module.checkpoint, module.at = tmp_path / "within.ckpt", at

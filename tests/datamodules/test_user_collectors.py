@@ -41,7 +41,7 @@ def test_every_rank_collects_data_of_its_own(collector, tmp_path) -> None:
 
 
 @pytest.mark.parametrize(("collector", "message"), [(seedless, "takes no `seed`"), (partial(CLASS, seed=3), "seed=3")])
-def test_the_same_data_on_all_ranks_is_refused(collector, message, tmp_path) -> None:
+def test_same_data_on_all_ranks_is_refused(collector, message, tmp_path) -> None:
     with pytest.raises(ValueError, match=rf"{message}.*2"):
         collected(tmp_path, 0, 2, collector=collector)
     first, second = (collected(tmp_path, seed=seed, collector=collector)["observation"] for seed in range(2))

@@ -122,7 +122,7 @@ THRESHOLDS = [sign * number / 100 for number in range(1, 101) for sign in (1, -1
 
 @pytest.mark.parametrize("parts", [1, 7])
 @pytest.mark.parametrize("scale", [1.0, 1e4])
-def test_a_return_that_equals_the_threshold_is_a_success(parts: int, scale: float) -> None:
+def test_return_that_equals_the_threshold_is_a_success(parts: int, scale: float) -> None:
     missed = []
     for number in THRESHOLDS:
         threshold = number * scale
@@ -134,7 +134,7 @@ def test_a_return_that_equals_the_threshold_is_a_success(parts: int, scale: floa
 
 
 @pytest.mark.parametrize("number", [0.07, 0.7, -0.3, 12345.678])
-def test_a_return_that_equals_a_demonstrations_is_a_success_in_any_order_of_rewards(number: float) -> None:
+def test_return_that_equals_a_demonstrations_is_a_success_in_any_order_of_rewards(number: float) -> None:
     rewards = [number * part for part in (0.1, 0.7, 0.2)]
     for human in (rewards, [number]):
         for agent in (rewards[::-1], [number], [number / 3] * 3):
@@ -145,7 +145,7 @@ def test_a_return_that_equals_a_demonstrations_is_a_success_in_any_order_of_rewa
             assert writer.threshold == threshold
 
 
-def test_a_return_that_is_higher_by_rounding_alone_replaces_no_demonstration() -> None:
+def test_return_that_is_higher_by_rounding_alone_replaces_no_demonstration() -> None:
     storage, writer = build(9, reward_threshold=0.5, cut_after_reward=False)
     totals = [demo(0.3, name="whole"), demo(0.1, 0.2, name="parts"), demo(0.2, 0.1, name="turned")]
     for each in sorted((each for each in totals), key=lambda each: each.total_reward):
@@ -156,7 +156,7 @@ def test_a_return_that_is_higher_by_rounding_alone_replaces_no_demonstration() -
 
 
 @pytest.mark.parametrize(("total", "where"), [(0.7 - 2e-6, "value"), (-0.7, "value"), (0.7 - 5e-7, "reward")])
-def test_a_return_below_the_threshold_is_a_failure(total: float, where: str) -> None:
+def test_return_below_the_threshold_is_a_failure(total: float, where: str) -> None:
     storage, writer = build(3, reward_threshold=0.7, cut_after_reward=False)
     assert writer.add(demo(total)) == where
     assert storage.successes == (where == "reward")
@@ -170,7 +170,7 @@ def test_human_demonstrations_stay_when_a_better_one_comes() -> None:
     assert writer.threshold == 1.0
 
 
-def test_the_capacity_rule_protects_human_ones_and_no_others() -> None:
+def test_capacity_rule_protects_human_ones_and_no_others() -> None:
     agent, human = rewarded(length=9, name="agent"), rewarded(length=8, is_human=True, name="human")
     storage, writer = build(3, agent, human)
     assert kept(storage)[0] == ["human", "agent"]
@@ -205,7 +205,7 @@ def test_what_is_kept_is_a_copy() -> None:
     assert not storage.reward_demonstrations[0].steps["image"].any()
 
 
-def test_a_replayed_one_that_is_offered_again_is_kept_twice() -> None:
+def test_replayed_one_that_is_offered_again_is_kept_twice() -> None:
     storage, writer = build()
     writer.add(rewarded())
     writer.add(storage.reward_demonstrations[0])
@@ -233,7 +233,7 @@ def test_refresh_replaces_the_value_of_what_is_kept() -> None:
 
 
 @pytest.mark.parametrize("total", [1.0, 0.0])
-def test_a_failed_call_changes_nothing(total: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_call_changes_nothing(total: float, monkeypatch: pytest.MonkeyPatch) -> None:
     storage, writer = build(2, rewarded(is_human=True))
     writer.add(rewarded(0.0, value=1.0))
 

@@ -59,7 +59,7 @@ def bomb(path: Path, size: int, declared: int | None = None) -> Path:
     return path
 
 
-def test_an_archive_that_unpacks_to_more_than_the_limit_is_refused(tmp_path: Path) -> None:
+def test_archive_that_unpacks_to_more_than_the_limit_is_refused(tmp_path: Path) -> None:
     path = bomb(tmp_path / "a.npz", 300 << 20)
     assert path.stat().st_size < 1 << 20
     check_refused(lambda: read_demonstration(path, limit=1 << 28), "more than the limit of 268435456")
@@ -68,14 +68,14 @@ def test_an_archive_that_unpacks_to_more_than_the_limit_is_refused(tmp_path: Pat
     check_refused(lambda: read_demonstration(declared), "declares shape")
 
 
-def test_an_archive_that_unpacks_to_more_than_is_free_is_refused(tmp_path: Path, monkeypatch: Any) -> None:
+def test_archive_that_unpacks_to_more_than_is_free_is_refused(tmp_path: Path, monkeypatch: Any) -> None:
     path = bomb(tmp_path / "a.npz", 100 << 20)
     monkeypatch.setattr("torchrl_lightning._core.memory.free_bytes", lambda *_: 50 << 20)
     check_refused(lambda: read_demonstration(path), "only 50 MiB are free")
 
 
 @pytest.mark.parametrize("dtype", ["<f4", ">f4", "<u2", "<f8", "|u1", "<i2"])
-def test_an_array_of_several_pieces_is_read_as_numpy_reads_it(dtype: str, tmp_path: Path, monkeypatch: Any) -> None:
+def test_array_of_several_pieces_is_read_as_numpy_reads_it(dtype: str, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr("torchrl_lightning.demonstrations.io.npz.UNPACKED_AT_ONCE", 64)
     values = np.random.default_rng(0).integers(0, 200, (50, 4)).astype(dtype)
     arrays = {"Action": np.zeros((50, 1), np.int64), "Reward": np.ones((50, 1), np.float32), "FrameSkip": np.array(1)}
@@ -84,7 +84,7 @@ def test_an_array_of_several_pieces_is_read_as_numpy_reads_it(dtype: str, tmp_pa
     assert np.array_equal(found.numpy(), values.astype(values.dtype.newbyteorder("=")))
 
 
-def test_the_limit_of_a_directory_is_that_of_all_its_files(tmp_path: Path, caplog: Any) -> None:
+def test_limit_of_a_directory_is_that_of_all_its_files(tmp_path: Path, caplog: Any) -> None:
     for number in range(6):
         write_demonstration(tmp_path / f"{number}.npz", demonstration(1000))
     size = 1000 * (4 * 4 + 8 + 4)
@@ -110,13 +110,13 @@ def d4rl(path: Path, rows: int, **options: Any) -> Path:
 
 
 @pytest.mark.parametrize("options", [{}, {"compression": "gzip", "chunks": True}])
-def test_a_file_that_declares_more_than_it_holds_is_refused(options: dict[str, Any], tmp_path: Path) -> None:
+def test_file_that_declares_more_than_it_holds_is_refused(options: dict[str, Any], tmp_path: Path) -> None:
     path = d4rl(tmp_path / "a.hdf5", 10**11, **options)
     assert path.stat().st_size < 1 << 20
     check_refused(lambda: read_dataset(path, "CartPole-v1"), "more than the limit of 1073741824")
 
 
-def test_a_large_chunk_of_a_small_array_counts(tmp_path: Path) -> None:
+def test_large_chunk_of_a_small_array_counts(tmp_path: Path) -> None:
     h5py = pytest.importorskip("h5py")
     path = d4rl(tmp_path / "a.hdf5", 3)
     with h5py.File(path, "a") as file:
@@ -138,7 +138,7 @@ def minari_file(tmp_path: Path, monkeypatch: Any) -> Path:
 
 @pytest.mark.parametrize("name", ["observations", "rewards", "infos/more"])
 @pytest.mark.parametrize("options", [{}, {"compression": "gzip", "chunks": (1000,)}])
-def test_an_episode_that_declares_more_than_the_limit_is_refused(
+def test_episode_that_declares_more_than_the_limit_is_refused(
     name: str, options: dict[str, Any], minari_file: Path
 ) -> None:
     h5py = pytest.importorskip("h5py")
@@ -151,7 +151,7 @@ def test_an_episode_that_declares_more_than_the_limit_is_refused(
     check_refused(lambda: read_dataset("minari:cartpole/small-v0", "CartPole-v1"), "more than the limit of 4294967296")
 
 
-def test_a_minari_data_set_has_the_limit_that_is_given(minari_file: Path) -> None:
+def test_minari_data_set_has_the_limit_that_is_given(minari_file: Path) -> None:
     assert len(read_dataset("minari:cartpole/small-v0", "CartPole-v1", limit=1000)) == 2
     check_refused(
         lambda: read_dataset("minari:cartpole/small-v0", "CartPole-v1", limit=100), "more than the limit of 100"

@@ -130,7 +130,7 @@ def test_mining_is_what_one_does_by_hand(seed: int) -> None:
     ]
 
 
-def test_a_collected_run_with_replays() -> None:
+def test_collected_run_with_replays() -> None:
     storage = DemonstrationStorage(5)
     writer = DemonstrationWriter(storage, reward_threshold=100.0)
     replay = DemonstrationReplay(storage, DemonstrationSampler(0.0, 1.0), 2)

@@ -78,7 +78,7 @@ def test_environments_that_replay_are_not_stepped(kind: str) -> None:
 @WAYS
 @pytest.mark.parametrize(("last", "length"), [(7.0, 4), (None, 4), (7.0, 40)])
 @pytest.mark.parametrize("ends", ["terminated", "truncated"])
-def test_the_end_of_a_demonstration(way: str, last: float | None, length: int, ends: Any) -> None:
+def test_end_of_a_demonstration(way: str, last: float | None, length: int, ends: Any) -> None:
     following = collected(way, length, [line_demo(length, last=last)], 0, ends=ends)[0]["next"]
     seen = [float(100 + t) for t in range(length)]
     assert following["observation"].flatten().tolist() == [*seen[1:], seen[-1] if last is None else last]

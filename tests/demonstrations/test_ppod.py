@@ -74,7 +74,7 @@ def test_initial_demonstrations_come_first_the_human_ones(tmp_path: Path) -> Non
     assert len(buffer.reward_demos) == 3
 
 
-def test_a_demonstration_is_read_and_checked(tmp_path: Path) -> None:
+def test_demonstration_is_read_and_checked(tmp_path: Path) -> None:
     buffer = attached(frame_skip=2)
     saved(tmp_path, episode(frame_skip=2), episode(frame_skip=3))
     assert buffer.load_demo(tmp_path / "0.safetensors").total_reward == 1.0
@@ -84,7 +84,7 @@ def test_a_demonstration_is_read_and_checked(tmp_path: Path) -> None:
         PPODBuffer(3).load_demo(tmp_path / "0.safetensors")
 
 
-def test_a_start_without_usable_demonstrations_is_refused_in_a_line(tmp_path: Path) -> None:
+def test_start_without_usable_demonstrations_is_refused_in_a_line(tmp_path: Path) -> None:
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "a.safetensors").write_bytes(b"no tensors")
     human, agent = saved(tmp_path / "human", episode()), saved(tmp_path / "agent", episode(), episode())
@@ -115,7 +115,7 @@ def test_finished_episodes_become_demonstrations_once(tmp_path: Path) -> None:
     assert len(buffer.reward_demos) == 3
 
 
-def test_an_episode_goes_on_over_rollouts_and_keeps_its_largest_value() -> None:
+def test_episode_goes_on_over_rollouts_and_keeps_its_largest_value() -> None:
     buffer = attached(2, initial_reward_threshold=9.0)
     learned_from(buffer, rollout((0.0, False), (0.0, False), value=5.0))
     assert mined(buffer) == []
@@ -189,7 +189,7 @@ def test_demonstrations_may_come_while_training_runs(tmp_path: Path, caplog: pyt
     assert not caplog.records
 
 
-def test_a_late_demonstration_whose_return_equals_the_threshold_is_taken(tmp_path: Path) -> None:
+def test_late_demonstration_whose_return_equals_the_threshold_is_taken(tmp_path: Path) -> None:
     totals = [0.07, 0.35, 0.7, 0.99, -0.3, 123.4]
     for number, total in enumerate(totals):
         late = tmp_path / str(number)
@@ -221,7 +221,7 @@ def test_what_finds_no_room_beside_those_of_the_start_is_left_out(
     assert len(buffer.reward_demos) == 1
 
 
-def test_the_best_ones_are_saved_now_and_then(tmp_path: Path) -> None:
+def test_best_ones_are_saved_now_and_then(tmp_path: Path) -> None:
     target = tmp_path / "best"
     buffer = attached(
         2,
@@ -274,7 +274,7 @@ def test_parameters_can_be_updated() -> None:
         assert getattr(buffer, name) == value
 
 
-def test_a_demonstration_is_drawn_for_an_environment(tmp_path: Path) -> None:
+def test_demonstration_is_drawn_for_an_environment(tmp_path: Path) -> None:
     buffer = attached(initial_human_demos_dir=saved(tmp_path, episode()), rho=1.0, phi=0.0)
     assert buffer.sample_demo(1) is buffer.reward_demos[0]
     buffer.rho = 0.0
@@ -317,7 +317,7 @@ def test_documented_steps_are_tracked(follows: bool) -> None:
     assert (demonstration.last_observation is not None) is follows
 
 
-def test_a_factory_takes_the_documented_order() -> None:
+def test_factory_takes_the_documented_order() -> None:
     dtypes = {"Reward": torch.float64}
     settings = (0.2, 0.4, 0.9, 3, 7, "human", "agent", "more", "target", 5, 0.5, 2, dtypes)
     buffer = PPODBuffer.create_factory(9, *settings)("cpu", None, None, None)
@@ -347,13 +347,13 @@ def test_envs_of_the_documented_kind_are_attached() -> None:
 
 
 @pytest.mark.parametrize("folder", ["target_agent_demos_dir", "supplementary_demos_dir"])
-def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_collected(folder: str, tmp_path: Path) -> None:
+def test_folder_that_cannot_be_written_is_refused_before_anything_is_collected(folder: str, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match=rf"^{folder}=.*file/demos"):
         attached(**{folder: str(tmp_path / "file" / "demos")})
 
 
-def test_the_frame_skip_is_that_of_the_recipe() -> None:
+def test_frame_skip_is_that_of_the_recipe() -> None:
     buffer = PPODBuffer(8)
     buffer.attach(EnvironmentRecipe("CartPole-v1", action_repeat=3), 2)
     assert buffer.frame_skip == 3
@@ -376,7 +376,7 @@ def test_the_frame_skip_is_that_of_the_recipe() -> None:
         (2e-6, None, None),
     ],
 )
-def test_a_threshold_that_failures_reach_is_warned_of(
+def test_threshold_that_failures_reach_is_warned_of(
     threshold: float | None,
     shown: float | None,
     from_return: str | None,
@@ -422,7 +422,7 @@ def test_value_demonstrations_that_are_never_drawn_are_not_kept() -> None:
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5])
-def test_a_share_of_human_demonstrations_that_are_not_there_is_announced(share: float, caplog: Any) -> None:
+def test_share_of_human_demonstrations_that_are_not_there_is_announced(share: float, caplog: Any) -> None:
     with caplog.at_level(logging.WARNING):
         PPODBuffer(8, human_share=share, initial_reward_threshold=1.0).attach("CartPole-v1", ENVS)
     assert ["human_share=0.5 has no effect" in record.getMessage() for record in caplog.records] == [True] * bool(share)

@@ -15,7 +15,7 @@ FILES = sorted((PROJECT / "conf" / "demonstrations").glob("*/*"))
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.stem}")
-def test_the_actions_earn_the_same_in_the_same_episode(path):
+def test_actions_earn_the_same_in_the_same_episode(path):
     demonstration = read_demonstration(path)
     environment, seed = (demonstration.metadata[key] for key in ("environment", "seed"))
     module, _, name = environment.rpartition(":")

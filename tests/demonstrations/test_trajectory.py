@@ -100,7 +100,7 @@ def test_all_kinds_of_actions_fit(actions: torch.Tensor, spec: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.int32])
-def test_an_action_outside_of_its_box_is_named_with_its_bounds(kind: torch.dtype) -> None:
+def test_action_outside_of_its_box_is_named_with_its_bounds(kind: torch.dtype) -> None:
     found = Demonstration(steps(action=torch.tensor([[0, 1], [1, 0], [0, 9]]).to(kind)), name="a.npz")
     found.fits(specs(action=Unbounded((2,), dtype=kind)))
     with pytest.raises(ValueError, match=r"'a.npz': 'action'\[2, 1\].*9.*\[-1, 2\]"):
@@ -126,7 +126,7 @@ def test_another_environment_is_refused_in_a_line(changes: dict[str, Any], messa
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_value_is_a_number_or_minus_infinity(value: float) -> None:
+def test_value_is_a_number_or_minus_infinity(value: float) -> None:
     demonstration = episode(7, 99.0)
     assert demonstration.with_value(value=-math.inf, serial=None).value == -math.inf
     with pytest.raises(ValueError, match="value"):

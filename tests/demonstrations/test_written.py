@@ -100,7 +100,7 @@ def episodes_of(rollouts: list[TensorDictBase], length: int) -> list[TensorDictB
 
 @pytest.mark.parametrize("name", ENVIRONMENTS)
 @pytest.mark.parametrize("length", [60, 25])
-def test_a_buffer_comes_back_as_the_same_transitions(name: str, length: int, tmp_path: Path) -> None:
+def test_buffer_comes_back_as_the_same_transitions(name: str, length: int, tmp_path: Path) -> None:
     recipe, policy = ENVIRONMENTS[name]
     rollouts = collected(recipe, policy)
     buffer = ExperienceBuffer(storage=RingStorage(2 * length), num_envs=2)
@@ -170,7 +170,7 @@ def test_demonstrations_of_a_folder_keep_how_they_ended(tmp_path: Path) -> None:
             assert torch.equal(leaf, transitions(here)[key]), key
 
 
-def test_the_recipe_is_checked_when_it_is_read() -> None:
+def test_recipe_is_checked_when_it_is_read() -> None:
     recipe = EnvironmentRecipe("CartPole-v1", clip_reward=0.5)
     write_dataset("minari:clipped-v0", [episode(3)], recipe)
     assert len(read_dataset("minari:clipped-v0", recipe)) == 1
@@ -178,7 +178,7 @@ def test_the_recipe_is_checked_when_it_is_read() -> None:
         read_dataset("minari:clipped-v0", "CartPole-v1")
 
 
-def test_an_episode_that_a_restart_cut_is_no_part_of_the_next() -> None:
+def test_episode_that_a_restart_cut_is_no_part_of_the_next() -> None:
     buffer = ExperienceBuffer(storage=RingStorage(20))
     for number in (2, 3):
         rows = transitions(episode(number, terminated=False, truncated=False))
@@ -192,7 +192,7 @@ def test_an_episode_that_a_restart_cut_is_no_part_of_the_next() -> None:
     ]
 
 
-def test_a_buffer_that_keeps_each_frame_once_is_written_live(tmp_path: Path) -> None:
+def test_buffer_that_keeps_each_frame_once_is_written_live(tmp_path: Path) -> None:
     recipe, policy = ENVIRONMENTS["large stacks beside a number"]
     rollouts = collected(recipe, policy)
     frames = ExperienceBuffer(storage=FrameStorage(120, 3, keys=["image"]), num_envs=2)

@@ -67,7 +67,7 @@ def check(policy: LoadedPolicy, program: PolicyProgram) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_program_gives_what_the_policy_gives(name: str) -> None:
+def test_program_gives_what_the_policy_gives(name: str) -> None:
     policy, specs = agent(name)
     loaded = LoadedPolicy(policy, specs)
     program = PolicyProgram(loaded)
@@ -89,7 +89,7 @@ def test_what_is_drawn_lies_where_the_environment_shows_it() -> None:
 
 
 @pytest.mark.parametrize("planner", [CrossEntropyPlanner, RandomShootingPlanner])
-def test_a_planner_says_that_it_cannot_be_exported(planner: Any, tmp_path: Any) -> None:
+def test_planner_says_that_it_cannot_be_exported(planner: Any, tmp_path: Any) -> None:
     env = WorldModelEnvironment(world_model())
     specs = EnvironmentSpecs(env.observation_spec, env.action_spec, 1)
     with pytest.raises(ValueError, match=rf"{planner.__name__}.*load_policy$"):

@@ -63,7 +63,7 @@ def changed(saved: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(saved, tmp_path / "changed"))
 
 
-def test_a_folder_holds_the_policy_as_it_was_and_no_pickle(run, saved):
+def test_folder_holds_the_policy_as_it_was_and_no_pickle(run, saved):
     assert sorted(path.name for path in saved.iterdir()) == FILES
     mine, theirs = load_policy(run), from_pretrained(saved)
     for name, weight in mine.state_dict().items():
@@ -77,7 +77,7 @@ def test_a_folder_holds_the_policy_as_it_was_and_no_pickle(run, saved):
     assert set(torch.load(run / "checkpoints" / "best.ckpt", weights_only=True)["state_dict"]) <= names
 
 
-def test_the_card_tells_score_settings_and_how_to_run_it(saved):
+def test_card_tells_score_settings_and_how_to_run_it(saved):
     text = (saved / "README.md").read_text()
     _, head, body = text.split("---\n", 2)
     told = yaml.safe_load(head)
@@ -132,7 +132,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
     return made
 
 
-def test_a_policy_goes_to_the_hub_and_comes_back(run, hub):
+def test_policy_goes_to_the_hub_and_comes_back(run, hub):
     assert push_to_hub(run, "me/cartpole", private=True) == "hub/me/cartpole"
     assert sorted(path.name for path in (hub.root / "me" / "cartpole").iterdir()) == FILES
     assert 'from_pretrained("me/cartpole")' in (hub.root / "me" / "cartpole" / "README.md").read_text()
@@ -171,7 +171,7 @@ def test_classes_of_other_packages_are_published_only_if_trusted(run, tmp_path):
     assert not (tmp_path / "published").exists()
 
 
-def test_an_extra_that_is_missing_is_named(monkeypatch):
+def test_extra_that_is_missing_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(ImportError, match=r"^me/cartpole.*'torchrl-lightning\[hub\]'$"):
         from_pretrained("me/cartpole")
@@ -195,14 +195,14 @@ def edit(folder: Path, change: Any) -> None:
         (lambda told: told["content"].update(state_dict={}), "is damaged: 'state_dict'"),
     ],
 )
-def test_a_foreign_folder_is_refused_in_one_line(change, message, changed):
+def test_foreign_folder_is_refused_in_one_line(change, message, changed):
     edit(changed, change)
     with pytest.raises(ValueError, match=message) as raised:
         from_pretrained(changed)
     assert "\n" not in str(raised.value)
 
 
-def test_a_bit_that_has_changed_and_a_torn_file_are_found(changed):
+def test_bit_that_has_changed_and_a_torn_file_are_found(changed):
     data = bytearray((changed / "model.safetensors").read_bytes())
     data[-1] ^= 1
     (changed / "model.safetensors").write_bytes(data)
@@ -215,7 +215,7 @@ def test_a_bit_that_has_changed_and_a_torn_file_are_found(changed):
         from_pretrained(changed / "config.json")
 
 
-def test_a_run_that_cannot_be_published_leaves_what_was_there(run, changed, tmp_path):
+def test_run_that_cannot_be_published_leaves_what_was_there(run, changed, tmp_path):
     before = {path.name: path.read_bytes() for path in changed.iterdir()}
     stored = torch.load(run / "checkpoints" / "best.ckpt", weights_only=True)
     for change, message in (

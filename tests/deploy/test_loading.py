@@ -72,7 +72,7 @@ def first_weight(stored):
     return next(name for name in stored["state_dict"] if name.endswith("weight"))
 
 
-def test_a_checkpoint_of_the_command_is_all_that_is_needed(trained, tmp_path):
+def test_checkpoint_of_the_command_is_all_that_is_needed(trained, tmp_path):
     path, module, data = trained
     policy = load_policy(shutil.copy(path, tmp_path / "moved.ckpt"))
     assert policy.specs == data.specs
@@ -152,7 +152,7 @@ def test_with_a_trainer_of_ones_own_the_module_is_passed(make, tmp_path):
     assert play_episodes("CartPole-v1", policy, 1, seed=0)["episode_length"] > 5
 
 
-def test_an_exploring_policy_explores_as_much_as_when_it_was_saved(tmp_path):
+def test_exploring_policy_explores_as_much_as_when_it_was_saved(tmp_path):
     module, run = fit(tmp_path, replay_data(), max_epochs=1)
     run.save_checkpoint(tmp_path / "a.ckpt")
     policy = load_policy(tmp_path / "a.ckpt", dqn(seed=9), deterministic=False)
@@ -212,7 +212,7 @@ def test_weights_that_are_no_numbers_are_refused(tensor, says, tmp_path, stored)
             load_policy(tmp_path / "b.ckpt", module)
 
 
-def test_a_bit_that_has_changed_is_found(tmp_path, stored):
+def test_bit_that_has_changed_is_found(tmp_path, stored):
     assert set(stored[SEAL]) == {"state_dict", "optimizer_states", "OnPolicyDataModule"}
     stored["state_dict"][first_weight(stored)].reshape(-1).view(torch.uint8)[0] ^= 1
     torch.save(stored, tmp_path / "b.ckpt")
@@ -227,7 +227,7 @@ def test_a_bit_that_has_changed_is_found(tmp_path, stored):
     load_policy(tmp_path / "b.ckpt")  # an earlier one has no checksums
 
 
-def test_a_module_without_a_policy_is_named(tmp_path, stored):
+def test_module_without_a_policy_is_named(tmp_path, stored):
     class Without(TinyActorCritic):
         def configure_model(self):
             pass
@@ -251,7 +251,7 @@ def test_a_module_without_a_policy_is_named(tmp_path, stored):
         ("torchrl.envs.llm.PythonInterpreter", False),
     ],
 )
-def test_the_recipe_of_a_checkpoint_may_name_wrappers_but_none_that_writes_or_loads(wrapper, is_taken):
+def test_recipe_of_a_checkpoint_may_name_wrappers_but_none_that_writes_or_loads(wrapper, is_taken):
     stored = with_wrapper(wrapper)
     if is_taken:
         assert extract_config(stored, "a.ckpt", "data") == stored[CONFIG]
@@ -266,7 +266,7 @@ def with_wrapper(name):
     return {CONFIG: {"data": {"_target_": "torchrl_lightning.OnPolicyDataModule", "env": env}}}
 
 
-def test_the_recipe_of_a_checkpoint_may_name_the_wrappers_of_an_extra_where_it_is_installed(monkeypatch):
+def test_recipe_of_a_checkpoint_may_name_the_wrappers_of_an_extra_where_it_is_installed(monkeypatch):
     missing = "minigrid.wrappers.NoDeath"
     trust._of_others.cache_clear()
     monkeypatch.setitem(sys.modules, "minigrid.wrappers", None)  # as if it were not installed
@@ -294,7 +294,7 @@ class Shifted(gymnasium.ObservationWrapper):
         (EnvironmentRecipe(GymEnv, {"env_name": "CartPole-v1", "categorical_action_encoding": True}, time_limit=9), 4),
     ],
 )
-def test_a_loaded_policy_knows_how_its_environment_is_made(env, length, tmp_path):
+def test_loaded_policy_knows_how_its_environment_is_made(env, length, tmp_path):
     train(tmp_path / "a.ckpt", PPOModule(MLPNetwork([4])), env=env)
     policy = load_policy(tmp_path / "a.ckpt", PPOModule(MLPNetwork([4])))
     played = play_episodes(policy.recipe(), policy, 2, num_envs=2, seed=3)

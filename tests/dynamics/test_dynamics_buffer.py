@@ -90,7 +90,7 @@ def test_environments_are_folded_into_the_batch():
     assert next(discrete.generate_batches(mini_batch_size=12))["inputs"].shape == (12, 4)
 
 
-def test_a_single_row_gives_finite_numbers():
+def test_single_row_gives_finite_numbers():
     (batch,) = filled(1).generate_batches(mini_batch_size=1)
     assert batch["inputs"].tolist() == [[0.0, 0.0]]
     assert batch["targets"].tolist() == [[0.0, 0.0]]
@@ -132,7 +132,7 @@ def test_more_than_the_capacity_keeps_the_newest():
     assert steps(buffer.get_all_buffer_data()) == [[float(t), 100.0 + t] for t in range(12, 16)]
 
 
-def test_a_single_tensor_goes_where_a_slice_of_it_would():
+def test_single_tensor_goes_where_a_slice_of_it_would():
     for first, second in ((3, 2), (3, 4), (2, 11), (9, 1)):
         buffer = filled(first, size=4)
         columns = {"Observation": buffer.storage.data["observation"].clone()}
@@ -146,7 +146,7 @@ def test_a_single_tensor_goes_where_a_slice_of_it_would():
         buffer.insert_single_tensor_slice(columns, "Observation", torch.zeros(1, 2))
 
 
-def test_a_slice_is_a_copy_in_order_of_age_across_the_wrap():
+def test_slice_is_a_copy_in_order_of_age_across_the_wrap():
     buffer = filled(7, size=4)
     part = buffer.get_data_slice(1, 4)
     assert steps(part) == [[4.0], [5.0], [6.0]]
@@ -189,7 +189,7 @@ def test_max_size_resizes_and_keeps_the_newest(envs, size):
     assert len(list(buffer.generate_batches(mini_batch_size=1))) == envs * buffer.size
 
 
-def test_a_parameter_of_any_kind_is_updated():
+def test_parameter_of_any_kind_is_updated():
     buffer = MBReplayBuffer(4)
     buffer.update_storage_parameter("algorithm", "mb")
     assert buffer.algorithm == "mb"
@@ -221,7 +221,7 @@ def test_init_tensors_reserves_and_stores_nothing():
     assert buffer.storage.data.shape == (8,)
 
 
-def test_a_tensordict_of_each_layout():
+def test_tensordict_of_each_layout():
     data = rows(12)
     for given, time_dim in ((data, None), (data.reshape(12, 1), 0), (data.reshape(1, 12), 1)):
         buffer = MBReplayBuffer(12)
@@ -244,14 +244,14 @@ def test_dict_observations_are_columns_and_recurrent_states_none():
     assert set(buffer.targets.observation_columns) == {"far[0]", "far[1]", "far[2]", "near[0]"}
 
 
-def test_the_first_rows_of_torchrls_verb_are_of_one_environment():
+def test_first_rows_of_torchrls_verb_are_of_one_environment():
     buffer = MBReplayBuffer(20)
     buffer.extend(rows(12))
     assert (buffer.num_envs, buffer.size) == (1, 12)
 
 
 @pytest.mark.parametrize("verb", ["extend", "insert_transition", "insert_data_slice"])
-def test_a_first_write_that_fails_leaves_the_number_of_environments_open(verb):
+def test_first_write_that_fails_leaves_the_number_of_environments_open(verb):
     buffer = MBReplayBuffer(4)
     wrong = rows(3).set("name", "text")
     with pytest.raises(TypeError, match="'name'"):
@@ -269,14 +269,14 @@ def test_shuffled_passes_hold_each_row_once_in_another_order():
     assert not torch.equal(*batches)
 
 
-def test_a_state_tells_the_number_of_environments():
+def test_state_tells_the_number_of_environments():
     other = MBReplayBuffer(4)
     other.load_state_dict(filled(6, size=4, envs=2).state_dict())
     assert other.num_envs == 2
     assert steps(other.get_all_buffer_data())[-1] == [5.0, 105.0]
 
 
-def test_a_state_without_a_step_fits_any_number_of_environments():
+def test_state_without_a_step_fits_any_number_of_environments():
     other = filled(6, size=4, envs=2)
     other.load_state_dict(MBReplayBuffer(4).state_dict())
     assert (len(other), other.writer.positions.tolist()) == (0, [0, 0])

@@ -20,13 +20,13 @@ def test_mean_and_unbiased_deviation_in_float64():
 
 
 @pytest.mark.parametrize("value", [0.1, 3e9, -7.0])
-def test_a_constant_column_is_only_shifted(value):
+def test_constant_column_is_only_shifted(value):
     scaler = StandardScaler("a").fit(torch.full((100, 1), value))
     assert scaler.std.tolist() == [1.0]
     assert scaler(torch.full((2, 1), value)).abs().max() == 0.0
 
 
-def test_a_single_row_has_no_deviation():
+def test_single_row_has_no_deviation():
     scaler = StandardScaler("ab").fit(torch.tensor([[3.0, 4.0]]))
     assert scaler(torch.tensor([[4.0, 4.0]])).tolist() == [[1.0, 0.0]]
 
@@ -38,7 +38,7 @@ def test_nothing_is_changed_before_the_first_fit():
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_number_that_is_not_finite_names_its_column_and_changes_nothing(bad):
+def test_number_that_is_not_finite_names_its_column_and_changes_nothing(bad):
     rows = torch.zeros(4, 2)
     rows[2, 1] = bad
     scaler = StandardScaler(["height", "width"]).fit(torch.rand(3, 2))
@@ -67,7 +67,7 @@ def test_small_differences_at_a_large_offset_are_kept(dtype, offset):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.int64])
 @pytest.mark.parametrize("value", [0.1, 1e9 + 0.1, -1700000037.25])
-def test_a_constant_becomes_exactly_zero(dtype, value):
+def test_constant_becomes_exactly_zero(dtype, value):
     rows = torch.full((101, 1), value, dtype=torch.float64).to(dtype)
     scaler = StandardScaler("a").fit(rows)
     assert (scaler.mean.item(), scaler.std.item()) == (rows[0].item(), 1.0)

@@ -22,7 +22,7 @@ def held(split, buffer):
 
 
 @pytest.mark.parametrize("envs", [1, 4])
-def test_a_row_keeps_its_side_while_the_buffer_grows_and_wraps(envs):
+def test_row_keeps_its_side_while_the_buffer_grows_and_wraps(envs):
     buffer, split = ring(200 // envs, envs), HoldoutSplit(0.3, seed=1)
     before: set = set()
     for steps in (30 // envs, 10, 50, 7, 40, 300 // envs):
@@ -44,7 +44,7 @@ def test_how_the_rows_came_in_does_not_matter():
     assert sides[0] == sides[1] == sides[2]
 
 
-def test_the_share_is_that_asked_for_and_depends_on_the_seed():
+def test_share_is_that_asked_for_and_depends_on_the_seed():
     buffer, found = ring(5000, 4), []
     write(buffer, steps=5000)
     for seed in (0, 1):
@@ -103,7 +103,7 @@ def test_no_row_changes_sides_when_the_rings_get_another_length(envs, written, s
         before = now
 
 
-def test_an_emptied_buffer_begins_anew():
+def test_emptied_buffer_begins_anew():
     buffer, split = ring(50), HoldoutSplit(0.5, max_validation=20)
     grow(buffer, split, 50)
     buffer.empty()
@@ -113,7 +113,7 @@ def test_an_emptied_buffer_begins_anew():
 
 
 @pytest.mark.parametrize(("fraction", "part"), [(0.001, "validation"), (0.999, "training")])
-def test_a_part_that_is_empty_is_an_error(fraction, part):
+def test_part_that_is_empty_is_an_error(fraction, part):
     buffer, split = ring(200), HoldoutSplit(fraction)
     grow(buffer, split, 8)
     with pytest.raises(ValueError, match=rf"validation_fraction={fraction}.*8.*{part}"):

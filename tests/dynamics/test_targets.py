@@ -77,7 +77,7 @@ def test_actions_become_columns_by_their_spec(spec, action, columns):
         (Categorical(3), [[0, 1]], r"Entry 'action' has 2 numbers a row, the spec 1"),
     ],
 )
-def test_an_action_outside_of_the_spec_is_refused(spec, action, message):
+def test_action_outside_of_the_spec_is_refused(spec, action, message):
     action = torch.tensor(action)
     with pytest.raises(ValueError, match=message):
         DynamicsTargets(PLAIN, spec).action(action, action.shape[:1])
@@ -124,7 +124,7 @@ def test_choices_among_observations_are_no_numbers(spec):
     assert DynamicsTargets(Composite(a=Binary(2), b=OneHot(3), kind=spec), Categorical(2), **options).misfit() is None
 
 
-def test_a_rollout_is_read_as_its_rows_are():
+def test_rollout_is_read_as_its_rows_are():
     data = rows(6)
     targets = plain(terminated=True).fit(data)
     flat, wide = targets(data.clone()), targets(data.reshape(3, 2))
@@ -133,7 +133,7 @@ def test_a_rollout_is_read_as_its_rows_are():
         assert torch.equal(wide[key].flatten(0, 1), flat[key])
 
 
-def test_a_prediction_is_the_next_observation():
+def test_prediction_is_the_next_observation():
     data = rows(50)
     targets = plain().fit(data)
     observation, reward = targets.inverse(data["observation"], targets(data)["targets"])
@@ -149,7 +149,7 @@ def test_inputs_need_nothing_of_the_next_step():
     assert torch.equal(targets.inputs(data.select("observation", "action")), targets(data)["inputs"])
 
 
-def test_the_scalers_are_those_of_the_rows_that_were_fitted():
+def test_scalers_are_those_of_the_rows_that_were_fitted():
     data = rows(40)
     batch = plain().fit(data[:20])(data)
     torch.testing.assert_close(batch["inputs"][:20].mean(0), torch.zeros(5), atol=1e-6, rtol=0.0)
@@ -180,7 +180,7 @@ def test_rows_whose_next_observation_is_that_of_a_reset_are_not_fitted():
         (("next", "reward"), "reward"),
     ],
 )
-def test_a_number_that_is_not_finite_names_its_column(key, name):
+def test_number_that_is_not_finite_names_its_column(key, name):
     data = rows(10)
     data[key][3, -1 if key == ("next", "reward") else 1] = torch.nan
     with pytest.raises(ValueError, match=rf"{name}.*1.*10"):
@@ -196,7 +196,7 @@ def test_what_is_missing_is_named():
         plain()(rows(3, width=4))
 
 
-def test_a_buffer_serves_targets_and_keeps_their_scalers():
+def test_buffer_serves_targets_and_keeps_their_scalers():
     (buffer, targets), (other, _) = (
         (ExperienceBuffer(storage=RingStorage(20), transform=made, batch_size=8), made) for made in (plain(), plain())
     )

@@ -82,7 +82,7 @@ def test_what_a_network_clamps_to_its_bounds_is_in_the_box(name: str, dtype: Any
 
 
 @pytest.mark.parametrize("name", [name for name in BOXES if name not in ("float16 without bounds", "near the limit")])
-def test_a_few_steps_of_rounding_beyond_a_bound_are_taken_back_and_more_is_not(name: str) -> None:
+def test_few_steps_of_rounding_beyond_a_bound_are_taken_back_and_more_is_not(name: str) -> None:
     space = BOXES[name]
     form = ActionFormat.of_space(space)
     for bound, away in ((space.low, -INF), (space.high, INF)):
@@ -167,7 +167,7 @@ def test_only_numbers_of_the_box_and_its_edges_are_inside(bounds: list[float], v
 
 
 @pytest.mark.parametrize("space", [*BOXES.values(), *WHOLE.values()], ids=str)
-def test_a_format_comes_back_from_plain_data(space: Any) -> None:
+def test_format_comes_back_from_plain_data(space: Any) -> None:
     form, file = ActionFormat.of_space(space), io.BytesIO()
     spec = space_to_spec(space, "action") if not form.start else None
     if spec is None:
@@ -193,7 +193,7 @@ def test_a_format_comes_back_from_plain_data(space: Any) -> None:
         (OneHot(3), torch.tensor([[0, 1, 0]]), [[False, True, False]]),
     ],
 )
-def test_a_spec_is_a_format_too(spec: Any, action: Any, expected: Any) -> None:
+def test_spec_is_a_format_too(spec: Any, action: Any, expected: Any) -> None:
     form = ActionFormat.of_spec(spec)
     found = form.to_environment(action)
     assert found.dtype == spec.dtype
@@ -201,7 +201,7 @@ def test_a_spec_is_a_format_too(spec: Any, action: Any, expected: Any) -> None:
     assert spec.expand(1, *spec.shape).is_in(found)
 
 
-def test_a_number_of_16_bits_is_compared_with_more_room() -> None:
+def test_number_of_16_bits_is_compared_with_more_room() -> None:
     space = BOXES["float64 of 0.1"]
     form = ActionFormat.of_space(space)
     for dtype in (torch.bfloat16, torch.float16):
@@ -209,7 +209,7 @@ def test_a_number_of_16_bits_is_compared_with_more_room() -> None:
         assert contained(space, found)
 
 
-def test_a_box_with_one_bound_is_drawn_as_gymnasium_draws_it() -> None:
+def test_box_with_one_bound_is_drawn_as_gymnasium_draws_it() -> None:
     space = BOXES["one side"]
     draw = half_bounded_drawer(space_to_spec(space, "action").to(torch.float32), [5000])
     assert draw is not None
@@ -224,7 +224,7 @@ def test_a_box_with_one_bound_is_drawn_as_gymnasium_draws_it() -> None:
         assert half_bounded_drawer(space_to_spec(BOXES[whole], "action"), [2]) is None
 
 
-def test_a_scalar_box_gets_the_arrays_that_it_contains() -> None:
+def test_scalar_box_gets_the_arrays_that_it_contains() -> None:
     form = ActionFormat.of_space(BOXES["scalar"])
     single = form.single(form.to_environment(np.zeros((1, 1), np.float32)))
     assert isinstance(single, np.ndarray)

@@ -69,12 +69,12 @@ def test_other_values_are_the_same_objects() -> None:
     assert all(copied(info)[name] is value for name, value in info.items())
 
 
-def test_a_tensor_that_needs_gradients_is_copied() -> None:
+def test_tensor_that_needs_gradients_is_copied() -> None:
     value = torch.ones(2, requires_grad=True) * 2
     assert copied({"loss": value})["loss"].tolist() == [2, 2]
 
 
-def test_a_step_is_wrapped_once_and_survives_copies() -> None:
+def test_step_is_wrapped_once_and_survives_copies() -> None:
     env = Careless()
     guard_calls(env, 0)
     step = env.step
@@ -111,7 +111,7 @@ def test_evaluation_sees_no_difference_by_inserted_copies() -> None:
     assert ours.arguments == theirs.arguments
 
 
-def test_an_environment_with_inserted_copies_can_be_made_by_its_spec() -> None:
+def test_environment_with_inserted_copies_can_be_made_by_its_spec() -> None:
     env = wrappers.FrameStackObservation(gymnasium.make("CartPole-v1"), 2)
     copy_beneath_wrappers(env)
     assert env.spec is not None
@@ -120,7 +120,7 @@ def test_an_environment_with_inserted_copies_can_be_made_by_its_spec() -> None:
 
 
 @pytest.mark.parametrize("terminated", [False, True])
-def test_the_last_step_of_an_episode_is_a_copy_however_it_ends(terminated: bool) -> None:
+def test_last_step_of_an_episode_is_a_copy_however_it_ends(terminated: bool) -> None:
     class Reusing(gymnasium.Env[Any, Any]):
         memory, t = np.zeros(1), 0
 

@@ -55,7 +55,7 @@ WRONG: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("case", WRONG)
 @pytest.mark.parametrize("at", [0, 2, 5])
-def test_an_observation_that_does_not_fit_its_space(case: str, at: int) -> None:
+def test_observation_that_does_not_fit_its_space(case: str, at: int) -> None:
     # At its fifth step an episode ends, and its last observation is never put together with others.
     observation, message = WRONG[case]
     when = "after a reset" if at == 0 else f"At step {at - 1} of the rollout,"
@@ -75,7 +75,7 @@ def test_an_observation_that_does_not_fit_its_space(case: str, at: int) -> None:
         (3, r"'observation' as int, expected a dict of \['image', 'inner', 'state'\]"),
     ],
 )
-def test_an_entry_that_does_not_fit_its_space(wrong: Any, message: str) -> None:
+def test_entry_that_does_not_fit_its_space(wrong: Any, message: str) -> None:
     with pytest.raises(ValueError, match=rf"0.*0.*{message}"):
         GymnasiumCollector(lambda: Faulty(1, wrong, kind="dict"), frames_per_batch=4).rollout()
 
@@ -84,7 +84,7 @@ def test_what_is_only_rounded_or_longer_is_taken() -> None:
     assert collect(Faulty(0, [1, 2, 3]), Faulty(0, np.ones(3, np.float64)))["observation"].dtype == torch.float32
 
 
-def test_a_ready_vector_environment_is_not_broadcast() -> None:
+def test_ready_vector_environment_is_not_broadcast() -> None:
     class Squeezing(VectorWrapper[Any, Any, Any]):
         def reset(self, **kwargs: Any) -> Any:
             observation, info = self.env.reset(**kwargs)
@@ -95,7 +95,7 @@ def test_a_ready_vector_environment_is_not_broadcast() -> None:
         GymnasiumCollector(env, frames_per_batch=4).rollout()
 
 
-def test_an_error_of_the_environment_itself_is_the_cause_with_its_own_frames() -> None:
+def test_error_of_the_environment_itself_is_the_cause_with_its_own_frames() -> None:
     class Raising(CountingEnv):
         def reset(self, **kwargs: Any) -> Any:
             raise ArithmeticError("mine")
@@ -125,7 +125,7 @@ def test_numbers_that_are_not_finite(value: float) -> None:
         GymnasiumCollector(lambda: last, frames_per_batch=8).rollout()
 
 
-def test_a_reset_that_shows_no_numbers() -> None:
+def test_reset_that_shows_no_numbers() -> None:
     class FaultyReset(CountingEnv):
         def _observe(self) -> Any:
             return super()._observe() if self.t else np.full(3, np.nan, np.float32)
@@ -143,7 +143,7 @@ def test_nothing_of_such_a_rollout_is_handed_out() -> None:
     assert collector.closed
 
 
-def test_the_environment_is_named_where_the_policy_fails_first() -> None:
+def test_environment_is_named_where_the_policy_fails_first() -> None:
     def act(observation: torch.Tensor) -> torch.Tensor:
         return torch.distributions.Categorical(logits=observation).sample()
 
@@ -159,7 +159,7 @@ def test_evaluation_refuses_it_too() -> None:
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # Gymnasium says what it raises, too
 @pytest.mark.parametrize(("at", "checked"), [(0, True), (1, True), (2, False)])
-def test_an_environment_in_another_process_is_checked_there_once(at: int, checked: bool) -> None:
+def test_environment_in_another_process_is_checked_there_once(at: int, checked: bool) -> None:
     # Gymnasium casts what it writes into its shared memory.
     faulty = partial(Faulty, at, {"image": np.full((2, 2), 7)}, kind="dict")
     collector = GymnasiumCollector(faulty, frames_per_batch=4, vectorization="async")
@@ -172,7 +172,7 @@ def test_an_environment_in_another_process_is_checked_there_once(at: int, checke
     collector.shutdown()
 
 
-def test_a_worker_tells_it_in_one_line() -> None:
+def test_worker_tells_it_in_one_line() -> None:
     faulty = partial(Faulty, 0, np.zeros(4, np.float32))
     collector = AsynchronousCollector(faulty, num_workers=1, frames_per_batch=8)
     with forked_workers(), pytest.raises(ValueError, match=r"^In collector worker 0: .*shape \(4,\)") as error:

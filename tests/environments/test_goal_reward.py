@@ -23,5 +23,5 @@ def test_only_what_terminates_is_rewarded(limit, end):
     assert last_step(limit) == (*end, {0.0})
 
 
-def test_a_goal_in_the_last_step_that_is_left_is_rewarded():
+def test_goal_in_the_last_step_that_is_left_is_rewarded():
     assert last_step(122) == (1.0, True, True, {0.0})

@@ -53,7 +53,7 @@ def of_second(fault: Fault) -> list[Callable[[], Misbehaving]]:
 @pytest.mark.filterwarnings("ignore")  # Gymnasium's, about what is refused then
 @pytest.mark.parametrize("mode", ["SameStep", "Disabled", None])
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_later_fault_of_one_of_several_names_its_number(mode: str | None, name: str) -> None:
+def test_later_fault_of_one_of_several_names_its_number(mode: str | None, name: str) -> None:
     fault, says = FAULTS[name]
     makers = iter(of_second(fault))
     env: Any = (lambda: next(makers)()) if mode is None else SyncVectorEnv(of_second(fault), autoreset_mode=mode)
@@ -65,7 +65,7 @@ def test_a_later_fault_of_one_of_several_names_its_number(mode: str | None, name
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_fault_in_a_reset_of_some_names_its_number() -> None:
+def test_fault_in_a_reset_of_some_names_its_number() -> None:
     resets = iter([lambda: None, raises])
     makers = iter(of_second(Fault("reset", "", lambda: next(resets)())))
     stepper = VectorStepper(make_vector_env(lambda: next(makers)(), 3))
@@ -76,7 +76,7 @@ def test_a_fault_in_a_reset_of_some_names_its_number() -> None:
     stepper.close()
 
 
-def test_an_error_of_the_policy_is_not_a_fault_of_the_environment() -> None:
+def test_error_of_the_policy_is_not_a_fault_of_the_environment() -> None:
     def act(observation: Any) -> Any:
         raise KeyError("mine")
 
@@ -102,7 +102,7 @@ def in_a_thread() -> None:
         sys.stdout.write(f"interrupted {error!r}\n")
 
 
-def test_a_call_in_another_thread_ends_the_process_and_leaves_the_main_thread_alone(tmp_path: Path) -> None:
+def test_call_in_another_thread_ends_the_process_and_leaves_the_main_thread_alone(tmp_path: Path) -> None:
     process = Forked(in_a_thread, tmp_path)
     assert process.ends(20) == 1
     assert "At step 1 of the rollout, environment 0 did not return in step_timeout=0.2 seconds" in process.said
@@ -123,13 +123,13 @@ def uses_its_own_alarm() -> None:
     sys.stdout.write("rang\n")
 
 
-def test_an_environment_may_use_an_alarm_of_its_own(tmp_path: Path) -> None:
+def test_environment_may_use_an_alarm_of_its_own(tmp_path: Path) -> None:
     process = Forked(uses_its_own_alarm, tmp_path)
     assert process.ends(20) == 0, process.said
     assert process.said == "rang\n"
 
 
-def test_a_limit_holds_through_a_call_within_a_call() -> None:
+def test_limit_holds_through_a_call_within_a_call() -> None:
     calls = TimedCalls(0.2)
 
     def nested() -> None:
@@ -152,7 +152,7 @@ def waits_through_a_pause() -> None:
         sys.stdout.write("interrupted\n")
 
 
-def test_a_pause_of_the_process_leaves_an_overdue_call_time_to_be_interrupted(tmp_path: Path) -> None:
+def test_pause_of_the_process_leaves_an_overdue_call_time_to_be_interrupted(tmp_path: Path) -> None:
     process = Forked(waits_through_a_pause, tmp_path)
     process.waits_for(lambda: process.said == "waiting\n")
     process.send(signal.SIGSTOP)

@@ -34,7 +34,7 @@ def own_modes(network: Watching) -> tuple[bool, ...]:
     return network.training, network.dropout.training, network.frozen.training
 
 
-def test_a_collector_acts_in_evaluation_mode() -> None:
+def test_collector_acts_in_evaluation_mode() -> None:
     network = Watching()
     collector = GymnasiumCollector(vector_env(), policy_of(network), frames_per_batch=8, total_frames=16)
     for _ in collector:

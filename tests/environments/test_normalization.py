@@ -85,7 +85,7 @@ def test_small_differences_at_a_large_offset_are_kept(dtype, offset):
 
 @pytest.mark.parametrize("value", [0.1, 1e9 + 0.1, -123456.789, 1700000037.25])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.int64])
-def test_a_constant_becomes_exactly_zero(dtype, value):
+def test_constant_becomes_exactly_zero(dtype, value):
     constant = torch.full((100, 1), value, dtype=torch.float64)
     constant = (constant.clamp(-6e4, 6e4) if dtype is torch.float16 else constant).to(dtype)
     normalizer = of_type(dtype)
@@ -98,7 +98,7 @@ def test_a_constant_becomes_exactly_zero(dtype, value):
     assert (again.normalized("clock", constant) == 0).all()
 
 
-def test_the_type_of_the_values_counts_and_not_that_of_the_spec():
+def test_type_of_the_values_counts_and_not_that_of_the_spec():
     steps = torch.arange(9).remainder(3).sub(1)[:, None]
     wide = steps.double() + 1700000037
     normalizer = of_type(torch.float32, given=wide)
@@ -124,7 +124,7 @@ def test_infinite_values_are_clipped_at_a_large_offset(dtype):
         assert normalizer.normalized("clock", values).flatten().tolist() == [10.0, -10.0, 0.0]
 
 
-def test_the_default_type_does_not_change_the_bits():
+def test_default_type_does_not_change_the_bits():
     rows = torch.randn(50, 3)
     expected = of_type(torch.float32, (3,), rows).normalized("clock", rows)
     torch.set_default_dtype(torch.float64)
@@ -158,7 +158,7 @@ def test_whatever_comes_in_single_precision_goes_out(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_row_and_a_rollout_come_out_in_the_same_bits(dtype):
+def test_row_and_a_rollout_come_out_in_the_same_bits(dtype):
     normalizer = advanced(["position"], {"position": torch.randn(50, 3) * 100})
     rollout = (torch.randn(6, 5, 3, dtype=torch.float64) * 300).to(dtype)
     whole = normalizer.normalized("position", rollout.transpose(0, 1))
@@ -206,7 +206,7 @@ class Echo(nn.Module):
         return tensordict
 
 
-def test_a_policy_sees_normalised_entries_and_the_environments_stay_raw():
+def test_policy_sees_normalised_entries_and_the_environments_stay_raw():
     normalizer = advanced(["position"], {"position": torch.rand(9, 3)})
     policy = NormalizedPolicy(Echo(), normalizer)
     raw = torch.rand(2, 3)
@@ -235,7 +235,7 @@ class Bare(Watching):
         return {"seen": step["observation"].clone(), "action": step["observation"][..., 0].long() * 0}
 
 
-def test_a_hook_that_comes_later_sees_each_step():
+def test_hook_that_comes_later_sees_each_step():
     collector = GymnasiumCollector("CartPole-v1", num_envs=2, frames_per_batch=4, seed=0)
     policy, seen = Bare(), []
     collector.policy = NormalizedPolicy(policy, ObservationNormalizer(collector.specs, True, 10.0))
@@ -262,7 +262,7 @@ def test_collected_with_it_rollouts_are_raw_and_the_policy_saw_the_same_bits_as_
     assert (batch["observation"][:, 0].abs() < 0.1).all()
 
 
-def test_the_statistics_travel_with_the_weights():
+def test_statistics_travel_with_the_weights():
     normalizer = advanced(["position"], {"position": torch.rand(9, 3)})
     policy, copy = (
         NormalizedPolicy(Echo(), each) for each in (normalizer, ObservationNormalizer(SPECS, ["position"], 5.0))

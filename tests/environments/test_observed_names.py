@@ -69,7 +69,7 @@ def torchrl(name: str, nested: bool = False) -> GymWrapper:
 
 
 @pytest.mark.parametrize("name", sorted(RESERVED))
-def test_a_name_of_ours_is_refused_with_what_mends_it(name: str) -> None:
+def test_name_of_ours_is_refused_with_what_mends_it(name: str) -> None:
     with pytest.raises(ValueError, match=rf"'{name}'.*rename={{{name}: last_{name.strip('_')}}}"):
         environment_specs(ready(name))
 
@@ -100,7 +100,7 @@ def test_every_way_to_read_specs_refuses(read: Any) -> None:
 
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("name", ["reward", "action", "is_init", "done", "next", "index"])
-def test_a_renamed_entry_is_an_observation_and_the_run_keeps_its_own(name: str, nested: bool) -> None:
+def test_renamed_entry_is_an_observation_and_the_run_keeps_its_own(name: str, nested: bool) -> None:
     recipe = EnvironmentRecipe(Telling, {"name": name, "nested": nested}, rename={name: "told"})
     collector = GymnasiumCollector(pickle.loads(pickle.dumps(recipe)), num_envs=2, frames_per_batch=16)
     batch = collector.rollout()
@@ -159,7 +159,7 @@ MISFITS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("message", MISFITS)
-def test_a_renaming_that_does_not_fit_is_named(message: str) -> None:
+def test_renaming_that_does_not_fit_is_named(message: str) -> None:
     given, settings = MISFITS[message]
     with pytest.raises(ValueError, match=message):
         EnvironmentRecipe(given, **settings)()
@@ -173,7 +173,7 @@ def is_refused_by_torchrl(name: str) -> bool:
     return False
 
 
-def test_the_unnameable_are_those_that_torchrl_refuses() -> None:
+def test_unnameable_are_those_that_torchrl_refuses() -> None:
     names = {
         *dir(Composite),
         *dir(TensorDict),
@@ -221,7 +221,7 @@ def at(name: Any, nested: bool) -> spaces.Dict:
 
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("name", BAD)
-def test_a_name_that_specs_cannot_hold_is_refused_and_renamed(name: Any, nested: bool) -> None:
+def test_name_that_specs_cannot_hold_is_refused_and_renamed(name: Any, nested: bool) -> None:
     make = partial(Spaced, at(name, nested))
     with pytest.raises(ValueError, match=r"rename=\{") as refused:
         ON_POLICY(make).specs  # noqa: B018
@@ -278,7 +278,7 @@ def test_nested_entries_are_renamed_by_their_paths() -> None:
         ({"arm": ""}, "other names"),
     ],
 )
-def test_a_nested_renaming_that_does_not_fit_is_named(rename: dict[str, str], message: str) -> None:
+def test_nested_renaming_that_does_not_fit_is_named(rename: dict[str, str], message: str) -> None:
     make = partial(Spaced, at("a", nested=True))
     with pytest.raises((ValueError, TypeError), match=message):
         EnvironmentRecipe(make, rename=rename)()

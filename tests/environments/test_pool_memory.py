@@ -102,7 +102,7 @@ def test_rows_are_as_of_fresh_arrays(pools: Any) -> None:
     assert not differences(plain(careless), plain(tidy))
 
 
-def test_a_reset_of_some_leaves_what_the_others_show(pools: Any) -> None:
+def test_reset_of_some_leaves_what_the_others_show(pools: Any) -> None:
     from torchrl_lightning.environments.backends.envpool_env import EnvPoolVectorEnv
 
     shown = []

@@ -25,7 +25,7 @@ def play(env: Any, steps: int = 3) -> list[Any]:
     return [observation, *(env.step(1)[0] for _ in range(steps))]
 
 
-def test_an_id_a_factory_and_a_target_make_the_same_environment() -> None:
+def test_id_a_factory_and_a_target_make_the_same_environment() -> None:
     name = "gymnasium.envs.classic_control.CartPoleEnv"
     given: list[Any] = ["CartPole-v1", CartPoleEnv, {"_target_": name}]
     for one in given:
@@ -99,7 +99,7 @@ def test_stacked_images_of_a_dict_leave_the_rest_as_it_is() -> None:
     assert second["step"].tolist() == [1]
 
 
-def test_a_vector_environment_steps_as_single_ones() -> None:
+def test_vector_environment_steps_as_single_ones() -> None:
     recipe = EnvironmentRecipe("CartPole-v1", observe=[0, 2], time_limit=10)
     vector = make_vector_env(recipe, 2)
     observations, _ = vector.reset(seed=[5, 6])
@@ -107,7 +107,7 @@ def test_a_vector_environment_steps_as_single_ones() -> None:
         assert np.array_equal(env.reset(seed=seed)[0], shown)
 
 
-def test_a_module_registers_the_ids_that_do_not_name_it(tmp_path, monkeypatch) -> None:
+def test_module_registers_the_ids_that_do_not_name_it(tmp_path, monkeypatch) -> None:
     (tmp_path / "registering.py").write_text(
         "import gymnasium\n"
         "gymnasium.register('OwnPole-v0', 'gymnasium.envs.classic_control:CartPoleEnv', max_episode_steps=3)\n"
@@ -149,13 +149,13 @@ MISFITS = {
 
 
 @pytest.mark.parametrize("message", MISFITS)
-def test_a_setting_that_does_not_fit_is_named(message: str) -> None:
+def test_setting_that_does_not_fit_is_named(message: str) -> None:
     make, settings = MISFITS[message]
     with pytest.raises(ValueError, match=message):
         make(**settings)
 
 
-def test_a_wrapper_of_a_package_that_is_missing_is_named_with_the_extra_that_brings_it(monkeypatch) -> None:
+def test_wrapper_of_a_package_that_is_missing_is_named_with_the_extra_that_brings_it(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "minigrid", None)
     with pytest.raises(ValueError, match=r"'minigrid.wrappers.NoDeath'.*-lightning\[minigrid\]\.$"):
         made(wrappers=[{"_target_": "minigrid.wrappers.NoDeath"}])
@@ -187,12 +187,12 @@ def test_ours_are_saved_by_the_names_that_users_know(part, name):
     assert plain(part) == name
 
 
-def test_a_value_that_one_of_two_recipes_lacks_is_a_difference() -> None:
+def test_value_that_one_of_two_recipes_lacks_is_a_difference() -> None:
     assert list(differences({"a": {"b": 1}}, {"a": None})) == [("a", {"b": 1}, None)]
     assert list(differences({"a": {"b": 1}}, {})) == [("a", {"b": 1}, None)]
 
 
-def test_a_limit_beyond_that_of_a_factory_is_refused() -> None:
+def test_limit_beyond_that_of_a_factory_is_refused() -> None:
     def pole(**kwargs: Any) -> Any:
         return gym.make("CartPole-v1", **kwargs)
 
@@ -205,7 +205,7 @@ def test_a_limit_beyond_that_of_a_factory_is_refused() -> None:
 
 
 @pytest.mark.parametrize("settings", [{}, {"observe": (0, 0), "flatten": True}, {"time_limit": 7, "clip_reward": 1.0}])
-def test_a_recipe_is_the_same_with_no_other_settings(settings: dict[str, Any]) -> None:
+def test_recipe_is_the_same_with_no_other_settings(settings: dict[str, Any]) -> None:
     recipe = EnvironmentRecipe("CartPole-v1", **settings)
     recipe().close()
     assert repr(recipe) == repr(recipe.with_settings())

@@ -25,7 +25,7 @@ SPACES = [
 
 
 @pytest.mark.parametrize("space", SPACES, ids=str)
-def test_a_spec_comes_back_from_plain_data(space):
+def test_spec_comes_back_from_plain_data(space):
     spec, file = space_to_spec(space, "observation"), io.BytesIO()
     torch.save(spec_state(spec), file)
     file.seek(0)
@@ -35,7 +35,7 @@ def test_a_spec_comes_back_from_plain_data(space):
 
 
 @pytest.mark.parametrize("space", SPACES, ids=str)
-def test_a_space_comes_back_from_its_spec(space):
+def test_space_comes_back_from_its_spec(space):
     spec = space_to_spec(space, "observation")
     made = spec_to_space(spec)
     assert space_to_spec(made, "observation") == spec

@@ -22,7 +22,7 @@ def image(layout):
     return GymWrapper(ImageAlone(Mission(), layout), categorical_action_encoding=True)
 
 
-def test_an_environment_by_its_target() -> None:
+def test_environment_by_its_target() -> None:
     recipe = EnvironmentRecipe(CART_POLE, time_limit=5, wrappers=[SCALED], clip_reward=0.4)
     env = make_environment(pickle.loads(pickle.dumps(recipe)), 2)
     assert isinstance(env, SerialEnv)
@@ -36,7 +36,7 @@ def test_an_environment_by_its_target() -> None:
 
 
 @pytest.mark.parametrize("wrapper", [partial(RewardScaling, 0.0, 0.5), RewardScaling(0.0, 0.5), SCALED])
-def test_a_transform_in_each_form_serves_several_environments(wrapper) -> None:
+def test_transform_in_each_form_serves_several_environments(wrapper) -> None:
     recipe = EnvironmentRecipe(Walk, wrappers=[wrapper])
     for _ in range(2):
         bare, env = Walk(), recipe()

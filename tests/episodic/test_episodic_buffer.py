@@ -161,7 +161,7 @@ def test_episodes_are_not_known_without_their_index() -> None:
     assert buffer.get_batch(2, 1)[0].shape == (2, 1)
 
 
-def test_the_first_priority_is_known_without_priorities_too() -> None:
+def test_first_priority_is_known_without_priorities_too() -> None:
     assert build().initial_priority == 1.0
     assert build(prioritized_sampling=True, initial_priority=3.0).initial_priority == 3.0
 
@@ -227,7 +227,7 @@ def test_more_steps_than_a_ring_holds_are_the_same_error_for_who_waits() -> None
         buffer.get_batch(-1, 1)
 
 
-def test_a_nest_of_names_gives_a_nest_of_fields() -> None:
+def test_nest_of_names_gives_a_nest_of_fields() -> None:
     buffer = EpisodicReplayBuffer(TensorDict({"a": {"b": torch.tensor(0)}, "c": torch.tensor(0)}), 2, 4)
     buffer.add_batch(TensorDict({"a": {"b": torch.tensor([1, 2])}, "c": torch.tensor([3, 4])}, [2]))
     pair = namedtuple("pair", "first second")

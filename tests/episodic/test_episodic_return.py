@@ -139,7 +139,7 @@ def test_twin(plan: tuple, gamma: float, clip: tuple[float, float] | None, boots
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
-def test_the_step_that_ends_a_life_starts_the_next_one(dtype: torch.dtype) -> None:
+def test_step_that_ends_a_life_starts_the_next_one(dtype: torch.dtype) -> None:
     # ALF multiplies the rewards of the next life by the discount of this step, which is zero.
     kind, discount = np.array([FIRST, 1, 1, 1, LAST]), np.array([1, 1, 0, 1, 0], np.float32)
     buffer = build(1, 8, TIME_STEPS)

@@ -110,7 +110,7 @@ def test_every_sampler_reads_whole_stacks(shape, options):
     assert (ours[3:9:2] == plain[3:9:2]).all()
 
 
-def test_a_transition_takes_hardly_more_than_a_frame():
+def test_transition_takes_hardly_more_than_a_frame():
     storage = FrameStorage(4000, 4)
     buffer = ExperienceBuffer(storage=storage, num_envs=4)
     frames = torch.randint(0, 256, (1600, 4, 3, 5), dtype=torch.uint8)

@@ -153,7 +153,7 @@ def test_robots_are_rewarded_as_their_environments_do(name: str) -> None:
 
 @pytest.mark.parametrize("env", [Dense, Batched])
 @pytest.mark.parametrize("told", ["by the DataModule", "by a method", "by TorchRL's"])
-def test_an_environments_functions_are_used(env: type[Dense], told: str) -> None:
+def test_environments_functions_are_used(env: type[Dense], told: str) -> None:
     one = env()
     if told == "by a method":
         buffer = stored(env, compute_reward=one.compute_reward, compute_terminated=one.compute_terminated)
@@ -182,7 +182,7 @@ def test_what_a_step_does_not_show_cannot_count() -> None:
         stored(hidden, told=hidden).sample(10)
 
 
-def test_a_wrapper_around_the_environment_has_its_own() -> None:
+def test_wrapper_around_the_environment_has_its_own() -> None:
     class Doubled(gym.Wrapper[Any, Any, Any, Any]):
         def compute_reward(self, achieved: Any, desired: Any, info: Any) -> Any:
             return 2 * self.env.unwrapped.compute_reward(achieved, desired, info)
@@ -195,7 +195,7 @@ def test_a_wrapper_around_the_environment_has_its_own() -> None:
     check_against(recipe(), stored(recipe, told=recipe).sample(50))
 
 
-def test_a_method_looked_up_once_serves_many_steps_at_once() -> None:
+def test_method_looked_up_once_serves_many_steps_at_once() -> None:
     calls = []
 
     class Counted(Batched):
@@ -246,7 +246,7 @@ def test_no_simulator_is_copied_or_pickled(monkeypatch: pytest.MonkeyPatch) -> N
     check_against(Batched(), restored.sample(50))
 
 
-def test_a_run_uses_its_environments_functions() -> None:
+def test_run_uses_its_environments_functions() -> None:
     data = ReplayDataModule(
         EnvironmentRecipe(Batched), buffer=partial(ExperienceBuffer, transform=HindsightRelabel(1.0)), num_envs=2
     )
@@ -257,7 +257,7 @@ def test_a_run_uses_its_environments_functions() -> None:
         data.close()
 
 
-def test_the_return_of_another_goal_is_unknown() -> None:
+def test_return_of_another_goal_is_unknown() -> None:
     buffer = EpisodicReplayBuffer(
         None, 2, transform=HindsightRelabel(0.5), record_episodic_return=True, default_return=-77.0, max_length=32
     )
@@ -322,7 +322,7 @@ class CarelessGoals:
 
 @pytest.mark.parametrize("takes_many", [True, False])
 @pytest.mark.parametrize("shape", [(40,), (8, 5), (1,)])
-def test_an_environment_that_overwrites_the_goals_it_is_given_changes_nothing_stored(shape, takes_many) -> None:
+def test_environment_that_overwrites_the_goals_it_is_given_changes_nothing_stored(shape, takes_many) -> None:
     draw = torch.Generator().manual_seed(0)
     achieved, desired, speed = (torch.rand(*shape, 2, generator=draw, dtype=torch.float64) for _ in range(3))
     before = achieved.clone(), desired.clone(), speed.clone()

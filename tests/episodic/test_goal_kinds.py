@@ -116,7 +116,7 @@ def test_single_numbers_are_relabelled_by_the_default_reward(kind, sampler, envs
         assert goal[row] in (UNREACHED, *range(int(cell[row]) + 1, int(end[row]) + 1))
 
 
-def test_a_single_number_and_a_vector_of_one_are_compared() -> None:
+def test_single_number_and_a_vector_of_one_are_compared() -> None:
     data = walk(NUMBERS["float32 []"])
     data["desired_goal"], data["next", "desired_goal"] = (data["desired_goal"].unsqueeze(1) for _ in range(2))
     batch = ring(32, transform=HindsightRelabel(1.0), data=data).sample(60)
@@ -165,7 +165,7 @@ def test_other_kinds_name_compute_reward_and_change_nothing(kind: str, sampler: 
 
 @pytest.mark.parametrize("kind", [*OTHERS, "float32 []", "int64 [1]"])
 @pytest.mark.parametrize(("sampler", "n_steps"), [(None, 1), (WINDOWS, 1), (WINDOWS, 3)])
-def test_a_given_reward_compares_goals_of_any_kind(kind: str, sampler: Any, n_steps: int) -> None:
+def test_given_reward_compares_goals_of_any_kind(kind: str, sampler: Any, n_steps: int) -> None:
     make = (OTHERS | NUMBERS)[kind]
     buffer = buffer_of(make, sampler, n_steps=n_steps, compute_reward=same, skip_reached=n_steps == 3)
     stored = buffer.storage.get(torch.arange(STEPS)).clone()
@@ -179,7 +179,7 @@ def test_a_given_reward_compares_goals_of_any_kind(kind: str, sampler: Any, n_st
     assert (buffer.storage.get(torch.arange(STEPS)) == stored).all()
 
 
-def test_a_goal_function_may_make_numbers_of_images() -> None:
+def test_goal_function_may_make_numbers_of_images() -> None:
     def brightness(image: torch.Tensor) -> torch.Tensor:
         return image.double().flatten(-3).mean(-1)
 
@@ -192,7 +192,7 @@ def test_a_goal_function_may_make_numbers_of_images() -> None:
 
 
 @pytest.mark.parametrize("goal", [lambda place: place.long().repeat(1, 2), lambda place: place.view(-1, 1, 1)])
-def test_a_goal_function_that_makes_other_kinds_names_compute_reward(goal: Any) -> None:
+def test_goal_function_that_makes_other_kinds_names_compute_reward(goal: Any) -> None:
     buffer = buffer_of(NUMBERS["float32 [1]"], goal=goal)
     with pytest.raises(ValueError, match=r"goals.*compute_reward="):
         buffer.sample(60)
@@ -270,7 +270,7 @@ def source_of(data: ReplayDataModule) -> Any:
 
 @pytest.mark.parametrize("kind", SPACES)
 @pytest.mark.parametrize("mixes", [False, True])
-def test_a_run_over_goals_of_another_kind_is_refused_before_it_begins(kind: str, mixes: bool) -> None:
+def test_run_over_goals_of_another_kind_is_refused_before_it_begins(kind: str, mixes: bool) -> None:
     data = module(partial(Shows, kind), mixes)
     if kind in TAKEN:
         list(data.check_fit())
@@ -290,7 +290,7 @@ def same_of_spaces(achieved: Any, desired: Any, info: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", SPACES)
 @pytest.mark.parametrize(("mixes", "given"), [(False, False), (True, False), (False, True)])
-def test_a_run_takes_goals_of_any_kind_with_a_reward_for_them(kind: str, mixes: bool, given: bool) -> None:
+def test_run_takes_goals_of_any_kind_with_a_reward_for_them(kind: str, mixes: bool, given: bool) -> None:
     options = {"compute_reward": same_of_spaces} if given else {}
     data = module(partial(Shows if given else Rewards, kind), mixes, **options)
     list(data.check_fit())
@@ -325,7 +325,7 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
 @pytest.mark.parametrize("sampler", [None, WINDOWS])
 @pytest.mark.parametrize("envs", [1, 2])
 @pytest.mark.parametrize("n_steps", [1, 3])
-def test_a_reward_that_no_relabelled_goal_changes_is_reported_once(sampler, envs, n_steps, caplog) -> None:
+def test_reward_that_no_relabelled_goal_changes_is_reported_once(sampler, envs, n_steps, caplog) -> None:
     buffer = buffer_of(NUMBERS["float32 [1]"], sampler, envs, n_steps, compute_reward=hidden)
     size = 30 if sampler is None else 10 * 3
     with caplog.at_level(logging.WARNING):
@@ -340,7 +340,7 @@ def test_a_reward_that_no_relabelled_goal_changes_is_reported_once(sampler, envs
     assert "desired_goal" in message
 
 
-def test_the_warning_comes_with_the_thousandth_row(caplog) -> None:
+def test_warning_comes_with_the_thousandth_row(caplog) -> None:
     buffer = buffer_of(NUMBERS["float32 [1]"], compute_reward=hidden)
     with caplog.at_level(logging.WARNING):
         buffer.sample(999)
@@ -363,7 +363,7 @@ def test_rows_that_get_their_own_goal_do_not_count(caplog) -> None:
 
 @pytest.mark.parametrize("scale", [1.0, 1e-4])
 @pytest.mark.parametrize("n_steps", [1, 3])
-def test_a_reward_that_follows_goals_is_not_reported(scale, n_steps, caplog) -> None:
+def test_reward_that_follows_goals_is_not_reported(scale, n_steps, caplog) -> None:
     def reward(achieved, desired, info):
         return scale * ((achieved - desired).abs() < 0.05).float() - 1
 
@@ -407,7 +407,7 @@ class Open(Secret):
 
 @pytest.mark.parametrize("mixes", [False, True])
 @pytest.mark.parametrize("env", [Secret, Open])
-def test_a_run_reports_a_reward_of_the_environment_without_effect(env: Any, mixes: bool, caplog: Any) -> None:
+def test_run_reports_a_reward_of_the_environment_without_effect(env: Any, mixes: bool, caplog: Any) -> None:
     data = module(env, mixes)
     data.setup("fit")
     for buffer in source_of(data).buffers if mixes else [data.buffer]:
@@ -446,7 +446,7 @@ def test_draws_are_those_without_the_count() -> None:
         assert torch.equal(default["desired_goal"], counted["desired_goal"])
 
 
-def test_the_environment_is_told_to_buffers_beside_the_first() -> None:
+def test_environment_is_told_to_buffers_beside_the_first() -> None:
     data = module(Open, mixes=True)
     data.setup("fit")
     _, other = source_of(data).buffers

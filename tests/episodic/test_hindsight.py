@@ -138,7 +138,7 @@ def test_episode_goals_are_uniform_over_all_of_the_episode_and_final_ones_its_en
 
 @pytest.mark.parametrize("strategy", ["future", "episode", "final"])
 @pytest.mark.parametrize("sampler", [None, SequenceSampler(3)])
-def test_the_goals_of_each_strategy_are_those_of_a_brute_force_twin(strategy, sampler):
+def test_goals_of_each_strategy_are_those_of_a_brute_force_twin(strategy, sampler):
     lengths = [3, 8, 5]
     transform = Injected(1.0, strategy=strategy)
     buffer = ring(32, 1, sampler, transform=transform, batch_size=200, data=walk(lengths))
@@ -190,14 +190,14 @@ def test_goals_that_were_reached_before_may_be_left_out(strategy, sampler, n_ste
     assert (rewards[~reached] > -2).all()
 
 
-def test_the_stored_steps_never_change():
+def test_stored_steps_never_change():
     buffer = relabelling(32, [3, 8, 5], 100, compute_terminated=lambda achieved, desired, _: achieved == desired)
     buffer.sample()
     assert (buffer.storage.get(torch.arange(16)) == walk([3, 8, 5])).all()
 
 
 @pytest.mark.parametrize("ends", ["across", "inside", "pad"])
-def test_a_window_has_one_goal_unless_it_straddles_the_end_of_an_episode(ends):
+def test_window_has_one_goal_unless_it_straddles_the_end_of_an_episode(ends):
     sampler = SequenceSampler(4, episode_ends=ends)
     batch = relabelling(32, [3, 8, 5], 500, sampler).sample()
     goal, step = batch["desired_goal"].squeeze(-1), batch["index"]
@@ -213,7 +213,7 @@ def test_a_window_has_one_goal_unless_it_straddles_the_end_of_an_episode(ends):
 
 
 @pytest.mark.parametrize("strategy", ["future", "episode", "final"])
-def test_an_unfinished_and_a_headless_episode_count_as_far_as_they_are_stored(strategy):
+def test_unfinished_and_a_headless_episode_count_as_far_as_they_are_stored(strategy):
     buffer = relabelling(8, [6], 1000, strategy=strategy)
     buffer.extend(walk([6, 6])[6:10])  # the first two steps of the first episode go; the second has four steps so far
     batch = buffer.sample()

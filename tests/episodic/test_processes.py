@@ -145,7 +145,7 @@ def test_every_step_arrives_once() -> None:
     assert found == [env * 1_000_000 + number for env in range(ENVS) for number in range(count)]
 
 
-def test_a_killed_writer_stops_nobody() -> None:
+def test_killed_writer_stops_nobody() -> None:
     buffer = build(record_episodic_return=True, gamma=0.5)
     drawn = torch.zeros(2, dtype=torch.int64).share_memory_()
 
@@ -174,7 +174,7 @@ def test_a_killed_writer_stops_nobody() -> None:
     assert positions[2::2] == positions[3::2] == written
 
 
-def test_a_process_killed_again_and_again_tears_nothing() -> None:
+def test_process_killed_again_and_again_tears_nothing() -> None:
     buffer = build(record_episodic_return=True, gamma=0.5)
     buffer.add_batch(rows(torch.arange(ENVS), 0))
     with Crew() as crew:
@@ -291,7 +291,7 @@ def test_nothing_may_be_overwritten() -> None:
     assert buffer.get_field("code", torch.tensor([5, 5]), torch.tensor([1, 2])).flatten().tolist() == [5000001, 5000002]
 
 
-def test_a_state_is_loaded_before() -> None:
+def test_state_is_loaded_before() -> None:
     buffer = build(max_length=2)
     buffer.add_batch(rows(torch.arange(ENVS), 0))
     other = EpisodicReplayBuffer(rows(torch.tensor([0]), 0)[0], ENVS, 2)

@@ -191,7 +191,7 @@ def recent_windows(sampler: RecentSampler, buffer: Any, count: int) -> int:
     return sampler._recent(buffer.writer, count, 1)
 
 
-def test_a_decimal_share_is_not_rounded_up_by_a_window() -> None:
+def test_decimal_share_is_not_rounded_up_by_a_window() -> None:
     """0.07 * 100 is 7.000000000000001 as a floating-point number."""
     sampler = RecentSampler(recent_data_steps=1)
     writer = ring(400, 1, sampler)

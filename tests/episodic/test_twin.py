@@ -243,7 +243,7 @@ def streams(draw: st.DrawFn) -> tuple[Twin, list[tuple[str, list[int], int]]]:
 
 @settings(max_examples=80, deadline=None)
 @given(streams(), st.integers(0, 1 << 30))
-def test_a_buffer_is_as_plain_lists(stream: tuple[Twin, list[tuple[str, list[int], int]]], seed: int) -> None:
+def test_buffer_is_as_plain_lists(stream: tuple[Twin, list[tuple[str, list[int], int]]], seed: int) -> None:
     twin, plan = stream
     buffer, rng = twin.build(), np.random.default_rng(seed)
     for verb, ids, count in plan:

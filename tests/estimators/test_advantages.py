@@ -159,7 +159,7 @@ def test_gradients_flow_through_the_torch_path(estimator: Estimates) -> None:
 
 
 @ESTIMATORS
-def test_a_terminated_step_counts_as_done(estimator: Estimates) -> None:
+def test_terminated_step_counts_as_done(estimator: Estimates) -> None:
     stream = rollout(30, 3)
     careless = {**stream, "done": stream["done"] & ~stream["terminated"]}
     assert not torch.equal(careless["done"], stream["done"])

@@ -22,7 +22,7 @@ def test_golden_intrinsic(dtype: torch.dtype, direction: str) -> None:
     assert normalizer.variance == pytest.approx(float(golden[f"running_var_{kind}"][-1]), rel=1e-6)
 
 
-def test_the_forward_filter_spans_rollouts_and_the_backward_one_does_not() -> None:
+def test_forward_filter_spans_rollouts_and_the_backward_one_does_not() -> None:
     reward = torch.rand(20, 2, dtype=torch.float64)
     halves, whole = IntrinsicRewardNormalizer(0.9), IntrinsicRewardNormalizer(0.9)
     halves.normalize(reward[:10])
@@ -34,7 +34,7 @@ def test_the_forward_filter_spans_rollouts_and_the_backward_one_does_not() -> No
     backward.normalize(reward)  # no filter is carried, so another number of environments is fine
 
 
-def test_the_forward_filter_goes_on_in_its_own_environment() -> None:
+def test_forward_filter_goes_on_in_its_own_environment() -> None:
     reward = torch.rand(3, 5, 4, dtype=torch.float64)  # rollouts, steps, environments
     together, apart = IntrinsicRewardNormalizer(0.9), IntrinsicRewardNormalizer(0.9)
     for rollout in reward:
@@ -116,7 +116,7 @@ def test_equal_entries_become_exactly_zero(dtype: torch.dtype, value: float, cou
     assert {name: float(result.abs().max()) for name, result in kinds.items()} == dict.fromkeys(kinds, 0.0)
 
 
-def test_a_masked_mean_at_a_large_offset_is_that_of_the_entries() -> None:
+def test_masked_mean_at_a_large_offset_is_that_of_the_entries() -> None:
     x = torch.arange(1000).remainder(5).sub(2) + 1e6
     mask = torch.arange(1000) < 995
     for result in (standardize(x, mask)[mask], population_standardize(x[mask], 0.0)):

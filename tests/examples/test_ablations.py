@@ -12,7 +12,7 @@ from benchmarks.ablations import BEGIN, FOLDER, SAID, given, scores, table
 from benchmarks.results import GUIDE, ResultsError, Row, with_table
 
 
-def test_the_guide_has_the_table_that_the_logs_make():
+def test_guide_has_the_table_that_the_logs_make():
     page = GUIDE.read_text()
     assert with_table(page, table(), BEGIN) == page, "run python tests/benchmarks/ablations.py table"
     compared = {name for pairs in SAID["compared"].values() for pair in pairs.values() for name in pair}
@@ -29,7 +29,7 @@ def test_results_of_other_settings_and_unknown_runs_are_refused(tmp_path, monkey
         table(tmp_path / "logs")
 
 
-def test_a_seed_counts_by_its_mean_over_training_and_by_its_end():
+def test_seed_counts_by_its_mean_over_training_and_by_its_end():
     rows = [Row(1, 10, 2.0, 0.0, 0), Row(1, 20, 4.0, 0.0, 0), Row(1, 20, 5.0, 0.0, 100, 1.0)]
     rows += [Row(0, 10, 1.0, 0.0, 0), Row(0, 10, 0.5, 0.0, 100, 1.0)]
     learning, ends = scores(rows)

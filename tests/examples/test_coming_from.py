@@ -58,7 +58,7 @@ def is_on_device(name: str, owner: str) -> bool:
 
 
 @pytest.mark.parametrize("page", DOCUMENTED)
-def test_a_page_leads_from_every_documented_name_to_one_that_is_there(page):
+def test_page_leads_from_every_documented_name_to_one_that_is_there(page):
     found = tables(page)
     listed = {
         kind: {name for line in lines for name in re.split(r", (?![^(]*\))", line)}
@@ -72,7 +72,7 @@ def test_a_page_leads_from_every_documented_name_to_one_that_is_there(page):
             assert [name for name in wanted if not is_on_device(name, owner)] == [], (page, theirs)
 
 
-def test_the_defaults_beside_stable_baselines3s_are_those_of_the_command():
+def test_defaults_beside_stable_baselines3s_are_those_of_the_command():
     cfg = composed("train", "~experiment", "data=uniform", "model=dqn")
     parts = (cfg.data, cfg.data.buffer, cfg.data.buffer.storage, cfg.model)
     values = {(node._target_.rpartition(".")[2], str(name)): value for node in parts for name, value in node.items()}

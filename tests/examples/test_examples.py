@@ -47,7 +47,7 @@ def run_example(script: str, *arguments: str, folder: Path) -> list[str]:
         ),
     ],
 )
-def test_an_example_runs_and_ends_with_its_return(script, arguments, last_line, tmp_path):
+def test_example_runs_and_ends_with_its_return(script, arguments, last_line, tmp_path):
     match = re.fullmatch(last_line, run_example(script, *arguments, folder=tmp_path)[-1])
     assert match is not None
     # CartPole gives one a step; no policy falls at once, and an episode lasts 500 steps at most. A treasure is one.
@@ -64,14 +64,14 @@ def test_learners_are_placed_by_ray_and_share_out_its_collectors(tmp_path):
     assert (tmp_path / "ray_learners" / "checkpoints" / "last.ckpt").is_file()
 
 
-def test_the_planner_solves_a_task(tmp_path):
+def test_planner_solves_a_task(tmp_path):
     pytest.importorskip("minigrid")
     actions, end = run_example("planner.py", "--env", "MiniGrid-BlockedUnlockPickup-v0", folder=tmp_path)
     count = len(actions.split())
     assert end == f"reward after {count} steps: {1 - 0.9 * count / 576:.3f}"
 
 
-def test_a_demonstration_is_made_and_its_actions_are_tried_elsewhere(tmp_path):
+def test_demonstration_is_made_and_its_actions_are_tried_elsewhere(tmp_path):
     folder, id = str(tmp_path / "car"), "MountainCar-v0"
     said = run_example("demonstrations.py", "record", folder, id, "--seed", "3", "--count", "2", folder=tmp_path)
     assert said == ["seed 3: return 1.000 after 114 steps", "seed 4: return 1.000 after 122 steps"]
@@ -82,7 +82,7 @@ def test_a_demonstration_is_made_and_its_actions_are_tried_elsewhere(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:.*reward functions were updated")
-def test_the_arm_brings_the_block_to_its_goal(tmp_path):
+def test_arm_brings_the_block_to_its_goal(tmp_path):
     need_extra("robotics")
     folder, id = str(tmp_path / "block"), "gymnasium_robotics:FetchPickAndPlace-v4"
     said = run_example("demonstrations.py", "record", folder, id, "--seed", "40", "--count", "3", folder=tmp_path)
@@ -92,13 +92,13 @@ def test_the_arm_brings_the_block_to_its_goal(tmp_path):
     assert (found.terminated, found.truncated) == (False, True)
 
 
-def test_the_picture_of_the_data_path_is_the_one_that_is_drawn(tmp_path):
+def test_picture_of_the_data_path_is_the_one_that_is_drawn(tmp_path):
     assert run_example("guide/draw_data_path.py", "drawn.svg", folder=tmp_path) == ["drawn: drawn.svg"]
     drawn, shown = (path.read_text() for path in (tmp_path / "drawn.svg", EXAMPLES / "guide" / "data_path.svg"))
     assert re.findall(r"<text.*?</text>", drawn) == re.findall(r"<text.*?</text>", shown)
 
 
-def test_the_continuous_cartpole_is_gymnasiums_at_full_force():
+def test_continuous_cartpole_is_gymnasiums_at_full_force():
     ours, theirs = (gymnasium.make(f"{name}-v{v}") for name, v in ((OWN_CARTPOLE, 0), ("CartPole", 1)))
     assert ours.spec.max_episode_steps == theirs.spec.max_episode_steps
     rng = np.random.default_rng(0)
@@ -113,7 +113,7 @@ def test_the_continuous_cartpole_is_gymnasiums_at_full_force():
             fallen = said[1]
 
 
-def test_the_continuous_cartpole_pushes_as_hard_as_the_action_says():
+def test_continuous_cartpole_pushes_as_hard_as_the_action_says():
     env = gymnasium.make(OWN_CARTPOLE + "-v0").unwrapped
     speeds = []
     for push in (0.0, 0.25, 0.5, 1.0, 3.0):

@@ -36,7 +36,7 @@ def train(folder: Path, part: str, *settings: str) -> Done:
 
 
 @pytest.mark.parametrize("part", SMALL)
-def test_a_part_is_trained_resumed_and_evaluated(part, folder):
+def test_part_is_trained_resumed_and_evaluated(part, folder):
     done = train(folder, part, "hydra.run.dir=run")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("to resume or evaluate it, say trusted=true") == 1
@@ -96,7 +96,7 @@ def test_a_part_is_trained_resumed_and_evaluated(part, folder):
         ),
     ],
 )
-def test_a_mistake_is_named_as_in_a_part_of_ours(part, setting, message, folder):
+def test_mistake_is_named_as_in_a_part_of_ours(part, setting, message, folder):
     if setting == "env=minigrid":
         pytest.importorskip("minigrid")
     fewer = [each for each in SMALL[part] if setting != "data=uniform" or "total_frames" in each]

@@ -25,7 +25,7 @@ LAST_LINE = {
 
 
 @pytest.mark.parametrize("name", LAST_LINE)
-def test_a_notebook_runs_as_it_is_written(name, tmp_path, monkeypatch):
+def test_notebook_runs_as_it_is_written(name, tmp_path, monkeypatch):
     monkeypatch.setenv("MPLBACKEND", "agg")
     cells = json.loads((FOLDER / f"{name}.ipynb").read_text())["cells"]
     code = [few_frames("".join(cell["source"])) for cell in cells if cell["cell_type"] == "code"]
@@ -34,7 +34,7 @@ def test_a_notebook_runs_as_it_is_written(name, tmp_path, monkeypatch):
     assert re.fullmatch(LAST_LINE[name], process.said.replace(END, "").splitlines()[-1])
 
 
-def test_a_notebook_is_valid_without_outputs_and_a_page_leads_there():
+def test_notebook_is_valid_without_outputs_and_a_page_leads_there():
     paths = {path.stem: path for path in FOLDER.iterdir()}
     assert set(paths) == set(LAST_LINE)
     pages = "".join(page.read_text() for page in (PROJECT / "README.md", *FOLDER.parent.glob("guide/*.md")))

@@ -28,7 +28,7 @@ NAME = "ppod_minigrid_keycorridor"
 ROWS = [Row(0, 100, -1.5, 0.25, 0), Row(0, 200, 3.0, 0.5, 100, 1.25)]
 
 
-def test_the_guide_has_the_table_that_the_logs_make():
+def test_guide_has_the_table_that_the_logs_make():
     page = GUIDE.read_text()
     assert with_table(page, table()) == page, "run python tests/benchmarks/results.py table"
     assert page.count(BEGIN) == 1
@@ -51,7 +51,7 @@ def test_what_is_written_is_read_again_as_long_as_the_settings_are_the_same(tmp_
     assert results.settings_of("ppod_minigrid_multiroom") != before  # which begins with this one
 
 
-def test_the_share_that_succeeds_is_read_again_and_stands_behind_the_score(tmp_path):
+def test_share_that_succeeds_is_read_again_and_stands_behind_the_score(tmp_path):
     rows = [replace(ROWS[0], success=0.5), replace(ROWS[1], success=0.91)]
     results.write(NAME, rows, tmp_path)
     assert read(tmp_path / f"{NAME}.csv") == rows
@@ -90,7 +90,7 @@ def test_another_version_or_experiment_is_refused(tmp_path):
         results.settings_of("none")
 
 
-def test_a_log_and_the_last_line_of_an_evaluation_are_understood(tmp_path):
+def test_log_and_the_last_line_of_an_evaluation_are_understood(tmp_path):
     path = tmp_path / "metrics.csv"
     path.write_text("eval/return,eval/return_std,step\n,,64\n2.5,0.5,128\n")
     assert list(logged(path, 3)) == [Row(3, 128, 2.5, 0.5, 0)]
@@ -116,7 +116,7 @@ def test_what_a_peer_came_to_stands_beside_it_as_long_as_the_settings_are_the_sa
         of_peer(NAME, tmp_path)
 
 
-def test_a_picture_shows_what_the_logs_say(tmp_path):
+def test_picture_shows_what_the_logs_say(tmp_path):
     (tmp_path / "published.yaml").write_text(f"{NAME}: about -2.5 +- 1 (v2)\n")
     results.write(NAME, [replace(row, seed=seed) for seed in (0, 1) for row in ROWS], tmp_path)
     results.write(NAME, [Row(0, 200, 1.0, 0.5, 100, 2.0)], tmp_path / results.PEER.name)

@@ -108,7 +108,7 @@ def test_so_is_a_setting_that_it_has_not(name, setting, monkeypatch):
 
 
 @pytest.mark.parametrize(("name", "frames"), [("ppo_acrobot", 4096), ("sac_pendulum", 2048), ("dqn_mountaincar", 2048)])
-def test_a_run_ends_with_unseen_episodes(name, frames, monkeypatch):
+def test_run_ends_with_unseen_episodes(name, frames, monkeypatch):
     monkeypatch.setattr(twin, "EPISODES", 2)
     made = Twin(name)
     made.data.update(total_frames=frames, warmup_frames=2000)

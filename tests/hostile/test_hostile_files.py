@@ -40,7 +40,7 @@ def test_whole_files_are_read(base, tmp_path):
 
 
 @pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, names in CHOSEN.items() for name in names])
-def test_a_hostile_file_runs_writes_and_costs_nothing(base, tmp_path, kind, name):
+def test_hostile_file_runs_writes_and_costs_nothing(base, tmp_path, kind, name):
     readings = readings_of(CASES[kind, name], READERS[kind], base, tmp_path / "file")
     problems = [problem for _, reading in readings for problem in reading.problems]
     assert problems == []

@@ -82,7 +82,7 @@ def test_episodes_are_those_of_the_index_after_any_operation(
     assert any(row[3] == "cut" for row in found)
 
 
-def test_a_trajectory_that_ids_cut_is_shown_as_two(tmp_path: Path) -> None:
+def test_trajectory_that_ids_cut_is_shown_as_two(tmp_path: Path) -> None:
     draw = torch.Generator().manual_seed(0)
     data = steps(6, draw, [0]).reshape(-1)
     data["next"].update({name: torch.zeros(6, 1, dtype=torch.bool) for name in ("done", "terminated", "truncated")})
@@ -104,7 +104,7 @@ def test_a_trajectory_that_ids_cut_is_shown_as_two(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("last", [1, 4, 100])
-def test_the_newest_cells_show_the_ends_of_their_episodes(last: int) -> None:
+def test_newest_cells_show_the_ends_of_their_episodes(last: int) -> None:
     draw = torch.Generator().manual_seed(1)
     buffer = ExperienceBuffer(storage=RingStorage(30), writer=RingWriter(track_episodes=True))
     data = steps(8, draw, [0]).reshape(-1)

@@ -161,7 +161,7 @@ def paths_in(node, path=()):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_wrong_type_anywhere_is_shown_or_told_in_one_line(kind):
+def test_wrong_type_anywhere_is_shown_or_told_in_one_line(kind):
     whole = KINDS[kind]()
     began = time.process_time()
     count = 0
@@ -199,7 +199,7 @@ def test_empty_buffers_are_shown(buffer):
     assert "nothing is stored yet" in show(inspect_buffer(buffer))
 
 
-def test_the_others_are_shown_beside_one_that_cannot_be(tmp_path):
+def test_others_are_shown_beside_one_that_cannot_be(tmp_path):
     torn = state_of()
     torn["writer"]["positions"] = "x"
     found = inspect_state({"ranks": [state_of(), torn, state_of()]}, "it")
@@ -210,7 +210,7 @@ def test_the_others_are_shown_beside_one_that_cannot_be(tmp_path):
     assert "it[1] cannot be shown" in (tmp_path / "page.html").read_text()
 
 
-def test_a_rank_whose_buffer_is_gone_and_a_torn_demonstration_are_told_beside_the_others(tmp_path):
+def test_rank_whose_buffer_is_gone_and_a_torn_demonstration_are_told_beside_the_others(tmp_path):
     buffer = ExperienceBuffer(storage=RingStorage(8))
     buffer.extend(TensorDict({"x": torch.rand(3, 1)}, [3]))
     buffer.dumps(tmp_path / "buffer" / "0123abcd" / "rank_0" / "after_1_0000000a")
@@ -293,7 +293,7 @@ def test_frames_that_never_change_are_judged():
     assert "observation is the same image in every step: it tells a network nothing" in inspect_buffer(buffer).findings
 
 
-def test_a_manifest_of_many_values_is_refused_before_it_is_parsed(tmp_path):
+def test_manifest_of_many_values_is_refused_before_it_is_parsed(tmp_path):
     write_state(tmp_path / "state", state_of())
     (tmp_path / "state" / MANIFEST).write_text("[" + "[]," * 1_000_000 + "[]]")
     with pytest.raises(ValueError, match=r"at most .* values, got"):
@@ -304,7 +304,7 @@ def test_a_manifest_of_many_values_is_refused_before_it_is_parsed(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["huge", "zero"])
-def test_the_command_shows_or_refuses_a_saved_state(tmp_path, capsys, kind):
+def test_command_shows_or_refuses_a_saved_state(tmp_path, capsys, kind):
     state = state_of(REWARDS["huge"] if kind == "huge" else None)
     if kind == "zero":
         state["writer"]["length"] = 0

@@ -94,7 +94,7 @@ def test_entries_and_episodes_are_those_that_a_plain_walk_finds(monkeypatch, pie
     assert [row[2] for row in rows] == pytest.approx([row[2] for row in wanted], abs=2e-3)
 
 
-def test_a_saved_buffer_is_read_in_pieces_and_says_the_same(tmp_path, monkeypatch):
+def test_saved_buffer_is_read_in_pieces_and_says_the_same(tmp_path, monkeypatch):
     buffer, _ = filled(rounds=(120, 60))
     buffer.dumps(tmp_path / "saved")
     monkeypatch.setattr("torchrl_lightning._core.files._STREAMED", 16)
@@ -118,7 +118,7 @@ def test_ages_and_priorities():
 
 
 @pytest.mark.parametrize("count", [7, 200])
-def test_the_curve_and_the_half_of_uneven_priorities_are_those_of_a_plain_sum(count):
+def test_curve_and_the_half_of_uneven_priorities_are_those_of_a_plain_sum(count):
     sampler = PrioritizedSampler(400, alpha=1.0, beta=0.4)
     buffer = ExperienceBuffer(storage=RingStorage(400), sampler=sampler)
     cells = buffer.extend(steps(count))
@@ -131,7 +131,7 @@ def test_the_curve_and_the_half_of_uneven_priorities_are_those_of_a_plain_sum(co
     assert sum(held.shares[:16]) == pytest.approx(shares[count // 2 - 1], rel=1e-4)
 
 
-def test_the_sample_of_an_entry_keeps_no_piece_alive():
+def test_sample_of_an_entry_keeps_no_piece_alive():
     buffer = ExperienceBuffer(storage=RingStorage(50_000))
     buffer.extend(steps(50_000))
     sample = inspect_buffer(buffer).summaries[0].entry("observation").sample
@@ -177,7 +177,7 @@ def test_demonstrations_are_episodes_that_end_as_they_say():
     assert summary.episodes.whole.all()
 
 
-def test_the_newest_cells_alone():
+def test_newest_cells_alone():
     buffer, given = filled(rounds=(120, 60))
     (summary,) = inspect_buffer(buffer, last=40).summaries
     newest = torch.cat([rows[-10:] for rows in given])
@@ -185,7 +185,7 @@ def test_the_newest_cells_alone():
     assert summary.entry("observation").high == pytest.approx(newest["observation"].max().item())
 
 
-def test_a_storage_of_uneven_rings_shows_all_its_rows():
+def test_storage_of_uneven_rings_shows_all_its_rows():
     buffer = ExperienceBuffer(storage=RingStorage(20), num_envs=2)
     buffer.extend(TensorDict({"x": torch.arange(6.0)[:, None, None]}, [6, 1]), torch.tensor([1]), time_dim=0)
     for each in (buffer, buffer.storage, buffer.storage.state_dict()):
@@ -213,7 +213,7 @@ def test_counters_that_lead_to_other_cells_are_told_in_one_line(key, change, set
     assert "\n" not in str(error.value)
 
 
-def test_a_buffer_of_a_billion_cells_is_refused_by_one_line_that_says_the_mend():
+def test_buffer_of_a_billion_cells_is_refused_by_one_line_that_says_the_mend():
     flags = {"observation": torch.zeros(1).expand(10**9)}
     storage = {"max_size": 10**9, "count": 10**9, "cells": None, "cursor": -1, "data": flags}
     with pytest.raises(ValueError, match=r"^it holds 1,000,000,000 cells, .*--last 10000000.*last=10_000_000") as error:
@@ -222,7 +222,7 @@ def test_a_buffer_of_a_billion_cells_is_refused_by_one_line_that_says_the_mend()
     assert inspect_state(storage, "it", last=1000).summaries[0].content.looked_at == 1000
 
 
-def test_the_memory_of_an_inspection_does_not_grow_with_the_cells():
+def test_memory_of_an_inspection_does_not_grow_with_the_cells():
     def peak_of(count):
         numbers, flags = torch.zeros(1, 1).expand(count, 1), torch.zeros(1, 1, dtype=torch.bool).expand(count, 1)
         data = {"observation": numbers, "next": {"reward": numbers, "done": flags}}
@@ -238,7 +238,7 @@ def test_the_memory_of_an_inspection_does_not_grow_with_the_cells():
     assert peak_of(2_000_000) < 1.2 * peak_of(500_000)
 
 
-def test_a_summary_is_told_without_its_samples():
+def test_summary_is_told_without_its_samples():
     summaries = inspect_buffer(filled(sampler=PrioritizedSampler(120))[0]).summaries
     assert len(repr(summaries)) < 4000
     assert "Entry(key=('observation',), shape=(3,), dtype='float32'" in repr(summaries)

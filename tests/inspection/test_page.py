@@ -63,7 +63,7 @@ def buffer():
     return buffer
 
 
-def test_the_page_is_nested_needs_nothing_else_and_tells_what_the_tables_do(buffer, tmp_path):
+def test_page_is_nested_needs_nothing_else_and_tells_what_the_tables_do(buffer, tmp_path):
     found = inspect_buffer(buffer)
     found.write_html(tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
@@ -81,7 +81,7 @@ def test_the_page_is_nested_needs_nothing_else_and_tells_what_the_tables_do(buff
     assert found._repr_html_() in page
 
 
-def test_a_page_does_not_depend_on_the_users_style_of_matplotlib(buffer):
+def test_page_does_not_depend_on_the_users_style_of_matplotlib(buffer):
     found = inspect_buffer(buffer)
     style = {"path.sketch": (2, 100, 2), "patch.linewidth": 9, "lines.color": "red", "text.usetex": True}
     with matplotlib.rc_context(style):
@@ -104,7 +104,7 @@ def test_pictures_have_the_colours_of_the_page_light_and_dark_and_no_ids(buffer)
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
-def test_a_browser_shows_the_page(buffer, tmp_path):
+def test_browser_shows_the_page(buffer, tmp_path):
     page = tmp_path / "page.html"
     inspect_buffer(buffer).write_html(page)
     page.write_text(page.read_text().replace("<details", "<details open", 1))
@@ -129,7 +129,7 @@ def test_a_browser_shows_the_page(buffer, tmp_path):
     assert min(shades) > 100 * 100
 
 
-def test_the_rows_of_an_episode_are_its_own_behind_a_wrap(buffer):
+def test_rows_of_an_episode_are_its_own_behind_a_wrap(buffer):
     summary = inspect_buffer(buffer).summaries[0]
     content, episodes = summary.content, summary.episodes
     for number in range(len(episodes)):
@@ -190,7 +190,7 @@ def test_numbers_of_any_size_stay_inside_their_picture(values):
                 assert (points <= (240, 80)).all()
 
 
-def test_a_page_that_cannot_be_written_leaves_nothing(buffer, tmp_path):
+def test_page_that_cannot_be_written_leaves_nothing(buffer, tmp_path):
     with pytest.raises(FileNotFoundError):
         inspect_buffer(buffer).write_html(tmp_path / "none" / "page.html")
     assert list(tmp_path.iterdir()) == []

@@ -29,7 +29,7 @@ assert jitted(double)(2) == 4
 """
 
 
-def test_a_kernel_that_is_compiled_is_announced_once(tmp_path, monkeypatch):
+def test_kernel_that_is_compiled_is_announced_once(tmp_path, monkeypatch):
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "cache"))
     program = tmp_path / "program.py"  # numba caches no function of a command line
     program.write_text(PROGRAM)

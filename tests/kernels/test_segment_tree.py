@@ -199,7 +199,7 @@ def test_slices_scalars_and_shapes() -> None:
     assert (tree[1].shape, len(tree)) == (torch.Size([]), 6)
 
 
-def test_a_state_holds_the_written_part() -> None:
+def test_state_holds_the_written_part() -> None:
     tree = SumSegmentTree(9)
     tree[[1, 4]] = [2.0, 3.0]
     state = tree.state_dict()

@@ -142,7 +142,7 @@ def test_terminal_step_ignores_the_given_value_and_a_cut_one_uses_it(given: Any,
     assert float(buffer.sample_batch()["ret"]) == target
 
 
-def test_the_value_of_the_last_stored_step_is_named_in_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_value_of_the_last_stored_step_is_named_in_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     buffer, last = build(2), path_step(0, done=False)
     buffer.store(last)
     with caplog.at_level(logging.WARNING):
@@ -150,7 +150,7 @@ def test_the_value_of_the_last_stored_step_is_named_in_a_warning(caplog: pytest.
     assert "behind it" in caplog.text
 
 
-def test_an_open_path_is_never_overwritten() -> None:
+def test_open_path_is_never_overwritten() -> None:
     buffer = build(2)
     buffer.store(path_step(0))
     buffer.store(path_step(1))
@@ -188,7 +188,7 @@ def test_stored_paths_are_standardised_by_the_first_read_and_come_out_as_mini_ba
     assert torch.equal(batch["advantage"], read.flatten(0, 1))
 
 
-def test_a_whole_rollout_gets_rewards_to_go_and_documented_batches() -> None:
+def test_whole_rollout_gets_rewards_to_go_and_documented_batches() -> None:
     buffer = PPOBuffer(None, None, size=5, batch_size=4, gamma=0.9, lam=0.8, critic=make_critic())
     buffer.insert_data_slice(make_rollout(5, 3))
     assert buffer.sample_batch()["act"].shape == (4, 1)

@@ -14,7 +14,7 @@ GOOD: dict[str, Any] = {"obs_dim": 32, "act_dim": 2, "size": 200, "batch_size": 
 YAML = "obs_dim: 32\nact_dim: 2\nsize: 200_000\nbatch_size: 16\n"
 
 
-def test_the_schema_lists_the_documented_parameters() -> None:
+def test_schema_lists_the_documented_parameters() -> None:
     config = OmegaConf.structured(SimpleReplayBuffer.schema)
     assert OmegaConf.missing_keys(config) == {"obs_dim", "act_dim", "size", "batch_size"}
 
@@ -63,6 +63,6 @@ def test_files_that_are_no_such_mapping(tmp_path: Path, text: str) -> None:
         SimpleReplayBuffer.instantiate_from_config(tmp_path / "b.yaml")
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+def test_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         SimpleReplayBuffer.instantiate_from_config(tmp_path / "none.yaml")

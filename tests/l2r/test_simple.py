@@ -27,7 +27,7 @@ def build(size: int = 5, batch_size: int = 2, filled: int = 0, **options: Any) -
 
 @settings(max_examples=40, deadline=None)
 @given(size=st.integers(1, 6), count=st.integers(1, 20), batch_size=st.integers(1, 6))
-def test_the_newest_steps_are_kept_and_drawn_whole_and_once(size: int, count: int, batch_size: int) -> None:
+def test_newest_steps_are_kept_and_drawn_whole_and_once(size: int, count: int, batch_size: int) -> None:
     buffer, kept = build(size, batch_size, count), min(size, count)
     assert (len(buffer), buffer.size, buffer.ptr) == (kept, kept, count % size)
     if batch_size > kept:

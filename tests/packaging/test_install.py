@@ -23,7 +23,7 @@ main()
 """
 
 
-def test_the_wheel_carries_the_modules_the_hydra_tree_the_plugin_and_the_type_marker(wheel: Path):
+def test_wheel_carries_the_modules_the_hydra_tree_the_plugin_and_the_type_marker(wheel: Path):
     names = set(zipfile.ZipFile(wheel).namelist())
     tree = {f"torchrl_lightning/conf/{path.relative_to(PROJECT / 'conf')}" for path in PROJECT.glob("conf/**/*.*")}
     assert {Path(name).suffix for name in tree} == {".yaml", ".safetensors"}
@@ -37,7 +37,7 @@ def test_the_wheel_carries_the_modules_the_hydra_tree_the_plugin_and_the_type_ma
     assert {root for root in roots if not root.endswith(".dist-info")} == {"torchrl_lightning", "hydra_plugins"}
 
 
-def test_the_description_on_a_package_index_shows_nothing_broken(wheel: Path):
+def test_description_on_a_package_index_shows_nothing_broken(wheel: Path):
     """Relative pictures and links do not travel: pictures are left out, and of links the words are kept."""
     with zipfile.ZipFile(wheel) as archive:
         (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
@@ -52,7 +52,7 @@ def test_the_description_on_a_package_index_shows_nothing_broken(wheel: Path):
     assert versions == {"3.11", "3.12", "3.13"}
 
 
-def test_the_package_comes_from_where_it_was_installed_and_costs_no_torch(from_wheel, from_checkout):
+def test_package_comes_from_where_it_was_installed_and_costs_no_torch(from_wheel, from_checkout):
     heavy = "[name for name in ('torch', 'tensordict', 'torchrl', 'lightning', 'numba') if name in sys.modules]"
     code = f"import sys, torchrl_lightning, torchrl_lightning.cli.train; print(torchrl_lightning.__file__, {heavy})"
     for installation, root in ((from_wheel, from_wheel.root), (from_checkout, PROJECT / "plugin")):
@@ -61,7 +61,7 @@ def test_the_package_comes_from_where_it_was_installed_and_costs_no_torch(from_w
         assert loaded == "[]"
 
 
-def test_the_train_command_composes_its_config(installation):
+def test_train_command_composes_its_config(installation):
     arguments = ("--cfg", "job", "--resolve", "data=vtrace", "seed=3")
     cfg = OmegaConf.create(installation.run("torchrl-lightning-train", *arguments).stdout)
     assert cfg.data.buffer._target_ == "torchrl_lightning.VTraceBuffer"
@@ -70,12 +70,12 @@ def test_the_train_command_composes_its_config(installation):
     assert list(Path(cfg.paths.demonstrations, "mountaincar").glob("*.safetensors"))
 
 
-def test_the_other_commands_answer(installation):
+def test_other_commands_answer(installation):
     for name, said in (("evaluate", "ckpt_path"), ("record", "ckpt_path"), ("plot", "usage"), ("export", "usage")):
         assert said in installation.run(f"torchrl-lightning-{name}", "--help").stdout.lower()
 
 
-def test_a_foreign_hydra_app_finds_our_data_group(installation, tmp_path):
+def test_foreign_hydra_app_finds_our_data_group(installation, tmp_path):
     (tmp_path / "conf").mkdir()
     (tmp_path / "conf" / "config.yaml").write_text("defaults:\n  - data: gae\n  - _self_\nepochs: 3\n")
     (tmp_path / "app.py").write_text(FOREIGN_APP)

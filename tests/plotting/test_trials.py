@@ -57,7 +57,7 @@ def sweep(tmp_path) -> Path:
     return folder
 
 
-def test_a_sweep_becomes_a_table_best_first_and_a_picture(sweep, tmp_path, capsys, figures):
+def test_sweep_becomes_a_table_best_first_and_a_picture(sweep, tmp_path, capsys, figures):
     output = tmp_path / "pictures" / "sweep.png"
     assert main([str(sweep), "--table", "--output", str(output)]) == 0
     said = capsys.readouterr().out.splitlines()
@@ -150,7 +150,7 @@ def test_runs_at_defaults_stay_and_budgets_are_told_apart(tmp_path, figures):
         ([8.0, 16.0, 32.0, 64.0, 128.0], True),
     ],
 )
-def test_an_axis_is_logarithmic_where_values_are(tmp_path, figures, numbers, is_logarithmic):
+def test_axis_is_logarithmic_where_values_are(tmp_path, figures, numbers, is_logarithmic):
     trials = [Trial({"model.x": str(number)}, [], np.array([number])) for number in numbers]
     draw_trials(trials, tmp_path / "sweep.png")
     assert (figures[0].axes[0].get_xscale() == "log") == is_logarithmic
@@ -223,7 +223,7 @@ def test_importances_are_those_of_scipy_and_chance_stands_beside_them(tmp_path, 
     assert importances(equal) == {"rate": (0.0, 0.0)}
 
 
-def test_a_run_without_a_score_is_left_out(sweep, caplog):
+def test_run_without_a_score_is_left_out(sweep, caplog):
     made(sweep / "broken" / "8", None, "model.learning_rate=1", "data.num_epochs=4", "data.num_envs=4")
     assert len(read_trials([sweep])) == 4
     assert "1 of 9 runs" in caplog.text

@@ -105,7 +105,7 @@ def test_no_rank_starts_a_cluster_for_all(monkeypatch: pytest.MonkeyPatch, tmp_p
             joined(config)
 
 
-def test_the_room_is_counted_for_all_ranks(monkeypatch: pytest.MonkeyPatch, cluster: str) -> None:
+def test_room_is_counted_for_all_ranks(monkeypatch: pytest.MonkeyPatch, cluster: str) -> None:
     ray = pytest.importorskip("ray")
     check_room(ray, 4, {"num_cpus": 1})
     monkeypatch.setattr("torchrl_lightning.ray.cluster.world_size", lambda: 2)

@@ -29,7 +29,7 @@ def is_stuck(limiter: RateLimiter, inserts: list[int], draws: list[int]) -> bool
     return not any([*map(limiter.admits_insert, inserts), *map(limiter.admits_draw, draws)])
 
 
-def test_the_smallest_bound_admits_an_insert_or_a_draw() -> None:
+def test_smallest_bound_admits_an_insert_or_a_draw() -> None:
     limiter = RateLimiter(0.1, error_buffer=0.7, min_size=1)  # 0.1 * 4 inserted and 1 drawn, halved: 0.7
     limiter.admits_insert(4)
     for _ in range(10_000):
@@ -67,7 +67,7 @@ def test_at_the_smallest_bound_nobody_waits_for_ever(
 
 
 @given(ratio=RATIOS, insert=st.integers(1, 10_000), draw=st.integers(1, 10_000), share=st.floats(0.01, 1 - 1e-6))
-def test_a_smaller_bound_is_refused_and_the_message_names_one_that_is_not(
+def test_smaller_bound_is_refused_and_the_message_names_one_that_is_not(
     ratio: float, insert: int, draw: int, share: float
 ) -> None:
     limiter = RateLimiter(ratio, share * (ratio * insert + draw) / 2)
@@ -91,7 +91,7 @@ def test_counts_beyond_the_precision_of_floats_stay_exact() -> None:
     assert [limiter.admits_insert(4), limiter.admits_draw(1)] == [False, True]
 
 
-def test_an_infinite_bound_lets_nobody_wait_behind_the_first_rows() -> None:
+def test_infinite_bound_lets_nobody_wait_behind_the_first_rows() -> None:
     limiter = RateLimiter(2.0, error_buffer=math.inf, min_size=3)
     assert not limiter.admits_draw(1)
     limiter.inserted = 3
@@ -107,7 +107,7 @@ def test_an_infinite_bound_lets_nobody_wait_behind_the_first_rows() -> None:
     slack=st.floats(0.0, 50.0),
     seed=st.integers(0, 99),
 )
-def test_the_ratio_is_kept_within_its_bound(
+def test_ratio_is_kept_within_its_bound(
     ratio: float, insert: int, draw: int, min_size: int, slack: float, seed: int
 ) -> None:
     bound = (ratio * insert + draw) / 2 + slack
@@ -132,7 +132,7 @@ def test_without_a_ratio_only_the_first_draw_waits() -> None:
     assert limiter.admits_draw(10**9)
 
 
-def test_a_bound_that_would_never_be_left_is_refused() -> None:
+def test_bound_that_would_never_be_left_is_refused() -> None:
     limiter = RateLimiter(2.0, error_buffer=10.0)
     limiter.inserted = 1
     assert limiter.admits_insert(4)

@@ -88,7 +88,7 @@ def ids_of(batch: TensorDict) -> set[int]:
     return set(batch["collector", "traj_ids"].flatten().tolist())
 
 
-def test_a_process_for_actors_is_spared_what_its_libraries_would_import() -> None:
+def test_process_for_actors_is_spared_what_its_libraries_would_import() -> None:
     named = ray.remote(lambda: list(sys.modules))
     imported = set(ray.get(named.remote()))
     assert "tensordict" in imported  # with what an actor needs, before it is there
@@ -141,7 +141,7 @@ def test_in_sync_a_run_resumes_bit_for_bit(made: Any) -> None:
         assert not ids_of(other) & given
 
 
-def test_the_others_go_on_where_one_is_killed(made: Any) -> None:
+def test_others_go_on_where_one_is_killed(made: Any) -> None:
     collector = made(PidEnv)
     before: dict[int, TensorDict] = {}
     while len(before) < 2:
@@ -196,7 +196,7 @@ def test_errors_of_environments_and_policies_come_back(made: Any) -> None:
         collector.rollout()
 
 
-def test_a_module_that_actors_cannot_import_is_told_with_the_mend(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_module_that_actors_cannot_import_is_told_with_the_mend(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "here_alone", here := ModuleType("here_alone"))
     exec("def make():\n    pass", vars(here))  # in no file
     with pytest.raises(ClusterFault, match=r"0.*'here_alone'.*py_modules"):
@@ -224,7 +224,7 @@ def test_settings_reach_the_actor(made: Any) -> None:
     assert replay.told == [0]
 
 
-def test_a_fit_shares_its_environments_out_and_tells_of_deaths(tmp_path: Path) -> None:
+def test_fit_shares_its_environments_out_and_tells_of_deaths(tmp_path: Path) -> None:
     class Watching(TinyActorCritic):
         told: list[dict[str, float]] = []
 
@@ -241,7 +241,7 @@ def test_a_fit_shares_its_environments_out_and_tells_of_deaths(tmp_path: Path) -
     assert {"collector/lag", "collector/lost_frames"} <= set(Watching.told[-1])
 
 
-def test_a_fit_goes_on_where_its_replay_service_is_killed(tmp_path: Path) -> None:
+def test_fit_goes_on_where_its_replay_service_is_killed(tmp_path: Path) -> None:
     """The actors write there by themselves; what the service had not saved comes again, each row once."""
     told: list[dict[str, float]] = []
 
@@ -306,7 +306,7 @@ def apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path / "ray" / "ray_current_cluster"
 
 
-def test_an_address_where_nothing_answers_is_one_line(apart: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_address_where_nothing_answers_is_one_line(apart: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     began = time.monotonic()
     with pytest.raises(ClusterFault, match=r"address='127.0.0.1:1'."):
         joined({"address": "127.0.0.1:1"})
@@ -316,7 +316,7 @@ def test_an_address_where_nothing_answers_is_one_line(apart: Path, monkeypatch: 
     assert time.monotonic() - began < 20
 
 
-def test_the_note_of_a_cluster_that_was_killed_is_passed_over(apart: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_note_of_a_cluster_that_was_killed_is_passed_over(apart: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     monkeypatch.setattr(ray, "init", lambda **config: asked.append(config))
     apart.write_text("127.0.0.1:1")

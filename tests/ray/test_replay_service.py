@@ -97,7 +97,7 @@ def test_batches_are_those_of_the_buffer(sampler: str, ray: FakeRay) -> None:
     assert not ray.actors
 
 
-def test_a_batch_says_how_many_updates_ago_it_was_asked_for(ray: FakeRay) -> None:
+def test_batch_says_how_many_updates_ago_it_was_asked_for(ray: FakeRay) -> None:
     service = ReplayService(buffer(), name="it", batches_per_call=2, calls_in_flight=2)
     service.extend(rollout(0))
     ages = []
@@ -208,7 +208,7 @@ def test_what_is_acknowledged_is_never_lost(ray: FakeRay, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])
-def test_a_run_goes_on_from_its_checkpoint(elsewhere: bool, ray: FakeRay, tmp_path: Path) -> None:
+def test_run_goes_on_from_its_checkpoint(elsewhere: bool, ray: FakeRay, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"batches_per_call": 1, "calls_in_flight": 1}
     first = ReplayService(buffer("prioritized"), name="it", folder=tmp_path / "first", **settings)
     for number in range(3):
@@ -232,7 +232,7 @@ def test_a_run_goes_on_from_its_checkpoint(elsewhere: bool, ray: FakeRay, tmp_pa
         second.load_state_dict(state)
 
 
-def test_a_writer_waits_for_learners_and_they_for_rows(ray: FakeRay) -> None:
+def test_writer_waits_for_learners_and_they_for_rows(ray: FakeRay) -> None:
     limits: dict[str, Any] = {"samples_per_insert": 1.0, "error_buffer": 16.0, "min_size": 8}
     service = ReplayService(buffer(), name="it", batches_per_call=1, calls_in_flight=1, **limits)
     drawn = threading.Thread(target=service.draw, args=(8,))
@@ -256,7 +256,7 @@ def test_a_writer_waits_for_learners_and_they_for_rows(ray: FakeRay) -> None:
     assert size <= inserted
 
 
-def test_a_bound_that_is_too_small_is_told_to_whoever_waits_already(ray: FakeRay) -> None:
+def test_bound_that_is_too_small_is_told_to_whoever_waits_already(ray: FakeRay) -> None:
     limits: dict[str, Any] = {"samples_per_insert": 1.0, "error_buffer": 8.0, "min_size": 8}
     learner = ReplayService(buffer(), name="it", batches_per_call=1, calls_in_flight=1, **limits)
     with pytest.raises(UserError, match="runs in this cluster to join"):
@@ -411,7 +411,7 @@ def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], messa
         ReplayService(buffer(), **settings)
 
 
-def test_a_buffer_that_holds_rows_is_refused() -> None:
+def test_buffer_that_holds_rows_is_refused() -> None:
     full = buffer()
     full.extend(rollout(0))
     with pytest.raises(ValueError, match="begins with an empty buffer, but this one holds 8 rows"):
@@ -428,7 +428,7 @@ def served(folder: Path | None = None, sampler: str = "prioritized", **settings:
     return replay_data(lambda num_envs: buffer(sampler, envs=num_envs), source=source, **settings)
 
 
-def test_a_run_writes_into_the_service_and_learns_from_it(ray: FakeRay, tmp_path: Path) -> None:
+def test_run_writes_into_the_service_and_learns_from_it(ray: FakeRay, tmp_path: Path) -> None:
     told: list[dict[str, float]] = []
 
     class Watching(DQNModule):
@@ -444,7 +444,7 @@ def test_a_run_writes_into_the_service_and_learns_from_it(ray: FakeRay, tmp_path
     assert not ray.actors  # it has ended with the run
 
 
-def test_a_run_whose_service_has_a_folder_is_resumed_with_its_rows(ray: FakeRay, tmp_path: Path) -> None:
+def test_run_whose_service_has_a_folder_is_resumed_with_its_rows(ray: FakeRay, tmp_path: Path) -> None:
     data = served(tmp_path / "service")
     _, run = fit(tmp_path, data, max_epochs=1)
     run.save_checkpoint(tmp_path / "one.ckpt")

@@ -76,7 +76,7 @@ def test_flags_are_reduced_as_told(reduce: str, expected: list[int]) -> None:
 
 
 @pytest.mark.parametrize(("reduce", "expected"), [("any", [2.0, 1.0, 2.0, 1.0]), ("all", [4.0, 3.0, 2.0, 1.0])])
-def test_the_return_of_a_living_agent_goes_on(reduce: str, expected: list[float]) -> None:
+def test_return_of_a_living_agent_goes_on(reduce: str, expected: list[float]) -> None:
     buffer = EpisodicReplayBuffer(None, 1, 20, record_episodic_return=True, gamma=1.0, done_reduce=reduce)
     buffer.extend(rows([NO, ONE, NO, BOTH]))
     returns = buffer.get_field("discounted_return", torch.zeros(4).long(), torch.arange(4))
@@ -113,7 +113,7 @@ def test_terminated_flags_that_differ_are_refused_before_returns_are_written() -
 
 
 @pytest.mark.parametrize("value", ["or", True, 1])
-def test_an_unknown_reduction_is_refused(value: Any) -> None:
+def test_unknown_reduction_is_refused(value: Any) -> None:
     with pytest.raises(ValueError, match="done_reduce"):
         RingWriter(done_reduce=value)
     with pytest.raises(ValueError, match="done_reduce"):

@@ -131,14 +131,14 @@ def made(part: str, **size: Any) -> Any:
 
 
 @parts
-def test_a_pickle_costs_the_content(part: str) -> None:
+def test_pickle_costs_the_content(part: str) -> None:
     assert len(pickle.dumps(made(part))) < LIMIT
 
 
 @through
 @parts
 @pytest.mark.parametrize("size", [40, 80])
-def test_a_copy_equals_its_original_and_goes_on_as_it_does(part: str, size: int, through: Any) -> None:
+def test_copy_equals_its_original_and_goes_on_as_it_does(part: str, size: int, through: Any) -> None:
     buffer = made(part, size=size)
     other = through(buffer)
     assert not differences(buffer.state_dict(), other.state_dict())
@@ -152,7 +152,7 @@ def test_a_copy_equals_its_original_and_goes_on_as_it_does(part: str, size: int,
 
 
 @through
-def test_a_copy_shares_no_memory(through: Any) -> None:
+def test_copy_shares_no_memory(through: Any) -> None:
     buffer = made("prioritized", size=40)
     other = through(buffer)
     before = buffer.state_dict()
@@ -275,7 +275,7 @@ def resident_growth(call: Callable[[], Any]) -> int:
 @pytest.mark.skipif(sys.platform != "linux", reason="resident memory is read from /proc")
 @through
 @pytest.mark.parametrize("part", ["uniform", "prioritized", "frames", "sequences"])
-def test_a_copy_needs_little_memory(part: str, through: Any) -> None:
+def test_copy_needs_little_memory(part: str, through: Any) -> None:
     make, _ = PARTS[part]
     buffer = make(size=1_000_000)
     if isinstance(buffer.storage, FrameStorage):
@@ -304,7 +304,7 @@ def test_copies_derive_what_plain_lists_do(seed: int) -> None:
 
 
 @through
-def test_a_split_costs_the_rows_that_it_holds_out(through: Any) -> None:
+def test_split_costs_the_rows_that_it_holds_out(through: Any) -> None:
     buffer, split = ring(), HoldoutSplit(0.5)
     write(buffer, 10)
     split.extend(buffer.writer)
@@ -330,7 +330,7 @@ def _write_in_child(buffer: Any, filled: Any) -> None:
     buffer.extend(rows(10, 10))
 
 
-def test_a_started_process_shares_what_a_shared_buffer_stores() -> None:
+def test_started_process_shares_what_a_shared_buffer_stores() -> None:
     buffer = ring(size=100)
     write(buffer, 10)
     buffer.share()
@@ -344,14 +344,14 @@ def test_a_started_process_shares_what_a_shared_buffer_stores() -> None:
     assert len(buffer) == 20
 
 
-def test_a_copy_of_a_memory_mapped_storage_costs_its_content(tmp_path: Any) -> None:
+def test_copy_of_a_memory_mapped_storage_costs_its_content(tmp_path: Any) -> None:
     buffer = ExperienceBuffer(storage=RingStorage(CAPACITY, scratch_dir=tmp_path))
     buffer.extend(rows(10))
     assert len(pickle.dumps(buffer)) < LIMIT
     assert not differences(buffer.state_dict(), copy.deepcopy(buffer).state_dict())
 
 
-def test_a_plain_copy_of_a_shared_buffer_costs_its_content() -> None:
+def test_plain_copy_of_a_shared_buffer_costs_its_content() -> None:
     buffer = ring()
     write(buffer, 10)
     buffer.share()

@@ -75,7 +75,7 @@ def test_steps_that_are_not_stored_are_refused() -> None:
             buffer.writer.index.begin(torch.tensor([env]), torch.tensor([position]))
 
 
-def test_a_cut_ends_the_running_episodes_unfinished() -> None:
+def test_cut_ends_the_running_episodes_unfinished() -> None:
     buffer, twin = ring(9), Twin(1, 9)
     for _ in range(2):
         buffer.extend(twin.rows([0], [[False], [False]]), time_dim=0)

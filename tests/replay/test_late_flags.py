@@ -94,7 +94,7 @@ WAYS = [by_entry, by_key, by_rows, by_slice, by_number, by_mask, by_set, by_stor
 
 
 @pytest.mark.parametrize("write", WAYS)
-def test_a_later_done_flag_ends_an_episode_and_can_be_cleared(write: Write) -> None:
+def test_later_done_flag_ends_an_episode_and_can_be_cleared(write: Write) -> None:
     buffer = replay()
     buffer.extend(rows(5))
     write(buffer, 2, True)
@@ -152,7 +152,7 @@ def test_only_the_environment_of_the_step_changes() -> None:
     assert [begins(buffer, env) for env in range(3)] == [[0] * 4, [0, 0, 2, 2], [0, 0, 0, 3]]
 
 
-def test_a_later_beginning_splits_an_episode_and_can_be_cleared() -> None:
+def test_later_beginning_splits_an_episode_and_can_be_cleared() -> None:
     buffer = replay()
     buffer.extend(rows(5))
     cells = torch.tensor([2, 4])
@@ -162,7 +162,7 @@ def test_a_later_beginning_splits_an_episode_and_can_be_cleared() -> None:
     assert begins(buffer) == [0, 0, 0, 0, 4]
 
 
-def test_a_cleared_flag_joins_no_other_trajectory() -> None:
+def test_cleared_flag_joins_no_other_trajectory() -> None:
     buffer = replay()
     data = rows(6, done=(2,)).exclude("is_init")
     buffer.extend(data.set(("collector", "traj_ids"), torch.tensor([0, 0, 0, 1, 1, 1])))
@@ -170,7 +170,7 @@ def test_a_cleared_flag_joins_no_other_trajectory() -> None:
     assert begins(buffer) == [0, 0, 0, 3, 3, 3]
 
 
-def test_a_cut_stays_where_it_is() -> None:
+def test_cut_stays_where_it_is() -> None:
     buffer = replay()
     buffer.extend(rows(3))
     buffer.writer.cut()
@@ -181,7 +181,7 @@ def test_a_cut_stays_where_it_is() -> None:
     assert begins(buffer) == [0, 0, 0, 3, 3, 3]
 
 
-def test_an_episode_whose_first_steps_are_overwritten() -> None:
+def test_episode_whose_first_steps_are_overwritten() -> None:
     buffer = replay(length=4)
     buffer.extend(rows(7))
     by_entry(buffer, 4 % 4, True)  # position 4
@@ -256,7 +256,7 @@ def test_time_steps_follow_their_kind() -> None:
     assert returns_of(buffer) == [2.0, 1.0, -1000.0, -1000.0, -1000.0]
 
 
-def test_the_version_increases_with_flags_and_not_with_other_entries() -> None:
+def test_version_increases_with_flags_and_not_with_other_entries() -> None:
     buffer = replay()
     buffer.extend(rows(5).set("state", torch.zeros(5, 1)))
     rings = buffer.writer.rings
@@ -280,7 +280,7 @@ def test_flags_that_differ_are_refused_before_anything_changes() -> None:
 
 
 @pytest.mark.parametrize("index", [(2, "next"), (slice(None), 0), (..., 1)])
-def test_a_write_into_a_view_is_refused(index: Any) -> None:
+def test_write_into_a_view_is_refused(index: Any) -> None:
     buffer = replay()
     buffer.extend(rows(4))
     with pytest.raises(TypeError, match="write_entry"):

@@ -74,7 +74,7 @@ def test_every_combination(storage: str, writer: str, sampler: str, buffer: str,
         assert torch.equal(batch["a"][1::2], batch["a"][::2] + 1)
 
 
-def test_a_mixture_of_ours_and_torchrls_buffers() -> None:
+def test_mixture_of_ours_and_torchrls_buffers() -> None:
     parts = [
         TensorDictReplayBuffer(storage=RingStorage(8), writer=RingWriter(), batch_size=2),
         TensorDictReplayBuffer(storage=LazyTensorStorage(8), batch_size=2),

@@ -170,7 +170,7 @@ def test_what_is_stored_are_single_steps() -> None:
     check(ours.sample(), data[:, :2])
 
 
-def test_the_newest_steps_grow_as_steps_come() -> None:
+def test_newest_steps_grow_as_steps_come() -> None:
     """A step's fold is as long as what follows it: read again, it is longer; its priority stays."""
     data = rollout(1, 4)
     data["next", "done"][:] = data["next", "terminated"][:] = data["next", "truncated"][:] = False
@@ -188,7 +188,7 @@ def test_entries_of_the_first_step_are_written_back() -> None:
     assert len(ours.write_back(batch, ["number"]))
 
 
-def test_a_recurrent_state_is_that_of_the_first_and_of_the_last_step() -> None:
+def test_recurrent_state_is_that_of_the_first_and_of_the_last_step() -> None:
     data = rollout(1, 12)
     data["next", "done"][:] = data["next", "terminated"][:] = data["next", "truncated"][:] = False
     data["recurrent_state"] = data["number"].unsqueeze(-1)
@@ -213,7 +213,7 @@ def test_data_without_ends_or_rewards_are_refused() -> None:
         blind.sample()
 
 
-def test_a_users_own_transform_goes_its_way() -> None:
+def test_users_own_transform_goes_its_way() -> None:
     data = rollout(2, 12)
     ours = ExperienceBuffer(storage=RingStorage(40), num_envs=2, batch_size=8)
     ours.append_transform(MultiStepTransform(n_steps=3, gamma=GAMMA))

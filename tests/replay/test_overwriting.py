@@ -39,7 +39,7 @@ def test_what_is_stored_is_written_over_itself(rows: int) -> None:
 
 
 @given(rows=st.integers(2, 20), start=st.integers(0, 7), count=st.integers(1, 8), to=st.integers(0, 7))
-def test_a_view_is_written_as_a_copy_of_it_is(rows: int, start: int, count: int, to: int) -> None:
+def test_view_is_written_as_a_copy_of_it_is(rows: int, start: int, count: int, to: int) -> None:
     ours, copied = filled(rows), filled(rows)
     count = min(count, len(ours) - start, len(ours) - to)
     if count > 0:
@@ -65,7 +65,7 @@ def test_a_view_is_written_as_a_copy_of_it_is(rows: int, start: int, count: int,
         (torch.tensor([True, False, False, True, False]), [0, 3]),
     ],
 )
-def test_the_cells_that_are_read_are_written(index: Any, cells: list[int]) -> None:
+def test_cells_that_are_read_are_written(index: Any, cells: list[int]) -> None:
     ours, expected = filled(5), [0, 1, 2, 3, 4]
     for cell, value in zip(cells, range(50, 60), strict=False):
         expected[cell] = value

@@ -330,7 +330,7 @@ def test_memory_that_moves_is_followed() -> None:
     assert buffer.sample()["index"].tolist() == [1, 1, 1, 1]
 
 
-def test_a_state_holds_the_written_part() -> None:
+def test_state_holds_the_written_part() -> None:
     sampler = make(1000)
     sampler.mark_update(torch.arange(3))
     assert all(len(sampler.state_dict()[key]) == 3 for key in ("priorities", "leaves", "generations"))
@@ -401,7 +401,7 @@ def test_table_equals_a_dictionary(backend: Any, history: tuple[int, list[tuple[
 
 
 @pytest.mark.parametrize("cell", [-2, 20])
-def test_a_cell_beyond_the_last_is_refused_before_anything_changes(cell: int) -> None:
+def test_cell_beyond_the_last_is_refused_before_anything_changes(cell: int) -> None:
     sampler = make()
     sampler.mark_update(torch.arange(20))
     before = sampler.state_dict()

@@ -118,7 +118,7 @@ def test_entries_of_a_batch() -> None:
     torch.testing.assert_close(batch["priority_weight"], torch.where(heavy, 0.5, 1.0))
 
 
-def test_a_window_gets_the_highest_priority_of_its_steps() -> None:
+def test_window_gets_the_highest_priority_of_its_steps() -> None:
     buffer = make(1, 6, batch_length=2)
     write(buffer, steps=5)
     batch = buffer.sample(16)

@@ -53,7 +53,7 @@ def buffer(house: str, kind: PrioritizedSampler) -> Any:
 @pytest.mark.parametrize("house", ["ours", "torchrl", "torchrl_over_ring"])
 @pytest.mark.parametrize("shape", FLAT)
 @reductions
-def test_a_batch_gives_one_priority_for_each_row(house: str, shape: tuple[int, ...], reduction: str) -> None:
+def test_batch_gives_one_priority_for_each_row(house: str, shape: tuple[int, ...], reduction: str) -> None:
     replay = buffer(house, sampler(reduction))
     replay.extend(numbered(SIZE))
     batch = replay.sample()
@@ -89,7 +89,7 @@ def test_rollouts_bring_the_errors_of_several_critics(envs: int, reduction: str)
 @pytest.mark.parametrize("recent", [False, True])
 @pytest.mark.parametrize("shape", [(3,), (3, 1), (3, 2), (3, 1, 2), (), (1,)])
 @reductions
-def test_a_window_gets_one_priority(recent: bool, shape: tuple[int, ...], reduction: str) -> None:
+def test_window_gets_one_priority(recent: bool, shape: tuple[int, ...], reduction: str) -> None:
     kind: Any = sampler(reduction, batch_length=3)
     table = kind.table
     replay = ring(SIZE, sampler=RecentSampler(3, prioritized=kind) if recent else kind, batch_size=8, filled=SIZE)
@@ -209,7 +209,7 @@ def test_mixed_windows_give_one_priority_each(reduction: str) -> None:
 
 
 @reductions
-def test_a_single_row_brings_the_errors_of_several_critics(reduction: str) -> None:
+def test_single_row_brings_the_errors_of_several_critics(reduction: str) -> None:
     replay, errors = ring(SIZE, sampler=sampler(reduction)), torch.rand(3)
     replay.add(numbered(1, td_error=errors.view(1, 3))[0])
     assert replay.sampler.table.priorities[0] == REDUCE[reduction](errors).double()

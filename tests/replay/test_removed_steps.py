@@ -124,7 +124,7 @@ def test_stacks_show_no_removed_frames() -> None:
     assert batch["picture"].min() == 30
 
 
-def test_a_frame_storage_keeps_whole_stacks_of_the_others() -> None:
+def test_frame_storage_keeps_whole_stacks_of_the_others() -> None:
     buffer = ExperienceBuffer(storage=FrameStorage(LENGTH, 3))
     frames = torch.arange(LENGTH + 3).to(torch.uint8).view(-1, 1, 1).expand(-1, 4, 4).unfold(0, 3, 1)
     stacks = frames.movedim(-1, 1).contiguous()
@@ -146,7 +146,7 @@ def test_n_step_returns_of_the_remaining_steps(n_steps: int) -> None:
     assert (-batch["next", "reward"].flatten()).equal((5 - batch["t"] % 5).clamp(max=n_steps).float())
 
 
-def test_a_split_counts_no_removed_rows() -> None:
+def test_split_counts_no_removed_rows() -> None:
     buffer = ExperienceBuffer(storage=RingStorage(400), num_envs=2)
     split = HoldoutSplit(0.5, max_validation=20)
     buffer.extend(torch.stack([rows(200)] * 2, 1), time_dim=0)
@@ -161,7 +161,7 @@ def test_a_split_counts_no_removed_rows() -> None:
     assert buffer.storage.get(validation)["t"].min() >= 150
 
 
-def test_a_mixture_draws_only_stored_steps() -> None:
+def test_mixture_draws_only_stored_steps() -> None:
     buffers = [ExperienceBuffer(storage=RingStorage(LENGTH), sampler=UniformSampler(stratified=True)) for _ in "ab"]
     for buffer in buffers:
         buffer.extend(rows(LENGTH))
@@ -171,7 +171,7 @@ def test_a_mixture_draws_only_stored_steps() -> None:
 
 @pytest.mark.parametrize("remove", ["dequeue", "clear"])
 @pytest.mark.parametrize("prioritized", [False, True])
-def test_the_episodic_buffer(remove: str, prioritized: bool) -> None:
+def test_episodic_buffer(remove: str, prioritized: bool) -> None:
     buffer = EpisodicReplayBuffer(None, 2, LENGTH, prioritized_sampling=prioritized, keep_episodic_info=True)
     buffer.extend(torch.stack([rows(LENGTH)] * 2, 1), time_dim=0)
     buffer.get_batch(8, 3)

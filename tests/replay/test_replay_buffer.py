@@ -94,7 +94,7 @@ def test_add() -> None:
     assert several.add(numbered(3)).tolist() == [0, 1, 2]
 
 
-def test_the_data_stay_as_they_were() -> None:
+def test_data_stay_as_they_were() -> None:
     ours, data = buffer(), numbered(4)
     before = data.clone()
     ours.extend(data.lock_())
@@ -131,7 +131,7 @@ def test_transforms_on_both_ways() -> None:
     assert torch.equal(batch["next", "reward"], batch["a"] * 2)
 
 
-def test_a_transform_that_keeps_data_back() -> None:
+def test_transform_that_keeps_data_back() -> None:
     class Keep(Transform):
         def _inv_call(self, data: TensorDict) -> None:
             return None
@@ -275,7 +275,7 @@ def test_priorities_are_kept_for_as_many_cells_as_the_storage_has(made: str) -> 
         TensorDictReplayBuffer(storage=LazyTensorStorage(12), sampler=PrioritizedSampler()).extend(numbered(3))
 
 
-def test_a_buffer_without_a_storage_says_how_few_cells_it_holds(caplog: pytest.LogCaptureFixture) -> None:
+def test_buffer_without_a_storage_says_how_few_cells_it_holds(caplog: pytest.LogCaptureFixture) -> None:
     ExperienceBuffer(storage=RingStorage(1000))
     assert not caplog.messages
     assert ExperienceBuffer().storage.max_size == 1000

@@ -68,7 +68,7 @@ def test_gradients_and_inference_mode_stay_outside() -> None:
     assert not ours.storage.data["a"].requires_grad
 
 
-def test_a_failed_first_write_leaves_the_schema_open() -> None:
+def test_failed_first_write_leaves_the_schema_open() -> None:
     ours = buffer(writer=RingWriter(track_episodes=True))
     with pytest.raises(KeyError, match="track_episodes=True"):
         ours.extend(TensorDict({"b": torch.zeros(2)}, [2]))
@@ -117,7 +117,7 @@ def test_torchrl_sets_cells() -> None:
     assert ours[:]["a"].tolist() == [60, 50, 61]
 
 
-def test_a_disk_that_fills_up_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disk_that_fills_up_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*args: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -128,7 +128,7 @@ def test_a_disk_that_fills_up_is_an_error(tmp_path: Path, monkeypatch: pytest.Mo
     assert not list(tmp_path.iterdir())
 
 
-def test_the_disk_is_reserved_before_the_first_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disk_is_reserved_before_the_first_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = []
     reserve = os.posix_fallocate
 
@@ -141,7 +141,7 @@ def test_the_disk_is_reserved_before_the_first_write(tmp_path: Path, monkeypatch
     assert blocks[0] >= sum(leaf.nbytes for leaf in ours.storage.cells.leaves) > 1 << 18
 
 
-def test_a_disk_that_cannot_reserve_says_so(
+def test_disk_that_cannot_reserve_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.delattr(memory.os, "posix_fallocate")

@@ -88,7 +88,7 @@ def test_uneven_rings_need_our_storage() -> None:
 
 
 @pytest.mark.parametrize("rows", [3, 8, 11])
-def test_a_storage_of_torchrl_keeps_the_newest_of_many_rows(rows: int) -> None:
+def test_storage_of_torchrl_keeps_the_newest_of_many_rows(rows: int) -> None:
     buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(4), writer=RingWriter())
     buffer.extend(numbered(4))
     buffer.extend(numbered(rows, 100))

@@ -61,7 +61,7 @@ def test_leaves_of_every_kind(kind: str, env_ids: list[int] | None) -> None:
 
 @pytest.mark.parametrize("steps", [2, LENGTH, 2 * LENGTH + 1])
 @pytest.mark.parametrize("env_ids", [None, [1]])
-def test_an_interrupt_between_two_leaves_leaves_no_torn_row(
+def test_interrupt_between_two_leaves_leaves_no_torn_row(
     steps: int, env_ids: list[int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ours = filled(steps)

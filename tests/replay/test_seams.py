@@ -93,7 +93,7 @@ def test_rollouts_in_a_row_are_cut(caplog: pytest.LogCaptureFixture) -> None:
     assert all(word in told[0] for word in ("writer.cut()", "check_successors=False", "observation"))
 
 
-def test_a_cut_step_bootstraps_from_its_stored_successor() -> None:
+def test_cut_step_bootstraps_from_its_stored_successor() -> None:
     buffer = replay(batch_size=200)
     for start in (0, 100):
         buffer.extend(rows(5, start))
@@ -154,7 +154,7 @@ def test_flagged_ends_and_beginnings_need_no_comparison(caplog: pytest.LogCaptur
     assert SEAM not in caplog.text
 
 
-def test_an_entry_that_differed_inside_a_write_is_never_compared_again() -> None:
+def test_entry_that_differed_inside_a_write_is_never_compared_again() -> None:
     buffer = replay()
     buffer.extend(rows(3))
     buffer.extend(torch.cat([rows(2, 3), rows(2, 60)]))
@@ -163,7 +163,7 @@ def test_an_entry_that_differed_inside_a_write_is_never_compared_again() -> None
     assert begins(buffer) == [0] * 13
 
 
-def test_the_comparison_can_be_turned_off() -> None:
+def test_comparison_can_be_turned_off() -> None:
     for buffer in (
         replay(check_successors=False),
         ExperienceBuffer(storage=RingStorage(50), writer=RingWriter(check_successors=False)),
@@ -186,14 +186,14 @@ def test_torchrls_storage_is_read_too() -> None:
 # ---------------------------------------------------------------------- other buffers
 
 
-def test_the_recurrent_buffer_is_cut() -> None:
+def test_recurrent_buffer_is_cut() -> None:
     buffer = RecurrentReplayBuffer(50, 1, 1, 1)
     for start in (0.0, 1.0, 2.0, 50.0, 51.0):
         buffer.add([start], [0.0], 1.0, [start + 1], False, [0.0])
     assert begins(buffer) == [0, 0, 0, 3, 3]
 
 
-def test_the_episodic_buffer_is_cut() -> None:
+def test_episodic_buffer_is_cut() -> None:
     buffer = EpisodicReplayBuffer(None, 2, 50, record_episodic_return=True, gamma=1.0)
     for start in (0, 1, 2, 70, 71):
         data = torch.cat([rows(1, start), rows(1, 10 + min(start, 3))])
@@ -204,7 +204,7 @@ def test_the_episodic_buffer_is_cut() -> None:
     assert returns == [-1000.0] * 3 + [2.0, 1.0]
 
 
-def test_the_model_based_buffer_keeps_cuts_when_its_size_changes() -> None:
+def test_model_based_buffer_keeps_cuts_when_its_size_changes() -> None:
     buffer = MBReplayBuffer(20)
     for start in (0, 3, 50):
         buffer.extend(rows(3, start).set("action", torch.zeros(3, 1)))
@@ -284,7 +284,7 @@ def test_stored_frames_are_not_compared() -> None:
     assert begins(buffer) == [0] * 12
 
 
-def test_a_rewritten_successor_is_not_compared() -> None:
+def test_rewritten_successor_is_not_compared() -> None:
     buffer = replay()
     state = torch.zeros(3, 1)
     buffer.extend(rows(3).set("hidden", state).set(("next", "hidden"), state.clone()))
@@ -295,7 +295,7 @@ def test_a_rewritten_successor_is_not_compared() -> None:
     assert begins(buffer)[-3:] == [6] * 3  # the observation still tells
 
 
-def test_a_rewritten_row_of_the_same_values_is_compared() -> None:
+def test_rewritten_row_of_the_same_values_is_compared() -> None:
     buffer = replay()
     buffer.extend(rows(3))
     buffer[torch.tensor([2])] = buffer[:][2:3].clone()
@@ -312,7 +312,7 @@ def loaded(buffer: Any, **settings: Any) -> Any:
     return other
 
 
-def test_a_load_changes_nothing_by_itself() -> None:
+def test_load_changes_nothing_by_itself() -> None:
     buffer = replay(batch_size=32)
     buffer.extend(rows(6))
     other = loaded(buffer, batch_size=32)
@@ -367,7 +367,7 @@ def test_what_takes_part_is_saved() -> None:
 
 @pytest.mark.parametrize("entry", ["matched", "differed"])
 @pytest.mark.parametrize("value", [3, ["observation"], [[]], [[1]]])
-def test_a_foreign_state_is_refused(entry: str, value: Any) -> None:
+def test_foreign_state_is_refused(entry: str, value: Any) -> None:
     buffer = replay()
     buffer.extend(rows(3))
     state = buffer.state_dict()
@@ -376,7 +376,7 @@ def test_a_foreign_state_is_refused(entry: str, value: Any) -> None:
         replay().load_state_dict(state)
 
 
-def test_an_older_state_is_refused_by_its_version() -> None:
+def test_older_state_is_refused_by_its_version() -> None:
     buffer = replay()
     state = buffer.state_dict()
     state["writer"]["schema_version"] = 3
@@ -411,7 +411,7 @@ def test_rows_of_our_collectors_are_not_compared(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("frames", [2, 8])
-def test_a_data_module_compares_nothing_while_our_collector_fills_it(
+def test_data_module_compares_nothing_while_our_collector_fills_it(
     frames: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torchrl_lightning.replay.successors.equal_rows", must_not_compare)
@@ -429,7 +429,7 @@ def test_a_data_module_compares_nothing_while_our_collector_fills_it(
     assert module.buffer.writer.check_successors is checks is True
 
 
-def test_the_first_cut_warns_once_for_each_writer(caplog: pytest.LogCaptureFixture) -> None:
+def test_first_cut_warns_once_for_each_writer(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     for _ in range(2):
         buffer = replay()

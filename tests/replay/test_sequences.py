@@ -96,7 +96,7 @@ def test_every_beginning_is_equally_likely(episode_ends: str, aligned: bool) -> 
     assert chisquare(list(counts.values())).pvalue > 1e-3
 
 
-def test_a_needle_in_a_haystack_is_found_and_rejections_stay_few() -> None:
+def test_needle_in_a_haystack_is_found_and_rejections_stay_few() -> None:
     buffer = make_buffer(1, 100_000, batch_length=64, data=episodes([10] * 5000 + [70] + [10] * 4000))
     batch = buffer.sample(700)
     starts = batch["step"][:, 0].unique(return_counts=True)
@@ -135,7 +135,7 @@ def test_batches_are_named_windows_of_cells() -> None:
     assert buffer.sample(3).shape == (3, 4)
 
 
-def test_a_gru_unrolled_over_a_batch_repeats_what_it_did_step_by_step() -> None:
+def test_gru_unrolled_over_a_batch_repeats_what_it_did_step_by_step() -> None:
     gru = GRUModule(
         input_size=3,
         hidden_size=4,
@@ -187,7 +187,7 @@ def test_windows_may_begin_with_zeros(episode_ends: str) -> None:
     assert (buffer[:]["recurrent_state"] == 1).all()  # what is stored stays
 
 
-def test_an_emptied_buffer_starts_again() -> None:
+def test_emptied_buffer_starts_again() -> None:
     buffer = make_buffer(1, 10, batch_length=4, data=episodes([9]))
     buffer.sample()
     buffer.empty()

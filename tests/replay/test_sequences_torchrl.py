@@ -58,14 +58,14 @@ def test_in_every_combination(storage: str, buffer: str, episode_ends: str, num_
         (PrioritizedSampler(9, 1.0, 1.0, batch_length=2), "or the sampler without them"),
     ],
 )
-def test_a_storage_that_no_ring_writer_fills_is_refused_with_both_ways_on(sampler: Any, other: str) -> None:
+def test_storage_that_no_ring_writer_fills_is_refused_with_both_ways_on(sampler: Any, other: str) -> None:
     replay = TensorDictReplayBuffer(storage=LazyTensorStorage(9), sampler=sampler, batch_size=2)
     replay.extend(episodes([6]))
     with pytest.raises(ValueError, match=rf"RingWriter.*LazyTensorStorage.*RingWriter.*{other}"):
         replay.sample()
 
 
-def test_a_storage_of_two_dimensions_is_refused() -> None:
+def test_storage_of_two_dimensions_is_refused() -> None:
     storage = LazyTensorStorage(12, ndim=2)
     replay = TensorDictReplayBuffer(storage=storage, sampler=SequenceSampler(2), dim_extend=0, batch_size=2)
     replay.extend(TensorDict({"next": {"done": torch.zeros(4, 3, 1, dtype=torch.bool)}}, [4, 3]))

@@ -87,7 +87,7 @@ def test_one_thread_at_a_time_and_what_it_holds_it_may_enter_again() -> None:
     assert calls == ["in", "out"] * 2
 
 
-def test_a_forked_process_does_not_hold_what_a_thread_of_its_parent_holds() -> None:
+def test_forked_process_does_not_hold_what_a_thread_of_its_parent_holds() -> None:
     lock, held, inside, done = SharedLock(nothing, nothing), FORK.Event(), threading.Event(), threading.Event()
 
     def work() -> None:
@@ -122,7 +122,7 @@ def stopped_holder(lock: Any) -> Iterator[int]:
 
 
 @pytest.mark.parametrize("way", ["forked", "pickled"])
-def test_a_stopped_holder_is_named_after_the_timeout_until_it_goes_on_or_ends(way: str) -> None:
+def test_stopped_holder_is_named_after_the_timeout_until_it_goes_on_or_ends(way: str) -> None:
     lock = SharedLock(nothing, nothing, timeout=0.2)
     if way == "pickled":
         lock = pickle.loads(as_started(lock))
@@ -159,7 +159,7 @@ def test_whoever_goes_on_in_time_is_waited_for() -> None:
     assert child.exitcode == 0
 
 
-def test_an_error_on_entering_gives_the_lock_back() -> None:
+def test_error_on_entering_gives_the_lock_back() -> None:
     def fail() -> None:
         raise KeyError("no")
 
@@ -187,7 +187,7 @@ def test_what_the_kernel_takes_for_a_circle_is_tried_again(monkeypatch: pytest.M
         pass
 
 
-def test_a_system_without_such_locks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_system_without_such_locks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_lock, "fcntl", None)
     buffer = ExperienceBuffer(storage=RingStorage(4))
     with pytest.raises(RuntimeError, match="fcntl"):
@@ -291,7 +291,7 @@ def test_who_dies_reading_or_taking_out_tears_nothing(caplog: Any) -> None:
     assert not caplog.records
 
 
-def test_a_ring_is_dropped_if_its_rows_were_being_written_back() -> None:
+def test_ring_is_dropped_if_its_rows_were_being_written_back() -> None:
     buffer = shared()
     batch = buffer.sample()
     batch = batch[batch["index"] % ENVS == 1]
@@ -306,7 +306,7 @@ def test_a_ring_is_dropped_if_its_rows_were_being_written_back() -> None:
     assert stored(buffer) == [[0.0, 10.0, 20.0], [21.0], [2.0, 12.0, 22.0]]
 
 
-def test_a_buffer_that_was_being_emptied_is_empty() -> None:
+def test_buffer_that_was_being_emptied_is_empty() -> None:
     buffer = shared()
     batch = buffer.sample()
 
@@ -321,7 +321,7 @@ def test_a_buffer_that_was_being_emptied_is_empty() -> None:
     assert not len(buffer.write_back(batch, ["a"]))
 
 
-def test_an_error_inside_the_lock_drops_nothing() -> None:
+def test_error_inside_the_lock_drops_nothing() -> None:
     buffer = shared()
 
     def fail(_: Any) -> None:
@@ -366,7 +366,7 @@ def test_processes_draw_differently_and_again_the_same() -> None:
     assert len({tuple(each) for each in (*first, second[0])}) == 3
 
 
-def test_a_buffer_whose_lock_is_held_by_a_stopped_process_stays_as_it_was() -> None:
+def test_buffer_whose_lock_is_held_by_a_stopped_process_stays_as_it_was() -> None:
     buffer = shared(PrioritizedSampler(ENVS * LENGTH, 1.0, 1.0)).share(timeout=0.1)
     batch, before = buffer.sample(), stored(buffer)
     calls: list[Callable[[], Any]] = [
@@ -392,7 +392,7 @@ def test_a_buffer_whose_lock_is_held_by_a_stopped_process_stays_as_it_was() -> N
 
 
 @pytest.mark.parametrize("timeout", [0, -1.0, "soon", float("nan")])
-def test_a_timeout_is_a_number_of_seconds(timeout: Any) -> None:
+def test_timeout_is_a_number_of_seconds(timeout: Any) -> None:
     buffer = ring(LENGTH, ENVS)
     with pytest.raises(ValueError, match=r"timeout.*0"):
         buffer.share(timeout=timeout)
@@ -401,7 +401,7 @@ def test_a_timeout_is_a_number_of_seconds(timeout: Any) -> None:
         buffer.share().share(timeout=timeout)
 
 
-def test_a_timeout_needs_a_shared_buffer() -> None:
+def test_timeout_needs_a_shared_buffer() -> None:
     with pytest.raises(ValueError, match=r"timeout=2.0.*shared=False"):
         ring(LENGTH, ENVS).share(False, timeout=2.0)
 
@@ -412,7 +412,7 @@ def begins(buffer: ExperienceBuffer, env: int) -> list[int]:
     return buffer.writer.index.begin(torch.full_like(positions, env), positions, clip=False).tolist()
 
 
-def test_a_new_process_never_joins_the_episode_of_a_dead_one(caplog: Any) -> None:
+def test_new_process_never_joins_the_episode_of_a_dead_one(caplog: Any) -> None:
     buffer, ids = shared(), torch.tensor([0, 2])
 
     def act(*values: float) -> None:
@@ -435,7 +435,7 @@ def test_a_new_process_never_joins_the_episode_of_a_dead_one(caplog: Any) -> Non
     assert not caplog.records  # nothing was torn
 
 
-def test_a_process_that_starts_its_environments_again_begins_episodes() -> None:
+def test_process_that_starts_its_environments_again_begins_episodes() -> None:
     buffer = shared()
     buffer.stop()
     buffer.resume()
@@ -448,7 +448,7 @@ def test_a_process_that_starts_its_environments_again_begins_episodes() -> None:
     assert not unshared.is_stopped
 
 
-def test_a_writer_may_refuse_to_overwrite() -> None:
+def test_writer_may_refuse_to_overwrite() -> None:
     buffer = ring(LENGTH, ENVS, writer=RingWriter(ENVS, overwrite=False))
     for value in range(LENGTH - 1):
         buffer.extend(step(value))

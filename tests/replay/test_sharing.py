@@ -120,7 +120,7 @@ def test_processes_share_a_buffer(method: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_forked_process_does_not_write_to_a_copy() -> None:
+def test_forked_process_does_not_write_to_a_copy() -> None:
     ours, empty = filled(), ExperienceBuffer(storage=RingStorage(SIZE), num_envs=ENVS).share()
     mixed = ExperienceBuffer(storage=RingStorage(SIZE), num_envs=ENVS)
     mixed.extend(rows(0).exclude("next"))
@@ -160,7 +160,7 @@ def test_what_cannot_be_shared(kwargs: dict[str, Any], says: str, tmp_path: Path
     assert len(ours.sample()) == BATCH
 
 
-def test_the_state_of_a_shared_buffer_is_taken_by_one_that_is_not() -> None:
+def test_state_of_a_shared_buffer_is_taken_by_one_that_is_not() -> None:
     ours, fresh = filled(shared=True), filled()
     assert ours.storage.is_shared
     fresh.load_state_dict(ours.state_dict())

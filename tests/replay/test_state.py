@@ -33,7 +33,7 @@ buffer = partial(ring, SIZE // ENVS, ENVS, batch_size=4)
 filled = partial(buffer, filled=10)
 
 
-def test_a_state_holds_the_filled_part_alone() -> None:
+def test_state_holds_the_filled_part_alone() -> None:
     one = ring(10_000, ENVS, filled=2)
     one.extend(numbered(2, 70), env_ids=torch.tensor([2, 0]))
     state = one.state_dict()
@@ -41,7 +41,7 @@ def test_a_state_holds_the_filled_part_alone() -> None:
     assert state["writer"]["positions"].tolist() == [3, 2, 3]
 
 
-def test_a_state_does_not_change_with_what_it_was_taken_of() -> None:
+def test_state_does_not_change_with_what_it_was_taken_of() -> None:
     observed, transform = Composite(a=Unbounded(1)), Compose()
     transform.append(DynamicsTargets(observed, Unbounded(1), action_key="a", reward=lambda *_: torch.zeros(())))
     after = {"a": torch.ones(4, 1), "done": torch.zeros(4, 1, dtype=torch.bool)}
@@ -59,7 +59,7 @@ def test_a_state_does_not_change_with_what_it_was_taken_of() -> None:
     assert not differences(state, before)
 
 
-def test_the_generator_stays_the_users() -> None:
+def test_generator_stays_the_users() -> None:
     generator = torch.Generator()
     one, other = filled(), buffer(generator=generator)
     other.load_state_dict(one.state_dict())
@@ -146,7 +146,7 @@ def test_every_edit_of_the_manifest_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("exists", [False, True])
-def test_a_full_disk_leaves_the_old_state(exists: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_leaves_the_old_state(exists: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one = buffer(filled=2)
     if exists:
         one.dumps(tmp_path / "state")
@@ -170,7 +170,7 @@ def test_a_full_disk_leaves_the_old_state(exists: bool, tmp_path: Path, monkeypa
 # ---------------------------------------------------------------------- memory-mapped cells
 
 
-def test_a_state_knows_nothing_of_what_was_written_behind_it(tmp_path: Path) -> None:
+def test_state_knows_nothing_of_what_was_written_behind_it(tmp_path: Path) -> None:
     one = filled(scratch_dir=tmp_path / "ring", sampler=PrioritizedSampler(SIZE, alpha=1.0, beta=0.5))
     one.update_priority(torch.arange(SIZE), torch.arange(SIZE) % 5 + 1.0)
     held = one.state_dict()
@@ -185,7 +185,7 @@ def test_a_state_knows_nothing_of_what_was_written_behind_it(tmp_path: Path) -> 
         assert (other[:] == filled()[:]).all()
 
 
-def test_a_second_resume_drops_nothing(tmp_path: Path) -> None:
+def test_second_resume_drops_nothing(tmp_path: Path) -> None:
     one = filled(scratch_dir=tmp_path / "ring")
     one.dumps(tmp_path / "state")
     for step in range(SIZE):  # a run that is lost for more than the length of the rings
@@ -199,7 +199,7 @@ def test_a_second_resume_drops_nothing(tmp_path: Path) -> None:
     assert sorted(other[:]["a"].tolist()) == list(range(36 - SIZE, 36))
 
 
-def test_an_emptied_ring_takes_an_older_state(tmp_path: Path) -> None:
+def test_emptied_ring_takes_an_older_state(tmp_path: Path) -> None:
     one, twin = filled(scratch_dir=tmp_path / "ring"), filled()
     one.dumps(tmp_path / "state")
     held = one.state_dict()

@@ -126,7 +126,7 @@ def test_flags_of_windows_mark_cuts(how: str, kind: str, dtype: torch.dtype) -> 
 
 
 @HOW
-def test_a_restored_buffer_knows_the_cuts(how: str) -> None:
+def test_restored_buffer_knows_the_cuts(how: str) -> None:
     one, other = (
         ExperienceBuffer(
             storage=RingStorage(20), sampler=SequenceSampler(6, episode_ends="across"), batch_size=60,
@@ -141,7 +141,7 @@ def test_a_restored_buffer_knows_the_cuts(how: str) -> None:
     assert batch["is_init"].equal(again["is_init"])
 
 
-def test_a_restored_buffer_keeps_flags_that_were_never_set() -> None:
+def test_restored_buffer_keeps_flags_that_were_never_set() -> None:
     def build() -> ExperienceBuffer:
         return ExperienceBuffer(storage=RingStorage(8), sampler=RecentSampler(batch_length=2), batch_size=4)
 
@@ -154,7 +154,7 @@ def test_a_restored_buffer_keeps_flags_that_were_never_set() -> None:
     assert (restored.sample() == expected).all()
 
 
-def test_a_recurrent_module_sees_each_trajectory_alone() -> None:
+def test_recurrent_module_sees_each_trajectory_alone() -> None:
     module = GRUModule(
         input_size=1, hidden_size=1, in_keys=["observation", "h", "is_init"], out_keys=["out", ("next", "h")]
     )

@@ -131,7 +131,7 @@ REFUSED = {
 @pytest.mark.parametrize("flag", REFUSED)
 @pytest.mark.parametrize("place", [0, 1, 2])
 @pytest.mark.parametrize("mixed", [False, True])
-def test_a_refused_key_leaves_all_keys_unchanged(flag: str, place: int, mixed: bool) -> None:
+def test_refused_key_leaves_all_keys_unchanged(flag: str, place: int, mixed: bool) -> None:
     key, value = REFUSED[flag]
     first, ours = (tracked(SequenceSampler(2)) for _ in range(2))
     source: Any = MixedReplay(first, [ours], [0.5, 0.5]) if mixed else ours
@@ -164,7 +164,7 @@ def test_flags_of_several_keys_are_followed_together() -> None:
     assert end.tolist() == [2, 2, 2, 3, 5, 5]
 
 
-def test_a_refused_write_lets_successors_be_compared_further() -> None:
+def test_refused_write_lets_successors_be_compared_further() -> None:
     ours = tracked(UniformSampler())
     rows = agents(6)[5:]
     rows["next", "n"], rows["next", "done"] = rows["next", "n"] + 1, torch.tensor([[True, False]])

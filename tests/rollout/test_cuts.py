@@ -76,7 +76,7 @@ def buffer_of(data: TensorDict, by: str) -> GAEBuffer:
 
 
 @pytest.mark.parametrize("by", ["slice", "slices", "steps"])
-def test_a_buffer_bootstraps_at_cuts_and_marks_them(by: str) -> None:
+def test_buffer_bootstraps_at_cuts_and_marks_them(by: str) -> None:
     data, cut = with_cuts(make_rollout(STEPS, ENVS), "flags")
     buffer = buffer_of(data.clone(), by)
     buffer.before_gradients(None, None)
@@ -93,7 +93,7 @@ def test_a_buffer_bootstraps_at_cuts_and_marks_them(by: str) -> None:
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("env_ids", [None, [2, 0, 1]])
-def test_the_filter_begins_again_at_cuts(direction: Any, env_ids: list[int] | None) -> None:
+def test_filter_begins_again_at_cuts(direction: Any, env_ids: list[int] | None) -> None:
     generator = torch.Generator().manual_seed(0)
     normalizer = IntrinsicRewardNormalizer(0.9, direction)
     sums, before = [], torch.zeros(ENVS, dtype=torch.float64)

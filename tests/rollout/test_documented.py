@@ -26,7 +26,7 @@ def test_storage_tensors_come_in_the_documented_order() -> None:
 # ---- transitions and inserted estimates
 
 
-def test_a_new_episode_needs_its_own_observation() -> None:
+def test_new_episode_needs_its_own_observation() -> None:
     buffer = GAEBuffer(4)
     buffer.insert_transition({**STEP, "Done": torch.tensor([[1.0], [0.0]])})
     following = {key: value for key, value in STEP.items() if key != "Observation"}
@@ -39,7 +39,7 @@ def test_a_new_episode_needs_its_own_observation() -> None:
     assert buffer.rollout["is_init"][:, 0, 0].tolist() == [True, True, False]
 
 
-def test_a_refused_transition_leaves_a_consumed_rollout() -> None:
+def test_refused_transition_leaves_a_consumed_rollout() -> None:
     buffer = estimated(GAEBuffer(5, critic=make_critic()))
     buffer.after_gradients(None, {})
     with pytest.raises(ValueError, match="environments"):
@@ -158,7 +158,7 @@ BAD: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_parameter_is_checked_when_built_and_when_changed(name: str) -> None:
+def test_parameter_is_checked_when_built_and_when_changed(name: str) -> None:
     cls: type[VanillaOnPolicyBuffer] = VTraceBuffer if name in VTraceBuffer.changeable else GAEBuffer
     buffer = cls(5)
     before = getattr(buffer, name)
@@ -180,7 +180,7 @@ def test_changed_keys_are_read_as_the_constructor_reads_them() -> None:
     assert set(next(buffer.generate_batches(1)).keys(True, True)) == {"observation", ("next", "reward")}
 
 
-def test_the_intrinsic_discount_reaches_the_filter() -> None:
+def test_intrinsic_discount_reaches_the_filter() -> None:
     rewards = torch.rand(3, 5, 1)
 
     def normalized(buffer: GAEBuffer) -> torch.Tensor:

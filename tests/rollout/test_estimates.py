@@ -113,7 +113,7 @@ def test_gae_and_returns_against_brute_force_with_truncation(steps: int, envs: i
         torch.testing.assert_close(buffer.rollout["value_target"], expected + value, atol=1e-4, rtol=1e-4)
 
 
-def test_the_critic_sees_truncated_and_last_successors_only_in_one_batch() -> None:
+def test_critic_sees_truncated_and_last_successors_only_in_one_batch() -> None:
     data = make_rollout(6, 3, seed=4)
     major = data.transpose(0, 1)
     need = major["next", "truncated"].clone()
@@ -251,6 +251,6 @@ def test_renamed_keys(transform: Any, twin: Any) -> None:
     assert torch.equal(out["goal"], plain["value_target"])
 
 
-def test_a_single_step_is_not_nan() -> None:
+def test_single_step_is_not_nan() -> None:
     buffer = estimated(GAEBuffer(1, critic=make_critic()), make_rollout(1, 1))
     assert buffer.rollout["advantage"].isfinite().all()

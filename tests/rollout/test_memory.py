@@ -28,7 +28,7 @@ def test_too_little_memory_is_an_error_that_names_both_and_changes_nothing(monke
     assert small.size == 5
 
 
-def test_a_rollout_and_a_state_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rollout_and_a_state_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     full = holding(GAEBuffer(5))
     state, buffer = full.state_dict(), GAEBuffer(5)
     monkeypatch.setattr(memory, "free_bytes", lambda device, folder: 10)
@@ -40,13 +40,13 @@ def test_a_rollout_and_a_state_that_do_not_fit_are_refused(monkeypatch: pytest.M
     assert buffer.num_envs is None
 
 
-def test_a_huge_size_is_refused_at_once() -> None:
+def test_huge_size_is_refused_at_once() -> None:
     with pytest.raises(ValueError, match=r"needs .* free in the memory of cpu"):
         RolloutStorage(2**50).allocate(ROW)
 
 
 @pytest.mark.parametrize("steps", [5, 4])
-def test_a_rollouts_memory_is_taken_over_only_where_that_is_asked_for_and_fits(steps: int) -> None:
+def test_rollouts_memory_is_taken_over_only_where_that_is_asked_for_and_fits(steps: int) -> None:
     turned = make_rollout(steps, 3).transpose(0, 1).contiguous().transpose(0, 1)  # [N, T] over time-major memory
     expected = turned.clone()
     given, taken, copied, tall = (GAEBuffer(5, bootstrap=False) for _ in range(4))

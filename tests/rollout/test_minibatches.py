@@ -62,7 +62,7 @@ def test_number_and_size_give_exactly_that() -> None:
         buffer.generate_batches(None, 16)
 
 
-def test_the_algorithm_fills_in_numbers() -> None:
+def test_algorithm_fills_in_numbers() -> None:
     algorithm = SimpleNamespace(gamma=0.5, num_mini_batch=3, mini_batch_size=5)
     assert [b.shape[0] for b in filled(algorithm=algorithm).generate_batches()] == [5, 5, 5]
     assert GAEBuffer(3, algorithm=algorithm, gamma=0.7).gamma == 0.7
@@ -125,7 +125,7 @@ def test_inside_torchrl_by_environments() -> None:
         buffer.sampler.sample(buffer.storage, 9)
 
 
-def test_an_empty_one_says_so() -> None:
+def test_empty_one_says_so() -> None:
     for read in (lambda: MinibatchSampler().sample(RolloutStorage(3), 2), GAEBuffer(3).get_all_buffer_data):
         with pytest.raises(RuntimeError, match="empty"):
             read()

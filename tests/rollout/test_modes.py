@@ -25,7 +25,7 @@ def dropping_actor() -> Any:
 
 
 @pytest.mark.parametrize("cls", [VanillaOnPolicyBuffer, GAEBuffer, VTraceBuffer])
-def test_a_buffer_estimates_in_evaluation_mode(cls: type[VanillaOnPolicyBuffer]) -> None:
+def test_buffer_estimates_in_evaluation_mode(cls: type[VanillaOnPolicyBuffer]) -> None:
     buffer = cls(5, actor=dropping_actor(), critic=critic())
     data = make_rollout()
     estimated(buffer, data)
@@ -41,7 +41,7 @@ def test_a_buffer_estimates_in_evaluation_mode(cls: type[VanillaOnPolicyBuffer])
 
 
 @pytest.mark.parametrize("cls", [GeneralizedAdvantages, VTraceAdvantages])
-def test_a_transform_estimates_in_evaluation_mode(cls: Any) -> None:
+def test_transform_estimates_in_evaluation_mode(cls: Any) -> None:
     options = {"actor": dropping_actor()} if cls is VTraceAdvantages else {}
     data = cls(critic=critic(), **options)(make_rollout())
     assert torch.equal(data["state_value"], data["observation"])

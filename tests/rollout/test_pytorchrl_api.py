@@ -41,7 +41,7 @@ FACTORIES = {
 
 
 @pytest.mark.parametrize("cls", FACTORIES)
-def test_a_factory_takes_options_and_then_the_programs_parts(cls: Any) -> None:
+def test_factory_takes_options_and_then_the_programs_parts(cls: Any) -> None:
     by_place, options, shown = FACTORIES[cls]
     make = cls.create_factory(9, *by_place, recompute_values=True, **options)
     buffer = make("cpu", None, SimpleNamespace(gamma=0.5), SimpleNamespace(num_envs=7))
@@ -70,7 +70,7 @@ def test_transitions_fill_the_rollout_from_the_first_observation_on() -> None:
     assert (buffer.used_capacity, len(buffer), buffer.step) == (0, 0, 0)
 
 
-def test_the_first_observation_of_the_next_rollout_is_carried_over() -> None:
+def test_first_observation_of_the_next_rollout_is_carried_over() -> None:
     buffer = stepped(GAEBuffer(2, critic=make_critic()), 2)
     buffer.before_gradients()
     for batch in buffer.generate_batches(2):

@@ -66,7 +66,7 @@ def test_estimates_are_computed_once_for_each_write(make: Any, monkeypatch: pyte
     assert len(critic.module.seen) == 2 * seen
 
 
-def test_a_further_write_makes_them_due_again() -> None:
+def test_further_write_makes_them_due_again() -> None:
     buffer, whole = (GAEBuffer(6, critic=make_critic(), batch_size=4) for _ in range(2))
     first, second = make_rollout(6, 2).split([3, 3], 1)
     buffer.extend(first)
@@ -105,7 +105,7 @@ def test_advantages_of_ones_own_are_kept() -> None:
     torch.testing.assert_close(batch["advantage"], batch["observation"])
 
 
-def test_a_restored_buffer_estimates_nothing_anew() -> None:
+def test_restored_buffer_estimates_nothing_anew() -> None:
     critic = make_critic()
     buffer = extended(GAEBuffer, make_critic())
     buffer.sample()

@@ -25,7 +25,7 @@ RESULTS = ("advantage", "value_target", "intrinsic_advantage", "intrinsic_value_
 
 
 @pytest.mark.parametrize("name", SHELLS)
-def test_a_shell_estimates_as_its_parts_do(name: str) -> None:
+def test_shell_estimates_as_its_parts_do(name: str) -> None:
     estimator, shell = SHELLS[name]
     data, actor = make_rollout(), linear_actor()
     data["next", "intrinsic_reward"] = data["next", "reward"].abs()

@@ -46,7 +46,7 @@ def test_values_that_are_not_finite_are_refused() -> None:
     assert len(buffer) == 0
 
 
-def test_the_step_after_the_last_is_kept() -> None:
+def test_step_after_the_last_is_kept() -> None:
     data = make_rollout(recurrent_state=torch.ones(5, 3, 1, 2))
     data["next", "recurrent_state"] = torch.full((3, 5, 1, 2), 7.0)
     data["next", "done"][:, -1] = torch.tensor([[True], [False], [False]])
@@ -67,13 +67,13 @@ def test_torchrl_sampler_in_ours_visits_every_cell_once() -> None:
     assert sorted(seen.tolist()) == list(range(8))
 
 
-def test_a_torchrl_writer_is_refused_with_the_fix() -> None:
+def test_torchrl_writer_is_refused_with_the_fix() -> None:
     buffer = TensorDictReplayBuffer(storage=RolloutStorage(5), dim_extend=0)
     with pytest.raises(TypeError, match="RolloutWriter"):
         buffer.extend(make_rollout().transpose(0, 1))
 
 
-def test_a_state_holds_the_filled_part() -> None:
+def test_state_holds_the_filled_part() -> None:
     state = holding(GAEBuffer(100)).storage.state_dict()
     assert state["data"]["observation"].shape == (5, 3, 1)
 
@@ -89,7 +89,7 @@ def test_padded_rollouts_are_refused() -> None:
 
 
 @pytest.mark.parametrize("change", [copy.deepcopy, lambda storage: pickle.loads(pickle.dumps(storage))])
-def test_a_copy_is_a_view_of_its_own_cells_and_keeps_added_entries(change) -> None:
+def test_copy_is_a_view_of_its_own_cells_and_keeps_added_entries(change) -> None:
     buffer = holding(GAEBuffer(5), make_rollout(seed=0))
     buffer.rollout["advantage"] = torch.ones(5, 3, 1)
     storage = change(buffer.storage)

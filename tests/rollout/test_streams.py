@@ -28,7 +28,7 @@ from torchrl_lightning.estimators import IntrinsicRewardNormalizer
 
 
 @pytest.mark.parametrize("separate", [True, False])
-def test_the_intrinsic_stream_looks_across_episode_ends(separate: bool) -> None:
+def test_intrinsic_stream_looks_across_episode_ends(separate: bool) -> None:
     data = intrinsic(seed=2)
     critics = (
         {"critic": make_critic(), "intrinsic_critic": make_critic("intrinsic_state_value", 0.3)}
@@ -49,7 +49,7 @@ def test_the_intrinsic_stream_looks_across_episode_ends(separate: bool) -> None:
     torch.testing.assert_close(buffer.rollout["advantage"], plain.rollout["advantage"])
 
 
-def test_the_filter_of_intrinsic_rewards_tells_workers_apart() -> None:
+def test_filter_of_intrinsic_rewards_tells_workers_apart() -> None:
     buffer = VanillaOnPolicyBuffer(5, gamma_intrinsic=0.8, critic=both_values())
     separate = IntrinsicRewardNormalizer(0.8)
     for turn, worker in enumerate((0, 1, 1, 0)):

@@ -69,7 +69,7 @@ def brute_vtrace(data, actor, gamma, lmbda, rho_clip, c_clip, pg_rho_clip):
     return advantage, target
 
 
-def test_the_twin_sees_truncations() -> None:
+def test_twin_sees_truncations() -> None:
     """The rollouts above hold truncated, terminated and cut-off rows, or the comparison says little."""
     data = make_rollout(12, 5, 0)
     flags = data["next", "truncated"].sum(), data["next", "terminated"].sum(), (~data["next", "done"][:, -1]).sum()

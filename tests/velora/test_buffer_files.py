@@ -33,7 +33,7 @@ def load(**changes: Any) -> RecurrentReplayBuffer:
 
 
 @pytest.mark.parametrize("suffix", ["", ".safetensors"])
-def test_a_full_buffer_that_velora_wrote(suffix: str) -> None:
+def test_full_buffer_that_velora_wrote(suffix: str) -> None:
     buffer = RecurrentReplayBuffer.load(f"{VELORA}/buffer_state{suffix}", metadata())
     assert (len(buffer), buffer.position) == (7, 3)
     golden = tensors("velora_wraparound")
@@ -46,7 +46,7 @@ def test_a_full_buffer_that_velora_wrote(suffix: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["run", "run.safetensors", "run.1_state"])
-def test_a_partly_filled_buffer_whose_name_velora_cut_at_the_dot(name: str) -> None:
+def test_partly_filled_buffer_whose_name_velora_cut_at_the_dot(name: str) -> None:
     buffer = RecurrentReplayBuffer.load(VELORA / name, metadata("run"))
     assert (len(buffer), buffer.position, str(buffer.device)) == (3, 3, "cpu")
     assert stored(buffer)["hiddens"].equal(tensors("velora_wraparound")["in_hiddens"][:3])
@@ -99,7 +99,7 @@ def test_what_is_no_metadata_is_named() -> None:
             RecurrentReplayBuffer.load(VELORA / "buffer_state", content)
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+def test_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="tried"):
         RecurrentReplayBuffer.load(tmp_path / "buffer_state.safetensors", metadata())
 
@@ -143,7 +143,7 @@ def test_foreign_files_are_refused(tmp_path: Path) -> None:
             RecurrentReplayBuffer.load(path, metadata())
 
 
-def test_a_sparse_file_larger_than_memory_is_refused_before_allocating(tmp_path: Path) -> None:
+def test_sparse_file_larger_than_memory_is_refused_before_allocating(tmp_path: Path) -> None:
     capacity = 2**38
     header, start = {}, 0
     for name in sorted(NAMES):
@@ -161,7 +161,7 @@ def test_a_sparse_file_larger_than_memory_is_refused_before_allocating(tmp_path:
         RecurrentReplayBuffer.load(path, {**content, "position": 0, "size": capacity})
 
 
-def test_a_failure_in_the_second_file_leaves_both_old_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failure_in_the_second_file_leaves_both_old_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     buffer = load()
     buffer.save(tmp_path)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}

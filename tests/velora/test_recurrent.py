@@ -79,7 +79,7 @@ def test_any_sequence_of_writes_matches_a_list(counts: list[int], capacity: int,
 
 
 @pytest.mark.parametrize("count", [0, 3])
-def test_a_batch_has_documented_names_shapes_and_type(count: int) -> None:
+def test_batch_has_documented_names_shapes_and_type(count: int) -> None:
     batch = build(filled=5).sample(count)
     assert isinstance(batch, BatchExperience)
     shapes = {name: tuple(getattr(batch, name).shape) for name in NAMES}
@@ -119,7 +119,7 @@ def test_leading_dimensions_of_one_do_not_matter() -> None:
     assert len(buffer) == 1
 
 
-def test_the_first_transition_is_checked_against_the_declared_sizes() -> None:
+def test_first_transition_is_checked_against_the_declared_sizes() -> None:
     buffer = build()
     wrong = {"states": 5, "next_states": 5, "actions": 1, "hiddens": 1, "rewards": 2}
     says = ("state_dim=3", "state_dim=3", "action_dim=2", "hidden_dim=4", "reward")
@@ -185,7 +185,7 @@ def test_two_part_states_lie_side_by_side() -> None:
     assert set(buffer.draw(1)["recurrent_state"].keys()) == {"h", "c"}
 
 
-def test_a_tensordict_may_be_added() -> None:
+def test_tensordict_may_be_added() -> None:
     buffer = build(filled=2)
     buffer.add(buffer[1])
     assert stored(buffer)["states"][:, 0].tolist() == [0.0, 1.0, 1.0]

@@ -116,7 +116,7 @@ def test_it_checks_the_observation_first() -> None:
     assert agent.calls == 0
 
 
-def test_the_same_generator_repeats_it() -> None:
+def test_same_generator_repeats_it() -> None:
     first, second = (build(generator=generator(3)) for _ in range(2))
     for each in (first, second):
         each.warm(Agent(), 12)

@@ -76,9 +76,7 @@ def both(policy: Any, call: Callable[[], Any], step: TensorDict) -> tuple[dict[A
 
 @pytest.mark.parametrize("mode", [ExplorationType.RANDOM, ExplorationType.DETERMINISTIC])
 @pytest.mark.parametrize("name", MODULES)
-def test_a_compiled_policy_acts_as_its_module(
-    name: str, mode: ExplorationType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compiled_policy_acts_as_its_module(name: str, mode: ExplorationType, monkeypatch: pytest.MonkeyPatch) -> None:
     policy = policy_of(name)
     step = step_for(policy)
     call = bound_call(policy, step)
@@ -168,7 +166,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_network_that_is_changed_is_left_to_the_module(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_network_that_is_changed_is_left_to_the_module(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     policy = DQNModule().build(DISCRETE).policy
     call = bound_call(policy, step_for(policy))
     assert call is not None
@@ -188,7 +186,7 @@ def test_autocast_and_hooks_on_every_module_are_the_modules(monkeypatch: pytest.
     assert is_compiled(policy, call, monkeypatch)
 
 
-def test_a_subclass_that_acts_otherwise_is_not_bypassed() -> None:
+def test_subclass_that_acts_otherwise_is_not_bypassed() -> None:
     class Last(EpsilonGreedyPolicy):
         def act(self, entries: list[Tensor], explore: bool) -> Tensor:
             return torch.full((len(entries[0]),), 2)
@@ -199,7 +197,7 @@ def test_a_subclass_that_acts_otherwise_is_not_bypassed() -> None:
     assert call()["action"].tolist() == [2] * ROWS
 
 
-def test_an_actor_that_chooses_otherwise_is_not_bypassed() -> None:
+def test_actor_that_chooses_otherwise_is_not_bypassed() -> None:
     class Last(Actor):
         def choose(self, *arguments: Any) -> dict[Any, Tensor]:
             chosen = super().choose(*arguments)
@@ -223,7 +221,7 @@ def test_what_is_not_a_number_stays_so(name: str) -> None:
         assert call()["action"].isnan().all(1).tolist() == [False, True, False, False, False]
 
 
-def test_a_collector_collects_the_same_by_either() -> None:
+def test_collector_collects_the_same_by_either() -> None:
     torch.manual_seed(0)
     policy = PPOModule().build(TWO_CHOICES).policy
     batches = []

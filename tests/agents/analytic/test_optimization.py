@@ -75,7 +75,7 @@ def test_states_of_our_adam_and_torchs_are_loaded_by_each_other() -> None:
         lean.load_state_dict(copy.deepcopy(ordinary.state_dict()))
 
 
-def test_a_closure_computes_the_gradients() -> None:
+def test_closure_computes_the_gradients() -> None:
     (parameter, _), _, lean, _ = pair()
 
     def loss() -> float:
@@ -104,7 +104,7 @@ def test_hooks_run_once_a_step(register: Callable[..., Any] | None) -> None:
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
-def test_an_overflow_under_a_scaler_skips_the_step() -> None:
+def test_overflow_under_a_scaler_skips_the_step() -> None:
     (parameter, other), _, lean, _ = pair()
     step([parameter, other], lean, 2)
     before = parameter.detach().clone()
@@ -183,7 +183,7 @@ def test_settings_of_groups_types_and_frozen_parameters_are_kept() -> None:
     torch.testing.assert_close(steps[0][2], steps[1][2])
 
 
-def test_a_part_without_gradients_rests_and_a_parameter_without_one_counts_as_zero() -> None:
+def test_part_without_gradients_rests_and_a_parameter_without_one_counts_as_zero() -> None:
     resting, partly, twin = network(), network(), network()
     parts = [list(resting.parameters()), list(partly.parameters())]
     optimizer = torch.optim.AdamW([*parts[0], *parts[1]], lr=0.1, weight_decay=0.5)

@@ -192,7 +192,7 @@ def losses_of(monkeypatch: pytest.MonkeyPatch, module: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("case", [*OFF_POLICY, "ppo", "ppo in a box"])
-def test_a_run_learns_what_a_run_by_autograd_learns(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_learns_what_a_run_by_autograd_learns(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ends, metrics, errors, counts = [], [], [], []
     for callbacks in ([], [ListensToBackward()]):
         module = module_of(case, NETWORKS["relu"], max_grad_norm=0.5)
@@ -262,7 +262,7 @@ RUNS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_run_that_needs_autograd_gets_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_that_needs_autograd_gets_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module = learner("dqn")
     losses = losses_of(monkeypatch, module)
     trainer(max_epochs=1, **RUNS[name]).fit(module, datamodule=data_of("dqn"))
@@ -278,7 +278,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_network_that_is_changed_in_a_run_is_left_to_autograd(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_network_that_is_changed_in_a_run_is_left_to_autograd(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module = learner("dqn")
     losses = losses_of(monkeypatch, module)
     data = data_of("dqn", note=lambda module: CHANGES[name](module) if len(data.noted) == 1 else None)
@@ -286,7 +286,7 @@ def test_a_network_that_is_changed_in_a_run_is_left_to_autograd(name: str, monke
     assert len(losses) == 2
 
 
-def test_a_second_fit_writes_gradients_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_fit_writes_gradients_too(monkeypatch: pytest.MonkeyPatch) -> None:
     module = learner("dqn")
     losses = losses_of(monkeypatch, module)
     for _ in range(2):

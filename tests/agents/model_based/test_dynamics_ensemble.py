@@ -65,7 +65,7 @@ def test_members_are_kept_where_their_error_falls() -> None:
     assert module.fit_is_over
 
 
-def test_a_member_that_diverges_is_no_elite() -> None:
+def test_member_that_diverges_is_no_elite() -> None:
     module = built(num_elites=2)
     module.judge(torch.tensor([math.nan, 1.0, 2.0]))
     assert module.world_model.elites.tolist() == [1, 2]
@@ -120,7 +120,7 @@ def test_loading_without_data_builds_what_the_checkpoint_says(tmp_path: Path, le
     assert torch.equal(other.policy(td.clone())["action"], expected)
 
 
-def test_a_reward_function_cannot_be_loaded(tmp_path: Path) -> None:
+def test_reward_function_cannot_be_loaded(tmp_path: Path) -> None:
     module = small()
     data = FakeDynamics(reward=lambda observation, action, following: -following[:, 0].square())
     fit = trainer(max_epochs=1)
@@ -145,7 +145,7 @@ def test_another_model_s_way_of_ending_is_refused(learns: bool) -> None:
         module.on_load_checkpoint(checkpoint)
 
 
-def test_a_function_that_tells_ends_leaves_nothing_to_learn() -> None:
+def test_function_that_tells_ends_leaves_nothing_to_learn() -> None:
     told_by_function = small(terminated=OutsideBox([-1.0, None], [1.0, None]))
     told_by_function.build(POINT, num_members=3, targets=targets_of(terminated=True))
     assert told_by_function.state_dict().keys() == built().state_dict().keys()
@@ -195,7 +195,7 @@ FITS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("message", FITS)
-def test_a_fit_that_cannot_use_a_setting_collects_nothing(message: str) -> None:
+def test_fit_that_cannot_use_a_setting_collects_nothing(message: str) -> None:
     of_model, of_data, of_trainer = FITS[message]
     data = model_data(**of_data)
     with pytest.raises(ValueError, match=message) as refusal:
@@ -204,12 +204,12 @@ def test_a_fit_that_cannot_use_a_setting_collects_nothing(message: str) -> None:
     assert "\n" not in str(refusal.value)
 
 
-def test_a_box_of_another_width_is_refused_when_it_is_asked() -> None:
+def test_box_of_another_width_is_refused_when_it_is_asked() -> None:
     with pytest.raises(ValueError, match=r"3 numbers.* 2 bound"):
         OutsideBox([-1.0, None], [1.0, None])(torch.zeros(4, 3), torch.zeros(4, 1), torch.zeros(4, 3))
 
 
-def test_a_planner_of_means_over_an_ensemble_of_means_runs() -> None:
+def test_planner_of_means_over_an_ensemble_of_means_runs() -> None:
     dynamics = WorldModelFit([4], probabilistic=False)
     assert not dynamics.build(POINT).sample
     assert MBPOModule(dynamics=dynamics).build(POINT).world_model is not None

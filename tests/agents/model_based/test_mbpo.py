@@ -26,7 +26,7 @@ def built(**kwargs: Any) -> MBPOModule:
     return MBPOModule(MLPNetwork([8], "relu"), dynamics=dynamics(**kwargs)).build(POINT)
 
 
-def test_a_fit_lowers_the_error_on_held_out_rows_and_the_next_one_goes_on() -> None:
+def test_fit_lowers_the_error_on_held_out_rows_and_the_next_one_goes_on() -> None:
     module = built(max_epochs=1)
     module.fit_dynamics(pushed(200, 0), pushed(50, 1))
     first = module.errors.clone()
@@ -35,7 +35,7 @@ def test_a_fit_lowers_the_error_on_held_out_rows_and_the_next_one_goes_on() -> N
     assert (module.errors < 0.5 * first).all()
 
 
-def test_a_fit_ends_when_no_member_improves_and_keeps_the_best() -> None:
+def test_fit_ends_when_no_member_improves_and_keeps_the_best() -> None:
     module = built(max_epochs=50, patience=2, min_improvement=0.99)  # nothing but the first epoch can be better
     module.fit_dynamics(pushed(64, 0), pushed(20, 1))
     assert module.epochs_of_fit == 3
@@ -46,7 +46,7 @@ def test_a_fit_ends_when_no_member_improves_and_keeps_the_best() -> None:
     assert errors[model.elites].max() <= errors.max()
 
 
-def test_a_fit_ends_after_the_most_epochs() -> None:
+def test_fit_ends_after_the_most_epochs() -> None:
     module = built(max_epochs=3, patience=100)
     module.fit_dynamics(pushed(64, 0), pushed(20, 1))
     assert module.epochs_of_fit == 3
@@ -108,7 +108,7 @@ def test_imagined_observations_have_shapes_and_dtypes_of_real_ones() -> None:
 
 
 @pytest.mark.parametrize("propagation", ["step", "trajectory"])
-def test_a_branch_ends_where_the_episode_terminates(propagation: str) -> None:
+def test_branch_ends_where_the_episode_terminates(propagation: str) -> None:
     module = built(terminated=OutsideBox([0.0, None], [None, None]), propagation=propagation)
     module.fit_dynamics(pushed(200, 0), pushed(50, 1))
     start = TensorDict({"observation": torch.tensor([[1e-3, -1.0], [5.0, 0.0], [-1.0, 0.0]])}, [3])
@@ -187,7 +187,7 @@ def test_numbers_that_are_not_finite_are_named() -> None:
                 built().fit_dynamics(*parts)
 
 
-def test_a_fit_or_a_branch_that_diverges_is_an_error() -> None:
+def test_fit_or_a_branch_that_diverges_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="diverged: its elites' errors on held out rows are"):
         built(learning_rate=1e30).fit_dynamics(pushed(64, 0), pushed(20, 1))
     module = built()

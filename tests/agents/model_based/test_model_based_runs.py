@@ -56,7 +56,7 @@ def fit(agent: L.LightningModule, stream: L.LightningDataModule, epochs: int = -
         partial(CEMPlanner, planning_horizon=2, optim_steps=2, num_candidates=8, top_k=2),
     ],
 )
-def test_a_run_collects_by_planning_and_fits_what_it_finds(planner: Any) -> None:
+def test_run_collects_by_planning_and_fits_what_it_finds(planner: Any) -> None:
     agent, stream = module(planner=planner), model_data(num_envs=2)
     run = fit(agent, stream)
     assert stream.frames == 60
@@ -68,7 +68,7 @@ def test_a_run_collects_by_planning_and_fits_what_it_finds(planner: Any) -> None
     stream.close()
 
 
-def test_a_reward_function_is_not_learnt() -> None:
+def test_reward_function_is_not_learnt() -> None:
     stream = model_data(reward=lambda observation, action, following: following[..., 0])
     agent = module()
     fit(agent, stream, epochs=1)
@@ -104,7 +104,7 @@ def test_where_episodes_terminate_is_learnt_in_a_few_hundred_steps() -> None:
     assert (ended == beyond).float().mean() > 0.95
 
 
-def test_a_checkpoint_is_all_that_acting_needs(tmp_path: Path) -> None:
+def test_checkpoint_is_all_that_acting_needs(tmp_path: Path) -> None:
     agent, stream = module(), model_data()
     run = fit(agent, stream, 2)
     run.save_checkpoint(tmp_path / "last.ckpt")

@@ -16,7 +16,7 @@ IDS = ["Hopper-v5", "Walker2d-v5", "Ant-v5", "Humanoid-v5", "InvertedPendulum-v5
 # Version 4 is told to be older than version 5.
 @pytest.mark.filterwarnings("ignore:.*out of date.*")
 @pytest.mark.parametrize("name", IDS)
-def test_a_body_ends_where_its_environment_does(name: str) -> None:
+def test_body_ends_where_its_environment_does(name: str) -> None:
     body = {"InvertedPendulum": "inverted_pendulum"}.get(name[:-3], name[:-3].lower())
     generator = np.random.default_rng(0)
     with gymnasium.make(name, disable_env_checker=True) as env:

@@ -201,7 +201,7 @@ def test_plans_are_drawn_by_the_planner_s_own_generator(planner: Any, propagatio
 
 
 @pytest.mark.parametrize("planner", PLANNERS)
-def test_a_deterministic_plan_is_that_of_the_observation_and_disturbs_none_that_explores(planner: Any) -> None:
+def test_deterministic_plan_is_that_of_the_observation_and_disturbs_none_that_explores(planner: Any) -> None:
     policy, start = planner(env_of(sample=True), horizon=4), observed(3)
     policy.generator.manual_seed(5)
     state = policy.generator.get_state()
@@ -226,7 +226,7 @@ def test_no_two_observations_are_planned_for_by_the_same_draws() -> None:
 
 
 @pytest.mark.parametrize("planner", PLANNERS)
-def test_a_planner_owns_its_model_and_is_restored_from_its_state(planner: Any) -> None:
+def test_planner_owns_its_model_and_is_restored_from_its_state(planner: Any) -> None:
     policy, other = (planner(env_of(), horizon=4) for _ in range(2))
     for parameter in other.parameters():
         parameter.data.add_(0.5)

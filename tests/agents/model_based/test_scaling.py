@@ -45,7 +45,7 @@ def fit(case: str, scaler: torch.amp.GradScaler | None, data: Any = None, **opti
         ("td3", {"optimizer": ADAM, "critic_optimizer": ADAM}),
     ],
 )
-def test_a_scaler_changes_nothing_but_the_range(case: str, options: dict[str, Any]) -> None:
+def test_scaler_changes_nothing_but_the_range(case: str, options: dict[str, Any]) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1)
     scaled, plain = fit(case, scaler, **options), fit(case, None, **options)
     for a, b in zip(scaled.parameters(), plain.parameters(), strict=True):
@@ -63,7 +63,7 @@ class OneStep(FakeReplay):
 
 
 @pytest.mark.parametrize("scaler", [None, torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1)])
-def test_the_later_updates_of_a_step_are_the_same(scaler: torch.amp.GradScaler | None) -> None:
+def test_later_updates_of_a_step_are_the_same(scaler: torch.amp.GradScaler | None) -> None:
     options = {"optimizer": SGD, "alpha_optimizer": SGD, "max_grad_norm": 0.5}
     modules = [fit("sac", None, **options), fit("sac", scaler, OneStep(specs=BOX), **options)]
     assert [module.updates for module in modules] == [3, 3]
@@ -73,7 +73,7 @@ def test_the_later_updates_of_a_step_are_the_same(scaler: torch.amp.GradScaler |
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
-def test_an_overflow_skips_the_update_once() -> None:
+def test_overflow_skips_the_update_once() -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=float(torch.finfo(torch.float32).max), backoff_factor=2.0**-4)
     module = fit("sac", scaler, optimizer=SGD, critic_optimizer=SGD, max_grad_norm=0.5)
     assert scaler.get_scale() < 2.0**125

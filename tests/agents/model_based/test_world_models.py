@@ -113,7 +113,7 @@ def test_returns_are_rewards_until_the_end(propagation: str, known: bool, ends: 
     torch.testing.assert_close(world.returns(observation, actions), total)
 
 
-def test_a_trajectory_keeps_its_member() -> None:
+def test_trajectory_keeps_its_member() -> None:
     world = world_model(propagation="trajectory")
     observation, actions = torch.randn(12, 2), torch.rand(5, 12, 1)
     each = []
@@ -171,7 +171,7 @@ def world_at(origin: float, dtype: torch.dtype, **settings: Any) -> WorldModel:
 
 @pytest.mark.parametrize(("dtype", "origin"), ORIGINS)
 @pytest.mark.parametrize("learnt", [False, True])
-def test_a_step_does_not_depend_on_the_origin_of_the_observations(
+def test_step_does_not_depend_on_the_origin_of_the_observations(
     dtype: torch.dtype, origin: float, learnt: bool
 ) -> None:
     near, far = world_at(0.0, torch.float32, learnt=learnt), world_at(origin, dtype, learnt=learnt)
@@ -222,7 +222,7 @@ def test_returns_do_not_depend_on_the_origin_of_the_observations(
             assert bool((actions.flatten()[:, None] == action.flatten()).any(0).all())
 
 
-def test_a_box_bounds_what_single_precision_would_round() -> None:
+def test_box_bounds_what_single_precision_would_round() -> None:
     box = OutsideBox([1700000036.5], [1700000037.5])
     rows = torch.tensor([[1700000036.0], [1700000037.0], [1700000038.0]], dtype=torch.float64)
     assert box(rows, rows, rows).tolist() == [True, False, True]
@@ -231,7 +231,7 @@ def test_a_box_bounds_what_single_precision_would_round() -> None:
     assert not OutsideBox([0.7], [0.7])(edge, edge, torch.tensor([[0.7]], dtype=torch.float64)).any()
 
 
-def test_a_box_has_two_sides() -> None:
+def test_box_has_two_sides() -> None:
     box = OutsideBox([0.0, None], [None, 1.0])
     nothing = torch.zeros(3, 1)
     assert box(nothing, nothing, torch.tensor([[-0.1, 0.0], [9.0, 1.0], [0.0, 1.1]])).tolist() == [True, False, True]

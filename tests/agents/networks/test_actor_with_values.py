@@ -54,7 +54,7 @@ def test_it_writes_what_actor_and_critic_write(kind: Any) -> None:
     assert torch.equal(both.get_dist(step).logits, module.policy.get_dist(step).logits)
 
 
-def test_the_hooks_of_the_actor_are_heard() -> None:
+def test_hooks_of_the_actor_are_heard() -> None:
     module, both = built()
     module.policy.register_forward_hook(lambda policy, args, out: out.set("heard", torch.ones(5)))
     step = TensorDict({"pixels": torch.randn(5, 2, 7, 7)}, [5])
@@ -87,7 +87,7 @@ def trained(folder: Any, module: Any, data: Any = None, **settings: Any) -> tupl
     return learner, data, passes
 
 
-def test_a_run_is_the_same_but_for_the_passes_that_it_spares(tmp_path: Any) -> None:
+def test_run_is_the_same_but_for_the_passes_that_it_spares(tmp_path: Any) -> None:
     valued, data, passes = trained(tmp_path, PPOModule)
     twice, _, others = trained(tmp_path, Twice)
     torch.testing.assert_close(parameters(valued), parameters(twice), rtol=1e-5, atol=1e-6)
@@ -100,7 +100,7 @@ def test_a_run_is_the_same_but_for_the_passes_that_it_spares(tmp_path: Any) -> N
 
 
 @pytest.mark.parametrize("before", [PPOModule, Twice])
-def test_a_run_goes_on_in_the_middle_of_a_rollout(before: Any, tmp_path: Any) -> None:
+def test_run_goes_on_in_the_middle_of_a_rollout(before: Any, tmp_path: Any) -> None:
     """Also one whose rollout has no values, as those of a policy that leaves them to its critic."""
     saving, start = SaveAt(tmp_path / "at.ckpt", "on_train_batch_end", 5, then="go on"), {"reset_at_each_batch": True}
     whole, _, _ = trained(tmp_path, before, max_epochs=3, callbacks=[saving], data=start)
@@ -114,7 +114,7 @@ def test_values_that_nobody_would_read_are_not_written(buffer: Any, tmp_path: An
     assert "state_value" not in data.buffer.storage.schema
 
 
-def test_a_collector_of_the_users_gets_the_policy_itself(tmp_path: Any) -> None:
+def test_collector_of_the_users_gets_the_policy_itself(tmp_path: Any) -> None:
     given: list[Any] = []
 
     def collector(env: Any, policy: Any, num_envs: int, frames_per_batch: int) -> Any:

@@ -70,7 +70,7 @@ def test_layers_are_normalised_before_their_activation_also_in_critics_side_by_s
 
 @pytest.mark.parametrize("shape", [(4, 12, 10), (12, 10, 4), (12, 10)])
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
-def test_an_image_is_read_alike_in_any_layout_and_under_vmap(shape, dtype):
+def test_image_is_read_alike_in_any_layout_and_under_vmap(shape, dtype):
     torch.manual_seed(0)
     encoder = CNNNetwork([8, 4], [3, 3], [2, 1], [16]).encoder([Unbounded(shape, dtype=dtype)])
     images = torch.randint(0, 256, (2, 3, *shape)).to(dtype)
@@ -101,7 +101,7 @@ def test_convolutions_that_are_given_hold_for_every_image():
     assert strided.features == 64 * (84 - 7 - 3 - 2) ** 2
 
 
-def test_a_layer_of_many_weights_behind_convolutions_is_warned_of(caplog):
+def test_layer_of_many_weights_behind_convolutions_is_warned_of(caplog):
     small = {"channels": [16, 32, 64], "kernels": [2, 2, 2], "strides": [1, 1, 1], "hidden_sizes": [64]}
     pixels = [Unbounded((3, 36, 36), dtype=torch.uint8)]
     CNNNetwork(**small).encoder(pixels)

@@ -60,7 +60,7 @@ def steps(rows: int = ROWS, parts: tuple[int, ...] = (6,)) -> TensorDict:
 
 
 @pytest.mark.parametrize("kind", ACTIONS)
-def test_a_forbidden_action_is_never_taken_in_a_million_steps(kind: str) -> None:
+def test_forbidden_action_is_never_taken_in_a_million_steps(kind: str) -> None:
     specs, parts = specs_of(kind), (2, 4) if kind == "several" else (6,)
     mask, step = ActionMask(specs.action), steps(parts=parts)
     acting = [lambda: {"action": mask.draw(step["action_mask"])}]
@@ -112,7 +112,7 @@ def test_probabilities_and_entropy_are_those_of_the_allowed_actions(kind: str) -
 
 
 @pytest.mark.parametrize("double", [True, False])
-def test_the_target_is_the_best_of_what_the_successor_allows(double: bool) -> None:
+def test_target_is_the_best_of_what_the_successor_allows(double: bool) -> None:
     module, now, after = DQNModule(MLPNetwork([8]), double=double, loss_function="l1"), steps(16), steps(16)
     module.build(specs_of("discrete"))
     after["action_mask"][0] = 0  # the end of an episode
@@ -165,20 +165,20 @@ class Closed(Doors):
         return observation
 
 
-def test_a_mask_that_leaves_no_action_is_one_line() -> None:
+def test_mask_that_leaves_no_action_is_one_line() -> None:
     collector = GymnasiumCollector(make_vector_env(Closed, 2), None, frames_per_batch=16)
     with pytest.raises(EnvironmentFault, match=r"At step 2 of the rollout, environment 0 .* leaves no action"):
         collector.rollout()
 
 
-def test_an_environment_that_resets_at_the_next_step_may_end_with_an_empty_mask() -> None:
+def test_environment_that_resets_at_the_next_step_may_end_with_an_empty_mask() -> None:
     env = SyncVectorEnv([Doors] * 2, autoreset_mode=AutoresetMode.NEXT_STEP)
     data = replay_data(env=env, eval_env=Doors, warmup_frames=32, total_frames=64)
     trainer(max_epochs=-1).fit(DQNModule(MLPNetwork([8])), datamodule=data)
     assert int(data.buffer[:]["next", "done"].sum()) > 0
 
 
-def test_a_policy_that_does_not_look_at_the_mask_is_told() -> None:
+def test_policy_that_does_not_look_at_the_mask_is_told() -> None:
     env = make_vector_env(Doors, 2)
 
     policy = TensorDictModule(lambda mask: mask.long().argmin(-1), in_keys=["action_mask"], out_keys=["action"])
@@ -187,7 +187,7 @@ def test_a_policy_that_does_not_look_at_the_mask_is_told() -> None:
 
 
 @pytest.mark.parametrize("learner", [PPOModule, DQNModule])
-def test_a_loaded_policy_refuses_one_observation_whose_mask_leaves_nothing(learner: Any) -> None:
+def test_loaded_policy_refuses_one_observation_whose_mask_leaves_nothing(learner: Any) -> None:
     specs = environment_specs(make_vector_env(Doors, 1))
     policy = LoadedPolicy(learner(MLPNetwork([8])).build(specs).policy, specs)
     shown = {"observation": np.zeros(4, np.float32), "action_mask": np.int8([0, 0, 1, 0])}
@@ -212,13 +212,13 @@ class Odd(gymnasium.Env[Any, Any]):
         (gymnasium.spaces.Box(0, 1, (3,)), gymnasium.spaces.MultiBinary(3), "no choices"),
     ],
 )
-def test_a_mask_that_does_not_fit_the_actions_is_refused(action: Any, mask: Any, message: str) -> None:
+def test_mask_that_does_not_fit_the_actions_is_refused(action: Any, mask: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         environment_specs(make_vector_env(lambda: Odd(action, mask), 1))
 
 
 @pytest.mark.parametrize(("size", "mend"), [(3, "mask: action_mask"), (4, "mask: last_mask")])
-def test_an_entry_called_mask_that_fits_the_actions_is_to_be_called_as_theirs(size: int, mend: str) -> None:
+def test_entry_called_mask_that_fits_the_actions_is_to_be_called_as_theirs(size: int, mend: str) -> None:
     mask = gymnasium.spaces.MultiBinary(size)
     with pytest.raises(ValueError, match=rf"'mask'.*rename={{{mend}}}"):
         environment_specs(make_vector_env(lambda: Odd(gymnasium.spaces.Discrete(3), mask, "mask"), 1))

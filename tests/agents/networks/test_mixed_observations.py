@@ -52,7 +52,7 @@ class Mixed(gymnasium.Env[Any, Any]):
         (SACModule, spaces.Box(-1, 1, (2,))),
     ],
 )
-def test_a_policy_acts_on_all_of_them(
+def test_policy_acts_on_all_of_them(
     module: Any, action_space: Any, image: tuple[int, ...], channels: int, network: Any
 ) -> None:
     env = EnvironmentRecipe(partial(Mixed, image, action_space), frame_stack=3)

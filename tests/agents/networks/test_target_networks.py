@@ -72,7 +72,7 @@ def test_they_compute_in_evaluation_mode() -> None:
     assert len({parameter.untyped_storage().data_ptr() for parameter in module.targets.parameters()}) <= 2
 
 
-def test_a_recurrent_target_computes_with_what_it_follows() -> None:
+def test_recurrent_target_computes_with_what_it_follows() -> None:
     module = learner("td3", RecurrentNetwork("gru", 4))
     with torch.no_grad():
         for parameter in module.memory.parameters():

@@ -63,7 +63,7 @@ def with_frames(path: Path, frames: int, into: Path, age: int = 0) -> None:
         ({"best": 128, "best-v1": 256}, {"best": 0, "best-v1": 9}, "best-v1"),
     ],
 )
-def test_the_most_frames_win_and_not_the_newest_file(
+def test_most_frames_win_and_not_the_newest_file(
     frames: dict[str, int], ages: dict[str, int], expected: str, home: Path
 ) -> None:
     folder = run_folder(home) / "checkpoints"
@@ -75,7 +75,7 @@ def test_the_most_frames_win_and_not_the_newest_file(
     assert chosen(home) == (folder / f"{expected}.ckpt", "")
 
 
-def test_the_run_with_the_most_frames_wins(home: Path) -> None:
+def test_run_with_the_most_frames_wins(home: Path) -> None:
     first = run_folder(home)
     second = first.with_name("2000-01-01_00-00-00")
     shutil.copytree(first, second)
@@ -83,7 +83,7 @@ def test_the_run_with_the_most_frames_wins(home: Path) -> None:
     assert chosen(home)[0] == second / "checkpoints" / "last.ckpt"
 
 
-def test_a_damaged_checkpoint_gives_way_to_the_next(home: Path) -> None:
+def test_damaged_checkpoint_gives_way_to_the_next(home: Path) -> None:
     last, best = (run_folder(home) / "checkpoints" / f"{name}.ckpt" for name in ("last", "best"))
     content = bytearray(last.read_bytes())
     content[len(content) // 2] ^= 255
@@ -156,13 +156,13 @@ def check_unused(home: Path, damage: Callable[[Path], None], reason: str) -> Non
 
 
 @pytest.mark.parametrize(("damage", "reason"), DAMAGE.items(), ids=[each.__name__ for each in DAMAGE])
-def test_a_folder_that_is_not_used_is_named_with_the_reason(
+def test_folder_that_is_not_used_is_named_with_the_reason(
     damage: Callable[[Path], None], reason: str, home: Path
 ) -> None:
     check_unused(home, damage, reason)
 
 
-def test_a_folder_that_cannot_be_read_is_named(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_that_cannot_be_read_is_named(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, is_dir = run_folder(home), Path.is_dir
 
     def refused(self: Path) -> bool:
@@ -189,7 +189,7 @@ def test_each_run_of_a_sweep_takes_its_own_whatever_the_order_of_settings(home: 
     assert kept == {"seed_3": str(last.relative_to(home)), "seed_4": None}
 
 
-def test_a_run_that_another_process_writes_is_refused(home: Path, tmp_path: Path) -> None:
+def test_run_that_another_process_writes_is_refused(home: Path, tmp_path: Path) -> None:
     folder = run_folder(home)
     with held_by_another(folder, tmp_path / "holder") as holder:
         for arguments in (["ckpt_path=auto"], [f"hydra.run.dir={folder}"]):
@@ -198,7 +198,7 @@ def test_a_run_that_another_process_writes_is_refused(home: Path, tmp_path: Path
             assert f"is being written by process {holder} on " in done.stderr
 
 
-def test_a_run_that_is_not_resumed_says_so_and_begins(home: Path) -> None:
+def test_run_that_is_not_resumed_says_so_and_begins(home: Path) -> None:
     empty(run_folder(home))
     done = call("train", *GIVEN, "ckpt_path=auto", cwd=home)
     assert done.returncode == 0
@@ -222,7 +222,7 @@ def test_auto_resumes_a_run_with_classes_of_ones_own_only_if_it_is_told_to_trust
     assert str(OmegaConf.create(done.stdout).ckpt_path).endswith("last.ckpt"), done.stderr
 
 
-def test_a_fresh_run_may_be_told_to_trust_what_it_will_find(tmp_path: Path) -> None:
+def test_fresh_run_may_be_told_to_trust_what_it_will_find(tmp_path: Path) -> None:
     done = call("train", *GIVEN, "ckpt_path=auto", "trusted=true", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "say trusted=true" not in done.stdout

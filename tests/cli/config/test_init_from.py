@@ -53,7 +53,7 @@ def check_begun(first: Path, ended: Path) -> None:
         assert torch.allclose(weight, weights[name], atol=1e-5), name
 
 
-def test_a_run_begins_with_the_weights_and_moments_of_another(first, run, tmp_path):
+def test_run_begins_with_the_weights_and_moments_of_another(first, run, tmp_path):
     save_pretrained(first, tmp_path / "published")
     said = run("train", *TINY, *NORMALISED, *TUNED, *QUIET, "init_from=published", "hydra.run.dir=second").stdout
     assert "begins with the weights and moments of published\n" in said

@@ -69,7 +69,7 @@ PARTS = {
 
 
 @pytest.mark.parametrize("path", PARTS)
-def test_a_part_that_the_command_line_replaces_keeps_no_setting(path, tmp_path):
+def test_part_that_the_command_line_replaces_keeps_no_setting(path, tmp_path):
     groups, setting = PARTS[path]
     own = f"{path}={{_target_: mine.Part, size: 3}}"
     (config,), said = composed(tmp_path, "~experiment", groups, own)
@@ -80,7 +80,7 @@ def test_a_part_that_the_command_line_replaces_keeps_no_setting(path, tmp_path):
 
 
 @pytest.mark.parametrize("reverse", [False, True])
-def test_a_setting_of_the_same_command_line_is_the_new_parts(tmp_path, reverse):
+def test_setting_of_the_same_command_line_is_the_new_parts(tmp_path, reverse):
     own = ["data.buffer.sampler._target_=mine.Part", "data.buffer.sampler.alpha=0.3"]
     (config,), said = composed(tmp_path, "~experiment", "data=prioritized", *own[:: -1 if reverse else 1])
     assert part(config, "data.buffer.sampler") == {**MINE, "alpha": 0.3}
@@ -88,7 +88,7 @@ def test_a_setting_of_the_same_command_line_is_the_new_parts(tmp_path, reverse):
     assert "sampler.alpha" not in said
 
 
-def test_a_part_that_had_no_class_or_has_the_same_keeps_all(tmp_path):
+def test_part_that_had_no_class_or_has_the_same_keeps_all(tmp_path):
     own = ["model.optimizer={_target_: torch.optim.SGD, _partial_: true, lr: 0.1}"]
     same = ["data.buffer.sampler._target_=torchrl_lightning.UniformSampler"]
     (config,), said = composed(tmp_path, "~experiment", "data=uniform", *own, *same)
@@ -97,7 +97,7 @@ def test_a_part_that_had_no_class_or_has_the_same_keeps_all(tmp_path):
     assert said == ""
 
 
-def test_a_part_of_ours_is_checked_against_its_own_settings(tmp_path):
+def test_part_of_ours_is_checked_against_its_own_settings(tmp_path):
     ours = "data.buffer.sampler={_target_: torchrl_lightning.UniformSampler, %s}"
     (config,), said = composed(tmp_path, "~experiment", "data=prioritized", ours % "stratified: true")
     assert part(config, "data.buffer.sampler") == {
@@ -138,7 +138,7 @@ def experiment(tmp_path):
     return ["--config-dir", ".", "experiment=mine"]
 
 
-def test_an_experiment_replaces_a_part_and_a_command_line_its(tmp_path, experiment):
+def test_experiment_replaces_a_part_and_a_command_line_its(tmp_path, experiment):
     (config,), said = composed(tmp_path, *experiment, "data.buffer.sampler.size=4")
     assert part(config, "data.buffer.sampler") == {**MINE, "size": 4}
     assert config["data"]["buffer"]["storage"]["max_size"] == 640
@@ -166,7 +166,7 @@ def test_each_run_of_a_sweep_has_its_own_part(tmp_path, swept):
     assert "alpha" not in second
 
 
-def test_a_swept_part_takes_a_setting_that_the_old_one_lacks(tmp_path):
+def test_swept_part_takes_a_setting_that_the_old_one_lacks(tmp_path):
     own = ["data.buffer.sampler._target_=mine.Part,mine.Other", "data.buffer.sampler.size=3"]
     runs, said = composed(tmp_path, "~experiment", "data=uniform", "--multirun", *own)
     assert [part(config, "data.buffer.sampler") for config in runs] == [
@@ -197,7 +197,7 @@ RUN = [
 
 
 @pytest.mark.parametrize("size", ["5", "${data.batch_size}"])
-def test_a_resumed_run_has_the_parts_of_its_checkpoint(run, tmp_path, size):
+def test_resumed_run_has_the_parts_of_its_checkpoint(run, tmp_path, size):
     (tmp_path / "own.py").write_text(OWN)
     said = run("train", *RUN, f"data.buffer.sampler={{_target_: own.Newest, newest: '{size}'}}").stderr
     assert said.count(NOTE) == 1
@@ -213,7 +213,7 @@ def test_a_resumed_run_has_the_parts_of_its_checkpoint(run, tmp_path, size):
     assert part(config, "data.buffer.sampler") == {"_target_": "own.Other"}
 
 
-def test_a_part_that_cannot_be_removed_gets_its_default(tmp_path):
+def test_part_that_cannot_be_removed_gets_its_default(tmp_path):
     runs, said = composed(tmp_path, "~experiment", "data=uniform", "~data.buffer.sampler")
     assert (runs, "say data.buffer.sampler=null for the default" in said) == ([], True), said
     (config,), _ = composed(tmp_path, "~experiment", "data=uniform", "data.buffer.sampler=null")
@@ -225,7 +225,7 @@ def test_no_experiment_of_ours_replaces_a_part(experiment, tmp_path):
     assert composed(tmp_path, f"experiment={experiment}")[1] == ""
 
 
-def test_a_whole_group_of_another_class_keeps_its_settings(tmp_path):
+def test_whole_group_of_another_class_keeps_its_settings(tmp_path):
     (config,), said = composed(tmp_path, *TINY, "model._target_=mine.PPO")
     assert config["model"]["_target_"] == "mine.PPO"
     assert config["model"]["clip_epsilon"] == 0.2

@@ -43,7 +43,7 @@ def composed(run, *arguments: str, expect: int = 0):
     return OmegaConf.create(done.stdout) if expect == 0 else done.stderr
 
 
-def test_a_checkpoint_keeps_the_whole_config_and_the_command(half):
+def test_checkpoint_keeps_the_whole_config_and_the_command(half):
     stored = load(half)
     config, command = stored[CONFIG], stored["command"]
     assert config["seed"] == config["data"]["seed"] == 3
@@ -62,7 +62,7 @@ def test_several_values_without_multirun_are_compared_with_the_run_of_the_checkp
     assert "did you mean model.tau?" in composed(run, resumed, "model.taw=0.1,0.2", expect=1)
 
 
-def test_a_resumed_run_trains_with_its_own_settings_and_says_so_everywhere(half, run, tmp_path):
+def test_resumed_run_trains_with_its_own_settings_and_says_so_everywhere(half, run, tmp_path):
     changed = ["trainer.max_epochs=-1", "data.total_frames=384", "model.entropy_coeff=0.01"]
     done = run("train", f"ckpt_path={checkpoint_of(half)}", *changed)
     assert last_line(done.stdout)[4] == "384"
@@ -100,7 +100,7 @@ def test_a_resumed_run_trains_with_its_own_settings_and_says_so_everywhere(half,
 
 
 @pytest.mark.parametrize("changed", [["model.schedule=constant", "model.learning_rate=0.0001"], []])
-def test_an_explicit_rate_and_schedule_win_over_the_restored_ones(changed, half, run, tmp_path):
+def test_explicit_rate_and_schedule_win_over_the_restored_ones(changed, half, run, tmp_path):
     done = run("train", f"ckpt_path={checkpoint_of(half)}", *changed, "trainer.max_epochs=3", "hydra.run.dir=second")
     assert ("model.learning_rate: 0.0005 in the checkpoint, 0.0001 now" in done.stdout) is bool(changed)
     (optimizer,) = load(tmp_path / "second")["optimizer_states"]
@@ -109,7 +109,7 @@ def test_an_explicit_rate_and_schedule_win_over_the_restored_ones(changed, half,
     assert (group["initial_lr"], group["lr"]) == ((0.0001, 0.0001) if changed else (0.0005, 0.00025))
 
 
-def test_a_group_like_the_runs_is_ignored_and_what_is_interpolated_follows(half, run):
+def test_group_like_the_runs_is_ignored_and_what_is_interpolated_follows(half, run):
     checkpoint = f"ckpt_path={checkpoint_of(half)}"
     plain = composed(run, checkpoint)
     assert (plain.data.num_envs, plain.model.clip_epsilon, plain.data.seed) == (4, 0.1, 3)
@@ -137,7 +137,7 @@ def test_another_group_than_the_runs_is_refused_by_name(group, theirs, half):
         resume_overrides(record, "a.ckpt", [given], lambda key: key in ("env", "model", "experiment"))
 
 
-def test_a_value_of_yaml_that_has_changed_since_stays(run, tmp_path):
+def test_value_of_yaml_that_has_changed_since_stays(run, tmp_path):
     (tmp_path / "experiment").mkdir()
     file = tmp_path / "experiment" / "mine.yaml"
     text = "# @package _global_\ndata: {{total_frames: 128, num_epochs: {}, frames_per_batch: 128, num_envs: 4}}\n"
@@ -159,7 +159,7 @@ def test_a_value_of_yaml_that_has_changed_since_stays(run, tmp_path):
     assert (here.data.num_epochs, here.callbacks.progress_bar.refresh_every) == (2, 0.2)
 
 
-def test_a_checkpoint_may_come_from_yaml_and_from_a_sweep(half, run, tmp_path):
+def test_checkpoint_may_come_from_yaml_and_from_a_sweep(half, run, tmp_path):
     (tmp_path / "mine.yaml").write_text(f"defaults: [train, _self_]\nckpt_path: {checkpoint_of(half)}\n")
     few = ["trainer.max_epochs=3", "eval_episodes=1"]
     swept = ["--config-dir", ".", "--config-name", "mine", "--multirun", "model.clip_epsilon=0.2,0.3"]
@@ -217,7 +217,7 @@ def test_overrides_of_a_file_are_plain_settings_or_none(line, refused, half):
         ("data", "collector", ("a", "b"), "no plain value"),
     ],
 )
-def test_the_config_of_a_file_is_data(group, key, value, message, half, run, tmp_path):
+def test_config_of_a_file_is_data(group, key, value, message, half, run, tmp_path):
     stored = load(half)
     stored[CONFIG][group][key] = value
     torch.save(stored, tmp_path / "theirs.ckpt")
@@ -229,7 +229,7 @@ def test_the_config_of_a_file_is_data(group, key, value, message, half, run, tmp
     assert not (tmp_path / "canary").exists()
 
 
-def test_a_class_of_ones_own_is_resumed_only_by_trust(run, tmp_path):
+def test_class_of_ones_own_is_resumed_only_by_trust(run, tmp_path):
     (tmp_path / "own_cart.py").write_text(OWN)
     env = "data.env={_target_:hydra.utils.get_method,path:own_cart.%s}"
     run("train", *TINY, "data.total_frames=128", "eval_episodes=1", env % "make", "hydra.run.dir=first")
@@ -259,7 +259,7 @@ def make(**options):
 """
 
 
-def test_a_setting_takes_effect_or_is_refused(run, tmp_path):
+def test_setting_takes_effect_or_is_refused(run, tmp_path):
     prioritized = [
         *("~experiment", "data=prioritized", "model=dqn", "env=cartpole", "data.num_envs=2", "data.warmup_frames=64"),
         *("data.batch_size=8", "data.updates_per_epoch=8", "data.buffer.storage.max_size=256", "seed=3"),

@@ -82,7 +82,7 @@ def test_each_run_has_its_own_groups(arguments: list[str], group: str, options: 
     assert len({run["folder"] for run in runs}) == len(runs)
 
 
-def test_a_run_of_a_sweep_may_have_no_collector(tmp_path: Path) -> None:
+def test_run_of_a_sweep_may_have_no_collector(tmp_path: Path) -> None:
     runs, error = sweep(tmp_path, "--multirun", "collector=process,[]")
     assert error == ""
     assert ["collector" in run["choices"] for run in runs] == [True, False]
@@ -122,7 +122,7 @@ WRONG: list[tuple[list[str], str]] = [
 
 
 @pytest.mark.parametrize(("arguments", "message"), WRONG, ids=lambda value: str(value))
-def test_a_run_that_cannot_be_composed_is_named_before_the_first_begins(
+def test_run_that_cannot_be_composed_is_named_before_the_first_begins(
     arguments: list[str], message: str, tmp_path: Path
 ) -> None:
     runs, error = sweep(tmp_path, "--multirun", *arguments)
@@ -131,7 +131,7 @@ def test_a_run_that_cannot_be_composed_is_named_before_the_first_begins(
     assert "\n" not in error.strip()
 
 
-def test_the_folder_of_a_sweep_and_its_record_keep_the_command(tmp_path: Path) -> None:
+def test_folder_of_a_sweep_and_its_record_keep_the_command(tmp_path: Path) -> None:
     runs, _ = sweep(tmp_path, "-m", "env=recipe,mountaincar_sparse", "data.env.time_limit=50", "hydra.sweep.dir=all")
     assert [Path(run["folder"]).relative_to(tmp_path).parts[0] for run in runs] == ["all", "all"]
     stored = OmegaConf.load(tmp_path / "all" / "multirun.yaml")

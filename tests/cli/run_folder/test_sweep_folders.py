@@ -39,7 +39,7 @@ def ends(limits: list[int]) -> list[int | None]:
     return found
 
 
-def test_a_search_goes_on_by_the_same_command_and_ends_bad_runs_early(run, tmp_path):
+def test_search_goes_on_by_the_same_command_and_ends_bad_runs_early(run, tmp_path):
     folder = tmp_path / "logs" / "train" / "limits"
     for count, seed in ((3, 1), (1, 2)):
         run("train", *SEARCH, f"hydra.sweeper.n_trials={count}", f"hydra.sweeper.sampler.seed={seed}")

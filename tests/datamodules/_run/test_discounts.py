@@ -102,7 +102,7 @@ def test_recorded_returns_take_the_learners_discount(tmp_path):
     ],
     ids=["experience", "callable", "recurrent", "simple", "on-policy"],
 )
-def test_the_scale_of_rewards_takes_the_learners_discount(tmp_path, buffer):
+def test_scale_of_rewards_takes_the_learners_discount(tmp_path, buffer):
     if buffer is GAEBuffer:
         learner, data = Discounting(), rollouts(buffer=buffer, normalize_reward=True, collector=recording(2, 32))
     else:
@@ -149,7 +149,7 @@ def test_another_discount_of_the_buffers_is_refused_with_the_mend(tmp_path, make
         fitted(tmp_path, make(), learner)
 
 
-def test_the_same_discount_may_be_given_twice_but_no_other_by_a_second_learner(tmp_path):
+def test_same_discount_may_be_given_twice_but_no_other_by_a_second_learner(tmp_path):
     data = fitted(tmp_path, replayed(partial(THREE_STEPS, gamma=0.9)), DQNModule(gamma=0.9))
     assert data.buffer.gamma == 0.9
     with pytest.raises(ValueError, match=r"gamma=0.9.*gamma=0.8"):
@@ -169,7 +169,7 @@ def test_what_is_no_discount_is_refused_or_left_alone(tmp_path):
     assert fitted(tmp_path, rollouts(), Named()).buffer.gamma == 0.99
 
 
-def test_a_checkpoint_is_checked_for_a_learner_and_resumes_with_its_discount(tmp_path):
+def test_checkpoint_is_checked_for_a_learner_and_resumes_with_its_discount(tmp_path):
     _, run = actor_critic.fit(tmp_path, replayed(THREE_STEPS), DQNModule(gamma=0.9), max_epochs=1)
     run.save_checkpoint(tmp_path / "run.ckpt")
     state, data = run.datamodule.state_dict(), replayed(THREE_STEPS)

@@ -92,9 +92,7 @@ def check_same(folder: Path, make: Any, schedule: dict[str, Any], before: Any, p
 @pytest.mark.parametrize("hook", HOOKS)
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
 @pytest.mark.parametrize("make", STREAMS.values(), ids=STREAMS)
-def test_a_resumed_run_evaluates_as_the_whole_one(
-    make: Any, schedule: dict[str, Any], hook: str, tmp_path: Path
-) -> None:
+def test_resumed_run_evaluates_as_the_whole_one(make: Any, schedule: dict[str, Any], hook: str, tmp_path: Path) -> None:
     whole = run(tmp_path / "whole", make, schedule)
     counts = range(1, (STEPS if hook == "on_train_batch_end" else len(whole[0])) + 1)
     for count in counts:
@@ -104,7 +102,7 @@ def test_a_resumed_run_evaluates_as_the_whole_one(
 
 
 @pytest.mark.parametrize("make", STREAMS.values(), ids=STREAMS)
-def test_an_interrupted_evaluation_is_made_again(make: Any, tmp_path: Path) -> None:
+def test_interrupted_evaluation_is_made_again(make: Any, tmp_path: Path) -> None:
     whole = run(tmp_path / "whole", make, {})
     last = LastCheckpoint(tmp_path / "cut")
     before = run(tmp_path / "cut", make, {}, StopAt("on_validation_batch_start", 2, None), last)
@@ -126,7 +124,7 @@ def test_early_stopping_counts_the_evaluation_that_was_due(make: Any, tmp_path: 
 
 
 @pytest.mark.filterwarnings("ignore:.*could not find the monitored key")
-def test_a_run_without_evaluations_has_none_due(tmp_path: Path) -> None:
+def test_run_without_evaluations_has_none_due(tmp_path: Path) -> None:
     path, schedule = tmp_path / "cut.ckpt", {"limit_val_batches": 0}
     run(tmp_path / "cut", ppo, schedule, StopAt("on_train_batch_end", 2, path))
     seen, *_ = run(tmp_path / "cut", ppo, schedule, ckpt_path=path)

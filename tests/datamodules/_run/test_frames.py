@@ -68,7 +68,7 @@ def test_replayed_steps_are_no_frames_of_the_environment(settings, human, tmp_pa
     assert data.clock == (frames, "frames")
 
 
-def test_a_run_that_only_replays_ends(human, tmp_path, caplog):
+def test_run_that_only_replays_ends(human, tmp_path, caplog):
     message = "the last 256 steps were all replayed, none came from the environment: training stops after 0 of "
     message += "total_frames=200; lower the probability of a replay (rho + phi of PPODBuffer)."
     for resume in (None, tmp_path / "at.ckpt"):
@@ -138,7 +138,7 @@ def test_all_ranks_count_alike(tmp_path):
     assert np.isclose(first["progress"], first["frames"] / 600)
 
 
-def test_a_state_without_a_count_is_refused():
+def test_state_without_a_count_is_refused():
     clock = FrameClock(9)
     clock.add(1, 1, torch.tensor([[[True], [True]]]))
     for name in ("count", "alone"):
@@ -147,7 +147,7 @@ def test_a_state_without_a_count_is_refused():
         check_refused(clock, state, f"lacks.*{name}")
 
 
-def test_a_resumed_run_that_only_replays_ends_as_the_whole_one(human, tmp_path):
+def test_resumed_run_that_only_replays_ends_as_the_whole_one(human, tmp_path):
     def run(epochs, resume=None):
         data = rollouts(buffer=demonstrated(human, rho=1.0, phi=0.0), total_frames=200)
         return fit(tmp_path, data, ppo(), resume, max_epochs=epochs)[1]

@@ -64,7 +64,7 @@ def test_replay_statistics_are_those_of_two_steps_and_the_buffer_is_raw(tmp_path
 
 
 @pytest.mark.parametrize(("frames", "cut"), [(2, False), (6, False), (4, True), (6, True)])
-def test_the_fast_path_of_replay_notes_the_same(tmp_path, cut, frames):
+def test_fast_path_of_replay_notes_the_same(tmp_path, cut, frames):
     """Our collector writes rows of the same memory again and again."""
     moments = {}
     for name, extra in {"rows": {}, "rollouts": {"collector": recording(2, frames, init_random_frames=40)}}.items():
@@ -75,7 +75,7 @@ def test_the_fast_path_of_replay_notes_the_same(tmp_path, cut, frames):
 
 
 @pytest.mark.parametrize("env", ["CartPole-v1", "Pendulum-v1"])
-def test_the_whole_returns_are_reported_raw(env, tmp_path):
+def test_whole_returns_are_reported_raw(env, tmp_path):
     data = rollouts(env=env, **NORMALISED, frames_per_batch=4 * 210, mini_batch_size=420)
     fit(tmp_path, data, ppo(), max_epochs=1)
     metrics = data.metrics()
@@ -92,7 +92,7 @@ def trained(tmp_path):
     return module, data, tmp_path / "at.ckpt"
 
 
-def test_a_loaded_policy_acts_as_in_evaluation(trained):
+def test_loaded_policy_acts_as_in_evaluation(trained):
     module, data, path = trained
     other = rollouts(**NORMALISED)
     other.load_state_dict(data.state_dict())
@@ -105,7 +105,7 @@ def test_a_loaded_policy_acts_as_in_evaluation(trained):
     assert (other.evaluate(loaded, 4) == evaluated).all()
 
 
-def test_a_validation_alone_takes_the_statistics_of_its_checkpoint(trained):
+def test_validation_alone_takes_the_statistics_of_its_checkpoint(trained):
     _, data, path = trained
     other = rollouts(**NORMALISED)
     trainer(limit_val_batches=1).validate(ppo(), datamodule=other, ckpt_path=path, verbose=False)
@@ -149,7 +149,7 @@ def two_steps() -> TensorDict:
     return TensorDict({"observation": torch.ones(2, 1, 4), "next": ends}, [2, 1])
 
 
-def test_a_discrete_observation_is_refused_before_anything_is_trained(tmp_path):
+def test_discrete_observation_is_refused_before_anything_is_trained(tmp_path):
     with pytest.raises(ValueError, match="'observation'"):
         fit(tmp_path, rollouts(env="Taxi-v4", **NORMALISED), ppo())
 

@@ -141,7 +141,7 @@ def test_hparams_are_the_arguments_as_they_were_given() -> None:
     assert data.hparams["frames_per_batch"] is None
 
 
-def test_a_setting_is_read_where_it_is_and_not_from_hparams(tmp_path: Path) -> None:
+def test_setting_is_read_where_it_is_and_not_from_hparams(tmp_path: Path) -> None:
     module, data = replay()
     data.hparams.clear()
     trainer(tmp_path, max_epochs=1, limit_val_batches=0).fit(module, datamodule=data)
@@ -170,7 +170,7 @@ def test_no_value_of_the_module_is_logged_twice(tmp_path: Path) -> None:
 
 
 @EACH
-def test_a_rebuilt_one_has_the_settings_and_the_state_of_the_run(name: str, saved: Callable[[str], Path]) -> None:
+def test_rebuilt_one_has_the_settings_and_the_state_of_the_run(name: str, saved: Callable[[str], Path]) -> None:
     path = saved(name)
     _, original = RUNS[name][0]()
     rebuilt = kind_of(name).load_from_checkpoint(path, **RUNS[name][1], **folder_of(name, path))
@@ -189,7 +189,7 @@ def test_a_rebuilt_one_has_the_settings_and_the_state_of_the_run(name: str, save
 
 
 @EACH
-def test_a_resumed_run_of_a_rebuilt_one_equals_an_uninterrupted_one(
+def test_resumed_run_of_a_rebuilt_one_equals_an_uninterrupted_one(
     name: str, saved: Callable[[str], Path], tmp_path: Path
 ) -> None:
     path = saved(name)
@@ -220,7 +220,7 @@ class Recording(L.Callback):
 
 
 @pytest.mark.parametrize("name", ["rollouts", "rollouts, normalised", "replay", "replay, normalised", "fits"])
-def test_a_rebuilt_one_gives_another_trainer_the_next_batch_of_the_run(
+def test_rebuilt_one_gives_another_trainer_the_next_batch_of_the_run(
     name: str, saved: Callable[[str], Path], tmp_path: Path
 ) -> None:
     path, shown = saved(name), (Recording(), Recording())
@@ -247,7 +247,7 @@ def test_arguments_that_are_given_replace_those_of_the_checkpoint(saved: Callabl
     assert (rebuilt.hparams.batch_size, rebuilt.hparams.eval_episodes) == (4, 7)
 
 
-def test_a_file_of_settings_replaces_those_of_the_checkpoint(saved: Callable[[str], Path], tmp_path: Path) -> None:
+def test_file_of_settings_replaces_those_of_the_checkpoint(saved: Callable[[str], Path], tmp_path: Path) -> None:
     path = saved("replay")
     stored = torch.load(path, weights_only=True)[ReplayDataModule.CHECKPOINT_HYPER_PARAMS_KEY]
     (tmp_path / "hparams.yaml").write_text(OmegaConf.to_yaml({**stored, "batch_size": 4, "eval_episodes": 7}))
@@ -262,7 +262,7 @@ def test_a_file_of_settings_replaces_those_of_the_checkpoint(saved: Callable[[st
         ("a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 60)), "values"),
     ],
 )
-def test_a_file_of_settings_is_read_within_limits(
+def test_file_of_settings_is_read_within_limits(
     content: str | None, says: str, saved: Callable[[str], Path], tmp_path: Path
 ) -> None:
     path, file = saved("rollouts"), tmp_path / "hparams.yaml"
@@ -283,7 +283,7 @@ def test_a_file_of_settings_is_read_within_limits(
         ("rollouts", {**CARTPOLE, "num_env": 3}, "^OnPolicyDataModule has no setting 'num_env'; did you mean num_envs"),
     ],
 )
-def test_an_argument_that_is_missing_or_unknown_is_named(
+def test_argument_that_is_missing_or_unknown_is_named(
     name: str, given: dict[str, Any], says: str, saved: Callable[[str], Path]
 ) -> None:
     with pytest.raises(TypeError, match=says):
@@ -302,7 +302,7 @@ def test_another_buffer_is_refused_when_it_is_built(saved: Callable[[str], Path]
     rebuilt.close()
 
 
-def test_a_checkpoint_of_another_datamodule_is_refused(saved: Callable[[str], Path]) -> None:
+def test_checkpoint_of_another_datamodule_is_refused(saved: Callable[[str], Path]) -> None:
     with pytest.raises(ValueError, match="ReplayDataModule"):
         ReplayDataModule.load_from_checkpoint(saved("rollouts"), **REPLAY)
 
@@ -314,7 +314,7 @@ def edited(path: Path, change: Callable[[dict[str, Any]], Any]) -> Path:
     return path
 
 
-def test_a_checkpoint_of_an_earlier_release_has_no_settings_and_is_loaded(saved: Callable[[str], Path]) -> None:
+def test_checkpoint_of_an_earlier_release_has_no_settings_and_is_loaded(saved: Callable[[str], Path]) -> None:
     def forget(stored: dict[str, Any]) -> None:
         for key in [key for key in stored if key.startswith("datamodule_h")]:
             del stored[key]
@@ -329,7 +329,7 @@ def test_a_checkpoint_of_an_earlier_release_has_no_settings_and_is_loaded(saved:
         OnPolicyDataModule.load_from_checkpoint(path, **CARTPOLE)
 
 
-def test_a_file_names_no_environment_and_no_folder(saved: Callable[[str], Path]) -> None:
+def test_file_names_no_environment_and_no_folder(saved: Callable[[str], Path]) -> None:
     hostile = {"env": "antigravity:Env-v0", "eval_env": "antigravity:Env-v0", "buffer_dir": "/etc", "dataset": "/etc"}
     path = edited(saved("replay"), lambda stored: stored[KEY].update(hostile))
     rebuilt = ReplayDataModule.load_from_checkpoint(path, **REPLAY)
@@ -398,7 +398,7 @@ SUBCLASSES: dict[str, tuple[Callable[[], Any], dict[str, Any], dict[str, Any]]] 
 
 
 @pytest.mark.parametrize("name", SUBCLASSES)
-def test_a_subclass_is_rebuilt_with_its_own_arguments(name: str, tmp_path: Path) -> None:
+def test_subclass_is_rebuilt_with_its_own_arguments(name: str, tmp_path: Path) -> None:
     make, given, hparams = SUBCLASSES[name]
     data = make()
     assert {key: data.hparams[key] for key in hparams} == hparams
@@ -420,7 +420,7 @@ def test_a_subclass_is_rebuilt_with_its_own_arguments(name: str, tmp_path: Path)
 # ---------------------------------------------------------------------- a state before setup
 
 
-def test_a_state_that_is_loaded_before_setup_is_restored_in_it(saved: Callable[[str], Path]) -> None:
+def test_state_that_is_loaded_before_setup_is_restored_in_it(saved: Callable[[str], Path]) -> None:
     state = torch.load(saved("replay"), weights_only=True)["ReplayDataModule"]
     _, data = replay()
     data.load_state_dict(state)
@@ -439,7 +439,7 @@ def test_a_state_that_is_loaded_before_setup_is_restored_in_it(saved: Callable[[
         each.close()
 
 
-def test_a_rebuilt_one_evaluates_before_it_is_set_up(saved: Callable[[str], Path], tmp_path: Path) -> None:
+def test_rebuilt_one_evaluates_before_it_is_set_up(saved: Callable[[str], Path], tmp_path: Path) -> None:
     module, data, run = fitted(tmp_path, "rollouts, normalised")
     run.save_checkpoint(tmp_path / "at.ckpt")
     rebuilt = OnPolicyDataModule.load_from_checkpoint(tmp_path / "at.ckpt", env="CartPole-v1")
@@ -447,7 +447,7 @@ def test_a_rebuilt_one_evaluates_before_it_is_set_up(saved: Callable[[str], Path
     assert (rebuilt.evaluate(module.policy, 2) == evaluated).all()
 
 
-def test_a_buffer_is_a_class_or_a_function_and_never_in_the_settings() -> None:
+def test_buffer_is_a_class_or_a_function_and_never_in_the_settings() -> None:
     data = ReplayDataModule("CartPole-v1", buffer=ExperienceBuffer)
     assert data.make_buffer is ExperienceBuffer
     assert "buffer" not in data.hparams

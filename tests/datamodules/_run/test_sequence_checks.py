@@ -138,7 +138,7 @@ def test_mini_batches_hold_whole_environments_or_nothing_is_collected(
 
 
 @pytest.mark.parametrize(("whole", "recurs"), [(True, False), (False, True)])
-def test_a_buffer_decides_for_itself_what_a_mini_batch_holds(whole: bool, recurs: bool) -> None:
+def test_buffer_decides_for_itself_what_a_mini_batch_holds(whole: bool, recurs: bool) -> None:
     buffer = partial(GAEBuffer, recurrent=whole)
     module = ours() if recurs else PPOModule(MLPNetwork([4]))
     if whole:
@@ -149,7 +149,7 @@ def test_a_buffer_decides_for_itself_what_a_mini_batch_holds(whole: bool, recurs
         assert fit(module, buffer=buffer, num_envs=4, num_mini_batch=3).frames == 64
 
 
-def test_a_policy_without_a_memory_takes_any_mini_batches() -> None:
+def test_policy_without_a_memory_takes_any_mini_batches() -> None:
     assert fit(PPOModule(MLPNetwork([4])), num_envs=2, num_mini_batch=3).frames == 64
 
 
@@ -166,14 +166,14 @@ NAMES = [*SINGLE[:4], "recurrent", "random sampler"]
 
 
 @pytest.mark.parametrize("buffer", SINGLE, ids=NAMES)
-def test_a_memory_is_not_fitted_to_single_steps(buffer: Any) -> None:
+def test_memory_is_not_fitted_to_single_steps(buffer: Any) -> None:
     data = replay(buffer)
     with pytest.raises(ValueError, match="SequenceSampler"):
         trainer(max_epochs=1, limit_val_batches=0).fit(dqn(recurrent=True), datamodule=data)
     assert Counted.calls == 0
 
 
-def test_a_hook_of_ones_own_may_make_sequences_of_single_steps() -> None:
+def test_hook_of_ones_own_may_make_sequences_of_single_steps() -> None:
     data = replay("uniform")
     data.on_after_batch_transfer = lambda batch, index: batch.unsqueeze(1)  # type: ignore[method-assign]
     trainer(max_epochs=1, limit_val_batches=0).fit(dqn(recurrent=True), datamodule=data)
@@ -228,7 +228,7 @@ def test_padded_windows_need_no_more_than_the_burn_in() -> None:
 
 
 @pytest.mark.parametrize("buffer", sorted(BUFFERS))
-def test_a_network_without_a_memory_learns_from_all_buffers(buffer: str) -> None:
+def test_network_without_a_memory_learns_from_all_buffers(buffer: str) -> None:
     data = replay(buffer, batch_size=8)
     trainer(max_epochs=1, limit_val_batches=0).fit(dqn(), datamodule=data)
     assert data.updates == 2
@@ -237,7 +237,7 @@ def test_a_network_without_a_memory_learns_from_all_buffers(buffer: str) -> None
 @pytest.mark.parametrize("num_envs", [1, 4])
 @pytest.mark.parametrize("max_validation", [3, 5000])
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_the_training_part_of_the_first_fit_is_known_beforehand(seed: int, max_validation: int, num_envs: int) -> None:
+def test_training_part_of_the_first_fit_is_known_beforehand(seed: int, max_validation: int, num_envs: int) -> None:
     sizes: dict[str, Any] = {"num_envs": num_envs, "seed": seed, "max_validation": max_validation, "frames_per_fit": 8}
     shown = model_data(**sizes, batch_size=1)
     run = trainer(max_epochs=1, limit_val_batches=0)

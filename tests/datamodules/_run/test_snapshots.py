@@ -65,7 +65,7 @@ def write(folder, in_files):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 @pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
-def test_a_process_killed_while_it_saves_leaves_a_whole_state(tmp_path):
+def test_process_killed_while_it_saves_leaves_a_whole_state(tmp_path):
     moments = random.Random(0)
     warm = Saved(tmp_path / "aside")
     warm.update()  # compiles what every process would compile anew

@@ -103,7 +103,7 @@ def test_those_of_the_last_fits_are_kept_also_where_branches_end_early(fits_kept
         source.buffer.extend(real(torch.full((10,), 50.0)))
 
 
-def test_a_shorter_length_keeps_the_newest() -> None:
+def test_shorter_length_keeps_the_newest() -> None:
     source, dreamer = filled(fits_kept=1, first_length=3, lengthened_between=(0, 50)), Dreamer()
     for _ in range(2):
         source.prepare(dreamer)
@@ -155,7 +155,7 @@ def test_what_cannot_be_imagined_is_said() -> None:
 # ---------------------------------------------------------------------- with the agent
 
 
-def test_an_agent_without_a_world_model_is_refused_and_one_without_branches_too(tmp_path: Path) -> None:
+def test_agent_without_a_world_model_is_refused_and_one_without_branches_too(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"DQNModule.*BranchedReplay.*fit_dynamics"):
         fit(tmp_path, replay_data(source=partial(BranchedReplay, branches_per_fit=8)), dqn())
     with pytest.raises(ValueError, match="data=branched"):
@@ -169,7 +169,7 @@ def test_normalised_observations_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("split", [{"validation_fraction": 1e-4}, {"validation_fraction": 0.9999}])
-def test_a_first_fit_without_rows_on_one_side_is_refused_before_anything_is_collected(split: dict[str, float]) -> None:
+def test_first_fit_without_rows_on_one_side_is_refused_before_anything_is_collected(split: dict[str, float]) -> None:
     agent = MBPOModule(MLPNetwork([8]), dynamics=WorldModelFit([4], num_members=2, num_elites=2, max_epochs=1))
     data = replay_data(env="Pendulum-v1", source=partial(BranchedReplay, branches_per_fit=8, **split))
     side = "validation" if split["validation_fraction"] < 0.5 else "training"
@@ -178,7 +178,7 @@ def test_a_first_fit_without_rows_on_one_side_is_refused_before_anything_is_coll
     assert (data.frames, "\n" in str(refusal.value)) == (0, False)
 
 
-def test_the_first_fit_is_foreseen_exactly() -> None:
+def test_first_fit_is_foreseen_exactly() -> None:
     def side_without_rows(call: Any, *args: Any) -> str:
         try:
             call(*args)
@@ -206,7 +206,7 @@ def test_the_first_fit_is_foreseen_exactly() -> None:
         ("lengthened_between", {"first_length": 3, "last_length": 3, "lengthened_between": [5, 50]}),
     ],
 )
-def test_a_length_without_effect_is_refused(name: str, settings: dict[str, Any]) -> None:
+def test_length_without_effect_is_refused(name: str, settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=rf"^{name}") as refusal:
         filled(**settings)
     assert "\n" not in str(refusal.value)

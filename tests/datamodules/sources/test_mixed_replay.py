@@ -95,7 +95,7 @@ class Counting(DQNModule):
         super().training_step(batch, batch_idx)
 
 
-def test_a_stream_draws_from_demonstrations_and_resumes(tmp_path):
+def test_stream_draws_from_demonstrations_and_resumes(tmp_path):
     recorded = replay_data("prioritized", warmup_frames=60, updates_per_epoch=1)
     fit(tmp_path, recorded, max_epochs=1)
 
@@ -115,7 +115,7 @@ def test_a_stream_draws_from_demonstrations_and_resumes(tmp_path):
     assert torch.equal(parameters(run(9, saving.path)), parameters(uninterrupted))
 
 
-def test_a_source_that_is_none_is_refused(tmp_path):
+def test_source_that_is_none_is_refused(tmp_path):
     with pytest.raises(TypeError, match=r"source=.*update_tensordict_priority"):
         fit(tmp_path, replay_data(source=lambda own: [own]))
 
@@ -127,7 +127,7 @@ def second_share(mixed, batch_size):
 
 
 @given(ratio=st.floats(1e-12, 0.999), batch_size=st.integers(1, 10**9), batches=st.integers(1, 60))
-def test_a_share_of_any_size_is_owed_and_paid(ratio, batch_size, batches):
+def test_share_of_any_size_is_owed_and_paid(ratio, batch_size, batches):
     mixed = MixedReplay(buffer(0), [buffer(1)], [1 - ratio, ratio])
     share = 1 - mixed.ratios[0]
     assert abs(share - Fraction(ratio)) < Fraction(ratio) / 10**12

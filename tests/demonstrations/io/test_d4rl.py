@@ -55,7 +55,7 @@ def qlearning(found: dict[str, Any]) -> list[tuple[Any, ...]]:
 
 @settings(max_examples=30, deadline=None)
 @given(st.sets(st.integers(0, ROWS - 2)), st.sets(st.integers(0, ROWS - 2)))
-def test_the_transitions_are_those_of_its_own_reader(tmp_path_factory, ends, timeouts):
+def test_transitions_are_those_of_its_own_reader(tmp_path_factory, ends, timeouts):
     found = arrays(ends=tuple(ends), timeouts=tuple(timeouts))
     path = written(tmp_path_factory.mktemp("d4rl") / "file.hdf5", found)
     expected = qlearning(found)
@@ -72,7 +72,7 @@ def test_the_transitions_are_those_of_its_own_reader(tmp_path_factory, ends, tim
             assert row["next", "observation"].tolist() == found["observations"][following].tolist()
 
 
-def test_an_episode_that_timed_out_is_truncated_at_the_last_observation_that_is_known(tmp_path):
+def test_episode_that_timed_out_is_truncated_at_the_last_observation_that_is_known(tmp_path):
     found = read_dataset(written(tmp_path / "file.hdf5", arrays()), "CartPole-v1")
     assert [(each.length, each.ends) for each in found] == [
         (5, (True, False)),

@@ -26,7 +26,7 @@ from torchrl_lightning.replay import ExperienceBuffer, RingStorage
 
 @pytest.mark.parametrize("terminates", [True, False])
 @pytest.mark.parametrize(("shape", "stack"), [((2, 2), 1), ((2, 2), 3), ((1, 4, 4), 3), ((4, 4, 2), 3)])
-def test_the_rows_of_a_demonstration_are_those_that_a_collector_delivers(shape, stack, terminates):
+def test_rows_of_a_demonstration_are_those_that_a_collector_delivers(shape, stack, terminates):
     recipe = EnvironmentRecipe(
         partial(CountedImages, shape, "terminated" if terminates else "truncated"), frame_stack=stack
     )
@@ -52,7 +52,7 @@ def test_what_is_not_known_of_an_end_is_a_terminal_step_whose_observation_stays(
     assert torch.equal(rows["next", "observation"], found.steps["observation"][[1, 2, 2]])
 
 
-def test_a_mined_episode_is_learned_from_as_it_ended(tmp_path):
+def test_mined_episode_is_learned_from_as_it_ended(tmp_path):
     recipe = EnvironmentRecipe("CartPole-v1", time_limit=6)
     storage = DemonstrationStorage()
     miner = DemonstrationMiner(DemonstrationWriter(storage, cut_after_reward=False), num_envs=2)
@@ -68,7 +68,7 @@ def test_a_mined_episode_is_learned_from_as_it_ended(tmp_path):
         assert not rows["terminated"].any()
 
 
-def test_a_directory_or_one_of_its_files(tmp_path, caplog):
+def test_directory_or_one_of_its_files(tmp_path, caplog):
     saved(tmp_path, episode(1), episode(2))
     write_demonstration(tmp_path / "2.npz", episode(4))
     (tmp_path / "3.npz").write_bytes(b"nothing")
@@ -91,7 +91,7 @@ def test_what_cannot_be_learned_from_is_named(tmp_path):
             read_dataset(dataset, "CartPole-v1")
 
 
-def test_a_minari_data_set(tmp_path, monkeypatch):
+def test_minari_data_set(tmp_path, monkeypatch):
     minari = pytest.importorskip("minari")
     monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path))
     write_cart_poles(ends=False)
@@ -108,7 +108,7 @@ def test_a_minari_data_set(tmp_path, monkeypatch):
             read_dataset(dataset, "CartPole-v1")
 
 
-def test_a_buffer_is_filled_behind_what_it_holds(tmp_path):
+def test_buffer_is_filled_behind_what_it_holds(tmp_path):
     saved(tmp_path, episode(3), episode(2), episode(4))
     found = read_dataset(tmp_path, "CartPole-v1")
     buffer = ExperienceBuffer(storage=RingStorage(24), num_envs=2)

@@ -50,14 +50,14 @@ def test_all_files_are_read_in_the_order_of_their_names(tmp_path):
     assert directory.poll() == []
 
 
-def test_a_directory_of_humans_marks_all_and_another_none(tmp_path):
+def test_directory_of_humans_marks_all_and_another_none(tmp_path):
     put(tmp_path, "a.npz")
     put(tmp_path, "b.safetensors", is_human=True)
     assert [each.is_human for each in reading(tmp_path).initial] == [False, True]
     assert [each.is_human for each in reading(tmp_path, human=True).initial] == [True, True]
 
 
-def test_a_bad_file_is_named_once_and_the_rest_is_taken(tmp_path, caplog):
+def test_bad_file_is_named_once_and_the_rest_is_taken(tmp_path, caplog):
     put(tmp_path, "a.npz", frame_skip=4)
     put(tmp_path, "b.npz")
     (tmp_path / "c.npz").write_bytes(b"PK")
@@ -74,7 +74,7 @@ def test_a_bad_file_is_named_once_and_the_rest_is_taken(tmp_path, caplog):
     assert warnings_of(caplog) == []
 
 
-def test_a_link_out_of_the_directory_is_refused_and_one_inside_is_followed(tmp_path, caplog):
+def test_link_out_of_the_directory_is_refused_and_one_inside_is_followed(tmp_path, caplog):
     folder = tmp_path / "demos"
     put(tmp_path, "secret.npz")
     put(folder, "a.npz")
@@ -106,7 +106,7 @@ def test_each_new_file_is_polled_once(tmp_path):
     assert directory.poll() == []
 
 
-def test_a_half_written_file_is_read_when_it_is_whole_and_said_only_when_it_stays_torn(tmp_path, caplog):
+def test_half_written_file_is_read_when_it_is_whole_and_said_only_when_it_stays_torn(tmp_path, caplog):
     directory = waiting(tmp_path)
     put(tmp_path, ".whole.npz")
     whole, path = (tmp_path / ".whole.npz").read_bytes(), tmp_path / "a.npz"
@@ -133,7 +133,7 @@ def test_saved_files_replace_those_of_earlier_saves_alone(tmp_path):
     assert files(tmp_path) == ["given.safetensors"]
 
 
-def test_a_crash_while_saving_leaves_the_earlier_files_whole_and_known(tmp_path):
+def test_crash_while_saving_leaves_the_earlier_files_whole_and_known(tmp_path):
     directory = waiting(tmp_path)
     directory.save([episode(2), episode(3)], ["best_1", "best_2"])
     failing = mock.patch("safetensors.torch.save", side_effect=[b"new", OSError("disk full")])
@@ -146,7 +146,7 @@ def test_a_crash_while_saving_leaves_the_earlier_files_whole_and_known(tmp_path)
 
 
 @pytest.mark.parametrize("listed", ['["../a.safetensors", "b.npz", 3]', "{}", "[", '"a.safetensors"'])
-def test_a_foreign_list_of_saved_files_removes_nothing(tmp_path, listed):
+def test_foreign_list_of_saved_files_removes_nothing(tmp_path, listed):
     folder = tmp_path / "demos"
     put(tmp_path, "a.safetensors")
     put(folder, "a.safetensors", "b.npz")

@@ -64,7 +64,7 @@ def test_nested_observations_get_their_keys_and_unshown_ones_are_left_out():
     assert found.last_observation["inner", "image"].flatten().tolist() == [8, 9, 10, 11]
 
 
-def test_a_part_of_a_data_set_is_a_filtered_one():
+def test_part_of_a_data_set_is_a_filtered_one():
     write_cart_poles()
     ones = minari.load_dataset("cartpole/small-v0").filter_episodes(lambda episode: episode.actions[0] == 1)
     assert [each.name for each in minari_demonstrations(ones)] == ["cartpole/small-v0, episode 1"]
@@ -153,7 +153,7 @@ def test_metadata_are_read_within_limits(content, tmp_path):
         minari_demonstrations("cartpole/small-v0", CARTPOLE)
 
 
-def test_a_data_set_of_another_name_is_told_without_reading_the_known_ones(tmp_path):
+def test_data_set_of_another_name_is_told_without_reading_the_known_ones(tmp_path):
     write_cart_poles()
     (tmp_path / "other-v0" / "data").mkdir(parents=True)
     os.mkfifo(tmp_path / "other-v0" / "data" / "metadata.json")

@@ -40,7 +40,7 @@ def test_steps_are_kept_unstacked_with_what_followed(shape, stack):
         assert found.metadata.get("frame_stack") == (stack if stack > 1 else None)
 
 
-def test_the_repeat_of_a_recipe_is_the_frame_skip():
+def test_repeat_of_a_recipe_is_the_frame_skip():
     (found,) = record_demonstrations(EnvironmentRecipe("CartPole-v1", action_repeat=3), first_action, 1, seed=0)
     assert (found.frame_skip, found.metadata["environment"]) == (3, "CartPole-v1")
 
@@ -52,7 +52,7 @@ def test_the_repeat_of_a_recipe_is_the_frame_skip():
         partial(GymEnv, "CartPole-v1", max_episode_steps=4, categorical_action_encoding=True),
     ],
 )
-def test_a_time_limit_is_no_end_of_the_task(env):
+def test_time_limit_is_no_end_of_the_task(env):
     (found,) = record_demonstrations(env, first_action, 1, seed=0)
     assert (found.length, found.terminated, found.truncated) == (4, False, True)
 
@@ -86,7 +86,7 @@ def test_what_the_environment_calls_a_success_is_kept(name, always, told, limit)
     assert found == (told if limit is None else [*told[:2], told[1]])
 
 
-def test_an_environment_of_torchrls_is_recorded_as_one_of_gymnasiums():
+def test_environment_of_torchrls_is_recorded_as_one_of_gymnasiums():
     env = partial(GymEnv, "CartPole-v1", categorical_action_encoding=True)
     (found,) = record_demonstrations(env, first_action, 1, seed=0)
     found.fits(environment_specs(make_vector_env("CartPole-v1", 1)))
@@ -94,7 +94,7 @@ def test_an_environment_of_torchrls_is_recorded_as_one_of_gymnasiums():
     assert found.last_observation is not None
 
 
-def test_the_same_seed_records_the_same():
+def test_same_seed_records_the_same():
     first, again, other = (
         next(record_demonstrations("CartPole-v1", first_action, 1, seed=seed)).steps["observation"][0].tolist()
         for seed in (1, 1, 2)
@@ -102,7 +102,7 @@ def test_the_same_seed_records_the_same():
     assert first == again != other
 
 
-def test_an_environment_without_an_end_is_refused():
+def test_environment_without_an_end_is_refused():
     few = mock.patch.object(recording, "MANY_STEPS", 128)
     with few, pytest.raises(SystemExit, match=r"^error.*time_limit="), one_line():
         next(record_demonstrations(partial(CountedImages, end="never"), first_action, 1))
@@ -219,7 +219,7 @@ def recorder_of(space, clips):
         (gymnasium.spaces.MultiDiscrete([2, 3], start=[1, 1]), [2, 3], [2, 3]),
     ],
 )
-def test_the_action_of_a_key_is_one_of_the_space(space, key, expected):
+def test_action_of_a_key_is_one_of_the_space(space, key, expected):
     recorder = recorder_of(space, clips=False)
     recorder.reset()
     action = recorder.action(key, "noop")
@@ -242,7 +242,7 @@ def test_the_action_of_a_key_is_one_of_the_space(space, key, expected):
         (gymnasium.spaces.Box(0, 5, (2,), np.uint8), 300, [5, 5]),
     ],
 )
-def test_the_action_of_a_key_that_is_none_is_refused_or_clipped(space, key, clipped):
+def test_action_of_a_key_that_is_none_is_refused_or_clipped(space, key, clipped):
     says = rf"^noop must be an action of .*, got {re.escape(repr(key))}\. Choose another"
     with pytest.raises(ValueError, match=says):
         recorder_of(space, clips=False).action(key, "noop")

@@ -45,7 +45,7 @@ def members(**changes):
 
 
 # -- PyTorchRL's form --------------------------------------------------------------------------------------------------
-def test_a_file_of_pytorchrl_gets_the_keys_and_dtypes_of_the_environment(tmp_path):
+def test_file_of_pytorchrl_gets_the_keys_and_dtypes_of_the_environment(tmp_path):
     images = np.arange(2 * 75, dtype=np.float32).reshape(2, 3, 5, 5)
     rewards = np.array([[0], [2.5]], np.float16)
     np.savez(tmp_path / "a.npz", Observation=images, Action=np.array([[1], [2]], np.int8), Reward=rewards, FrameSkip=4)
@@ -106,14 +106,14 @@ def test_without_specs_dtypes_stay_but_that_of_rewards(tmp_path):
         ({f"{name}.npy": npy(np.zeros((0, 1))) for name in ("Observation", "Action", "Reward")}, "no steps"),
     ],
 )
-def test_a_hostile_or_foreign_archive_is_refused_by_name(tmp_path, changes, message):
+def test_hostile_or_foreign_archive_is_refused_by_name(tmp_path, changes, message):
     path = archive(tmp_path / "bad.npz", members(**changes))
     with pytest.raises(ValueError, match=message) as caught:
         read_demonstration(path, CARTPOLE)
     assert "bad.npz" in str(caught.value)
 
 
-def test_a_pickle_is_never_loaded(tmp_path):
+def test_pickle_is_never_loaded(tmp_path):
     class Evil:
         def __reduce__(self):
             return (pytest.fail, ("unpickled",))
@@ -125,7 +125,7 @@ def test_a_pickle_is_never_loaded(tmp_path):
             read_demonstration(tmp_path / name)
 
 
-def test_a_bomb_is_refused_before_it_is_unpacked(tmp_path):
+def test_bomb_is_refused_before_it_is_unpacked(tmp_path):
     path = archive(tmp_path / "bomb.npz", members(**{"Observation.npy": npy(np.zeros((1 << 20, 4), np.float32))}))
     assert path.stat().st_size < 1 << 17
     with (
@@ -135,7 +135,7 @@ def test_a_bomb_is_refused_before_it_is_unpacked(tmp_path):
         read_demonstration(path, limit=1 << 20)
 
 
-def test_a_bomb_that_lies_about_its_size_is_unpacked_no_further_than_it_says(tmp_path):
+def test_bomb_that_lies_about_its_size_is_unpacked_no_further_than_it_says(tmp_path):
     honest = npy(ARRAYS["Observation"])
     path = archive(tmp_path / "bomb.npz", members(**{"Observation.npy": honest + bytes(1 << 24)}))
     data = path.read_bytes()
@@ -151,7 +151,7 @@ def test_a_bomb_that_lies_about_its_size_is_unpacked_no_further_than_it_says(tmp
     assert max(asked) <= 4096  # zip itself would unpack 2 GiB at once when it is asked for all that there is
 
 
-def test_a_truncated_file_is_refused_wherever_it_ends(tmp_path):
+def test_truncated_file_is_refused_wherever_it_ends(tmp_path):
     write_demonstration(tmp_path / "a.npz", episode())
     write_demonstration(tmp_path / "a.safetensors", episode())
     for name in ("a.npz", "a.safetensors"):
@@ -220,7 +220,7 @@ TENSORS = {
 
 
 @pytest.mark.parametrize(("metadata", "ends"), [({}, (None, None)), ({"terminated": False}, (False, True))])
-def test_a_file_of_the_first_version_is_read_as_before(tmp_path, metadata, ends):
+def test_file_of_the_first_version_is_read_as_before(tmp_path, metadata, ends):
     header = {"demonstration": json.dumps({**FIRST, "metadata": metadata})}
     (tmp_path / "a.safetensors").write_bytes(safetensors.torch.save(TENSORS, header))
     found = read_demonstration(tmp_path / "a.safetensors")
@@ -244,7 +244,7 @@ def test_a_file_of_the_first_version_is_read_as_before(tmp_path, metadata, ends)
         ({"metadata": {"a": [1]}}, r"'metadata'\['a'\] is a list"),
     ],
 )
-def test_a_foreign_header_is_refused_by_name(tmp_path, header, message):
+def test_foreign_header_is_refused_by_name(tmp_path, header, message):
     text = json.dumps({**GOOD, **header}) if isinstance(header, dict) else header
     data = safetensors.torch.save(TENSORS, {} if text is None else {"demonstration": text})
     (tmp_path / "bad.safetensors").write_bytes(data)
@@ -253,7 +253,7 @@ def test_a_foreign_header_is_refused_by_name(tmp_path, header, message):
     assert "bad.safetensors" in str(caught.value)
 
 
-def test_a_flipped_bit_is_never_another_number(tmp_path):
+def test_flipped_bit_is_never_another_number(tmp_path):
     path = tmp_path / "a.safetensors"
     write_demonstration(path, episode(5, frame_skip=4, value=1.5, metadata={"score": 0.25}))
     whole, written = path.read_bytes(), read_demonstration(path)

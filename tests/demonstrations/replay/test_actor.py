@@ -100,7 +100,7 @@ def test_what_it_writes_is_asked_without_writing_it(policy: Any) -> None:
     assert (read == before).all()
 
 
-def test_a_policy_without_log_probabilities() -> None:
+def test_policy_without_log_probabilities() -> None:
     still = TensorDictModule(lambda x: 0 * x, ["observation"], ["action"])
     actor = DemonstrationActor(still)
     assert actor(given(still))["action"].flatten().tolist() == [0, 9, 9]

@@ -33,7 +33,7 @@ from torchrl_lightning.demonstrations.io.recording import demonstration_specs
 from torchrl_lightning.environments import make_vector_env
 
 
-def test_a_truncated_expert_is_not_taught_as_an_end() -> None:
+def test_truncated_expert_is_not_taught_as_an_end() -> None:
     critic = TensorDictModule(lambda x: 100.0 + 0 * x[..., :1], in_keys=["observation"], out_keys=["state_value"])
     shown = line_demo(last=7.0, terminated=False, truncated=True)
     targets = {}
@@ -58,7 +58,7 @@ def test_one_that_gives_way_is_played_to_its_end() -> None:
     assert made.rollout()["demo", "serial"].flatten().tolist() == [1, 1, 1]
 
 
-def test_a_step_is_seen_before_it_is_made() -> None:
+def test_step_is_seen_before_it_is_made() -> None:
     replay = DemonstrationReplay(stored(line_demo(3)), Scripted(0), 2)
     assert replay.peek() is None
     replay.begin(np.ones(2, bool))
@@ -105,7 +105,7 @@ def test_scalars_are_shaped_like_the_environment() -> None:
     assert row["action"][1].flatten().tolist() == [50, 51, 52]
 
 
-def test_a_policy_without_a_distribution_is_refused() -> None:
+def test_policy_without_a_distribution_is_refused() -> None:
     replay = DemonstrationReplay(stored(line_demo()), Scripted(0), 1, log_prob="current")
     with pytest.raises(TypeError, match=r"get_dist.*log_prob='deterministic'"):
         line_collector(replay).rollout()
@@ -113,7 +113,7 @@ def test_a_policy_without_a_distribution_is_refused() -> None:
 
 @pytest.mark.parametrize("kind", ["plain", "normalised", "recurrent"])
 @pytest.mark.parametrize("log_prob", ["deterministic", "current"])
-def test_a_policy_sees_the_demonstration(kind: str, log_prob: Any) -> None:
+def test_policy_sees_the_demonstration(kind: str, log_prob: Any) -> None:
     env = make_vector_env(lambda: Line(start=1.0), 2)
     network = RecurrentNetwork(hidden_size=4) if kind == "recurrent" else None
     policy = actor_of(env, network, normalised=kind == "normalised")
@@ -165,7 +165,7 @@ def test_stacks_of_frames_are_those_of_the_episode(shape: tuple[int, ...], count
     check_same(mined(again, specs), found)
 
 
-def test_a_recorded_stack_is_replayed_and_mined_as_it_was() -> None:
+def test_recorded_stack_is_replayed_and_mined_as_it_was() -> None:
     recipe = EnvironmentRecipe(partial(CountedImages, (6, 6, 3), drawn=True), frame_stack=3)
     policy = TensorDictModule(lambda step: step[..., 0].long() % 2, in_keys=["step"], out_keys=["action"])
     (recorded,) = record_demonstrations(recipe, policy, 1, seed=0)
@@ -175,7 +175,7 @@ def test_a_recorded_stack_is_replayed_and_mined_as_it_was() -> None:
     check_same(mined(rollout, demonstration_specs(recipe)[0]), [recorded])
 
 
-def test_a_resumed_run_goes_on_within_a_demonstration() -> None:
+def test_resumed_run_goes_on_within_a_demonstration() -> None:
     storage = stored(line_demo(10), line_demo(7, first=20.0))
     policy = actor_of(make_vector_env(Line, 2), RecurrentNetwork(hidden_size=4))
 
@@ -222,7 +222,7 @@ def test_recurrent_states_go_on_only_where_a_demonstration_does() -> None:
     assert "recurrent_states" not in line_collector(None, 2, 4, policy, seed=0, env=env).state_dict()
 
 
-def test_a_copy_follows_its_original() -> None:
+def test_copy_follows_its_original() -> None:
     storage = stored(line_demo(4, value=1.0), line_demo(9, first=30.0, value=2.0))
     replay = DemonstrationReplay(storage, DemonstrationSampler(1.0, 0.0), 2)
     replay(np.ones(2, bool))

@@ -54,7 +54,7 @@ def numbers(values: torch.Tensor) -> Any:
     return values.squeeze(-1).tolist()
 
 
-def test_a_single_environment_without_a_batch() -> None:
+def test_single_environment_without_a_batch() -> None:
     row = played(wrapped(GymWrapper(Counting()), 0, None, 0), 9)
     assert numbers(row["observation"]) == [100, 101, 102, 103, 0, 1, 2, 100, 101]
     assert numbers(row["demo", "action"])[:5] == [50, 51, 52, 53, 0]
@@ -62,7 +62,7 @@ def test_a_single_environment_without_a_batch() -> None:
 
 
 @pytest.mark.parametrize("terminated", [False, True])
-def test_an_environment_that_truncates_nothing_shows_an_end_that_was_recorded(terminated: bool) -> None:
+def test_environment_that_truncates_nothing_shows_an_end_that_was_recorded(terminated: bool) -> None:
     shown, env = line_demo(last=7.0, terminated=terminated, truncated=not terminated), line()
     del env.full_done_spec["truncated"]
     following = played(wrapped(env, 0, demos=[shown], ends="recorded"), 4)["next"]
@@ -118,7 +118,7 @@ def test_recurrent_states_follow_the_demonstration(beneath: bool) -> None:
     check_memory(batch, policy, "state")
 
 
-def test_a_limit_of_steps_above_cuts_one_and_leaves_the_others() -> None:
+def test_limit_of_steps_above_cuts_one_and_leaves_the_others() -> None:
     env = wrapped(SerialEnv(2, line), None, 0, 0, demos=[line_demo(9)])
     limited = TransformedEnv(env, StepCounter(5), auto_unwrap=False)
     row = played(limited, 10)
@@ -128,7 +128,7 @@ def test_a_limit_of_steps_above_cuts_one_and_leaves_the_others() -> None:
     ]
 
 
-def test_a_step_that_is_left_out_above_leaves_the_demonstration_where_it_is() -> None:
+def test_step_that_is_left_out_above_leaves_the_demonstration_where_it_is() -> None:
     env = wrapped(SerialEnv(2, line), 0)
     step = env.reset().set("_step", torch.tensor([True, False])).set("action", torch.zeros(2, 1))
     assert numbers(env.step(step)["next", "observation"]) == [101, 100]
@@ -142,7 +142,7 @@ def test_specs_are_those_of_the_environment_beneath() -> None:
 
 
 @pytest.mark.parametrize(("num_envs", "rho"), [(2, 0.6), (2, 1.0), (None, 1.0)])
-def test_a_resumed_run_goes_on_within_a_demonstration(num_envs: int | None, rho: float) -> None:
+def test_resumed_run_goes_on_within_a_demonstration(num_envs: int | None, rho: float) -> None:
     policy, storage = DemonstrationActor(recurrent_policy()), stored(line_demo(9), line_demo(7, first=200.0))
 
     def fresh() -> tuple[Any, DemonstrationReplay]:

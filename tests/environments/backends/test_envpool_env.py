@@ -46,7 +46,7 @@ def test_every_row_is_a_step_of_a_cart_pole() -> None:
     assert (starts[done].abs() <= 0.05).all()
 
 
-def test_the_seed_of_a_run_is_that_of_its_environments() -> None:
+def test_seed_of_a_run_is_that_of_its_environments() -> None:
     first, same, other = rollouts(3, 1), rollouts(3, 1), rollouts(4, 1)
     assert (first["observation"] == same["observation"]).all()
     assert (first["observation"][:, 0] != other["observation"][:, 0]).all()

@@ -76,7 +76,7 @@ def test_refuses_what_does_not_fit() -> None:
         (ModuleNotFoundError("No module named 'physics'"), None),
     ],
 )
-def test_a_package_that_is_missing_is_named_with_the_extra_that_brings_it(error, extra) -> None:
+def test_package_that_is_missing_is_named_with_the_extra_that_brings_it(error, extra) -> None:
     def make() -> gymnasium.Env:
         raise error
 
@@ -86,7 +86,7 @@ def test_a_package_that_is_missing_is_named_with_the_extra_that_brings_it(error,
         make_vector_env(make)
 
 
-def test_a_module_that_is_missing_before_the_colon_is_named_with_its_extra(monkeypatch) -> None:
+def test_module_that_is_missing_before_the_colon_is_named_with_its_extra(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "ale_py", None)
     with pytest.raises(ValueError, match=r"ale_py:ALE/Pong-v5.*torchrl-lightning\[atari\]"):
         make_vector_env("ale_py:ALE/Pong-v5")

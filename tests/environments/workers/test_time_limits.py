@@ -79,7 +79,7 @@ def goes_on() -> None:
     sys.stdout.write(f"has {earlier.seconds:g} seconds\n")
 
 
-def test_a_process_that_goes_on_after_sigterm_gives_its_environments_their_time(tmp_path: Path) -> None:
+def test_process_that_goes_on_after_sigterm_gives_its_environments_their_time(tmp_path: Path) -> None:
     process = Forked(goes_on, tmp_path)
     process.waits_for(lambda: "ready" in process.said, 20)
     process.send(signal.SIGTERM)
