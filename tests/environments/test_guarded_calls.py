@@ -23,6 +23,7 @@ from torchrl_lightning.collectors import GymnasiumCollector, TorchRLCollector
 from torchrl_lightning.collectors.vector_stepper import VectorStepper
 from torchrl_lightning.environments import EnvironmentRecipe, make_environment, make_vector_env
 from torchrl_lightning.environments.env_errors import EnvironmentFault
+from torchrl_lightning.environments.workers import time_limits
 from torchrl_lightning.environments.workers.time_limits import TimedCalls
 
 GOOD = Fault("none", "")
@@ -160,3 +161,31 @@ def test_pause_of_the_process_leaves_an_overdue_call_time_to_be_interrupted(tmp_
     process.send(signal.SIGCONT)
     assert process.ends(20) == 0, process.said
     assert process.said == "waiting\ninterrupted\n"
+
+
+def after_a_first_call_in_a_thread() -> None:
+    thread = threading.Thread(target=TimedCalls, args=[1.0])
+    thread.start()
+    thread.join()
+
+
+def after_a_fit_that_restores_the_handlers() -> None:
+    before = signal.getsignal(signal.SIGURG)
+    TimedCalls(1.0)
+    signal.signal(signal.SIGURG, before)  # as a Trainer does whose environments were built during the fit
+
+
+@pytest.mark.parametrize("prepare", [after_a_first_call_in_a_thread, after_a_fit_that_restores_the_handlers])
+def test_overdue_call_of_the_main_thread_is_interrupted_in_any_process(
+    prepare: Callable[[], object], tmp_path: Path
+) -> None:
+    def waits() -> None:
+        time_limits._renew()  # the watchdog of a new process
+        signal.signal(signal.SIGURG, signal.SIG_DFL)
+        prepare()
+        calls = TimedCalls(0.2)
+        with pytest.raises(TimeoutError), calls.running():
+            time.sleep(20)
+
+    process = Forked(waits, tmp_path)
+    assert process.ends(20) == 0, process.said

@@ -118,20 +118,20 @@ class _Watchdog:
         self.tell: Callable[[str], object] = _write
         self._calls: list[ref[TimedCalls]] = []
         self._main = 0  # id of the main thread if signals can interrupt it
-        self._signals = -1  # read end of the wake-up pipe: Python writes signal numbers to it
+        self._signals = self._wakeup = -1  # ends of the wake-up pipe: Python writes signal numbers to it
 
     def add(self, calls: TimedCalls) -> None:
         self._calls = [*(known for known in self._calls if known() is not None), ref(calls)]
-        if self._signals >= 0:
-            return
-        self._signals, written = os.pipe()
-        if sys.platform != "win32" and is_main_thread():
+        if self._signals < 0:
+            self._signals, self._wakeup = os.pipe()
+            threading.Thread(target=self._run, name="environment-watchdog", daemon=True).start()
+        if sys.platform != "win32" and is_main_thread() and signal.getsignal(signal.SIGURG) != self._interrupt:
+            # The first environment may belong to another thread, and a Trainer restores the handlers of its start.
             signal.signal(signal.SIGURG, self._interrupt)  # ignored by default
             self._main = get_ident()
+            os.set_blocking(self._wakeup, False)
             # Unlike a handler, this works while the main thread is outside Python. Lightning can still set its handler.
-            os.set_blocking(written, False)
-            signal.set_wakeup_fd(written, warn_on_full_buffer=False)
-        threading.Thread(target=self._run, name="environment-watchdog", daemon=True).start()
+            signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
 
     def _alive(self) -> list[TimedCalls]:
         return [calls for known in self._calls if (calls := known()) is not None]
