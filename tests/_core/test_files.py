@@ -61,9 +61,9 @@ def test_files_reach_the_disk_before_they_have_their_names(tmp_path: Path, monke
 def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
     write_state(tmp_path / "state", {"a": 1})
     for name in ("state-0123456789abcdef.bin", ".state-0123456789abcdef.bin.fedcba9876543210.tmp"):
-        (tmp_path / "state" / name).bump_revision()
-    (tmp_path / "state" / ".state.json.fedcba9876543210.tmp").bump_revision()
-    (tmp_path / "state" / "notes.txt").bump_revision()  # not ours
+        (tmp_path / "state" / name).touch()
+    (tmp_path / "state" / ".state.json.fedcba9876543210.tmp").touch()
+    (tmp_path / "state" / "notes.txt").touch()  # not ours
     write_state(tmp_path / "state", {"a": 2})
     names = sorted(path.name for path in (tmp_path / "state").iterdir())
     assert names[0] == "notes.txt"
@@ -85,13 +85,13 @@ LEFT = ".other.bin.fedcba9876543210.tmp"
 
 def test_leftovers_of_any_name_go_at_the_next_save_and_what_is_being_written_stays(tmp_path: Path) -> None:
     (tmp_path / ".run.fedcba9876543210.tmp").mkdir()
-    (tmp_path / ".run.fedcba9876543210.tmp" / "state.json").bump_revision()
+    (tmp_path / ".run.fedcba9876543210.tmp" / "state.json").touch()
     for name in (LEFT, ".hidden.tmp", "other.bin"):
-        (tmp_path / name).bump_revision()
+        (tmp_path / name).touch()
     with replaced_files(tmp_path / "one") as (one,):
         one.write(b"1")
         write_state(tmp_path / "state", {"a": 1})  # by another process, say
-        (tmp_path / LEFT).bump_revision()
+        (tmp_path / LEFT).touch()
         with replaced_files(tmp_path / "two"):
             pass
     (tmp_path / LEFT).symlink_to(tmp_path / "other.bin")

@@ -101,7 +101,7 @@ def write_back(*keys: Any, without: str = "", **entries: Any) -> Call:
 
     def call(ours: ExperienceBuffer) -> None:
         batch, cells = stored(ours), torch.tensor([0, 1])
-        batch["index"], batch["write_position"] = cells, ours.writer.rings.stamp(cells)
+        batch["index"], batch["write_position"] = cells, ours.writer.rings.write_version(cells)
         batch["next", "reward"] += 100
         ours.write_back(batch.update(entries).exclude(without), [("next", "reward"), *keys])
 

@@ -235,7 +235,7 @@ def test_waiting_for_others_ends_after_the_timeout(verb: str) -> None:
 def test_processes_wait_again_after_a_revival() -> None:
     buffer = build(max_length=3)
     buffer.stop()
-    buffer.revive()
+    buffer.resume()
     with Crew() as crew:
         worker = crew.start(take, buffer, [0, 1])
         assert not worker.pipe.poll(0.1)

@@ -86,6 +86,7 @@ def test_windows_across_cuts(how: str, starts: bool, torchrls: bool) -> None:
 @pytest.mark.parametrize("episode_ends", ["inside", "pad"])
 @pytest.mark.parametrize("starts", [True, False])
 def test_windows_inside_an_episode_begin_with_zeros_at_a_cut(how: str, episode_ends: str, starts: bool) -> None:
+    torch.manual_seed(0)
     sampler = SequenceSampler(3, episode_ends=episode_ends)
     buffer = ExperienceBuffer(storage=RingStorage(20), sampler=sampler, batch_size=100)
     fill(buffer, how, starts=starts)

@@ -419,7 +419,7 @@ class ShareableBuffer(LockedBuffer):
             >>> _ = buffer.extend(row)
             >>> _ = buffer.share().extend(row)
             >>> buffer.stop()
-            >>> buffer.revive()
+            >>> buffer.resume()
             >>> _ = buffer.extend(row)
             >>> buffer.is_stopped, buffer.writer.index.begin(torch.zeros(3).long(), torch.arange(3)).tolist()
             (False, [0, 0, 2])
