@@ -49,7 +49,7 @@ def shown(recipe: EnvironmentRecipe, **options: Any) -> Any:
         (EnvironmentRecipe(lambda: None), EnvironmentRecipe(ID), None),
         (EnvironmentRecipe(ID), EnvironmentRecipe(lambda: None), None),
         (goal(), EnvironmentRecipe("Acrobot-v1"), f"with id='{ID}', the environment has id='Acrobot-v1'; take"),
-        (EnvironmentRecipe(named), EnvironmentRecipe(ID), "with id={'_target_': '.*test_tasks.named'}, the env"),
+        (EnvironmentRecipe(named), EnvironmentRecipe(ID), "with id={'_target_': '.*test_task_check.named'}, the env"),
         (EnvironmentRecipe(made), EnvironmentRecipe(ID), f"with id={{'_target_': 'gymnasium.*'_args_': \\['{ID}'\\]}}"),
         (
             goal(),

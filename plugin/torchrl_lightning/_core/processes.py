@@ -17,6 +17,7 @@ from torchrl_lightning._core.errors import UserError
 
 SHARED_MEMORY = "/dev/shm"
 _PAUSE = 1.0  # seconds between checks of the parent
+_REAPING = 10.0  # seconds for the system to report a killed process
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 
 
@@ -59,7 +60,8 @@ def end_processes(processes: Sequence[BaseProcess], patience: float) -> None:
         for process in processes:
             if end is not None and process.is_alive():
                 getattr(process, end)()
-        deadline = time.monotonic() + patience
+        # A killed process ends for certain, but a busy machine may need more time to report it.
+        deadline = time.monotonic() + (max(patience, _REAPING) if end == "kill" else patience)
         for process in processes:
             process.join(max(0.0, deadline - time.monotonic()))
 

@@ -83,7 +83,7 @@ def test_what_cannot_be_learned_from_is_named(tmp_path):
     for dataset, message in [
         (tmp_path / "none", "none does not exist; name a directory that holds demonstrations"),
         (tmp_path / "none.npz", r"none\.npz does not exist; name a .* or a \.npz, \.safetensors or \.hdf5 file"),
-        (__file__, "test_dataset.py is no directory; name one that holds demonstrations"),
+        (__file__, "test_demo_dataset.py is no directory; name one that holds demonstrations"),
         (tmp_path, r"holds no demonstration that can be used \(1 refused\)"),
         (tmp_path / "skipping.safetensors", "has frame_skip=4, the environment frame_skip=1"),
     ]:
