@@ -70,7 +70,7 @@ def test_it_learns_acts_and_resumes(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "specs", "mend"), [("bc", DISCRETE, "use DQN .* model=.*temperature=0"), ("c51", BOX, "use SAC or TD3")]
+    ("name", "specs", "mend"), [("bc", DISCRETE, "DQN .* model=.*temperature=0"), ("c51", BOX, "SAC or TD3")]
 )
 def test_actions_of_another_kind_are_refused_in_one_line(name: str, specs: Any, mend: str) -> None:
     with pytest.raises(TypeError, match=rf"^\w+Loss.*{mend}") as error:

@@ -92,7 +92,7 @@ SETTINGS: dict[str, list[tuple[str, str]]] = {
         ("data.buffer.storage.max_size=9", "data.buffer: max_size=9 is not a multiple of num_envs=8"),
         (
             "data.env=Pendulum-v1",
-            "model: learners such as DQN need one choice among several actions (Discrete), got Box of shape",
+            "model: the action space of learners such as DQN must be Discrete, got Box of shape",
         ),
         ("data.frames_per_update=0", "data.frames_per_update=0.0: frames_per_update must be above 0, got 0.0."),
         ("model.gamma=2", "model.gamma=2.0: gamma must be between 0 and 1, got 2.0."),
@@ -132,7 +132,7 @@ SETTINGS: dict[str, list[tuple[str, str]]] = {
         ("", "SACModule imagines no branches for BranchedReplay; choose a learner that does, such as model=mbpo"),
     ],
     "data=uniform model=mbpo env=pendulum": [
-        ("", "MBPOModule learns from the branches that it imagines; choose a stream with them, such as data=branched"),
+        ("", "the DataModule of MBPOModule must provide branches of its world model. Use data=branched"),
     ],
     BRANCHED: [
         ("data.source.real_ratio=1.5", "data.source.real_ratio=1.5: real_ratio must be above 0 and below 1, got 1.5"),

@@ -1,4 +1,4 @@
-"""Policies that collect by a compiled perceptron act as their modules do, and leave to these what they do not know."""
+"""Compiled acting equals the policy's expected, and unsupported policies call their expected."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MODULES: dict[str, Callable[[], Any]] = {
     "squashed": lambda: SACModule(MLPNetwork([8], "relu", head_sizes=[6])).build(BOX),
     "noisy": lambda: TD3Module(MLPNetwork([8, 8], "relu")).build(BOX),
 }
-LEFT: dict[str, Callable[[], Any]] = {
+UNSUPPORTED: dict[str, Callable[[], Any]] = {
     "dueling": lambda: DQNModule(dueling=True).build(DISCRETE),
     "one-hot": lambda: DQNModule().build(ONE_HOT),
     "activation": lambda: DQNModule(MLPNetwork([8], "gelu")).build(DISCRETE),
@@ -43,7 +43,7 @@ LEFT: dict[str, Callable[[], Any]] = {
 
 def policy_of(name: str) -> Any:
     torch.manual_seed(0)
-    policy = {**MODULES, **LEFT}[name]().policy
+    policy = {**MODULES, **UNSUPPORTED}[name]().policy
     for parameter in policy.parameters():
         parameter.data.mul_(3.0)
     if name in ("greedy", "noisy"):
@@ -62,8 +62,8 @@ def is_compiled(policy: Any, call: Callable[[], Any], monkeypatch: pytest.Monkey
         return call() != "the module's"
 
 
-def both(policy: Any, call: Callable[[], Any], step: TensorDict) -> tuple[dict[Any, Tensor], dict[Any, Tensor]]:
-    """Act by a prepared call and by the module with the same random numbers, and see that both draw as many."""
+def act_twice(policy: Any, call: Callable[[], Any], step: TensorDict) -> tuple[dict[Any, Tensor], dict[Any, Tensor]]:
+    """Act by the compiled call and by the module; check that both draw the same number of random numbers."""
     results, states = [], []
     for act in (call, lambda: policy.compute_step(step)):
         torch.manual_seed(7)
@@ -76,7 +76,7 @@ def both(policy: Any, call: Callable[[], Any], step: TensorDict) -> tuple[dict[A
 
 @pytest.mark.parametrize("mode", [ExplorationType.RANDOM, ExplorationType.DETERMINISTIC])
 @pytest.mark.parametrize("name", MODULES)
-def test_compiled_policy_acts_as_its_module(name: str, mode: ExplorationType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_policy_equals_its_module(name: str, mode: ExplorationType, monkeypatch: pytest.MonkeyPatch) -> None:
     policy = policy_of(name)
     step = step_for(policy)
     call = bound_call(policy, step)
@@ -85,25 +85,25 @@ def test_compiled_policy_acts_as_its_module(name: str, mode: ExplorationType, mo
     with set_exploration_type(mode):
         for scale in (0.0, 0.3, 3.0):
             step["observation"].copy_(scale * torch.randn(ROWS, 4))
-            mine, modules = both(policy, call, step)
-            assert list(mine) == list(modules)
-            for key, value in modules.items():
-                assert mine[key].dtype == value.dtype
-                torch.testing.assert_close(mine[key], value, rtol=1e-6, atol=1e-6)
+            compiled, expected = act_twice(policy, call, step)
+            assert list(compiled) == list(expected)
+            for key, value in expected.items():
+                assert compiled[key].dtype == value.dtype
+                torch.testing.assert_close(compiled[key], value, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.uint8])
 @pytest.mark.parametrize("keys", [["observation"], ["left", "right"]])
 @pytest.mark.parametrize("kind", [PPOModule, DQNModule, SACModule, TD3Module])
-def test_vectors_of_several_entries_and_of_any_numbers_are_read(
+def test_compiled_policy_reads_several_entries_of_any_dtype(
     kind: Any, keys: list[str], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """MuJoCo's observations are float64, images as vectors uint8, those with goals three entries."""
+    """MuJoCo's observations are float64, flattened images are uint8, and goals have their own entries."""
     sizes = dict(zip(keys, ([4] if len(keys) == 1 else [1, 3]), strict=True))
     specs = BOX if kind in (SACModule, TD3Module) else DISCRETE
     torch.manual_seed(0)
-    shown = Composite({key: Unbounded(size, dtype=dtype) for key, size in sizes.items()})
-    policy = kind(MLPNetwork([8])).build(SimpleNamespace(observation=shown, action=specs.action)).policy
+    observation_spec = Composite({key: Unbounded(size, dtype=dtype) for key, size in sizes.items()})
+    policy = kind(MLPNetwork([8])).build(SimpleNamespace(observation=observation_spec, action=specs.action)).policy
     step = TensorDict({key: torch.zeros(ROWS, size, dtype=dtype) for key, size in sizes.items()}, [ROWS])
     call = bound_call(policy, step)
     assert call is not None
@@ -111,21 +111,21 @@ def test_vectors_of_several_entries_and_of_any_numbers_are_read(
     for _ in range(2):
         for key in keys:
             step[key].copy_((3.0 * torch.randn(step[key].shape)).abs())
-        mine, modules = both(policy, call, step)
-        for key, value in modules.items():
-            torch.testing.assert_close(mine[key], value, rtol=1e-6, atol=1e-6)
+        compiled, expected = act_twice(policy, call, step)
+        for key, value in expected.items():
+            torch.testing.assert_close(compiled[key], value, rtol=1e-6, atol=1e-6)
 
 
-def test_what_was_in_memory_before_chooses_no_action(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that only exploits draws no numbers."""
+def test_uninitialised_memory_selects_no_action(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Deterministic acting draws no random numbers."""
     empty = torch.empty
 
-    def spoiled(*shape: int, **options: Any) -> Tensor:
+    def filled_empty(*shape: int, **options: Any) -> Tensor:
         return empty(*shape, **options).fill_(-7)
 
     policy = policy_of("greedy")
     step = step_for(policy)
-    monkeypatch.setattr(torch, "empty", spoiled)
+    monkeypatch.setattr(torch, "empty", filled_empty)
     call = bound_call(policy, step)
     monkeypatch.undo()
     assert call is not None
@@ -133,27 +133,27 @@ def test_what_was_in_memory_before_chooses_no_action(monkeypatch: pytest.MonkeyP
         assert torch.equal(call()["action"], policy(step.copy())["action"])
 
 
-@pytest.mark.parametrize("name", LEFT)
-def test_what_is_not_known_is_left_to_the_module(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_unsupported_policy_is_called_as_module(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     policy = policy_of(name)
     call = bound_call(policy, step_for(policy))
     assert call is not None
     assert not is_compiled(policy, call, monkeypatch)
 
 
-def test_weights_may_change_and_move() -> None:
+def test_compiled_policy_reads_changed_and_moved_weights() -> None:
     policy = policy_of("greedy")
     step = step_for(policy)
     call = bound_call(policy, step)
     step["observation"].normal_()
     for change in (
-        lambda: [each.data.mul_(-1.0) for each in policy.parameters()],
-        lambda: [setattr(each, "data", each.data * 2.0 + 1.0) for each in policy.parameters()],
+        lambda: [parameter.data.mul_(-1.0) for parameter in policy.parameters()],
+        lambda: [setattr(parameter, "data", parameter.data * 2.0 + 1.0) for parameter in policy.parameters()],
         lambda: policy.amount.fill_(0.0),
     ):
         change()
-        mine, modules = both(policy, call, step)
-        assert torch.equal(mine["action"], modules["action"])
+        compiled, expected = act_twice(policy, call, step)
+        assert torch.equal(compiled["action"], expected["action"])
 
 
 CHANGES: dict[str, Callable[[Any], Any]] = {
@@ -166,7 +166,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_network_that_is_changed_is_left_to_the_module(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changed_network_is_called_as_module(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     policy = DQNModule().build(DISCRETE).policy
     call = bound_call(policy, step_for(policy))
     assert call is not None
@@ -174,7 +174,7 @@ def test_network_that_is_changed_is_left_to_the_module(change: str, monkeypatch:
     assert not is_compiled(policy, call, monkeypatch)
 
 
-def test_autocast_and_hooks_on_every_module_are_the_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_autocast_and_global_hooks_call_the_module(monkeypatch: pytest.MonkeyPatch) -> None:
     policy = policy_of("greedy")
     call = bound_call(policy, step_for(policy))
     assert call is not None
@@ -186,32 +186,32 @@ def test_autocast_and_hooks_on_every_module_are_the_modules(monkeypatch: pytest.
     assert is_compiled(policy, call, monkeypatch)
 
 
-def test_subclass_that_acts_otherwise_is_not_bypassed() -> None:
-    class Last(EpsilonGreedyPolicy):
+def test_overridden_act_is_not_bypassed() -> None:
+    class LastAction(EpsilonGreedyPolicy):
         def act(self, entries: list[Tensor], explore: bool) -> Tensor:
             return torch.full((len(entries[0]),), 2)
 
-    policy = Last(DQNModule().build(DISCRETE).q_network)
+    policy = LastAction(DQNModule().build(DISCRETE).q_network)
     call = bound_call(policy, step_for(policy))
     assert call is not None
     assert call()["action"].tolist() == [2] * ROWS
 
 
-def test_actor_that_chooses_otherwise_is_not_bypassed() -> None:
-    class Last(Actor):
-        def choose(self, *arguments: Any) -> dict[Any, Tensor]:
-            chosen = super().choose(*arguments)
-            return {**chosen, "action": torch.full_like(chosen["action"], 2)}
+def test_overridden_select_action_is_not_bypassed() -> None:
+    class LastAction(Actor):
+        def select_action(self, *arguments: Any) -> dict[Any, Tensor]:
+            outputs = super().select_action(*arguments)
+            return {**outputs, "action": torch.full_like(outputs["action"], 2)}
 
     policy = PPOModule().build(DISCRETE).policy
-    policy.__class__ = Last
+    policy.__class__ = LastAction
     call = bound_call(policy, step_for(policy))
     assert call is not None
     assert call()["action"].tolist() == [2] * ROWS
 
 
 @pytest.mark.parametrize("name", ["clipped", "squashed", "noisy"])
-def test_what_is_not_a_number_stays_so(name: str) -> None:
+def test_nan_observation_gives_nan_action(name: str) -> None:
     policy = policy_of(name)
     step = step_for(policy)
     call = bound_call(policy, step)
@@ -221,7 +221,7 @@ def test_what_is_not_a_number_stays_so(name: str) -> None:
         assert call()["action"].isnan().all(1).tolist() == [False, True, False, False, False]
 
 
-def test_collector_collects_the_same_by_either() -> None:
+def test_collector_collects_equal_rollouts_with_and_without_compilation() -> None:
     torch.manual_seed(0)
     policy = PPOModule().build(TWO_CHOICES).policy
     batches = []

@@ -1,4 +1,4 @@
-"""Gradients that are written down are those of autograd, and left to it if anything else takes part."""
+"""Analytic updates equal autograd, and unsupported agents, batches and runs use autograd."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def in_a_fit(module: Any) -> Any:
-    """Give a module what it has when a fit starts; return its update."""
+def start_update(module: Any) -> Any:
+    """Attach a trainer and optimizers as at the start of a fit; return the update."""
     module.trainer = trainer(max_epochs=1)
     module.configure_optimizers()
     return update_for(module)
@@ -56,7 +56,7 @@ def module_of(case: str, network: Any, **settings: Any) -> Any:
 
 
 def mini_batch(in_a_box: bool = False) -> TensorDict:
-    """Steps of which some policies have moved far away; in a box, some of the actions are on its bounds."""
+    """Return steps with large policy ratios; in a box, some actions are on its bounds."""
     torch.manual_seed(1)
     low, high = BOX.action.space.low, BOX.action.space.high
     entries = {
@@ -70,7 +70,7 @@ def mini_batch(in_a_box: bool = False) -> TensorDict:
 
 
 def batch_of(case: str, edit: Callable[[TensorDict], Any] = lambda level: None, keys: Any = ("observation",)) -> Any:
-    """Make what a module learns from; ``edit`` changes the levels that hold observations."""
+    """Build a batch of a module; ``edit`` changes the TensorDicts that contain observations."""
     torch.manual_seed(1)
     batch = mini_batch(case == "ppo in a box") if case.startswith("ppo") else transitions(SPECS[case], ROWS)
     for level in (batch, batch.get("next", None)):
@@ -80,15 +80,15 @@ def batch_of(case: str, edit: Callable[[TensorDict], Any] = lambda level: None, 
 
 
 def gradients(module: Any) -> list[torch.Tensor | None]:
-    learnt = [each for each in module.parameters() if each.requires_grad]
-    return [None if each.grad is None else each.grad.clone() for each in learnt]
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    return [None if parameter.grad is None else parameter.grad.clone() for parameter in trained]
 
 
 @pytest.mark.parametrize(
     ("name", "weighted"), [(name, flag) for name in CASES for flag in (False, True) if not (flag and "ppo" in name)]
 )
 @pytest.mark.parametrize("network", NETWORKS)
-def test_gradients_losses_errors_and_random_numbers_are_autograds(name: str, network: str, weighted: bool) -> None:
+def test_analytic_update_equals_autograd(name: str, network: str, weighted: bool) -> None:
     case, settings = CASES[name]
     module = module_of(case, NETWORKS[network], **settings)
     for parameter in module.parameters():
@@ -105,11 +105,11 @@ def test_gradients_losses_errors_and_random_numbers_are_autograds(name: str, net
         assert 0.1 < on_bounds.float().mean() < 0.9
         with torch.no_grad():
             batch["action_log_prob"] = module.evaluate(batch)[0] + 0.3 * torch.randn(ROWS)
-    update = in_a_fit(module)
-    for _ in range(2):  # its memory is used again
+    update = start_update(module)
+    for _ in range(2):  # the second call reuses the arrays
         torch.manual_seed(2)
         written = update(batch)
-    found, state = gradients(module), torch.get_rng_state()
+    analytic, state = gradients(module), torch.get_rng_state()
     torch.manual_seed(2)
     for parameter in module.parameters():
         parameter.grad = None
@@ -123,16 +123,16 @@ def test_gradients_losses_errors_and_random_numbers_are_autograds(name: str, net
     sum(value for key, value in computed.items() if key.startswith("loss_")).backward()
     expected = {key: float(value.detach()) for key, value in computed.items()}
     assert dict(sorted(written.items())) == pytest.approx(dict(sorted(expected.items())), rel=1e-5, abs=1e-6)
-    for mine, autograds in zip(found, gradients(module), strict=True):
-        assert (mine is None) == (autograds is None)
-        if autograds is not None:
-            near = 1e-5 * float(autograds.abs().max())
-            torch.testing.assert_close(mine, autograds, rtol=1e-5, atol=near + 1e-8)
+    for grad, expected_grad in zip(analytic, gradients(module), strict=True):
+        assert (grad is None) == (expected_grad is None)
+        if expected_grad is not None:
+            atol = 1e-5 * float(expected_grad.abs().max()) + 1e-8
+            torch.testing.assert_close(grad, expected_grad, rtol=1e-5, atol=atol)
 
 
 @pytest.mark.parametrize("case", [*OFF_POLICY, "ppo"])
-def test_vectors_of_several_entries_are_read_as_one(case: str) -> None:
-    found, parts = [], Composite(left=Unbounded(1), right=Unbounded(3))
+def test_analytic_update_concatenates_entries(case: str) -> None:
+    results, parts = [], Composite(left=Unbounded(1), right=Unbounded(3))
 
     def split(level: TensorDict) -> None:
         level["left"], level["right"] = level["observation"].split([1, 3], -1)
@@ -142,17 +142,17 @@ def test_vectors_of_several_entries_are_read_as_one(case: str) -> None:
         specs = SimpleNamespace(observation=observation, action=SPECS[case].action)
         module = {**OFF_POLICY, "ppo": PPOModule}[case](NETWORKS["relu"]).build(specs)
         torch.manual_seed(2)
-        written = in_a_fit(module)(batch_of(case, split, keys))
-        found.append((written if case == "ppo" else written[0], gradients(module)))
-    assert found[0][0] == found[1][0]
-    torch.testing.assert_close(found[0][1], found[1][1], rtol=0, atol=0)
+        written = start_update(module)(batch_of(case, split, keys))
+        results.append((written if case == "ppo" else written[0], gradients(module)))
+    assert results[0][0] == results[1][0]
+    torch.testing.assert_close(results[0][1], results[1][1], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.uint8])
 @pytest.mark.parametrize("case", [*OFF_POLICY, "ppo"])
-def test_numbers_of_another_dtype_are_read_as_networks_read_them(case: str, dtype: torch.dtype) -> None:
-    """MuJoCo's observations are float64, and images as vectors uint8."""
-    found = []
+def test_analytic_update_converts_dtypes(case: str, dtype: torch.dtype) -> None:
+    """MuJoCo's observations are float64, and flattened images are uint8."""
+    results = []
     for read_as in (dtype, torch.float32):
         module = learner(case, NETWORKS["relu"])
         torch.manual_seed(2)
@@ -160,26 +160,26 @@ def test_numbers_of_another_dtype_are_read_as_networks_read_them(case: str, dtyp
         def convert(level: TensorDict, read_as: torch.dtype = read_as) -> None:
             level["observation"] = (9.0 * level["observation"].abs()).to(dtype).to(read_as)
 
-        assert in_a_fit(module)(batch_of(case, convert)) is not None
-        found.append(gradients(module))
-    torch.testing.assert_close(*found, rtol=0, atol=0)
+        assert start_update(module)(batch_of(case, convert)) is not None
+        results.append(gradients(module))
+    torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("key", [*AUTO_LOSS_MASK_KEYS, REPLAYED])
-def test_steps_that_do_not_count_alike_are_left_to_autograd(key: Any) -> None:
-    update, batch = in_a_fit(learner("ppo")), mini_batch()
+def test_masked_and_replayed_steps_need_autograd(key: Any) -> None:
+    update, batch = start_update(learner("ppo")), mini_batch()
     batch[key] = torch.ones(ROWS, 1, dtype=torch.bool)
     assert update(batch) is None
     assert update(mini_batch().reshape(8, 4)) is None
 
 
 @pytest.mark.parametrize("key", ["observation", "action_log_prob", "advantage", "value_target"])
-def test_steps_without_an_entry_are_left_to_autograd_which_names_it(key: str) -> None:
-    assert in_a_fit(learner("ppo"))(mini_batch().exclude(key)) is None
+def test_missing_entry_needs_autograd(key: str) -> None:
+    assert start_update(learner("ppo"))(mini_batch().exclude(key)) is None
 
 
 def losses_of(monkeypatch: pytest.MonkeyPatch, module: Any) -> list[Any]:
-    """List the batches whose loss is computed, as only autograd needs it."""
+    """Return a list that receives the batches of ``losses``, which only autograd calls."""
     batches: list[Any] = []
     terms = type(module).losses
 
@@ -192,8 +192,8 @@ def losses_of(monkeypatch: pytest.MonkeyPatch, module: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("case", [*OFF_POLICY, "ppo", "ppo in a box"])
-def test_run_learns_what_a_run_by_autograd_learns(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    ends, metrics, errors, counts = [], [], [], []
+def test_analytic_run_equals_autograd_run(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    results, metrics, errors, counts = [], [], [], []
     for callbacks in ([], [ListensToBackward()]):
         module = module_of(case, NETWORKS["relu"], max_grad_norm=0.5)
         data = FakeData(4, specs=BOX) if case == "ppo in a box" else data_of(case, batches=4)
@@ -202,11 +202,11 @@ def test_run_learns_what_a_run_by_autograd_learns(case: str, monkeypatch: pytest
             torch.manual_seed(5)
             trainer(max_epochs=2, callbacks=callbacks).fit(module, datamodule=data)
         counts.append(len(losses))
-        ends.append(parameters(module))
+        results.append(parameters(module))
         metrics.append(module.epoch_metrics)
         errors.append(data.served[-1].get("td_error", torch.zeros(1)))
     assert counts == [0, 8]
-    torch.testing.assert_close(*ends, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(*errors, rtol=1e-4, atol=1e-4)
     assert metrics[0] == pytest.approx(metrics[1], rel=1e-4, abs=1e-5)
 
@@ -227,10 +227,12 @@ def other_layer() -> Any:
     return module
 
 
-LEFT: dict[str, Callable[[], Any]] = {
+UNSUPPORTED: dict[str, Callable[[], Any]] = {
     "loss": lambda: OtherLoss(MLPNetwork([8])),
     "part of a loss": lambda: OtherCriticLoss(MLPNetwork([8])),
-    "optimizer": lambda: learner("dqn", optimizer=lambda each: type("Own", (torch.optim.SGD,), {})(each, lr=1e-2)),
+    "optimizer": lambda: learner(
+        "dqn", optimizer=lambda params: type("OtherSGD", (torch.optim.SGD,), {})(params, lr=1e-2)
+    ),
     "values that are clipped": lambda: learner("ppo", clip_value=0.2),
     "a shared trunk": lambda: learner("ppo", MLPNetwork([8], shared=True)),
     "a tanh": lambda: PPOModule(distribution="tanh_normal").build(BOX),
@@ -246,12 +248,12 @@ LEFT: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", LEFT)
-def test_what_is_not_known_is_left_to_autograd(name: str) -> None:
-    module = LEFT[name]()
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_unsupported_agent_needs_autograd(name: str) -> None:
+    module = UNSUPPORTED[name]()
     if not module.is_built:
         module.build(TWO_CHOICES)
-    assert in_a_fit(module) is None
+    assert start_update(module) is None
 
 
 RUNS: dict[str, dict[str, Any]] = {
@@ -262,7 +264,7 @@ RUNS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_run_that_needs_autograd_gets_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_run_uses_autograd(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module = learner("dqn")
     losses = losses_of(monkeypatch, module)
     trainer(max_epochs=1, **RUNS[name]).fit(module, datamodule=data_of("dqn"))
@@ -278,7 +280,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_network_that_is_changed_in_a_run_is_left_to_autograd(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_network_changed_in_a_run_uses_autograd(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module = learner("dqn")
     losses = losses_of(monkeypatch, module)
     data = data_of("dqn", note=lambda module: CHANGES[name](module) if len(data.noted) == 1 else None)
@@ -286,14 +288,14 @@ def test_network_that_is_changed_in_a_run_is_left_to_autograd(name: str, monkeyp
     assert len(losses) == 2
 
 
-def test_second_fit_writes_gradients_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_fit_uses_the_analytic_update(monkeypatch: pytest.MonkeyPatch) -> None:
     module = learner("dqn")
     losses = losses_of(monkeypatch, module)
     for _ in range(2):
         trainer(max_epochs=1).fit(module, datamodule=data_of("dqn"))
         before = parameters(module)
     assert losses == []
-    module.to(torch.float64).to(torch.float32)  # moves them
+    module.to(torch.float64).to(torch.float32)  # moves the parameters
     trainer(max_epochs=1).fit(module, datamodule=data_of("dqn"))
     assert losses == []
     assert not torch.equal(parameters(module), before)

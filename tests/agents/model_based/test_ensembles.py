@@ -1,4 +1,4 @@
-"""The ensemble of Gaussian perceptrons, beside as many separate ones."""
+"""The ensemble of Gaussian perceptrons equals separate perceptrons."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def member(ensemble: GaussianEnsemble, number: int, activation: str) -> nn.Seque
 @pytest.mark.parametrize("probabilistic", [True, False])
 @pytest.mark.parametrize("hidden", [[], [8, 6]])
 @pytest.mark.parametrize("terminates", [False, True])
-def test_members_compute_and_learn_as_separate_networks_do(
+def test_members_equal_separate_networks(
     activation: str, probabilistic: bool, hidden: list[int], terminates: bool
 ) -> None:
     torch.manual_seed(0)
@@ -60,12 +60,12 @@ def test_members_compute_and_learn_as_separate_networks_do(
         if terminates:
             ends = member(ensemble.ends, number, activation)
             change = targets[number, :, :OUTPUTS] * ensemble.target_std + ensemble.target_mean
-            following = inputs[number, :, :OUTPUTS] + change / ensemble.input_std[:OUTPUTS]
-            loss = loss + F.binary_cross_entropy_with_logits(ends(following), ended[number])
+            next_observation = inputs[number, :, :OUTPUTS] + change / ensemble.input_std[:OUTPUTS]
+            loss = loss + F.binary_cross_entropy_with_logits(ends(next_observation), ended[number])
         weights = [layer.weight for layer in network if isinstance(layer, nn.Linear)]
         (loss + 0.01 * sum(weight.square().sum() for weight in weights)).backward()
-        for own, weight in zip(ensemble.weights, weights, strict=True):
-            torch.testing.assert_close(own.grad[number], weight.grad.mT)
+        for parameter, weight in zip(ensemble.weights, weights, strict=True):
+            torch.testing.assert_close(parameter.grad[number], weight.grad.mT)
         if terminates:
             torch.testing.assert_close(ensemble.ends.weights[0].grad[number], ends[0].weight.grad.mT)
         if probabilistic:
@@ -73,7 +73,7 @@ def test_members_compute_and_learn_as_separate_networks_do(
             torch.testing.assert_close(ensemble.max_log_variance.grad[number, 0], high.grad)
 
 
-def test_what_learns_terminations_leaves_the_other_weights_as_they_are() -> None:
+def test_termination_network_does_not_change_other_initial_weights() -> None:
     states = []
     for ends_by in (0, OUTPUTS):
         torch.manual_seed(0)
@@ -94,7 +94,7 @@ def test_log_variances_stay_within_their_bounds() -> None:
     assert log_variance.max() > 0.4
 
 
-def test_first_weights_are_truncated_normals_of_each_member_s_own() -> None:
+def test_initial_weights_are_truncated_normals() -> None:
     torch.manual_seed(0)
     weight = GaussianEnsemble(M, 100, OUTPUTS, [400]).weights[0].detach()
     assert weight.abs().max() <= 0.1
@@ -102,7 +102,7 @@ def test_first_weights_are_truncated_normals_of_each_member_s_own() -> None:
     assert not torch.equal(weight[0], weight[1])
 
 
-def test_errors_are_those_of_rows_that_all_members_share() -> None:
+def test_errors_are_summed_over_shared_rows() -> None:
     ensemble = GaussianEnsemble(M, INPUTS, OUTPUTS, [8])
     inputs, targets = torch.randn(B, INPUTS), torch.randn(B, OUTPUTS)
     mean, _ = ensemble(inputs.expand(M, B, INPUTS))
@@ -110,7 +110,7 @@ def test_errors_are_those_of_rows_that_all_members_share() -> None:
     torch.testing.assert_close(ensemble.errors(inputs, targets) / B, expected)
 
 
-def test_chosen_members_are_copied_and_scales_always() -> None:
+def test_masked_members_and_all_scales_are_copied() -> None:
     first, second = GaussianEnsemble(M, INPUTS, OUTPUTS, [8]), GaussianEnsemble(M, INPUTS, OUTPUTS, [8])
     before = second.weights[0].detach().clone()
     first.standardise(

@@ -1,4 +1,4 @@
-"""The agent that imagines: its world model's fits, its branches, its state."""
+"""MBPO: fits of its world model, imagined branches, and state."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def built(**kwargs: Any) -> MBPOModule:
     return MBPOModule(MLPNetwork([8], "relu"), dynamics=dynamics(**kwargs)).build(POINT)
 
 
-def test_fit_lowers_the_error_on_held_out_rows_and_the_next_one_goes_on() -> None:
+def test_successive_fits_lower_the_validation_error() -> None:
     module = built(max_epochs=1)
     module.fit_dynamics(pushed(200, 0), pushed(50, 1))
     first = module.errors.clone()
@@ -35,34 +35,34 @@ def test_fit_lowers_the_error_on_held_out_rows_and_the_next_one_goes_on() -> Non
     assert (module.errors < 0.5 * first).all()
 
 
-def test_fit_ends_when_no_member_improves_and_keeps_the_best() -> None:
-    module = built(max_epochs=50, patience=2, min_improvement=0.99)  # nothing but the first epoch can be better
+def test_fit_ends_without_improvement_and_keeps_the_best_members() -> None:
+    module = built(max_epochs=50, patience=2, min_improvement=0.99)  # only the first epoch can improve that much
     module.fit_dynamics(pushed(64, 0), pushed(20, 1))
     assert module.epochs_of_fit == 3
     model = module.world_model
-    held = model.targets(pushed(20, 1))
-    errors = model.ensemble.errors(held["inputs"], held["targets"]) / 20
+    validation = model.targets(pushed(20, 1))
+    errors = model.ensemble.errors(validation["inputs"], validation["targets"]) / 20
     torch.testing.assert_close(errors[model.elites], module.errors)
     assert errors[model.elites].max() <= errors.max()
 
 
-def test_fit_ends_after_the_most_epochs() -> None:
+def test_fit_ends_after_max_epochs() -> None:
     module = built(max_epochs=3, patience=100)
     module.fit_dynamics(pushed(64, 0), pushed(20, 1))
     assert module.epochs_of_fit == 3
 
 
-def test_agent_and_optimizers_do_not_see_the_world_model() -> None:
+def test_world_model_is_not_trained_by_the_agent() -> None:
     module = built()
-    learnt = {parameter for group in module.parameter_groups().values() for parameter in group}
-    assert learnt.isdisjoint(module.world_model.parameters())
-    before = [parameter.clone() for parameter in learnt]
+    trained = {parameter for group in module.parameter_groups().values() for parameter in group}
+    assert trained.isdisjoint(module.world_model.parameters())
+    before = [parameter.clone() for parameter in trained]
     module.fit_dynamics(pushed(64, 0), pushed(20, 1))
-    assert all(torch.equal(old, new) for old, new in zip(before, learnt, strict=True))
+    assert all(torch.equal(old, new) for old, new in zip(before, trained, strict=True))
     assert not any(parameter.requires_grad for parameter in module.world_model.parameters())
 
 
-def test_branches_are_what_the_world_model_says_step_by_step() -> None:
+def test_branches_equal_steps_of_the_world_model() -> None:
     module = built(num_elites=1)
     module.fit_dynamics(pushed(200, 0), pushed(50, 1))
     start = pushed(7, 2)
@@ -73,11 +73,11 @@ def test_branches_are_what_the_world_model_says_step_by_step() -> None:
     assert torch.equal(steps["observation"][0], start["observation"])
     assert torch.equal(steps["observation"][1:], steps["next", "observation"][:-1])
     assert (steps["action"].abs() <= 1).all()
-    assert len(steps["action"].unique()) > 7  # of the exploring policy
-    following, reward, _ = module.world_model.step(imagined["observation"], imagined["action"])
-    torch.testing.assert_close(imagined["next", "observation"], following)
+    assert len(steps["action"].unique()) > 7  # the policy explores
+    next_observation, reward, _ = module.world_model.step(imagined["observation"], imagined["action"])
+    torch.testing.assert_close(imagined["next", "observation"], next_observation)
     torch.testing.assert_close(imagined["next", "reward"].squeeze(1), reward)
-    # Cut off, not ended: values bootstrap.
+    # Branches are cut off, not terminated: values bootstrap.
     assert not any(imagined["next", name].any() for name in ("terminated", "truncated", "done"))
 
 
@@ -85,7 +85,7 @@ def test_imagined_observations_have_shapes_and_dtypes_of_real_ones() -> None:
     entries = {
         "image": Unbounded((3, 8, 8), dtype=torch.uint8),
         "height": Unbounded(()),
-        "place": Unbounded(2, dtype=torch.float64),
+        "position": Unbounded(2, dtype=torch.float64),
         "ticks": Unbounded((), dtype=torch.int64),
         "bits": Binary(3, dtype=torch.int8),
         "is_lit": Bounded(0, 1, (2,), dtype=torch.bool),
@@ -104,7 +104,7 @@ def test_imagined_observations_have_shapes_and_dtypes_of_real_ones() -> None:
         torch.testing.assert_close(before[:6], start[key])
         assert torch.equal(before[6:], after[:6])
     moved = (imagined["next", "image"].int() - imagined["image"].int()).abs()
-    assert moved.max() < 128  # none wraps around
+    assert moved.max() < 128  # no value wraps around
 
 
 @pytest.mark.parametrize("propagation", ["step", "trajectory"])
@@ -120,16 +120,20 @@ def test_branch_ends_where_the_episode_terminates(propagation: str) -> None:
     assert module.imagine(start[[0, 2]], 4).shape == (2,)
 
 
-def below_the_highest(observation: Tensor, action: Tensor, following: Tensor) -> Tensor:
-    """End all branches but the highest; like many functions of a batch, it fails for an empty one."""
-    return following[:, 0] < following[:, 0].max() if len(following) > 1 else following[:, 0] <= following[:, 0].max()
+def all_but_the_highest(observation: Tensor, action: Tensor, next_observation: Tensor) -> Tensor:
+    """Terminate all branches except the highest; fail for an empty batch, like many functions."""
+    return (
+        next_observation[:, 0] < next_observation[:, 0].max()
+        if len(next_observation) > 1
+        else next_observation[:, 0] <= next_observation[:, 0].max()
+    )
 
 
-def test_no_function_is_asked_after_all_branches_have_ended() -> None:
-    module = built(terminated=below_the_highest)
+def test_imagination_stops_after_all_branches_have_ended() -> None:
+    module = built(terminated=all_but_the_highest)
     module.fit_dynamics(pushed(200, 0), pushed(50, 1))
     imagined = module.imagine(pushed(6, 2), 5)
-    # Five end at the first step and the last one at the second; three more steps would be of no observation.
+    # Five branches end at the first step and the last one at the second.
     ended = imagined["next", "terminated"].flatten()
     assert len(ended) == 7
     assert int(ended[:6].sum()) == 5
@@ -137,15 +141,15 @@ def test_no_function_is_asked_after_all_branches_have_ended() -> None:
 
 
 @pytest.mark.parametrize("probabilistic", [True, False])
-def test_ends_are_learnt_in_a_few_hundred_steps_and_end_branches(probabilistic: bool) -> None:
+def test_learnt_terminations_end_branches(probabilistic: bool) -> None:
     module = built(num_elites=1, learn_terminated=True, probabilistic=probabilistic, max_epochs=25, patience=25)
-    seen, unseen = walled(400, 0), walled(200, 1)
-    module.fit_dynamics(seen, unseen)  # 25 epochs of 13 batches
+    training, validation = walled(400, 0), walled(200, 1)
+    module.fit_dynamics(training, validation)  # 25 epochs of 13 batches
     world = module.world_model
-    told = world.step(unseen["observation"], unseen["action"])[2]
-    stored = unseen["next", "terminated"].squeeze(1)
+    predicted = world.step(validation["observation"], validation["action"])[2]
+    stored = validation["next", "terminated"].squeeze(1)
     assert 40 < int(stored.sum()) < 100
-    assert (told == stored).float().mean() > 0.95
+    assert (predicted == stored).float().mean() > 0.95
     imagined = module.imagine(walled(30, 2), 3)
     ends = imagined["next", "terminated"].squeeze(1)
     assert torch.equal(ends, world.step(imagined["observation"], imagined["action"])[2])
@@ -157,9 +161,9 @@ def test_ends_are_learnt_in_a_few_hundred_steps_and_end_branches(probabilistic: 
     assert 0 < alive < 30
 
 
-@pytest.mark.parametrize("learns", [False, True])
-def test_what_it_has_learnt_is_in_its_state(learns: bool) -> None:
-    module, other = built(learn_terminated=learns), built(learn_terminated=learns)
+@pytest.mark.parametrize("learns_terminated", [False, True])
+def test_state_dict_contains_the_world_model(learns_terminated: bool) -> None:
+    module, other = built(learn_terminated=learns_terminated), built(learn_terminated=learns_terminated)
     module.fit_dynamics(walled(64, 0), walled(20, 1))
     other.load_state_dict(module.state_dict())
     torch.manual_seed(1)
@@ -169,16 +173,16 @@ def test_what_it_has_learnt_is_in_its_state(learns: bool) -> None:
     assert torch.equal(other.errors, module.errors)
 
 
-def test_rows_that_lead_to_a_reset_are_left_out() -> None:
-    module, wrong = built(), pushed(64, 0)
-    wrong["next", "is_init"] = torch.zeros(64, 1, dtype=torch.bool)
-    wrong["next", "is_init"][::2] = True
-    wrong["next", "observation"][::2] = torch.nan
-    module.fit_dynamics(wrong, pushed(20, 1))
+def test_fit_ignores_rows_before_a_reset() -> None:
+    module, rows = built(), pushed(64, 0)
+    rows["next", "is_init"] = torch.zeros(64, 1, dtype=torch.bool)
+    rows["next", "is_init"][::2] = True
+    rows["next", "observation"][::2] = torch.nan
+    module.fit_dynamics(rows, pushed(20, 1))
     assert int(module.world_model.targets.input_scaler.count) == 32
 
 
-def test_numbers_that_are_not_finite_are_named() -> None:
+def test_nonfinite_column_is_named() -> None:
     for key, name in ((("next", "reward"), "reward"), ("observation", r"observation\[0\]")):
         for side in range(2):
             parts = [pushed(64, 0), pushed(20, 1)]
@@ -187,16 +191,16 @@ def test_numbers_that_are_not_finite_are_named() -> None:
                 built().fit_dynamics(*parts)
 
 
-def test_fit_or_a_branch_that_diverges_is_an_error() -> None:
-    with pytest.raises(RuntimeError, match="diverged: its elites' errors on held out rows are"):
+def test_diverging_fit_or_branch_raises() -> None:
+    with pytest.raises(RuntimeError, match=r"diverged.*learning_rate"):
         built(learning_rate=1e30).fit_dynamics(pushed(64, 0), pushed(20, 1))
     module = built()
     module.world_model.ensemble.biases[-1].fill_(torch.inf)
-    with pytest.raises(RuntimeError, match="step 1 of the 3 that the world model imagines holds NaN"):
+    with pytest.raises(RuntimeError, match=r"world model.*step 1 of 3"):
         module.imagine(pushed(5, 0), 3)
 
 
-def test_several_ranks_are_refused() -> None:
+def test_several_ranks_raise() -> None:
     module = built()
     module.trainer = SimpleNamespace(world_size=2)  # type: ignore[assignment]
     with pytest.raises(ValueError, match=r"2.*devices=1"):
@@ -204,15 +208,15 @@ def test_several_ranks_are_refused() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "origin"), [(torch.float64, 1700000037.0), (torch.int64, 1_700_000_037)])
-@pytest.mark.parametrize("learns", [False, True])
-def test_what_is_learnt_does_not_depend_on_the_origin_of_the_observations(
-    dtype: torch.dtype, origin: float, learns: bool
+@pytest.mark.parametrize("learns_terminated", [False, True])
+def test_fit_does_not_depend_on_the_origin_of_observations(
+    dtype: torch.dtype, origin: float, learns_terminated: bool
 ) -> None:
     errors, starts = [], []
     for kind, shift in ((torch.float32, 0.0), (dtype, origin)):
         torch.manual_seed(0)
         specs = specs_of(Bounded(-1.0, 1.0, (1,)), observation=Unbounded(2, dtype=kind))
-        module = MBPOModule(MLPNetwork([8], "relu"), dynamics=dynamics(learn_terminated=learns)).build(specs)
+        module = MBPOModule(MLPNetwork([8], "relu"), dynamics=dynamics(learn_terminated=learns_terminated)).build(specs)
         rows = [walled(count, seed) for count, seed in ((200, 0), (50, 1), (7, 2))]
         for part in [part for row in rows for part in (row, row["next"])]:
             part["observation"] = (part["observation"].mul(100).round().to(torch.int64) + int(shift)).to(kind)

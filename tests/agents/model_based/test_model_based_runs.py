@@ -1,4 +1,4 @@
-"""Whole runs of an ensemble over a DynamicsDataModule: collecting by planning, loading, evaluating."""
+"""Runs of an ensemble with a DynamicsDataModule: collection by planning, loading, evaluation."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def fit(agent: L.LightningModule, stream: L.LightningDataModule, epochs: int = -
         partial(CEMPlanner, planning_horizon=2, optim_steps=2, num_candidates=8, top_k=2),
     ],
 )
-def test_run_collects_by_planning_and_fits_what_it_finds(planner: Any) -> None:
+def test_run_collects_by_planning_and_fits(planner: Any) -> None:
     agent, stream = module(planner=planner), model_data(num_envs=2)
     run = fit(agent, stream)
     assert stream.frames == 60
@@ -69,42 +69,42 @@ def test_run_collects_by_planning_and_fits_what_it_finds(planner: Any) -> None:
 
 
 def test_reward_function_is_not_learnt() -> None:
-    stream = model_data(reward=lambda observation, action, following: following[..., 0])
+    stream = model_data(reward=lambda observation, action, next_observation: next_observation[..., 0])
     agent = module()
     fit(agent, stream, epochs=1)
     assert agent.ensemble.outputs == 3
 
 
 class Ledge(Line):
-    """Moves by the action, and terminates beyond one on either side."""
+    """Move by the action, and terminate outside [-1, 1]."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.action_space, self.place = spaces.Box(-1.0, 1.0, (1,), np.float32), 0.0
+        self.action_space, self.position = spaces.Box(-1.0, 1.0, (1,), np.float32), 0.0
 
     def reset(self, **kwargs: Any) -> Any:
-        self.place = 0.0
+        self.position = 0.0
         return np.zeros(1, np.float32), super().reset(**kwargs)[1]
 
     def step(self, action: Any) -> Any:
-        self.place += float(action[0])
-        return np.full(1, self.place, np.float32), 1.0, abs(self.place) > 1.0, False, {}
+        self.position += float(action[0])
+        return np.full(1, self.position, np.float32), 1.0, abs(self.position) > 1.0, False, {}
 
 
-def test_where_episodes_terminate_is_learnt_in_a_few_hundred_steps() -> None:
+def test_terminations_are_learnt_in_a_few_hundred_steps() -> None:
     fits = {"warmup_frames": 240, "frames_per_fit": 20, "total_frames": 260, "max_epochs_per_fit": 12}
     stream = model_data(env=Ledge, terminated=True, reset_at_each_batch=False, **fits)
     agent = module(learning_rate=0.03, patience=12)
     run = fit(agent, stream)
     assert 150 < run.global_step < 350
-    place, action = torch.rand(500, 1) * 2.0 - 1.0, torch.rand(500, 1) * 2.0 - 1.0
-    ended = agent.world_model.step(place, action)[2]
-    beyond = ((place + action).abs() > 1.0).squeeze(1)
-    assert 30 < int(beyond.sum()) < 200
-    assert (ended == beyond).float().mean() > 0.95
+    position, action = torch.rand(500, 1) * 2.0 - 1.0, torch.rand(500, 1) * 2.0 - 1.0
+    ended = agent.world_model.step(position, action)[2]
+    is_outside = ((position + action).abs() > 1.0).squeeze(1)
+    assert 30 < int(is_outside.sum()) < 200
+    assert (ended == is_outside).float().mean() > 0.95
 
 
-def test_checkpoint_is_all_that_acting_needs(tmp_path: Path) -> None:
+def test_checkpoint_restores_the_policy(tmp_path: Path) -> None:
     agent, stream = module(), model_data()
     run = fit(agent, stream, 2)
     run.save_checkpoint(tmp_path / "last.ckpt")
@@ -132,7 +132,7 @@ def test_checkpoint_is_all_that_acting_needs(tmp_path: Path) -> None:
     stream.close()
 
 
-# ---------------------------------------------------------------------- observations of every kind
+# ---------------------------------------------------------------------- observations of all kinds
 
 
 def planning(env: Any) -> tuple[Any, Any]:
@@ -152,7 +152,7 @@ def observing(kind: str) -> Any:
 
 @pytest.mark.parametrize("run", [planning, imagining])
 @pytest.mark.parametrize(("kind", "key"), [("discrete", "'observation'"), ("dict", r"\('inner', 'count'\)")])
-def test_discrete_observations_are_refused_before_anything_is_collected(run: Any, kind: str, key: str) -> None:
+def test_discrete_observations_raise_before_collection(run: Any, kind: str, key: str) -> None:
     agent, stream = run(observing(kind))
     with pytest.raises(IncompatibleError, match=rf"{key}.*FlattenObservation"):
         fit(agent, stream)
@@ -171,7 +171,7 @@ def test_discrete_observations_are_refused_before_anything_is_collected(run: Any
     ],
     ids=["scalar", "one-hot", "flattened", "dropped"],
 )
-def test_numbers_of_any_shape_and_type_are_learnt(run: Any, env: Any) -> None:
+def test_observations_of_any_shape_and_dtype_are_learnt(run: Any, env: Any) -> None:
     agent, stream = run(env)
     fit(agent, stream)
     assert stream.frames == stream.total_frames

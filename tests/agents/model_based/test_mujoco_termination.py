@@ -13,31 +13,31 @@ pytest.importorskip("mujoco")
 IDS = ["Hopper-v5", "Walker2d-v5", "Ant-v5", "Humanoid-v5", "InvertedPendulum-v5", "Hopper-v4", "Ant-v4"]
 
 
-# Version 4 is told to be older than version 5.
+# Gymnasium warns that version 4 is older than version 5.
 @pytest.mark.filterwarnings("ignore:.*out of date.*")
 @pytest.mark.parametrize("name", IDS)
-def test_body_ends_where_its_environment_does(name: str) -> None:
+def test_mujoco_termination_equals_the_environment(name: str) -> None:
     body = {"InvertedPendulum": "inverted_pendulum"}.get(name[:-3], name[:-3].lower())
     generator = np.random.default_rng(0)
     with gymnasium.make(name, disable_env_checker=True) as env:
         env.action_space.seed(0)
         env.reset(seed=0)
         data = env.unwrapped
-        begin = data.init_qpos, data.init_qvel
-        rows, ends = [], []
+        qpos, qvel = data.init_qpos, data.init_qvel
+        rows, expected = [], []
         for _ in range(200):
-            places = begin[0] + generator.uniform(-0.9, 0.9, len(begin[0])) * (generator.random(len(begin[0])) < 0.3)
-            data.set_state(places, begin[1])
-            shown, _, terminated, _, _ = env.step(env.action_space.sample())
+            noise = generator.uniform(-0.9, 0.9, len(qpos))
+            data.set_state(qpos + noise * (generator.random(len(qpos)) < 0.3), qvel)
+            observation, _, terminated, _, _ = env.step(env.action_space.sample())
             env.reset()
-            rows.append(shown)
-            ends.append(terminated)
-    told = MujocoTermination(body)(*[torch.tensor(np.array(rows), dtype=torch.float32)] * 3)
-    assert told.tolist() == ends
-    assert 10 < sum(ends) < 190
+            rows.append(observation)
+            expected.append(terminated)
+    predicted = MujocoTermination(body)(*[torch.tensor(np.array(rows), dtype=torch.float32)] * 3)
+    assert predicted.tolist() == expected
+    assert 10 < sum(expected) < 190
 
 
-def test_what_is_not_finite_has_fallen_and_bounds_belong_where_the_rule_says() -> None:
+def test_mujoco_termination_of_nan_and_of_values_on_bounds() -> None:
     nan = torch.full((1, 4), torch.nan)
     assert MujocoTermination("inverted_pendulum")(nan, nan, nan).tolist() == [True]
     at_bound = torch.tensor([[0.0, 0.2, 0.0, 0.0]])

@@ -1,4 +1,4 @@
-"""Planners over a world model, beside TorchRL's, and the world model as a TorchRL environment."""
+"""Planners in a world model, compared with TorchRL's, and the world model as a TorchRL environment."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def env_of(targets: Any = None, **settings: Any) -> WorldModelEnvironment:
     return WorldModelEnvironment(world_model(targets, **settings))
 
 
-def observed(*shape: int) -> TensorDict:
+def observations(*shape: int) -> TensorDict:
     torch.manual_seed(1)
     return TensorDict({"observation": 0.5 * torch.randn(*shape, 2)}, shape)
 
@@ -48,28 +48,28 @@ def observed(*shape: int) -> TensorDict:
 def test_torchrl_accepts_the_environment(propagation: str, terminated: Any) -> None:
     env = env_of(propagation=propagation, terminated=terminated)
     check_env_specs(env, seed=0)
-    rollout = env.rollout(4, tensordict=observed(5), auto_reset=False, break_when_any_done=False)
+    rollout = env.rollout(4, tensordict=observations(5), auto_reset=False, break_when_any_done=False)
     assert rollout.shape == (5, 4)
     if propagation == "trajectory":
         assert (rollout["member"] == rollout["member"][:, :1]).all()
 
 
-def test_environment_steps_as_the_model_does() -> None:
+def test_environment_steps_equal_the_model() -> None:
     env = env_of(targets_of(NEAR_AND_FAR), elites=[1], terminated=OutsideBox([-0.1] * 4, [0.1] * 4))
     step = env.reset(TensorDict({"near": torch.randn(2, 3, 2), "far": torch.randn(2, 3, 1, 2)}, [2, 3]))
     step["action"] = torch.randint(3, (2, 3))
     after = env.step(step.clone())["next"]
     observation = torch.cat([step["near"], step["far"].flatten(-2)], -1).flatten(0, 1)
     action = torch.nn.functional.one_hot(step["action"], 3).float().flatten(0, 1)
-    following, reward, ended = env.world_model.step(observation, action)
-    torch.testing.assert_close(after["far"], following.view(2, 3, 4)[..., None, 2:])
+    next_observation, reward, ended = env.world_model.step(observation, action)
+    torch.testing.assert_close(after["far"], next_observation.view(2, 3, 4)[..., None, 2:])
     torch.testing.assert_close(after["reward"], reward.view(2, 3, 1))
     assert torch.equal(after["done"], ended.view(2, 3, 1))
     assert torch.equal(after["terminated"], after["done"])
 
 
-def test_reset_keeps_observations_that_are_given() -> None:
-    env, start = env_of(), observed(3)
+def test_reset_keeps_passed_observations() -> None:
+    env, start = env_of(), observations(3)
     assert torch.equal(env.reset(start.clone())["observation"], start["observation"])
     assert env.reset()["observation"].shape == (2,)
 
@@ -79,58 +79,56 @@ def test_reset_keeps_observations_that_are_given() -> None:
 
 @pytest.mark.parametrize("shape", [(), (1,), (3,)])
 @pytest.mark.parametrize("terminated", [None, BOX])
-@pytest.mark.parametrize("known", [False, True])
-def test_cross_entropy_takes_the_actions_of_torchrl_s_planner(
-    shape: tuple[int, ...], terminated: Any, known: bool
-) -> None:
-    env = env_of(targets_of(reward=known_reward if known else None), elites=[2], terminated=terminated)
-    ours = CrossEntropyPlanner(env, horizon=3, candidates=20, elites=5, iterations=2)
-    theirs = CEMPlanner(env, planning_horizon=3, optim_steps=2, num_candidates=20, top_k=5)
-    start = observed(*shape)
+@pytest.mark.parametrize("has_reward", [False, True])
+def test_cross_entropy_planner_equals_torchrl(shape: tuple[int, ...], terminated: Any, has_reward: bool) -> None:
+    env = env_of(targets_of(reward=known_reward if has_reward else None), elites=[2], terminated=terminated)
+    planner = CrossEntropyPlanner(env, horizon=3, candidates=20, elites=5, iterations=2)
+    reference = CEMPlanner(env, planning_horizon=3, optim_steps=2, num_candidates=20, top_k=5)
+    start = observations(*shape)
     torch.manual_seed(int(torch.randint(2**62, (), generator=generator(5))))
-    expected = theirs(start.clone())["action"]
-    ours.generator.manual_seed(5)
-    torch.testing.assert_close(ours(start)["action"], expected)
+    expected = reference(start.clone())["action"]
+    planner.generator.manual_seed(5)
+    torch.testing.assert_close(planner(start)["action"], expected)
 
 
 @pytest.mark.parametrize("propagation", ["step", "trajectory"])
 @pytest.mark.parametrize("particles", [1, 3])
 @pytest.mark.parametrize("planner", [CrossEntropyPlanner, RandomShootingPlanner])
 def test_planners_find_the_best_action(propagation: str, particles: int, planner: Any) -> None:
-    def reward(observation: Tensor, action: Tensor, following: Tensor) -> Tensor:
+    def reward(observation: Tensor, action: Tensor, next_observation: Tensor) -> Tensor:
         return -(action[:, 0] - 0.3 * observation[:, 0]).square()
 
     specs = specs_of(Bounded(-2.0, 2.0, (1,)), observation=Unbounded(2))
     env = env_of(targets_of(specs, reward=reward), propagation=propagation)
-    policy, start = planner(env, horizon=1, candidates=300, particles=particles), observed(4)
+    policy, start = planner(env, horizon=1, candidates=300, particles=particles), observations(4)
     action = policy(start.clone())["action"]
     torch.testing.assert_close(action, 0.3 * start["observation"][:, :1], atol=0.05, rtol=0.0)
     assert torch.equal(policy.compute_step(start)["action"].isfinite(), torch.ones(4, 1, dtype=torch.bool))
-    assert policy(observed())["action"].shape == (1,)
+    assert policy(observations())["action"].shape == (1,)
 
 
-def test_choices_are_planned_by_random_shooting() -> None:
+def test_discrete_actions_are_planned_by_random_shooting() -> None:
     specs = specs_of(Categorical(4), observation=Unbounded(2))
-    env = env_of(targets_of(specs, reward=lambda observation, action, following: action[:, 2]))
-    assert RandomShootingPlanner(env, horizon=2, candidates=80)(observed(5))["action"].tolist() == [2] * 5
+    env = env_of(targets_of(specs, reward=lambda observation, action, next_observation: action[:, 2]))
+    assert RandomShootingPlanner(env, horizon=2, candidates=80)(observations(5))["action"].tolist() == [2] * 5
     with pytest.raises(TypeError, match=r"Discrete\(4\).*RandomShooting"):
         CrossEntropyPlanner(env)
 
 
 @pytest.mark.parametrize("planner", [CrossEntropyPlanner, RandomShootingPlanner])
-def test_actions_without_bounds_are_not_planned(planner: Any) -> None:
+def test_unbounded_actions_raise(planner: Any) -> None:
     env = env_of(targets_of(specs_of(Unbounded(1), observation=Unbounded(2)), reward=lambda *_: torch.zeros(1)))
-    with pytest.raises(TypeError, match=r"within finite bounds, got Box of shape \(1,\)"):
+    with pytest.raises(TypeError, match=r"finite bounds, got Box of shape \(1,\)"):
         planner(env)
 
 
-class Counting(WorldModel):
-    """Returns of a sequence are the first action; keeps what was tried."""
+class FirstActionReturns(WorldModel):
+    """The return of a sequence is its first action; records the evaluated actions."""
 
-    tried: Tensor
+    last_actions: Tensor
 
     def returns(self, observation: Tensor, actions: Tensor) -> Tensor:
-        self.tried = actions
+        self.last_actions = actions
         return actions[0, :, 0]
 
 
@@ -139,32 +137,32 @@ def env_with(kind: type[WorldModel]) -> WorldModelEnvironment:
     return WorldModelEnvironment(kind(world.ensemble, world.targets))
 
 
-def counting(**kwargs: Any) -> CrossEntropyPlanner:
+def first_action_planner(**kwargs: Any) -> CrossEntropyPlanner:
     settings = {"horizon": 3, "candidates": 40, "elites": 4, "iterations": 2, **kwargs}
-    return CrossEntropyPlanner(env_with(Counting), **settings)
+    return CrossEntropyPlanner(env_with(FirstActionReturns), **settings)
 
 
-def test_warm_start_goes_on_from_the_plan_before_where_an_episode_goes_on() -> None:
-    planner = counting(warm_start=True, iterations=1, initial_std=0.5)
-    step = observed(2).set("is_init", torch.tensor([[True], [True]]))
+def test_warm_start_continues_the_previous_plan_within_an_episode() -> None:
+    planner = first_action_planner(warm_start=True, iterations=1, initial_std=0.5)
+    step = observations(2).set("is_init", torch.tensor([[True], [True]]))
     planner.compute_step(step)
-    tried = planner.model.tried.view(3, 2, 40)
+    tried = planner.model.last_actions.view(3, 2, 40)
     best = tried[0].topk(4).indices  # returns are the first action
     plan = tried.gather(2, best.expand(3, 2, 4)).mean(-1)
     assert plan[1:, 0].abs().min() > 0.02
     planner.initial_std = 1e-3
     planner.compute_step(step.set("is_init", torch.tensor([[False], [True]])))
     expected = torch.tensor([[plan[1, 0], 0.0], [plan[2, 0], 0.0], [0.0, 0.0]])
-    torch.testing.assert_close(planner.model.tried.view(3, 2, 40).mean(-1), expected, atol=0.01, rtol=0.0)
-    with set_exploration_type(DETERMINISTIC):  # has plans of its own
+    torch.testing.assert_close(planner.model.last_actions.view(3, 2, 40).mean(-1), expected, atol=0.01, rtol=0.0)
+    with set_exploration_type(DETERMINISTIC):  # stores a separate plan
         planner.compute_step(step)
-    assert planner.model.tried.abs().max() < 0.01
+    assert planner.model.last_actions.abs().max() < 0.01
     planner.compute_step(step.set("is_init", torch.tensor([[True], [True]])))
-    assert planner.model.tried.abs().max() < 0.01
+    assert planner.model.last_actions.abs().max() < 0.01
 
 
-def test_noise_is_for_exploring_alone_and_stays_within_the_bounds() -> None:
-    planner, start = counting(noise=5.0), observed(50)
+def test_noise_applies_only_to_exploration_within_bounds() -> None:
+    planner, start = first_action_planner(noise=5.0), observations(50)
     explored = planner(start.clone())["action"]
     assert explored.abs().max() == 1.0
     assert explored.min() < 0.0
@@ -172,24 +170,24 @@ def test_noise_is_for_exploring_alone_and_stays_within_the_bounds() -> None:
         assert planner(start)["action"].min() > 0.5
 
 
-@pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("nonfinite", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("planner", PLANNERS)
-def test_sequences_that_diverge_are_not_chosen(planner: Any, wrong: float) -> None:
+def test_diverging_sequences_are_not_selected(planner: Any, nonfinite: float) -> None:
     class Diverging(WorldModel):
         def returns(self, observation: Tensor, actions: Tensor) -> Tensor:
             first = actions[0, :, 0]
-            return torch.where(first > 0.0, wrong, first)
+            return torch.where(first > 0.0, nonfinite, first)
 
     env = env_with(Diverging)
-    assert (planner(env)(observed(3))["action"] <= 0.0).all()
+    assert (planner(env)(observations(3))["action"] <= 0.0).all()
     with set_exploration_type(DETERMINISTIC):
-        assert (planner(env, particles=2)(observed(3))["action"] <= 0.0).all()
+        assert (planner(env, particles=2)(observations(3))["action"] <= 0.0).all()
 
 
 @pytest.mark.parametrize("propagation", ["step", "trajectory"])
 @pytest.mark.parametrize("planner", PLANNERS)
 def test_plans_are_drawn_by_the_planner_s_own_generator(planner: Any, propagation: str) -> None:
-    policy, start = planner(env_of(propagation=propagation, sample=True), horizon=4), observed(3)
+    policy, start = planner(env_of(propagation=propagation, sample=True), horizon=4), observations(3)
     policy.generator.manual_seed(5)
     state, before = policy.generator.get_state(), torch.get_rng_state()
     first, second = (policy(start.clone())["action"] for _ in range(2))
@@ -202,12 +200,12 @@ def test_plans_are_drawn_by_the_planner_s_own_generator(planner: Any, propagatio
 
 @pytest.mark.parametrize("planner", PLANNERS)
 def test_deterministic_plan_is_that_of_the_observation_and_disturbs_none_that_explores(planner: Any) -> None:
-    policy, start = planner(env_of(sample=True), horizon=4), observed(3)
+    policy, start = planner(env_of(sample=True), horizon=4), observations(3)
     policy.generator.manual_seed(5)
     state = policy.generator.get_state()
     with set_exploration_type(DETERMINISTIC):
         first = policy(start.clone())["action"]
-        policy(observed(2))
+        policy(observations(2))
         assert torch.equal(policy(start.clone())["action"], first)
     assert torch.equal(policy.generator.get_state(), state)
     policy.generator.manual_seed(6)
@@ -215,25 +213,29 @@ def test_deterministic_plan_is_that_of_the_observation_and_disturbs_none_that_ex
         assert not torch.equal(policy(start)["action"], first)
 
 
-def test_no_two_observations_are_planned_for_by_the_same_draws() -> None:
-    policy, start, tried = RandomShootingPlanner(env_with(Counting), candidates=5), observed(1)["observation"], []
+def test_different_observations_use_different_random_numbers() -> None:
+    policy, start, tried = (
+        RandomShootingPlanner(env_with(FirstActionReturns), candidates=5),
+        observations(1)["observation"],
+        [],
+    )
     with set_exploration_type(DETERMINISTIC):
         for observation in (start, start + 1.0, start):
             policy(TensorDict({"observation": observation}, [1]))
-            tried.append(policy.model.tried)
+            tried.append(policy.model.last_actions)
     assert torch.equal(tried[0], tried[2])
     assert not torch.equal(tried[0], tried[1])
 
 
 @pytest.mark.parametrize("planner", PLANNERS)
-def test_planner_owns_its_model_and_is_restored_from_its_state(planner: Any) -> None:
+def test_planner_state_contains_model_and_generator(planner: Any) -> None:
     policy, other = (planner(env_of(), horizon=4) for _ in range(2))
     for parameter in other.parameters():
         parameter.data.add_(0.5)
-    policy(observed(2))
-    assert [id(each) for each in policy.parameters()] == [id(each) for each in policy.model.parameters()]
+    policy(observations(2))
+    assert [id(p) for p in policy.parameters()] == [id(p) for p in policy.model.parameters()]
     other.load_state_dict(through_file(policy.state_dict()))
-    assert torch.equal(other(observed(2))["action"], policy(observed(2))["action"])
+    assert torch.equal(other(observations(2))["action"], policy(observations(2))["action"])
     with pytest.raises(ValueError, match="planner state"):
         other.set_extra_state({"generator": torch.zeros(3)})
     moved = policy.to("meta")

@@ -1,4 +1,4 @@
-"""Optimizers under one gradient scaler: clipped, skipped and scaled as without it."""
+"""Several optimizers with one gradient scaler clip and step as without it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ADAM = partial(torch.optim.Adam, lr=0.01, fused=True)
 
 
 class Scaling(MixedPrecision):
-    """A gradient scaler over single precision: what it scales by must not show."""
+    """A gradient scaler in single precision; its scale must not change updates."""
 
     def autocast_context_manager(self) -> AbstractContextManager[None]:  # type: ignore[override]
         return nullcontext()
@@ -45,12 +45,12 @@ def fit(case: str, scaler: torch.amp.GradScaler | None, data: Any = None, **opti
         ("td3", {"optimizer": ADAM, "critic_optimizer": ADAM}),
     ],
 )
-def test_scaler_changes_nothing_but_the_range(case: str, options: dict[str, Any]) -> None:
+def test_gradient_scaler_does_not_change_updates(case: str, options: dict[str, Any]) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1)
     scaled, plain = fit(case, scaler, **options), fit(case, None, **options)
     for a, b in zip(scaled.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-    # Three updates of the module, and one of the scale for each, however many optimizers there are.
+    # One update of the scale for each of the three updates, for any number of optimizers.
     assert scaler.get_scale() == 2.0**13
     assert scaled.trainer.global_step == plain.trainer.global_step
 
@@ -63,7 +63,7 @@ class OneStep(FakeReplay):
 
 
 @pytest.mark.parametrize("scaler", [None, torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1)])
-def test_later_updates_of_a_step_are_the_same(scaler: torch.amp.GradScaler | None) -> None:
+def test_later_updates_of_a_step_equal_separate_steps(scaler: torch.amp.GradScaler | None) -> None:
     options = {"optimizer": SGD, "alpha_optimizer": SGD, "max_grad_norm": 0.5}
     modules = [fit("sac", None, **options), fit("sac", scaler, OneStep(specs=BOX), **options)]
     assert [module.updates for module in modules] == [3, 3]
@@ -80,8 +80,8 @@ def test_overflow_skips_the_update_once() -> None:
     assert all(parameter.isfinite().all() for parameter in module.parameters())
 
 
-def test_each_optimizer_reports_its_own_gradient() -> None:
+def test_optimizers_report_their_own_gradient_norms() -> None:
     expected = {"train/grad_norm", "train/alpha_grad_norm"}
-    for more, names in (({}, expected), ({"critic_optimizer": SGD}, {*expected, "train/critic_grad_norm"})):
-        module = fit("sac", None, alpha_optimizer=SGD, max_grad_norm=0.5, **more)
+    for settings, names in (({}, expected), ({"critic_optimizer": SGD}, {*expected, "train/critic_grad_norm"})):
+        module = fit("sac", None, alpha_optimizer=SGD, max_grad_norm=0.5, **settings)
         assert {name for name in module.epoch_metrics if name.endswith("grad_norm")} == names

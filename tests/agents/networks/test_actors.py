@@ -1,4 +1,4 @@
-"""Actors and critics built from specs: the fast forward is TorchRL's generic one, only faster."""
+"""Actors and critics built from specs: the fast forward equals TorchRL's generic one."""
 
 from __future__ import annotations
 
@@ -61,14 +61,14 @@ def test_fast_forward_is_the_generic_one(action: str, distribution: str, network
         generic = actor.generic_forward(td.copy())
         assert torch.equal(fast_rng, torch.get_rng_state())
         torch.manual_seed(1)
-        bare = actor.compute_step(td)
-    assert list(bare) == actor.out_keys
-    assert all(torch.equal(value, fast[key]) for key, value in bare.items())
+        outputs = actor.compute_step(td)
+    assert list(outputs) == actor.out_keys
+    assert all(torch.equal(value, fast[key]) for key, value in outputs.items())
     assert set(td.keys(True, True)) == set(inputs().keys(True, True))
     assert set(fast.keys(True, True)) == set(generic.keys(True, True)) == {*td.keys(), *actor.out_keys}
     for key in actor.out_keys:
         assert fast[key].dtype == generic[key].dtype
-        # Near a bound, the inverse of tanh makes much of the last bit of the action.
+        # Near a bound, the inverse of tanh amplifies rounding errors of the action.
         atol = 1e-4 if distribution == "tanh_normal" and key == "action_log_prob" else 1e-6
         torch.testing.assert_close(fast[key], generic[key], rtol=1e-6, atol=atol)
     assert fast["action_log_prob"].shape == (64,)
@@ -103,12 +103,12 @@ def test_first_policy_is_nearly_uniform() -> None:
 
 def test_copy_keeps_its_own_parameters() -> None:
     actor = build_actor(DISCRETE, MLPNetwork([8]))
-    twin = copy.deepcopy(actor)
+    copied = copy.deepcopy(actor)
     torch.nn.init.zeros_(actor.head.layers.weight)
     td = inputs()
-    assert not torch.equal(twin.get_dist(td).logits, actor.get_dist(td).logits)
-    twin.load_state_dict(actor.state_dict())
-    assert torch.equal(twin.get_dist(td).logits, actor.get_dist(td).logits)
+    assert not torch.equal(copied.get_dist(td).logits, actor.get_dist(td).logits)
+    copied.load_state_dict(actor.state_dict())
+    assert torch.equal(copied.get_dist(td).logits, actor.get_dist(td).logits)
 
 
 def test_dict_observations_are_concatenated() -> None:
@@ -144,14 +144,14 @@ def test_pixels_of_any_layout(shape: tuple[int, ...]) -> None:
 
 
 def test_choices_are_one_hot_and_bits_stay_bits() -> None:
-    parts, bits, same = MultiCategorical([2, 3]), Binary(2, dtype=torch.int8), Categorical(3, shape=(2,))
-    flat = FlatEntries([parts, bits, same, Categorical(2)])
+    unequal, bits, equal = MultiCategorical([2, 3]), Binary(2, dtype=torch.int8), Categorical(3, shape=(2,))
+    flat = FlatEntries([unequal, bits, equal, Categorical(2)])
     entries = [torch.tensor([[[1, 2]]]), torch.tensor([[[1, 0]]]), torch.tensor([[[0, 1]]]), torch.tensor([[1]])]
     assert flat(*entries).tolist() == [[[0, 1, 0, 0, 1, 1, 0, 1, 0, 0, 0, 1, 0, 0, 1]]]
     assert flat.features == 15
 
 
-def test_of_several_entries_the_one_with_channels_is_the_image() -> None:
+def test_image_entry_is_the_one_with_channels() -> None:
     encoder = CNNNetwork(hidden_sizes=[8]).encoder([Unbounded((5, 3)), Unbounded((36, 36, 3)), Binary(4)])
     assert encoder.pixels == 1
     assert encoder(torch.zeros(2, 5, 3), torch.zeros(2, 36, 36, 3), torch.zeros(2, 4)).shape == (2, 8)
@@ -166,7 +166,7 @@ def test_channels_last_equals_channels_first() -> None:
 
 
 @pytest.mark.parametrize("shape", [(7, 7, 3), (3, 7, 7), (20, 20, 12), (12, 20, 20), (7, 7), (7, 7, 12), (12, 7, 7)])
-def test_small_images_and_stacked_ones_have_their_channels_beside_the_square(shape: tuple[int, ...]) -> None:
+def test_channels_of_small_and_stacked_images_are_found(shape: tuple[int, ...]) -> None:
     encoder = CNNNetwork([4, 4, 4], [2, 2, 2], [1, 1, 1], [8]).encoder([Unbounded(shape, dtype=torch.uint8)])
     channels = next((n for n in shape if shape.count(n) == 1), 1)
     assert encoder.convolutions[0].in_channels == channels
@@ -184,7 +184,7 @@ def test_shared_trunk_is_registered_once() -> None:
 
 
 @pytest.mark.parametrize("action", ["discrete", "bounded"])
-def test_private_layers_lie_between_a_shared_trunk_and_the_heads(action: str) -> None:
+def test_head_layers_are_between_shared_trunk_and_heads(action: str) -> None:
     specs, network = specs_of(ACTIONS[action]), MLPNetwork([8], shared=True, head_sizes=[5])
     actor = build_actor(specs, network)
     critic = build_critic(specs, network, actor=actor)
@@ -207,25 +207,25 @@ def test_separate_critics_differ() -> None:
 @pytest.mark.parametrize(
     ("cell", "keys"), [("gru", {"recurrent_state"}), ("lstm", {("recurrent_state", x) for x in "hc"})]
 )
-def test_primer_names_the_state(cell: str, keys: set[Any]) -> None:
+def test_primer_contains_the_recurrent_state(cell: str, keys: set[Any]) -> None:
     primer = get_primers_from_module(build_actor(TWO_CHOICES, RecurrentNetwork(cell, 8)))
     assert set(primer.primers.keys(True, True)) == keys
 
 
-def test_uniform_initialization_is_that_of_torch() -> None:
+def test_uniform_initialization_equals_torch() -> None:
     network = MLPNetwork([8], "relu", head_sizes=[16], initialization="uniform")
     torch.manual_seed(0)
     actor = build_squashed_actor(BOX, network)
     torch.manual_seed(0)
     hidden = [nn.Linear(4, 8), nn.Linear(8, 16)]
-    own = [layer for layer in actor.modules() if isinstance(layer, nn.Linear)]
-    for layer, plain in zip(own[:2], hidden, strict=True):
+    layers = [layer for layer in actor.modules() if isinstance(layer, nn.Linear)]
+    for layer, plain in zip(layers[:2], hidden, strict=True):
         assert torch.equal(layer.weight, plain.weight)
         assert torch.equal(layer.bias, plain.bias)
-    assert own[2].weight.norm() < 0.1  # the head starts as ever
+    assert layers[2].weight.norm() < 0.1  # the head is still orthogonal
 
 
-def test_mlp_is_a_sequential_without_the_calls() -> None:
+def test_mlp_equals_sequential() -> None:
     network = mlp(3, [8, 4], "tanh")
     plain = nn.Sequential(*network)
     x = torch.randn(5, 3)
@@ -235,14 +235,14 @@ def test_mlp_is_a_sequential_without_the_calls() -> None:
 
 
 def test_mlp_honours_hooks_parametrizations_and_replaced_layers() -> None:
-    network, x, seen = mlp(3, [8, 4], "relu"), torch.randn(5, 3), []
-    handle = network[0].register_forward_hook(lambda module, inputs, output: seen.append(output) or output * 0)
+    network, x, calls = mlp(3, [8, 4], "relu"), torch.randn(5, 3), []
+    handle = network[0].register_forward_hook(lambda module, inputs, output: calls.append(output) or output * 0)
     assert torch.equal(network(x), torch.relu(network[2].bias).expand(5, 4))
-    assert len(seen) == 1
+    assert len(calls) == 1
     handle.remove()
     nn.utils.parametrizations.spectral_norm(network[0])
     network[1] = nn.Softplus()
     torch.testing.assert_close(network.eval()(x), nn.Sequential(*network).eval()(x))
-    network[2].register_full_backward_hook(lambda module, inputs, outputs: seen.append(outputs[0]))
+    network[2].register_full_backward_hook(lambda module, inputs, outputs: calls.append(outputs[0]))
     network(x.requires_grad_()).sum().backward()
-    assert len(seen) == 2
+    assert len(calls) == 2

@@ -62,6 +62,6 @@ def test_multi_categorical_is_the_product_of_its_parts() -> None:
     assert torch.equal(dist.mode, torch.stack([p.mode for p in parts], -1))
 
 
-def test_multi_categorical_bears_forbidden_choices() -> None:
+def test_multi_categorical_entropy_is_finite_with_forbidden_choices() -> None:
     logits = torch.tensor([[0.0, -torch.inf, 0.0, 0.0]])
     assert float(MultiCategorical(logits, [2, 2]).entropy()) == pytest.approx(0.6931, abs=1e-4)

@@ -1,4 +1,4 @@
-"""Masks of actions: no policy takes what they forbid, and losses know of it."""
+"""Action masks: policies take no forbidden actions, and losses account for the mask."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from torchrl_lightning.environments import environment_specs, make_vector_env
 from torchrl_lightning.environments.env_errors import EnvironmentFault
 from torchrl_lightning.environments.masks import ActionMask
 
-ROWS = 30_000  # a million in all, in which any action may be taken
+ROWS = 30_000  # a million steps over all policies
 ACTIONS = {
     "discrete": Categorical(6),
     "one_hot": OneHot(6),
@@ -63,27 +63,27 @@ def steps(rows: int = ROWS, parts: tuple[int, ...] = (6,)) -> TensorDict:
 def test_forbidden_action_is_never_taken_in_a_million_steps(kind: str) -> None:
     specs, parts = specs_of(kind), (2, 4) if kind == "several" else (6,)
     mask, step = ActionMask(specs.action), steps(parts=parts)
-    acting = [lambda: {"action": mask.draw(step["action_mask"])}]
+    actors = [lambda: {"action": mask.draw(step["action_mask"])}]
     for network in (MLPNetwork([8]), MLPNetwork([8], shared=True)):
         actor = build_actor(specs, network)
-        torch.nn.init.normal_(actor.head.layers.weight, std=3.0)  # sure of some actions
-        acting.append(lambda actor=actor: actor.compute_step(step))
+        torch.nn.init.normal_(actor.head.layers.weight, std=3.0)  # strong preferences
+        actors.append(lambda actor=actor: actor.compute_step(step))
     if kind != "several":
         policy = DQNModule(MLPNetwork([8])).build(specs).policy
-        acting.append(lambda: policy.compute_step(step))
+        actors.append(lambda: policy.compute_step(step))
     with torch.no_grad():
-        for act in acting:
+        for act in actors:
             for _ in range(4):
                 mask.check_actions(act()["action"], step["action_mask"], 0)
         with set_exploration_type(ExplorationType.DETERMINISTIC):
-            for act in acting[1:]:
+            for act in actors[1:]:
                 mask.check_actions(act()["action"], step["action_mask"], 0)
 
 
 def test_random_actions_are_drawn_evenly_among_the_allowed() -> None:
-    drawn = ActionMask(Categorical(4)).draw(torch.tensor([1, 0, 1, 1]).expand(30_000, 4)).bincount(minlength=4)
-    assert drawn[1] == 0
-    assert all(abs(int(drawn[i]) - 10_000) < 500 for i in (0, 2, 3))
+    counts = ActionMask(Categorical(4)).draw(torch.tensor([1, 0, 1, 1]).expand(30_000, 4)).bincount(minlength=4)
+    assert counts[1] == 0
+    assert all(abs(int(counts[i]) - 10_000) < 500 for i in (0, 2, 3))
 
 
 @pytest.mark.parametrize("kind", ACTIONS)
@@ -95,24 +95,24 @@ def test_probabilities_and_entropy_are_those_of_the_allowed_actions(kind: str) -
     (log_prob.mean() + entropy.mean()).backward()
     assert all(p.grad is None or p.grad.isfinite().all() for p in module.parameters())
     logits = module.policy.head(module.policy.trunk.read(step))[0].detach()
-    expected, information = torch.zeros(32), torch.zeros(32)
+    expected, expected_entropy = torch.zeros(32), torch.zeros(32)
     first = 0
     for number, size in enumerate(parts):
         allowed = step["action_mask"][:, first : first + size].bool()
-        chances = logits[:, first : first + size].exp() * allowed
-        chances /= chances.sum(-1, keepdim=True)
+        probabilities = logits[:, first : first + size].exp() * allowed
+        probabilities /= probabilities.sum(-1, keepdim=True)
         choice = step["action"].float().argmax(-1) if kind == "one_hot" else step["action"].reshape(32, -1)[:, number]
-        expected += chances[torch.arange(32), choice].log()
-        information -= torch.special.xlogy(chances, chances).sum(-1)
+        expected += probabilities[torch.arange(32), choice].log()
+        expected_entropy -= torch.special.xlogy(probabilities, probabilities).sum(-1)
         first += size
     torch.testing.assert_close(log_prob.detach(), expected)
-    torch.testing.assert_close(entropy.detach(), information)
+    torch.testing.assert_close(entropy.detach(), expected_entropy)
     torch.testing.assert_close(module.policy.get_dist(step).log_prob(step["action"]).detach(), expected)
     assert module.policy.generic_forward(step.clone())["action"].shape == step["action"].shape
 
 
 @pytest.mark.parametrize("double", [True, False])
-def test_target_is_the_best_of_what_the_successor_allows(double: bool) -> None:
+def test_dqn_target_is_the_best_allowed_next_action(double: bool) -> None:
     module, now, after = DQNModule(MLPNetwork([8]), double=double, loss_function="l1"), steps(16), steps(16)
     module.build(specs_of("discrete"))
     after["action_mask"][0] = 0  # the end of an episode
@@ -151,13 +151,13 @@ def test_runs_take_allowed_actions_in_learning_warmup_and_evaluation(agent: Any,
     assert data.evaluate(module.policy, episodes=4)["episode_return"].isfinite().all()
 
 
-def test_what_does_not_look_at_masks_is_refused() -> None:
+def test_agent_without_mask_support_is_incompatible() -> None:
     agent = loss_agent(loss_of_values)
     with pytest.raises(IncompatibleError, match=r"'action_mask'.*LossModuleAgent.*drop="):
         trainer(max_epochs=1).fit(agent, datamodule=replay_data(env=Doors))
 
 
-class Closed(Doors):
+class EmptyMask(Doors):
     def show(self) -> dict[str, Any]:
         observation = super().show()
         if self.count == 2:
@@ -165,20 +165,20 @@ class Closed(Doors):
         return observation
 
 
-def test_mask_that_leaves_no_action_is_one_line() -> None:
-    collector = GymnasiumCollector(make_vector_env(Closed, 2), None, frames_per_batch=16)
+def test_empty_mask_raises() -> None:
+    collector = GymnasiumCollector(make_vector_env(EmptyMask, 2), None, frames_per_batch=16)
     with pytest.raises(EnvironmentFault, match=r"At step 2 of the rollout, environment 0 .* leaves no action"):
         collector.rollout()
 
 
-def test_environment_that_resets_at_the_next_step_may_end_with_an_empty_mask() -> None:
+def test_next_step_autoreset_may_end_with_empty_mask() -> None:
     env = SyncVectorEnv([Doors] * 2, autoreset_mode=AutoresetMode.NEXT_STEP)
     data = replay_data(env=env, eval_env=Doors, warmup_frames=32, total_frames=64)
     trainer(max_epochs=-1).fit(DQNModule(MLPNetwork([8])), datamodule=data)
     assert int(data.buffer[:]["next", "done"].sum()) > 0
 
 
-def test_policy_that_does_not_look_at_the_mask_is_told() -> None:
+def test_forbidden_action_of_a_policy_raises() -> None:
     env = make_vector_env(Doors, 2)
 
     policy = TensorDictModule(lambda mask: mask.long().argmin(-1), in_keys=["action_mask"], out_keys=["action"])
@@ -187,18 +187,18 @@ def test_policy_that_does_not_look_at_the_mask_is_told() -> None:
 
 
 @pytest.mark.parametrize("learner", [PPOModule, DQNModule])
-def test_loaded_policy_refuses_one_observation_whose_mask_leaves_nothing(learner: Any) -> None:
+def test_loaded_policy_rejects_observation_with_empty_mask(learner: Any) -> None:
     specs = environment_specs(make_vector_env(Doors, 1))
     policy = LoadedPolicy(learner(MLPNetwork([8])).build(specs).policy, specs)
-    shown = {"observation": np.zeros(4, np.float32), "action_mask": np.int8([0, 0, 1, 0])}
-    assert policy.act(shown) == 2
+    observation = {"observation": np.zeros(4, np.float32), "action_mask": np.int8([0, 0, 1, 0])}
+    assert policy.act(observation) == 2
     with pytest.raises(EnvironmentFault, match=r"0.*'action_mask'"):
-        policy.act({**shown, "action_mask": np.zeros(4, np.int8)})
+        policy.act({**observation, "action_mask": np.zeros(4, np.int8)})
     batch = {"observation": np.zeros((2, 4), np.float32), "action_mask": np.int8([[0, 0, 1, 0], [0, 0, 0, 0]])}
     assert policy.act(batch, starts=True)[0] == 2  # the other episode has ended
 
 
-class Odd(gymnasium.Env[Any, Any]):
+class MaskEnv(gymnasium.Env[Any, Any]):
     def __init__(self, action: Any, mask: Any, name: str = "action_mask") -> None:
         self.action_space = action
         self.observation_space = gymnasium.spaces.Dict({"x": gymnasium.spaces.Box(0, 1, (1,)), name: mask})
@@ -212,16 +212,16 @@ class Odd(gymnasium.Env[Any, Any]):
         (gymnasium.spaces.Box(0, 1, (3,)), gymnasium.spaces.MultiBinary(3), "no choices"),
     ],
 )
-def test_mask_that_does_not_fit_the_actions_is_refused(action: Any, mask: Any, message: str) -> None:
+def test_mask_of_another_kind_raises(action: Any, mask: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        environment_specs(make_vector_env(lambda: Odd(action, mask), 1))
+        environment_specs(make_vector_env(lambda: MaskEnv(action, mask), 1))
 
 
-@pytest.mark.parametrize(("size", "mend"), [(3, "mask: action_mask"), (4, "mask: last_mask")])
-def test_entry_called_mask_that_fits_the_actions_is_to_be_called_as_theirs(size: int, mend: str) -> None:
+@pytest.mark.parametrize(("size", "remedy"), [(3, "mask: action_mask"), (4, "mask: last_mask")])
+def test_entry_named_mask_must_be_renamed(size: int, remedy: str) -> None:
     mask = gymnasium.spaces.MultiBinary(size)
-    with pytest.raises(ValueError, match=rf"'mask'.*rename={{{mend}}}"):
-        environment_specs(make_vector_env(lambda: Odd(gymnasium.spaces.Discrete(3), mask, "mask"), 1))
+    with pytest.raises(ValueError, match=rf"'mask'.*rename={{{remedy}}}"):
+        environment_specs(make_vector_env(lambda: MaskEnv(gymnasium.spaces.Discrete(3), mask, "mask"), 1))
 
 
 def test_masks_in_info_become_part_of_the_observation() -> None:

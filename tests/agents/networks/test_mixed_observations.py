@@ -1,4 +1,4 @@
-"""Observations of every kind at once, from the environment to the networks of each family."""
+"""Observations with entries of all kinds, from the environment to the networks of each family."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ SMALL = CNNNetwork([4, 4, 4], [2, 2, 2], [1, 1, 1], [8])
 
 
 class Mixed(gymnasium.Env[Any, Any]):
-    """Draws what it shows; ``image`` is its shape."""
+    """Returns random observations; ``image`` is the shape of their image."""
 
     def __init__(self, image: tuple[int, ...], action_space: spaces.Space[Any]) -> None:
         self.action_space = action_space
         self.observation_space = spaces.Dict(
             image=spaces.Box(0, 255, image, np.uint8),
-            place=spaces.Box(-1, 1, (2,)),
+            position=spaces.Box(-1, 1, (2,)),
             height=spaces.Box(-1, 1, ()),
             kind=spaces.Discrete(4, start=1),
             parts=spaces.MultiDiscrete([3, 5]),
@@ -52,7 +52,7 @@ class Mixed(gymnasium.Env[Any, Any]):
         (SACModule, spaces.Box(-1, 1, (2,))),
     ],
 )
-def test_policy_acts_on_all_of_them(
+def test_policy_acts_on_mixed_observations(
     module: Any, action_space: Any, image: tuple[int, ...], channels: int, network: Any
 ) -> None:
     env = EnvironmentRecipe(partial(Mixed, image, action_space), frame_stack=3)
@@ -60,7 +60,7 @@ def test_policy_acts_on_all_of_them(
     collector.policy = module(network=network).build(collector.specs).policy
     rollout = collector.rollout()
     assert rollout["image"].shape == (2, 3, *collector.specs.observation["image"].shape)
-    assert len(set(rollout["place"].flatten().tolist())) > 6
+    assert len(set(rollout["position"].flatten().tolist())) > 6
     if network is SMALL:
         assert network.encoder(list(collector.specs.observation.values())).convolutions[0].in_channels == channels
     collector.shutdown()

@@ -36,7 +36,7 @@ NEST = spaces.Dict(seen=BOX, inner=spaces.Dict(choice=CHOICE))
         ),
     ],
 )
-def test_one_observation_and_a_batch_are_told_apart(space, one, shapes):
+def test_single_observation_and_batch_are_distinguished(space, one, shapes):
     def batched(tree):
         return {key: batched(value) for key, value in tree.items()} if isinstance(tree, dict) else np.stack([tree] * 2)
 
@@ -60,6 +60,6 @@ def test_one_observation_and_a_batch_are_told_apart(space, one, shapes):
         (NEST, {"seen": np.zeros((2, 3)), "inner": {"choice": 1}}, "of different batches"),
     ],
 )
-def test_what_the_policy_was_not_trained_on_is_refused(space, observation, message):
+def test_observation_unlike_the_specs_raises(space, observation, message):
     with pytest.raises(ValueError, match=message):
         observed_entries(specs_of(space), observation)

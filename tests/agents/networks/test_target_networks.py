@@ -1,4 +1,4 @@
-"""Target networks follow whatever their networks do, in evaluation mode."""
+"""Target networks: soft updates, and evaluation mode."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def network() -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 2))
 
 
-def moved(model: nn.Module) -> None:
+def randomize(model: nn.Module) -> None:
     model(torch.randn(8, 3))  # running means
     for parameter in model.parameters():
         nn.init.normal_(parameter)
@@ -27,37 +27,37 @@ def moved(model: nn.Module) -> None:
 
 @pytest.mark.parametrize("flat", [False, True])
 @pytest.mark.parametrize("tau", [0.3, 1.0])
-def test_parameters_follow_by_a_share_and_running_means_are_copied(flat: bool, tau: float) -> None:
+def test_soft_update_moves_parameters_and_copies_running_means(flat: bool, tau: float) -> None:
     torch.manual_seed(0)
     first, second = network(), network()
     owner = nn.ModuleDict({"first": first, "second": second})
     owner["targets"] = targets = TargetNetworks({"first": first, "second": second})
     if flat:
-        parts = [list(first.parameters())]  # lays them flat
+        parts = [list(first.parameters())]
         OptimizedParameters(torch.optim.SGD(parts[0], lr=0.1), parts)
     for change in (lambda: None, lambda: owner.to(torch.float64), lambda: copy.deepcopy(owner)):
         copied = change()
         for part in (first, second):
-            moved(part.float())
+            randomize(part.float())
         owner.float()
         before = copy.deepcopy(targets)
         targets.follow(tau)
-        for ours, old, online in zip(
+        for target, old, online in zip(
             targets.parameters(), before.parameters(), [*first.parameters(), *second.parameters()], strict=True
         ):
-            torch.testing.assert_close(ours, old + tau * (online - old))
-            assert not ours.requires_grad
-            assert tau < 1.0 or torch.equal(ours, online)
+            torch.testing.assert_close(target, old + tau * (online - old))
+            assert not target.requires_grad
+            assert tau < 1.0 or torch.equal(target, online)
         assert torch.equal(targets.first[1].running_mean, first[1].running_mean)
         assert targets.second[1].num_batches_tracked == second[1].num_batches_tracked
-    # A copy follows its own networks.
+    # A copied target uses the copied networks.
     nn.init.zeros_(copied["first"][0].bias)
     copied["targets"].follow(1.0)
     assert copied["targets"].first[0].bias.eq(0).all()
     assert not targets.first[0].bias.eq(0).any()
 
 
-def test_they_compute_in_evaluation_mode() -> None:
+def test_target_networks_run_in_evaluation_mode() -> None:
     module = learner("td3", "gru")
     modes: list[bool] = []
     for name in ("actor_network", "memory"):
@@ -68,11 +68,11 @@ def test_they_compute_in_evaluation_mode() -> None:
     assert modes
     assert not any(modes)
     assert all(part.training for part in module.modules())
-    # Behind an optimizer that lays its parameters flat, they lie flat, too.
+    # The targets of flattened parameters are flattened, too.
     assert len({parameter.untyped_storage().data_ptr() for parameter in module.targets.parameters()}) <= 2
 
 
-def test_recurrent_target_computes_with_what_it_follows() -> None:
+def test_recurrent_target_uses_updated_parameters() -> None:
     module = learner("td3", RecurrentNetwork("gru", 4))
     with torch.no_grad():
         for parameter in module.memory.parameters():

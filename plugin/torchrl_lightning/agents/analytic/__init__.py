@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from torchrl_lightning.agents.analytic.acting import bind_inputs as bind_inputs
+from torchrl_lightning.agents.analytic.acting import compiled_call as compiled_call
 from torchrl_lightning.agents.analytic.optimization import FusedAdam as FusedAdam
 from torchrl_lightning.agents.analytic.optimization import OptimizedParameters as OptimizedParameters
 from torchrl_lightning.agents.analytic.optimization import SoftUpdate as SoftUpdate
@@ -35,9 +35,9 @@ def update_for(agent: Any) -> AnalyticUpdate | None:
         A function of a batch; it returns None if autograd must compute this batch. Or None if autograd must compute
         all batches, because the agent, its networks or the run are not supported.
     """
-    kind = _UPDATES.get(defining_class(agent, "losses"))
+    update_class = _UPDATES.get(defining_class(agent, "losses"))
     try:
-        return None if kind is None else kind(agent)
+        return None if update_class is None else update_class(agent)
     except Unsupported as reason:
         logger.debug("Autograd computes the gradients of %s: %s", type(agent).__name__, reason)
         return None

@@ -72,10 +72,10 @@ class FusedAdam(o.Adam):
             or "found_inf" in vars(self)
             or not all(map(_is_plain, self.param_groups))
         ):
-            ordinary = o.Adam.step
-            if not getattr(ordinary, "hooked", False):
-                ordinary = o.Optimizer.profile_hook_step(ordinary)
-            ordinary(self)
+            torch_step = o.Adam.step
+            if not getattr(torch_step, "hooked", False):
+                torch_step = o.Optimizer.profile_hook_step(torch_step)
+            torch_step(self)
             return loss
         with torch.no_grad():
             for group in self.param_groups:
@@ -93,8 +93,8 @@ class FusedAdam(o.Adam):
 
 def _is_plain(group: dict[str, Any]) -> bool:
     first, *others = group["params"]
-    is_own = group["fused"] and not group["decoupled_weight_decay"]
-    return is_own and not (others and any(each.device != first.device for each in others))
+    is_fused_adam = group["fused"] and not group["decoupled_weight_decay"]
+    return is_fused_adam and not (others and any(parameter.device != first.device for parameter in others))
 
 
 # Elementwise optimizers give the same result for one flat parameter. Exact types only: subclasses may differ.
@@ -105,26 +105,29 @@ class OptimizedParameters:
     """The parameters of one optimizer, flattened if the optimizer is elementwise.
 
     An elementwise optimizer (such as torch's Adam, AdamW, SGD and RMSprop) without steps so far then updates one flat
-    parameter for each of the ``parts``, which are trained together. Parameters in ``settled``, and all parameters of
-    other optimizers, are not flattened. The parameter objects and their names in a state dict stay the same. Between
+    parameter for each of the ``parts``, which are trained together. Parameters in ``unflattenable``, and all parameters
+    of other optimizers, are not flattened. The parameter objects and their names in a state dict stay the same. Between
     ``clear`` and ``gather``, each parameter has its own gradient, so that code that computes, reduces or drops
     gradients works as usual. Within a part, a missing gradient counts as zero; a part without any gradient is not
     stepped.
     """
 
     def __init__(
-        self, optimizer: o.Optimizer, parts: Sequence[Sequence[nn.Parameter]], settled: Iterable[nn.Parameter] = ()
+        self,
+        optimizer: o.Optimizer,
+        parts: Sequence[Sequence[nn.Parameter]],
+        unflattenable: Iterable[nn.Parameter] = (),
     ) -> None:
         self.parameters = [parameter for part in parts for parameter in part]
         self._segments: list[_Segment] = []
         if type(optimizer) in _ELEMENTWISE and not optimizer.state:
             part_of = {parameter: number for number, part in enumerate(parts) for parameter in part}
-            left_alone = {*settled, *(parameter for parameter in part_of if not parameter.requires_grad)}
+            excluded = {*unflattenable, *(parameter for parameter in part_of if not parameter.requires_grad)}
             for group in optimizer.param_groups:
-                segments = [_Segment(members) for members in _alike(group["params"], left_alone, part_of)]
+                segments = [_Segment(members) for members in _group_by_layout(group["params"], excluded, part_of)]
                 flat = {parameter for segment in segments for parameter in segment.parameters}
-                rest = [parameter for parameter in group["params"] if parameter not in flat]
-                group["params"] = [*(segment.flat for segment in segments), *rest]
+                others = [parameter for parameter in group["params"] if parameter not in flat]
+                group["params"] = [*(segment.flat for segment in segments), *others]
                 self._segments += segments
         self._stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
@@ -146,10 +149,10 @@ class OptimizedParameters:
             for parameter, view in zip(segment.parameters, segment.refresh(), strict=True)
         }
 
-    def publish_gradients(self, resting: set[nn.Parameter]) -> None:
-        """Pass the written gradients to the optimizer, but None for segments of only resting parameters."""
+    def publish_gradients(self, idle: set[nn.Parameter]) -> None:
+        """Pass the written gradients to the optimizer, but None for segments of only ``idle`` parameters."""
         for segment in self._segments:
-            segment.publish(None if resting.issuperset(segment.parameters) else segment.gradient)
+            segment.publish(None if idle.issuperset(segment.parameters) else segment.gradient)
 
     def clip(self, max_norm: float) -> Tensor:
         """Scale the gathered gradients to a norm of at most ``max_norm``; return the norm before scaling."""
@@ -175,7 +178,7 @@ class _Segment:
     def refresh(self) -> Sequence[Tensor]:
         """Flatten the parameters again if they have moved; return the view of the flat gradient for each parameter."""
         if addresses(self.parameters) != self._addresses:
-            self.flat.data = _lay_flat(self.parameters)
+            self.flat.data = _flatten(self.parameters)
             self._addresses = addresses(self.parameters)
             self.gradient = torch.zeros_like(self.flat)
             self._gradients = _views(self.gradient, self.parameters)
@@ -208,28 +211,28 @@ class SoftUpdate:
     """
 
     def __init__(self, module: nn.Module, online: Sequence[nn.Parameter]) -> None:
-        self._module, self._online, self._own = module, list(online), list(module.parameters())
+        self._module, self._online, self._targets = module, list(online), list(module.parameters())
         self._addresses: list[int] = []
-        self._runs: tuple[list[Tensor], list[Tensor]] = [], []
+        self._adjacent_runs: tuple[list[Tensor], list[Tensor]] = [], []
 
     def __call__(self, tau: float) -> None:
         """Move the target parameters towards the online parameters by a fraction ``tau``."""
-        if addresses([*self._online, *self._own]) != self._addresses:
-            for members in _alike(self._own, unflattenable_parameters(self._module)):
-                _lay_flat(members)
-            self._runs = _merged(self._online, self._own)
-            self._addresses = addresses([*self._online, *self._own])
-        interpolate_all_(self._runs[1], self._runs[0], tau)
+        if addresses([*self._online, *self._targets]) != self._addresses:
+            for members in _group_by_layout(self._targets, unflattenable_parameters(self._module)):
+                _flatten(members)
+            self._adjacent_runs = _merge_adjacent(self._online, self._targets)
+            self._addresses = addresses([*self._online, *self._targets])
+        interpolate_all_(self._adjacent_runs[1], self._adjacent_runs[0], tau)
 
 
 def unflattenable_parameters(module: nn.Module) -> set[nn.Parameter]:
     """Return the parameters that must not be flattened: cuDNN has its own memory layout for recurrent layers."""
-    layers = [part for part in module.modules() if isinstance(part, nn.RNNBase)]
+    layers = [layer for layer in module.modules() if isinstance(layer, nn.RNNBase)]
     return {parameter for layer in layers for parameter in layer.parameters() if parameter.is_cuda}
 
 
 @torch.no_grad()
-def _lay_flat(tensors: Sequence[Tensor]) -> Tensor:
+def _flatten(tensors: Sequence[Tensor]) -> Tensor:
     """Copy tensors of one dtype and device into a new flat tensor, and make them views of it."""
     flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
     for tensor, view in zip(tensors, _views(flat, tensors), strict=True):
@@ -242,20 +245,19 @@ def _views(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
 
-def _alike(
-    parameters: Iterable[nn.Parameter], settled: Iterable[nn.Parameter], parts: Mapping[nn.Parameter, int] | None = None
+def _group_by_layout(
+    parameters: Iterable[nn.Parameter], excluded: set[nn.Parameter], parts: Mapping[nn.Parameter, int] | None = None
 ) -> list[list[nn.Parameter]]:
-    """Return groups of parameters that fit into one tensor: same part, dtype and device, without the settled ones."""
-    left_alone = set(settled)
+    """Return groups of parameters that fit into one tensor: same part, dtype and device, without the excluded ones."""
     groups: dict[object, list[nn.Parameter]] = {}
     for parameter in parameters:
-        if type(parameter) is nn.Parameter and parameter.is_contiguous() and parameter not in left_alone:
-            kind = (parts or {}).get(parameter), parameter.dtype, parameter.device
-            groups.setdefault(kind, []).append(parameter)
+        if type(parameter) is nn.Parameter and parameter.is_contiguous() and parameter not in excluded:
+            layout = (parts or {}).get(parameter), parameter.dtype, parameter.device
+            groups.setdefault(layout, []).append(parameter)
     return list(groups.values())
 
 
-def _merged(left: Sequence[Tensor], right: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+def _merge_adjacent(left: Sequence[Tensor], right: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """Return two lists of tensors with adjacent tensors merged into flat views if they are adjacent in both lists."""
     runs: list[list[tuple[Tensor, Tensor]]] = []
     for pair in zip(left, right, strict=True):
@@ -268,9 +270,9 @@ def _merged(left: Sequence[Tensor], right: Sequence[Tensor]) -> tuple[list[Tenso
 
 
 def _is_adjacent(before: Tensor, after: Tensor) -> bool:
-    kinds = [(each.dtype, each.untyped_storage().data_ptr(), each.is_contiguous()) for each in (before, after)]
+    layouts = [(t.dtype, t.untyped_storage().data_ptr(), t.is_contiguous()) for t in (before, after)]
     is_next = before.storage_offset() + before.numel() == after.storage_offset()
-    return is_next and kinds[0] == kinds[1] and before.is_contiguous()
+    return is_next and layouts[0] == layouts[1] and before.is_contiguous()
 
 
 def _span(run: list[Tensor]) -> Tensor:

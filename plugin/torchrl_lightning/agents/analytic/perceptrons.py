@@ -20,14 +20,14 @@ from torchrl_lightning.agents.analytic import kernels
 from torchrl_lightning.kernels.compiled import jitted
 
 Array = NDArray[Any]
-Memory = list[Array]
+LayerOutputs = list[Array]
 GradBuffers = dict[tuple[int, int], Array]
-"""Memory for gradients between layers. It is unused after a backward pass, so networks share it."""
+"""Buffers for gradients between layers. They are unused after a backward pass, so networks share them."""
 Gradients = Mapping[Any, Tensor]
-LEARN = __name__.partition(".analytic")[0]
+_AGENTS_PACKAGE = __name__.partition(".analytic")[0]
 _ACTIVATIONS: dict[type, int] = {nn.ReLU: kernels.RELU, nn.Tanh: kernels.TANH}
 # The attributes with the layers of our modules, in order of execution.
-_PARTS = {
+_CHILD_NAMES = {
     "Trunk": ("encoder",),
     "MLPEncoder": ("layers",),
     "CategoricalHead": ("hidden", "layers"),
@@ -43,27 +43,27 @@ class Unsupported(Exception):
     """Raised if only torch can compute a module or a run."""
 
 
-def class_name(thing: object) -> str:
+def class_name(instance: object) -> str:
     """Return the class name of an object if the class is one of ours, else an empty string."""
-    return type(thing).__name__ if _is_ours(type(thing)) else ""
+    return type(instance).__name__ if _is_ours(type(instance)) else ""
 
 
-def require_class(thing: object, *names: str) -> str:
+def require_class(instance: object, *names: str) -> str:
     """Return the class name of an object; raise Unsupported if it is not one of ``names``."""
-    if class_name(thing) not in names:
-        raise Unsupported(f"{type(thing).__name__} is not {' or '.join(names)}.")
-    return class_name(thing)
+    if class_name(instance) not in names:
+        raise Unsupported(f"{type(instance).__name__} must be {' or '.join(names)}.")
+    return class_name(instance)
 
 
-def defining_class(thing: object, *methods: str) -> str:
+def defining_class(instance: object, *methods: str) -> str:
     """Return the name of our class that defines the first method; empty if other code defines any of the methods."""
-    owners = [owner_of(thing, method) for method in methods]
+    owners = [owner_of(instance, method) for method in methods]
     names = [owner.__name__ if owner is not None and _is_ours(owner) else "" for owner in owners]
     return names[0] if all(names) else ""
 
 
-def _is_ours(kind: type) -> bool:
-    return kind.__module__.startswith(LEARN)
+def _is_ours(cls: type) -> bool:
+    return cls.__module__.startswith(_AGENTS_PACKAGE)
 
 
 def addresses(tensors: Sequence[Tensor]) -> list[int]:
@@ -79,7 +79,7 @@ def is_plain(tensor: Tensor) -> bool:
 def array_of(parameter: Tensor) -> Array:
     """Return a parameter as an array that shares its memory; raise Unsupported if kernels cannot read it."""
     if not is_plain(parameter):
-        raise Unsupported("Only contiguous float32 on the CPU is read.")
+        raise Unsupported("Parameters must be contiguous float32 tensors on the CPU.")
     return parameter.detach().numpy()
 
 
@@ -87,14 +87,14 @@ class ModuleGuard:
     """Detect changes of modules since construction: other children, or hooks."""
 
     def __init__(self, *modules: nn.Module) -> None:
-        parts = [part for module in modules for part in module.modules()]
-        self._hooks = [hooks for part in parts for hooks in (part._forward_hooks, part._forward_pre_hooks)]
-        self._children = [part._modules for part in parts]
-        self._known = [dict(children) for children in self._children]
+        submodules = [submodule for module in modules for submodule in module.modules()]
+        self._hooks = [hooks for module in submodules for hooks in (module._forward_hooks, module._forward_pre_hooks)]
+        self._children = [module._modules for module in submodules]
+        self._initial_children = [dict(children) for children in self._children]
 
     def unchanged(self) -> bool:
         """Return True if the modules still compute the same as at construction, without autocast or global hooks."""
-        if any(self._hooks) or self._children != self._known:
+        if any(self._hooks) or self._children != self._initial_children:
             return False
         return not (torch.is_autocast_enabled("cpu") or has_global_hooks())
 
@@ -117,7 +117,7 @@ def linear_layers(trunk: Any, head: Any) -> tuple[list[nn.Linear], list[int]]:
         else:
             raise Unsupported(f"{type(leaf).__name__} is not compiled.")
     if not linear:
-        raise Unsupported("There is no linear layer.")
+        raise Unsupported("The modules contain no linear layer.")
     return linear, activations
 
 
@@ -130,10 +130,10 @@ def activation_number(module: nn.Module) -> int:
 
 def _leaves(module: Any) -> Iterator[nn.Module]:
     name = class_name(module)
-    if name == "MLPEncoder" and not module.flat.vectors:
-        raise Unsupported("Only vectors are read.")
-    if name in _PARTS:
-        children = [getattr(module, part) for part in _PARTS[name]]
+    if name == "MLPEncoder" and not module.flat.only_vectors:
+        raise Unsupported("Observation entries must be vectors.")
+    if name in _CHILD_NAMES:
+        children = [getattr(module, child) for child in _CHILD_NAMES[name]]
     elif type(module) is nn.Sequential or name == "MLP":
         children = list(module.children())
     else:
@@ -154,78 +154,90 @@ class Perceptron:
 
     def __init__(self, layers: Sequence[tuple[Array, Array, int]], gradients: Sequence[tuple[Array, Array]]) -> None:
         self.layers, self.gradients = list(layers), list(gradients)
-        self._finish, self._pull_back = jitted(kernels.add_and_activate), jitted(kernels.backward_activation)
-        self._grads: Memory = []  # gradients of the layers' inputs
+        self._add_and_activate = jitted(kernels.add_and_activate)
+        self._backward_activation = jitted(kernels.backward_activation)
+        self._input_grads: list[Array] = []  # gradients of the layers' inputs
 
-    def memory(self, rows: int, buffers: GradBuffers | None = None) -> Memory:
-        """Return memory for the outputs of the layers; ``buffers`` with the same rows stores gradients between them."""
+    def allocate(self, rows: int, buffers: GradBuffers | None = None) -> LayerOutputs:
+        """Allocate the outputs of the layers and, in ``buffers``, the gradients between layers; return the outputs."""
         shared: GradBuffers = {} if buffers is None else buffers
         # Two buffers alternate: each layer reads the gradient from the layer above and writes its own.
-        places = [(number % 2, len(weight)) for number, (weight, _, _) in enumerate(self.layers)]
-        self._grads = [shared.setdefault(place, np.empty((rows, place[1]), np.float32)) for place in places]
+        keys = [(number % 2, len(weight)) for number, (weight, _, _) in enumerate(self.layers)]
+        self._input_grads = [shared.setdefault(key, np.empty((rows, key[1]), np.float32)) for key in keys]
         return [np.empty((rows, len(bias)), np.float32) for _, bias, _ in self.layers]
 
-    def forward(self, x: Array, memory: Memory) -> Array:
-        """Compute the outputs of all layers for inputs ``[B, F]`` into ``memory``; return the last output."""
-        for (weight, bias, activation), out in zip(self.layers, memory, strict=True):
+    def forward(self, x: Array, outputs: LayerOutputs) -> Array:
+        """Compute the outputs of all layers for inputs ``[B, F]`` into ``outputs``; return the last output."""
+        for (weight, bias, activation), out in zip(self.layers, outputs, strict=True):
             np.dot(x, weight, out=out)
-            self._finish(out, bias, activation)
+            self._add_and_activate(out, bias, activation)
             x = out
         return x
 
-    def backward(self, x: Array, memory: Memory, d: Array, every: Array) -> None:
-        """Write the parameter gradients from the output gradient ``d`` ``[B, O]``; ``every`` are all row indices."""
-        for number in reversed(range(len(self.layers))):
-            (weight, _, activation), (to_weight, to_bias) = self.layers[number], self.gradients[number]
-            self._pull_back(d, memory[number], every, activation, to_bias)
-            below = memory[number - 1] if number else x
-            if to_weight.flags.c_contiguous:
-                np.dot(below.T, d, out=to_weight)
-            else:  # the memory layout is [out, in]
-                np.dot(d.T, below, out=to_weight.T)
-            if number:
-                d = np.dot(d, weight.T, out=self._grads[number])
+    def backward(self, x: Array, outputs: LayerOutputs, grad: Array, all_rows: Array) -> None:
+        """Write the parameter gradients from the gradient ``[B, O]`` of the last output.
 
-    def backward_to(self, memory: Memory, rows: Array, d: Array, last: int) -> Array:
-        """Return the gradient of the ``last`` inputs for ``rows`` ``[n]``, from the output gradient ``[n, O]``."""
+        Args:
+            x: The inputs of ``forward``, ``[B, F]``.
+            outputs: The outputs that ``forward`` computed.
+            grad: The gradient of the last output; it is overwritten.
+            all_rows: The indices of all rows, ``[B]``.
+        """
+        for number in reversed(range(len(self.layers))):
+            (weight, _, activation), (weight_grad, bias_grad) = self.layers[number], self.gradients[number]
+            self._backward_activation(grad, outputs[number], all_rows, activation, bias_grad)
+            layer_input = outputs[number - 1] if number else x
+            if weight_grad.flags.c_contiguous:
+                np.dot(layer_input.T, grad, out=weight_grad)
+            else:  # the memory layout is [out, in]
+                np.dot(grad.T, layer_input, out=weight_grad.T)
+            if number:
+                grad = np.dot(grad, weight.T, out=self._input_grads[number])
+
+    def input_gradient(self, outputs: LayerOutputs, rows: Array, grad: Array, columns: int) -> Array:
+        """Return the gradient of the last ``columns`` inputs for ``rows`` ``[n]``, from the output's ``[n, O]``."""
         for number in reversed(range(len(self.layers))):
             weight, _, activation = self.layers[number]
-            self._pull_back(d, memory[number], rows, activation, _NO_SUMS)
+            self._backward_activation(grad, outputs[number], rows, activation, _NO_BIAS_GRAD)
             if not number:
-                return np.dot(d, weight[-last:].T)
-            d = np.dot(d, weight.T, out=self._grads[number][: len(d)])
-        return d
+                return np.dot(grad, weight[-columns:].T)
+            grad = np.dot(grad, weight.T, out=self._input_grads[number][: len(grad)])
+        return grad
 
 
-_NO_SUMS = np.empty(0, np.float32)
+_NO_BIAS_GRAD = np.empty(0, np.float32)
 
 
-def perceptron_of(trunk: Any, head: Any, gradients: Gradients | None = None) -> Perceptron:
+def perceptron_from_modules(trunk: Any, head: Any, gradients: Gradients | None = None) -> Perceptron:
     """Return a trunk and a head as a perceptron; raise Unsupported if they have other layers."""
     linear, activations = linear_layers(trunk, head)
     layers = [
-        (array_of(layer.weight).T, array_of(layer.bias), kind) for layer, kind in zip(linear, activations, strict=True)
+        (array_of(layer.weight).T, array_of(layer.bias), activation)
+        for layer, activation in zip(linear, activations, strict=True)
     ]
     if gradients is None:
         return Perceptron(layers, [])
-    return Perceptron(layers, [(gradients[each.weight].numpy().T, gradients[each.bias].numpy()) for each in linear])
+    return Perceptron(layers, [(gradients[layer.weight].numpy().T, gradients[layer.bias].numpy()) for layer in linear])
 
 
-def perceptrons_of(critics: Any, gradients: Gradients | None = None) -> list[Perceptron]:
+def perceptrons_from_ensemble(critics: Any, gradients: Gradients | None = None) -> list[Perceptron]:
     """Return the critics of an ensemble as perceptrons; raise Unsupported if they have other layers."""
     require_class(critics, "CriticEnsemble")
-    if critics.critics is not None or not critics.flat.vectors:
-        raise Unsupported("Only critics of vectors and an action are perceptrons.")
-    pairs, kinds = list(zip(critics.weights, critics.biases, strict=True)), list[int]()
+    if critics.critics is not None or not critics.flat.only_vectors:
+        raise Unsupported("Critics must be perceptrons of observation vectors and an action.")
+    activations: list[int] = []
     for layer in critics._layers:
         if isinstance(layer, tuple):
-            kinds.append(kernels.NONE)
+            activations.append(kernels.NONE)
         else:
-            kinds[-1] = activation_number(layer)
+            activations[-1] = activation_number(layer)
+    pairs = list(zip(critics.weights, critics.biases, strict=True))
+    arrays = [(array_of(weight), array_of(bias)) for weight, bias in pairs]
+    grads = [(gradients[weight].numpy(), gradients[bias].numpy()) for weight, bias in pairs] if gradients else []
     return [
         Perceptron(
-            [(array_of(w)[number], array_of(b)[number, 0], kind) for (w, b), kind in zip(pairs, kinds, strict=True)],
-            [(gradients[w][number].numpy(), gradients[b][number, 0].numpy()) for w, b in pairs] if gradients else [],
+            [(weight[i], bias[i, 0], kind) for (weight, bias), kind in zip(arrays, activations, strict=True)],
+            [(weight_grad[i], bias_grad[i, 0]) for weight_grad, bias_grad in grads],
         )
-        for number in range(critics.size)
+        for i in range(critics.size)
     ]

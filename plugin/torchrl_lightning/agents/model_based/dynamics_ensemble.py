@@ -29,17 +29,17 @@ STATE = "dynamics_ensemble"
 Planner = Callable[[WorldModelEnvironment], TensorDictModuleBase]
 
 
-def plans(value: Any, name: str) -> Planner:
+def check_planner(value: Any, name: str) -> Planner:
     """Validate a planner factory and return it, by default the CrossEntropyPlanner; raise TypeError if not callable."""
     if value is None:
         return CrossEntropyPlanner
     if not callable(value):
         raise TypeError(
-            f"{name} is {value!r}; expected a callable that makes a planner of a world model, such as "
-            "functools.partial(CrossEntropyPlanner, horizon=20)."
+            f"{name} must be a callable that builds a planner from a world model, such as "
+            f"functools.partial(CrossEntropyPlanner, horizon=20), got {value!r}."
         )
-    made: Planner = value
-    return made
+    planner: Planner = value
+    return planner
 
 
 class DynamicsEnsemble(WorldModelSettings, TermsModule):
@@ -92,7 +92,7 @@ class DynamicsEnsemble(WorldModelSettings, TermsModule):
     _policy: TensorDictModuleBase | None = None  # built by the property policy
 
     num_elites: Count | None = None
-    planner: Annotated[Planner, plans] = setting(default=None)
+    planner: Annotated[Planner, check_planner] = setting(default=None)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -102,10 +102,10 @@ class DynamicsEnsemble(WorldModelSettings, TermsModule):
         self.register_buffer("best_errors", torch.empty(0))
         self.epochs_waited = 0
         self._policy_device: torch.device | None = None
-        self._sums: Tensor | None = None
-        self._rows = 0
+        self._error_sums: Tensor | None = None
+        self._validation_rows = 0
         self._check_terminations = TerminationCheck()
-        self._is_judged = False  # True after the first validation of this fit
+        self._is_validated = False  # True after the first validation of this fit
 
     # -- networks ---------------------------------------------------------------------------------------------------
 
@@ -127,11 +127,11 @@ class DynamicsEnsemble(WorldModelSettings, TermsModule):
         """
         if self.ensemble is None:
             if self.num_elites is not None and self.num_elites > num_members:
-                raise ValueError(f"num_elites={self.num_elites} is more than num_members={num_members}.")
+                raise ValueError(f"num_elites must be at most num_members={num_members}, got {self.num_elites}.")
             targets = DynamicsTargets(specs.observation, specs.action) if targets is None else targets
-            self.ensemble, kept = (self.new_ensemble(num_members, targets) for _ in range(2))
-            kept.requires_grad_(False).copy_members(self.ensemble)
-            self.world_model = self.new_world_model(kept, targets, self.num_elites or num_members)
+            self.ensemble, stored = (self.new_ensemble(num_members, targets) for _ in range(2))
+            stored.requires_grad_(False).copy_members(self.ensemble)
+            self.world_model = self.new_world_model(stored, targets, self.num_elites or num_members)
             self.best_errors = torch.full((num_members,), torch.inf)
         return self
 
@@ -145,16 +145,16 @@ class DynamicsEnsemble(WorldModelSettings, TermsModule):
             super().configure_model()
         elif not self.is_built and isinstance(self._data, LightningDataModule):
             raise RuntimeError(
-                f"{type(self).__name__} learns from a DynamicsDataModule, but the datamodule is "
-                f"{type(self._data).__name__}"
+                f"the DataModule of {type(self).__name__} must be a DynamicsDataModule, got "
+                f"{type(self._data).__name__}."
             )
 
     def misfit(self, data: Any) -> str | None:
         """Return why the module does not fit the DataModule, or None; raise ValueError if a setting has no effect."""
         if self.terminated is not None and DataApi.of(data).terminated is True:
             return (
-                f"data.terminated must be left at its default False beside the function terminated= of "
-                f"{type(self).__name__}, got True, which has no effect. Leave it out, or leave the function out."
+                f"data.terminated must be left at its default False if {type(self).__name__} has a function "
+                "terminated, got True, which has no effect. Leave it out, or leave the function out."
             )
         if self._trainer is not None and self.trainer.limit_val_batches == 0:
             for name in ("patience", "min_improvement"):
@@ -168,11 +168,10 @@ class DynamicsEnsemble(WorldModelSettings, TermsModule):
         planner = self._policy
         if planner is None or self._policy_device != model.elites.device:
             # Not registered, so that a state dict contains the networks once.
-            built = self.planner(WorldModelEnvironment(model, model.elites.device))
-            if (draw_on := getattr(built, "draw_on", None)) is not None:  # the last planner's generator, or a new seed
+            previous, planner = planner, self.planner(WorldModelEnvironment(model, model.elites.device))
+            if isinstance(planner, ShootingPlanner):
                 seed = DataApi.of(self._data).seed
-                draw_on(planner, None if seed is None else spawn_seed(seed, "planner"))
-            planner = built
+                planner.inherit_generator(previous, None if seed is None else spawn_seed(seed, "planner"))
             set_unregistered(self, _policy=planner)
             self._policy_device = model.elites.device
         return planner
@@ -189,7 +188,7 @@ class DynamicsEnsemble(WorldModelSettings, TermsModule):
         ensemble.copy_members(self.require_built(self.world_model).ensemble)
         ensemble.standardise(targets.input_scaler, targets.target_scaler)
         self.best_errors.fill_(torch.inf)
-        self.epochs_waited, self._is_judged = 0, False
+        self.epochs_waited, self._is_validated = 0, False
 
     def check_transitions(self, rows: TensorDictBase) -> None:
         """Compare the termination function with stored transitions ``[N]``, and warn once if they disagree."""
@@ -203,8 +202,8 @@ class DynamicsEnsemble(WorldModelSettings, TermsModule):
     def losses(self, batch: TensorDictBase) -> dict[str, Tensor]:
         """Return the loss terms and the mean squared error of a batch ``[M, B]``."""
         ensemble = self.require_built(self.ensemble)
-        ends = batch.get("terminated", None)
-        return ensemble.loss(batch.get("inputs"), batch.get("targets"), self.weight_decay, ends)
+        terminated = batch.get("terminated", None)
+        return ensemble.loss(batch.get("inputs"), batch.get("targets"), self.weight_decay, terminated)
 
     def training_step(self, batch: TensorDictBase, batch_idx: int) -> None:
         """Update all members, each on its own rows."""
@@ -217,29 +216,29 @@ class DynamicsEnsemble(WorldModelSettings, TermsModule):
             return
         ensemble = self.require_built(self.ensemble)
         errors = ensemble.errors(batch.get("inputs"), batch.get("targets"))
-        self._sums = errors if self._sums is None else self._sums + errors
-        self._rows += batch.batch_size[0]
+        self._error_sums = errors if self._error_sums is None else self._error_sums + errors
+        self._validation_rows += batch.batch_size[0]
 
     def on_validation_epoch_end(self) -> None:
         """Store the improved members, choose the elites, and count the epochs without improvement."""
-        sums, rows, self._sums, self._rows = self._sums, self._rows, None, 0
+        sums, rows, self._error_sums, self._validation_rows = self._error_sums, self._validation_rows, None, 0
         if sums is None:
             return
         errors = sums / rows
         self.log("val/error", errors.mean(), on_step=False, on_epoch=True, batch_size=rows)
-        self.judge(errors)
+        self.store_improved(errors)
 
-    def judge(self, errors: Tensor) -> None:
+    def store_improved(self, errors: Tensor) -> None:
         """Store the weights of the members with improved held-out errors ``[M]``."""
         ensemble, model = self.require_built(self.ensemble), self.require_built(self.world_model)
-        self._is_judged = True
-        is_better = model.keep_improved(ensemble, errors, self.best_errors, self.min_improvement)
-        self.epochs_waited = 0 if is_better else self.epochs_waited + 1
+        self._is_validated = True
+        has_improved = model.keep_improved(ensemble, errors, self.best_errors, self.min_improvement)
+        self.epochs_waited = 0 if has_improved else self.epochs_waited + 1
 
     def on_train_epoch_end(self) -> None:
         """Log the epoch; without held-out rows, store the weights of all members."""
         super().on_train_epoch_end()
-        if not self._is_judged:
+        if not self._is_validated:
             self.require_built(self.world_model).ensemble.copy_members(self.require_built(self.ensemble))
 
     # -- state ------------------------------------------------------------------------------------------------------
@@ -254,7 +253,7 @@ class DynamicsEnsemble(WorldModelSettings, TermsModule):
             "learns_reward": targets.reward is None,
             "learns_terminated": self.require_built(self.world_model).learns_terminated,
             "epochs_waited": self.epochs_waited,
-            "is_judged": self._is_judged,
+            "is_judged": self._is_validated,
         }
         if isinstance(self.policy, ShootingPlanner):
             checkpoint[STATE]["planner"] = self.policy.get_extra_state()
@@ -264,30 +263,32 @@ class DynamicsEnsemble(WorldModelSettings, TermsModule):
 
         Raises:
             ValueError: The checkpoint belongs to another environment; or the networks are not built and the model
-                plans with a reward function; or only one of checkpoint and module learns terminations.
+                has a reward function; or only one of checkpoint and module learns terminations.
         """
         super().on_load_checkpoint(checkpoint)
         if STATE not in checkpoint:
             raise KeyError(f"the checkpoint has no {STATE!r}: it was not written by a DynamicsEnsemble")
         state = checkpoint[STATE]
-        learnt = bool(state["learns_terminated"])
+        learns_terminated = bool(state["learns_terminated"])
         if not self.is_built:
             members, specs = state["num_members"], self._data.specs
             if not state["learns_reward"]:
                 raise ValueError(
-                    "the checkpoint's model plans with a reward function, which no checkpoint holds; pass the module: "
+                    "the checkpoint's world model has a reward function, which checkpoints cannot contain. Pass the "
+                    "module: "
                     f"load_policy(path, module=MyModule(...).build(specs, num_members={members}, targets="
                     "DynamicsTargets(specs.observation, specs.action, reward=my_reward)))"
                 )
             keys = [tuple(path) for path in state["observation_keys"]]
-            options: dict[str, Any] = {"observation_keys": keys, "terminated": learnt}
+            options: dict[str, Any] = {"observation_keys": keys, "terminated": learns_terminated}
             targets = DynamicsTargets(specs.observation, specs.action, **options)
             self.build(specs, num_members=members, targets=targets)
-        if learnt != self.require_built(self.world_model).learns_terminated:
+        if learns_terminated != self.require_built(self.world_model).learns_terminated:
             raise ValueError(
-                f"the checkpoint's model {'learns' if learnt else 'does not learn'} where episodes terminate, but this "
-                f"one {'does not' if learnt else 'does'}; go on with data.terminated and model.terminated as they were."
+                f"the checkpoint's world model {'learns' if learns_terminated else 'does not learn'} terminations, but "
+                f"this one {'does not' if learns_terminated else 'does'}. Set data.terminated and model.terminated as "
+                "in the run of the checkpoint."
             )
-        self.epochs_waited, self._is_judged = int(state["epochs_waited"]), bool(state["is_judged"])
+        self.epochs_waited, self._is_validated = int(state["epochs_waited"]), bool(state["is_judged"])
         if isinstance(self.policy, ShootingPlanner):
             self.policy.set_extra_state(state["planner"])

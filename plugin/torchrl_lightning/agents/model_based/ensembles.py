@@ -14,15 +14,15 @@ from torchrl_lightning._core.validators import integer, one_of
 from torchrl_lightning.agents.networks.encoders import ACTIVATIONS
 from torchrl_lightning.dynamics import StandardScaler
 
-FIRST_LOG_VARIANCES = (-10.0, 0.5)
+INITIAL_LOG_VARIANCE_BOUNDS = (-10.0, 0.5)
 
 
-def widths(value: Any, name: str) -> list[int]:
-    """Validate layer widths and return them as a list of integers."""
+def to_layer_widths(value: Any, name: str) -> list[int]:
+    """Validate layer to_layer_widths and return them as a list of integers."""
     return [integer(width, name) for width in value]
 
 
-Widths = Annotated[Sequence[int], widths]
+Widths = Annotated[Sequence[int], to_layer_widths]
 
 
 class GaussianEnsemble(nn.Module):
@@ -72,17 +72,17 @@ class GaussianEnsemble(nn.Module):
         self.num_members, self.inputs, self.outputs = integer(num_members, "num_members"), inputs, outputs
         self.probabilistic = probabilistic
         self.activation = ACTIVATIONS[one_of(activation, "activation", ACTIVATIONS)]()
-        sizes = [inputs, *widths(hidden_sizes, "hidden_sizes")]
-        last = outputs * 2 if probabilistic else outputs
+        sizes = [inputs, *to_layer_widths(hidden_sizes, "hidden_sizes")]
+        last_size = outputs * 2 if probabilistic else outputs
         self.weights, self.biases = nn.ParameterList(), nn.ParameterList()
-        for width, following in zip(sizes, [*sizes[1:], last], strict=True):
-            std = 0.5 / math.sqrt(width)
+        for input_size, output_size in zip(sizes, [*sizes[1:], last_size], strict=True):
+            std = 0.5 / math.sqrt(input_size)
             # Products and gradients need no copies in the layout [M, in, out].
-            weight = nn.init.trunc_normal_(torch.empty(num_members, width, following), 0.0, std, -2 * std, 2 * std)
-            self.weights.append(nn.Parameter(weight))
-            self.biases.append(nn.Parameter(torch.zeros(num_members, 1, following)))
+            weight = torch.empty(num_members, input_size, output_size)
+            self.weights.append(nn.Parameter(nn.init.trunc_normal_(weight, 0.0, std, -2 * std, 2 * std)))
+            self.biases.append(nn.Parameter(torch.zeros(num_members, 1, output_size)))
         if probabilistic:
-            low, high = (torch.full((num_members, 1, outputs), value) for value in FIRST_LOG_VARIANCES)
+            low, high = (torch.full((num_members, 1, outputs), value) for value in INITIAL_LOG_VARIANCE_BOUNDS)
             self.min_log_variance, self.max_log_variance = nn.Parameter(low), nn.Parameter(high)
         for name, size in (("input", inputs), ("target", outputs)):
             # The input mean is subtracted from observations, and these may be float64 with a large offset.
@@ -104,7 +104,7 @@ class GaussianEnsemble(nn.Module):
         if not self.probabilistic:
             return x, None
         mean, log_variance = x.chunk(2, -1)
-        return mean, softly_bounded(log_variance, self.min_log_variance, self.max_log_variance)
+        return mean, soft_clamp(log_variance, self.min_log_variance, self.max_log_variance)
 
     def loss(
         self, inputs: Tensor, targets: Tensor, weight_decay: float, terminated: Tensor | None = None
@@ -130,8 +130,8 @@ class GaussianEnsemble(nn.Module):
             columns = self.ends.inputs
             change = targets[..., :columns] * self.target_std[:columns] + self.target_mean[:columns]
             logits, _ = self.ends(inputs[..., :columns] + change / self.input_std[:columns])
-            surprise = F.binary_cross_entropy_with_logits(logits, terminated, reduction="none")
-            terms["loss_terminated"] = surprise.mean((1, 2)).sum()
+            cross_entropy = F.binary_cross_entropy_with_logits(logits, terminated, reduction="none")
+            terms["loss_terminated"] = cross_entropy.mean((1, 2)).sum()
         return {**terms, "error": error.detach().mean()}
 
     @torch.no_grad()
@@ -141,20 +141,20 @@ class GaussianEnsemble(nn.Module):
         return (mean - targets).square().mean(-1).sum(-1)
 
     @torch.no_grad()
-    def copy_members(self, other: GaussianEnsemble, chosen: Tensor | None = None) -> None:
+    def copy_members(self, other: GaussianEnsemble, mask: Tensor | None = None) -> None:
         """Copy the standardisation, and the weights of all or some members, from an ensemble of the same shape.
 
         Args:
             other: The other ensemble.
-            chosen: Mask ``[M]`` of the copied members; None copies all.
+            mask: Mask ``[M]`` of the copied members; None copies all.
         """
-        for own, its in zip(self.parameters(), other.parameters(), strict=True):
-            if chosen is None:
-                own.copy_(its)
+        for target, source in zip(self.parameters(), other.parameters(), strict=True):
+            if mask is None:
+                target.copy_(source)
             else:
-                own[chosen] = its[chosen]
-        for scale, its_scale in zip(self.buffers(), other.buffers(), strict=True):
-            scale.copy_(its_scale)
+                target[mask] = source[mask]
+        for buffer, other_buffer in zip(self.buffers(), other.buffers(), strict=True):
+            buffer.copy_(other_buffer)
 
     @torch.no_grad()
     def standardise(self, inputs: StandardScaler, targets: StandardScaler) -> None:
@@ -165,6 +165,6 @@ class GaussianEnsemble(nn.Module):
         self.target_std.copy_(targets.std)
 
 
-def softly_bounded(values: Tensor, low: Tensor, high: Tensor) -> Tensor:
+def soft_clamp(values: Tensor, low: Tensor, high: Tensor) -> Tensor:
     """Return values bounded by softplus, so that values and bounds have gradients."""
     return low + F.softplus(high - F.softplus(high - values) - low)

@@ -55,7 +55,10 @@ class MBPOModule(SACModule):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.network.recurrent:
-            raise TypeError("MBPOModule imagines observations, but no recurrent states; take an MLPNetwork.")
+            raise TypeError(
+                "network must not be recurrent in MBPOModule, because its world model predicts no recurrent states, "
+                f"got {type(self.network).__name__}. Use an MLPNetwork."
+            )
         self.world_model: WorldModel | None = None
         # Results of the last fit: validation errors of the elites (infinite before the first fit) and number of epochs.
         self.register_buffer("errors", torch.full((self.dynamics.num_elites,), torch.inf))
@@ -72,8 +75,8 @@ class MBPOModule(SACModule):
         """Raise a ValueError if the trainer has several ranks, because their world models would differ."""
         if stage == "fit" and self.trainer.world_size > 1:
             raise ValueError(
-                f"MBPOModule fits one world model to one buffer, but the trainer has {self.trainer.world_size} ranks; "
-                "take devices=1."
+                "the trainer must have one rank, because MBPOModule fits one world model to one buffer, got "
+                f"{self.trainer.world_size} ranks. Set devices=1."
             )
         super().setup(stage)
 
@@ -85,9 +88,9 @@ class MBPOModule(SACModule):
         if imagines(self):
             return DynamicsTargets(data.specs.observation, data.specs.action).misfit() or super().misfit(data)
         return (
-            f"{type(self).__name__} learns from the branches that it imagines; choose a stream with them, such as "
-            "data=branched (ReplayDataModule with source=functools.partial(BranchedReplay, ...)), or another learner, "
-            "such as model=sac."
+            f"the DataModule of {type(self).__name__} must provide branches of its world model. Use data=branched "
+            "(ReplayDataModule with source=functools.partial(BranchedReplay, ...)), or another learner, such as "
+            "model=sac."
         )
 
     # -- the world model --------------------------------------------------------------------------------------------
@@ -114,47 +117,49 @@ class MBPOModule(SACModule):
         Raises:
             RuntimeError: A prediction is not finite.
         """
-        model, act = self.require_built(self.world_model), self._acting()
+        model, act = self.require_built(self.world_model), self._act_under_autocast()
         targets, device = model.targets, model.elites.device
-        now = targets.observation(start).to(device)
-        members = model.deal(len(now)) if model.propagation == "trajectory" else None
+        observation = targets.observation(start).to(device)
+        members = model.assign_members(len(observation)) if model.propagation == "trajectory" else None
         steps: list[TensorDictBase] = []
         for step in range(length):
-            shape, seen = now.shape[:1], targets.observed(now)
-            action = act([seen[key] for key in self._keys], True)
-            following, reward, terminated = model.step(now, targets.action(action, shape), members)
-            if not (following.isfinite().all() and reward.isfinite().all()):
+            shape, entries = observation.shape[:1], targets.observed(observation)
+            action = act([entries[key] for key in self._keys], True)
+            next_observation, reward, terminated = model.step(observation, targets.action(action, shape), members)
+            if not (next_observation.isfinite().all() and reward.isfinite().all()):
                 raise RuntimeError(
-                    f"step {step + 1} of the {length} that the world model imagines holds NaN or infinite numbers; "
-                    "imagine shorter branches, or fit it to more frames"
+                    "predictions of the world model must be finite, got NaN or infinity at step "
+                    f"{step + 1} of {length}. Use shorter branches, or fit the world model to more frames."
                 )
-            ended = terminated.unsqueeze(1)
-            goes_on = torch.zeros_like(ended)
-            flags = {"terminated": ended, "truncated": goes_on, "done": ended.clone(), "is_init": goes_on.clone()}
-            after = TensorDict({**targets.observed(following), **flags, "reward": reward.unsqueeze(1)}, shape)
-            steps.append(TensorDict({**seen, "action": action, "is_init": goes_on.clone(), "next": after}, shape))
+            done = terminated.unsqueeze(1)
+            false = torch.zeros_like(done)
+            flags = {"terminated": done, "truncated": false, "done": done.clone(), "is_init": false.clone()}
+            next_step = TensorDict(
+                {**targets.observed(next_observation), **flags, "reward": reward.unsqueeze(1)}, shape
+            )
+            steps.append(TensorDict({**entries, "action": action, "is_init": false.clone(), "next": next_step}, shape))
             if terminated.any():
-                now = following[~terminated]
+                observation = next_observation[~terminated]
                 members = None if members is None else members[~terminated]
             else:
-                now = following
-            if not len(now):
+                observation = next_observation
+            if not len(observation):
                 break
         imagined: TensorDictBase = torch.cat(steps)
         return imagined
 
-    def _acting(self) -> Callable[[list[Tensor], bool], Tensor]:
-        """Return the policy's ``act`` in the precision of its actions in the environment."""
+    def _act_under_autocast(self) -> Callable[[list[Tensor], bool], Tensor]:
+        """Return the policy's ``act`` with the autocast that applies to its actions in the environment."""
         act: Callable[[list[Tensor], bool], Tensor] = self.policy.act
         dtype = None if self._trainer is None else learning_dtype(self.trainer)
         if dtype is None:
             return act
 
-        def act_under_autocast(entries: list[Tensor], explore: bool) -> Tensor:
+        def autocast_act(entries: list[Tensor], explore: bool) -> Tensor:
             with torch.autocast(entries[0].device.type, dtype=dtype, cache_enabled=False):
                 return to_single(act(entries, explore))
 
-        return act_under_autocast
+        return autocast_act
 
     def report(self) -> dict[str, float]:
         """Return the base metrics, the elites' mean validation error and the number of epochs of the last fit."""

@@ -22,7 +22,7 @@ from torchrl_lightning._core.state import check_state
 from torchrl_lightning._core.state import generator as generator_state
 from torchrl_lightning.agents.model_based.world_env import WorldModelEnvironment
 from torchrl_lightning.agents.model_based.world_models import WorldModel
-from torchrl_lightning.agents.networks.action_heads import action_name, bounds_of
+from torchrl_lightning.agents.networks.action_heads import action_bounds, action_name
 from torchrl_lightning.agents.networks.exploration import DETERMINISTIC
 from torchrl_lightning.agents.networks.squashed import action_range
 from torchrl_lightning.dynamics import DynamicsTargets
@@ -49,7 +49,7 @@ class ShootingPlanner(Settings, GeneratorMixin, TensorDictModuleBase):
 
     RUNTIME_ARGUMENTS: ClassVar[tuple[str, ...]] = ("env",)
     cannot_be_exported: ClassVar[str] = (
-        "it draws action sequences and tries them in a world model at each step; keep the checkpoint, and act by "
+        "it samples action sequences and evaluates them in a world model at each step; keep the checkpoint, and use "
         "load_policy"
     )
 
@@ -59,7 +59,7 @@ class ShootingPlanner(Settings, GeneratorMixin, TensorDictModuleBase):
     particles: Count = 1
     model: WorldModel = computed()
     targets: DynamicsTargets = computed()
-    origin: Tensor = computed()
+    device_tensor: Tensor = computed()
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -68,13 +68,13 @@ class ShootingPlanner(Settings, GeneratorMixin, TensorDictModuleBase):
         self.model = env.world_model
         # Not registered, because the owner of the transform saves its state.
         set_unregistered(self, targets=env.targets)
-        draws = self.model.sample or len(self.model.elites) > 1
-        self.require_effect("particles", draws, "a world model with several elites or sample=True")
+        is_stochastic = self.model.sample or len(self.model.elites) > 1
+        self.require_effect("particles", is_stochastic, "a world model with several elites or sample=True")
         self.action_spec: TensorSpec = env.action_spec
         self.in_keys: list[NestedKey] = list(env.targets.observation_keys)
         self.out_keys: list[NestedKey] = ["action"]
         # Collectors read a policy's device from its tensors.
-        self.register_buffer("origin", torch.zeros((), dtype=torch.float32, device=env.device), persistent=False)
+        self.register_buffer("device_tensor", torch.zeros((), dtype=torch.float32, device=env.device), persistent=False)
 
     @abstractmethod
     def plan(self, observation: Tensor, starts: Tensor | None) -> Tensor:
@@ -85,7 +85,7 @@ class ShootingPlanner(Settings, GeneratorMixin, TensorDictModuleBase):
         """Return the action of a step by key without writing it."""
         observation, starts = self.targets.observation(step), step.get("is_init", None)
         rows = observation.reshape(-1, observation.shape[-1])
-        with IsolatedRng(self._next_seed(rows), self.origin.device):
+        with IsolatedRng(self._next_seed(rows), self.device_tensor.device):
             action = self.plan(rows, None if starts is None else starts.flatten())
         return {"action": action.reshape(*observation.shape[:-1], *action.shape[1:])}
 
@@ -97,28 +97,27 @@ class ShootingPlanner(Settings, GeneratorMixin, TensorDictModuleBase):
         """Return the mean returns ``[N, K]`` of action sequences ``[N, K, H, *A]`` from observations ``[N, O]``."""
         shape = (*actions.shape[:2], self.particles)
         rows = observation[:, None, None].expand(*shape, -1).flatten(0, 2)
-        tried = actions.movedim(2, 0).unsqueeze(3).expand(self.horizon, *shape, *actions.shape[3:]).flatten(1, 3)
-        returns = self.model.returns(rows, tried).view(shape).mean(-1)
+        actions = actions.movedim(2, 0).unsqueeze(3).expand(self.horizon, *shape, *actions.shape[3:]).flatten(1, 3)
+        returns = self.model.returns(rows, actions).view(shape).mean(-1)
         # If the model diverges, the sequence is bad; sorting would take infinity or NaN for the largest return.
         return returns.where(returns.isfinite(), -torch.inf)
 
     def _next_seed(self, observation: Tensor) -> int:
         """Return the seed of the next plan."""
         if interaction_type() in DETERMINISTIC:
-            shown = observation.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
-            return numbered_seed(self.generator.initial_seed(), crc32(shown))
+            data = observation.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+            return numbered_seed(self.generator.initial_seed(), crc32(data))
         return int(torch.randint(2**62, (), generator=self.generator))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        moved = super()._apply(fn, recurse)
-        self.action_spec = self.action_spec.to(self.origin.device)
-        return moved
+        super()._apply(fn, recurse)
+        self.action_spec = self.action_spec.to(self.device_tensor.device)
+        return self
 
-    def draw_on(self, before: Any, seed: int | None) -> None:
+    def inherit_generator(self, previous: object, seed: int | None) -> None:
         """Continue with the previous planner's generator; without one, seed this generator unless ``seed`` is None."""
-        generator = getattr(before, "generator", None)
-        if generator is not None:
-            self.generator = generator
+        if isinstance(previous, ShootingPlanner):
+            self.generator = previous.generator
         elif seed is not None:
             self.generator.manual_seed(seed)
 
@@ -148,10 +147,10 @@ class RandomShootingPlanner(ShootingPlanner):
         for name in ("horizon", "particles"):
             self.require_effect(name, self.candidates > 1, "candidates above 1, among which the best is taken")
         spec = self.action_spec
-        if spec.dtype.is_floating_point and not bool(torch.stack(bounds_of(spec)).isfinite().all()):
+        if spec.dtype.is_floating_point and not bool(torch.stack(action_bounds(spec)).isfinite().all()):
             raise TypeError(
-                f"RandomShootingPlanner draws actions evenly within finite bounds, got {action_name(spec)}; "
-                "bound them by gymnasium.wrappers.TransformAction."
+                f"the actions of RandomShootingPlanner must have finite bounds, got {action_name(spec)}. Bound them by "
+                "gymnasium.wrappers.TransformAction."
             )
 
     def plan(self, observation: Tensor, starts: Tensor | None) -> Tensor:
@@ -198,14 +197,14 @@ class CrossEntropyPlanner(ShootingPlanner):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 2 <= self.elites <= self.candidates:
-            raise ValueError(f"elites={self.elites} must be at least 2 and at most candidates={self.candidates}.")
+            raise ValueError(f"elites must be at least 2 and at most candidates={self.candidates}, got {self.elites}.")
         self.require_effect("warm_start", self.horizon > 1, "a horizon above 1")
         try:
             center, half_range = action_range(self.action_spec, allow_constants=True)
         except TypeError:
             raise TypeError(
-                "CrossEntropyPlanner needs one vector of floating-point actions within finite bounds, got "
-                f"{action_name(self.action_spec)}; for others within bounds use RandomShootingPlanner"
+                "the action space of CrossEntropyPlanner must be a one-dimensional floating-point Box with finite "
+                f"bounds, got {action_name(self.action_spec)}. Use RandomShootingPlanner for other bounded actions."
             ) from None
         self.register_buffer("center", center, persistent=False)
         self.register_buffer("half_range", half_range, persistent=False)
@@ -214,28 +213,28 @@ class CrossEntropyPlanner(ShootingPlanner):
 
     def plan(self, observation: Tensor, starts: Tensor | None) -> Tensor:
         """Return the action ``[N, A]``."""
-        explores = interaction_type() not in DETERMINISTIC
+        is_exploring = interaction_type() not in DETERMINISTIC
         low, high = self.center - self.half_range, self.center + self.half_range
-        mean = self._first_mean(len(observation), starts, explores)
+        mean = self._initial_mean(len(observation), starts, is_exploring)
         std = (self.half_range * self.initial_std).expand_as(mean)
         shape = (len(observation), self.candidates, *mean.shape[2:])
         for _ in range(self.iterations):
             noise = torch.randn(shape, device=mean.device, dtype=mean.dtype)
             actions = torch.addcmul(mean, std, noise).clamp_(low, high)
             best = self.returns(observation, actions).topk(self.elites, dim=1).indices
-            chosen = actions.gather(1, best[..., None, None].expand(-1, -1, *shape[2:]))
-            mean, std = chosen.mean(1, keepdim=True), chosen.std(1, keepdim=True)
+            elites = actions.gather(1, best[..., None, None].expand(-1, -1, *shape[2:]))
+            mean, std = elites.mean(1, keepdim=True), elites.std(1, keepdim=True)
         if self.warm_start:
-            self._plans[explores] = mean
+            self._plans[is_exploring] = mean
         action = mean[:, 0, 0]
-        if explores and self.noise:
+        if is_exploring and self.noise:
             action = action + self.noise * self.half_range * torch.randn_like(action)
         return action.clamp(low, high)
 
-    def _first_mean(self, rows: int, starts: Tensor | None, explores: bool) -> Tensor:
+    def _initial_mean(self, rows: int, starts: Tensor | None, is_exploring: bool) -> Tensor:
         """Return the initial means ``[N, 1, H, A]``: the middle of the range, or the previous plan, shifted."""
         middle = self.center.expand(rows, 1, self.horizon, -1)
-        plan = self._plans.get(explores)
+        plan = self._plans.get(is_exploring)
         plan = None if plan is None else plan.to(middle.device)
         if not self.warm_start or starts is None or plan is None or len(plan) != rows:
             return middle

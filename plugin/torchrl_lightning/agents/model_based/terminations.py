@@ -24,47 +24,48 @@ _logger = logging.getLogger(__name__)
 class TerminationCheck:
     """Compare a world model's termination function with stored transitions, and warn once if they disagree."""
 
-    is_said: bool = False
+    has_warned: bool = False
 
     @torch.no_grad()
-    def __call__(self, model: WorldModel, *parts: TensorDictBase) -> None:
-        """Compare transitions ``[N]`` in parts, without the rows that are unusable for the model."""
-        targets, known = model.targets, model.terminated
-        if self.is_said or any(entry_of(part, targets.terminated_key) is None for part in parts):
+    def __call__(self, model: WorldModel, *batches: TensorDictBase) -> None:
+        """Compare batches of transitions ``[N]``, without the rows that are unusable for the model."""
+        targets, function = model.targets, model.terminated
+        if self.has_warned or any(entry_of(batch, targets.terminated_key) is None for batch in batches):
             return
         keys = [*targets.observation_keys, *map(next_key, targets.observation_keys), targets.action_key]
         keys += [targets.terminated_key, IS_RESET]
-        rows: TensorDictBase = torch.cat([part.select(*keys, strict=False) for part in parts])
+        rows: TensorDictBase = torch.cat([batch.select(*keys, strict=False) for batch in batches])
         rows = rows[targets.usable(rows)]
         stored = targets.terminated(rows).flatten().bool()
-        steps, ends = len(stored), int(stored.sum())
-        if known is None:
-            if ends and not model.learns_terminated:
-                self._say(
-                    f"{ends} of {steps} stored steps terminate their episode, but the world model never ends one and "
-                    "goes on behind them: where each step is worth as much as another, all plans are equal. Give "
-                    "terminated=, such as OutsideBox(low, high), or a function of observations, actions and next "
-                    "observations; or have it learnt by data.terminated=true (model.dynamics.learn_terminated=true of "
-                    "MBPO)."
+        steps, terminations = len(stored), int(stored.sum())
+        if function is None:
+            if terminations and not model.learns_terminated:
+                self._warn(
+                    f"{terminations} of {steps} stored steps terminate their episode, but the world model predicts no "
+                    "terminations. It then predicts rewards after the end of an episode; if all steps have the same "
+                    "reward, all plans have the same return. Set terminated, such as OutsideBox(low, high), or a "
+                    "function of observations, actions and next observations; or learn terminations by "
+                    "data.terminated=true (model.dynamics.learn_terminated=true of MBPO)."
                 )
             return
         action = targets.action(rows.get(targets.action_key), rows.shape)
-        told = known(targets.observation(rows), action, targets.observation(rows.get("next")))
-        told = told.reshape(steps).bool().to(stored.device)
-        missed, invented = int((stored & ~told).sum()), int((told & ~stored).sum())
-        if missed or invented:
-            self._say(
-                f"terminated= disagrees with {missed + invented} of {steps} stored steps: it misses {missed} of the "
-                f"{ends} that terminate their episode, and ends {invented} others; plans go wrong there. Mend the "
-                "function, which is given observations, actions and next observations as columns."
+        predicted = function(targets.observation(rows), action, targets.observation(rows.get("next")))
+        predicted = predicted.reshape(steps).bool().to(stored.device)
+        missed, spurious = int((stored & ~predicted).sum()), int((predicted & ~stored).sum())
+        if missed or spurious:
+            self._warn(
+                f"the function terminated disagrees with {missed + spurious} of {steps} stored steps: it misses "
+                f"{missed} of the {terminations} terminations, and terminates {spurious} other steps. Plans are wrong "
+                "there. Correct the function; its arguments are observations, actions and next observations as "
+                "columns."
             )
 
-    def _say(self, warning: str) -> None:
-        self.is_said = True
+    def _warn(self, warning: str) -> None:
+        self.has_warned = True
         _logger.warning(warning)
 
 
-class _Health(NamedTuple):
+class _HealthyRanges(NamedTuple):
     """Bounds of the first elements of an observation, and of all other elements."""
 
     bounds: tuple[tuple[float, float], ...]
@@ -74,11 +75,11 @@ class _Health(NamedTuple):
 
 
 _BODIES = {
-    "hopper": _Health(((0.7, math.inf), (-0.2, 0.2)), others=(-100.0, 100.0)),
-    "walker2d": _Health(((0.8, 2.0), (-1.0, 1.0))),
-    "ant": _Health(((0.2, 1.0),), inclusive=True, finite=True),
-    "humanoid": _Health(((1.0, 2.0),)),
-    "inverted_pendulum": _Health(((-math.inf, math.inf), (-0.2, 0.2)), inclusive=True, finite=True),
+    "hopper": _HealthyRanges(((0.7, math.inf), (-0.2, 0.2)), others=(-100.0, 100.0)),
+    "walker2d": _HealthyRanges(((0.8, 2.0), (-1.0, 1.0))),
+    "ant": _HealthyRanges(((0.2, 1.0),), inclusive=True, finite=True),
+    "humanoid": _HealthyRanges(((1.0, 2.0),)),
+    "inverted_pendulum": _HealthyRanges(((-math.inf, math.inf), (-0.2, 0.2)), inclusive=True, finite=True),
 }
 
 
@@ -112,8 +113,8 @@ class MujocoTermination(ConfigSafe):
     def __call__(self, observation: Tensor, action: Tensor, next_observation: Tensor) -> Tensor:
         """Return whether the body is unhealthy in each row ``[R]``."""
         bounds, others, inclusive, finite = _BODIES[self.body]
-        behind = next_observation.shape[-1] - len(bounds)
-        low, high = next_observation.new_tensor([*bounds, *[others] * behind]).T
+        num_others = next_observation.shape[-1] - len(bounds)
+        low, high = next_observation.new_tensor([*bounds, *[others] * num_others]).T
         healthy = (next_observation > low) & (next_observation < high)
         if inclusive:
             healthy |= (next_observation == low) | (next_observation == high)

@@ -25,7 +25,7 @@ class WorldModelEnvironment(ModelBasedEnvBase):
     Observations have the real environment's keys and shapes, without its bounds. All are float64 if one of the
     environment's is float64 or an integer, else float32. An episode ends when the world model predicts a termination.
     With ``propagation="trajectory"`` the entry ``member`` is the elite of a row. ``reset`` assigns it, or else the
-    first step does. ``reset`` keeps given observations; without them it samples observations from their spec.
+    first step does. ``reset`` keeps passed observations; without them it samples observations from their spec.
 
     Args:
         world_model: The world model.
@@ -68,8 +68,8 @@ class WorldModelEnvironment(ModelBasedEnvBase):
         shape = self.batch_size if tensordict is None else tensordict.batch_size
         if tensordict is None or any(entry_of(tensordict, key) is None for key in keys):
             tensordict = self.observation_spec.expand(shape).rand()
-        found = tensordict.select(*keys)
-        return found.set(MEMBER, self._deal(shape)) if self._keeps_member else found
+        state = tensordict.select(*keys)
+        return state.set(MEMBER, self._assign_members(shape)) if self._keeps_member else state
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         targets, shape = self.targets, tensordict.batch_size
@@ -78,17 +78,17 @@ class WorldModelEnvironment(ModelBasedEnvBase):
         member = None
         if self._keeps_member:
             if MEMBER not in tensordict:  # TorchRL copies this constant state to later steps
-                tensordict.set(MEMBER, self._deal(shape))
+                tensordict.set(MEMBER, self._assign_members(shape))
             member = tensordict.get(MEMBER).flatten()
         with torch.no_grad():
-            following, reward, ended = self.world_model.step(observation, action, member)
-        ended = ended.view(*shape, 1)
-        entries = targets.split(following.view(*shape, -1))
-        flags: dict[NestedKey, Tensor] = {"terminated": ended, "done": ended.clone()}
+            next_observation, reward, terminated = self.world_model.step(observation, action, member)
+        terminated = terminated.view(*shape, 1)
+        entries = targets.split(next_observation.view(*shape, -1))
+        flags: dict[NestedKey, Tensor] = {"terminated": terminated, "done": terminated.clone()}
         return TensorDict({**entries, **flags, "reward": reward.view(*shape, 1)}, shape, device=tensordict.device)
 
-    def _deal(self, shape: torch.Size) -> Tensor:
-        return self.world_model.deal(shape.numel()).view(shape)
+    def _assign_members(self, shape: torch.Size) -> Tensor:
+        return self.world_model.assign_members(shape.numel()).view(shape)
 
     def _set_seed(self, seed: int | None) -> None:
         if seed is not None:

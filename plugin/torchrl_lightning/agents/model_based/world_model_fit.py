@@ -57,9 +57,9 @@ class WorldModelFit(WorldModelSettings, ConfigSafe):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.num_elites > self.num_members:
-            raise ValueError(f"num_elites={self.num_elites} is more than num_members={self.num_members}.")
+            raise ValueError(f"num_elites must be at most num_members={self.num_members}, got {self.num_elites}.")
         if self.learn_terminated and self.terminated is not None:
-            raise ValueError("learn_terminated=True learns what the function terminated= tells; take one of the two.")
+            raise ValueError("learn_terminated must be False if terminated is set, got True. Use one of the two.")
         self.require_effect("propagation", self.num_elites > 1, "more than one elite (num_elites)")
         for name in ("patience", "min_improvement"):
             self.require_effect(name, self.max_epochs > 1, "max_epochs above 1")
@@ -86,34 +86,37 @@ class WorldModelFit(WorldModelSettings, ConfigSafe):
         training, validation = (rows[targets.usable(rows)] for rows in (training, validation))
         ensemble = copy.deepcopy(model.ensemble).requires_grad_(True)
         ensemble.standardise(targets.input_scaler, targets.target_scaler)
-        seen, held = targets(training), targets(validation)
-        check_finite(held["inputs"], targets.input_columns)
-        check_finite(held["targets"], targets.target_columns)
-        (x, y), (held_x, held_y) = ((rows["inputs"].to(device), rows["targets"].to(device)) for rows in (seen, held))
-        ends = seen["terminated"].to(device) if model.learns_terminated else None
-        drawn = torch.randint(len(x), (self.num_members, len(x)), device=device)
+        training, validation = targets(training), targets(validation)
+        check_finite(validation["inputs"], targets.input_columns)
+        check_finite(validation["targets"], targets.target_columns)
+        x, y = training["inputs"].to(device), training["targets"].to(device)
+        validation_x, validation_y = validation["inputs"].to(device), validation["targets"].to(device)
+        terminated = training["terminated"].to(device) if model.learns_terminated else None
+        member_rows = torch.randint(len(x), (self.num_members, len(x)), device=device)
         parameters = list(ensemble.parameters())
         optimizer = FusedAdam(parameters, lr=self.learning_rate)
         flat = OptimizedParameters(optimizer, [parameters])
-        best, waited, epoch = torch.full((self.num_members,), torch.inf, device=device), 0, 0
-        while epoch < self.max_epochs and waited < self.patience:
-            for part in torch.randperm(len(x), device=device).split(self.batch_size):
-                rows = drawn.index_select(1, part)
+        best_errors, epochs_waited, epoch = torch.full((self.num_members,), torch.inf, device=device), 0, 0
+        while epoch < self.max_epochs and epochs_waited < self.patience:
+            for index in torch.randperm(len(x), device=device).split(self.batch_size):
+                rows = member_rows.index_select(1, index)
                 with torch.enable_grad():
-                    known = None if ends is None else ends[rows]
-                    terms = ensemble.loss(x[rows], y[rows], self.weight_decay, known)
+                    flags = None if terminated is None else terminated[rows]
+                    terms = ensemble.loss(x[rows], y[rows], self.weight_decay, flags)
                     loss = torch.stack([value for name, value in terms.items() if name.startswith("loss_")]).sum()
                 flat.clear()
                 loss.backward()
                 flat.gather()
                 optimizer.step()
-            errors = ensemble.errors(held_x, held_y) / len(held_x)
-            waited = 0 if model.keep_improved(ensemble, errors, best, self.min_improvement) else waited + 1
+            errors = ensemble.errors(validation_x, validation_y) / len(validation_x)
+            epochs_waited = (
+                0 if model.keep_improved(ensemble, errors, best_errors, self.min_improvement) else epochs_waited + 1
+            )
             epoch += 1
-        errors = best[model.elites]
+        errors = best_errors[model.elites]
         if not errors.isfinite().all():
             raise RuntimeError(
-                f"the world model's fit to {len(x)} transitions diverged: its elites' errors on held out rows are "
-                f"{errors.tolist()}; lower learning_rate={self.learning_rate}"
+                f"the world model's fit to {len(x)} transitions diverged: the validation errors of the elites are "
+                f"{errors.tolist()}. Set learning_rate below {self.learning_rate}."
             )
         return errors, epoch

@@ -13,15 +13,15 @@ from torchrl_lightning._core.modules import set_unregistered
 from torchrl_lightning._core.settings import Count, FinitePositive, Fraction, NotNegative, Settings, choices, setting
 from torchrl_lightning._core.trust import ConfigSafe
 from torchrl_lightning._core.validators import check_defaults, integer
-from torchrl_lightning.agents.model_based.ensembles import GaussianEnsemble, Widths, softly_bounded
+from torchrl_lightning.agents.model_based.ensembles import GaussianEnsemble, Widths, soft_clamp
 from torchrl_lightning.dynamics import DynamicsTargets
 
 Terminated = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Maps observations, actions and next observations ``[R, D]``, in the columns of :class:`DynamicsTargets`, to
 termination flags, ``[R]`` or ``[R, 1]`` bool. Observations are float64 if an entry of the environment's is float64 or
 an integer."""
-propagations = choices("step", "trajectory")
-Propagation = Annotated[str, propagations]
+check_propagation = choices("step", "trajectory")
+Propagation = Annotated[str, check_propagation]
 
 
 class OutsideBox(ConfigSafe):
@@ -43,24 +43,24 @@ class OutsideBox(ConfigSafe):
 
     def __init__(self, low: Sequence[float | None], high: Sequence[float | None]) -> None:
         if len(low) != len(high):
-            raise ValueError(f"low has {len(low)} numbers and high {len(high)}, but both bound the same observation.")
+            raise ValueError(f"low and high must have equal lengths, got {len(low)} and {len(high)} numbers.")
         self.low = torch.tensor([-torch.inf if bound is None else bound for bound in low], dtype=torch.float64)
         self.high = torch.tensor([torch.inf if bound is None else bound for bound in high], dtype=torch.float64)
-        for least, most in zip(self.low.tolist(), self.high.tolist(), strict=True):
-            if not least <= most:
-                raise ValueError(f"low must be at most high, got {least} and {most}.")
+        for lower, upper in zip(self.low.tolist(), self.high.tolist(), strict=True):
+            if not lower <= upper:
+                raise ValueError(f"low must be at most high, got {lower} and {upper}.")
         if not (self.low.isfinite() | self.high.isfinite()).any():
             raise ValueError(
-                f"low and high must hold at least one bound, got {list(low)} and {list(high)}, which nothing leaves. "
-                "Give one, or leave terminated= out."
+                f"low and high must contain at least one finite bound, got {list(low)} and {list(high)}. Set one, or "
+                "leave terminated out."
             )
 
     def __call__(self, observation: Tensor, action: Tensor, next_observation: Tensor) -> Tensor:
         """Return whether each row ``[R]`` has left the box."""
         if next_observation.shape[-1] != len(self.low):
             raise ValueError(
-                f"an observation has {next_observation.shape[-1]} numbers, but OutsideBox has {len(self.low)} bounds: "
-                "one for each, None for no bound."
+                "low and high of OutsideBox must have a bound for each element of an observation with "
+                f"{next_observation.shape[-1]} numbers, got {len(self.low)} bounds. Use None for no bound."
             )
         low, high = self.low.to(next_observation), self.high.to(next_observation)
         return ((next_observation < low) | (next_observation > high)).any(-1)
@@ -104,8 +104,8 @@ class WorldModelSettings(Settings):
     def new_ensemble(self, num_members: int, targets: DynamicsTargets) -> GaussianEnsemble:
         """Build an ensemble with this number of members for these inputs and targets."""
         sizes = num_members, len(targets.input_columns), len(targets.target_columns)
-        learns = targets.has_terminated and self.terminated is None
-        ends_by = len(targets.observation_columns) if learns else 0
+        learns_terminated = targets.has_terminated and self.terminated is None
+        ends_by = len(targets.observation_columns) if learns_terminated else 0
         return GaussianEnsemble(*sizes, self.hidden_sizes, self.activation, self.probabilistic, ends_by)
 
     def new_world_model(self, ensemble: GaussianEnsemble, targets: DynamicsTargets, num_elites: int) -> WorldModel:
@@ -151,62 +151,64 @@ class WorldModel(nn.Module):
         num_elites: int | None = None,
     ) -> None:
         super().__init__()
-        self.propagation = propagations(propagation, "propagation")
-        elites = ensemble.num_members if num_elites is None else integer(num_elites, "num_elites")
-        if elites > ensemble.num_members:
-            raise ValueError(f"num_elites must be at most num_members={ensemble.num_members}, got {elites}.")
+        self.propagation = check_propagation(propagation, "propagation")
+        num_elites = ensemble.num_members if num_elites is None else integer(num_elites, "num_elites")
+        if num_elites > ensemble.num_members:
+            raise ValueError(f"num_elites must be at most num_members={ensemble.num_members}, got {num_elites}.")
         if not ensemble.probabilistic:
-            check_defaults("with probabilistic=False", "let the ensemble be probabilistic", sample=(sample, False))
-        if elites == 1:
-            check_defaults("with one elite", "take more elites", propagation=(propagation, "step"))
+            check_defaults("with probabilistic=False", "set probabilistic=True in the ensemble", sample=(sample, False))
+        if num_elites == 1:
+            check_defaults("with one elite", "use several elites", propagation=(propagation, "step"))
         self.ensemble, self.terminated, self.sample = ensemble, terminated, sample
         self.learns_terminated = ensemble.ends is not None and terminated is None
         self.observations = len(targets.observation_columns)
         # Not registered, because the owner of the transform saves its state.
         set_unregistered(self, targets=targets)
-        self.register_buffer("elites", torch.arange(elites))
+        self.register_buffer("elites", torch.arange(num_elites))
         self._layers: list[tuple[Tensor, Tensor]] = []
-        self._end_layers: list[tuple[Tensor, Tensor]] = []
-        self._size = 0
-        self._made_of: tuple[Any, ...] = ()
+        self._termination_layers: list[tuple[Tensor, Tensor]] = []
+        self._num_elites = 0
+        self._weight_versions: tuple[Any, ...] = ()
 
     @torch.no_grad()
-    def keep_improved(self, ensemble: GaussianEnsemble, errors: Tensor, best: Tensor, min_improvement: float) -> bool:
+    def keep_improved(
+        self, ensemble: GaussianEnsemble, errors: Tensor, best_errors: Tensor, min_improvement: float
+    ) -> bool:
         """Copy the improved members of an ensemble into this model and select the elites by their best errors.
 
         Args:
             ensemble: The ensemble that is being fitted.
             errors: Its members' validation errors, ``[M]``.
-            best: The members' smallest errors so far ``[M]``; improved errors are written in place.
+            best_errors: The members' smallest errors so far ``[M]``; improved errors are written in place.
             min_improvement: Minimum relative decrease of a member's error that counts as an improvement.
 
         Returns:
             Whether any member has improved.
         """
-        improved = errors < best * (1.0 - min_improvement)
+        improved = errors < best_errors * (1.0 - min_improvement)
         if not improved.any():
             return False
-        best.copy_(torch.where(improved, errors, best))
+        best_errors.copy_(torch.where(improved, errors, best_errors))
         self.ensemble.copy_members(ensemble, improved)
-        self.elites.copy_(best.argsort()[: len(self.elites)])
+        self.elites.copy_(best_errors.argsort()[: len(self.elites)])
         return True
 
     def prepare(self) -> None:
         """Copy the elites' current weights if they have changed; ``predict`` does not check this."""
-        parts = [*self.ensemble.parameters(), *self.ensemble.buffers(), self.elites]
-        made_of = tuple((id(part), part._version) for part in parts)
-        if made_of == self._made_of:
+        tensors = [*self.ensemble.parameters(), *self.ensemble.buffers(), self.elites]
+        weight_versions = tuple((id(tensor), tensor._version) for tensor in tensors)
+        if weight_versions == self._weight_versions:
             return
-        ensemble, self._made_of = self.ensemble, made_of
+        ensemble, self._weight_versions = self.ensemble, weight_versions
         # Plain attributes, because looking up a submodule takes as long as a small operation.
-        self._size, self._activation = len(self.elites), ensemble.activation.forward
+        self._num_elites, self._activation = len(self.elites), ensemble.activation.forward
 
-        def of_elites(values: Tensor) -> Tensor:
+        def select_elites(values: Tensor) -> Tensor:
             return values.detach().index_select(0, self.elites)
 
         def layers_of(network: GaussianEnsemble) -> list[tuple[Tensor, Tensor]]:
             layers = zip(network.weights, network.biases, strict=True)
-            return [(of_elites(weight), of_elites(bias)) for weight, bias in layers]
+            return [(select_elites(weight), select_elites(bias)) for weight, bias in layers]
 
         def scale_inputs(layers: list[tuple[Tensor, Tensor]]) -> None:
             weight, bias = layers[0]
@@ -214,7 +216,7 @@ class WorldModel(nn.Module):
 
         self._layers = layers_of(ensemble)
         if ensemble.probabilistic and self.sample:
-            self._bounds = of_elites(ensemble.min_log_variance), of_elites(ensemble.max_log_variance)
+            self._bounds = select_elites(ensemble.min_log_variance), select_elites(ensemble.max_log_variance)
         elif ensemble.probabilistic:  # means need no variance outputs
             weight, bias = self._layers[-1]
             self._layers[-1] = weight[..., : ensemble.outputs], bias[..., : ensemble.outputs]
@@ -228,16 +230,16 @@ class WorldModel(nn.Module):
         mean[: ensemble.outputs], std[: ensemble.outputs] = ensemble.target_mean, ensemble.target_std
         self._layers[-1] = weight * std, bias * std + mean
         if self.learns_terminated and ensemble.ends is not None:
-            self._end_layers = layers_of(ensemble.ends)
-            scale_inputs(self._end_layers)
+            self._termination_layers = layers_of(ensemble.ends)
+            scale_inputs(self._termination_layers)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        self._made_of = ()  # prepare() would not notice: moved weights are the same objects
+        self._weight_versions = ()  # prepare() would not notice: moved weights are the same objects
         return super()._apply(fn, recurse)
 
-    def deal(self, rows: int) -> Tensor:
+    def assign_members(self, rows: int) -> Tensor:
         """Return a random elite's number ``[R]`` for each row, in equal parts."""
-        return self._places(rows) // -(-rows // len(self.elites))
+        return self._random_slots(rows) // -(-rows // len(self.elites))
 
     def step(self, observation: Tensor, action: Tensor, members: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Predict a step of rows ``[R]`` with the elites' current weights.
@@ -252,30 +254,29 @@ class WorldModel(nn.Module):
         """
         self.prepare()
         x = (torch.cat((observation, action), -1) - self._input_mean).to(self._dtype)
-        elites, rows = self._size, len(action)
+        elites, rows = self._num_elites, len(action)
         if elites > 1:
             if members is None:
-                places, share = self._places(rows), -(-rows // elites)
+                slots, block_size = self._random_slots(rows), -(-rows // elites)
             else:
                 counts, order = members.bincount(minlength=elites), members.argsort()
-                share, dealt = int(counts.max()), members[order]
-                ranks = torch.arange(rows, device=order.device) - (counts.cumsum(0) - counts)[dealt]
-                places = torch.empty_like(order).index_copy_(0, order, dealt * share + ranks)
-            x = x.new_zeros(elites * share, x.shape[1]).index_copy_(0, places, x)
+                block_size, sorted_members = int(counts.max()), members[order]
+                ranks = torch.arange(rows, device=order.device) - (counts.cumsum(0) - counts)[sorted_members]
+                slots = torch.empty_like(order).index_copy_(0, order, sorted_members * block_size + ranks)
+            x = x.new_zeros(elites * block_size, x.shape[1]).index_copy_(0, slots, x)
         change = self.predict(x.view(elites, -1, x.shape[1])).flatten(0, 1)
         if elites > 1:
-            change = change.index_select(0, places)
-        following = observation + change[:, : self.observations]
-        known, terminated = self.targets.reward, self.terminated
-        if known is None:
+            change = change.index_select(0, slots)
+        next_observation = observation + change[:, : self.observations]
+        if self.targets.reward is None:
             reward = change[:, self.observations]
         else:
-            reward = known(observation, action, following).reshape(rows).to(change.dtype)
+            reward = self.targets.reward(observation, action, next_observation).reshape(rows).to(change.dtype)
         if self.learns_terminated:
-            return following, reward, change[:, -1] > 0.0
-        if terminated is None:
-            return following, reward, torch.zeros_like(reward, dtype=torch.bool)
-        return following, reward, terminated(observation, action, following).reshape(rows)
+            return next_observation, reward, change[:, -1] > 0.0
+        if self.terminated is None:
+            return next_observation, reward, torch.zeros_like(reward, dtype=torch.bool)
+        return next_observation, reward, self.terminated(observation, action, next_observation).reshape(rows)
 
     def returns(self, observation: Tensor, actions: Tensor) -> Tensor:
         """Return the rewards ``[R]`` of action sequences, summed until the episode terminates.
@@ -285,26 +286,26 @@ class WorldModel(nn.Module):
             actions: Actions in the environment's format, ``[H, R, *A]``.
         """
         self.prepare()
-        shown = self.targets.action(actions, actions.shape[:2])
-        columns = (shown - self._input_mean[self.observations :]).to(self._dtype)
+        actions = self.targets.action(actions, actions.shape[:2])
+        columns = (actions - self._input_mean[self.observations :]).to(self._dtype)
         if self.targets.reward is not None or self.terminated is not None:
-            columns = torch.cat((columns, shown), -1)
+            columns = torch.cat((columns, actions), -1)
         # The state is the observation minus its mean; its last column is the sum of rewards. Rows are ordered by elite,
         # so that one shuffle assigns them again. Moving each row to its elite and back would take longer.
         mean = self._input_mean[: self.observations]
         state = F.pad((observation - mean).to(self._dtype), (0, 1))
-        mean, elites, rows = mean.to(observation.dtype), self._size, len(observation)
+        mean, elites, rows = mean.to(observation.dtype), self._num_elites, len(observation)
         order: Tensor | None = None
         ended: Tensor | None = None
         if rows % elites:
-            filled = torch.arange(-(-rows // elites) * elites, device=state.device) % rows
-            state, columns = state.index_select(0, filled), columns.index_select(1, filled)
+            repeated = torch.arange(-(-rows // elites) * elites, device=state.device) % rows
+            state, columns = state.index_select(0, repeated), columns.index_select(1, repeated)
         for action in columns:
             if elites > 1 and (order is None or self.propagation == "step"):
-                dealt = torch.randperm(len(state), device=state.device)
-                order = dealt if order is None else order.index_select(0, dealt)
-                state = state.index_select(0, dealt)
-                ended = None if ended is None else ended.index_select(0, dealt)
+                permutation = torch.randperm(len(state), device=state.device)
+                order = permutation if order is None else order.index_select(0, permutation)
+                state = state.index_select(0, permutation)
+                ended = None if ended is None else ended.index_select(0, permutation)
             if order is not None:
                 action = action.index_select(0, order)
             state, ended = self._advance(state, action, ended, mean)
@@ -323,22 +324,22 @@ class WorldModel(nn.Module):
             mean: The mean of observations ``[O]``, in the dtype of the functions' inputs.
         """
         observation, width = state[:, :-1], self._actions
-        action, shown = action[:, :width], action[:, width:]
+        action, raw_action = action[:, :width], action[:, width:]
         x = torch.cat((observation, action), 1)
-        change, now = self.predict(x.view(self._size, -1, x.shape[1])).view(len(x), -1), None
+        change, terminated = self.predict(x.view(self._num_elites, -1, x.shape[1])).view(len(x), -1), None
         if self.learns_terminated:
-            change, now = change[:, :-1], change[:, -1] > 0.0
+            change, terminated = change[:, :-1], change[:, -1] > 0.0
         if self.targets.reward is not None:
-            reward = self.targets.reward(observation + mean, shown, observation + change + mean)
+            reward = self.targets.reward(observation + mean, raw_action, observation + change + mean)
             change = torch.cat((change, reward.view(-1, 1).to(change.dtype)), 1)
         if ended is not None:
             change[:, -1].masked_fill_(ended, 0.0)
         state = state + change
         if self.terminated is not None:
-            now = self.terminated(observation + mean, shown, state[:, :-1] + mean).view(-1)
-        return state, now if now is None or ended is None else ended | now
+            terminated = self.terminated(observation + mean, raw_action, state[:, :-1] + mean).view(-1)
+        return state, terminated if terminated is None or ended is None else ended | terminated
 
-    def _places(self, rows: int) -> Tensor:
+    def _random_slots(self, rows: int) -> Tensor:
         """Return a random slot ``[R]`` for each row; each elite has an equal block of consecutive slots."""
         elites = len(self.elites)
         return torch.randperm(-(-rows // elites) * elites, device=self.elites.device)[:rows]
@@ -348,18 +349,18 @@ class WorldModel(nn.Module):
 
         If terminations are learnt, the last column is their logit.
         """
-        now, (*hidden, (weight, bias)) = x, self._layers
-        for each, its_bias in hidden:
-            x = self._activation(torch.baddbmm(its_bias, x, each))
+        inputs, (*hidden, (weight, bias)) = x, self._layers
+        for hidden_weight, hidden_bias in hidden:
+            x = self._activation(torch.baddbmm(hidden_bias, x, hidden_weight))
         x = torch.baddbmm(bias, x, weight)
         if self.sample and self.ensemble.probabilistic:
             (low, high), std = self._bounds, self.ensemble.target_std
             mean, log_variance = x.chunk(2, -1)
-            x = mean + (0.5 * softly_bounded(log_variance, low, high)).exp() * std * torch.randn_like(mean)
+            x = mean + (0.5 * soft_clamp(log_variance, low, high)).exp() * std * torch.randn_like(mean)
         if not self.learns_terminated:
             return x
-        logit = now[..., : self.observations] + x[..., : self.observations]
-        *hidden, (weight, bias) = self._end_layers
-        for each, its_bias in hidden:
-            logit = self._activation(torch.baddbmm(its_bias, logit, each))
+        logit = inputs[..., : self.observations] + x[..., : self.observations]
+        *hidden, (weight, bias) = self._termination_layers
+        for hidden_weight, hidden_bias in hidden:
+            logit = self._activation(torch.baddbmm(hidden_bias, logit, hidden_weight))
         return torch.cat((x, torch.baddbmm(bias, logit, weight)), -1)

@@ -19,13 +19,13 @@ from torchrl_lightning.agents.networks.distributions import (
     clipped_normal_log_prob,
     normal_entropy,
 )
-from torchrl_lightning.agents.networks.encoders import choices, orthogonal
+from torchrl_lightning.agents.networks.encoders import category_counts, orthogonal
 from torchrl_lightning.environments.autocast import HALF, to_single
 from torchrl_lightning.environments.specs import spec_fields
 
 POLICY_GAIN = 0.01  # a nearly uniform first policy (Andrychowicz et al., 2021)
 # Beyond these limits, densities and their gradients overflow in float32.
-LARGEST_BOUND, SMALLEST_WIDTH = 1e37, 1e-37
+MAX_BOUND, MIN_WIDTH = 1e37, 1e-37
 Parameters = tuple[Tensor, ...]
 
 
@@ -71,8 +71,8 @@ class ActionHead(nn.Module):
     def sample(self, parameters: Parameters, deterministic: bool) -> tuple[Tensor, Tensor]:
         """Return actions and log-probabilities, with the same random numbers as TorchRL's generic path."""
         dist: Any = self.distribution(parameters)
-        draw = dist.rsample if dist.has_rsample else dist.sample
-        action = dist.deterministic_sample if deterministic else draw()
+        sample = dist.rsample if dist.has_rsample else dist.sample
+        action = dist.deterministic_sample if deterministic else sample()
         return action, dist.log_prob(action)
 
     def evaluate(self, parameters: Parameters, action: Tensor) -> tuple[Tensor, Tensor]:
@@ -137,13 +137,13 @@ class ClippedNormalHead(ActionHead):
         return log_prob, normal_entropy(log_scale).expand_as(log_prob)
 
 
-class Ranged(nn.Module):
+class ActionScaling(nn.Module):
     """A module that expresses actions in units of ``half_range`` around ``center``, ``[A]`` each."""
 
     center: Tensor
     half_range: Tensor
 
-    def set_range(self, center: Tensor, half_range: Tensor) -> None:
+    def set_scaling(self, center: Tensor, half_range: Tensor) -> None:
         """Register the range as buffers outside the state dict."""
         self.register_buffer("center", center, persistent=False)
         self.register_buffer("half_range", half_range, persistent=False)
@@ -153,14 +153,14 @@ class Ranged(nn.Module):
         return torch.addcmul(self.center, action, self.half_range)
 
 
-class GaussianLayer(Ranged):
+class GaussianLayer(ActionScaling):
     """A linear mean and a state-independent standard deviation, both learnt in units of the action range."""
 
     def __init__(self, features: int, center: Tensor, half_range: Tensor, initial_std: float) -> None:
         super().__init__()
         self.mean = orthogonal(nn.Linear(features, center.numel()), POLICY_GAIN)
         self.log_std = nn.Parameter(torch.full((center.numel(),), math.log(initial_std)))
-        self.set_range(center, half_range)
+        self.set_scaling(center, half_range)
 
     def forward(self, features: Tensor) -> Parameters:
         """Return mean and standard deviation, ``[*B, A]`` each."""
@@ -192,23 +192,23 @@ def build_head(
     """
     one_of(distribution, "distribution", ("auto", "normal", "tanh_normal"))
 
-    def logits(number: int) -> nn.Module:
-        return orthogonal(nn.Linear(features, number), POLICY_GAIN)
+    def logits_layer(size: int) -> nn.Module:
+        return orthogonal(nn.Linear(features, size), POLICY_GAIN)
 
-    sizes = _choices(spec)
+    sizes = _action_category_counts(spec)
     if sizes:
-        head = ActionHead(logits(sum(sizes)), ["logits"], MultiCategorical, {"sizes": sizes}, hidden)
+        head = ActionHead(logits_layer(sum(sizes)), ["logits"], MultiCategorical, {"sizes": sizes}, hidden)
     elif isinstance(spec, Categorical) and not spec.shape:
-        head = CategoricalHead(logits(int(spec.space.n)), ["logits"], D.Categorical, None, hidden)
+        head = CategoricalHead(logits_layer(int(spec.space.n)), ["logits"], D.Categorical, None, hidden)
     elif isinstance(spec, OneHot):
-        head = ActionHead(logits(int(spec.space.n)), ["logits"], OneHotCategorical, None, hidden)
+        head = ActionHead(logits_layer(int(spec.space.n)), ["logits"], OneHotCategorical, None, hidden)
     elif isinstance(spec, Bounded | Unbounded) and spec.dtype.is_floating_point and len(spec.shape) == 1:
         head = _gaussian_head(spec, features, distribution, initial_std, hidden)
         distribution = "auto"
     else:
         raise TypeError(
-            f"no distribution fits {action_name(spec)} actions; Discrete, MultiDiscrete, one-dimensional MultiBinary "
-            "and one-dimensional floating-point Box do. Convert them by a wrapper, such as "
+            "the action space must be Discrete, MultiDiscrete, a one-dimensional MultiBinary or a one-dimensional "
+            f"floating-point Box, got {action_name(spec)}. Convert the actions by a wrapper, such as "
             "gymnasium.wrappers.TransformAction."
         )
     if not isinstance(spec, Bounded | Unbounded) and initial_std != 1.0:
@@ -218,7 +218,8 @@ def build_head(
         )
     if distribution != "auto":
         raise ValueError(
-            f"distribution={distribution!r} is for continuous actions, but the environment takes {action_name(spec)}"
+            f"distribution must be left at 'auto' unless actions are continuous, got {distribution!r} for "
+            f"{action_name(spec)}. Leave it out."
         )
     return head
 
@@ -238,7 +239,7 @@ def action_name(spec: TensorSpec) -> str:
         case "OneHot":
             return f"one-hot Discrete({fields['n']})"
         case "Categorical" | "MultiCategorical":
-            return f"MultiDiscrete({_choices(spec) or tuple(spec.shape)})"
+            return f"MultiDiscrete({_action_category_counts(spec) or tuple(spec.shape)})"
         case "Binary":
             return f"MultiBinary({spec.shape[0] if len(spec.shape) == 1 else list(spec.shape)})"
         case "Bounded" | "Unbounded":
@@ -246,7 +247,7 @@ def action_name(spec: TensorSpec) -> str:
     return str(fields["kind"])
 
 
-def bounds_of(spec: TensorSpec) -> tuple[Tensor, Tensor]:
+def action_bounds(spec: TensorSpec) -> tuple[Tensor, Tensor]:
     """Return the bounds of floating-point actions, ``[A]`` each; a missing bound is infinite.
 
     A bound of magnitude 1e37 or more counts as missing: float32 cannot compute with these actions, and TorchRL stores
@@ -256,42 +257,44 @@ def bounds_of(spec: TensorSpec) -> tuple[Tensor, Tensor]:
     low = getattr(spec.space, "low", -unbounded).to(torch.float32)
     high = getattr(spec.space, "high", unbounded).to(torch.float32)
     return tuple(  # type: ignore[return-value]
-        torch.where(bound.abs() >= LARGEST_BOUND, math.inf * bound.sign(), bound) for bound in (low, high)
+        torch.where(bound.abs() >= MAX_BOUND, math.inf * bound.sign(), bound) for bound in (low, high)
     )
 
 
-def check_widths(low: Tensor, high: Tensor) -> None:
+def check_action_bounds(low: Tensor, high: Tensor) -> None:
     """Validate that each action component has several values; raise ValueError if heads cannot scale to its range."""
-    narrow = ~(high - low >= SMALLEST_WIDTH)  # also true for NaN, if both bounds are the same infinity
+    narrow = ~(high - low >= MIN_WIDTH)  # also true for NaN, if both bounds are the same infinity
     if narrow.any():
         component = int(narrow.nonzero()[0])
         raise ValueError(
-            f"the bounds of action component {component} must differ by at least {SMALLEST_WIDTH:g} in float32, got "
+            f"the bounds of action component {component} must differ by at least {MIN_WIDTH:g} in float32, got "
             f"low={low[component].item():g} and high={high[component].item():g}. Leave the component out, or rescale "
             "it, by a wrapper, such as gymnasium.wrappers.TransformAction."
         )
 
 
-def _choices(spec: TensorSpec) -> list[int]:
+def _action_category_counts(spec: TensorSpec) -> list[int]:
     """Return the number of values of each part of a one-dimensional discrete action; empty for other actions."""
     if len(spec.shape) != 1:
         return []
-    return [2] * spec.shape[0] if isinstance(spec, Binary) else choices(spec)
+    return [2] * spec.shape[0] if isinstance(spec, Binary) else category_counts(spec)
 
 
 def _gaussian_head(
     spec: TensorSpec, features: int, distribution: str, initial_std: float, hidden: nn.Module | None
 ) -> ActionHead:
-    low, high = bounds_of(spec)
-    check_widths(low, high)
+    low, high = action_bounds(spec)
+    check_action_bounds(low, high)
     bounded, squashed = low.isfinite() & high.isfinite(), distribution == "tanh_normal"
     if squashed and not bounded.all():
         raise ValueError(
-            f"distribution='tanh_normal' needs finite bounds, got low {low.tolist()}, high {high.tolist()}"
+            "distribution must be 'normal' unless all actions have finite bounds, got 'tanh_normal' for low="
+            f"{low.tolist()} and high={high.tolist()}. Leave it out, or bound the actions by a wrapper, such as "
+            "gymnasium.wrappers.TransformAction."
         )
-    scaled = torch.zeros_like(bounded) if squashed else bounded  # TanhNormal scales to the bounds itself
-    center = torch.where(scaled, (high + low) / 2, 0.0)
-    half_range = torch.where(scaled, (high - low) / 2, 1.0)
+    is_scaled = torch.zeros_like(bounded) if squashed else bounded  # TanhNormal scales to the bounds itself
+    center = torch.where(is_scaled, (high + low) / 2, 0.0)
+    half_range = torch.where(is_scaled, (high - low) / 2, 1.0)
     layer = GaussianLayer(features, center, half_range, initial_std)
     if squashed:
         bounds = {"low": low, "high": high, "event_dims": 1}

@@ -21,7 +21,7 @@ from torchrl_lightning._core.keys import ACTION_MASK, BOOKKEEPING, FEATURES
 from torchrl_lightning._core.modules import set_unregistered
 from torchrl_lightning._core.torch_defaults import check_default_dtype
 from torchrl_lightning._core.tree import path_of
-from torchrl_lightning.agents.analytic import bind_inputs
+from torchrl_lightning.agents.analytic import compiled_call
 from torchrl_lightning.agents.networks.action_heads import ActionHead, Parameters, build_head
 from torchrl_lightning.agents.networks.encoders import MLPNetwork, mlp, orthogonal
 from torchrl_lightning.agents.networks.network_protocol import Network
@@ -31,14 +31,9 @@ from torchrl_lightning.environments.policy_calls import fast_call, policy_output
 _DETERMINISTIC = {InteractionType.RANDOM: False, InteractionType.DETERMINISTIC: True}
 
 
-def acts_deterministically() -> bool | None:
+def is_deterministic_mode() -> bool | None:
     """Return True for modes and False for samples under the current ``interaction_type()``, None for other types."""
     return _DETERMINISTIC.get(interaction_type() or InteractionType.RANDOM)
-
-
-def bound_call(policy: Any, step: TensorDictBase) -> Callable[[], dict[NestedKey, Tensor]]:
-    """Return ``policy.compute_step`` bound to a step ``[N]`` with fixed tensors, compiled for supported policies."""
-    return bind_inputs(policy, step) or (lambda: policy.compute_step(step))
 
 
 class Actor(ProbabilisticActor):
@@ -62,12 +57,12 @@ class Actor(ProbabilisticActor):
         spec: TensorSpec | None = None,
         masked: bool = False,
     ) -> None:
-        parts = [trunk, TensorDictModule(head, in_keys=[FEATURES], out_keys=head.parameter_keys)]
+        modules = [trunk, TensorDictModule(head, in_keys=[FEATURES], out_keys=head.parameter_keys)]
         if masked:
             keys = head.parameter_keys
-            parts.append(TensorDictModule(allowed_values, in_keys=[*keys, ACTION_MASK], out_keys=keys))
+            modules.append(TensorDictModule(allowed_values, in_keys=[*keys, ACTION_MASK], out_keys=keys))
         super().__init__(
-            TensorDictSequential(*parts),
+            TensorDictSequential(*modules),
             in_keys=head.parameter_keys,
             out_keys=["action"],
             spec=None if spec is None else Composite(action=spec),
@@ -81,7 +76,7 @@ class Actor(ProbabilisticActor):
         set_unregistered(self, trunk=trunk, head=head)
         self.masked = masked
         self.out_keys = ["action", "action_log_prob", *(key for key in trunk.out_keys if key != FEATURES)]
-        self._computed = list(self.out_keys)
+        self._output_keys = list(self.out_keys)
 
     def allowed(self, parameters: Parameters, step: TensorDictBase) -> Parameters:
         """Return the distribution's parameters after the action mask of a step ``[*B]``, if ``masked``."""
@@ -89,28 +84,28 @@ class Actor(ProbabilisticActor):
 
     def compute_step(self, step: TensorDictBase) -> dict[NestedKey, Tensor]:
         """Return the outputs of ``forward`` without writing them; collectors call it on each step."""
-        deterministic = acts_deterministically()
+        deterministic = is_deterministic_mode()
         if deterministic is None:
-            full = self.generic_forward(step.copy())
-            return {key: full.get(key) for key in self.out_keys}
+            output = self.generic_forward(step.copy())
+            return {key: output.get(key) for key in self.out_keys}
         features, states = self.trunk.step(step)
-        return self.choose(features, states, step, deterministic)
+        return self.select_action(features, states, step, deterministic)
 
-    def choose(
+    def select_action(
         self, features: Tensor, states: Sequence[Tensor], step: TensorDictBase, deterministic: bool
     ) -> dict[NestedKey, Tensor]:
         """Return the outputs of ``forward`` from the trunk's features, without writing them."""
         outputs = self.head.sample(self.allowed(self.head.read(features), step), deterministic)
-        return self._written((*outputs, *states))
+        return self._to_outputs((*outputs, *states))
 
-    def _written(self, computed: Sequence[Tensor]) -> dict[NestedKey, Tensor]:
-        found = dict(zip(self._computed, computed, strict=True))
+    def _to_outputs(self, values: Sequence[Tensor]) -> dict[NestedKey, Tensor]:
+        outputs = dict(zip(self._output_keys, values, strict=True))
         keys: list[NestedKey] = self.out_keys  # fewer keys after select_out_keys()
-        return found if len(keys) == len(found) else {key: found[key] for key in keys}
+        return outputs if len(keys) == len(outputs) else {key: outputs[key] for key in keys}
 
     def standing(self, step: TensorDictBase) -> Callable[[], dict[NestedKey, Tensor]]:
         """Return a call of :meth:`compute_step` on a CPU step ``[N]`` with fixed tensors that the caller overwrites."""
-        return bound_call(self, step)
+        return compiled_call(self, step) or (lambda: self.compute_step(step))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Write the action, its log-probability and, for recurrent actors, the next recurrent state."""
@@ -155,10 +150,10 @@ def build_actor(
 def trunk_and_layers(specs: Any, network: Network) -> tuple[Any, nn.Module | None, int]:
     """Return an actor's trunk, the hidden layers of its head or None, and the input width of the head's last layer."""
     trunk = network.trunk(*observation_entries(specs))
-    return trunk, *private_layers(network, trunk.features)
+    return trunk, *head_layers(network, trunk.features)
 
 
-def private_layers(network: Network, features: int, sizes: Sequence[int] | None = None) -> tuple[nn.Module | None, int]:
+def head_layers(network: Network, features: int, sizes: Sequence[int] | None = None) -> tuple[nn.Module | None, int]:
     """Return a head's own hidden layers, or None, and the input width of the head's last layer.
 
     The default sizes are ``head_sizes`` of the network.
@@ -166,15 +161,15 @@ def private_layers(network: Network, features: int, sizes: Sequence[int] | None 
     sizes = network.head_sizes if sizes is None else sizes
     if not sizes:
         return None, features
-    kind = getattr(network, "initialization", "orthogonal")  # only perceptrons have the setting
-    return mlp(features, sizes, network.activation, kind), int(sizes[-1])
+    initialization = getattr(network, "initialization", "orthogonal")  # only perceptrons have the setting
+    return mlp(features, sizes, network.activation, initialization), int(sizes[-1])
 
 
 def linear_head(network: Network, features: int, size: int, sizes: Sequence[int] | None = None) -> nn.Module:
-    """Return a value head: the optional hidden layers of :func:`private_layers`, and a linear layer."""
-    hidden, features = private_layers(network, features, sizes)
-    last = orthogonal(nn.Linear(features, size), 1.0)
-    return last if hidden is None else nn.Sequential(hidden, last)
+    """Return a value head: the optional hidden layers of :func:`head_layers`, and a linear layer."""
+    hidden, features = head_layers(network, features, sizes)
+    output_layer = orthogonal(nn.Linear(features, size), 1.0)
+    return output_layer if hidden is None else nn.Sequential(hidden, output_layer)
 
 
 def observation_entries(specs: Any) -> tuple[list[Any], list[TensorSpec]]:
@@ -187,7 +182,7 @@ def observation_entries(specs: Any) -> tuple[list[Any], list[TensorSpec]]:
     leaves = dict(specs.observation.items(include_nested=True, leaves_only=True))
     keys = sorted((key for key in leaves if path_of(key)[0] not in (*BOOKKEEPING, ACTION_MASK)), key=str)
     if not keys:
-        raise ValueError(f"the observation spec has no entries: {specs.observation}")
+        raise ValueError(f"the observation spec must contain an entry for the network, got {specs.observation}")
     return keys, [leaves[key] for key in keys]
 
 
@@ -266,10 +261,14 @@ def build_critic(
     network = network or MLPNetwork()
     if network.shared:
         if actor is None:
-            raise ValueError(f"{type(network).__name__} is shared by actor and critic; give build_critic the actor")
+            raise ValueError(
+                f"actor must be given to build_critic, because {type(network).__name__} is shared by actor and critic, "
+                "got None. Pass the actor, or set shared=False on the network."
+            )
         if separate:
             raise ValueError(
-                "critics can't have separate trunks and share the actor's; set shared: false on the network"
+                "separate must be False if actor and critic share the network, got True. Set shared=False on the "
+                "network for critics with separate trunks."
             )
         trunks = [actor.trunk]
     else:
@@ -297,14 +296,14 @@ class ActorWithValues(TensorDictModuleBase):
 
     def compute_step(self, step: TensorDictBase) -> dict[NestedKey, Tensor]:
         """Return the outputs of ``forward`` without writing them."""
-        actor, critic, deterministic = self.actor, self.critic, acts_deterministically()
+        actor, critic, deterministic = self.actor, self.critic, is_deterministic_mode()
         if deterministic is None or fast_call(actor) is None:
-            written, values = policy_outputs(actor, step.copy()), critic.values(step)
+            outputs, values = policy_outputs(actor, step.copy()), critic.values(step)
         else:
             features, states = actor.trunk.step(step)
-            written = actor.choose(features, states, step, deterministic)
+            outputs = actor.select_action(features, states, step, deterministic)
             values = critic.values_of(features)
-        return {**written, **dict(zip(critic.out_keys, values, strict=True))}
+        return {**outputs, **dict(zip(critic.out_keys, values, strict=True))}
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Write the actor's outputs and the values."""

@@ -20,7 +20,7 @@ class MultiCategorical(D.Distribution):
 
     Args:
         logits: The concatenated logits ``[*B, sum(sizes)]``.
-        sizes: The number of choices in each of the K parts.
+        sizes: The number of categories in each of the K parts.
 
     Examples:
         >>> dist = MultiCategorical(torch.zeros(2, 5), [2, 3])
@@ -43,11 +43,11 @@ class MultiCategorical(D.Distribution):
 
     def log_prob(self, value: Tensor) -> Tensor:
         """Return the joint log-probability ``[*B]`` of actions ``[*B, K]``."""
-        terms = []
+        log_probs = []
         for part, choice in zip(self.parts, value.long().unbind(-1), strict=True):
             part = part.expand(*choice.shape, part.shape[-1])
-            terms.append(part.gather(-1, choice.unsqueeze(-1)).squeeze(-1))
-        return torch.stack(terms).sum(0)
+            log_probs.append(part.gather(-1, choice.unsqueeze(-1)).squeeze(-1))
+        return torch.stack(log_probs).sum(0)
 
     def entropy(self) -> Tensor:
         """Return the joint entropy ``[*B]``."""

@@ -38,9 +38,9 @@ _CONVOLUTIONS = (
     (4, (16, 32, 64), (2, 2, 2), (1, 1, 1)),
 )
 """Smallest side of an image in pixels, followed by its channels, kernels and strides."""
-_MANY_WEIGHTS = 4_000_000
+_MAX_USUAL_WEIGHTS = 4_000_000
 # Only activations without options. MLP calls any other layer as a module.
-_FUNCTIONS: dict[type[nn.Module], Callable[[Tensor], Tensor]] = {nn.ReLU: torch.relu, nn.Tanh: torch.tanh}
+_ACTIVATION_FUNCTIONS: dict[type[nn.Module], Callable[[Tensor], Tensor]] = {nn.ReLU: torch.relu, nn.Tanh: torch.tanh}
 
 
 def orthogonal(layer: nn.Module, gain: float = math.sqrt(2.0)) -> nn.Module:
@@ -74,11 +74,11 @@ class MLP(nn.Sequential):
             elif type(layer) is nn.Linear:
                 input = F.linear(input, layer.weight, layer.bias)
             else:
-                input = _FUNCTIONS.get(type(layer), layer)(input)
+                input = _ACTIVATION_FUNCTIONS.get(type(layer), layer)(input)
         return input
 
 
-def check_widths(value: Any, name: str) -> None:
+def check_layer_widths(value: Any, name: str) -> None:
     """Validate the widths of layers; raise an error with the setting's name if one is invalid."""
     if isinstance(value, str) or not isinstance(value, Sequence):
         raise TypeError(f"{name} must list the width of each layer, such as [64, 64], got {value!r}.")
@@ -89,7 +89,7 @@ def check_widths(value: Any, name: str) -> None:
 def check_layers(network: Any) -> None:
     """Validate a network's layer settings; raise an error if the layers cannot be built."""
     for name in ("hidden_sizes", "head_sizes"):
-        check_widths(getattr(network, name, ()), name)
+        check_layer_widths(getattr(network, name, ()), name)
     one_of(network.activation, "activation", ACTIVATIONS)
     one_of(getattr(network, "initialization", "orthogonal"), "initialization", INITIALIZATIONS)
 
@@ -102,14 +102,14 @@ def mlp(
     layer_norm: bool = False,
 ) -> MLP:
     """Build hidden layers as in :class:`MLPNetwork`; without hidden sizes the module is the identity."""
-    check_widths(hidden_sizes, "hidden_sizes")
-    act, layers = ACTIVATIONS[one_of(activation, "activation", ACTIVATIONS)], []
+    check_layer_widths(hidden_sizes, "hidden_sizes")
+    activation_class, layers = ACTIVATIONS[one_of(activation, "activation", ACTIVATIONS)], []
     initialize = INITIALIZATIONS[one_of(initialization, "initialization", INITIALIZATIONS)]
     for width in hidden_sizes:
         in_features, inputs = int(width), in_features
         # Without scale and shift, because the critics of an ensemble share this layer and stack only their weights.
         norm = [nn.LayerNorm(in_features, elementwise_affine=False)] if layer_norm else []
-        layers += [initialize(nn.Linear(inputs, in_features)), *norm, act()]
+        layers += [initialize(nn.Linear(inputs, in_features)), *norm, activation_class()]
     return MLP(*layers)
 
 
@@ -117,30 +117,33 @@ class FlatEntries:
     """Flatten and concatenate observation entries; vectors and bits are unchanged, categories become one-hot."""
 
     def __init__(self, specs: Sequence[Any]) -> None:
-        self.classes = [choices(spec) for spec in specs]
+        self.classes = [category_counts(spec) for spec in specs]
         self.event_dims = [len(spec.shape) for spec in specs]
-        self.features = sum(sum(n) or math.prod(spec.shape) for spec, n in zip(specs, self.classes, strict=True))
-        self.vectors = set(self.event_dims) == {1} and not any(self.classes)
-        self.trivial = self.vectors and len(specs) == 1
+        self.features = sum(
+            sum(counts) or math.prod(spec.shape) for spec, counts in zip(specs, self.classes, strict=True)
+        )
+        self.only_vectors = set(self.event_dims) == {1} and not any(self.classes)
+        self.is_single_vector = self.only_vectors and len(specs) == 1
 
     def __call__(self, *entries: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """Map entries ``[*B, *F_i]`` to ``[*B, F]`` of the dtype."""
-        if self.trivial and entries[0].dtype is dtype:
+        if self.is_single_vector and entries[0].dtype is dtype:
             return entries[0]
         flat = []
         for entry, classes, dims in zip(entries, self.classes, self.event_dims, strict=True):
             if len(set(classes)) == 1:
                 entry, dims = F.one_hot(entry.long(), classes[0]), dims + 1
             elif classes:
-                parts = entry.long().flatten(-dims).unbind(-1)
-                entry = torch.cat([F.one_hot(part, n) for part, n in zip(parts, classes, strict=True)], -1)
+                elements = entry.long().flatten(-dims).unbind(-1)
+                one_hot = [F.one_hot(element, count) for element, count in zip(elements, classes, strict=True)]
+                entry = torch.cat(one_hot, -1)
                 dims = 1
             entry = entry.to(dtype)
             flat.append(entry.flatten(-dims) if dims else entry.unsqueeze(-1))
         return torch.cat(flat, -1) if len(flat) > 1 else flat[0]
 
 
-def choices(spec: Any) -> list[int]:
+def category_counts(spec: Any) -> list[int]:
     """Return the number of categories of each element of an entry; an empty list if the entry is not categorical."""
     if isinstance(spec, MultiCategoricalSpec):
         return [int(n) for n in spec.nvec.flatten()]
@@ -192,7 +195,7 @@ class BatchRenormEncoder(Encoder):
     def __init__(self, specs: Sequence[Any], network: BatchRenormNetwork) -> None:
         super().__init__()
         self.flat = FlatEntries(specs)
-        act = ACTIVATIONS[network.activation]
+        activation_class = ACTIVATIONS[network.activation]
         widths = [self.flat.features, *map(int, network.hidden_sizes)]
 
         def renorm(width: int) -> nn.Module:
@@ -200,7 +203,7 @@ class BatchRenormEncoder(Encoder):
 
         layers = [renorm(widths[0])]
         for inputs, outputs in itertools.pairwise(widths):
-            layers += [orthogonal(nn.Linear(inputs, outputs)), act(), renorm(outputs)]
+            layers += [orthogonal(nn.Linear(inputs, outputs)), activation_class(), renorm(outputs)]
         self.layers, self.features = nn.Sequential(*layers), widths[-1]
 
     def forward(self, *entries: Tensor) -> Tensor:
@@ -219,14 +222,14 @@ class CNNEncoder(Encoder):
     def __init__(self, specs: Sequence[Any], network: CNNNetwork) -> None:
         super().__init__()
         dims = [len(spec.shape) for spec in specs]
-        pixels = [i for i, each in enumerate(dims) if each == (3 if 3 in dims else 2)]
-        if len(pixels) != 1:
+        image_indices = [i for i, ndim in enumerate(dims) if ndim == (3 if 3 in dims else 2)]
+        if len(image_indices) != 1:
             shapes = [tuple(spec.shape) for spec in specs]
             raise ValueError(
-                f"a CNN needs exactly one image entry ([C, H, W], [H, W, C] or [H, W]), got shapes {shapes}; "
-                "use MLPNetwork for vectors, and EnvironmentRecipe(drop=...) for an image too many"
+                "the observation of a CNN must have exactly one image entry ([C, H, W], [H, W, C] or [H, W]), got "
+                f"shapes {shapes}. Use MLPNetwork for vectors, and EnvironmentRecipe(drop=...) for additional images."
             )
-        self.pixels = pixels[0]
+        self.pixels = image_indices[0]
         shape = list(specs[self.pixels].shape)
         self.two_dimensional = len(shape) == 2
         self.channels_last = channels_are_last(shape)
@@ -234,31 +237,31 @@ class CNNEncoder(Encoder):
             shape = [1, *shape]
         elif self.channels_last:
             shape = [shape[-1], *shape[:-1]]
-        act = ACTIVATIONS[one_of(network.activation, "activation", ACTIVATIONS)]
+        activation_class = ACTIVATIONS[one_of(network.activation, "activation", ACTIVATIONS)]
         layers, channels, size = [], shape[0], shape[1:]
         outputs, kernels, strides = network.convolutions(min(size))
         for out, kernel, stride in zip(outputs, kernels, strides, strict=True):
             size = [(edge - kernel) // stride + 1 for edge in size]
             if min(size) < 1:
                 count = len(kernels)
-                fit = (
-                    f"kernels={[2] * count} with strides={[1] * count}, as model/network=cnn_small has,"
+                remedy = (
+                    f"kernels={[2] * count} with strides={[1] * count}, as in model/network=cnn_small"
                     if min(shape[1:]) > count
                     else "an MLPNetwork"
                 )
                 raise ValueError(
-                    f"images of {shape[1]} x {shape[2]} are too small for kernels {list(kernels)} with "
-                    f"strides {list(strides)}; {fit} would fit"
+                    f"kernels and strides must fit images of {shape[1]} x {shape[2]}, got kernels {list(kernels)} with "
+                    f"strides {list(strides)}. Use {remedy}."
                 )
-            layers += [orthogonal(nn.Conv2d(channels, out, kernel, stride)), act()]
+            layers += [orthogonal(nn.Conv2d(channels, out, kernel, stride)), activation_class()]
             channels = out
         self.convolutions = nn.Sequential(*layers)
         others = [spec for i, spec in enumerate(specs) if i != self.pixels]
         self.flat = FlatEntries(others) if others else None
         width = channels * math.prod(size) + (self.flat.features if self.flat else 0)
-        if network.hidden_sizes and (weights := width * int(network.hidden_sizes[0])) > _MANY_WEIGHTS:
+        if network.hidden_sizes and (weights := width * int(network.hidden_sizes[0])) > _MAX_USUAL_WEIGHTS:
             logger.warning(
-                "The layer behind the convolutions has %d weights, because images of %d x %d become %d numbers. Give "
+                "The layer after the convolutions has %d weights, because images of %d x %d become %d features. Use "
                 "larger strides, or select model/network=cnn, which chooses them by the size of the image.",
                 weights, *shape[1:], width,
             )  # fmt: skip
@@ -404,12 +407,16 @@ class CNNNetwork(Network, ConfigSafe):
     def convolutions(self, side: int) -> tuple[Sequence[int], Sequence[int], Sequence[int]]:
         """Return channels, kernels and strides for images with this shorter side in pixels."""
         _, *defaults = next(row for row in _CONVOLUTIONS if side >= row[0] or row is _CONVOLUTIONS[-1])
-        given = self.channels, self.kernels, self.strides
-        found = [usual if own is None else own for own, usual in zip(given, defaults, strict=True)]
-        if len({len(each) for each in found}) > 1:
-            said = ", ".join(map(str, map(list, found)))
-            raise ValueError(f"channels, kernels and strides must have equal lengths, got {said}. Give all three.")
-        return found[0], found[1], found[2]
+        settings = self.channels, self.kernels, self.strides
+        channels, kernels, strides = (
+            default if value is None else value for value, default in zip(settings, defaults, strict=True)
+        )
+        if not len(channels) == len(kernels) == len(strides):
+            raise ValueError(
+                f"channels, kernels and strides must have equal lengths, got {list(channels)}, {list(kernels)}, "
+                f"{list(strides)}. Set all three."
+            )
+        return channels, kernels, strides
 
     def encoder(self, specs: Sequence[Any]) -> nn.Module:
         """Build the encoder of these entries."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from torchrl_lightning._core.keys import ACTION_MASK, FEATURES
 from torchrl_lightning._core.validators import fraction
-from torchrl_lightning.agents.networks.actors import bound_call
+from torchrl_lightning.agents.analytic import compiled_call
 from torchrl_lightning.agents.networks.trunks import RecurrentTrunk
 from torchrl_lightning.environments.masks import allowed_values, draw_choice
 
@@ -32,8 +32,8 @@ class FramesDecay:
     def __post_init__(self) -> None:
         if min(self.start, self.end) < 0 or (self.frames < 1 and self.start != self.end):
             raise ValueError(
-                f"exploration from {self.start} to {self.end} over {self.frames} frames makes no sense: both must be "
-                "at least 0, and the frames at least 1"
+                "start and end of the exploration must be at least 0 and its frames at least 1, got "
+                f"start={self.start}, end={self.end} and frames={self.frames}."
             )
 
     def __call__(self, frames: int) -> float:
@@ -64,11 +64,11 @@ class ExploringPolicy(TensorDictModuleBase):
     ) -> None:
         super().__init__()
         self.network, self.memory = network, memory
-        self._masks: list[NestedKey] = [ACTION_MASK] if masked else []
-        self.in_keys = [*(network.in_keys if memory is None else memory.in_keys), *self._masks]
+        self._mask_keys: list[NestedKey] = [ACTION_MASK] if masked else []
+        self.in_keys = [*(network.in_keys if memory is None else memory.in_keys), *self._mask_keys]
         states = [] if memory is None else [key for key in memory.out_keys if key != FEATURES]
         self.out_keys = ["action", *states]
-        self.next_state_keys, self.keys = states, [*network.trunk.in_keys, *self._masks]
+        self.next_state_keys, self.entry_keys = states, [*network.trunk.in_keys, *self._mask_keys]
         self.register_buffer("amount", torch.zeros((), dtype=torch.float32))
 
     def compute_step(self, step: TensorDictBase) -> dict[NestedKey, Tensor]:
@@ -79,16 +79,16 @@ class ExploringPolicy(TensorDictModuleBase):
         """
         explore = interaction_type() not in DETERMINISTIC
         if self.memory is None:
-            return {"action": self.act([step.get(key) for key in self.keys], explore)}
+            return {"action": self.act([step.get(key) for key in self.entry_keys], explore)}
         features, states = self.memory.step(step)
         return {
-            "action": self.act([features, *map(step.get, self._masks)], explore),
+            "action": self.act([features, *map(step.get, self._mask_keys)], explore),
             **dict(zip(self.next_state_keys, states, strict=True)),
         }
 
     def standing(self, step: TensorDictBase) -> Callable[[], dict[NestedKey, Tensor]]:
         """Return a call of :meth:`compute_step` on a CPU step ``[N]`` with fixed tensors that the caller overwrites."""
-        return bound_call(self, step)
+        return compiled_call(self, step) or (lambda: self.compute_step(step))
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Write action and next recurrent states."""
@@ -133,15 +133,16 @@ class EpsilonGreedyPolicy(ExploringPolicy):
 
     def act(self, entries: list[Tensor], explore: bool) -> Tensor:
         """Return integer actions ``[*B]``, or one-hot actions ``[*B, A]``."""
-        mask = entries[-1] if self._masks else None
-        values = self.network.values(entries[: len(entries) - len(self._masks)])
+        mask = entries[-1] if self._mask_keys else None
+        values = self.network.values(entries[: len(entries) - len(self._mask_keys)])
         if mask is not None:
             values = allowed_values(values, mask)
         action = values.argmax(-1)
         if explore:
-            random = torch.rand(action.shape, dtype=torch.float32, device=action.device) < self.amount**self.exponent
-            others = torch.randint_like(action, values.shape[-1]) if mask is None else draw_choice(mask)
-            action = torch.where(random, others, action)
+            epsilon = self.amount**self.exponent
+            is_random = torch.rand(action.shape, dtype=torch.float32, device=action.device) < epsilon
+            random_action = torch.randint_like(action, values.shape[-1]) if mask is None else draw_choice(mask)
+            action = torch.where(is_random, random_action, action)
         if self.network.action_space == "categorical":
             return action
         return nn.functional.one_hot(action, values.shape[-1]).to(self.network.action_dtype)

@@ -65,24 +65,24 @@ def encodes_actions(network: Network) -> bool:
     if "encoder" in getattr(network, "__dict__", ()):
         return False
     methods = {"encoder", "action_encoder"}
-    defined = (methods & vars(kind).keys() for kind in type(network).__mro__)
-    return "action_encoder" in next(filter(None, defined), ())
+    defined_methods = (methods & vars(cls).keys() for cls in type(network).__mro__)
+    return "action_encoder" in next(filter(None, defined_methods), ())
 
 
-def described_network(make: Callable[[], Network]) -> Check:
-    """Return a check of a network for an annotation; ``make`` builds the default network for None."""
+def described_network(default_factory: Callable[[], Network]) -> Check:
+    """Return a check of a network for an annotation; ``default_factory`` builds the default network for None."""
 
-    def checked(value: Any, name: str) -> Network:
+    def check_network(value: Any, name: str) -> Network:
         if value is None:
-            return make()
+            return default_factory()
         if isinstance(value, type) or not callable(getattr(value, "encoder", None)):
             got = f"the class {value.__name__}" if isinstance(value, type) else f"{type(value).__name__} {value!r:.40}"
             raise TypeError(
-                f"{name} must describe how networks are built, such as MLPNetwork([64, 64]) or an object of your own "
-                f"with the method encoder(specs), got {got}."
+                f"{name} must be a network configuration, such as MLPNetwork([64, 64]), or an object with the method "
+                f"encoder(specs), got {got}."
             )
         settings = ("recurrent", "shared", "head_sizes", "activation", "trunk")
         network: Network = value if all(hasattr(value, setting) for setting in settings) else EncoderNetwork(value)
         return network
 
-    return checked
+    return check_network

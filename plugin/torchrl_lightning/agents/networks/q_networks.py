@@ -15,7 +15,7 @@ from torchrl.modules import DistributionalQValueActor, QValueActor, ValueOperato
 from torchrl_lightning._core.keys import FEATURES
 from torchrl_lightning._core.modules import set_unregistered
 from torchrl_lightning._core.validators import integer
-from torchrl_lightning.agents.networks.action_heads import Ranged, action_name
+from torchrl_lightning.agents.networks.action_heads import ActionScaling, action_name
 from torchrl_lightning.agents.networks.actors import linear_head, observation_entries
 from torchrl_lightning.agents.networks.encoders import MLPEncoder, MLPNetwork
 from torchrl_lightning.agents.networks.network_protocol import Network, encodes_actions
@@ -74,18 +74,19 @@ def build_q_network(
         >>> build_q_network(specs, dueling=True).values([torch.zeros(3, 4)]).shape
         torch.Size([3, 2])
     """
-    spec, network = _one_choice(specs.action), network or MLPNetwork()
+    spec, network = _check_single_choice(specs.action), network or MLPNetwork()
     trunk, actions = network.trunk(*observation_entries(specs)), int(spec.space.n)
     head = DuelingHead(trunk.features, actions, network) if dueling else linear_head(network, trunk.features, actions)
     return QNetwork(trunk, head, spec, out_key)
 
 
-def _one_choice(spec: Any) -> Any:
+def _check_single_choice(spec: Any) -> Any:
     if isinstance(spec, OneHot) or (isinstance(spec, Categorical) and not spec.shape):
         return spec
     raise TypeError(
-        f"learners such as DQN need one choice among several actions (Discrete), got {action_name(spec)}; use SAC or "
-        "TD3 for a Box and PPO for any, or convert them by a wrapper, such as gymnasium.wrappers.DiscretizeAction"
+        f"the action space of learners such as DQN must be Discrete, got {action_name(spec)}. Use SAC or TD3 for a Box "
+        "and PPO for any action space, or convert the actions by a wrapper, such as "
+        "gymnasium.wrappers.DiscretizeAction."
     )
 
 
@@ -141,14 +142,14 @@ def build_distributional_q_network(
         torch.Size([3, 2])
     """
     if integer(atoms, "atoms", 2) and not low < high:
-        raise ValueError(f"the atoms lie between low={low} and high={high}; low must be below high")
-    spec, network = _one_choice(specs.action), network or MLPNetwork()
+        raise ValueError(f"low must be below high, got low={low} and high={high}.")
+    spec, network = _check_single_choice(specs.action), network or MLPNetwork()
     trunk = network.trunk(*observation_entries(specs))
     head = _Atoms(linear_head(network, trunk.features, atoms * int(spec.space.n)), atoms)
     return DistributionalQNetwork(trunk, head, spec, torch.linspace(low, high, atoms))
 
 
-class ActionValue(Ranged):
+class ActionValue(ActionScaling):
     """Q(s, a) of observation entries and an action; the action is scaled to units of its range.
 
     A network with ``action_encoder`` reads both in its first layer. For other networks, layers of ``head_sizes`` (by
@@ -158,7 +159,7 @@ class ActionValue(Ranged):
     def __init__(self, specs: Any, network: Network, outputs: int = 1) -> None:
         super().__init__()
         self.observation_keys, entries = observation_entries(specs)
-        self.set_range(*action_range(specs.action))
+        self.set_scaling(*action_range(specs.action))
         self.encodes_action = encodes_actions(network)
         if self.encodes_action:
             self.encoder = network.action_encoder(entries, specs.action)
@@ -171,10 +172,10 @@ class ActionValue(Ranged):
 
     def forward(self, *entries: Tensor) -> Tensor:
         """Map observation entries and the action, ``[*B, *F_i]``, to the value ``[*B, 1]``."""
-        observed, action = entries[:-1], (entries[-1] - self.center) / self.half_range
+        observation, action = entries[:-1], (entries[-1] - self.center) / self.half_range
         if self.encodes_action:
-            return self.last(self.encoder(*observed, action))
-        features = self.encoder(*observed)
+            return self.last(self.encoder(*observation, action))
+        features = self.encoder(*observation)
         return self.last(torch.cat([features, action.to(features.dtype)], -1))
 
 
@@ -194,7 +195,7 @@ def build_action_critic(specs: Any, network: Network | None = None, *, quantiles
     return ValueOperator(module, in_keys=[*keys, "action"], out_keys=["state_action_value"])
 
 
-class CriticEnsemble(Ranged):
+class CriticEnsemble(ActionScaling):
     """Several critics with the same architecture and different initial weights, as one module.
 
     Perceptrons run as batched matrix products over stacked weights, other encoders one after another.
@@ -212,31 +213,31 @@ class CriticEnsemble(Ranged):
             self.critics = nn.ModuleList(critics)
             return
         self.critics, self.flat = None, first.encoder.flat
-        self.set_range(first.center, first.half_range)
-        for same in zip(*(_layers_of(critic) for critic in critics), strict=True):
-            if isinstance(same[0], nn.Linear):
+        self.set_scaling(first.center, first.half_range)
+        for layers in zip(*(_layers_in_order(critic) for critic in critics), strict=True):
+            if isinstance(layers[0], nn.Linear):
                 # [N, in, out]: matrix products and gradients in this layout need no copies.
-                self.weights.append(nn.Parameter(torch.stack([layer.weight.detach().mT for layer in same])))
-                self.biases.append(nn.Parameter(torch.stack([layer.bias.detach() for layer in same]).unsqueeze(1)))
+                self.weights.append(nn.Parameter(torch.stack([layer.weight.detach().mT for layer in layers])))
+                self.biases.append(nn.Parameter(torch.stack([layer.bias.detach() for layer in layers]).unsqueeze(1)))
                 self._layers.append((self.weights[-1], self.biases[-1]))
             else:
-                self._layers.append(same[0])
+                self._layers.append(layers[0])
 
     def forward(self, entries: Entries, action: Tensor) -> Tensor:
         """Return the values ``[N, *B]``."""
         if self.critics is None:
-            return self._perceptrons(entries, action, self._layers, self.size)
+            return self._batched_forward(entries, action, self._layers, self.size)
         return torch.stack([critic(*entries, action) for critic in self.critics]).squeeze(-1)
 
     def judge(self, entries: Entries, action: Tensor, count: int | None = None) -> Tensor:
         """Return the values ``[N, *B]`` of all or of the first ``count`` critics without a gradient to the critics."""
         count = self.size if count is None else count
         if self.critics is None:
-            fixed = [
+            detached = [
                 tuple(tensor[:count].detach() for tensor in layer) if isinstance(layer, tuple) else layer
                 for layer in self._layers
             ]
-            return self._perceptrons(entries, action, fixed, count)
+            return self._batched_forward(entries, action, detached, count)
         values = [
             functional_call(
                 critic, {name: value.detach() for name, value in critic.named_parameters()}, (*entries, action)
@@ -245,7 +246,7 @@ class CriticEnsemble(Ranged):
         ]
         return torch.stack(values).squeeze(-1)
 
-    def _perceptrons(self, entries: Entries, action: Tensor, layers: list[Any], count: int) -> Tensor:
+    def _batched_forward(self, entries: Entries, action: Tensor, layers: list[Any], count: int) -> Tensor:
         x = self.flat(*entries, (action - self.center) / self.half_range, dtype=layers[0][0].dtype)
         shape = x.shape[:-1]
         x = x.reshape(1, -1, x.shape[-1]).expand(count, -1, -1)
@@ -253,14 +254,14 @@ class CriticEnsemble(Ranged):
             if isinstance(layer, tuple):
                 weight, bias = layer
                 # With one output, a batched matrix product takes three times as long as the equivalent sum.
-                single = weight.shape[-1] == 1
-                x = (x * weight.mT).sum(-1, keepdim=True) + bias if single else torch.baddbmm(bias, x, weight)
+                has_one_output = weight.shape[-1] == 1
+                x = (x * weight.mT).sum(-1, keepdim=True) + bias if has_one_output else torch.baddbmm(bias, x, weight)
             else:
                 x = layer(x)
         return x.reshape(count, *shape)
 
 
-def _layers_of(critic: ActionValue) -> list[nn.Module]:
+def _layers_in_order(critic: ActionValue) -> list[nn.Module]:
     """Return the linear layers and activations of a perceptron in execution order."""
-    parts = [*critic.encoder.modules(), *critic.last.modules()]
-    return [part for part in parts if not isinstance(part, nn.Sequential | MLPEncoder)]
+    modules = [*critic.encoder.modules(), *critic.last.modules()]
+    return [module for module in modules if not isinstance(module, nn.Sequential | MLPEncoder)]

@@ -16,11 +16,11 @@ from torchrl_lightning._core.modules import set_unregistered
 from torchrl_lightning.agents.networks.action_heads import (
     POLICY_GAIN,
     ActionHead,
+    ActionScaling,
     Parameters,
-    Ranged,
+    action_bounds,
     action_name,
-    bounds_of,
-    check_widths,
+    check_action_bounds,
 )
 from torchrl_lightning.agents.networks.actors import Actor, trunk_and_layers
 from torchrl_lightning.agents.networks.encoders import MLPNetwork, orthogonal
@@ -28,7 +28,7 @@ from torchrl_lightning.agents.networks.network_protocol import Network
 
 DEFAULT_NETWORK = MLPNetwork([256, 256], "relu")
 LOG_STD_RANGE = (-20.0, 2.0)
-_CONSTANT = 0.5 * math.log(2.0 * math.pi) + 2.0 * math.log(2.0)
+_LOG_PROB_CONSTANT = 0.5 * math.log(2.0 * math.pi) + 2.0 * math.log(2.0)
 
 
 def action_range(spec: TensorSpec, *, allow_constants: bool = False) -> tuple[Tensor, Tensor]:
@@ -43,21 +43,24 @@ def action_range(spec: TensorSpec, *, allow_constants: bool = False) -> tuple[Te
         ValueError: A component has only one value.
     """
     if isinstance(spec, Bounded) and spec.dtype.is_floating_point and len(spec.shape) == 1:
-        low, high = bounds_of(spec)
+        low, high = action_bounds(spec)
         if bool((low.isfinite() & high.isfinite()).all()):
             if not allow_constants:
-                check_widths(low, high)
+                check_action_bounds(low, high)
             return (high + low) / 2, (high - low) / 2
-    convert = "convert them by a wrapper, such as gymnasium.wrappers.TransformAction"
-    unbounded, mend = "", "use DQN for Discrete, PPO for these and other choices"
+    wrapper = "a wrapper such as gymnasium.wrappers.TransformAction"
+    unbounded, remedy = "", "Use DQN for Discrete, and PPO for any discrete actions"
     if isinstance(spec, Bounded | Unbounded):
         is_vector = spec.dtype.is_floating_point and len(spec.shape) == 1
-        unbounded, mend = (" without bounds", f"use PPO, or {convert}") if is_vector else ("", convert)
+        unbounded, remedy = (" without bounds", f"Use PPO, or {wrapper}") if is_vector else ("", f"Use {wrapper}")
     elif isinstance(spec, Categorical) and not spec.shape:
-        mend += "; on data alone model=discrete_cql or discrete_iql, which clones with model.loss.temperature=0"
+        remedy += (
+            ". For offline data use model=discrete_cql or discrete_iql; discrete_iql with model.loss.temperature=0 "
+            "clones behaviour"
+        )
     raise TypeError(
-        "learners such as SAC, TD3 and BC need one vector of floating-point actions within finite bounds (Box), got "
-        f"{action_name(spec)}{unbounded}; {mend}"
+        "the action space of learners such as SAC, TD3 and BC must be a one-dimensional floating-point Box with finite "
+        f"bounds, got {action_name(spec)}{unbounded}. {remedy}."
     )
 
 
@@ -76,7 +79,7 @@ class _MeanAndLogStd(nn.Module):
         return loc, log_std.clamp(*LOG_STD_RANGE).exp()
 
 
-class SquashedHead(ActionHead, Ranged):
+class SquashedHead(ActionHead, ActionScaling):
     r"""A Normal with mean \(\mu(s)\) and standard deviation \(\sigma(s)\), squashed by \(a = c + h \tanh u\).
 
     \(\log\pi(a|s) = \log\mathcal N(u) - \sum_i \log(h_i (1 - \tanh^2 u_i))\) (Haarnoja et al., 2018, appendix C).
@@ -89,10 +92,11 @@ class SquashedHead(ActionHead, Ranged):
 
     def __init__(self, features: int, spec: TensorSpec, hidden: nn.Module | None = None) -> None:
         center, half_range = action_range(spec)
-        last = _MeanAndLogStd(features, center.numel())
+        output_layer = _MeanAndLogStd(features, center.numel())
         bounds = {"low": center - half_range, "high": center + half_range, "event_dims": 1}
-        super().__init__(last if hidden is None else nn.Sequential(hidden, last), ["loc", "scale"], TanhNormal, bounds)
-        self.set_range(center, half_range)
+        layers = output_layer if hidden is None else nn.Sequential(hidden, output_layer)
+        super().__init__(layers, ["loc", "scale"], TanhNormal, bounds)
+        self.set_scaling(center, half_range)
         self.register_buffer("log_range", half_range.log().sum(), persistent=False)
 
     def act(self, parameters: Parameters, deterministic: bool) -> Tensor:
@@ -108,8 +112,8 @@ class SquashedHead(ActionHead, Ranged):
         preimage = torch.addcmul(loc, std, noise)
         action = self.scale(self._tanh(preimage))
         # log(1 - tanh^2 u) = 2 (log 2 - u - softplus(-2 u))
-        terms = 2.0 * (preimage + nn.functional.softplus(-2.0 * preimage)) - std.log() - 0.5 * noise.square()
-        return action, terms.sum(-1) - (_CONSTANT * loc.shape[-1] + self.log_range)
+        log_probs = 2.0 * (preimage + nn.functional.softplus(-2.0 * preimage)) - std.log() - 0.5 * noise.square()
+        return action, log_probs.sum(-1) - (_LOG_PROB_CONSTANT * loc.shape[-1] + self.log_range)
 
     def sample(self, parameters: Parameters, deterministic: bool) -> tuple[Tensor, Tensor]:
         """Return actions ``[*B, A]`` and log-probabilities ``[*B]``.
@@ -129,14 +133,14 @@ class SquashedHead(ActionHead, Ranged):
         return preimage.tanh().clamp(-limit, limit)
 
 
-class DeterministicHead(Ranged):
+class DeterministicHead(ActionScaling):
     """One linear layer and a tanh, scaled to the action range; ``hidden`` layers come before the linear layer."""
 
     def __init__(self, features: int, spec: TensorSpec, hidden: nn.Module | None = None) -> None:
         super().__init__()
-        self.set_range(*action_range(spec))
-        last = orthogonal(nn.Linear(features, self.center.numel()), POLICY_GAIN)
-        self.layers = last if hidden is None else nn.Sequential(hidden, last)
+        self.set_scaling(*action_range(spec))
+        output_layer = orthogonal(nn.Linear(features, self.center.numel()), POLICY_GAIN)
+        self.layers = output_layer if hidden is None else nn.Sequential(hidden, output_layer)
 
     def squashed(self, features: Tensor) -> Tensor:
         """Return actions ``[*B, A]`` in [-1, 1]."""

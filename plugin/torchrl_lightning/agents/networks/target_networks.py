@@ -28,10 +28,10 @@ class TargetNetworks(nn.Module):
         online = [parameter for network in networks.values() for parameter in network.parameters()]
         self._soft_update = SoftUpdate(self, online)
         self._buffer_pairs: list[tuple[Any, nn.Module, str]] = [
-            (ours, theirs, name)
+            (target, source, name)
             for key, network in networks.items()
-            for ours, theirs in zip(self.get_submodule(key).modules(), network.modules(), strict=True)
-            for name in persistent_buffers(ours)
+            for target, source in zip(self.get_submodule(key).modules(), network.modules(), strict=True)
+            for name in persistent_buffers(target)
         ]
         self.evaluation = EvaluationMode(self)
 
@@ -46,7 +46,7 @@ class TargetNetworks(nn.Module):
         Persistent buffers of the networks, such as running means, are copied.
         """
         self._soft_update(tau)
-        for ours, theirs, name in self._buffer_pairs:
-            buffer = buffers_of(theirs)[name]
+        for target, source, name in self._buffer_pairs:
+            buffer = buffers_of(source)[name]
             if buffer is not None:
-                buffers_of(ours)[name].copy_(buffer)
+                buffers_of(target)[name].copy_(buffer)

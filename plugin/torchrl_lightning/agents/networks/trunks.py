@@ -74,7 +74,7 @@ class RecurrentTrunk(Trunk):
         self, encoder: nn.Module, keys: Sequence[NestedKey], cell: str, hidden_size: int, num_layers: int
     ) -> None:
         if cell not in ("gru", "lstm"):
-            raise ValueError(f"cell must be 'gru' or 'lstm', got {cell!r}")
+            raise ValueError(f"cell must be 'gru' or 'lstm', got {cell!r}.")
         super().__init__(encoder, keys)
         self.cell, self.features, self.observation_keys = cell, hidden_size, self.in_keys
         self.state_keys = ["recurrent_state"] if cell == "gru" else [("recurrent_state", "h"), ("recurrent_state", "c")]
@@ -95,46 +95,48 @@ class RecurrentTrunk(Trunk):
     def _cells(self) -> nn.RNNBase:
         return self.memory.gru if self.cell == "gru" else self.memory.lstm
 
-    def _states(self, tensordict: TensorDictBase, is_init: Tensor) -> list[Tensor]:
-        fresh = is_init.unsqueeze(-1)  # [*B, 1, 1] against [*B, L, H]
+    def _read_states(self, tensordict: TensorDictBase, is_init: Tensor) -> list[Tensor]:
+        """Return the recurrent states ``[*B, L, H]``, zero if ``is_init``."""
+        mask = is_init.unsqueeze(-1)  # [*B, 1, 1]
         states = []
         for key in self.state_keys:
             state = tensordict.get(key, None)
             if state is None:
                 raise KeyError(
-                    f"a recurrent policy needs {key!r} in its input; add "
-                    "`torchrl.modules.utils.get_primers_from_module(policy)` to the environment"
+                    f"the input of a recurrent policy must contain {key!r}. Add the transform "
+                    "`torchrl.modules.utils.get_primers_from_module(policy)` to the environment."
                 )
-            states.append(state.masked_fill(fresh, 0.0))
+            states.append(state.masked_fill(mask, 0.0))
         return states
 
     def step(self, tensordict: TensorDictBase) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return features ``[*B, H]`` and the next states without writing them."""
         encoded = self.encoder(*[tensordict.get(key) for key in self.observation_keys])
         is_init = tensordict.get("is_init")
-        states = self._states(tensordict, is_init)
+        states = self._read_states(tensordict, is_init)
         if not recurrent_mode() or not tensordict.ndim:
             return self._advance(encoded, states)
-        work = TensorDict({"encoded": encoded, "is_init": is_init}, tensordict.batch_size)
+        sequence = TensorDict({"encoded": encoded, "is_init": is_init}, tensordict.batch_size)
         for key, state in zip(self.state_keys, states, strict=True):
-            work.set(key, state)
-        work = self.memory(work)
-        return work.get(FEATURES), tuple(work.get(next_key(key)) for key in self.state_keys)
+            sequence.set(key, state)
+        sequence = self.memory(sequence)
+        return sequence.get(FEATURES), tuple(sequence.get(next_key(key)) for key in self.state_keys)
 
     def _advance(self, encoded: Tensor, states: Sequence[Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
         batch = encoded.shape[:-1]
         inputs = encoded.reshape(-1, 1, encoded.shape[-1])
-        output, after = self._cells(inputs, self._hidden([state.reshape(-1, *state.shape[-2:]) for state in states]))
-        after = (after,) if isinstance(after, Tensor) else after
+        hidden = self._to_hidden([state.reshape(-1, *state.shape[-2:]) for state in states])
+        output, next_hidden = self._cells(inputs, hidden)
+        next_hidden = (next_hidden,) if isinstance(next_hidden, Tensor) else next_hidden
         return output.reshape(*batch, -1), tuple(
-            state.transpose(0, 1).reshape(*batch, *state.shape[::2]) for state in after
+            state.transpose(0, 1).reshape(*batch, *state.shape[::2]) for state in next_hidden
         )
 
     @staticmethod
-    def _hidden(states: Sequence[Tensor]) -> Any:
+    def _to_hidden(states: Sequence[Tensor]) -> Any:
         """Return states ``[B, L, H]`` in the layout of torch's cells, ``[L, B, H]``."""
-        turned = tuple(state.transpose(0, 1).contiguous() for state in states)
-        return turned[0] if len(turned) == 1 else turned
+        transposed = tuple(state.transpose(0, 1).contiguous() for state in states)
+        return transposed[0] if len(transposed) == 1 else transposed
 
     def run(self, entries: Sequence[Tensor], is_init: Tensor, states: Sequence[Tensor]) -> Tensor:
         """Return the features ``[B, T, H]`` of sequences; the state is zero at each step with ``is_init``.
@@ -144,20 +146,21 @@ class RecurrentTrunk(Trunk):
         encoded, (rows, length) = self.encoder(*entries), is_init.shape
         states = [state.masked_fill(is_init[:, 0].reshape(-1, 1, 1), 0.0) for state in states]
         if not bool(is_init[:, 1:].any()):
-            return self._cells(encoded, self._hidden(states))[0]
+            return self._cells(encoded, self._to_hidden(states))[0]
         # Each episode becomes a row of its own, padded at the end.
-        starts = is_init.clone()
-        starts[:, 0] = True
-        starts = starts.flatten()
-        episode, begins = starts.cumsum(0) - 1, starts.nonzero().squeeze(-1)
-        offset = torch.arange(rows * length, device=is_init.device) - begins[episode]
-        longest = int(offset.max()) + 1
-        place = episode * longest + offset
-        padded = encoded.new_zeros(len(begins) * longest, encoded.shape[-1]).index_copy(0, place, encoded.flatten(0, 1))
+        is_start = is_init.clone()
+        is_start[:, 0] = True
+        is_start = is_start.flatten()
+        episode, starts = is_start.cumsum(0) - 1, is_start.nonzero().squeeze(-1)
+        offset = torch.arange(rows * length, device=is_init.device) - starts[episode]
+        episodes, max_length = len(starts), int(offset.max()) + 1
+        index = episode * max_length + offset
+        padded = encoded.new_zeros(episodes * max_length, encoded.shape[-1])
+        padded = padded.index_copy(0, index, encoded.flatten(0, 1))
         first = episode[::length]
-        states = [state.new_zeros(len(begins), *state.shape[1:]).index_copy(0, first, state) for state in states]
-        features = self._cells(padded.unflatten(0, (len(begins), longest)), self._hidden(states))[0]
-        return features.flatten(0, 1).index_select(0, place).unflatten(0, (rows, length))
+        states = [state.new_zeros(episodes, *state.shape[1:]).index_copy(0, first, state) for state in states]
+        features = self._cells(padded.unflatten(0, (episodes, max_length)), self._to_hidden(states))[0]
+        return features.flatten(0, 1).index_select(0, index).unflatten(0, (rows, length))
 
     @torch.no_grad()
     def unroll(
@@ -168,12 +171,12 @@ class RecurrentTrunk(Trunk):
         The states are computed step by step, because torch's cells return only the state after the last step. Arguments
         as in ``run``.
         """
-        encoded, fresh = self.encoder(*entries), is_init.reshape(*is_init.shape, 1, 1)
+        encoded, mask = self.encoder(*entries), is_init.reshape(*is_init.shape, 1, 1)
         before: list[Sequence[Tensor]] = []
         after: list[Sequence[Tensor]] = []
         for t in range(encoded.shape[1]):
-            before.append([state.masked_fill(fresh[:, t], 0.0) for state in states])
+            before.append([state.masked_fill(mask[:, t], 0.0) for state in states])
             states = self._advance(encoded[:, t], before[-1])[1]
             after.append(states)
-        stacked = [[torch.stack(steps, 1) for steps in zip(*ends, strict=True)] for ends in (before, after)]
+        stacked = [[torch.stack(steps, 1) for steps in zip(*states, strict=True)] for states in (before, after)]
         return stacked[0], stacked[1]
