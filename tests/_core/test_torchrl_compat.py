@@ -156,10 +156,10 @@ def test_torchrls_prioritized_sampler_builds_its_trees_in_init() -> None:
 
 
 def test_plain_buffers_are_recognised() -> None:
-    assert replay().is_plain(2)
+    assert replay().can_skip_torchrl_path(2)
     unit = Sequence(length=2)
     for settings in ({"prefetch": 1}, {"pin_memory": True}, {"sample_unit": unit}, {"collate_fn": lambda batch: batch}):
-        assert not replay(**settings).is_plain(2), settings
+        assert not replay(**settings).can_skip_torchrl_path(2), settings
 
 
 def test_transforms_are_seen() -> None:

@@ -89,7 +89,7 @@ SETTINGS: dict[str, list[tuple[str, str]]] = {
         ("data.buffer.gamma=2", "data.buffer.gamma=2.0: gamma must be between 0 and 1, got 2.0."),
         ("data.buffer.gamma=0.95", "data.buffer.gamma=0.95 of the buffer differs from gamma=0.99 of DQNM"),
         ("data.buffer.storage.max_size=0", "data.buffer.storage.max_size=0: max_size must be a positive integer"),
-        ("data.buffer.storage.max_size=9", "data.buffer: max_size=9 is not a multiple of num_envs=8"),
+        ("data.buffer.storage.max_size=9", "data.buffer: max_size=9 must be a multiple of num_envs=8"),
         (
             "data.env=Pendulum-v1",
             "model: the action space of learners such as DQN must be Discrete, got Box of shape",

@@ -277,7 +277,7 @@ VALUES = (
 TYPES = (
     *refused(PrioritizedSampler, r"torch\.int64", dtype=torch.int64),
     *refused(EpisodicReplayBuffer, "TensorDict", data_spec=3),
-    *refused(unsaid, "does not say how to sample; use Recurrent"),
+    *refused(unsaid, "must define sample"),
     *refused(GAEBuffer, "string", value_key=3),
     *refused(SumSegmentTree, r"must be an integer, got 2\.0", capacity=2.0),
     *refused(SumSegmentTree, r"torch\.int64", dtype=torch.int64),

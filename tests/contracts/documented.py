@@ -28,15 +28,15 @@ def rows(**changes: Any) -> Callable[[Any], Any]:
 
 SIMPLE = (
     Refusal("obs must be numbers, got a str", simple(obs="text"), error=TypeError, empty=True),
-    Refusal("obs has 2 numbers, expected 1", simple(obs=[1.0, 2.0]), empty=True),
+    Refusal("obs must have 1 numbers, got 2", simple(obs=[1.0, 2.0]), empty=True),
     Refusal("next_obs.*0", simple(next_obs=[]), empty=True),
-    Refusal("act has 1 numbers, expected 2", simple(act=[1.0]), empty=True),
-    Refusal("rew holds values that are NaN", simple(rew=math.nan), empty=True),
-    Refusal("rew has 2 numbers", simple(rew=[1.0, 2.0]), empty=True),
+    Refusal("act must have 2 numbers, got 1", simple(act=[1.0]), empty=True),
+    Refusal("rew must be finite", simple(rew=math.nan), empty=True),
+    Refusal("rew must have 1 numbers, got 2", simple(rew=[1.0, 2.0]), empty=True),
     Refusal("done", simple(done=0.3), simple(done=[True, False]), empty=True),
     Refusal(r"\['next_obs'\]", methodcaller("store", path_step(1, done=False)), error=KeyError, empty=True),
     Refusal(
-        "A step is a dict of documented entries, got a",
+        "buffer_dict must be a mapping, got a",
         *(methodcaller("store", wrong) for wrong in (None, [], "step")),
         error=TypeError,
         empty=True,
@@ -44,11 +44,11 @@ SIMPLE = (
 )
 
 PATHS = (
-    Refusal("A step is a dict", methodcaller("store", [path_step(9)]), error=TypeError, empty=True),
+    Refusal("buffer_dict", methodcaller("store", [path_step(9)]), error=TypeError, empty=True),
     Refusal("obs must be numbers", path(obs="text"), error=TypeError, empty=True),
-    Refusal("obs has 2 numbers", path(obs=torch.zeros(2)), empty=True),
-    Refusal("act is a Tensor without", path(act=torch.zeros(1)), empty=True),
-    Refusal("rew holds values that are NaN", path(rew=math.nan), empty=True),
+    Refusal("obs must have . numbers, got 2", path(obs=torch.zeros(2)), empty=True),
+    Refusal("act must have .* got a Tensor", path(act=torch.zeros(1)), empty=True),
+    Refusal("rew must be finite", path(rew=math.nan), empty=True),
     Refusal("done", path(done=0.5), empty=True),
     Refusal("lacks", methodcaller("store", {"obs": torch.zeros(1)}), error=KeyError, empty=True),
     Refusal(
@@ -56,7 +56,7 @@ PATHS = (
         path(next_obs=torch.zeros(1)),
         lambda buffer: buffer.insert_data_slice(make_rollout(4, 1)),
     ),
-    Refusal("path was cut", methodcaller("finish_path")),
+    Refusal("action_obj", methodcaller("finish_path")),
     Refusal(
         "2.*finish_path",
         methodcaller("before_gradients"),
@@ -66,13 +66,13 @@ PATHS = (
 )
 
 RECURRENT = (
-    Refusal("hiddens is None", rows(hiddens=None), empty=True),
+    Refusal("hiddens", rows(hiddens=None), empty=True),
     Refusal("observation", *(rows(**{name: torch.zeros(2, 5)}) for name in ("states", "next_states")), empty=True),
     Refusal("action", rows(actions=torch.zeros(2)), empty=True),
     Refusal("recurrent_state", rows(hiddens=torch.zeros(2, 1)), empty=True),
-    Refusal("one row for each", rows(rewards=torch.zeros(3)), empty=True),
-    Refusal("rewards have 2 numbers each", rows(rewards=torch.zeros(2, 2)), empty=True),
-    Refusal("0 and 1", rows(dones=torch.tensor([0.5, 0.0])), empty=True),
+    Refusal("one row per transition", rows(rewards=torch.zeros(3)), empty=True),
+    Refusal("rewards.*got 2", rows(rewards=torch.zeros(2, 2)), empty=True),
+    Refusal("dones must be 0 or 1", rows(dones=torch.tensor([0.5, 0.0])), empty=True),
     Refusal(
         "states",
         methodcaller("add", "text", [0.0] * 2, 1.0, [0.0] * 3, False, torch.zeros(4)),

@@ -199,14 +199,14 @@ BUFFERS = {
     ).but(ask=prefer, within=()),
     "prioritized windows": buffer(windows).but(
         ask=prefer,
-        foreign={"other leaves": other_sampler(prioritized)},
+        foreign={"leaves must be": other_sampler(prioritized)},
         edited={
             says: (("sampler", *path), value)
             for says, path, value in (
                 ("begin", ["starts", "begin"], torch.tensor([-1, 0])),
                 ("end", ["starts", "end"], torch.tensor([99, 99])),
                 ("starts state.*end", ["starts", "begin"], torch.tensor([0])),
-                ("other leaves", ["leaves"], torch.ones(SIZE, dtype=torch.float64)),
+                ("leaves must be", ["leaves"], torch.ones(SIZE, dtype=torch.float64)),
                 ("at most 12 cells in all rings", ["starts", "length"], 9),
                 ("'length' is 0", ["starts", "length"], 0),
                 ("lacks starts", ["starts"], GONE),
@@ -328,9 +328,9 @@ SAMPLERS = {
             "'priorities' is a tensor .* of float32": (("priorities",), torch.ones(SIZE)),
             "a tensor .13. of float64, expected": (("priorities",), torch.ones(SIZE + 1, dtype=torch.float64)),
             "expected a tensor .3. of float64": (("leaves",), torch.ones(3, dtype=torch.float64)),
-            "other leaves": (("leaves",), torch.ones(SIZE, dtype=torch.float64)),
-            "not finite": (("priorities",), torch.full((SIZE,), math.nan, dtype=torch.float64)),
-            "hold nothing": (("priorities",), torch.full((SIZE,), -1.0, dtype=torch.float64)),
+            "leaves must be": (("leaves",), torch.ones(SIZE, dtype=torch.float64)),
+            "must be finite": (("priorities",), torch.full((SIZE,), math.nan, dtype=torch.float64)),
+            "-1 for empty cells": (("priorities",), torch.full((SIZE,), -1.0, dtype=torch.float64)),
             "finite number": (("largest",), math.inf),
             "lacks leaves": (("leaves",), GONE),
         },

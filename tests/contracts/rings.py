@@ -66,14 +66,12 @@ WRITES = (
     ),
     no_hooks(lambda ours: ours, lambda ours: ours.storage),
     *(Refusal(says, *map(extend, data), error=TypeError, empty=True) for says, data in NO_TENSORS.items()),
-    Refusal("on .*meta", extend(numbered(2).to("meta")), empty=True),
-    Refusal("is time", extend(TensorDict({"a": torch.zeros(2, 3)}, [2, 3])), empty=True),
-    Refusal("6 rows for 2 environments", extend(numbered(6)), empty=True),
-    Refusal("1 rows for 2 environments", lambda ours: ours.add(numbered(1)[0]), empty=True),
-    Refusal(r"\[3\] for 2 environments", lambda ours: ours.writer.extend(numbered(3)), empty=True),
-    Refusal(
-        "3 environments, the writer has 2", lambda ours: ours.extend(numbered(6).view(2, 3), time_dim=0), empty=True
-    ),
+    Refusal("meta", extend(numbered(2).to("meta")), empty=True),
+    Refusal("time_dim", extend(TensorDict({"a": torch.zeros(2, 3)}, [2, 3])), empty=True),
+    Refusal("2 rows.*got 6", extend(numbered(6)), empty=True),
+    Refusal("2 rows.*got 1", lambda ours: ours.add(numbered(1)[0]), empty=True),
+    Refusal(r"\[2\].*got \[3\]", lambda ours: ours.writer.extend(numbered(3)), empty=True),
+    Refusal("2 environments, got 3", lambda ours: ours.extend(numbered(6).view(2, 3), time_dim=0), empty=True),
     Refusal(
         "env_ids",
         *(extend(numbered(1), ids) for ids in OTHER_IDS),
@@ -109,17 +107,17 @@ def write_back(*keys: Any, without: str = "", **entries: Any) -> Call:
 
 
 WRITE_BACKS = (
-    Refusal("float64, to be written it must be", write_back("observation", observation=torch.ones(2, 1).double())),
+    Refusal("must be .*, got .* torch.float64", write_back("observation", observation=torch.ones(2, 1).double())),
     Refusal(r"'observation'.*\[2\] torch.float32", write_back("observation", observation=torch.ones(2))),
-    Refusal("no stored entry 'm'", write_back("m", m=torch.ones(2)), error=KeyError),
+    Refusal("no entry 'm'", write_back("m", m=torch.ones(2)), error=KeyError),
     Refusal("'observation'", write_back("observation", without="observation"), error=KeyError),
     Refusal("'index'", write_back(without="index"), error=KeyError),
-    Refusal("which cells were overwritten since", write_back(without="write_position"), error=KeyError),
+    Refusal("'write_position'", write_back(without="write_position"), error=KeyError),
 )
 
 
 SHARED = (
-    Refusal("stays shared", lambda ours: ours.share(False)),
+    Refusal("shared", lambda ours: ours.share(False)),
     Refusal(r"buffer.share\(\)", lambda ours: ours.load_state_dict(ours.state_dict()), error=RuntimeError, empty=True),
 )
 
@@ -167,11 +165,11 @@ SAMPLER = (
         r"finite and not negative, got .* for cell 2",
         *(prefer([0, 2], 5.0, wrong) for wrong in (-0.1, math.nan, math.inf)),
     ),
-    Refusal("index 12 is out of range; there are priorities for 12 cells", prefer([0, 12], 5.0, 1.0), error=IndexError),
-    Refusal("index -2 is out of range; there are priorities for 12 cells", prefer([0, -2], 5.0, 1.0), error=IndexError),
-    Refusal(r"shape \[3\] for 2 cells", prefer([0, 1], 1.0, 1.0, 1.0)),
+    Refusal(r"index.*\[0, 12\).*got 12", prefer([0, 12], 5.0, 1.0), error=IndexError),
+    Refusal(r"index.*\[0, 12\).*got -2", prefer([0, -2], 5.0, 1.0), error=IndexError),
+    Refusal(r"2 cells.*shape \[3\]", prefer([0, 1], 1.0, 1.0, 1.0)),
     Refusal("must be integers", lambda sampler: sampler.update_priority(torch.tensor([0.5]), 1.0), error=TypeError),
-    Refusal("1 generations for 2 cells", prefer([0, 1], 1.0, 1.0, generation=torch.ones(1))),
+    Refusal("generation.*2.*got 1", prefer([0, 1], 1.0, 1.0, generation=torch.ones(1))),
     Refusal("alpha", set_to(alpha=-1.0)),
     Refusal("beta", set_to(beta=-1.0)),
     Refusal("batch_length=2", lambda sampler: sampler.sample(RingStorage(12), 2, 2)),

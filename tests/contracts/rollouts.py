@@ -179,7 +179,7 @@ ROLLOUTS = {
             *no_tensordict(lambda ours, data: ours.writer.add(data)),
             no_hooks(lambda ours: ours),
         ),
-        empty=(ValueError, "2 different steps from 0"),
+        empty=(ValueError, "batch_size must be at most 0.*got 2"),
         foreign={"size=9.*size=8": partial(PPOBuffer, 1, 1, 8, 2)},
     ),
 }

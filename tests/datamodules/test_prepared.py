@@ -75,5 +75,5 @@ def test_buffers_that_extend_has_more_to_do_with_are_refused() -> None:
         PreparedWrite(ring(5, 2), rows)
     with pytest.raises(ValueError, match="write them by extend"):
         PreparedWrite(ring(5, 2, data=rows, transform=RewardScaling(0.0, 1.0, in_keys=["a"])), rows)
-    with pytest.raises(ValueError, match="does not fit what is stored"):
+    with pytest.raises(ValueError, match="keys, shapes and dtypes"):
         PreparedWrite(ring(5, 2, data=rows), make_rows(2).set("b", torch.zeros(2)))

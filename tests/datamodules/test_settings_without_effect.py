@@ -119,7 +119,7 @@ REFUSED: dict[str, Any] = {
         SACModule(NETWORK),
         replay_data(lambda num_envs: SimpleReplayBuffer(3, 2, 400, 8, num_envs=num_envs), env="Pendulum-v1"),
     ),
-    "has 16 cells, this sampler keeps 8 priorities": replay(
+    "max_capacity must be at least 16, the cells of the storage, got 8": replay(
         lambda num_envs: buffer(num_envs, sampler=PrioritizedSampler(8, alpha=0.6, beta=0.4))
     ),
 }

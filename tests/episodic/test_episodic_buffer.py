@@ -241,7 +241,7 @@ def test_nest_of_names_gives_a_nest_of_fields() -> None:
         found = tree_map(torch.Tensor.tolist, buffer.get_field(names, *at))
         assert found == expected
         assert type(found) is type(expected)
-    with pytest.raises(KeyError, match=r"no stored entry \('d',\); stored are \['a', 'c'\]"):
+    with pytest.raises(KeyError, match=r"no entry \('d',\); it has \['a', 'c'\]"):
         buffer.get_field(["c", ("c", "d")], *at)
 
 

@@ -300,7 +300,7 @@ def test_what_cannot_be_relabelled_is_refused():
     with pytest.raises(ValueError, match="ExperienceBuffer"):
         transform(walk([4]).set("index", torch.arange(4)))
     buffer = ring(32, transform=transform, batch_size=4)
-    with pytest.raises(ValueError, match="where episodes end"):
+    with pytest.raises(ValueError, match="episode index"):
         transform(walk([4]).set("index", torch.arange(4)))
     buffer.extend(walk([4]))
     with pytest.raises(KeyError, match="the cells that a batch was read from"):

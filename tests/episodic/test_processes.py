@@ -226,7 +226,7 @@ def test_waiting_for_others_ends_after_the_timeout(verb: str) -> None:
     with pytest.raises(TimeoutError) as raised:
         act(blocking=True)
     said = str(raised.value)
-    assert said.startswith("No other process made room or brought steps within timeout=0.2 seconds")
+    assert said.startswith("No other process removed or wrote steps within timeout=0.2 seconds")
     assert f"{held} of {ENVS} cells" in said
     assert "\n" not in said
     assert len(buffer) == held

@@ -342,7 +342,7 @@ class Twin:
             try:
                 self.buffer.sample(count)
             except ValueError as error:
-                assert "no room" in str(error)  # noqa: PT017
+                assert "batch_length" in str(error)  # noqa: PT017
                 return
             raise AssertionError("a window was drawn, and there is none")
         batch = self.buffer.sample(count)

@@ -24,14 +24,14 @@ def test_schema_lists_the_documented_parameters() -> None:
     [YAML, "name: SimpleReplayBuffer\nconfig:\n" + "".join(f"  {line}\n" for line in YAML.splitlines())],
     ids=["bare", "wrapped"],
 )
-def test_both_forms_of_file(tmp_path: Path, text: str) -> None:
+def test_plain_and_wrapped_files_are_read(tmp_path: Path, text: str) -> None:
     (tmp_path / "b.yaml").write_text(text)
     for path in (tmp_path / "b.yaml", str(tmp_path / "b.yaml")):
         buffer = SimpleReplayBuffer.instantiate_from_config(path)
         assert (buffer.obs_dim, buffer.act_dim, buffer.max_size, buffer.batch_size) == (32, 2, 200_000, 16)
 
 
-def test_dicts_and_dict_configs() -> None:
+def test_dicts_and_dict_configs_are_read() -> None:
     wrapped = {"name": "SimpleReplayBuffer", "config": GOOD}
     for config in (GOOD, OmegaConf.create(GOOD), {**GOOD, "size": "2_00"}, wrapped):
         assert SimpleReplayBuffer.instantiate_from_config_dict(config).max_size == 200
@@ -44,25 +44,25 @@ WRONG: list[tuple[Any, str]] = [
     ({**GOOD, "name": "SimpleReplayBuffer"}, "name"),
     ({**GOOD, 7: 3}, "7"),
     *(({**GOOD, field: "???"}, f"'{field}' of SimpleReplayBuffer is missing") for field in GOOD),
-    *((config, "expected a mapping") for config in (None, 5, "size: 3", [GOOD])),
+    *((config, "must be a mapping") for config in (None, 5, "size: 3", [GOOD])),
     ({"name": "PPOBuffer", "config": GOOD}, "'PPOBuffer', expected 'SimpleReplayBuffer'"),
     ({}, "'act_dim', 'batch_size', 'obs_dim', 'size' of SimpleReplayBuffer is missing"),
 ]
 
 
 @pytest.mark.parametrize(("config", "says"), WRONG)
-def test_what_is_wrong_is_named(config: Any, says: str) -> None:
+def test_invalid_field_is_named(config: Any, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         SimpleReplayBuffer.instantiate_from_config_dict(config)
 
 
 @pytest.mark.parametrize("text", ["", "5", "- 1", "size: [", YAML + "size: 3\n", "!!python/object/apply:os.abort []"])
-def test_files_that_are_no_such_mapping(tmp_path: Path, text: str) -> None:
+def test_invalid_files_are_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "b.yaml").write_text(text)
     with pytest.raises(ValueError, match=r"b\.yaml"):
         SimpleReplayBuffer.instantiate_from_config(tmp_path / "b.yaml")
 
 
-def test_file_that_is_not_there(tmp_path: Path) -> None:
+def test_missing_file_raises_an_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         SimpleReplayBuffer.instantiate_from_config(tmp_path / "none.yaml")

@@ -27,11 +27,11 @@ def build(size: int = 5, batch_size: int = 2, filled: int = 0, **options: Any) -
 
 @settings(max_examples=40, deadline=None)
 @given(size=st.integers(1, 6), count=st.integers(1, 20), batch_size=st.integers(1, 6))
-def test_newest_steps_are_kept_and_drawn_whole_and_once(size: int, count: int, batch_size: int) -> None:
+def test_newest_steps_are_kept_and_drawn_once(size: int, count: int, batch_size: int) -> None:
     buffer, kept = build(size, batch_size, count), min(size, count)
     assert (len(buffer), buffer.size, buffer.ptr) == (kept, kept, count % size)
     if batch_size > kept:
-        with pytest.raises(ValueError, match=rf"{batch_size}.*{kept}"):
+        with pytest.raises(ValueError, match=rf"{kept}.*{batch_size}"):
             buffer.sample_batch()
         return
     batch = buffer.sample_batch()
@@ -47,7 +47,7 @@ def test_newest_steps_are_kept_and_drawn_whole_and_once(size: int, count: int, b
     assert buffer.weights.tolist() == [1.0] * batch_size
 
 
-def test_flags_go_into_torchrl_layout() -> None:
+def test_flags_are_stored_in_torchrls_layout() -> None:
     buffer = build()
     buffer.store(simple_step(0.0, done=True))
     buffer.store(simple_step(1.0, done=False, truncated=True))
@@ -57,7 +57,7 @@ def test_flags_go_into_torchrl_layout() -> None:
     assert following["done"].flatten().tolist() == [True, True]
 
 
-def test_tensors_are_detached_and_plain_actions_do() -> None:
+def test_tensors_are_detached_and_plain_actions_accepted() -> None:
     buffer = build()
     buffer.store(simple_step(1.0, obs=torch.ones(1, requires_grad=True), act=torch.ones(2, requires_grad=True)))
     assert not buffer[:]["observation"].requires_grad
@@ -70,7 +70,7 @@ def transitions(count: int) -> TensorDict:
     return TensorDict({"observation": number, "action": number.expand(count, 2), "next": following}, [count])
 
 
-def test_torchrl_verbs_serve_the_same_steps() -> None:
+def test_torchrl_methods_return_the_same_steps() -> None:
     buffer = SimpleReplayBuffer(None, None, size=8, batch_size=4)
     buffer.extend(transitions(6))
     assert (buffer.obs_dim, buffer.act_dim) == (1, 2)
@@ -85,7 +85,7 @@ def test_torchrl_verbs_serve_the_same_steps() -> None:
     assert len(buffer) == 6
 
 
-def test_rollouts_of_several_environments() -> None:
+def test_rollouts_of_several_environments_are_stored() -> None:
     buffer = build(size=12, batch_size=6, num_envs=3)
     rollout = transitions(6).view(3, 2)
     rollout.names = [None, "time"]
@@ -94,7 +94,7 @@ def test_rollouts_of_several_environments() -> None:
     assert sorted(buffer.sample()["observation"].flatten().tolist()) == [0, 1, 2, 3, 4, 5]
 
 
-def test_discrete_actions_come_out_as_numbers() -> None:
+def test_discrete_actions_are_returned_as_numbers() -> None:
     buffer = SimpleReplayBuffer(None, None, size=4, batch_size=2)
     buffer.extend(transitions(4).set("action", torch.arange(4)))
     assert buffer.act_dim == 1
@@ -116,11 +116,11 @@ def test_finish_path_does_nothing() -> None:
     assert (buffer[:] == before).all()
 
 
-def test_every_kept_step_is_equally_likely() -> None:
+def test_stored_steps_are_equally_likely() -> None:
     buffer = build(10, 2, 13, generator=generator())
     drawn = torch.cat([buffer.sample_batch()["obs"][:, 0] for _ in range(1000)])
     assert chi_square(drawn, dict.fromkeys(range(3, 13), 1.0)) < 27.9  # 0.1 % of 9 degrees of freedom
 
 
-def test_another_sampler_may_be_given() -> None:
+def test_sampler_can_be_replaced() -> None:
     assert len(build(batch_size=4, filled=1, sampler=UniformSampler(with_replacement=True)).sample()) == 4

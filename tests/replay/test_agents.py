@@ -63,7 +63,7 @@ def test_flags_that_differ_are_refused_if_episodes_are_used(user: str, shape: tu
 
 
 @pytest.mark.parametrize(("reduce", "expected"), [("any", [0, 0, 2, 2, 4]), ("all", [0, 0, 0, 0, 4])])
-def test_flags_are_reduced_as_told(reduce: str, expected: list[int]) -> None:
+def test_flags_are_reduced_by_done_reduce(reduce: str, expected: list[int]) -> None:
     for buffer in (
         ExperienceBuffer(storage=RingStorage(20), n_steps=3, done_reduce=reduce),
         ExperienceBuffer(storage=RingStorage(20), writer=RingWriter(done_reduce=reduce)),
@@ -76,14 +76,14 @@ def test_flags_are_reduced_as_told(reduce: str, expected: list[int]) -> None:
 
 
 @pytest.mark.parametrize(("reduce", "expected"), [("any", [2.0, 1.0, 2.0, 1.0]), ("all", [4.0, 3.0, 2.0, 1.0])])
-def test_return_of_a_living_agent_goes_on(reduce: str, expected: list[float]) -> None:
+def test_return_continues_while_one_agent_lives(reduce: str, expected: list[float]) -> None:
     buffer = EpisodicReplayBuffer(None, 1, 20, record_episodic_return=True, gamma=1.0, done_reduce=reduce)
     buffer.extend(rows([NO, ONE, NO, BOTH]))
     returns = buffer.get_field("discounted_return", torch.zeros(4).long(), torch.arange(4))
     assert returns[:, 1].tolist() == expected
 
 
-def test_without_users_of_episodes_rows_are_stored_and_a_later_use_names_the_setting() -> None:
+def test_rows_with_different_flags_are_stored_until_episodes_are_used() -> None:
     buffer = ExperienceBuffer(storage=RingStorage(20))
     for _ in range(2):
         buffer.extend(rows([NO, ONE, NO]))
@@ -122,7 +122,7 @@ def test_unknown_reduction_is_refused(value: Any) -> None:
         ExperienceBuffer(storage=RingStorage(4), writer=RingWriter(), done_reduce="any")
 
 
-def test_one_flag_of_a_row_needs_no_reduction() -> None:
+def test_single_flag_per_row_needs_no_reduction() -> None:
     flags = torch.tensor([[[True]], [[False]]])
     assert flag_of(flags, 1).tolist() == [[True, False]]
     assert flag_of(torch.tensor([[1.0, 1.0], [0.0, 0.0]]), 2).tolist() == [[True], [False]]

@@ -131,14 +131,14 @@ def made(part: str, **size: Any) -> Any:
 
 
 @parts
-def test_pickle_costs_the_content(part: str) -> None:
+def test_pickle_size_is_that_of_the_stored_rows(part: str) -> None:
     assert len(pickle.dumps(made(part))) < LIMIT
 
 
 @through
 @parts
 @pytest.mark.parametrize("size", [40, 80])
-def test_copy_equals_its_original_and_goes_on_as_it_does(part: str, size: int, through: Any) -> None:
+def test_copy_equals_its_original_and_continues_equally(part: str, size: int, through: Any) -> None:
     buffer = made(part, size=size)
     other = through(buffer)
     assert not differences(buffer.state_dict(), other.state_dict())
@@ -164,7 +164,7 @@ def test_copy_shares_no_memory(through: Any) -> None:
 @through
 @pytest.mark.parametrize("tree", [SumSegmentTree, MinSegmentTree])
 @pytest.mark.parametrize("leaves", [0, 1, 7, 64, 1000])
-def test_trees_keep_the_very_same_nodes(tree: Any, leaves: int, through: Any) -> None:
+def test_copied_trees_equal_their_originals(tree: Any, leaves: int, through: Any) -> None:
     one = tree(1000)
     generator = torch.Generator().manual_seed(leaves)
     for _ in range(3):
@@ -191,7 +191,7 @@ def rollout(steps: int, start: int = 0) -> TensorDict:
 
 @through
 @pytest.mark.parametrize("estimated", [False, True])
-def test_rollouts_cost_what_is_stored(estimated: bool, through: Any) -> None:
+def test_pickled_rollout_size_is_that_of_the_stored_steps(estimated: bool, through: Any) -> None:
     buffer = GAEBuffer(20_000)
     buffer.extend(rollout(4))
     if estimated:
@@ -255,7 +255,7 @@ OTHERS = {
 
 @through
 @pytest.mark.parametrize("make", OTHERS.values(), ids=OTHERS)
-def test_other_buffers_cost_their_content(make: Callable[[], Any], through: Any) -> None:
+def test_pickle_size_of_other_buffers_is_that_of_their_rows(make: Callable[[], Any], through: Any) -> None:
     buffer = make()
     assert len(pickle.dumps(buffer)) < LIMIT
     other = through(buffer)
@@ -275,7 +275,7 @@ def resident_growth(call: Callable[[], Any]) -> int:
 @pytest.mark.skipif(sys.platform != "linux", reason="resident memory is read from /proc")
 @through
 @pytest.mark.parametrize("part", ["uniform", "prioritized", "frames", "sequences"])
-def test_copy_needs_little_memory(part: str, through: Any) -> None:
+def test_copy_allocates_little_memory(part: str, through: Any) -> None:
     make, _ = PARTS[part]
     buffer = make(size=1_000_000)
     if isinstance(buffer.storage, FrameStorage):
@@ -299,12 +299,12 @@ class CopiedTwin(Twin):
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_copies_derive_what_plain_lists_do(seed: int) -> None:
+def test_copies_of_random_buffers_match_plain_lists(seed: int) -> None:
     CopiedTwin(Settings.of(seed)).run(15)
 
 
 @through
-def test_split_costs_the_rows_that_it_holds_out(through: Any) -> None:
+def test_pickled_split_size_is_that_of_its_held_out_rows(through: Any) -> None:
     buffer, split = ring(), HoldoutSplit(0.5)
     write(buffer, 10)
     split.extend(buffer.writer)
@@ -315,7 +315,7 @@ def test_split_costs_the_rows_that_it_holds_out(through: Any) -> None:
     assert all(map(torch.equal, split.parts(cells), other.parts(cells)))
 
 
-def test_pickles_share_the_files_of_tensors_that_have_some(tmp_path: Any) -> None:
+def test_pickles_share_the_files_of_mapped_tensors(tmp_path: Any) -> None:
     data = rollout(4).memmap_(tmp_path)
     storage = RolloutStorage(4, num_envs=2)
     assert storage.take_ownership(data)
@@ -330,7 +330,7 @@ def _write_in_child(buffer: Any, filled: Any) -> None:
     buffer.extend(rows(10, 10))
 
 
-def test_started_process_shares_what_a_shared_buffer_stores() -> None:
+def test_started_process_shares_the_rows_of_a_shared_buffer() -> None:
     buffer = ring(size=100)
     write(buffer, 10)
     buffer.share()
@@ -344,14 +344,14 @@ def test_started_process_shares_what_a_shared_buffer_stores() -> None:
     assert len(buffer) == 20
 
 
-def test_copy_of_a_memory_mapped_storage_costs_its_content(tmp_path: Any) -> None:
+def test_copy_size_of_a_memory_mapped_storage_is_that_of_its_rows(tmp_path: Any) -> None:
     buffer = ExperienceBuffer(storage=RingStorage(CAPACITY, scratch_dir=tmp_path))
     buffer.extend(rows(10))
     assert len(pickle.dumps(buffer)) < LIMIT
     assert not differences(buffer.state_dict(), copy.deepcopy(buffer).state_dict())
 
 
-def test_plain_copy_of_a_shared_buffer_costs_its_content() -> None:
+def test_unshared_copy_size_of_a_shared_buffer_is_that_of_its_rows() -> None:
     buffer = ring()
     write(buffer, 10)
     buffer.share()

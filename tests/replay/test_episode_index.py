@@ -16,7 +16,7 @@ FIRST, LAST = 0, 2
 
 
 @pytest.mark.parametrize("case", range(4))
-def test_golden(case: int) -> None:
+def test_index_golden(case: int) -> None:
     data = arrays("alf_episode_index", f"c{case}_")
     num_envs, length = data["num_envs_max_length"].tolist()
     buffer, rows = ring(length, num_envs), Twin(num_envs, length).rows
@@ -50,7 +50,7 @@ def writes(draw: st.DrawFn) -> tuple[int, int, list[tuple[list[int] | None, list
 
 @settings(max_examples=150, deadline=None)
 @given(writes())
-def test_like_brute_force(plan: tuple) -> None:
+def test_index_matches_brute_force(plan: tuple) -> None:
     num_envs, length, pieces = plan
     buffer, twin = ring(length, num_envs), Twin(num_envs, length)
     for env_ids, block in pieces:
@@ -67,7 +67,7 @@ def test_like_brute_force(plan: tuple) -> None:
         assert index.finished(*at).tolist() == finished
 
 
-def test_steps_that_are_not_stored_are_refused() -> None:
+def test_missing_steps_raise_an_index_error() -> None:
     buffer = ring(3, 2)
     buffer.extend(Twin(2, 3).rows([0, 1], [[False, False]] * 5), time_dim=0)
     for env, position in ((0, 1), (1, 5), (2, 4)):

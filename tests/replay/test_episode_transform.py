@@ -47,7 +47,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_it_is_bound_however_it_comes_into_a_buffer(way):
+def test_transform_is_bound_by_every_way_into_a_buffer(way):
     buffer = WAYS[way](Ends())
     buffer.extend(episode(7))
     assert is_right(buffer)
@@ -64,7 +64,7 @@ def test_copies_of_a_buffer_read_their_own_storage():
     assert is_right(buffer)
 
 
-def test_it_follows_an_exchanged_storage():
+def test_transform_reads_a_replaced_storage():
     buffer = built(Ends())
     buffer.set_storage(RingStorage(5))
     buffer.set_writer(RingWriter())
@@ -72,10 +72,10 @@ def test_it_follows_an_exchanged_storage():
     assert is_right(buffer)
 
 
-def test_it_belongs_to_one_buffer():
+def test_transform_belongs_to_one_buffer():
     transform = Ends()
     first, second = built(transform), built(None)
-    with pytest.raises(ValueError, match=r"This Ends reads the storage of another buffer.*clone\(\)"):
+    with pytest.raises(ValueError, match=r"Ends.*another buffer.*clone\(\)"):
         second.append_transform(Compose(Ends(), transform))
     assert not second.transforms
     second.append_transform(transform.clone())
@@ -84,9 +84,9 @@ def test_it_belongs_to_one_buffer():
         assert is_right(buffer)
 
 
-def test_without_a_buffer_or_its_episodes_it_says_so():
+def test_transform_without_buffer_or_episodes_raises_an_error():
     batch = episode(2).set("index", torch.arange(2))
-    with pytest.raises(ValueError, match="Ends reads the storage of its buffer, and it is in none"):
+    with pytest.raises(ValueError, match=r"Ends.*ExperienceBuffer"):
         Ends()(batch)
     theirs = TensorDictReplayBuffer(storage=RingStorage(4), writer=RingWriter(), transform=Ends(), batch_size=2)
     theirs.extend(episode(2))
@@ -94,7 +94,7 @@ def test_without_a_buffer_or_its_episodes_it_says_so():
         theirs.sample()
     buffer = built(transform := Ends())
     buffer.extend(TensorDict({"a": torch.zeros(2)}, [2]))
-    with pytest.raises(ValueError, match="needs to know where episodes end"):
+    with pytest.raises(ValueError, match="episode index"):
         buffer.sample(2)
     buffer = built(transform.clone())
     buffer.extend(episode(2))

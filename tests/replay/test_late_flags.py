@@ -152,7 +152,7 @@ def test_only_the_environment_of_the_step_changes() -> None:
     assert [begins(buffer, env) for env in range(3)] == [[0] * 4, [0, 0, 2, 2], [0, 0, 0, 3]]
 
 
-def test_later_beginning_splits_an_episode_and_can_be_cleared() -> None:
+def test_later_init_flag_splits_an_episode_and_can_be_cleared() -> None:
     buffer = replay()
     buffer.extend(rows(5))
     cells = torch.tensor([2, 4])
@@ -162,7 +162,7 @@ def test_later_beginning_splits_an_episode_and_can_be_cleared() -> None:
     assert begins(buffer) == [0, 0, 0, 0, 4]
 
 
-def test_cleared_flag_joins_no_other_trajectory() -> None:
+def test_cleared_flag_does_not_join_another_trajectory() -> None:
     buffer = replay()
     data = rows(6, done=(2,)).exclude("is_init")
     buffer.extend(data.set(("collector", "traj_ids"), torch.tensor([0, 0, 0, 1, 1, 1])))
@@ -170,7 +170,7 @@ def test_cleared_flag_joins_no_other_trajectory() -> None:
     assert begins(buffer) == [0, 0, 0, 3, 3, 3]
 
 
-def test_cut_stays_where_it_is() -> None:
+def test_cut_stays_after_flag_changes() -> None:
     buffer = replay()
     buffer.extend(rows(3))
     buffer.writer.cut()
@@ -194,7 +194,7 @@ def test_episode_whose_first_steps_are_overwritten() -> None:
     assert begins(buffer) == [4] * 4
 
 
-def test_flags_follow_in_a_loaded_buffer_before_it_is_written() -> None:
+def test_flags_of_a_loaded_buffer_update_episodes_before_its_first_write() -> None:
     buffer = replay()
     buffer.extend(rows(5))
     other = replay()
@@ -206,7 +206,7 @@ def test_flags_follow_in_a_loaded_buffer_before_it_is_written() -> None:
     assert begins(again) == [0, 0, 0, 3, 3]
 
 
-def test_another_key_of_the_flag() -> None:
+def test_flag_with_another_key_ends_an_episode() -> None:
     buffer = ExperienceBuffer(storage=RingStorage(9), writer=RingWriter(done_key=("next", "agent", "over")))
     buffer.extend(TensorDict({"next": {"agent": {"over": torch.zeros(4, 1, dtype=torch.bool)}}}, [4]))
     buffer.storage.write_entry(("next", "agent", "over"), torch.tensor([1]), torch.ones(1, 1, dtype=torch.bool))
@@ -245,7 +245,7 @@ def test_episodic_returns_of_one_environment_of_several() -> None:
     assert (returns_of(buffer, 0), returns_of(buffer, 1)) == ([3.0, 2.0, 1.0], [2.0, 1.0, -1000.0])
 
 
-def test_time_steps_follow_their_kind() -> None:
+def test_time_steps_update_after_changed_step_types() -> None:
     row = TensorDict({"step_type": torch.tensor(0), "reward": torch.tensor(0.0), "discount": torch.tensor(1.0)})
     buffer = EpisodicReplayBuffer(row, 1, 20, record_episodic_return=True, gamma=1.0)
     kind = torch.tensor([FIRST, MID, MID, MID, MID])
@@ -287,7 +287,7 @@ def test_write_into_a_view_is_refused(index: Any) -> None:
         buffer[index] = 0
 
 
-def test_views_are_not_watched_as_their_docstring_says() -> None:
+def test_writes_into_views_do_not_update_episodes() -> None:
     buffer = replay()
     buffer.extend(rows(4))
     buffer.storage.get(slice(None))["next", "done"][1] = True

@@ -45,7 +45,9 @@ BUFFERS = {"ours": ExperienceBuffer, "tensordict": TensorDictReplayBuffer, "plai
 @pytest.mark.parametrize("sampler", SAMPLERS)
 @pytest.mark.parametrize("writer", WRITERS)
 @pytest.mark.parametrize("storage", STORAGES)
-def test_every_combination(storage: str, writer: str, sampler: str, buffer: str, tmp_path: object) -> None:
+def test_combinations_of_parts_sample_stored_rows(
+    storage: str, writer: str, sampler: str, buffer: str, tmp_path: object
+) -> None:
     if sampler == "slices" and storage == "list":
         pytest.skip("TorchRL's slices need a tensor storage")
     make = STORAGES[storage]
@@ -74,7 +76,7 @@ def test_every_combination(storage: str, writer: str, sampler: str, buffer: str,
         assert torch.equal(batch["a"][1::2], batch["a"][::2] + 1)
 
 
-def test_mixture_of_ours_and_torchrls_buffers() -> None:
+def test_mixture_of_our_and_torchrl_buffers() -> None:
     parts = [
         TensorDictReplayBuffer(storage=RingStorage(8), writer=RingWriter(), batch_size=2),
         TensorDictReplayBuffer(storage=LazyTensorStorage(8), batch_size=2),

@@ -13,7 +13,7 @@ from torchrl_lightning._core import memory
 CPU = torch.device("cpu")
 
 
-def test_nobody_knows_means_no_check(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_unknown_free_memory_disables_the_check(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert memory.free_bytes(torch.device("meta")) is None
     monkeypatch.setattr(memory, "MEMINFO", tmp_path / "absent")
     monkeypatch.setattr(memory, "CGROUP", tmp_path / "absent")
@@ -22,7 +22,7 @@ def test_nobody_knows_means_no_check(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     memory.check_free_memory(2**62, "anything", "lower its size")
 
 
-def test_container_allows_less_than_the_machine_has(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_free_memory_respects_the_container_limit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable: 5 kB\n")
     monkeypatch.setattr(memory, "MEMINFO", tmp_path / "meminfo")
     monkeypatch.setattr(memory, "CGROUP", tmp_path)
@@ -35,7 +35,7 @@ def test_container_allows_less_than_the_machine_has(monkeypatch: pytest.MonkeyPa
         memory.check_free_memory(801, "a cupboard", "buy another")
 
 
-def test_folder_that_is_yet_to_be_made_is_on_the_disk_of_its_parent(tmp_path: Path) -> None:
+def test_missing_folder_uses_the_disk_of_its_parent(tmp_path: Path) -> None:
     free = memory.free_bytes(CPU, tmp_path / "a" / "b")
     assert free is not None
     assert free > 0

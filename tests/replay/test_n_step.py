@@ -78,7 +78,7 @@ def fold(twin: Twin, env: int, position: int, n: int) -> tuple[float, int]:
 
 @given(st.data())
 @settings(max_examples=60, deadline=None)
-def test_as_a_twin_adds_them_up(data: st.DataObject) -> None:
+def test_returns_match_a_plain_sum(data: st.DataObject) -> None:
     """Uneven rings, ends, cuts without an end, overwritten heads, the seam: every stored cell, by both ways to fold."""
     envs, length, n = data.draw(st.integers(1, 3)), data.draw(st.integers(2, 7)), data.draw(st.integers(1, 5))
     ours, twin = buffer(envs, max(2, n), length), Twin(envs, length)
@@ -106,7 +106,7 @@ def test_as_a_twin_adds_them_up(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("n", [2, 4])
-def test_as_torchrls_transform_on_complete_episodes(n: int) -> None:
+def test_returns_match_torchrl_on_complete_episodes(n: int) -> None:
     """Where steps wait for their successors, they are the same; the flags of the last step are ours to give."""
     data, ours = rollout(3, 30), buffer(3, n, batch_size=500)
     data["next", "done"][:, -1] = data["next", "truncated"][:, -1] = True
@@ -134,7 +134,7 @@ def test_as_torchrls_transform_on_complete_episodes(n: int) -> None:
         lambda: SequenceSampler(5, episode_ends="pad", burn_in=1),
     ],
 )
-def test_with_every_sampler(sampler, dtype: torch.dtype) -> None:
+def test_returns_work_with_all_samplers(sampler, dtype: torch.dtype) -> None:
     data, ours = rollout(3, 30, dtype), buffer(3, sampler=sampler())
     ours.extend(data)
     batch = ours.sample()
@@ -142,7 +142,7 @@ def test_with_every_sampler(sampler, dtype: torch.dtype) -> None:
     check(batch, data)
 
 
-def test_on_torchrls_long_path() -> None:
+def test_returns_work_on_torchrls_sampling_path() -> None:
     """Behind a transform, ahead of time by a thread, and with a slice sampler, whose slices end truncated."""
     data = rollout(1, 30)
     ours = buffer(1, prefetch=2, transform=RewardScaling(0.0, 1.0, in_keys=[("next", "reward")]), data=data)
@@ -158,7 +158,7 @@ def test_on_torchrls_long_path() -> None:
         assert row["next", "terminated"] == data["next", "terminated"][0, step + k - 1]
 
 
-def test_what_is_stored_are_single_steps() -> None:
+def test_storage_has_only_single_steps() -> None:
     data, ours = rollout(2, 12), buffer(2)
     ours.extend(data)
     ours.sample()
@@ -170,7 +170,7 @@ def test_what_is_stored_are_single_steps() -> None:
     check(ours.sample(), data[:, :2])
 
 
-def test_newest_steps_grow_as_steps_come() -> None:
+def test_returns_of_newest_steps_grow_with_new_steps() -> None:
     """A step's fold is as long as what follows it: read again, it is longer; its priority stays."""
     data = rollout(1, 4)
     data["next", "done"][:] = data["next", "terminated"][:] = data["next", "truncated"][:] = False
@@ -180,7 +180,7 @@ def test_newest_steps_grow_as_steps_come() -> None:
         check(ours.sample(), data[:, :most])
 
 
-def test_entries_of_the_first_step_are_written_back() -> None:
+def test_write_back_writes_entries_of_the_first_step() -> None:
     data, ours = rollout(1, 12), buffer(1)
     ours.extend(data)
     batch = ours.sample()
@@ -188,7 +188,7 @@ def test_entries_of_the_first_step_are_written_back() -> None:
     assert len(ours.write_back(batch, ["number"]))
 
 
-def test_recurrent_state_is_that_of_the_first_and_of_the_last_step() -> None:
+def test_recurrent_states_are_read_from_first_and_last_step() -> None:
     data = rollout(1, 12)
     data["next", "done"][:] = data["next", "terminated"][:] = data["next", "truncated"][:] = False
     data["recurrent_state"] = data["number"].unsqueeze(-1)
@@ -200,7 +200,7 @@ def test_recurrent_state_is_that_of_the_first_and_of_the_last_step() -> None:
         assert torch.equal(batch["next", "recurrent_state"][..., 0], ahead)
 
 
-def test_data_without_ends_or_rewards_are_refused() -> None:
+def test_data_without_flags_or_rewards_raise_an_error() -> None:
     ours, data = buffer(1), rollout(1, 3)[0]
     with pytest.raises(KeyError, match="needs the entry"):
         ours.extend(data.exclude(("next", "done")))
@@ -213,7 +213,7 @@ def test_data_without_ends_or_rewards_are_refused() -> None:
         blind.sample()
 
 
-def test_users_own_transform_goes_its_way() -> None:
+def test_multi_step_transform_is_applied_on_write() -> None:
     data = rollout(2, 12)
     ours = ExperienceBuffer(storage=RingStorage(40), num_envs=2, batch_size=8)
     ours.append_transform(MultiStepTransform(n_steps=3, gamma=GAMMA))

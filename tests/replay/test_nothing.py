@@ -20,7 +20,7 @@ def prioritized(**settings: Any) -> PrioritizedSampler:
 
 
 @pytest.mark.parametrize("filled", [0, 5])
-def test_writing_no_rows(filled: int) -> None:
+def test_empty_write_returns_no_cells(filled: int) -> None:
     for settings in ({}, {"sampler": prioritized()}, {"writer": RingWriter(1)}):
         ours = ring(8, filled=filled, **settings)
         before = ours.state_dict()
@@ -48,7 +48,7 @@ SAMPLERS = {
 
 
 @pytest.mark.parametrize("make", SAMPLERS.values(), ids=SAMPLERS)
-def test_sampling_nothing(make: Callable[[], Any]) -> None:
+def test_batch_size_zero_samples_empty_batches(make: Callable[[], Any]) -> None:
     ours = ring(8, sampler=make(), filled=5)
     nothing, batch = ours.sample(0), ours.sample(2)
     assert len(nothing) == 0
@@ -56,7 +56,7 @@ def test_sampling_nothing(make: Callable[[], Any]) -> None:
     assert nothing.shape[1:] == batch.shape[1:]
 
 
-def test_priorities_of_nothing() -> None:
+def test_empty_priority_update_changes_nothing() -> None:
     ours: ExperienceBuffer = ring(8, sampler=prioritized(), filled=5)
     before = ours.sampler.table.priorities.clone()
     ours.update_priority([], torch.zeros(0))

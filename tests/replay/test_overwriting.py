@@ -29,7 +29,7 @@ def shown(ours: Any) -> list[int]:
 
 
 @pytest.mark.parametrize("rows", [6, 8, 11])
-def test_what_is_stored_is_written_over_itself(rows: int) -> None:
+def test_stored_rows_can_overwrite_each_other(rows: int) -> None:
     ours = filled(rows)
     before = shown(ours)
     ours[:] = ours[:]
@@ -39,7 +39,7 @@ def test_what_is_stored_is_written_over_itself(rows: int) -> None:
 
 
 @given(rows=st.integers(2, 20), start=st.integers(0, 7), count=st.integers(1, 8), to=st.integers(0, 7))
-def test_view_is_written_as_a_copy_of_it_is(rows: int, start: int, count: int, to: int) -> None:
+def test_view_is_written_like_its_copy(rows: int, start: int, count: int, to: int) -> None:
     ours, copied = filled(rows), filled(rows)
     count = min(count, len(ours) - start, len(ours) - to)
     if count > 0:
@@ -65,7 +65,7 @@ def test_view_is_written_as_a_copy_of_it_is(rows: int, start: int, count: int, t
         (torch.tensor([True, False, False, True, False]), [0, 3]),
     ],
 )
-def test_cells_that_are_read_are_written(index: Any, cells: list[int]) -> None:
+def test_read_cells_can_be_written(index: Any, cells: list[int]) -> None:
     ours, expected = filled(5), [0, 1, 2, 3, 4]
     for cell, value in zip(cells, range(50, 60), strict=False):
         expected[cell] = value
@@ -74,7 +74,7 @@ def test_cells_that_are_read_are_written(index: Any, cells: list[int]) -> None:
     assert shown(ours) == expected
 
 
-def test_one_entry_of_all_rows_is_written() -> None:
+def test_entry_of_all_rows_is_overwritten() -> None:
     ours = filled(5)
     ours["a"] = torch.arange(5.0) * 2
     assert shown(ours) == [0, 2, 4, 6, 8]
@@ -87,21 +87,21 @@ def test_one_entry_of_all_rows_is_written() -> None:
     [
         (slice(None), lambda ours: ours[:].clone().set("new", torch.zeros(5)), ValueError, "'new' is new; nothing was"),
         (slice(None), lambda ours: ours[:3], ValueError, r"batch size is \[3\], expected \[5\]"),
-        (6, lambda ours: numbered(1)[0], IndexError, "Cell 6 holds nothing; 5 of 8"),
-        (-6, lambda ours: numbered(1)[0], IndexError, "Cell -6 holds nothing"),
-        ("new", lambda ours: torch.zeros(5), KeyError, "no stored entry 'new'"),
-        ("a", lambda ours: torch.zeros(5).long(), ValueError, "to be written it must be"),
-        ("a", lambda ours: torch.arange(8.0), ValueError, "to be written it must be"),
+        (6, lambda ours: numbered(1)[0], IndexError, "Cell 6 .*5 of 8"),
+        (-6, lambda ours: numbered(1)[0], IndexError, "Cell -6 "),
+        ("new", lambda ours: torch.zeros(5), KeyError, "no entry 'new'"),
+        ("a", lambda ours: torch.zeros(5).long(), ValueError, "Entry 'a' must be"),
+        ("a", lambda ours: torch.arange(8.0), ValueError, "Entry 'a' must be"),
     ],
 )
-def test_what_does_not_fit_is_refused_before_anything_changes(index: Any, value: Any, error: Any, says: str) -> None:
+def test_invalid_data_is_rejected_before_anything_changes(index: Any, value: Any, error: Any, says: str) -> None:
     ours = filled(5)
     with pytest.raises(error, match=says):
         ours[index] = value(ours)
     assert shown(ours) == [0, 1, 2, 3, 4]
 
 
-def test_cells_of_uneven_rings_are_named_one_by_one() -> None:
+def test_cells_of_uneven_rings_need_a_tensor_index() -> None:
     ours = ring(4, num_envs=2, batch_size=2)
     ours.extend(numbered(2))
     ours.extend(numbered(1, 7), env_ids=torch.tensor([1]))
@@ -124,7 +124,7 @@ def test_torchrls_ranking_writer_keeps_the_best(by_one: bool) -> None:
     assert ours.sample().batch_size == torch.Size([2])
 
 
-def test_one_ring_without_room_refuses_a_row_of_all_and_is_named() -> None:
+def test_full_ring_rejects_a_row_of_all_environments() -> None:
     ours = ExperienceBuffer(storage=RingStorage(4), writer=RingWriter(num_envs=2, overwrite=False))
     ours.extend(numbered(2))
     ours.extend(numbered(1, 2), env_ids=torch.tensor([1]))

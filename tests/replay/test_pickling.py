@@ -104,7 +104,7 @@ def test_another_process_sees_the_same_memory_mapped_cells(tmp_path: Path) -> No
     assert not [file for folder in tmp_path.glob("* cells") for file in folder.iterdir()]
 
 
-def test_pickle_outlives_its_owner_only_where_it_was_opened(tmp_path: Path) -> None:
+def test_pickle_is_readable_after_its_owner_only_if_opened_before(tmp_path: Path) -> None:
     file, folder = tmp_path / "pickle", tmp_path / "cells"
     with start(OWN, file, folder) as owner:
         assert answer(owner) == "pickled"
@@ -119,7 +119,7 @@ def test_pickle_outlives_its_owner_only_where_it_was_opened(tmp_path: Path) -> N
         pickle.loads(file.read_bytes())
 
 
-def test_another_file_behind_the_same_number_is_refused(tmp_path: Path) -> None:
+def test_replaced_file_descriptor_is_rejected(tmp_path: Path) -> None:
     storage = storage_of(tmp_path / "cells")
     pickled = pickle.dumps(storage)
     number = descriptor(storage)
@@ -138,7 +138,7 @@ def test_descriptor_is_closed_with_its_storage(tmp_path: Path) -> None:
         os.fstat(number)
 
 
-def test_pickle_before_the_first_write_maps_cells_of_its_own(tmp_path: Path) -> None:
+def test_pickle_before_the_first_write_maps_separate_cells(tmp_path: Path) -> None:
     ours = RingStorage(4, scratch_dir=tmp_path / "cells")
     other = pickle.loads(pickle.dumps(ours))
     assert other.scratch_dir == tmp_path / "cells"

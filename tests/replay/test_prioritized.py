@@ -75,7 +75,7 @@ def test_golden_frequencies_of_alf() -> None:
 
 
 @kinds
-def test_only_stored_cells_are_drawn(kind: str) -> None:
+def test_sampler_draws_only_stored_cells(kind: str) -> None:
     buffer = house(kind, make(), numbered(3))
     assert set(draw(buffer, 20, 10).tolist()) == {0, 1, 2}
     buffer.extend(numbered(30, start=3))
@@ -136,7 +136,7 @@ def test_weights_correct_the_bias() -> None:
     assert float((weight * batch["number"]).sum() / weight.sum()) == pytest.approx(4.5, abs=0.05)
 
 
-def test_cells_that_cannot_be_drawn_do_not_spoil_buffer_weights() -> None:
+def test_cells_without_priority_do_not_change_buffer_weights() -> None:
     buffer = HOUSES["torchrl"](make(weight_norm="buffer"))
     buffer.update_priority(buffer.extend(numbered(3)), torch.tensor([0.0, 2.0, 4.0]))
     batch = buffer.sample(6)
@@ -145,7 +145,7 @@ def test_cells_that_cannot_be_drawn_do_not_spoil_buffer_weights() -> None:
 
 
 @tensordict_kinds
-def test_priorities_go_back_through_the_batch(kind: str) -> None:
+def test_priorities_are_updated_from_a_batch(kind: str) -> None:
     sampler = make()
     assert isinstance(sampler, TorchRLPrioritizedSampler)
     buffer = house(kind, sampler, numbered(8))
@@ -181,7 +181,7 @@ def test_highest_priority_that_is_still_stored() -> None:
 
 
 @tensordict_kinds
-def test_priorities_that_come_with_the_data(kind: str) -> None:
+def test_priorities_in_written_data_are_used(kind: str) -> None:
     sampler = make()
     buffer = HOUSES[kind](sampler)
     buffer.extend(numbered(3, td_error=torch.tensor([[1.0], [2.0], [5.0]])))
@@ -189,7 +189,7 @@ def test_priorities_that_come_with_the_data(kind: str) -> None:
     assert chi_square(draw(buffer, 100, 16), torch.tensor([1.0, 2.0, 5.0])) < 13.8
 
 
-def test_late_updates_through_the_buffer_leave_newer_steps_alone() -> None:
+def test_late_updates_do_not_change_newer_steps() -> None:
     ours = ring(4, sampler=make(4), filled=4, batch_size=8)
     batch = ours.sample()
     ours.extend(numbered(2))
@@ -203,7 +203,7 @@ def test_late_updates_through_the_buffer_leave_newer_steps_alone() -> None:
 
 
 @pytest.mark.parametrize("storage", [LazyTensorStorage, RingStorage])
-def test_buffers_of_torchrl_leave_late_updates_out_if_the_sampler_gets_their_generations(storage: Any) -> None:
+def test_torchrl_buffers_skip_late_updates_with_generations(storage: Any) -> None:
     writer = RingWriter() if storage is RingStorage else None
     buffer = TensorDictReplayBuffer(storage=storage(4), writer=writer, sampler=make(4), batch_size=8)
     buffer.extend(numbered(4))
@@ -218,7 +218,7 @@ def test_buffers_of_torchrl_leave_late_updates_out_if_the_sampler_gets_their_gen
 
 
 @pytest.mark.parametrize("backend", ["numba", "torch"])
-def test_cells_that_hold_nothing_are_left_alone(backend: Any) -> None:
+def test_priority_updates_skip_empty_cells(backend: Any) -> None:
     sampler = make(6)
     sampler.table = Priorities(6, 1.0, 0.0, backend=backend)
     buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(6), sampler=sampler)
@@ -249,7 +249,7 @@ def test_max_value_writer() -> None:
     assert set(buffer.sample()["rank"].tolist()) == {5.0, 2.0, 9.0}
 
 
-def test_zero_priorities_are_never_drawn_and_nothing_but_zeros_is_an_error() -> None:
+def test_zero_priorities_are_never_drawn_and_only_zeros_raise_an_error() -> None:
     buffer = HOUSES["torchrl"](make())
     index = buffer.extend(numbered(4))
     buffer.update_priority(index, torch.tensor([0.0, 1.0, 0.0, 1.0]))
@@ -274,7 +274,7 @@ def test_capacity_must_cover_the_storage(kind: str, filled: int) -> None:
     assert kind == "torchrl" or not differences(plain(buffer.state_dict()), before)
 
 
-def test_sampler_that_comes_to_a_filled_storage() -> None:
+def test_sampler_of_a_filled_storage_adds_its_cells() -> None:
     buffer = house("torchrl", None, numbered(5))
     sampler = make()
     buffer.set_sampler(sampler)
@@ -284,7 +284,7 @@ def test_sampler_that_comes_to_a_filled_storage() -> None:
     assert other.table.priorities[:6].tolist() == [1.0, 1.0, 3.0, 1.0, 1.0, -1.0]
 
 
-def test_alpha_can_be_changed_and_back_from_zero() -> None:
+def test_alpha_changes_to_zero_and_back() -> None:
     buffer = HOUSES["torchrl"](make(alpha=0.7))
     priorities = torch.tensor([1.0, 2.0, 5.0], dtype=torch.float64)
     buffer.update_priority(buffer.extend(numbered(3)), priorities)
@@ -318,7 +318,7 @@ def test_single_precision() -> None:
     assert chi_square(draw(buffer, 200, 16), torch.tensor([1.0, 2.0, 5.0])) < 13.8
 
 
-def test_memory_that_moves_is_followed() -> None:
+def test_moved_memory_is_detected() -> None:
     sampler, storage = make(), LazyTensorStorage(20)
     buffer = TensorDictReplayBuffer(storage=storage, sampler=sampler, batch_size=4)
     buffer.extend(numbered(3))
@@ -330,7 +330,7 @@ def test_memory_that_moves_is_followed() -> None:
     assert buffer.sample()["index"].tolist() == [1, 1, 1, 1]
 
 
-def test_state_holds_the_written_part() -> None:
+def test_state_has_only_written_cells() -> None:
     sampler = make(1000)
     sampler.mark_update(torch.arange(3))
     assert all(len(sampler.state_dict()[key]) == 3 for key in ("priorities", "leaves", "generations"))
@@ -357,7 +357,7 @@ LATE = [("mark", [0, 1]), ("late", [(0, 5.0)]), ("mark", [0]), ("late", [(0, 7.0
 @settings(max_examples=60, deadline=None)
 @example(history=(2, [*LATE, ("clear", None), *LATE]))
 @given(history=histories())
-def test_table_equals_a_dictionary(backend: Any, history: tuple[int, list[tuple[str, Any]]]) -> None:
+def test_table_matches_a_dictionary(backend: Any, history: tuple[int, list[tuple[str, Any]]]) -> None:
     capacity, steps = history
     table = Priorities(capacity, 1.0, 0.1, keep_lowest=True, keep_highest=True, backend=backend)
     known: dict[int, float] = {}
@@ -401,10 +401,10 @@ def test_table_equals_a_dictionary(backend: Any, history: tuple[int, list[tuple[
 
 
 @pytest.mark.parametrize("cell", [-2, 20])
-def test_cell_beyond_the_last_is_refused_before_anything_changes(cell: int) -> None:
+def test_cell_out_of_range_is_rejected_before_anything_changes(cell: int) -> None:
     sampler = make()
     sampler.mark_update(torch.arange(20))
     before = sampler.state_dict()
-    with pytest.raises(IndexError, match=f"index {cell} is out of range"):
+    with pytest.raises(IndexError, match=rf"index must be in .* got {cell}\."):
         sampler.update_priority(torch.tensor([3, cell]), torch.tensor([5.0, 9.0]))
     assert not differences(sampler.state_dict(), before)

@@ -131,7 +131,7 @@ def test_window_gets_the_highest_priority_of_its_steps() -> None:
     assert buffer.sampler.table.priorities.tolist() == [1.0, 1.0, 3.0, 4.0, 1.0, 1.0]
 
 
-def test_priorities_outlive_a_change_of_the_length() -> None:
+def test_priorities_survive_a_change_of_batch_length() -> None:
     buffer = make(1, 8, batch_length=1)
     write(buffer, steps=6)
     for position in range(6):
@@ -148,7 +148,7 @@ def test_priorities_outlive_a_change_of_the_length() -> None:
 
 
 @pytest.mark.parametrize("steps", [None, 2])
-def test_late_priorities_do_not_bring_ignored_steps_back(steps: int | None) -> None:
+def test_late_priorities_do_not_restore_ignored_steps(steps: int | None) -> None:
     buffer = make(2, 6, batch_length=steps, num_earliest_frames_ignored=3)
     write(buffer, steps=6)
     for position in range(6):
@@ -165,18 +165,18 @@ def test_late_priorities_do_not_bring_ignored_steps_back(steps: int | None) -> N
     assert set(first[batch["env"].reshape(100, -1)[:, 0] == 1].tolist()) == set(range(4, last + 2))
 
 
-def test_windows_that_are_refused_leave_shorter_ones() -> None:
+def test_rejected_window_length_keeps_shorter_windows() -> None:
     buffer = make(2, 6, batch_length=1)
     write(buffer, steps=3)
     for _ in range(2):
         assert sorted(set(starts_of(buffer.sample(12)))) == [(env, p) for env in range(2) for p in range(3)]
         before = buffer.state_dict()["sampler"]
-        with pytest.raises(ValueError, match="no room for a window"):
+        with pytest.raises(ValueError, match="batch_length"):
             buffer.sampler.sample(buffer.storage, 12, 5)
         assert equal(buffer.state_dict()["sampler"], before)
 
 
-def test_single_steps_are_the_first_of_windows() -> None:
+def test_single_steps_are_first_steps_of_windows() -> None:
     buffers = [make(2, 9, batch_length=1) for _ in "ab"]
     buffers[1].sample_options = {"batch_length": None}
     for buffer in buffers:
@@ -209,7 +209,7 @@ def histories(draw: st.DrawFn) -> tuple[int, int, int, int, list[tuple[str, Any]
 @pytest.mark.parametrize("backend", ["numba", "torch"])
 @settings(max_examples=20, deadline=None)
 @given(history=histories())
-def test_what_may_be_drawn_equals_plain_lists(
+def test_drawable_starts_match_plain_lists(
     backend: Any, history: tuple[int, int, int, int, list[tuple[str, Any]]]
 ) -> None:
     num_envs, length, steps, ignored, changes = history
@@ -261,7 +261,7 @@ def look(buffer: ExperienceBuffer, stored: list[dict[int, float]], steps: int, i
         if p - min(each) >= ignored and p + steps - 1 in each
     }
     if not any(allowed.values()):
-        with pytest.raises((RuntimeError, ValueError), match=r"0 are stored|no room|priorities are zero"):
+        with pytest.raises((RuntimeError, ValueError), match=r"0 are stored|No window fits|priorities are zero"):
             buffer.sample(4)
         return
     mean = sum(allowed.values()) / sum(priority > 0 for priority in allowed.values())
@@ -280,7 +280,7 @@ def look(buffer: ExperienceBuffer, stored: list[dict[int, float]], steps: int, i
     assert float(table.lowest.summary()) == min(allowed.values())
 
 
-def test_storages_of_torchrl() -> None:
+def test_windows_of_torchrl_storages() -> None:
     sampler = PrioritizedSampler(8, 1.0, 1.0, batch_length=3)
     buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(8), sampler=sampler, writer=RingWriter(2))
     buffer.extend(TensorDict({"a": torch.arange(8)}, [8]))
@@ -290,7 +290,7 @@ def test_storages_of_torchrl() -> None:
     assert torch.equal(index, begin + 2 * torch.arange(3))
 
 
-def test_weights_without_a_norm_count_the_windows_and_not_the_steps() -> None:
+def test_weights_without_norm_count_windows() -> None:
     buffer = make(2, 6, batch_length=3, weight_norm=None)
     write(buffer, steps=6)
     give(buffer, 0, 2, 9.0)
@@ -302,7 +302,7 @@ def test_weights_without_a_norm_count_the_windows_and_not_the_steps() -> None:
     torch.testing.assert_close(batch["priority_weight"], (8 * probability) ** -0.5)
 
 
-def test_weights_of_the_buffer_leave_out_steps_that_no_longer_begin_a_window() -> None:
+def test_buffer_weights_ignore_steps_that_begin_no_window() -> None:
     buffer = make(1, 8, batch_length=1, weight_norm="buffer", beta=1.0)
     write(buffer, steps=8)
     for position, priority in enumerate([4.0, 4.0, 2.0, 4.0, 4.0, 4.0, 4.0, 1.0]):

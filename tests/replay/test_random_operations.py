@@ -11,11 +11,11 @@ SEEDS = range(50)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_buffer_derives_what_plain_lists_do(seed: int) -> None:
+def test_random_operations_match_plain_lists(seed: int) -> None:
     run(seed, operations=15)
 
 
-def test_seeds_cover_every_sampler_transform_and_kind_of_seam() -> None:
+def test_seeds_cover_all_samplers_transforms_and_seams() -> None:
     drawn = [Settings.of(seed) for seed in SEEDS]
     assert {(one.sampler, one.extra) for one in drawn} == {(one, other) for one in SAMPLERS for other in EXTRAS}
     assert {one.seams for one in drawn} == set(SEAMS)

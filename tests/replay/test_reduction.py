@@ -76,7 +76,7 @@ def test_cells_and_written_rows_give_one_priority_each(house: str, shape: tuple[
 
 @pytest.mark.parametrize("envs", [1, 2])
 @reductions
-def test_rollouts_bring_the_errors_of_several_critics(envs: int, reduction: str) -> None:
+def test_rollouts_with_errors_of_several_critics_are_reduced(envs: int, reduction: str) -> None:
     replay = ring(SIZE // envs, envs, sampler(reduction))
     steps, errors = 5, torch.rand(envs, 5, 2)
     rows = numbered(envs * steps, td_error=errors.reshape(-1, 2)).reshape(envs, steps)
@@ -176,7 +176,7 @@ class TorchRLSampler(TorchRLPrioritizedSampler):
 
 @pytest.mark.parametrize("shape", [(), (1,), (2,), (1, 2)])
 @reductions
-def test_samplers_of_torchrl_get_one_priority_for_each_row(shape: tuple[int, ...], reduction: str) -> None:
+def test_torchrl_samplers_get_one_priority_per_row(shape: tuple[int, ...], reduction: str) -> None:
     replay = ring(SIZE, sampler=TorchRLSampler(reduction), filled=SIZE)
     batch = replay.sample(4)
     batch["td_error"] = torch.rand(4, *shape)
@@ -187,7 +187,7 @@ def test_samplers_of_torchrl_get_one_priority_for_each_row(shape: tuple[int, ...
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (3,), (8,), (2, 4)])
-def test_samplers_of_torchrl_get_other_numbers_of_priorities_as_they_are(shape: tuple[int, ...]) -> None:
+def test_torchrl_samplers_get_other_priority_shapes_unchanged(shape: tuple[int, ...]) -> None:
     replay, errors = ring(SIZE, sampler=TorchRLSampler("max"), filled=SIZE), torch.rand(shape)
     batch = TensorDict({"index": torch.arange(4), "td_error": errors})
     replay.update_tensordict_priority(batch)
@@ -209,14 +209,14 @@ def test_mixed_windows_give_one_priority_each(reduction: str) -> None:
 
 
 @reductions
-def test_single_row_brings_the_errors_of_several_critics(reduction: str) -> None:
+def test_single_row_with_errors_of_several_critics_is_reduced(reduction: str) -> None:
     replay, errors = ring(SIZE, sampler=sampler(reduction)), torch.rand(3)
     replay.add(numbered(1, td_error=errors.view(1, 3))[0])
     assert replay.sampler.table.priorities[0] == REDUCE[reduction](errors).double()
 
 
 @pytest.mark.parametrize("reduction", ["max", "mean"])
-def test_rewritten_errors_of_windows_leave_their_priorities(reduction: str) -> None:
+def test_rewritten_errors_of_windows_keep_their_priorities(reduction: str) -> None:
     replay = ring(SIZE, sampler=sampler(reduction, batch_length=3))
     replay.extend(numbered(SIZE, td_error=torch.rand(SIZE, 2)))
     batch, before = replay.sample(8), replay.sampler.table.priorities.clone()
@@ -228,9 +228,9 @@ def test_rewritten_errors_of_windows_leave_their_priorities(reduction: str) -> N
 
 
 @pytest.mark.parametrize("shape", [(3,), (3, 2), (2, 4), (0,), (4, 0)])
-def test_another_number_of_priorities_is_refused(shape: tuple[int, ...]) -> None:
+def test_wrong_number_of_priorities_raises_an_error(shape: tuple[int, ...]) -> None:
     replay = ring(SIZE, sampler=sampler(), filled=SIZE)
     before = replay.sampler.table.priorities.clone()
-    with pytest.raises(ValueError, match="priorities of shape"):
+    with pytest.raises(ValueError, match=r"priority must be .* got shape"):
         replay.update_priority(torch.arange(4), torch.rand(shape))
     assert torch.equal(replay.sampler.table.priorities, before)

@@ -86,7 +86,7 @@ def by_loading(buffer: Any, count: int) -> None:
 @pytest.mark.parametrize(("num_envs", "draws"), [(1, 1), (2, 1 << 16)])  # 1: from a list of all beginnings
 @pytest.mark.parametrize("remove", [by_drop, by_overwriting, by_loading])
 @pytest.mark.parametrize("sampler", SAMPLERS)
-def test_no_sampler_draws_removed_steps(
+def test_samplers_never_draw_removed_steps(
     sampler: str, remove: Any, num_envs: int, draws: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sequences, "MAX_DRAWS", draws)
@@ -107,7 +107,7 @@ def test_no_sampler_draws_removed_steps(
 
 
 @pytest.mark.parametrize("strategy", ["future", "final", "episode"])
-def test_hindsight_shows_no_removed_goals(strategy: str) -> None:
+def test_hindsight_uses_no_removed_goals(strategy: str) -> None:
     buffer = ExperienceBuffer(storage=RingStorage(LENGTH), transform=HindsightRelabel(1.0, strategy=strategy))
     buffer.extend(rows(LENGTH, every=LENGTH).set(("next", "reward"), -torch.ones(LENGTH, 1)))
     buffer.writer.drop(30)
@@ -116,7 +116,7 @@ def test_hindsight_shows_no_removed_goals(strategy: str) -> None:
     assert batch["desired_goal"].min() >= 31
 
 
-def test_stacks_show_no_removed_frames() -> None:
+def test_stacks_use_no_removed_frames() -> None:
     buffer = ExperienceBuffer(storage=RingStorage(LENGTH), transform=FrameStackTransform(4, keys=["picture"]))
     buffer.extend(rows(LENGTH, every=LENGTH))
     buffer.writer.drop(30)
@@ -124,7 +124,7 @@ def test_stacks_show_no_removed_frames() -> None:
     assert batch["picture"].min() == 30
 
 
-def test_frame_storage_keeps_whole_stacks_of_the_others() -> None:
+def test_frame_storage_keeps_complete_stacks_of_remaining_steps() -> None:
     buffer = ExperienceBuffer(storage=FrameStorage(LENGTH, 3))
     frames = torch.arange(LENGTH + 3).to(torch.uint8).view(-1, 1, 1).expand(-1, 4, 4).unfold(0, 3, 1)
     stacks = frames.movedim(-1, 1).contiguous()
@@ -171,7 +171,7 @@ def test_mixture_draws_only_stored_steps() -> None:
 
 @pytest.mark.parametrize("remove", ["dequeue", "clear"])
 @pytest.mark.parametrize("prioritized", [False, True])
-def test_episodic_buffer(remove: str, prioritized: bool) -> None:
+def test_episodic_buffer_excludes_removed_steps(remove: str, prioritized: bool) -> None:
     buffer = EpisodicReplayBuffer(None, 2, LENGTH, prioritized_sampling=prioritized, keep_episodic_info=True)
     buffer.extend(torch.stack([rows(LENGTH)] * 2, 1), time_dim=0)
     buffer.get_batch(8, 3)
@@ -195,7 +195,7 @@ def test_reports_count_the_remaining_steps() -> None:
     assert int((buffer.sampler.table.priorities >= 0).sum()) == 10
 
 
-def test_samplers_of_torchrl_are_refused() -> None:
+def test_torchrl_samplers_raise_an_error_after_removal() -> None:
     buffer = ExperienceBuffer(storage=RingStorage(LENGTH), sampler=RandomSampler(), batch_size=4)
     buffer.extend(rows(LENGTH))
     buffer.writer.drop(3)
@@ -228,7 +228,7 @@ CHANGES = ["write", "drop", "cut", "empty", "claim", "done"]
 
 
 @pytest.mark.parametrize(("name", "shared"), [("load", False), *((name, one) for name in CHANGES for one in (0, 1))])
-def test_every_change_of_a_border_or_a_cell_increases_the_version(name: str, shared: bool) -> None:
+def test_version_increases_with_changes_of_borders_and_cells(name: str, shared: bool) -> None:
     buffer = ExperienceBuffer(storage=RingStorage(LENGTH))
     buffer.extend(rows(LENGTH))
     if shared:
@@ -238,7 +238,7 @@ def test_every_change_of_a_border_or_a_cell_increases_the_version(name: str, sha
     assert buffer.writer.rings.version > version
 
 
-def test_priorities_and_recurrent_states_do_not_increase_the_version() -> None:
+def test_version_ignores_priorities_and_recurrent_states() -> None:
     buffer = ExperienceBuffer(storage=RingStorage(LENGTH), sampler=PrioritizedSampler(), batch_size=4)
     buffer.extend(rows(LENGTH))
     version = buffer.writer.rings.version
@@ -248,6 +248,6 @@ def test_priorities_and_recurrent_states_do_not_increase_the_version() -> None:
     assert buffer.writer.rings.version == version
 
 
-def test_two_rings_never_have_the_same_version() -> None:
+def test_version_is_unique_among_rings() -> None:
     buffers = [ExperienceBuffer(storage=RingStorage(LENGTH)) for _ in range(3)]
     assert len({buffer.writer.rings.version for buffer in buffers}) == 3

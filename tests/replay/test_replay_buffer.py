@@ -64,7 +64,7 @@ def rollout(envs: int, steps: int) -> TensorDict:
 
 
 @pytest.mark.parametrize("form", ["named", "time_dim", "time_major", "step by step"])
-def test_rollouts_in_every_form(form: str) -> None:
+def test_rollouts_of_all_shapes_are_written(form: str) -> None:
     ours, data = buffer(num_envs=2), rollout(2, 3)
     if form == "named":
         index = ours.extend(data)
@@ -79,7 +79,7 @@ def test_rollouts_in_every_form(form: str) -> None:
     assert ours.writer.positions.tolist() == [3, 3]
 
 
-def test_rollout_of_some_environments() -> None:
+def test_rollout_of_some_environments_is_written() -> None:
     ours = buffer(num_envs=4)
     ours.extend(rollout(2, 3), env_ids=torch.tensor([3, 1]))
     cells = ours.writer.cell(torch.tensor([1, 1, 3]), torch.tensor([0, 2, 1]))
@@ -87,14 +87,14 @@ def test_rollout_of_some_environments() -> None:
     assert ours.extend(rollout(1, 1)[0], env_ids=1).tolist() == [13]
 
 
-def test_add() -> None:
+def test_add_writes_one_step() -> None:
     ours = buffer()
     assert [ours.add(row) for row in numbered(3).unbind(0)] == [0, 1, 2]
     several = buffer(num_envs=3)
     assert several.add(numbered(3)).tolist() == [0, 1, 2]
 
 
-def test_data_stay_as_they_were() -> None:
+def test_written_data_are_not_modified() -> None:
     ours, data = buffer(), numbered(4)
     before = data.clone()
     ours.extend(data.lock_())
@@ -103,7 +103,7 @@ def test_data_stay_as_they_were() -> None:
 
 
 @pytest.mark.parametrize("sampler", [UniformSampler, lambda: SequenceSampler(4, episode_ends="across")])
-def test_short_and_long_path_give_the_same(sampler: Callable[[], Any]) -> None:
+def test_short_and_long_sampling_path_are_equal(sampler: Callable[[], Any]) -> None:
     short, long = (buffer(sampler=sampler(), seed=3, data=numbered(12)) for _ in range(2))
     for _ in range(3):
         one, (other, info) = short.sample(), long.sample(return_info=True)
@@ -122,7 +122,7 @@ def test_entries_from_the_sampler() -> None:
         assert batch["note", "x"].tolist() == [0, 2, 4, 6, 8, 10]
 
 
-def test_transforms_on_both_ways() -> None:
+def test_transforms_apply_to_writes_and_samples() -> None:
     ours = buffer(transform=UnsqueezeTransform(-1, in_keys=["a"], in_keys_inv=[]))
     ours.append_transform(RewardScaling(loc=0.0, scale=2.0, in_keys=[("next", "reward")]))
     ours.extend(numbered(10))
@@ -131,7 +131,7 @@ def test_transforms_on_both_ways() -> None:
     assert torch.equal(batch["next", "reward"], batch["a"] * 2)
 
 
-def test_transform_that_keeps_data_back() -> None:
+def test_transform_can_reject_a_write() -> None:
     class Keep(Transform):
         def _inv_call(self, data: TensorDict) -> None:
             return None
@@ -141,7 +141,7 @@ def test_transform_that_keeps_data_back() -> None:
     assert len(ours) == 0
 
 
-def test_prefetched_batches_do_not_outlive_empty() -> None:
+def test_empty_discards_prefetched_batches() -> None:
     ours = buffer(prefetch=3, data=numbered(10))
     ours.sample()
     ours.empty()
@@ -149,7 +149,7 @@ def test_prefetched_batches_do_not_outlive_empty() -> None:
     assert all(ours.sample()["a"].min() >= 50 for _ in range(5))
 
 
-def test_batch_sizes() -> None:
+def test_batch_size_is_validated() -> None:
     ours = ExperienceBuffer(storage=RingStorage(10))
     ours.extend(numbered(10))
     with pytest.raises(RuntimeError, match="batch_size"):
@@ -161,7 +161,7 @@ def test_batch_sizes() -> None:
     assert ours.sample(4).shape == (4,)
 
 
-def test_iteration_without_replacement_sees_everything_once() -> None:
+def test_iteration_without_replacement_returns_each_row_once() -> None:
     ours = buffer(sampler=SamplerWithoutReplacement(), batch_size=5, data=numbered(20))
     assert sorted(torch.cat([batch["a"] for batch in ours]).tolist()) == list(range(20))
 
@@ -219,7 +219,7 @@ def test_priorities_reach_the_sampler() -> None:
     plain.update_tensordict_priority(plain.sample())  # nothing to do, and no warning
 
 
-def test_one_generator() -> None:
+def test_sampler_uses_the_generator_of_the_buffer() -> None:
     torch.manual_seed(0)
     one = buffer(generator=None)
     torch.manual_seed(0)
@@ -233,12 +233,12 @@ def test_one_generator() -> None:
     assert torch.equal(one.sample()["index"], other.sample()["index"])
 
 
-def test_samplers_that_take_cells_away_are_refused() -> None:
+def test_consuming_samplers_are_rejected() -> None:
     with pytest.raises(TypeError, match=r"ConsumingSampler.*TensorDictReplayBuffer"):
         buffer(sampler=ConsumingSampler(1))
 
 
-def test_parts_are_exchanged_for_others_of_ours() -> None:
+def test_parts_can_be_replaced_only_by_our_parts() -> None:
     ours = buffer()
     for exchange in (
         lambda: ours.set_storage(LazyTensorStorage(20)),
@@ -262,7 +262,7 @@ def test_two_buffers_cannot_fill_one_storage() -> None:
 
 
 @pytest.mark.parametrize("made", ["at once", "later", "within another"])
-def test_priorities_are_kept_for_as_many_cells_as_the_storage_has(made: str) -> None:
+def test_priority_table_has_the_size_of_the_storage(made: str) -> None:
     prioritized = PrioritizedSampler(batch_length=2)
     sampler = RecentSampler(2, prioritized=prioritized) if made == "within another" else prioritized
     buffer = ExperienceBuffer(storage=RingStorage(12), sampler=None if made == "later" else sampler, batch_size=3)
@@ -275,8 +275,8 @@ def test_priorities_are_kept_for_as_many_cells_as_the_storage_has(made: str) -> 
         TensorDictReplayBuffer(storage=LazyTensorStorage(12), sampler=PrioritizedSampler()).extend(numbered(3))
 
 
-def test_buffer_without_a_storage_says_how_few_cells_it_holds(caplog: pytest.LogCaptureFixture) -> None:
+def test_buffer_without_storage_logs_its_size(caplog: pytest.LogCaptureFixture) -> None:
     ExperienceBuffer(storage=RingStorage(1000))
     assert not caplog.messages
     assert ExperienceBuffer().storage.max_size == 1000
-    assert "holds 1000 cells, as TorchRL's buffers; give it storage=RingStorage(N)" in caplog.text
+    assert "1000 cells" in caplog.text

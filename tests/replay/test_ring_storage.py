@@ -21,7 +21,7 @@ from torchrl_lightning.replay import RingStorage, RingWriter
 buffer = partial(ring, 8, batch_size=4)
 
 
-def test_reading_in_every_way() -> None:
+def test_cells_are_read_by_all_index_types() -> None:
     ours = buffer(data=numbered(5))
     storage = ours.storage
     assert storage.get(2)["a"].item() == 2
@@ -31,7 +31,7 @@ def test_reading_in_every_way() -> None:
     sequences = storage.get(torch.tensor([[0, 1, 2], [2, 3, 4]]))
     assert sequences.names == [None, "time"]
     assert sequences["next", "deep", "x"].shape == (2, 3)
-    with pytest.raises(IndexError, match="Cell 5 holds nothing; 5 of 8"):
+    with pytest.raises(IndexError, match=r"Cell 5 .*5 of 8"):
         storage.get(torch.tensor([4, 5]))
     with pytest.raises(IndexError):
         storage.get(torch.tensor([-1]))
@@ -43,11 +43,11 @@ def test_negative_numbers_count_from_the_last_cell() -> None:
     for index in (-1, -5, [0, -1], [], slice(-2, None), torch.tensor([-1, 0]), np.array([-1]), np.int64(-2)):
         assert ours[index]["a"].tolist() == theirs[index]["a"].tolist()
     for index in (-6, [0, -6], 5):
-        with pytest.raises(IndexError, match=r"Cell (-6|5) holds nothing; 5 of 8"):
+        with pytest.raises(IndexError, match=r"Cell (-6|5) .*5 of 8"):
             ours[index]
     uneven = ring(4, 2)
     uneven.extend(numbered(1), env_ids=[1])
-    with pytest.raises(IndexError, match="Cell -1 holds nothing"):
+    with pytest.raises(IndexError, match="Cell -1 "):
         uneven[-1]
 
 
@@ -57,7 +57,7 @@ def test_batches_are_copies() -> None:
     assert ours[:]["a"].max() == 7
 
 
-def test_gradients_and_inference_mode_stay_outside() -> None:
+def test_stored_rows_have_no_gradients_or_inference_mode() -> None:
     ours = buffer()
     weight = torch.ones(3, requires_grad=True)
     with torch.inference_mode():
@@ -79,7 +79,7 @@ def test_failed_first_write_leaves_the_schema_open() -> None:
         ours.extend(numbered(2).to("meta"))
     ours.extend(TensorDict({"b": torch.zeros(2)}, [2]))  # nor has it made an episode index that needs a done flag
     assert ours.writer.index is None
-    with pytest.raises(ValueError, match="on meta"):
+    with pytest.raises(ValueError, match="meta"):
         ours.extend(TensorDict({"b": torch.zeros(3, device="meta")}, [3]))
 
 
@@ -101,7 +101,7 @@ def test_size_is_checked_before_memory_is_taken(monkeypatch: pytest.MonkeyPatch,
     assert not (tmp_path / "full").exists()
 
 
-def test_nothing_stored() -> None:
+def test_empty_storage_raises_an_error() -> None:
     ours = buffer()
     with pytest.raises(RuntimeError, match="empty"):
         ours.storage.get(torch.tensor([0]))
@@ -109,7 +109,7 @@ def test_nothing_stored() -> None:
         ours.extend(TensorDict({}, [3]))
 
 
-def test_torchrl_sets_cells() -> None:
+def test_torchrl_writer_sets_cells() -> None:
     ours = ReplayBuffer(storage=RingStorage(8), batch_size=4)
     ours.extend(numbered(3))
     ours[1] = numbered(1, 50)[0]
@@ -117,7 +117,7 @@ def test_torchrl_sets_cells() -> None:
     assert ours[:]["a"].tolist() == [60, 50, 61]
 
 
-def test_disk_that_fills_up_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_raises_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*args: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -141,7 +141,7 @@ def test_disk_is_reserved_before_the_first_write(tmp_path: Path, monkeypatch: py
     assert blocks[0] >= sum(leaf.nbytes for leaf in ours.storage.cells.leaves) > 1 << 18
 
 
-def test_disk_that_cannot_reserve_says_so(
+def test_disk_without_reservation_logs_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.delattr(memory.os, "posix_fallocate")
@@ -150,7 +150,7 @@ def test_disk_that_cannot_reserve_says_so(
     assert ours[:]["a"].tolist() == [0, 1, 2]
 
 
-def test_memory_that_moves_is_followed() -> None:
+def test_moved_memory_is_detected() -> None:
     ours = buffer(data=numbered(4))
     for leaf in ours.storage.cells.leaves:
         leaf.share_memory_()  # as on the way to another process
@@ -158,7 +158,7 @@ def test_memory_that_moves_is_followed() -> None:
     assert ours[:]["a"].tolist() == ours.storage.get(torch.arange(7))["a"].tolist() == [0, 1, 2, 3, 4, 5, 6]
 
 
-def test_every_dtype_and_width_is_read() -> None:
+def test_all_dtypes_and_widths_are_read() -> None:
     data = TensorDict({"b": torch.rand(6, 0), "c": torch.rand(6, 2).bfloat16(), "d": torch.rand(6, 2, 3)}, [6])
     data["e"] = torch.rand(6, dtype=torch.complex64)
     ours, order = buffer(), torch.tensor([5, 0, 5])
@@ -168,11 +168,11 @@ def test_every_dtype_and_width_is_read() -> None:
         ours.storage.gather(torch.tensor([8]))
 
 
-def test_cells_that_a_foreign_sampler_makes_up_are_refused() -> None:
+def test_invalid_cells_of_a_foreign_sampler_are_rejected() -> None:
     class Wrong(RandomSampler):
         def sample(self, storage: object, batch_size: int) -> tuple[torch.Tensor, dict]:
             return torch.full((batch_size,), -1), {}
 
     ours = buffer(sampler=Wrong(), data=numbered(3))
-    with pytest.raises(IndexError, match="Cell -1 holds nothing"):
+    with pytest.raises(IndexError, match="Cell -1 "):
         ours.sample()

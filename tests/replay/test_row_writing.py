@@ -45,7 +45,7 @@ KINDS: dict[str, tuple[torch.dtype, Callable[[Tensor], Tensor]]] = {
 
 @pytest.mark.parametrize("env_ids", [None, [2, 0]])
 @pytest.mark.parametrize("kind", KINDS)
-def test_leaves_of_every_kind(kind: str, env_ids: list[int] | None) -> None:
+def test_leaves_of_all_kinds_are_written(kind: str, env_ids: list[int] | None) -> None:
     dtype, make = KINDS[kind]
     ours = ring(LENGTH, ENVS)
     rows = ENVS if env_ids is None else len(env_ids)
@@ -61,7 +61,7 @@ def test_leaves_of_every_kind(kind: str, env_ids: list[int] | None) -> None:
 
 @pytest.mark.parametrize("steps", [2, LENGTH, 2 * LENGTH + 1])
 @pytest.mark.parametrize("env_ids", [None, [1]])
-def test_interrupt_between_two_leaves_leaves_no_torn_row(
+def test_interrupted_write_leaves_no_incomplete_row(
     steps: int, env_ids: list[int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ours = filled(steps)
@@ -98,7 +98,7 @@ def test_interrupt_between_two_leaves_leaves_no_torn_row(
         assert set(one.sample()["a"][:, 0].tolist()) == set(range(steps, steps + LENGTH))
 
 
-def test_cells_that_were_claimed_are_not_sampled() -> None:
+def test_claimed_cells_are_not_sampled() -> None:
     ours = filled(2 * LENGTH)
     ours.set_sampler(UniformSampler(stratified=True))
     ours.writer.claim(ours.writer.rings.ids, 2)
@@ -111,7 +111,7 @@ def test_cells_that_were_claimed_are_not_sampled() -> None:
     assert len(ours) == ENVS
 
 
-def test_more_steps_than_there_is_room_for() -> None:
+def test_long_write_keeps_the_newest_steps() -> None:
     ours = filled(1)
     many = torch.stack([step(number) for number in range(1, 3 * LENGTH)])
     ours.extend(many, time_dim=0)

@@ -62,7 +62,7 @@ def begins(buffer: Any, env: int = 0) -> list[int]:
 
 
 @pytest.mark.parametrize("shape", [(2,), (2, 1)])
-def test_ids_cut_each_environment_by_itself(shape: tuple[int, ...]) -> None:
+def test_ids_cut_environments_independently(shape: tuple[int, ...]) -> None:
     buffer = replay(2)
     for ids in ([0, 1], [0, 1], [0, 2], [3, 2]):
         data = rows(2)
@@ -119,7 +119,7 @@ def test_nested_entries_and_images_are_compared() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool])
-def test_every_dtype_is_compared(dtype: torch.dtype) -> None:
+def test_all_dtypes_are_compared(dtype: torch.dtype) -> None:
     def data(bits: list[int]) -> TensorDict:
         data = rows(len(bits) - 1).exclude("observation", ("next", "observation"))
         values = torch.tensor(bits).to(dtype)
@@ -176,7 +176,7 @@ def test_comparison_can_be_turned_off() -> None:
         ExperienceBuffer(storage=RingStorage(50), writer=RingWriter(), check_successors=False)
 
 
-def test_torchrls_storage_is_read_too() -> None:
+def test_successors_of_a_torchrl_storage_are_compared() -> None:
     buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(50), writer=RingWriter())
     for start in (0, 3, 50):
         buffer.extend(rows(3, start))
@@ -220,7 +220,7 @@ def write_with_a_seam(buffer: Any, env: int) -> None:
         buffer.extend(rows(3, start), torch.tensor([env]))
 
 
-def test_processes_that_share_a_buffer_cut_their_own_trajectories() -> None:
+def test_processes_of_a_shared_buffer_cut_only_their_trajectories() -> None:
     buffer = replay(2)
     buffer.extend(torch.cat([rows(1), rows(1, 40)]))
     buffer.empty()
@@ -312,7 +312,7 @@ def loaded(buffer: Any, **settings: Any) -> Any:
     return other
 
 
-def test_load_changes_nothing_by_itself() -> None:
+def test_load_does_not_cut_trajectories() -> None:
     buffer = replay(batch_size=32)
     buffer.extend(rows(6))
     other = loaded(buffer, batch_size=32)
@@ -329,7 +329,7 @@ def test_another_episode_after_a_load_is_cut() -> None:
     assert begins(other) == [0] * 4 + [4] * 4
 
 
-def test_each_environment_is_compared_in_its_first_write_after_a_load() -> None:
+def test_environments_are_compared_in_their_first_write_after_a_load() -> None:
     buffer = replay(2)
     buffer.extend(torch.stack([rows(3), rows(3, 20)], 1), time_dim=0)
     other = loaded(buffer)
@@ -347,7 +347,7 @@ def test_each_environment_is_compared_in_its_first_write_after_a_load() -> None:
         ([7, 7], 90, [0] * 3 + [3] * 2),
     ],
 )
-def test_after_a_load_the_successor_decides(ids: list[int], start: int, expected: list[int]) -> None:
+def test_load_lets_successors_decide_over_ids(ids: list[int], start: int, expected: list[int]) -> None:
     buffer = replay()
     buffer.extend(with_ids(rows(3), [0, 0, 0]))
     other = loaded(buffer)
@@ -357,7 +357,7 @@ def test_after_a_load_the_successor_decides(ids: list[int], start: int, expected
     assert begins(other)[-1] == 5
 
 
-def test_what_takes_part_is_saved() -> None:
+def test_compared_entries_are_saved() -> None:
     buffer = replay()
     buffer.extend(torch.cat([rows(2), rows(2, 50)]))  # differs inside
     other = loaded(buffer)
@@ -376,7 +376,7 @@ def test_foreign_state_is_refused(entry: str, value: Any) -> None:
         replay().load_state_dict(state)
 
 
-def test_older_state_is_refused_by_its_version() -> None:
+def test_older_state_version_is_rejected() -> None:
     buffer = replay()
     state = buffer.state_dict()
     state["writer"]["schema_version"] = 3
@@ -385,7 +385,7 @@ def test_older_state_is_refused_by_its_version() -> None:
 
 
 @pytest.mark.parametrize("through", [copy.deepcopy, lambda buffer: pickle.loads(pickle.dumps(buffer))])
-def test_copies_know_what_takes_part(through: Callable[[Any], Any]) -> None:
+def test_copies_keep_the_compared_entries(through: Callable[[Any], Any]) -> None:
     buffer = replay()
     buffer.extend(rows(3))
     other = through(buffer)
@@ -411,9 +411,7 @@ def test_rows_of_our_collectors_are_not_compared(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("frames", [2, 8])
-def test_data_module_compares_nothing_while_our_collector_fills_it(
-    frames: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_data_module_disables_comparison_for_our_collector(frames: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torchrl_lightning.replay.successors.equal_rows", must_not_compare)
     module = ReplayDataModule(
         "CartPole-v1", buffer=replay, num_envs=2, warmup_frames=8, updates_per_epoch=8, frames_per_batch=frames,

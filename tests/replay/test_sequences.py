@@ -46,7 +46,7 @@ writes = st.lists(
     st.integers(0, 3),
     st.sampled_from([0.0, 0.1, 0.4]),
 )
-def test_windows_are_those_of_the_twin(
+def test_windows_match_the_reference(
     writes: list[Any], batch_length: int, episode_ends: str, burn_in: int, rate: float
 ) -> None:
     burn_in = min(burn_in, batch_length - 1)
@@ -57,7 +57,7 @@ def test_windows_are_those_of_the_twin(
         dones = torch.rand(steps, len(ids), generator=generator(seed)) < rate
         buffer.extend(twin.rows(ids, dones.tolist()), env_ids=torch.tensor(ids), time_dim=0)
         if not twin.windows(**rule):
-            with pytest.raises(ValueError, match="no room for a window"):
+            with pytest.raises(ValueError, match="batch_length"):
                 buffer.sample()
             continue
         twin.check(buffer.sample(), **rule)
@@ -83,7 +83,7 @@ def uneven(**options: Any) -> tuple[Twin, ExperienceBuffer]:
 
 @pytest.mark.parametrize("episode_ends", ENDS)
 @pytest.mark.parametrize("aligned", [True, False])
-def test_every_beginning_is_equally_likely(episode_ends: str, aligned: bool) -> None:
+def test_starts_are_equally_likely(episode_ends: str, aligned: bool) -> None:
     options = {"batch_length": 3, "episode_ends": episode_ends, "burn_in": 1}
     twin, buffer = uneven(**options)
     if aligned:
@@ -96,7 +96,7 @@ def test_every_beginning_is_equally_likely(episode_ends: str, aligned: bool) -> 
     assert chisquare(list(counts.values())).pvalue > 1e-3
 
 
-def test_needle_in_a_haystack_is_found_and_rejections_stay_few() -> None:
+def test_rare_starts_are_found_with_few_rejections() -> None:
     buffer = make_buffer(1, 100_000, batch_length=64, data=episodes([10] * 5000 + [70] + [10] * 4000))
     batch = buffer.sample(700)
     starts = batch["step"][:, 0].unique(return_counts=True)
@@ -113,7 +113,7 @@ def test_needle_in_a_haystack_is_found_and_rejections_stay_few() -> None:
 def test_windows_may_change_their_length_between_samples(episode_ends: str) -> None:
     buffer = make_buffer(1, 100, batch_length=2, episode_ends=episode_ends)
     buffer.extend(episodes([3] * 20))  # hardly any draw has room for more, so that beginnings are listed
-    with pytest.raises(ValueError, match="no room") if episode_ends == "inside" else nullcontext():
+    with pytest.raises(ValueError, match="No window fits") if episode_ends == "inside" else nullcontext():
         buffer.sampler.sample(buffer.storage, 50, 4)
     for length in (3, 2, 3):
         other = make_buffer(1, 100, batch_length=length, episode_ends=episode_ends)
@@ -123,7 +123,7 @@ def test_windows_may_change_their_length_between_samples(episode_ends: str) -> N
             assert drawn.equal(other.sample(50)["index"])
 
 
-def test_batches_are_named_windows_of_cells() -> None:
+def test_batches_are_windows_with_dimension_names() -> None:
     buffer = make_buffer(2, 10, batch_length=4, batch_size=5)
     buffer.extend(Twin(2, 10).rows([0, 1], [[False, False]] * 8), time_dim=0)
     batch = buffer.sample()
@@ -135,7 +135,7 @@ def test_batches_are_named_windows_of_cells() -> None:
     assert buffer.sample(3).shape == (3, 4)
 
 
-def test_gru_unrolled_over_a_batch_repeats_what_it_did_step_by_step() -> None:
+def test_gru_over_a_window_repeats_its_single_steps() -> None:
     gru = GRUModule(
         input_size=3,
         hidden_size=4,
@@ -176,7 +176,7 @@ def test_nested_states_under_other_keys() -> None:
 
 
 @pytest.mark.parametrize("episode_ends", ["inside", "across", "pad"])
-def test_windows_may_begin_with_zeros(episode_ends: str) -> None:
+def test_windows_can_begin_with_zero_states(episode_ends: str) -> None:
     data = episodes([6, 4], recurrent_state=torch.ones(10, 2), is_init=torch.arange(10).view(10, 1) % 6 == 0)
     data["next", "recurrent_state"] = torch.full((10, 2), 2.0)
     buffer = make_buffer(1, 20, batch_length=3, episode_ends=episode_ends, start_states="zero", data=data)
@@ -187,7 +187,7 @@ def test_windows_may_begin_with_zeros(episode_ends: str) -> None:
     assert (buffer[:]["recurrent_state"] == 1).all()  # what is stored stays
 
 
-def test_emptied_buffer_starts_again() -> None:
+def test_emptied_buffer_samples_new_windows() -> None:
     buffer = make_buffer(1, 10, batch_length=4, data=episodes([9]))
     buffer.sample()
     buffer.empty()
@@ -197,27 +197,27 @@ def test_emptied_buffer_starts_again() -> None:
     assert set(buffer.sample(50)["step"][:, 0].tolist()) == {0, 1}
 
 
-def test_windows_longer_than_any_episode() -> None:
+def test_windows_longer_than_all_episodes_raise_an_error() -> None:
     buffer = make_buffer(1, 20, batch_length=8, data=episodes([5, 7, 3]))
-    with pytest.raises(ValueError, match=r"longest stored episode has 7 steps, windows need 8"):
+    with pytest.raises(ValueError, match=r"episode has 7 steps.* 8 \(batch_length"):
         buffer.sample()
     buffer = make_buffer(1, 20, batch_length=30, episode_ends="across", data=episodes([5, 7, 3]))
-    with pytest.raises(ValueError, match=r"has 15 steps, windows need 30"):
+    with pytest.raises(ValueError, match=r"has 15 steps.* 30 \(batch_length"):
         buffer.sample()
     buffer = make_buffer(1, 20, batch_length=30, episode_ends="pad", data=episodes([5, 7, 3]))
     assert buffer.sample()["mask"].sum(1).max() <= 7
 
 
-def test_unknown_ends() -> None:
+def test_unknown_episode_ends_raise_an_error() -> None:
     buffer = make_buffer(1, 10, batch_length=2, data=episodes([6]).exclude(("next", "done")))
-    with pytest.raises(ValueError, match="where episodes end"):
+    with pytest.raises(ValueError, match="episode_ends"):
         buffer.sample()
     buffer = make_buffer(1, 10, batch_length=2, episode_ends="across", data=episodes([6]).exclude(("next", "done")))
     assert buffer.sample().shape == (8, 2)
 
 
 @pytest.mark.parametrize("episode_ends", ENDS)
-def test_states_of_windows_are_those_of_their_first_steps_and_zero_where_an_episode_begins(episode_ends: str) -> None:
+def test_window_states_come_from_first_steps_and_are_zero_at_episode_begins(episode_ends: str) -> None:
     states = torch.arange(1.0, 61.0).view(10, 2, 3)
     begins = torch.arange(10).view(10, 1) % 6 == 0
     data = episodes([6, 4], recurrent_state=states, is_init=begins)

@@ -202,7 +202,7 @@ SETTERS: list[tuple[Callable[[], Any], str, list[Any]]] = [
         for value in values
     ],
 )
-def test_refused_value_changes_nothing(make: Callable[[], Any], name: str, value: Any) -> None:
+def test_rejected_value_changes_nothing(make: Callable[[], Any], name: str, value: Any) -> None:
     part = make()
     before = getattr(part, name)
     has_state = hasattr(part, "load_state_dict") and not isinstance(part, torch.nn.Module | ReplayDataModule)
@@ -220,7 +220,7 @@ def test_refused_value_changes_nothing(make: Callable[[], Any], name: str, value
 @pytest.mark.parametrize("batch_length", [None, 2])
 @pytest.mark.parametrize("alpha", [2.0, 1e300])
 @pytest.mark.parametrize("stored", [True, False])
-def test_alpha_that_overflows_changes_nothing(batch_length: int | None, alpha: float, stored: bool) -> None:
+def test_overflowing_alpha_changes_nothing(batch_length: int | None, alpha: float, stored: bool) -> None:
     def make() -> ExperienceBuffer:
         return ring(4, sampler=PrioritizedSampler(4, 0.5, dtype="float32", batch_length=batch_length))
 
@@ -244,7 +244,7 @@ def test_alpha_that_overflows_changes_nothing(batch_length: int | None, alpha: f
     assert sampler.table.leaves[0] in (2.0, 0.0)
 
 
-def test_new_ratio_is_counted_with() -> None:
+def test_changed_ratio_is_used() -> None:
     part = limiter()
     part.inserted, part.drawn = 8, 0
     assert not part.admits_insert(8)
@@ -256,7 +256,7 @@ def test_new_ratio_is_counted_with() -> None:
     assert part.admits_insert(8)
 
 
-def test_new_values_take_effect() -> None:
+def test_changed_values_take_effect() -> None:
     flag = torch.zeros(6, 1, dtype=torch.bool)
     data = TensorDict({"t": torch.arange(6), "next": {"reward": torch.ones(6, 1), "done": flag}}, [6])
     buffer = ring(8, n_steps=2, gamma=0.5, data=data)

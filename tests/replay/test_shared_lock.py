@@ -57,7 +57,7 @@ def enter(lock: Any, held: Any) -> None:
         held.set()
 
 
-def test_one_process_at_a_time_until_it_dies() -> None:
+def test_lock_admits_one_process_until_it_dies() -> None:
     lock, held, other = SharedLock(nothing, nothing), FORK.Event(), FORK.Event()
     holder = started(hold, lock, held)
     assert held.wait(SECONDS)
@@ -72,7 +72,7 @@ def test_one_process_at_a_time_until_it_dies() -> None:
         pass
 
 
-def test_one_thread_at_a_time_and_what_it_holds_it_may_enter_again() -> None:
+def test_lock_admits_one_thread_and_is_reentrant() -> None:
     calls: list[str] = []
     lock = SharedLock(lambda: calls.append("in"), lambda: calls.append("out"))
     inside = threading.Event()
@@ -87,7 +87,7 @@ def test_one_thread_at_a_time_and_what_it_holds_it_may_enter_again() -> None:
     assert calls == ["in", "out"] * 2
 
 
-def test_forked_process_does_not_hold_what_a_thread_of_its_parent_holds() -> None:
+def test_forked_process_does_not_inherit_a_thread_lock() -> None:
     lock, held, inside, done = SharedLock(nothing, nothing), FORK.Event(), threading.Event(), threading.Event()
 
     def work() -> None:
@@ -122,7 +122,7 @@ def stopped_holder(lock: Any) -> Iterator[int]:
 
 
 @pytest.mark.parametrize("way", ["forked", "pickled"])
-def test_stopped_holder_is_named_after_the_timeout_until_it_goes_on_or_ends(way: str) -> None:
+def test_stopped_holder_is_named_after_the_timeout(way: str) -> None:
     lock = SharedLock(nothing, nothing, timeout=0.2)
     if way == "pickled":
         lock = pickle.loads(as_started(lock))
@@ -133,7 +133,7 @@ def test_stopped_holder_is_named_after_the_timeout_until_it_goes_on_or_ends(way:
                 pass
             assert 0.2 < time.monotonic() - began < 5
             said = str(raised.value)
-            for part in (f"Process {pid} has the lock", "timeout=0.2 ", f"kill -CONT {pid}", f"kill -KILL {pid}"):
+            for part in (f"Process {pid} ", "timeout=0.2 ", f"kill -CONT {pid}", f"kill -KILL {pid}"):
                 assert part in said
             assert "\n" not in said
         os.kill(pid, signal.SIGKILL)
@@ -142,7 +142,7 @@ def test_stopped_holder_is_named_after_the_timeout_until_it_goes_on_or_ends(way:
             pass
 
 
-def test_whoever_goes_on_in_time_is_waited_for() -> None:
+def test_holder_that_continues_in_time_is_awaited() -> None:
     lock, held, go_on = SharedLock(nothing, nothing, timeout=SECONDS), FORK.Event(), FORK.Event()
 
     def work() -> None:
@@ -159,7 +159,7 @@ def test_whoever_goes_on_in_time_is_waited_for() -> None:
     assert child.exitcode == 0
 
 
-def test_error_on_entering_gives_the_lock_back() -> None:
+def test_error_on_acquire_releases_the_lock() -> None:
     def fail() -> None:
         raise KeyError("no")
 
@@ -172,7 +172,7 @@ def test_error_on_entering_gives_the_lock_back() -> None:
     thread.join(SECONDS)
 
 
-def test_what_the_kernel_takes_for_a_circle_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reported_deadlock_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:
     errors = [OSError(errno.EDEADLK, "circle"), OSError(errno.EDEADLK, "circle"), OSError(errno.ENOLCK, "none left")]
 
     def lockf(_: Any, how: int) -> None:
@@ -187,7 +187,7 @@ def test_what_the_kernel_takes_for_a_circle_is_tried_again(monkeypatch: pytest.M
         pass
 
 
-def test_system_without_such_locks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_system_without_record_locks_raises_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_lock, "fcntl", None)
     buffer = ExperienceBuffer(storage=RingStorage(4))
     with pytest.raises(RuntimeError, match="fcntl"):
@@ -227,7 +227,7 @@ def stored(buffer: ExperienceBuffer) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("where", ["copies", "length", "priorities"])
-def test_rings_that_a_process_died_writing_to_are_dropped(where: str, caplog: Any) -> None:
+def test_rings_of_a_process_that_died_while_writing_are_dropped(where: str, caplog: Any) -> None:
     buffer = shared(PrioritizedSampler(ENVS * LENGTH, 1.0, 1.0))
     ids = torch.tensor([0, 2])
 
@@ -266,7 +266,7 @@ def test_rings_that_a_process_died_writing_to_are_dropped(where: str, caplog: An
     assert not caplog.records
 
 
-def test_who_dies_reading_or_taking_out_tears_nothing(caplog: Any) -> None:
+def test_death_while_reading_or_removing_damages_nothing(caplog: Any) -> None:
     buffer = shared()
     buffer.extend(step(20))
 
@@ -291,7 +291,7 @@ def test_who_dies_reading_or_taking_out_tears_nothing(caplog: Any) -> None:
     assert not caplog.records
 
 
-def test_ring_is_dropped_if_its_rows_were_being_written_back() -> None:
+def test_ring_is_dropped_after_death_during_write_back() -> None:
     buffer = shared()
     batch = buffer.sample()
     batch = batch[batch["index"] % ENVS == 1]
@@ -306,7 +306,7 @@ def test_ring_is_dropped_if_its_rows_were_being_written_back() -> None:
     assert stored(buffer) == [[0.0, 10.0, 20.0], [21.0], [2.0, 12.0, 22.0]]
 
 
-def test_buffer_that_was_being_emptied_is_empty() -> None:
+def test_buffer_is_empty_after_death_during_empty() -> None:
     buffer = shared()
     batch = buffer.sample()
 
@@ -321,7 +321,7 @@ def test_buffer_that_was_being_emptied_is_empty() -> None:
     assert not len(buffer.write_back(batch, ["a"]))
 
 
-def test_error_inside_the_lock_drops_nothing() -> None:
+def test_error_inside_the_lock_drops_no_rings() -> None:
     buffer = shared()
 
     def fail(_: Any) -> None:
@@ -335,7 +335,7 @@ def test_error_inside_the_lock_drops_nothing() -> None:
     assert stored(buffer) == [[0.0, 10.0, 20.0, 30.0], [1.0, 11.0, 21.0, 31.0], [2.0, 12.0, 22.0, 32.0]]
 
 
-def test_what_others_take_out_is_not_drawn_by_priority_any_more() -> None:
+def test_steps_removed_by_others_are_not_drawn_by_priority() -> None:
     buffer = shared(PrioritizedSampler(ENVS * LENGTH, 1.0, 1.0))
 
     def act() -> None:
@@ -351,7 +351,7 @@ def draw(buffer: ExperienceBuffer, answers: Any) -> None:
     answers.put(buffer.sample()["a"].tolist())
 
 
-def test_processes_draw_differently_and_again_the_same() -> None:
+def test_processes_draw_differently_and_reproducibly() -> None:
     def drawn(name: str) -> Any:
         torch.manual_seed(3)
         buffer, answers = shared(), FORK.SimpleQueue()
@@ -366,7 +366,7 @@ def test_processes_draw_differently_and_again_the_same() -> None:
     assert len({tuple(each) for each in (*first, second[0])}) == 3
 
 
-def test_buffer_whose_lock_is_held_by_a_stopped_process_stays_as_it_was() -> None:
+def test_buffer_locked_by_a_stopped_process_stays_unchanged() -> None:
     buffer = shared(PrioritizedSampler(ENVS * LENGTH, 1.0, 1.0)).share(timeout=0.1)
     batch, before = buffer.sample(), stored(buffer)
     calls: list[Callable[[], Any]] = [
@@ -392,7 +392,7 @@ def test_buffer_whose_lock_is_held_by_a_stopped_process_stays_as_it_was() -> Non
 
 
 @pytest.mark.parametrize("timeout", [0, -1.0, "soon", float("nan")])
-def test_timeout_is_a_number_of_seconds(timeout: Any) -> None:
+def test_timeout_must_be_a_positive_number(timeout: Any) -> None:
     buffer = ring(LENGTH, ENVS)
     with pytest.raises(ValueError, match=r"timeout.*0"):
         buffer.share(timeout=timeout)
@@ -435,7 +435,7 @@ def test_new_process_never_joins_the_episode_of_a_dead_one(caplog: Any) -> None:
     assert not caplog.records  # nothing was torn
 
 
-def test_process_that_starts_its_environments_again_begins_episodes() -> None:
+def test_process_that_restarts_its_environments_begins_episodes() -> None:
     buffer = shared()
     buffer.stop()
     buffer.resume()
@@ -448,7 +448,7 @@ def test_process_that_starts_its_environments_again_begins_episodes() -> None:
     assert not unshared.is_stopped
 
 
-def test_writer_may_refuse_to_overwrite() -> None:
+def test_writer_without_overwrite_rejects_writes() -> None:
     buffer = ring(LENGTH, ENVS, writer=RingWriter(ENVS, overwrite=False))
     for value in range(LENGTH - 1):
         buffer.extend(step(value))

@@ -33,7 +33,7 @@ buffer = partial(ring, SIZE // ENVS, ENVS, batch_size=4)
 filled = partial(buffer, filled=10)
 
 
-def test_state_holds_the_filled_part_alone() -> None:
+def test_state_has_only_filled_cells() -> None:
     one = ring(10_000, ENVS, filled=2)
     one.extend(numbered(2, 70), env_ids=torch.tensor([2, 0]))
     state = one.state_dict()
@@ -41,7 +41,7 @@ def test_state_holds_the_filled_part_alone() -> None:
     assert state["writer"]["positions"].tolist() == [3, 2, 3]
 
 
-def test_state_does_not_change_with_what_it_was_taken_of() -> None:
+def test_state_does_not_change_with_its_buffer() -> None:
     observed, transform = Composite(a=Unbounded(1)), Compose()
     transform.append(DynamicsTargets(observed, Unbounded(1), action_key="a", reward=lambda *_: torch.zeros(())))
     after = {"a": torch.ones(4, 1), "done": torch.zeros(4, 1, dtype=torch.bool)}
@@ -59,14 +59,14 @@ def test_state_does_not_change_with_what_it_was_taken_of() -> None:
     assert not differences(state, before)
 
 
-def test_generator_stays_the_users() -> None:
+def test_loaded_generator_stays_the_same_object() -> None:
     generator = torch.Generator()
     one, other = filled(), buffer(generator=generator)
     other.load_state_dict(one.state_dict())
     assert other.generator is generator
 
 
-def test_no_pickle_and_nothing_beside(tmp_path: Path) -> None:
+def test_state_folder_has_no_pickle_and_no_other_files(tmp_path: Path) -> None:
     one = filled()
     for _ in range(3):
         one.dumps(tmp_path / "state")
@@ -127,7 +127,7 @@ def test_damaged_and_hostile_states_change_nothing(damage: object, tmp_path: Pat
     assert sorted(ours[:]["a"].tolist()) == list(range(6))
 
 
-def test_every_edit_of_the_manifest_is_refused(tmp_path: Path) -> None:
+def test_edited_manifest_is_rejected(tmp_path: Path) -> None:
     write_state(tmp_path, {"a": torch.arange(3), "b": {"c": (1, [2.5, "x"])}})
     whole = (tmp_path / "state.json").read_text()
     for path, _ in entries(json.loads(whole)["content"]):
@@ -170,7 +170,7 @@ def test_full_disk_leaves_the_old_state(exists: bool, tmp_path: Path, monkeypatc
 # ---------------------------------------------------------------------- memory-mapped cells
 
 
-def test_state_knows_nothing_of_what_was_written_behind_it(tmp_path: Path) -> None:
+def test_loaded_state_ignores_later_writes(tmp_path: Path) -> None:
     one = filled(scratch_dir=tmp_path / "ring", sampler=PrioritizedSampler(SIZE, alpha=1.0, beta=0.5))
     one.update_priority(torch.arange(SIZE), torch.arange(SIZE) % 5 + 1.0)
     held = one.state_dict()
@@ -185,7 +185,7 @@ def test_state_knows_nothing_of_what_was_written_behind_it(tmp_path: Path) -> No
         assert (other[:] == filled()[:]).all()
 
 
-def test_second_resume_drops_nothing(tmp_path: Path) -> None:
+def test_second_resume_keeps_all_steps(tmp_path: Path) -> None:
     one = filled(scratch_dir=tmp_path / "ring")
     one.dumps(tmp_path / "state")
     for step in range(SIZE):  # a run that is lost for more than the length of the rings
@@ -199,7 +199,7 @@ def test_second_resume_drops_nothing(tmp_path: Path) -> None:
     assert sorted(other[:]["a"].tolist()) == list(range(36 - SIZE, 36))
 
 
-def test_emptied_ring_takes_an_older_state(tmp_path: Path) -> None:
+def test_emptied_ring_loads_an_older_state(tmp_path: Path) -> None:
     one, twin = filled(scratch_dir=tmp_path / "ring"), filled()
     one.dumps(tmp_path / "state")
     held = one.state_dict()
@@ -211,7 +211,7 @@ def test_emptied_ring_takes_an_older_state(tmp_path: Path) -> None:
         assert one.writer.positions.tolist() == [10] * ENVS
 
 
-def test_cells_on_disk_leave_no_names_and_meet_nobody(tmp_path: Path) -> None:
+def test_mapped_files_have_no_names_and_are_separate(tmp_path: Path) -> None:
     one, other = filled(scratch_dir=tmp_path / "ring"), buffer(scratch_dir=tmp_path / "ring", filled=2)
     assert (one[:] == filled()[:]).all()
     assert sorted(other[:]["a"].tolist()) == list(range(6))
@@ -226,7 +226,7 @@ def anonymous_bytes() -> int:
 
 
 @pytest.mark.skipif(not anonymous_bytes(), reason="the kernel does not tell")
-def test_cells_on_disk_take_no_anonymous_memory(tmp_path: Path) -> None:
+def test_mapped_cells_use_no_anonymous_memory(tmp_path: Path) -> None:
     size, width = 1 << 14, 1024  # 64 MiB
     one = ExperienceBuffer(storage=RingStorage(size, scratch_dir=tmp_path / "ring"), batch_size=256)
     data = TensorDict({"a": torch.rand(1024, width), "next": {"done": torch.zeros(1024, 1, dtype=torch.bool)}}, [1024])
@@ -254,7 +254,7 @@ def save_forever(folder: Path) -> Iterator[int]:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 @pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
 @pytest.mark.parametrize("saves", [1, 4, 7])
-def test_killed_while_saving(saves: int, tmp_path: Path) -> None:
+def test_kill_while_saving_keeps_the_old_state(saves: int, tmp_path: Path) -> None:
     saved = killed_after(0.003 * saves, save_forever, tmp_path, first=saves)
     ours = ExperienceBuffer(storage=RingStorage(40_000, scratch_dir=tmp_path / "ring"), num_envs=2)
     ours.loads(tmp_path / "state")

@@ -24,7 +24,7 @@ def draw(buffer: Any, batches: int, size: int) -> Tensor:
 @pytest.mark.parametrize("kind", HOUSES)
 @pytest.mark.parametrize("with_replacement", [True, False])
 @pytest.mark.parametrize("stratified", [True, False])
-def test_uniform_over_what_is_stored(kind: str, with_replacement: bool, stratified: bool) -> None:
+def test_uniform_over_stored_cells(kind: str, with_replacement: bool, stratified: bool) -> None:
     sampler = UniformSampler(with_replacement, stratified=stratified, generator=generator(1))
     buffer = house(kind, sampler, numbered(13))
     values = draw(buffer, 1000, 6)
@@ -41,7 +41,7 @@ def test_uniform_over_uneven_rings(with_replacement: bool) -> None:
     assert chi_square(values, dict.fromkeys(UNEVEN, 1.0)) < 29.6  # 10 degrees of freedom, p = 0.001
 
 
-def test_stratified_gives_every_environment_the_same_share() -> None:
+def test_stratified_draws_equally_from_environments() -> None:
     buffer = uneven(UniformSampler(stratified=True))
     values = draw(buffer, 1500, 4)
     expected = {value: 1.0 / {0: 5, 2: 2, 3: 4}[value // 100] for value in UNEVEN}
@@ -62,7 +62,7 @@ def test_stratified_spreads_over_the_steps() -> None:
         assert gaps.max() <= 3
 
 
-def test_stratified_without_replacement_passes_on_what_an_environment_lacks() -> None:
+def test_stratified_without_replacement_draws_missing_steps_elsewhere() -> None:
     buffer = uneven(UniformSampler(False, stratified=True))
     for size in (3, 8, 11):
         values = buffer.sample(size)["number"].tolist()
@@ -71,7 +71,7 @@ def test_stratified_without_replacement_passes_on_what_an_environment_lacks() ->
 
 
 @pytest.mark.parametrize("size", [1, 5, 11])
-def test_without_replacement_no_cell_comes_twice(size: int) -> None:
+def test_draws_without_replacement_are_distinct(size: int) -> None:
     buffer = uneven(UniformSampler(False))
     for _ in range(50):
         assert len(set(buffer.sample(size)["number"].tolist())) == size

@@ -31,7 +31,7 @@ def state_of(ours: ExperienceBuffer) -> list[float]:
 
 @pytest.mark.parametrize("sampler", [RandomSampler, UniformSampler, lambda: PrioritizedSampler(8, 1.0, 1.0)])
 @pytest.mark.parametrize("prefetch", [0, 1])
-def test_only_what_was_not_overwritten_changes(sampler: type, prefetch: int) -> None:
+def test_write_back_skips_overwritten_cells(sampler: type, prefetch: int) -> None:
     ours = buffer(sampler=sampler(), prefetch=prefetch, batch_size=64)
     ours.extend(steps(8))
     batch = ours.sample()
@@ -57,7 +57,7 @@ def test_uneven_rings() -> None:
     assert stored.tolist() == [101, 5, 102, 103, 104]
 
 
-def test_emptied_and_filled_again() -> None:
+def test_write_back_skips_cells_of_an_emptied_buffer() -> None:
     ours = buffer(data=steps(4))
     batch = ours.sample()
     ours.empty()
@@ -68,7 +68,7 @@ def test_emptied_and_filled_again() -> None:
     assert ours[:]["n"].tolist() == [20, 21, 22, 23]
 
 
-def test_windows_write_what_the_mask_counts_and_the_last_of_each_cell() -> None:
+def test_windows_write_masked_steps_and_the_last_value_per_cell() -> None:
     ours = buffer(sampler=SequenceSampler(3, episode_ends="pad", burn_in=1), batch_size=64)
     ours.extend(steps(6, done=(5,)))
     batch = ours.sample()
@@ -82,7 +82,7 @@ def test_windows_write_what_the_mask_counts_and_the_last_of_each_cell() -> None:
     assert ours[:]["n"].tolist() == expected.tolist()
 
 
-def test_gradients_stay_outside() -> None:
+def test_written_back_entries_have_no_gradients() -> None:
     ours = buffer(data=steps(4))
     batch = ours.sample()
     batch["recurrent_state", "c"] = batch["recurrent_state", "c"] * torch.ones((), requires_grad=True).double()
@@ -90,7 +90,7 @@ def test_gradients_stay_outside() -> None:
     assert not ours[:]["recurrent_state", "c"].requires_grad
 
 
-def test_one_entry_of_stored_steps_is_replaced() -> None:
+def test_write_entry_replaces_one_entry() -> None:
     ours = ring(4, 2)
     ours.extend(steps(2))
     ours.extend(steps(1, 2), env_ids=torch.tensor([1]))
@@ -100,11 +100,11 @@ def test_one_entry_of_stored_steps_is_replaced() -> None:
     assert after["recurrent_state", "c"].squeeze(-1).tolist() == [8, 1, 7]
     assert (after.exclude(("recurrent_state", "c")) == before.exclude(("recurrent_state", "c"))).all()
     for key, cells, value, error, says in (
-        ("m", [0], torch.zeros(1), KeyError, "no stored entry 'm'"),
-        ("recurrent_state", [0], torch.zeros(1), KeyError, "no entry 'recurrent_state' alone"),
-        ("n", [2], torch.zeros(1).long(), IndexError, "Cell 2 holds nothing"),
-        ("n", [0], torch.zeros(1), ValueError, r"is \[1\] torch.float32, to be written it must be \[1\] torch.int64"),
-        ("n", [0], torch.zeros(1, 1).long(), ValueError, r"is \[1, 1\]"),
+        ("m", [0], torch.zeros(1), KeyError, "no entry 'm'"),
+        ("recurrent_state", [0], torch.zeros(1), KeyError, "got 'recurrent_state'"),
+        ("n", [2], torch.zeros(1).long(), IndexError, "Cell 2 "),
+        ("n", [0], torch.zeros(1), ValueError, r"must be \[1\] torch.int64, got \[1\] torch.float32"),
+        ("n", [0], torch.zeros(1, 1).long(), ValueError, r"got \[1, 1\]"),
     ):
         with pytest.raises(error, match=says):
             ours.storage.write_entry(key, torch.tensor(cells), value)
@@ -131,7 +131,7 @@ REFUSED = {
 @pytest.mark.parametrize("flag", REFUSED)
 @pytest.mark.parametrize("place", [0, 1, 2])
 @pytest.mark.parametrize("mixed", [False, True])
-def test_refused_key_leaves_all_keys_unchanged(flag: str, place: int, mixed: bool) -> None:
+def test_rejected_key_leaves_all_keys_unchanged(flag: str, place: int, mixed: bool) -> None:
     key, value = REFUSED[flag]
     first, ours = (tracked(SequenceSampler(2)) for _ in range(2))
     source: Any = MixedReplay(first, [ours], [0.5, 0.5]) if mixed else ours
@@ -153,7 +153,7 @@ def test_refused_key_leaves_all_keys_unchanged(flag: str, place: int, mixed: boo
         assert torch.equal(buffer.writer.index.end(torch.zeros(6).long(), torch.arange(6)), torch.full((6,), 5))
 
 
-def test_flags_of_several_keys_are_followed_together() -> None:
+def test_flags_of_several_keys_update_episodes_together() -> None:
     ours = tracked(UniformSampler())
     batch = ours.sample(64)
     ends = (batch["n"] == 2).expand(-1, 2)
@@ -164,7 +164,7 @@ def test_flags_of_several_keys_are_followed_together() -> None:
     assert end.tolist() == [2, 2, 2, 3, 5, 5]
 
 
-def test_refused_write_lets_successors_be_compared_further() -> None:
+def test_rejected_write_keeps_the_comparison_of_successors() -> None:
     ours = tracked(UniformSampler())
     rows = agents(6)[5:]
     rows["next", "n"], rows["next", "done"] = rows["next", "n"] + 1, torch.tensor([[True, False]])

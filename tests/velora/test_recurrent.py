@@ -90,7 +90,7 @@ def test_batch_has_documented_names_shapes_and_type(count: int) -> None:
     assert batch.dones.equal((batch.states[:, :1] % 3 == 2).float())
 
 
-def test_both_hidden_states_are_kept_on_request() -> None:
+def test_previous_hidden_states_are_stored_on_request() -> None:
     buffer, hidden = build(), torch.arange(4.0)
     for t in range(3):
         state = torch.full((3,), float(t))
@@ -103,7 +103,7 @@ def test_both_hidden_states_are_kept_on_request() -> None:
         buffer.add_multi(**columns(0, 2))
 
 
-def test_done_means_terminated_and_truncated_refines_it() -> None:
+def test_done_means_terminated_and_truncated_is_separate() -> None:
     buffer, zero = build(), torch.zeros(3)
     buffer.add(zero, zero[:2], 0.0, zero, True, torch.zeros(4))
     buffer.add(zero, zero[:2], 0.0, zero, False, torch.zeros(4), truncated=True)
@@ -141,7 +141,7 @@ def test_config_and_metadata() -> None:
     assert build().metadata()["device"] is None
 
 
-def test_every_transition_is_equally_likely() -> None:
+def test_transitions_are_equally_likely() -> None:
     buffer = build(10, 13, generator=generator())
     drawn = torch.cat([buffer.sample(10).states[:, 0] for _ in range(200)])
     assert chi_square(drawn, dict.fromkeys(range(3, 13), 1.0)) < 27.9  # 0.1 % of 9 degrees of freedom
@@ -158,7 +158,7 @@ def rollout(envs: int, steps: int, **changes: Any) -> TensorDict:
     return TensorDict(entries, [envs, steps], names=[None, "time"])
 
 
-def test_rollouts_with_layered_states_serve_both_paths() -> None:
+def test_rollouts_with_layered_states_are_sampled_both_ways() -> None:
     buffer = RecurrentReplayBuffer(12, None, None, None, num_envs=2)
     buffer.extend(rollout(2, 3))
     assert (buffer.state_dim, buffer.action_dim, buffer.hidden_dim) == (3, 2, 4)
@@ -174,7 +174,7 @@ def test_rollouts_with_layered_states_serve_both_paths() -> None:
         buffer.extend(rollout(2, 3, observation=torch.zeros(2, 3, 5)))
 
 
-def test_two_part_states_lie_side_by_side() -> None:
+def test_two_part_states_are_concatenated() -> None:
     number = torch.zeros(2, 3, 1, 4)
     state = TensorDict({"h": number, "c": number + 1}, [2, 3])
     data = rollout(2, 3, recurrent_state=state)
@@ -185,22 +185,22 @@ def test_two_part_states_lie_side_by_side() -> None:
     assert set(buffer.draw(1)["recurrent_state"].keys()) == {"h", "c"}
 
 
-def test_tensordict_may_be_added() -> None:
+def test_tensordict_can_be_added() -> None:
     buffer = build(filled=2)
     buffer.add(buffer[1])
     assert stored(buffer)["states"][:, 0].tolist() == [0.0, 1.0, 1.0]
 
 
-def test_transitions_without_recurrent_states_are_told_apart() -> None:
+def test_transitions_without_recurrent_states_raise_an_error() -> None:
     buffer = RecurrentReplayBuffer(12, 3, 2, 4, num_envs=2)
     buffer.extend(rollout(2, 3).exclude(HIDDEN, "recurrent_state"))
     assert len(buffer.draw(2)) == 2
-    with pytest.raises(KeyError, match="use draw"):
+    with pytest.raises(KeyError, match="draw"):
         buffer.sample(2)
 
 
 @pytest.mark.parametrize("count", [0, 3, 7, 12])
-def test_files_hold_everything_that_velora_keeps(count: int, tmp_path: Path) -> None:
+def test_files_contain_all_velora_entries(count: int, tmp_path: Path) -> None:
     folder, buffer = tmp_path / "a" / "b", build(filled=count)
     buffer.save(folder, prefix="run.1_")
     metadata = json.loads((folder / "run.1_metadata.json").read_text())
@@ -219,7 +219,7 @@ def test_sizes_must_be_known_to_save(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_what_a_network_without_a_memory_collects_is_saved_too() -> None:
+def test_transitions_of_a_feedforward_network_are_saved() -> None:
     seen = build(filled=5).storage.get(slice(None)).exclude(HIDDEN)
     one, other = (RecurrentReplayBuffer(7, 3, 2, 4, generator=generator(seed)) for seed in (0, 1))
     one.extend(seen)

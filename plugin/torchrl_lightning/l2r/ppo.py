@@ -21,13 +21,14 @@ from torchrl_lightning._core.validators import Check, fraction
 from torchrl_lightning.estimators import discounted_returns
 from torchrl_lightning.l2r.schema import Configurable
 from torchrl_lightning.l2r.simple import SimpleReplayBufferSchema
-from torchrl_lightning.l2r.step_fields import COLUMNS, documented, read_step
-from torchrl_lightning.replay.conversion import vector
+from torchrl_lightning.l2r.step_fields import COLUMNS, step_to_row, to_l2r_batch
+from torchrl_lightning.replay.conversion import to_row
 from torchrl_lightning.rollout.estimates import GAE, Estimator, Steps
 from torchrl_lightning.rollout.vanilla import VanillaOnPolicyBuffer
 
 logger = logging.getLogger(__name__)
-PATHS = fields("path", {"stored": bounded_integer(), "path_start": bounded_integer(), "told": flag})
+PATH_STATE = fields("path", {"stored": bounded_integer(), "path_start": bounded_integer(), "told": flag})
+"""State of the paths; ``told`` is whether the last step was stored with ``done`` or ``truncated``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +110,7 @@ class PPOBuffer(Configurable, VanillaOnPolicyBuffer):
     """
 
     RUNTIME_ARGUMENTS = tuple({*VanillaOnPolicyBuffer.RUNTIME_ARGUMENTS} - {"batch_size"})
-    STATE = {**VanillaOnPolicyBuffer.STATE, "paths": Attribute(PATHS, "_paths")}
+    STATE = {**VanillaOnPolicyBuffer.STATE, "paths": Attribute(PATH_STATE, "_paths")}
     schema: ClassVar[type] = PPOBufferSchema
 
     obs_dim: Count | None = setting(default=None, kw_only=False)
@@ -129,7 +130,7 @@ class PPOBuffer(Configurable, VanillaOnPolicyBuffer):
         self.weights: Tensor | None = None
         self._stored = self._path_start = 0
         self._last_step: Mapping[str, Any] = {}
-        self._drawable: tuple[Tensor, Tensor] | None = None
+        self._finished_steps: tuple[Tensor, Tensor] | None = None
 
     @classmethod
     def create_factory(cls, size: int, gae_lambda: float = 0.95, **options: Any) -> Callable[..., Self]:
@@ -197,15 +198,15 @@ class PPOBuffer(Configurable, VanillaOnPolicyBuffer):
             self.writer.overwrite(self.ptr, row)
         self.obs_dim, self.act_dim = row["observation"].shape[1], row["action"].shape[1]
         self._stored += 1
-        self._last_step, self._drawable = buffer_dict, None
+        self._last_step, self._finished_steps = buffer_dict, None
 
     def _row(self, step: Mapping[str, Any]) -> TensorDict:
         """Convert an l2r-lab step to one row ``[1]`` with this package's keys; its estimates are zero."""
-        needed, of_act, device = ("obs", "act", "rew"), ("action", "value", "logp"), self.device
-        row = read_step(step, needed, of_act, self.obs_dim, self.act_dim, device)
+        required, act_attributes, device = ("obs", "act", "rew"), ("action", "value", "logp"), self.device
+        row = step_to_row(step, required, act_attributes, self.obs_dim, self.act_dim, device)
         act, zero = step["act"], torch.zeros(1, 1, dtype=torch.float32, device=device)
-        row["action_log_prob"] = vector(act.logp, "act.logp", 1, device).reshape(1)
-        row["state_value"] = vector(act.value, "act.value", 1, device)
+        row["action_log_prob"] = to_row(act.logp, "act.logp", 1, device).reshape(1)
+        row["state_value"] = to_row(act.value, "act.value", 1, device)
         row["is_init"] = torch.full((1, 1), not self.path_length, device=device)
         row["advantage"], row["value_target"], row[FINISHED] = zero, zero, zero.bool()
         return row
@@ -240,15 +241,15 @@ class PPOBuffer(Configurable, VanillaOnPolicyBuffer):
         last = self._last_value(action_obj, bool(self._cells(TERMINATED, steps[-1:])))
         done = (steps == self._stored - 1).view(-1, 1, 1)
         terminated = done & (last is None)
-        following = torch.cat((value[1:], value.new_full((1, 1, 1), last or 0.0)))
-        path = Steps(reward, value, following, terminated, done)
+        next_value = torch.cat((value[1:], value.new_full((1, 1, 1), last or 0.0)))
+        path = Steps(reward, value, next_value, terminated, done)
         advantage, target = self.estimator.advantages(path, self.gamma, self._data)
         ends: dict[NestedKey, Tensor] = {DONE: done, TERMINATED: terminated, TRUNCATED: done & ~terminated}
         for key, result in {**ends, ADVANTAGE: advantage, TARGET: target, FINISHED: done | True}.items():
             self._data.get(key)[steps % self.size] = result
         self.storage.finish_write(self.step)
         self._path_start = self._stored
-        self._drawable = None
+        self._finished_steps = None
 
     def _last_value(self, action_obj: Any, terminated: bool) -> float | None:
         """Return the bootstrap value, or ``None`` at a terminal state."""
@@ -257,21 +258,21 @@ class PPOBuffer(Configurable, VanillaOnPolicyBuffer):
         if action_obj is None:
             if "done" in self._last_step or "truncated" in self._last_step:
                 raise ValueError(
-                    "The path was cut: its last step was stored with done=False. Pass what the agent says at the "
-                    "observation behind it, finish_path(agent.select_action(next_obs)), or finish_path(0.0)."
+                    "action_obj must not be None if the last step was stored with done=False. Pass the agent's output "
+                    "for the next observation, finish_path(agent.select_action(next_obs)), or finish_path(0.0)."
                 )
             return None
         if action_obj is self._last_step.get("act"):
             logger.warning(
-                "finish_path got the action object of the last stored step, V(s[T-1]); a cut path is bootstrapped from "
-                "the observation behind it: finish_path(agent.select_action(next_obs))."
+                "action_obj is the action object of the last stored step, V(s[T-1]), but a cut path needs the value of "
+                "the next observation: finish_path(agent.select_action(next_obs))."
             )
-        return float(vector(getattr(action_obj, "value", action_obj), "action_obj.value", 1, self.device))
+        return float(to_row(getattr(action_obj, "value", action_obj), "action_obj.value", 1, self.device))
 
     def empty(self, empty_write_count: bool = True) -> None:
         """Discard the stored steps and the open path."""
         self._stored = self._path_start = 0
-        self._last_step, self._drawable = {}, None
+        self._last_step, self._finished_steps = {}, None
         super().empty(empty_write_count)
 
     # ---- reading ----------------------------------------------------------------------------------------------------
@@ -290,17 +291,19 @@ class PPOBuffer(Configurable, VanillaOnPolicyBuffer):
             RuntimeError: the advantages of an inserted rollout need a critic, and none is set.
         """
         cells, advantage = self._finished()
-        wanted = self.batch_size
-        if wanted > len(cells):
+        batch_size = self.batch_size
+        if batch_size > len(cells):
             raise ValueError(
-                f"Cannot draw {wanted} different steps from {len(cells)} of finished paths "
-                f"({self.path_length} more are in an open path). Store more first, or lower batch_size."
+                f"batch_size must be at most {len(cells)}, the steps of finished paths ({self.path_length} more are in "
+                f"an open path), got {batch_size}. Store more steps first, or lower batch_size."
             )
-        drawn = torch.randperm(len(cells), generator=self.generator, device=self.generator.device)[:wanted]
-        drawn = drawn.to(self.device)
-        self.weights = torch.ones(wanted, dtype=torch.float32, device=self.device)
+        rows = torch.randperm(len(cells), generator=self.generator, device=self.generator.device)[:batch_size]
+        rows = rows.to(self.device)
+        self.weights = torch.ones(batch_size, dtype=torch.float32, device=self.device)
         names = ("obs", "act", "rew", "ret", "adv", "val", "logp")
-        return documented({n: advantage[drawn] if n == "adv" else self._column(n, cells[drawn]) for n in names})
+        return to_l2r_batch(
+            {name: advantage[rows] if name == "adv" else self._column(name, cells[rows]) for name in names}
+        )
 
     def _column(self, name: str, cells: Tensor) -> Tensor:
         column = entry_of(self.rollout, COLUMNS[name])
@@ -316,12 +319,12 @@ class PPOBuffer(Configurable, VanillaOnPolicyBuffer):
                 return torch.zeros(0, dtype=torch.int64, device=self.device), torch.zeros(0, device=self.device)
             cells = torch.arange(self._estimated().numel(), device=self.device)
             return cells, self._column("adv", cells).flatten()
-        if self._drawable is None:
+        if self._finished_steps is None:
             data = self._data
             cells = data.get(FINISHED)[: self.step].flatten().nonzero().squeeze(1)
             raw = data.get("advantage")[: self.step].flatten()[cells]
-            self._drawable = cells, population_standardize(raw, self.eps)
-        return self._drawable
+            self._finished_steps = cells, population_standardize(raw, self.eps)
+        return self._finished_steps
 
     # ---- estimates --------------------------------------------------------------------------------------------------
 
@@ -358,13 +361,13 @@ class PPOBuffer(Configurable, VanillaOnPolicyBuffer):
 
     @property
     def _paths(self) -> dict[str, Any]:
-        told = [name for name in ("done", "truncated") if name in self._last_step]
-        return {"stored": self._stored, "path_start": self._path_start, "told": bool(told)}
+        end_flags = [name for name in ("done", "truncated") if name in self._last_step]
+        return {"stored": self._stored, "path_start": self._path_start, "told": bool(end_flags)}
 
     @_paths.setter
     def _paths(self, paths: Mapping[str, Any]) -> None:
         self._stored, self._path_start = paths["stored"], paths["path_start"]
-        self._last_step, self._drawable = {"done": False} if paths["told"] else {}, None
+        self._last_step, self._finished_steps = {"done": False} if paths["told"] else {}, None
 
     def _validate_consistency(self, values: Mapping[str, Any]) -> None:
         (stored, start, _), steps = values["paths"].values(), values["storage"]["num_steps"]

@@ -12,7 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from torchrl_lightning._core.plain_yaml import read_config
 
-WRAPPER = {"name", "config"}
+WRAPPER_KEYS = {"name", "config"}
 
 
 class Configurable:
@@ -37,7 +37,7 @@ class Configurable:
             config = read_config(config_file_location)
         except ValueError as error:
             names = [field.name for field in fields(cls.schema)]
-            raise ValueError(f"{config_file_location} is no YAML mapping of {names}: {error}") from error
+            raise ValueError(f"{config_file_location} must be a YAML mapping of {names}: {error}") from error
         return cls._build(config, str(config_file_location))
 
     @classmethod
@@ -51,16 +51,16 @@ class Configurable:
 
     @classmethod
     def _build(cls, config: Any, source: str) -> Self:
-        known = ", ".join(
+        field_list = ", ".join(
             f"{field.name}: {field.type if isinstance(field.type, str) else field.type.__name__}"
             + ("" if field.default == MISSING else f" = {field.default!r}")
             for field in fields(cls.schema)
         )
         if not isinstance(config, Mapping | DictConfig):
-            raise ValueError(f"{source} is a {type(config).__name__}; expected a mapping with {known}.")
-        if odd := [key for key in config if not isinstance(key, str)]:
-            raise ValueError(f"{source}: field {odd[0]!r} is unknown. The fields are {known}.")
-        if set(config) == WRAPPER:
+            raise ValueError(f"{source} must be a mapping with {field_list}, got a {type(config).__name__}.")
+        if non_strings := [key for key in config if not isinstance(key, str)]:
+            raise ValueError(f"{source}: field {non_strings[0]!r} is unknown. The fields are {field_list}.")
+        if set(config) == WRAPPER_KEYS:
             if config["name"] != cls.__name__:
                 raise ValueError(f"{source}: field 'name' is {config['name']!r}, expected {cls.__name__!r}.")
             return cls._build(config["config"], f"{source}, field 'config'")
@@ -69,9 +69,9 @@ class Configurable:
             missing = sorted(OmegaConf.missing_keys(merged))
             resolved: Any = {} if missing else OmegaConf.to_container(merged, resolve=True)
         except OmegaConfBaseException as error:
-            what = f"{str(error.full_key or error.key)!r} of {cls.__name__} is wrong: {str(error).splitlines()[0]}"
-            raise ValueError(f"{source}: field {what}. The fields are {known}.") from error
+            problem = f"{str(error.full_key or error.key)!r} of {cls.__name__} is invalid: {str(error).splitlines()[0]}"
+            raise ValueError(f"{source}: field {problem}. The fields are {field_list}.") from error
         if missing:
-            what = f"{', '.join(map(repr, missing))} of {cls.__name__} is missing"
-            raise ValueError(f"{source}: field {what}. The fields are {known}.")
+            problem = f"{', '.join(map(repr, missing))} of {cls.__name__} is missing"
+            raise ValueError(f"{source}: field {problem}. The fields are {field_list}.")
         return cls(**resolved)

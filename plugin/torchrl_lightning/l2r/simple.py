@@ -19,7 +19,7 @@ from torchrl.envs.transforms import Transform
 from torchrl_lightning._core.tree import check_tensordict
 from torchrl_lightning._core.validators import integer, optional
 from torchrl_lightning.l2r.schema import Configurable
-from torchrl_lightning.l2r.step_fields import COLUMNS, documented, read_step
+from torchrl_lightning.l2r.step_fields import COLUMNS, step_to_row, to_l2r_batch
 from torchrl_lightning.replay.replay_buffer import ExperienceBuffer
 from torchrl_lightning.replay.ring_storage import RingStorage
 from torchrl_lightning.replay.uniform import UniformSampler
@@ -112,11 +112,11 @@ class SimpleReplayBuffer(Configurable, ExperienceBuffer):
 
     def misfit(self, specs: Any, learner: Any) -> str | None:
         """Return an error text if ``obs_dim`` or ``act_dim`` differs from the environment's size, or None."""
-        shown, action = dict(specs.observation.items(True, True)).get("observation"), specs.action
-        for name, declared, spec in (("obs_dim", self.obs_dim, shown), ("act_dim", self.act_dim, action)):
+        observation, action = dict(specs.observation.items(True, True)).get("observation"), specs.action
+        for name, declared, spec in (("obs_dim", self.obs_dim, observation), ("act_dim", self.act_dim, action)):
             width = None if spec is None else spec.shape.numel()
             if declared is not None and width not in (None, declared):
-                return f"{name} must be {width}, the size in the environment, got {declared}. Correct it, or give None."
+                return f"{name} must be {width}, the size in the environment, got {declared}. Correct it, or pass None."
         return None
 
     @property
@@ -149,8 +149,8 @@ class SimpleReplayBuffer(Configurable, ExperienceBuffer):
             cells = writer.cell(torch.arange(writer.num_envs), steps[:, None]).flatten()
             self.extend(buffer_dict.storage.get(cells[writer.rings.is_filled(cells)]))
             return
-        needed = ("obs", "next_obs", "act", "rew", "done")
-        self.extend(read_step(buffer_dict, needed, (), self.obs_dim, self.act_dim, self.storage.device))
+        required = ("obs", "next_obs", "act", "rew", "done")
+        self.extend(step_to_row(buffer_dict, required, (), self.obs_dim, self.act_dim, self.storage.device))
 
     def extend(self, data: TensorDictBase, *args: Any, **kwargs: Any) -> Tensor:
         """Write a TensorDict with this package's keys; see :meth:`ExperienceBuffer.extend`.
@@ -160,15 +160,15 @@ class SimpleReplayBuffer(Configurable, ExperienceBuffer):
             ValueError: the size of an observation or action differs from the declared size.
         """
         check_tensordict(data)
-        found: dict[str, int | None] = {"obs_dim": self.obs_dim, "act_dim": self.act_dim}
-        for (name, expected), key in zip(found.items(), ("observation", "action"), strict=True):
+        dims: dict[str, int | None] = {"obs_dim": self.obs_dim, "act_dim": self.act_dim}
+        for (name, expected), key in zip(dims.items(), ("observation", "action"), strict=True):
             entry = data.get(key, None)
             if isinstance(entry, Tensor):
-                found[name] = width = int(entry.shape[data.ndim :].numel())
+                dims[name] = width = int(entry.shape[data.ndim :].numel())
                 if expected not in (None, width):
-                    raise ValueError(f"{key!r} has {width} numbers, expected {name}={expected}; nothing was written.")
+                    raise ValueError(f"{key!r} must have {name}={expected} numbers, got {width}; nothing was written.")
         index: Tensor = super().extend(data, *args, **kwargs)
-        self.obs_dim, self.act_dim = found.values()
+        self.obs_dim, self.act_dim = dims.values()
         return index
 
     def finish_path(self, action_obj: Any = None) -> None:
@@ -189,10 +189,10 @@ class SimpleReplayBuffer(Configurable, ExperienceBuffer):
         """
         if self.batch_size > len(self):
             raise ValueError(
-                f"Cannot draw {self.batch_size} different steps from {len(self)} stored ones; store more first, or "
-                "lower batch_size."
+                f"batch_size must be at most {len(self)}, the stored steps, got {self.batch_size}. Store more steps "
+                "first, or lower batch_size."
             )
         data = self.sample()
         weight = data.get("priority_weight", None)
         self.weights = torch.ones(len(data), dtype=torch.float32, device=data.device) if weight is None else weight
-        return documented({name: data.get(COLUMNS[name]) for name in ("obs", "obs2", "act", "rew", "done")})
+        return to_l2r_batch({name: data.get(COLUMNS[name]) for name in ("obs", "obs2", "act", "rew", "done")})

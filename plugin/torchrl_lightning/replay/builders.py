@@ -29,64 +29,64 @@ logger = logging.getLogger(__name__)
 
 def prioritized_in(sampler: Sampler) -> PrioritizedSampler | None:
     """Return the :class:`PrioritizedSampler`: ``sampler`` itself or its attribute ``prioritized``, else None."""
-    found = getattr(sampler, "prioritized", sampler)
-    return found if isinstance(found, PrioritizedSampler) else None
+    prioritized = getattr(sampler, "prioritized", sampler)
+    return prioritized if isinstance(prioritized, PrioritizedSampler) else None
 
 
-def takes_priorities(sampler: Sampler) -> bool:
+def uses_priorities(sampler: Sampler) -> bool:
     """Return whether a sampler of any kind uses priorities."""
-    keeper = getattr(sampler, "prioritized", sampler)
-    return keeper is not None and type(keeper).update_priority is not Sampler.update_priority
+    inner = getattr(sampler, "prioritized", sampler)
+    return inner is not None and type(inner).update_priority is not Sampler.update_priority
 
 
 def init_priorities(sampler: Sampler | None, max_size: int) -> None:
     """Allocate priorities for ``max_size`` cells, unless the prioritized sampler was built with ``max_capacity``."""
-    found = None if sampler is None else prioritized_in(sampler)
-    if found is not None and "table" not in vars(found):
-        found.table = found.make_table(max_size)
+    prioritized = None if sampler is None else prioritized_in(sampler)
+    if prioritized is not None:
+        prioritized.init_table(max_size)
 
 
-def time_major(data: TensorDictBase, width: int, time_dim: int | None) -> TensorDictBase:
-    """Return the rows of ``width`` environments, flat and time-major; raise ValueError for ambiguous data."""
+def time_major(data: TensorDictBase, num_envs: int, time_dim: int | None) -> TensorDictBase:
+    """Return the rows of ``num_envs`` environments, flat and time-major; raise ValueError for ambiguous data."""
     if data.ndim == 1 and time_dim is None:
-        if width == 1 or data.shape[0] == width:
+        if num_envs == 1 or data.shape[0] == num_envs:
             return data
         raise ValueError(
-            f"Got {data.shape[0]} rows for {width} environments; expected one step of each ([{width}]), or a rollout "
-            f'with a dimension named "time" or with time_dim= ([T, {width}] or [{width}, T]).'
+            f"data must have {num_envs} rows, one step per environment, got {data.shape[0]} rows. For several steps, "
+            f'pass [T, {num_envs}] or [{num_envs}, T] with a dimension named "time" or with time_dim=.'
         )
     names = data.names
     axis = time_dim if time_dim is not None else names.index("time") if "time" in names else None
     if axis is None or data.ndim not in (1, 2) or not -data.ndim <= axis < data.ndim:
         raise ValueError(
-            f"Cannot tell which dimension of batch size {list(data.shape)} is time (names {names}); name it, "
-            'e.g. data.names = [None, "time"], or pass time_dim=.'
+            f"data must be [n] or a rollout with one time dimension, got batch size {list(data.shape)}, names {names} "
+            f'and time_dim={time_dim}. Pass time_dim=, or name the dimension, e.g. data.names = [None, "time"].'
         )
     if data.ndim == 1:
-        return time_major(data, width, None)
+        return time_major(data, num_envs, None)
     data = data if axis % 2 == 0 else data.transpose(0, 1)
-    if data.shape[1] != width:
-        raise ValueError(f"Got a rollout of {data.shape[1]} environments, the writer has {width}.")
+    if data.shape[1] != num_envs:
+        raise ValueError(f"The rollout must have {num_envs} environments, got {data.shape[1]}.")
     return data.reshape(-1)
 
 
-def written_back(
+def entries_to_write(
     storage: RingStorage, batch: TensorDictBase, shape: torch.Size, key: NestedKey, n_steps: int
 ) -> list[tuple[tuple[str, ...], Tensor]]:
     """Return the entries of a sampled batch at or below a key; raise an error if they do not match the storage."""
     if n_steps > 1 and path_of(key)[0] == "next":
         raise ValueError(
-            f"With n_steps={n_steps} the entry {key!r} of a batch is not that of its cells but of a later "
-            "step; write back entries outside of 'next' alone."
+            f"keys must not be below 'next' with n_steps={n_steps}, because a batch reads these entries from a later "
+            f"step, got {key!r}. Write back other entries."
         )
-    found = []
+    entries = []
     for path, stored in storage.leaves(key):
         values = batch.get(path, None)
         if not isinstance(values, Tensor):
             raise KeyError(f"The batch has no entry {name_of(path)} to write back.")
         check_values(path, stored, values, shape)
-        found.append((path, values.detach()))
-    return found
+        entries.append((path, values.detach()))
+    return entries
 
 
 def plan_write_back(
@@ -97,34 +97,34 @@ def plan_write_back(
     An error in one entry is raised before any entry is written.
     """
     check_tensordict(batch)
-    index, stamps = batch.get("index", None), batch.get("write_position", None)
+    index, write_versions = batch.get("index", None), batch.get("write_position", None)
     if index is None:
         raise KeyError(f"The batch has no entry 'index'; it has {sorted(map(str, batch.keys()))}.")
-    if stamps is None:
-        raise KeyError("The batch has no entry 'write_position', which says which cells were overwritten since.")
-    values = [pair for key in nested_keys(keys) for pair in written_back(storage, batch, index.shape, key, n_steps)]
+    if write_versions is None:
+        raise KeyError("The batch has no entry 'write_position'; without it, overwritten cells are unknown.")
+    values = [pair for key in nested_keys(keys) for pair in entries_to_write(storage, batch, index.shape, key, n_steps)]
     if not values:
         return lambda: index.new_zeros(0).cpu()
     cells = index.detach().reshape(-1).cpu()
-    keep = rings.is_unchanged(cells, stamps.reshape(-1).cpu())
+    is_current = rings.is_unchanged(cells, write_versions.reshape(-1).cpu())
     mask = batch.get("mask", None)
     if mask is not None:
-        keep &= mask.to(keep.device).reshape(-1)
-    rows = keep.nonzero().squeeze(1)
+        is_current &= mask.to(is_current.device).reshape(-1)
+    rows = is_current.nonzero().squeeze(1)
     rows = rows[unique_last(cells[rows])]
     cells = cells[rows]
     changes = {path: leaf.flatten(0, index.ndim - 1)[rows.to(leaf.device)] for path, leaf in values}
     write = plan_entries(storage, changes, cells)
 
     def write_cells() -> Tensor:
-        rings.before(rings.env_of(cells).numpy())
+        rings.before_change(rings.env_of(cells).numpy())
         write()
         return cells
 
     return write_cells
 
 
-def drop_later(info: dict[Any, Any]) -> None:
+def drop_next_entries(info: dict[Any, Any]) -> None:
     """Remove a sampler's entries below ``"next"``, because n-step returns read them from a later step."""
     for key in tuple(info):
         if key[0] == NEXT:
@@ -134,14 +134,14 @@ def drop_later(info: dict[Any, Any]) -> None:
 def excluded_keys(buffer: Any) -> list[str]:
     """Return the entries of a rollout that a buffer does not need, except the one that its sampler reads."""
     key = SamplerApi.of(buffer.sampler).traj_key
-    needed = key[0] if isinstance(key, tuple) else key
-    return [name for name in REPEATED if name != needed]
+    trajectory_key = key[0] if isinstance(key, tuple) else key
+    return [name for name in REPEATED if name != trajectory_key]
 
 
 def default_storage() -> RingStorage:
     """Build a storage of 1000 cells, TorchRL's default, and log a warning that this is small."""
     logger.warning(
-        "ExperienceBuffer holds 1000 cells, as TorchRL's buffers; give it storage=RingStorage(N) for N cells."
+        "storage is not set, so this ExperienceBuffer has 1000 cells, TorchRL's default; pass storage=RingStorage(N)."
     )
     return RingStorage(1000)
 
@@ -156,36 +156,35 @@ def ring_writer(
     """
     if writer is None:
         return RingWriter(1 if num_envs is None else num_envs, track_episodes=track_episodes, **options)
-    if given := [f"{name}={value!r}" for name, value in options.items() if value not in (None, True)]:
+    if conflicting := [f"{name}={value!r}" for name, value in options.items() if value not in (None, True)]:
         raise ValueError(
-            f"{', '.join(given)} must be an argument of the writer if one is given, got both. Build it with "
-            f"RingWriter({', '.join(given)})."
+            f"{', '.join(conflicting)} must be an argument of the writer if a writer is given, got both. Build it with "
+            f"RingWriter({', '.join(conflicting)})."
         )
     return writer
 
 
 def check_parts(storage: Any, writer: Any, sampler: Any) -> None:
     """Validate the given parts of a buffer over rings; raise TypeError or ValueError if one is unsuitable."""
-    for part, ring in ((storage, RingStorage), (writer, RingWriter)):
-        if part is not None and not isinstance(part, ring):
+    for name, part, expected_type in (("storage", storage, RingStorage), ("writer", writer, RingWriter)):
+        if part is not None and not isinstance(part, expected_type):
             raise TypeError(
-                f"An ExperienceBuffer has a RingStorage and a RingWriter, and any sampler, but got a "
-                f"{type(part).__name__}; give it a {ring.__name__}, or use TorchRL's TensorDictReplayBuffer, which "
-                "takes our samplers, too."
+                f"{name} must be a {expected_type.__name__}, got a {type(part).__name__}. Use TorchRL's "
+                "TensorDictReplayBuffer for other storages and writers; it also accepts our samplers."
             )
     if isinstance(sampler, ConsumingSampler):
         raise TypeError(
-            f"{type(sampler).__name__} takes cells away out of their order, which rings cannot; use TorchRL's "
-            "TensorDictReplayBuffer(consume_after_n_samples=...)."
+            f"sampler must not remove cells, because rings remove only the oldest, got a {type(sampler).__name__}. Use "
+            "TorchRL's TensorDictReplayBuffer(consume_after_n_samples=...)."
         )
     if storage is not None and writer is not None and storage.writer not in (None, writer):
         gc.collect()  # the other buffer may be deleted but not yet collected
         if storage.writer is not None:
             raise ValueError(
-                "Another buffer already fills this RingStorage, as when functools.partial(ExperienceBuffer, "
-                "storage=RingStorage(...)) is called twice; give every buffer a storage and a sampler of its own, e.g. "
-                "by lambda num_envs: ExperienceBuffer(storage=RingStorage(...), num_envs=num_envs), or pass the same "
-                "writer."
+                "storage must not belong to another buffer, got a RingStorage that another buffer fills, e.g. because "
+                "functools.partial(ExperienceBuffer, storage=RingStorage(...)) was called twice. Build a storage and a "
+                "sampler for each buffer, e.g. with lambda num_envs: ExperienceBuffer(storage=RingStorage(...), "
+                "num_envs=num_envs), or pass the same writer."
             )
 
 
@@ -198,15 +197,15 @@ def check_lengths(buffer: Any) -> None:
     length = size // num_envs
     if buffer.n_steps > length:
         raise ValueError(
-            f"n_steps must be at most max_size / num_envs = {length}, got {buffer.n_steps}: no return would be that "
-            "long. Raise max_size, or lower n_steps."
+            f"n_steps must be at most max_size / num_envs = {length}, got {buffer.n_steps}, because a ring "
+            "stores no longer return. Raise max_size, or lower n_steps."
         )
-    abilities = SamplerApi.of(sampler)
-    window = abilities.batch_length
-    if window is not None and window > length and abilities.episode_ends != "pad":
+    api = SamplerApi.of(sampler)
+    window = api.batch_length
+    if window is not None and window > length and api.episode_ends != "pad":
         raise ValueError(
-            f"batch_length must be at most max_size / num_envs = {length}, got {window}: no window would be that long. "
-            "Raise max_size, or take shorter windows."
+            f"batch_length must be at most max_size / num_envs = {length}, got {window}, because a ring stores "
+            "no longer window. Raise max_size, or lower batch_length."
         )
     prioritized = prioritized_in(sampler)
     if prioritized is not None:

@@ -16,21 +16,21 @@ from torchrl_lightning.kernels import row_copies
 from torchrl_lightning.kernels.compiled import jitted
 from torchrl_lightning.replay.positions import Ints
 
-_PLANS = 16
+_MAX_PLANS = 16
 _STRIDED = torch.strided
-_EVERYTHING: frozenset[Path] = frozenset()
+_NO_PATHS: frozenset[Path] = frozenset()
 
 Names = tuple[str | None, ...] | None
-Level = list[tuple[str, Any]]
+ReadLevel = list[tuple[str, Any]]
 """One level of a read: each key with the level below it, or with the number of its leaf."""
-Plan = list[tuple[str, Any, torch.Size | None]]
+WritePlan = list[tuple[str, Any, torch.Size | None]]
 """One level of a write: each key with the level below it and None, or with dtype and shape of its leaf."""
 
 
-class _Reading(NamedTuple):
+class _ReadPlan(NamedTuple):
     """A prepared read of some of the leaves."""
 
-    level: Level
+    level: ReadLevel
     leaves: list[Tensor]
     middle: int  # number of the first leaf below "next"
     rows: list[tuple[tuple[int, ...], Any, torch.dtype]]  # row shape, NumPy dtype or None, and torch dtype
@@ -58,26 +58,26 @@ class Cells:
     def __init__(self, tree: Tree) -> None:
         self.tree = self.schema = tree  # the stored leaves, and the leaves to write
         self.leaves = [leaf for _, leaf in leaves_of(tree)]
-        self.places = {path: place for place, (path, _) in enumerate(leaves_of(tree))}
+        self.places = {path: number for number, (path, _) in enumerate(leaves_of(tree))}
         self.count = len(self.leaves[0])
         self.device = self.leaves[0].device  # cached: tensor.device costs as much as a small copy
         self.on_cpu = self.device.type == "cpu"
         self._probe = next((leaf for leaf in self.leaves if leaf.numel()), self.leaves[0])
-        self._plans: dict[int, Plan] = {}
-        self._view()
+        self._write_plans: dict[int, WritePlan] = {}
+        self._refresh_addresses()
 
-    def _view(self) -> None:
-        self._address = self._probe.data_ptr()
-        self._table = _table(self.leaves)
+    def _refresh_addresses(self) -> None:
+        self._probe_address = self._probe.data_ptr()
+        self._table = _address_table(self.leaves)
         starts, sizes = self._table.T
-        self._first, self._last = int(starts.min()), int((starts + sizes * self.count).max())
-        self._readings: dict[frozenset[Path], _Reading] = {}
+        self._lowest_address, self._highest_address = int(starts.min()), int((starts + sizes * self.count).max())
+        self._read_plans: dict[frozenset[Path], _ReadPlan] = {}
 
     @property
     def table(self) -> Ints:
         """Address and bytes per row of each leaf, ``[L, 2]``."""
-        if self._probe.data_ptr() != self._address:  # sharing with another process moves the memory
-            self._view()
+        if self._probe.data_ptr() != self._probe_address:  # sharing with another process moves the memory
+            self._refresh_addresses()
         return self._table
 
     def match(self, data: TensorDictBase, rows: int) -> tuple[list[Tensor], tuple[Ints, Ints] | None]:
@@ -87,34 +87,34 @@ class Cells:
             The leaves, copied on the CPU if they are not contiguous. Second, the arguments ``sources`` and ``leaves``
             of :func:`row_copies.write_steps`, valid while the leaves exist; None on another device.
         """
-        plan = self._plans.get(rows)
+        plan = self._write_plans.get(rows)
         if plan is None:
-            if len(self._plans) >= _PLANS:
-                self._plans.clear()
-            plan = self._plans[rows] = _plan(self.schema, rows)
-        found: list[Tensor] = []
+            if len(self._write_plans) >= _MAX_PLANS:
+                self._write_plans.clear()
+            plan = self._write_plans[rows] = _make_write_plan(self.schema, rows)
+        leaves: list[Tensor] = []
         sources: list[int] = []
-        if not _match(plan, raw_items(data), None if self.on_cpu else self.device, found, sources):
-            wrong = difference(self.schema, data) or f"the batch size is {list(data.shape)}, expected [{rows}]"
+        if not _match(plan, raw_items(data), None if self.on_cpu else self.device, leaves, sources):
+            problem = difference(self.schema, data) or f"the batch size is {list(data.shape)}, expected [{rows}]"
             raise ValueError(
-                f"The data does not fit what is stored: {wrong}; nothing was written. Write the same keys, shapes and "
-                "dtypes every time (data.select, data.to). To add entries, extend a new buffer with data that has "
-                "them; to replace one, use storage.write_entry."
+                f"The data must have the keys, shapes and dtypes of the stored rows: {problem}; nothing was written. "
+                "Convert it (data.select, data.to). To add an entry, write complete rows to a new buffer. To replace "
+                "an entry of stored rows, use storage.write_entry."
             )
         table = self.table
         if not self.on_cpu:
-            return self.apart(found), None
-        if max(sources) >= self._first and min(sources) <= self._last:
-            found = self.apart(found)
-            sources = [leaf.data_ptr() for leaf in found]
-        return found, (np.array(sources, np.int64), table)
+            return self.copy_if_aliased(leaves), None
+        if max(sources) >= self._lowest_address and min(sources) <= self._highest_address:
+            leaves = self.copy_if_aliased(leaves)
+            sources = [leaf.data_ptr() for leaf in leaves]
+        return leaves, (np.array(sources, np.int64), table)
 
-    def apart(self, leaves: list[Tensor]) -> list[Tensor]:
+    def copy_if_aliased(self, leaves: list[Tensor]) -> list[Tensor]:
         """Copy the leaves that are views of the cells, because writing would change them before they are read."""
         starts, sizes = self.table.T
         sources = np.array([leaf.data_ptr() for leaf in leaves], np.int64)[:, None]
-        within = ((starts <= sources) & (sources < starts + sizes * self.count)).any(1)
-        return [leaf.clone() if copied else leaf for leaf, copied in zip(leaves, within, strict=True)]
+        is_aliased = ((starts <= sources) & (sources < starts + sizes * self.count)).any(1)
+        return [leaf.clone() if copied else leaf for leaf, copied in zip(leaves, is_aliased, strict=True)]
 
     def scatter(self, leaves: list[Tensor], index: Tensor) -> None:
         """Copy matched leaves into the cells ``index``, with one indexed copy per leaf."""
@@ -123,55 +123,65 @@ class Cells:
             store.index_copy_(0, index, leaf.detach())
 
     def gather(
-        self, index: Tensor, names: Names = None, skip: Collection[Path] = _EVERYTHING, after: Tensor | None = None
+        self, index: Tensor, names: Names = None, skip: Collection[Path] = _NO_PATHS, after: Tensor | None = None
     ) -> dict[str, Any]:
         """Read all entries except ``skip`` of the cells ``index`` (any shape, int64, on the device of the leaves).
 
         Nested levels become TensorDicts with the shape of the index and these dimension names. If ``after`` is given,
         all entries below ``"next"`` are read from these cells.
         """
-        if self._probe.data_ptr() != self._address:
-            self._view()
-        reading = self._readings.get(skip := frozenset(skip))
-        if reading is None:
-            reading = self._readings[skip] = self._prepare(skip)
+        if self._probe.data_ptr() != self._probe_address:
+            self._refresh_addresses()
+        plan = self._read_plans.get(skip := frozenset(skip))
+        if plan is None:
+            plan = self._read_plans[skip] = self._make_read_plan(skip)
         shape = index.shape
         if not self.on_cpu:
-            where = [index.reshape(-1)] * 2 if after is None else [index.reshape(-1), after.reshape(-1)]
-            found = [
-                leaf.index_select(0, where[place >= reading.middle]).view(shape + leaf.shape[1:])
-                for place, leaf in enumerate(reading.leaves)
+            indices = [index.reshape(-1)] * 2 if after is None else [index.reshape(-1), after.reshape(-1)]
+            gathered = [
+                leaf.index_select(0, indices[number >= plan.middle]).view(shape + leaf.shape[1:])
+                for number, leaf in enumerate(plan.leaves)
             ]
-            return _entries(reading.level, found, shape, names, self.device)
+            return _nest_leaves(plan.level, gathered, shape, names, self.device)
         index = index.contiguous()
         after = index if after is None else after.contiguous()
-        sizes, found, addresses = tuple(shape), [], []
-        for tail, kind, dtype in reading.rows:  # np.empty costs a quarter of torch.empty
-            full = sizes + tail
-            rows = torch.empty(full, dtype=dtype) if kind is None else torch.from_numpy(np.empty(full, kind))
-            found.append(rows)
+        sizes, gathered, addresses = tuple(shape), [], []
+        for row_shape, numpy_dtype, dtype in plan.rows:  # np.empty costs a quarter of torch.empty
+            full_shape = sizes + row_shape
+            rows = (
+                torch.empty(full_shape, dtype=dtype)
+                if numpy_dtype is None
+                else torch.from_numpy(np.empty(full_shape, numpy_dtype))
+            )
+            gathered.append(rows)
             addresses.append(rows.data_ptr())
-        refused = jitted(row_copies.gather)(
-            np.array(addresses, np.int64), reading.table, reading.middle,
+        invalid = jitted(row_copies.gather)(
+            np.array(addresses, np.int64), plan.table, plan.middle,
             index.data_ptr(), after.data_ptr(), index.numel(), self.count,
         )  # fmt: skip
-        if refused >= 0:
+        if invalid >= 0:
             raise IndexError(
-                f"There are {self.count} cells, asked for was {(index if after is index else after).tolist()}."
+                f"index must be in [0, {self.count}), got {(index if after is index else after).tolist()}."
             )
-        return _entries(reading.level, found, shape, names, self.device)
+        return _nest_leaves(plan.level, gathered, shape, names, self.device)
 
-    def _prepare(self, skip: frozenset[Path]) -> _Reading:
-        kept = sorted((path for path in self.places if path not in skip), key=_is_next)
-        leaves = [self.leaves[self.places[path]] for path in kept]
-        numbers = {path: number for number, path in enumerate(kept)}
-        middle = sum(not _is_next(path) for path in kept)
-        return _Reading(_level(self.tree, numbers), leaves, middle, [_rows(leaf) for leaf in leaves], _table(leaves))
+    def _make_read_plan(self, skip: frozenset[Path]) -> _ReadPlan:
+        paths = sorted((path for path in self.places if path not in skip), key=_is_next)
+        leaves = [self.leaves[self.places[path]] for path in paths]
+        leaf_numbers = {path: number for number, path in enumerate(paths)}
+        middle = sum(not _is_next(path) for path in paths)
+        return _ReadPlan(
+            _read_level(self.tree, leaf_numbers),
+            leaves,
+            middle,
+            [_row_spec(leaf) for leaf in leaves],
+            _address_table(leaves),
+        )
 
 
-def _plan(tree: Tree, rows: int) -> Plan:
+def _make_write_plan(tree: Tree, rows: int) -> WritePlan:
     return [
-        (key, _plan(leaf, rows), None)
+        (key, _make_write_plan(leaf, rows), None)
         if isinstance(leaf, dict)
         else (key, leaf.dtype, torch.Size((rows, *leaf.shape[1:])))
         for key, leaf in tree.items()
@@ -179,7 +189,7 @@ def _plan(tree: Tree, rows: int) -> Plan:
 
 
 def _match(
-    plan: Plan, entries: dict[str, Any], device: torch.device | None, found: list[Tensor], sources: list[int]
+    plan: WritePlan, entries: dict[str, Any], device: torch.device | None, leaves: list[Tensor], sources: list[int]
 ) -> bool:
     """Return whether entries match a plan, and append their leaves in order.
 
@@ -191,7 +201,7 @@ def _match(
     for key, dtype, shape in plan:
         value = entries.get(key)
         if shape is None:
-            if not is_tensordict(value) or not _match(dtype, raw_items(value), device, found, sources):
+            if not is_tensordict(value) or not _match(dtype, raw_items(value), device, leaves, sources):
                 return False
         elif (
             isinstance(value, Tensor)
@@ -201,11 +211,11 @@ def _match(
             and (value.is_cpu if device is None else value.device == device)
         ):
             if device is None:
-                lazy = value.is_neg() or (dtype.is_complex and value.is_conj())
-                if lazy or type(value) is not Tensor or not value.is_contiguous():
+                is_lazy = value.is_neg() or (dtype.is_complex and value.is_conj())
+                if is_lazy or type(value) is not Tensor or not value.is_contiguous():
                     value = torch.empty(shape, dtype=dtype).copy_(value)
                 sources.append(value.data_ptr())
-            found.append(value)
+            leaves.append(value)
         else:
             return False
     return True
@@ -215,36 +225,39 @@ def _is_next(path: Path) -> bool:
     return len(path) > 1 and path[0] == "next"
 
 
-def _table(leaves: list[Tensor]) -> Ints:
+def _address_table(leaves: list[Tensor]) -> Ints:
     table = [(leaf.data_ptr(), leaf[:1].numel() * leaf.element_size()) for leaf in leaves]
     return np.array(table, np.int64).reshape(-1, 2)
 
 
-def _rows(leaf: Tensor) -> tuple[tuple[int, ...], Any, torch.dtype]:
+def _row_spec(leaf: Tensor) -> tuple[tuple[int, ...], Any, torch.dtype]:
     try:
-        kind: Any = torch.empty(0, dtype=leaf.dtype).numpy().dtype
+        numpy_dtype: Any = torch.empty(0, dtype=leaf.dtype).numpy().dtype
     except TypeError:
-        kind = None
-    return tuple(leaf.shape[1:]), kind, leaf.dtype
+        numpy_dtype = None
+    return tuple(leaf.shape[1:]), numpy_dtype, leaf.dtype
 
 
-def _level(tree: Tree, numbers: dict[Path, int], above: Path = ()) -> Level:
+def _read_level(tree: Tree, leaf_numbers: dict[Path, int], parent: Path = ()) -> ReadLevel:
     return [
-        (key, _level(leaf, numbers, (*above, key)) if isinstance(leaf, dict) else numbers[(*above, key)])
+        (
+            key,
+            _read_level(leaf, leaf_numbers, (*parent, key)) if isinstance(leaf, dict) else leaf_numbers[(*parent, key)],
+        )
         for key, leaf in tree.items()
-        if isinstance(leaf, dict) or (*above, key) in numbers
+        if isinstance(leaf, dict) or (*parent, key) in leaf_numbers
     ]
 
 
-def _entries(
-    level: Level, found: list[Tensor], shape: torch.Size, names: Names, device: torch.device
+def _nest_leaves(
+    level: ReadLevel, leaves: list[Tensor], shape: torch.Size, names: Names, device: torch.device
 ) -> dict[str, Any]:
     entries = {}
-    for key, place in level:
-        if type(place) is int:
-            entries[key] = found[place]
+    for key, child in level:
+        if type(child) is int:
+            entries[key] = leaves[child]
         else:
-            entries[key] = new_tensordict(_entries(place, found, shape, names, device), shape, names, device)
+            entries[key] = new_tensordict(_nest_leaves(child, leaves, shape, names, device), shape, names, device)
     return entries
 
 
@@ -253,6 +266,6 @@ def check_values(path: tuple[str, ...], leaf: Tensor, values: Tensor, shape: tor
     expected = [*shape, *leaf.shape[1:]]
     if list(values.shape) != expected or values.dtype != leaf.dtype:
         raise ValueError(
-            f"Entry {name_of(path)} is {list(values.shape)} {values.dtype}, to be written it must be {expected} "
-            f"{leaf.dtype}; nothing was written."
+            f"Entry {name_of(path)} must be {expected} {leaf.dtype}, got {list(values.shape)} {values.dtype}; "
+            "nothing was written."
         )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-def numbers(value: Any, name: str) -> Tensor:
+def to_tensor(value: Any, name: str) -> Tensor:
     """Convert a number, array, tensor or list of numbers to a detached tensor; raise TypeError for other values."""
     try:
         return torch.as_tensor(value).detach()
@@ -16,24 +16,24 @@ def numbers(value: Any, name: str) -> Tensor:
         raise TypeError(f"{name} must be numbers, got a {type(value).__name__}; nothing was stored.") from error
 
 
-def vector(value: Any, name: str, width: int | None, device: torch.device) -> Tensor:
+def to_row(value: Any, name: str, width: int | None, device: torch.device) -> Tensor:
     """Convert numbers of any shape to one detached float32 row ``[1, width]``.
 
     Raises:
         TypeError: the value is not a number, list, array or tensor.
         ValueError: the number of values is not ``width`` (unless None), or a value is NaN or infinite.
     """
-    row = numbers(value, name).to(device, torch.float32).reshape(1, -1)
+    row = to_tensor(value, name).to(device, torch.float32).reshape(1, -1)
     if width is not None and row.shape[1] != width:
-        raise ValueError(f"{name} has {row.shape[1]} numbers, expected {width}; nothing was stored.")
+        raise ValueError(f"{name} must have {width} numbers, got {row.shape[1]}; nothing was stored.")
     if not bool(torch.isfinite(row).all()):
-        raise ValueError(f"{name} holds values that are NaN or infinite; nothing was stored.")
+        raise ValueError(f"{name} must be finite, got NaN or infinite values; nothing was stored.")
     return row
 
 
-def flag(value: Any, name: str, device: torch.device) -> Tensor:
+def to_flag(value: Any, name: str, device: torch.device) -> Tensor:
     """Convert a bool, or the number 0 or 1, to bool ``[1, 1]``; raise ValueError for other numbers."""
-    given = numbers(value, name)
-    if given.numel() != 1 or float(given) not in (0.0, 1.0):
+    tensor = to_tensor(value, name)
+    if tensor.numel() != 1 or float(tensor) not in (0.0, 1.0):
         raise ValueError(f"{name} must be true or false, got {value!r}; nothing was stored.")
-    return given.bool().reshape(1, 1).to(device)
+    return tensor.bool().reshape(1, 1).to(device)

@@ -17,10 +17,10 @@ from torchrl_lightning._core.tree import Path, Tree, entry_of, leaves_of, name_o
 from torchrl_lightning.replay.positions import Flags, Ints
 from torchrl_lightning.replay.ring_storage import RingStorage
 from torchrl_lightning.replay.rings import Rings
-from torchrl_lightning.replay.successors import comparable
+from torchrl_lightning.replay.successors import comparable_paths
 
 logger = logging.getLogger(__name__)
-Rows = tuple[Any, TensorDictBase, list[Tensor] | None]
+PendingRows = tuple[Any, TensorDictBase, list[Tensor] | None]
 """The storage, the rows to write into it, and their leaves if these are matched with the cells."""
 
 
@@ -32,12 +32,14 @@ class TrajectoryCuts:
         """Entries that can be compared with stored successors."""
         self._has_ids = self._has_warned = False
 
-    def prepare(self, written: Tree, stored: Tree, flags: Iterable[Path]) -> None:
-        """Find the usable entries of rows; the arguments are the arguments of :func:`comparable`."""
-        self.compared = comparable(written, stored, tuple(flags))
+    def set_entries(self, written: Tree, stored: Tree, flags: Iterable[Path]) -> None:
+        """Find the usable entries of rows; the arguments are the arguments of :func:`comparable_paths`."""
+        self.compared = comparable_paths(written, stored, tuple(flags))
         self._has_ids = TRAJ_IDS in dict(leaves_of(written))
 
-    def add(self, rings: Rings, rows: Rows, env: Ints, done: Flags, init: Flags, compares: bool) -> Flags:
+    def find_begins(
+        self, rings: Rings, rows: PendingRows, env: Ints, done: Flags, init: Flags, compare_successors: bool
+    ) -> Flags:
         """Return a mask of rows that begin an episode, with or without a flag.
 
         Args:
@@ -46,61 +48,59 @@ class TrajectoryCuts:
             env: their environments, ``[M]``.
             done: mask of rows that end an episode, ``[steps, M]``.
             init: mask of rows with a flag that begins an episode, ``[steps, M]``; may be empty.
-            compares: compare rows with stored successors.
+            compare_successors: compare rows with stored successors.
         """
-        positions, floor = rings.arrays
-        last = positions[env] - 1
-        cells, is_stored = last % rings.length * rings.num_envs + env, last >= floor[env]
-        flagged = init
+        positions, valid_from = rings.arrays
+        last_positions = positions[env] - 1
+        cells, is_stored = last_positions % rings.length * rings.num_envs + env, last_positions >= valid_from[env]
+        init_flags = init
         if self._has_ids:
-            ids = numbers_of(entry(rows, TRAJ_IDS)).reshape(done.shape)
-            change = np.empty(done.shape, np.bool_)
-            change[1:] = ids[1:] != ids[:-1]
-            change[0] = False
-            change[0, is_stored] = stored_ids(rows[0], cells[is_stored]) != ids[0, is_stored]
-            init = init | change if init.size else change
-        if compares and self.compared:
-            init = self._compare(rings, rows, env, cells, done, init, flagged, is_stored)
-        if init is not flagged and rings.index is not None and not rings.index.has_cuts:
-            rings.index.has_cuts = bool((init & ~flagged).any() if flagged.size else init.any())
+            ids = trajectory_id_array(pending_entry(rows, TRAJ_IDS)).reshape(done.shape)
+            id_changes = np.empty(done.shape, np.bool_)
+            id_changes[1:] = ids[1:] != ids[:-1]
+            id_changes[0] = False
+            id_changes[0, is_stored] = stored_trajectory_ids(rows[0], cells[is_stored]) != ids[0, is_stored]
+            init = init | id_changes if init.size else id_changes
+        if compare_successors and self.compared:
+            init = self._compare(rings, rows, env, cells, done, init, init_flags, is_stored)
+        if init is not init_flags and rings.index is not None and not rings.index.has_cuts:
+            rings.index.has_cuts = bool((init & ~init_flags).any() if init_flags.size else init.any())
         if rings.reloaded is not None:
-            rings.reloaded[env] = False
-            if not rings.reloaded.any():
-                rings.reloaded = None
+            rings.mark_written(env)
         return init
 
     def _compare(
         self,
         rings: Rings,
-        rows: Rows,
+        rows: PendingRows,
         env: Ints,
         cells: Ints,
         done: Flags,
         init: Flags,
-        flagged: Flags,
+        init_flags: Flags,
         is_stored: Flags,
     ) -> Flags:
         """Add cuts found by stored successors; in the first write after a load, they replace the cuts found by ids."""
         assert rings.index is not None
-        storage, check, tells = rows[0], rings.successors, init
-        asked = rings.index.is_running(env) & is_stored
+        storage, successors, known_begins = rows[0], rings.successors, init
+        is_compared = rings.index.is_running(env) & is_stored
         if self._has_ids:  # ids mark cuts, except after a load, because a new collector numbers from zero again
-            asked = np.zeros_like(asked) if rings.reloaded is None else asked & rings.reloaded[env]
-            tells = init.copy()
-            tells[0, asked] = flagged[0, asked] if flagged.size else False
-        cut, reason, took_part = check.find_cuts(
+            is_compared = np.zeros_like(is_compared) if rings.reloaded is None else is_compared & rings.reloaded[env]
+            known_begins = init.copy()
+            known_begins[0, is_compared] = init_flags[0, is_compared] if init_flags.size else False
+        cut, differing_path, was_used = successors.find_cuts(
             self.compared,
-            lambda path: entry(rows, path),
-            lambda path, chosen: stored_entry(storage, (NEXT, *path), cells[chosen]),
+            lambda path: pending_entry(rows, path),
+            lambda path, selected: stored_entry(storage, (NEXT, *path), cells[selected]),
             done,
-            tells,
-            asked,
+            known_begins,
+            is_compared,
         )
         if isinstance(storage, RingStorage):
-            storage.watched |= {(NEXT, *path) for path in check.matched}
-        if self._has_ids and took_part:
-            init = tells
-        if reason is None:
+            storage.watched |= {(NEXT, *path) for path in successors.matched}
+        if self._has_ids and was_used:
+            init = known_begins
+        if differing_path is None:
             return init
         init = init.copy() if init.size else np.zeros(done.shape, np.bool_)
         init[0] |= cut
@@ -109,44 +109,44 @@ class TrajectoryCuts:
             logger.warning(
                 "the new rows of the environments %s do not continue their stored trajectories, because %s differs "
                 "from the stored successor: the writer ends those trajectories there. Call writer.cut() whenever "
-                "environments are started again. If the rows do continue them, turn the comparison off by "
-                "check_successors=False of the RingWriter or the buffer.",
-                env[cut].tolist(), name_of(reason),
+                "environments are restarted. If the rows do continue them, pass check_successors=False to the "
+                "RingWriter or the buffer.",
+                env[cut].tolist(), name_of(differing_path),
             )  # fmt: skip
         return init
 
 
-def entry(rows: Rows, path: Path) -> Tensor:
+def pending_entry(rows: PendingRows, path: Path) -> Tensor:
     """Return an entry of the rows to write, ``[n, ...]``."""
     storage, data, leaves = rows
-    found = entry_of(data, path) if leaves is None else leaves[storage.cells.places[path]]
-    assert found is not None
-    return found
+    value = entry_of(data, path) if leaves is None else leaves[storage.cells.places[path]]
+    assert value is not None
+    return value
 
 
 def stored_entry(storage: Any, path: Path, cells: Ints) -> Tensor:
     """Read an entry of stored steps, ``[n, ...]``, from a storage of any kind."""
     index = torch.from_numpy(cells)
     if not isinstance(storage, RingStorage):
-        found = entry_of(storage.get(index), path)
-        assert found is not None
-        return found
-    known = storage.cells
-    assert known is not None
-    return known.leaves[known.places[path]].index_select(0, index.to(known.device))
+        value = entry_of(storage.get(index), path)
+        assert value is not None
+        return value
+    ring_cells = storage.cells
+    assert ring_cells is not None
+    return ring_cells.leaves[ring_cells.places[path]].index_select(0, index.to(ring_cells.device))
 
 
-def stored_ids(storage: Any, cells: Ints) -> NDArray[Any]:
+def stored_trajectory_ids(storage: Any, cells: Ints) -> NDArray[Any]:
     """Read the trajectory ids of stored steps, ``[n]``."""
-    known = storage.cells if isinstance(storage, RingStorage) else None
+    ring_cells = storage.cells if isinstance(storage, RingStorage) else None
     if not cells.size:
         return cells
-    if known is None or not known.on_cpu:
-        return numbers_of(stored_entry(storage, TRAJ_IDS, cells))
-    return numbers_of(known.leaves[known.places[TRAJ_IDS]])[cells]
+    if ring_cells is None or not ring_cells.on_cpu:
+        return trajectory_id_array(stored_entry(storage, TRAJ_IDS, cells))
+    return trajectory_id_array(ring_cells.leaves[ring_cells.places[TRAJ_IDS]])[cells]
 
 
-def numbers_of(ids: Tensor) -> NDArray[Any]:
+def trajectory_id_array(ids: Tensor) -> NDArray[Any]:
     """Return the trajectory ids, one per row, as an array ``[n]``."""
     array: NDArray[Any] = (ids if ids.is_cpu else ids.cpu()).numpy()
     return array if array.ndim == 1 else array.reshape(len(array), -1)[:, 0]

@@ -13,7 +13,7 @@ from torchrl_lightning.kernels import episode_kernels
 from torchrl_lightning.kernels.compiled import jitted
 from torchrl_lightning.replay.positions import Flags, Ints, check_steps, steps_between, steps_of
 
-NOTHING: Ints = np.empty(0, np.int64)
+NO_INTS: Ints = np.empty(0, np.int64)
 
 
 class EpisodeIndex:
@@ -31,7 +31,7 @@ class EpisodeIndex:
     Args:
         length: number of cells per ring.
         positions: next position of every environment, ``[num_envs]``, shared with the writer.
-        floor: lowest valid position of every environment, ``[num_envs]``, shared with the writer.
+        valid_from: lowest valid position of every environment, ``[num_envs]``, shared with the writer.
 
     Examples:
         >>> import torch
@@ -47,12 +47,12 @@ class EpisodeIndex:
         [2, 1, 0, 1, 0]
     """
 
-    def __init__(self, length: int, positions: Ints, floor: Ints) -> None:
+    def __init__(self, length: int, positions: Ints, valid_from: Ints) -> None:
         self.length = length
         self.num_envs = len(positions)
         self.has_cuts = False
         """Whether episodes may begin without a stored flag."""
-        self.attach(positions, floor)
+        self.attach(positions, valid_from)
         cells = length * self.num_envs
         self._column: Ints = np.zeros(cells, np.int64)  # untouched pages cost nothing
         self._done: Flags = np.zeros(cells, np.bool_)
@@ -61,9 +61,9 @@ class EpisodeIndex:
         self._headless_end: Ints = np.full(self.num_envs, -1, np.int64)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.packed(self.__dict__)
+        return self.compact_state(self.__dict__)
 
-    def packed(self, state: Mapping[str, Any]) -> dict[str, Any]:
+    def compact_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return the attributes for a copy, reduced to the stored steps."""
         run, position, _ = steps_between(self._oldest(np.arange(self.num_envs)), self._positions - 1)
         cells = self.cells_of(run, position)
@@ -76,9 +76,9 @@ class EpisodeIndex:
         self._column, self._done = np.zeros(size, np.int64), np.zeros(size, np.bool_)
         self._column[cells], self._done[cells] = state["_column"], state["_done"]
 
-    def attach(self, positions: Ints, floor: Ints) -> None:
+    def attach(self, positions: Ints, valid_from: Ints) -> None:
         """Set the arrays of the writer after they moved in memory."""
-        self._positions, self._floor = positions, floor
+        self._positions, self._valid_from = positions, valid_from
 
     @property
     def arrays(self) -> tuple[Ints, Flags, Ints, Flags, Ints]:
@@ -87,11 +87,11 @@ class EpisodeIndex:
 
     def keep_headless_end(self, env: Ints, oldest: Ints) -> None:
         """Store the ends of episodes before their first steps are removed; ``oldest`` is the oldest step afterwards."""
-        survives = (oldest < self._positions[env]) & (oldest > self._oldest(env))
-        env, oldest = env[survives], oldest[survives]
+        is_affected = (oldest < self._positions[env]) & (oldest > self._oldest(env))
+        env, oldest = env[is_affected], oldest[is_affected]
         begin, end = self._bounds(env, oldest)
-        lost = begin < oldest
-        self._headless_end[env[lost]] = end[lost]
+        is_headless = begin < oldest
+        self._headless_end[env[is_headless]] = end[is_headless]
 
     def cut(self, env_ids: Ints | None = None) -> None:
         """End the running episodes at their newest step, unfinished; the next steps begin new episodes."""
@@ -99,12 +99,14 @@ class EpisodeIndex:
         env = env[self._open[env]]
         self.has_cuts = self.has_cuts or bool(env.size)
         begin, newest = self._begin[env], self._positions[env] - 1
-        kept = begin >= self._oldest(env)
-        self._column[self.cells_of(env[kept], begin[kept])] = newest[kept]
-        self._headless_end[env[~kept]] = newest[~kept]
+        has_begin = begin >= self._oldest(env)
+        self._column[self.cells_of(env[has_begin], begin[has_begin])] = newest[has_begin]
+        self._headless_end[env[~has_begin]] = newest[~has_begin]
         self._open[env] = False
 
-    def set_flags(self, cells: Ints, done: Flags, begins: Flags, joined: Callable[[Ints], tuple[Flags, Flags]]) -> None:
+    def set_flags(
+        self, cells: Ints, done: Flags, had_begin_flag: Flags, begin_masks: Callable[[Ints], tuple[Flags, Flags]]
+    ) -> None:
         """Update episodes after flags of stored steps changed.
 
         An episode border without a flag (a cut) stays. In each environment, the cost grows with the number of steps
@@ -113,26 +115,26 @@ class EpisodeIndex:
         Args:
             cells: cells of the steps, ``[n]``, without duplicates.
             done: mask of steps that now end an episode.
-            begins: mask of steps that had a flag that begins an episode before the change.
-            joined: a function of cells that returns two masks: steps with a flag that now begins an episode, and steps
-                with another trajectory id than the step before.
+            had_begin_flag: mask of steps that had a flag that begins an episode before the change.
+            begin_masks: a function of cells that returns two masks: steps with a flag that now begins an episode, and
+                steps with another trajectory id than the step before.
         """
         self.has_cuts = True  # clearing a flag can leave a cut
         env, position = self.steps_of(cells)
-        for e in np.unique(env):
-            chosen = env == e
-            self._set_flags(int(e), position[chosen], done[chosen], begins[chosen], joined)
+        for env_id in np.unique(env):
+            selected = env == env_id
+            self._set_flags(int(env_id), position[selected], done[selected], had_begin_flag[selected], begin_masks)
 
-    def around(self, cells: Ints) -> Ints:
+    def affected_cells(self, cells: Ints) -> Ints:
         """Return the cells of all steps with episodes that may change if flags of ``cells`` are replaced."""
         env, position = self.steps_of(cells)
-        found = [NOTHING]
-        for e in np.unique(env):
-            steps = np.arange(*self._span(int(e), position[env == e]))
-            found.append(self.cells_of(np.full_like(steps, e), steps))
-        return np.concatenate(found)
+        cells_of_envs = [NO_INTS]
+        for env_id in np.unique(env):
+            steps = np.arange(*self._affected_range(int(env_id), position[env == env_id]))
+            cells_of_envs.append(self.cells_of(np.full_like(steps, env_id), steps))
+        return np.concatenate(cells_of_envs)
 
-    def _span(self, env: int, position: Ints) -> tuple[int, int]:
+    def _affected_range(self, env: int, position: Ints) -> tuple[int, int]:
         """Return begin and exclusive end of the episodes of these steps and their neighbours."""
         oldest, newest = int(self._oldest(np.array([env]))[0]), int(self._positions[env]) - 1
         ends = np.array([max(int(position.min()) - 1, oldest), min(int(position.max()) + 1, newest)])
@@ -140,44 +142,49 @@ class EpisodeIndex:
         return int(begin[0]), int(end[1]) + 1
 
     def _set_flags(
-        self, env: int, position: Ints, done: Flags, begins: Flags, joined: Callable[[Ints], tuple[Flags, Flags]]
+        self,
+        env: int,
+        position: Ints,
+        done: Flags,
+        had_begin_flag: Flags,
+        begin_masks: Callable[[Ints], tuple[Flags, Flags]],
     ) -> None:
-        low, high = self._span(env, position)
+        low, high = self._affected_range(env, position)
         steps = np.arange(low, high)
-        owner, newest = np.full_like(steps, env), int(self._positions[env]) - 1
-        cells, (begin, _) = self.cells_of(owner, steps), self._bounds(owner, steps)
-        flagged, changed = joined(cells)
-        ended_before, began_before = self._done[cells], flagged.copy()
+        envs, newest = np.full_like(steps, env), int(self._positions[env]) - 1
+        cells, (begin, _) = self.cells_of(envs, steps), self._bounds(envs, steps)
+        has_begin_flag, has_new_id = begin_masks(cells)
+        ended_before, began_before = self._done[cells], has_begin_flag.copy()
         ended = ended_before.copy()
-        ended[position - low], began_before[position - low] = done, begins
+        ended[position - low], began_before[position - low] = done, had_begin_flag
         after_end, after_end_before = np.r_[False, ended[:-1]], np.r_[False, ended_before[:-1]]
         was_cut = (begin == steps) & ~after_end_before & ~began_before
-        border = after_end | flagged | changed | was_cut
-        head = int(begin[0])  # may be before the oldest stored step; a new flag at that step replaces it
+        border = after_end | has_begin_flag | has_new_id | was_cut
+        first_begin = int(begin[0])  # may be before the oldest stored step; a new flag at that step replaces it
         border[0] = True
-        if flagged[0]:
-            head = low
+        if has_begin_flag[0]:
+            first_begin = low
         first = np.flatnonzero(border)
         last = np.r_[first[1:], len(steps)] - 1
-        running = high - 1 == newest and not ended[-1] and bool(self._open[env] or ended_before[-1])
+        is_running = high - 1 == newest and not ended[-1] and bool(self._open[env] or ended_before[-1])
         number = np.cumsum(border) - 1  # the episode number of each step
-        self._column[cells] = np.where(number == 0, head, steps[first][number])
+        self._column[cells] = np.where(number == 0, first_begin, steps[first][number])
         self._done[cells] = ended
-        closed = np.ones(len(first), np.bool_)
-        closed[-1] = not running
-        if head < low:
-            if closed[0]:
+        is_closed = np.ones(len(first), np.bool_)
+        is_closed[-1] = not is_running
+        if first_begin < low:
+            if is_closed[0]:
                 self._headless_end[env] = steps[last[0]]
-            closed[0] = False
-        self._column[cells[first[closed]]] = steps[last[closed]]
+            is_closed[0] = False
+        self._column[cells[first[is_closed]]] = steps[last[is_closed]]
         if high - 1 == newest:
-            self._open[env] = running
-            self._begin[env] = head if len(first) == 1 else steps[first[-1]]
+            self._open[env] = is_running
+            self._begin[env] = first_begin if len(first) == 1 else steps[first[-1]]
 
     def is_running(self, env: Ints) -> Flags:
         """Return a mask of environments with an unfinished episode that the next step continues."""
-        found: Flags = self._open[env]
-        return found
+        running: Flags = self._open[env]
+        return running
 
     def invalidate(self, env: Ints) -> None:
         """Remove the episodes of environments without stored steps."""
@@ -194,28 +201,28 @@ class EpisodeIndex:
     @property
     def rings(self) -> tuple[int, Ints, Ints]:
         """The rings as kernel argument."""
-        return self.length, self._positions, self._floor
+        return self.length, self._positions, self._valid_from
 
     def steps_of(self, cells: Ints) -> tuple[Ints, Ints]:
         """Return environments and positions of the steps in cells."""
         return steps_of(cells, self.length, self._positions)
 
     def _oldest(self, env: Ints) -> Ints:
-        return np.maximum(self._positions[env] - self.length, self._floor[env])
+        return np.maximum(self._positions[env] - self.length, self._valid_from[env])
 
     def _bounds(self, env: Ints, position: Ints, clip: bool = False) -> tuple[Ints, Ints]:
         begin, end = np.empty(env.shape, np.int64), np.empty(env.shape, np.int64)
-        self._look(env, position, clip, False, begin.reshape(-1), end.reshape(-1))
+        self._query(env, position, clip, False, begin.reshape(-1), end.reshape(-1))
         return begin, end
 
-    def _look(self, env: Ints, position: Ints, clip: bool, relative: bool, begin: Ints, end: Ints) -> None:
+    def _query(self, env: Ints, position: Ints, clip: bool, to_end: bool, begin: Ints, end: Ints) -> None:
         flat = env.ravel(), position.ravel()
-        if not jitted(episode_kernels.bounds)(*flat, self.rings, self.arrays, clip, relative, begin, end):
+        if not jitted(episode_kernels.bounds)(*flat, self.rings, self.arrays, clip, to_end, begin, end):
             check_steps(*flat, self._oldest(np.arange(self.num_envs)), self._positions)
 
     @staticmethod
-    def _arrays(env_ids: Tensor, positions: Tensor) -> tuple[Ints, Ints]:
-        env, position = _array(env_ids), _array(positions)
+    def _broadcast_arrays(env_ids: Tensor, positions: Tensor) -> tuple[Ints, Ints]:
+        env, position = _to_array(env_ids), _to_array(positions)
         if env.shape != position.shape:
             env, position = np.broadcast_arrays(env, position)
             return env.copy(), position.copy()
@@ -229,7 +236,7 @@ class EpisodeIndex:
         Raises:
             IndexError: a step is not stored, or the environment does not exist.
         """
-        begin, end = self._bounds(*self._arrays(env_ids, positions), clip)
+        begin, end = self._bounds(*self._broadcast_arrays(env_ids, positions), clip)
         return torch.from_numpy(begin), torch.from_numpy(end)
 
     def begin(self, env_ids: Tensor, positions: Tensor, *, clip: bool = True) -> Tensor:
@@ -242,15 +249,15 @@ class EpisodeIndex:
 
     def steps_to_end(self, env_ids: Tensor, positions: Tensor) -> Tensor:
         """Return ``end - position``."""
-        env, position = self._arrays(env_ids, positions)
-        left = np.empty(env.shape, np.int64)
-        self._look(env, position, False, True, NOTHING, left.reshape(-1))
-        return torch.from_numpy(left)
+        env, position = self._broadcast_arrays(env_ids, positions)
+        remaining = np.empty(env.shape, np.int64)
+        self._query(env, position, False, True, NO_INTS, remaining.reshape(-1))
+        return torch.from_numpy(remaining)
 
     def finished(self, env_ids: Tensor, positions: Tensor) -> Tensor:
         """Return a mask of stored steps in episodes that ended with a done flag."""
         end = self.end(env_ids, positions)
-        return torch.from_numpy(self._done[self.cells_of(_array(env_ids), _array(end))])
+        return torch.from_numpy(self._done[self.cells_of(_to_array(env_ids), _to_array(end))])
 
     def are_first(self, cells: Tensor) -> Tensor:
         """Return a CPU mask of filled cells with the first step of an episode."""
@@ -262,25 +269,25 @@ class EpisodeIndex:
         firsts = self.are_first(cells).to(is_init.device)
         return is_init.masked_fill(firsts.view(*firsts.shape, *[1] * (is_init.ndim - firsts.ndim)), 1)
 
-    def known_of(self, where: Ints | slice) -> dict[str, Any]:
+    def state_of(self, cells: Ints | slice) -> dict[str, Any]:
         """Return the state of the index for the filled cells."""
         return {
-            "column": self._column[where],
-            "done": self._done[where],
+            "column": self._column[cells],
+            "done": self._done[cells],
             "begin": self._begin,
             "open": self._open,
             "headless_end": self._headless_end,
             "has_cuts": self.has_cuts,
         }
 
-    def learn(self, known: Mapping[str, Any], where: Ints) -> None:
-        """Restore a state that :meth:`known_of` returned for the same cells."""
-        self.has_cuts = known["has_cuts"]
-        self._column[where], self._done[where] = known["column"], known["done"]
-        self._begin[:], self._open[:], self._headless_end[:] = known["begin"], known["open"], known["headless_end"]
+    def load_state(self, state: Mapping[str, Any], cells: Ints) -> None:
+        """Restore a state that :meth:`state_of` returned for the same cells."""
+        self.has_cuts = state["has_cuts"]
+        self._column[cells], self._done[cells] = state["column"], state["done"]
+        self._begin[:], self._open[:], self._headless_end[:] = state["begin"], state["open"], state["headless_end"]
 
 
-def _array(value: Tensor) -> Ints:
+def _to_array(value: Tensor) -> Ints:
     # Skip a needless conversion, because it costs more than the whole query.
     if not (isinstance(value, Tensor) and value.is_cpu and value.dtype is torch.int64):
         value = torch.as_tensor(value, dtype=torch.int64).cpu()
@@ -315,8 +322,8 @@ def flag_of(value: Tensor, steps: int, reduce: str | None = None) -> Flags:
     if array.size > len(array):
         flags = array.reshape(len(array), -1)
         array = np.all(flags, axis=1) if reduce == "all" else np.any(flags, axis=1)
-        if reduce is None and (wrong := array != np.all(flags, axis=1)).any():
-            row = int(wrong.argmax())
+        if reduce is None and (differs := array != np.all(flags, axis=1)).any():
+            row = int(differs.argmax())
             raise FlagsDifferError(
                 f"done_reduce must be 'any' or 'all' if the flags of a row differ, got None and the flags "
                 f"{flags[row].tolist()} in row {row}; nothing was written. Set done_reduce='any' if an episode ends "

@@ -32,8 +32,8 @@ class EpisodeTransform(Transform):
         """The storage of the buffer; ValueError if the transform is in no buffer."""
         if self._storage is None:
             raise ValueError(
-                f"{type(self).__name__} reads the storage of its buffer, and it is in none: give it to an "
-                "ExperienceBuffer, by transform= or append_transform."
+                f"{type(self).__name__} must belong to an ExperienceBuffer, because it reads the buffer's storage. "
+                "Pass it as transform=, or call buffer.append_transform."
             )
         return self._storage
 
@@ -43,8 +43,8 @@ class EpisodeTransform(Transform):
         rings = rings_in(self.storage)
         if rings is None or rings.index is None:
             raise ValueError(
-                f"{type(self).__name__} needs to know where episodes end, but nothing does: write "
-                '("next", "done") with the first data, into a RingWriter that tracks episodes. ' + NO_INDEX_HINT
+                f"{type(self).__name__} needs an episode index, which the writer does not have. Write "
+                '("next", "done") with the first data, with a RingWriter that tracks episodes. ' + NO_INDEX_HINT
             )
         return rings.index
 
@@ -55,22 +55,21 @@ class EpisodeTransform(Transform):
             raise KeyError(f"{type(self).__name__} needs the entry 'index', the cells that a batch was read from.")
         return integers(index, "Cells").cpu()
 
-    def check_free(self, *storages: RingStorage | None) -> None:
+    def check_unbound(self, *storages: RingStorage | None) -> None:
         """Validate that the transform reads one of these storages or none; raise ValueError otherwise."""
         if self._storage not in (None, *storages):
             raise ValueError(
-                f"This {type(self).__name__} reads the storage of another buffer; give each buffer one of its own, "
-                "e.g. by clone()."
+                f"This {type(self).__name__} belongs to another buffer. Build one for each buffer, e.g. with clone()."
             )
 
-    def read_from(self, storage: RingStorage | None) -> None:
+    def bind_storage(self, storage: RingStorage | None) -> None:
         """Set the storage to read."""
         self._storage = storage
 
     def clone(self) -> Self:
         """Return a copy that is bound to no storage."""
         copied = super().clone()
-        copied.read_from(None)
+        copied.bind_storage(None)
         return copied
 
 
@@ -79,17 +78,17 @@ def transforms_in(transform: Any) -> Iterator[nn.Module]:
     return transform.modules() if isinstance(transform, nn.Module) else iter(())
 
 
-def tell(transform: Any, goals: Any) -> None:
+def tell(transform: Any, goal_functions: Any) -> None:
     """Pass the goal functions of an environment to all transforms with a method ``use_environment``."""
-    for each in transforms_in(transform):
-        if (use := getattr(each, "use_environment", None)) is not None:
-            use(goals)
+    for module in transforms_in(transform):
+        if (use_environment := getattr(module, "use_environment", None)) is not None:
+            use_environment(goal_functions)
 
 
-def bind(transform: Any, storage: RingStorage, instead_of: RingStorage | None = None) -> None:
+def bind_transforms(transform: Any, storage: RingStorage, previous: RingStorage | None = None) -> None:
     """Bind the transforms of a buffer to its storage; raise ValueError if one of them belongs to another buffer."""
-    bound = [each for each in transforms_in(transform) if isinstance(each, EpisodeTransform)]
-    for each in bound:
-        each.check_free(storage, instead_of)
-    for each in bound:
-        each.read_from(storage)
+    episode_transforms = [module for module in transforms_in(transform) if isinstance(module, EpisodeTransform)]
+    for module in episode_transforms:
+        module.check_unbound(storage, previous)
+    for module in episode_transforms:
+        module.bind_storage(storage)

@@ -11,14 +11,14 @@ from torch import Tensor
 
 from torchrl_lightning._core.keys import NEXT, TRAJ_IDS
 from torchrl_lightning._core.tree import Path
-from torchrl_lightning.replay.cuts import stored_ids
+from torchrl_lightning.replay.cuts import stored_trajectory_ids
 from torchrl_lightning.replay.positions import Flags, Ints
 from torchrl_lightning.replay.ring_storage import RingStorage
 from torchrl_lightning.replay.rings import Rings
 from torchrl_lightning.replay.successors import equal_rows
 
 
-class ReadsFlags(Protocol):
+class FlagReader(Protocol):
     """Protocol of a writer that reduces flags to one per row."""
 
     rings: Rings
@@ -42,49 +42,51 @@ class LateFlags:
         init: path of the flag that begins an episode, stored or not.
     """
 
-    def __init__(self, writer: ReadsFlags, storage: RingStorage, done: Path, init: Path) -> None:
+    def __init__(self, writer: FlagReader, storage: RingStorage, done: Path, init: Path) -> None:
         self._writer, self._storage, self._done, self._init = writer, storage, done, init
 
     def plan(self, changes: Mapping[Path, Tensor], cells: Tensor) -> Callable[[], None]:
         """Validate the new values; return the function to call after they are stored (``RingWriter.plan_rewrite``)."""
         rings, index = self._writer.rings, self._writer.rings.index
         assert index is not None
-        changed: Ints = cells.cpu().numpy()
+        changed_cells: Ints = cells.cpu().numpy()
         has_flags = self._done in changes or self._init in changes
-        dependents = [one for one, paths in self._storage.dependents if has_flags or not paths.isdisjoint(changes)]
-        around = index.around(changed) if has_flags or dependents else changed
-        done = index.arrays[1][changed]
+        dependents = [
+            dependent for dependent, paths in self._storage.dependents if has_flags or not paths.isdisjoint(changes)
+        ]
+        affected = index.affected_cells(changed_cells) if has_flags or dependents else changed_cells
+        done = index.arrays[1][changed_cells]
         if self._done in changes:
             done = self._writer.done_flags(changes[self._done], 1)[0]
         if self._init in changes:
             self._writer.init_flags(changes[self._init], 1)  # validates before anything changes
-        began = self._begins(changed) if has_flags else done
+        had_begin_flag = self._begin_flags(changed_cells) if has_flags else done
 
-        def follow() -> None:
+        def update() -> None:
             if has_flags:
-                rings.set_flags(changed, done, began, self._joined)
+                rings.set_flags(changed_cells, done, had_begin_flag, self._begin_masks)
             for dependent in dependents:
-                dependent.refresh(around)
+                dependent.refresh(affected)
 
-        return follow
+        return update
 
-    def _begins(self, cells: Ints) -> Flags:
+    def _begin_flags(self, cells: Ints) -> Flags:
         """Return a mask of stored steps with a flag that begins an episode."""
-        known = self._storage.cells
-        assert known is not None
-        place = known.places.get(self._init)
-        if place is None:
+        ring_cells = self._storage.cells
+        assert ring_cells is not None
+        leaf_number = ring_cells.places.get(self._init)
+        if leaf_number is None:
             return np.zeros(len(cells), np.bool_)
-        leaf = known.leaves[place]
+        leaf = ring_cells.leaves[leaf_number]
         return self._writer.init_flags(leaf.index_select(0, torch.from_numpy(cells).to(leaf.device)), 1)[0]
 
-    def _joined(self, cells: Ints) -> tuple[Flags, Flags]:
+    def _begin_masks(self, cells: Ints) -> tuple[Flags, Flags]:
         """Return masks of the successive steps that begin an episode by a flag, and by a new trajectory id."""
-        changes = np.zeros(len(cells), np.bool_)
+        has_new_id = np.zeros(len(cells), np.bool_)
         if self._storage.cells is not None and TRAJ_IDS in self._storage.cells.places:
-            ids = stored_ids(self._storage, cells)
-            changes[1:] = ids[1:] != ids[:-1]
-        return self._begins(cells), changes
+            ids = stored_trajectory_ids(self._storage, cells)
+            has_new_id[1:] = ids[1:] != ids[:-1]
+        return self._begin_flags(cells), has_new_id
 
 
 def rewritten_successors(
@@ -95,12 +97,12 @@ def rewritten_successors(
     if not paths or storage.cells is None:
         return []
     positions, _ = rings.arrays
-    changed = cells.cpu().numpy()
+    changed_cells = cells.cpu().numpy()
     newest = (positions - 1) % rings.length * rings.num_envs + rings.ids
-    rows, found = np.flatnonzero(np.isin(changed, newest)), []
+    rows, rewritten = np.flatnonzero(np.isin(changed_cells, newest)), []
     for path in paths if rows.size else ():
-        leaf, chosen = storage.cells.leaves[storage.cells.places[path]], torch.from_numpy(rows)
-        values = changes[path].index_select(0, chosen.to(changes[path].device))
-        if not equal_rows(leaf.index_select(0, torch.from_numpy(changed[rows]).to(leaf.device)), values).all():
-            found.append(path[1:])
-    return found
+        leaf, row_index = storage.cells.leaves[storage.cells.places[path]], torch.from_numpy(rows)
+        values = changes[path].index_select(0, row_index.to(changes[path].device))
+        if not equal_rows(leaf.index_select(0, torch.from_numpy(changed_cells[rows]).to(leaf.device)), values).all():
+            rewritten.append(path[1:])
+    return rewritten

@@ -31,10 +31,10 @@ class LockedBuffer(NoCheckpointerMixin, BufferBase):
         self._order_prefetch()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_rng": None, "own_rng": self.generator}
+        return {**super().__getstate__(), "_rng": None, "generator": self.generator}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        generator = state.pop("own_rng")
+        generator = state.pop("generator")
         super().__setstate__(state)
         if generator is not None:
             self.set_rng(generator)
@@ -95,23 +95,23 @@ class LockedBuffer(NoCheckpointerMixin, BufferBase):
         return TorchRLState("transforms", self.transform, self.storage)
 
     @property
-    def _random(self) -> dict[str, Any]:
+    def _generator_state(self) -> dict[str, Any]:
         return {"device": str(self.generator.device), "state": self.generator.get_state()}
 
-    @_random.setter
-    def _random(self, state: Mapping[str, Any]) -> None:
+    @_generator_state.setter
+    def _generator_state(self, state: Mapping[str, Any]) -> None:
         if str(self.generator.device) != state["device"]:
             self.set_rng(torch.Generator(state["device"]))
         self.generator.set_state(state["state"])  # keeps the generator object if the device is the same
 
     @property
-    def _drawn_ahead(self) -> list[dict[str, Any]]:
+    def _prefetched_batches(self) -> list[dict[str, Any]]:
         with self.paused() as prefetched:
             return [pack_batch(batch, info) for batch, info in prefetched]
 
-    @_drawn_ahead.setter
-    def _drawn_ahead(self, batches: list[tuple[TensorDictBase, dict[Any, Any]]]) -> None:
+    @_prefetched_batches.setter
+    def _prefetched_batches(self, batches: list[tuple[TensorDictBase, dict[Any, Any]]]) -> None:
         if len(batches) > self.prefetch_cap:
-            held, cap = len(batches), self.prefetch_cap
-            raise ValueError(f"The state holds {held} prefetched batches, this buffer has prefetch={cap}; raise it.")
+            count, prefetch = len(batches), self.prefetch_cap
+            raise ValueError(f"prefetch must be at least {count}, the prefetched batches of the state, got {prefetch}.")
         self.set_prefetched(batches)

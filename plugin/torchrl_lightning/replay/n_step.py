@@ -20,7 +20,7 @@ from torchrl_lightning.replay.cells import Cells, Names
 from torchrl_lightning.replay.episode_index import NO_INDEX_HINT, EpisodeIndex
 
 KERNEL_DTYPES = (torch.float32, torch.float64)
-Folded = tuple[Tensor, Tensor, Tensor, Tensor]
+FoldedSteps = tuple[Tensor, Tensor, Tensor, Tensor]
 """Cells of the last steps, discounted sums of rewards, numbers of steps, and discounts."""
 
 
@@ -64,21 +64,21 @@ class NStepReturns:
         self, cells: Cells, episodes: EpisodeIndex | None, index: Tensor, names: Names, skip: Collection[Path]
     ) -> dict[str, Any]:
         """Read entries of the cells ``index``, as :meth:`Cells.gather` does, with folded steps."""
-        place = cells.places.get(REWARD)
-        if place is None:
+        reward_leaf = cells.places.get(REWARD)
+        if reward_leaf is None:
             raise KeyError(f"n_steps={self.n_steps} needs the entry {REWARD!r}, which is not stored.")
         if episodes is None:
             raise ValueError(
-                f"n_steps={self.n_steps} needs to know where episodes end, but nothing does: write the entry "
-                '("next", "done") with the first data, into a RingWriter that tracks episodes. ' + NO_INDEX_HINT
+                f"n_steps={self.n_steps} needs an episode index, which the writer does not have. Write the entry "
+                '("next", "done") with the first data, with a RingWriter that tracks episodes. ' + NO_INDEX_HINT
             )
-        last, reward, steps, gamma = self.fold(episodes, cells.leaves[place], index)
+        last, reward, steps, gamma = self.fold(episodes, cells.leaves[reward_leaf], index)
         entries = cells.gather(index, names, {*skip, REWARD}, last)
         entries_of(entries["next"])["reward"] = reward
         entries["steps_to_next_obs"], entries["gamma"] = steps, gamma
         return entries
 
-    def fold(self, episodes: EpisodeIndex, reward: Tensor, index: Tensor) -> Folded:
+    def fold(self, episodes: EpisodeIndex, reward: Tensor, index: Tensor) -> FoldedSteps:
         """Fold the steps in filled cells ``index``, ``[*B]``; ``reward`` has all stored rewards, ``[cells, *F]``."""
         if not reward.is_cpu or reward.dtype not in KERNEL_DTYPES:
             return self.fold_by_steps(episodes, reward, index)
@@ -87,31 +87,31 @@ class NStepReturns:
         last, steps = np.empty((2, *rows.shape), np.int64)
         gamma = np.empty(rows.shape, np.float32)
         total = np.empty(rows.shape + rewards.shape[1:], rewards.dtype)
-        how = self.n_steps, self.gamma
-        jitted(n_step_returns)(rows, episodes.rings, episodes.arrays, how, rewards, last, total, steps, gamma)
+        options = self.n_steps, self.gamma
+        jitted(n_step_returns)(rows, episodes.rings, episodes.arrays, options, rewards, last, total, steps, gamma)
         return torch.from_numpy(last), torch.from_numpy(total), torch.from_numpy(steps), torch.from_numpy(gamma)
 
-    def fold_by_steps(self, episodes: EpisodeIndex, reward: Tensor, index: Tensor) -> Folded:
+    def fold_by_steps(self, episodes: EpisodeIndex, reward: Tensor, index: Tensor) -> FoldedSteps:
         """Fold like :meth:`fold`, on any device and for any reward dtype, with one indexed read per step."""
         shape, index = index.shape, index.reshape(-1)
         env, position = episodes.steps_of(index.cpu().numpy())
         _, end = episodes.bounds(torch.from_numpy(env), torch.from_numpy(position))
-        left = np.minimum(end.numpy() - position + 1, self.n_steps)
+        lengths = np.minimum(end.numpy() - position + 1, self.n_steps)
         dtype = reward.dtype if reward.is_floating_point() else torch.float32
         total = torch.zeros((len(index), *reward.shape[1:]), dtype=dtype, device=reward.device)
         cells = index
-        for step in range(int(left.max(initial=1))):
-            following = episodes.cells_of(env, position + np.minimum(step, left - 1))
-            cells = torch.from_numpy(following).to(index.device)
-            going = torch.from_numpy(step < left).to(index.device)
-            term = self.gamma**step * reward.index_select(0, cells)
-            total += torch.where(going.view(-1, *[1] * (reward.ndim - 1)), term, 0).to(dtype)
-        steps = torch.from_numpy(left).to(index.device)
+        for step in range(int(lengths.max(initial=1))):
+            step_cells = episodes.cells_of(env, position + np.minimum(step, lengths - 1))
+            cells = torch.from_numpy(step_cells).to(index.device)
+            is_folded = torch.from_numpy(step < lengths).to(index.device)
+            reward_term = self.gamma**step * reward.index_select(0, cells)
+            total += torch.where(is_folded.view(-1, *[1] * (reward.ndim - 1)), reward_term, 0).to(dtype)
+        steps = torch.from_numpy(lengths).to(index.device)
         gamma = (self.gamma ** steps.double()).float()
         return cells.view(shape), total.view(shape + reward.shape[1:]), steps.view(shape), gamma.view(shape)
 
 
-class FoldsSteps:
+class NStepMixin:
     """Mixin that stores length and discount of a buffer's n-step returns."""
 
     _returns: NStepReturns

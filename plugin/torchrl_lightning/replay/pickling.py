@@ -81,10 +81,10 @@ class PickledCells(process_owned.ProcessOwned, StorageBase):
         return {**state, "_cells": packed_tree(self.tree, cells), "_packed": cells}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        twin = type(self).__new__(type(self))
-        memo[id(self)] = twin
-        twin.__setstate__(copy.deepcopy(self._copied_state(), memo))
-        return twin
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__setstate__(copy.deepcopy(self._copied_state(), memo))
+        return copied
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         tree, cells = state.pop("_cells"), state.pop("_packed", None)

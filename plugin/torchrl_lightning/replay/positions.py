@@ -41,10 +41,9 @@ class MissingStepsError(ValueError, RuntimeError, AssertionError):
 def check_steps(env: Ints, position: Ints, oldest: Ints, positions: Ints) -> None:
     """Validate that steps are in the stored range ``[oldest, positions)``; raise IndexError with the first other."""
     if env.size and (env.min() < 0 or env.max() >= len(positions)):
-        raise IndexError(f"Environment ids must lie in [0, {len(positions)}), got {env.min()} to {env.max()}.")
-    wrong = (position < oldest[env]) | (position >= positions[env])
-    if wrong.any():
-        e, p = int(env[wrong][0]), int(position[wrong][0])
-        raise IndexError(
-            f"Step {p} of environment {e} is not stored; it holds steps [{int(oldest[e])}, {int(positions[e])})."
-        )
+        raise IndexError(f"Environment ids must be in [0, {len(positions)}), got {env.min()} to {env.max()}.")
+    is_missing = (position < oldest[env]) | (position >= positions[env])
+    if is_missing.any():
+        env_id, missing = int(env[is_missing][0]), int(position[is_missing][0])
+        stored = f"[{int(oldest[env_id])}, {int(positions[env_id])})"
+        raise IndexError(f"Step {missing} of environment {env_id} is not stored; the stored steps are {stored}.")

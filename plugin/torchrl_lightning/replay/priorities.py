@@ -29,26 +29,26 @@ REDUCTIONS: dict[str, Callable[[Tensor, int], Tensor]] = {
 }
 
 
-EVERYWHERE: tuple[Ints, Ints, int] = (np.empty(0, np.int64), np.empty(0, np.int64), 0)
+ALL_CELLS: tuple[Ints, Ints, int] = (np.empty(0, np.int64), np.empty(0, np.int64), 0)
 """Kernel argument if every stored step may be drawn."""
 
 
-class Starts:
-    """The valid start positions ``[begin, end)`` of every environment; empty before the first :meth:`move`.
+class ValidStarts:
+    """The valid start positions ``[begin, end)`` of every environment; empty before the first :meth:`update`.
 
     Examples:
-        >>> starts = Starts()
-        >>> shut, opened = starts.move(np.array([0, 0]), np.array([2, 1]), 3)
-        >>> opened.tolist()
+        >>> starts = ValidStarts()
+        >>> removed, added = starts.update(np.array([0, 0]), np.array([2, 1]), 3)
+        >>> added.tolist()
         [0, 2, 1]
-        >>> shut, opened = starts.move(np.array([1, 0]), np.array([4, 1]), 3)
-        >>> shut.tolist(), opened.tolist()
+        >>> removed, added = starts.update(np.array([1, 0]), np.array([4, 1]), 3)
+        >>> removed.tolist(), added.tolist()
         ([0], [4, 0])
-        >>> starts.hold(torch.arange(6)).tolist()
+        >>> starts.contains(torch.arange(6)).tolist()
         [True, True, True, False, True, False]
     """
 
-    def __init__(self, begin: Ints = EVERYWHERE[0], end: Ints = EVERYWHERE[1], length: int = 1) -> None:
+    def __init__(self, begin: Ints = ALL_CELLS[0], end: Ints = ALL_CELLS[1], length: int = 1) -> None:
         self.begin, self.end, self.length = begin, end, length
 
     def state(self) -> dict[str, Any]:
@@ -64,31 +64,33 @@ class Starts:
         """The ranges as kernel argument."""
         return self.begin, self.end, self.length
 
-    def move(self, begin: Ints, end: Ints, length: int) -> tuple[Tensor, Tensor] | None:
+    def update(self, begin: Ints, end: Ints, length: int) -> tuple[Tensor, Tensor] | None:
         """Set the ranges, for rings of ``length`` cells; return removed and added start cells, or None if unchanged."""
         if len(self.begin) == len(begin):
-            old, until = self.begin, self.end
-            if (old == begin).all() and (until == end).all():
+            previous_begin, previous_end = self.begin, self.end
+            if (previous_begin == begin).all() and (previous_end == end).all():
                 return None
         else:
-            old = until = np.zeros_like(begin)
+            previous_begin = previous_end = np.zeros_like(begin)
         self.begin, self.end, self.length = begin, end, length
         return (
-            self._cells(old, np.minimum(until, begin), np.maximum(old, end), until),
-            self._cells(begin, np.minimum(end, old), np.maximum(begin, until), end),
+            self._cells_between(
+                previous_begin, np.minimum(previous_end, begin), np.maximum(previous_begin, end), previous_end
+            ),
+            self._cells_between(begin, np.minimum(end, previous_begin), np.maximum(begin, previous_end), end),
         )
 
-    def _cells(self, *bounds: Ints) -> Tensor:
+    def _cells_between(self, *bounds: Ints) -> Tensor:
         """Return the cells of the steps between pairs of bounds, in ascending order of steps."""
         run, position, _ = steps_between(np.concatenate(bounds[::2]), np.concatenate(bounds[1::2]) - 1)
-        width = len(self.begin)
-        return torch.from_numpy(position % self.length * width + run % width)
+        num_envs = len(self.begin)
+        return torch.from_numpy(position % self.length * num_envs + run % num_envs)
 
-    def hold(self, cells: Tensor) -> Tensor:
+    def contains(self, cells: Tensor) -> Tensor:
         """Return a mask of the cells that are valid starts, computed like in the kernels."""
         if not len(self.begin):
             return torch.zeros_like(cells, dtype=torch.bool)
-        begin, end = (torch.from_numpy(each).to(cells.device) for each in (self.begin, self.end))
+        begin, end = (torch.from_numpy(bounds).to(cells.device) for bounds in (self.begin, self.end))
         env = cells % len(begin)
         return (cells // len(begin) - begin[env]) % self.length < (end - begin)[env]
 
@@ -142,7 +144,7 @@ class Priorities:
         self.capacity, self.alpha, self.eps = capacity, alpha, eps
         self.priorities = allocate(capacity, dtype, device).fill_(ABSENT)
         self.generations = allocate(capacity, torch.int32, device).zero_()
-        self.starts = Starts() if limited else None
+        self.starts = ValidStarts() if limited else None
         self.count = 0
         self.extent = 0  # all cells ever written are below this number
         self.largest = 0.0
@@ -150,7 +152,7 @@ class Priorities:
         self.lowest = MinSegmentTree(capacity, initial=math.inf, **kwargs) if keep_lowest else None
         self.highest = MaxSegmentTree(capacity, initial=0.0, **kwargs) if keep_highest else None
         self._compiled = backend != "torch" and self.priorities.device.type == "cpu"
-        self._kind = LIKE[dtype].dtype
+        self._numpy_dtype = LIKE[dtype].dtype
         self._limit = torch.finfo(dtype).max / capacity
         self._views: tuple[Any, ...] = ()
         self._address = 0
@@ -165,9 +167,9 @@ class Priorities:
 
     def __getstate__(self) -> dict[str, Any]:
         # Pickle arrays, because a new process would share tensors but not the counts.
-        written = {name: getattr(self, name).cpu().numpy().copy() for name in ("held", "writes")}
-        kept = {name: value for name, value in self.__dict__.items() if name not in ("priorities", "generations")}
-        return {**kept, "_views": (), "_address": 0, "written": written}
+        written = {name: getattr(self, name).cpu().numpy().copy() for name in ("saved_priorities", "saved_generations")}
+        attributes = {name: value for name, value in self.__dict__.items() if name not in ("priorities", "generations")}
+        return {**attributes, "_views": (), "_address": 0, "written": written}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         written = {name: torch.from_numpy(array) for name, array in state.pop("written").items()}
@@ -175,7 +177,9 @@ class Priorities:
         device, extent = self.tree.device, self.extent
         self.priorities = allocate(self.capacity, self.tree.dtype, device).fill_(ABSENT)
         self.generations = zeros(self.capacity, torch.int32, device)
-        self.priorities[:extent], self.generations[:extent] = (written[name].to(device) for name in ("held", "writes"))
+        self.priorities[:extent], self.generations[:extent] = (
+            written[name].to(device) for name in ("saved_priorities", "saved_generations")
+        )
 
     @property
     def total(self) -> float:
@@ -192,34 +196,34 @@ class Priorities:
         shifted = priority + self.eps
         return shifted if self.alpha == 1.0 else shifted.pow_(self.alpha)
 
-    def write(self, index: Tensor, priority: Tensor | float, drawn: Tensor | None = None) -> None:
+    def write(self, index: Tensor, priority: Tensor | float, generations: Tensor | None = None) -> None:
         """Set priorities: a float for newly written cells, a tensor for stored cells.
 
         Args:
             index: cells, ``[n]`` int64 on this device; -1 is skipped.
             priority: the priority of new data as a float, or priorities ``[n]``, float32 or float64.
-            drawn: generations of the cells when they were sampled, ``[n]``; cells with another generation are skipped.
-                None disables this check.
+            generations: generations of the cells when they were sampled, ``[n]``; cells with another generation are
+                skipped. None disables this check.
         """
         if not index.numel():
             return
         if self._compiled:
-            new = isinstance(priority, float)
-            place, fresh, change, largest, last = jitted(priority_kernels.write)(
+            is_new = isinstance(priority, float)
+            invalid, added, change, largest, last = jitted(priority_kernels.write)(
                 self._arrays(),
-                EVERYWHERE if self.starts is None else self.starts.arrays,
-                _packed(index),
-                np.array([priority]) if isinstance(priority, float) else _packed(priority),
-                priority_kernels.NOTHING if drawn is None else _packed(drawn),
-                new,
+                ALL_CELLS if self.starts is None else self.starts.arrays,
+                _contiguous_array(index),
+                np.array([priority]) if isinstance(priority, float) else _contiguous_array(priority),
+                priority_kernels.NOTHING if generations is None else _contiguous_array(generations),
+                is_new,
                 (self.eps, self.alpha, self._limit),
             )
             self.tree.count(change)
         else:
-            place, fresh, largest, last = self._write_torch(index, priority, drawn)
-        if place >= 0:
-            raise self._error(index, priority, place)
-        self.count += fresh
+            invalid, added, largest, last = self._write_torch(index, priority, generations)
+        if invalid >= 0:
+            raise self._error(index, priority, invalid)
+        self.count += added
         self.largest = max(self.largest, largest)
         self.extent = max(self.extent, last + 1)
         for tree in (self.lowest, self.highest):
@@ -227,34 +231,36 @@ class Priorities:
                 cells = index[index >= 0]
                 cells = cells[self.priorities[cells] >= 0]
                 if tree is self.lowest and self.starts is not None:
-                    cells = cells[self.starts.hold(cells)]
+                    cells = cells[self.starts.contains(cells)]
                 tree.assign(cells, self.priorities[cells])
 
     def _write_torch(
-        self, index: Tensor, priority: Tensor | float, drawn: Tensor | None
+        self, index: Tensor, priority: Tensor | float, generations: Tensor | None
     ) -> tuple[int, int, float, int]:
-        new = isinstance(priority, float)
+        is_new = isinstance(priority, float)
         values = torch.as_tensor(priority, dtype=self.priorities.dtype, device=index.device).expand(len(index))
         leaves = self.power(values)
-        bad = ((index < -1) | (index >= self.capacity) | ~self._sound(values, leaves)).nonzero()
-        if len(bad):
-            return int(bad[0]), 0, 0.0, -1
-        valid, safe = index >= 0, index.clamp(min=0)
-        if not new:
-            valid &= self.priorities[safe] >= 0
-        if drawn is not None:
-            valid &= self.generations[safe] == drawn
+        invalid = ((index < -1) | (index >= self.capacity) | ~self._is_valid(values, leaves)).nonzero()
+        if len(invalid):
+            return int(invalid[0]), 0, 0.0, -1
+        valid, clamped = index >= 0, index.clamp(min=0)
+        if not is_new:
+            valid &= self.priorities[clamped] >= 0
+        if generations is not None:
+            valid &= self.generations[clamped] == generations
         cells, values, leaves = index[valid], values[valid], leaves[valid]
         if not cells.numel():
             return -1, 0, 0.0, -1
         rows = unique_last(cells)
         unique = cells[rows]
-        fresh, last = (int((self.priorities[unique] < 0).sum()), int(unique.max())) if new else (0, -1)
+        added, last = (int((self.priorities[unique] < 0).sum()), int(unique.max())) if is_new else (0, -1)
         leaves = leaves[rows]
-        self.tree.assign(unique, leaves if self.starts is None else torch.where(self.starts.hold(unique), leaves, 0.0))
+        self.tree.assign(
+            unique, leaves if self.starts is None else torch.where(self.starts.contains(unique), leaves, 0.0)
+        )
         self.priorities[unique] = values[rows]
-        self.generations[unique] += int(new)
-        return -1, fresh, 0.0 if new else float(values.max()), last
+        self.generations[unique] += int(is_new)
+        return -1, added, 0.0 if is_new else float(values.max()), last
 
     def remove(self, index: Tensor) -> None:
         """Remove the priorities of emptied cells, ``[n]``, without duplicates."""
@@ -262,9 +268,9 @@ class Priorities:
         self.tree.assign(cells, self.tree.leaves.new_zeros(1))
         self.priorities[cells] = ABSENT
         self.count -= len(cells)
-        for tree, nothing in ((self.lowest, math.inf), (self.highest, 0.0)):
+        for tree, empty_value in ((self.lowest, math.inf), (self.highest, 0.0)):
             if tree is not None:
-                tree.assign(cells, tree.leaves.new_full((1,), nothing))
+                tree.assign(cells, tree.leaves.new_full((1,), empty_value))
 
     def limit(self, begin: Ints, end: Ints, length: int) -> None:
         """Limit sampling to positions ``[begin, end)`` of each environment; all steps keep their priorities.
@@ -272,34 +278,34 @@ class Priorities:
         The cost grows with the number of steps that become valid or invalid.
         """
         assert self.starts is not None
-        moved = self.starts.move(begin, end, length)
-        if moved is None:
+        changes = self.starts.update(begin, end, length)
+        if changes is None:
             return
-        shut, opened = (cells.to(self.priorities.device) for cells in moved)
-        self.tree.assign(shut, self.priorities.new_zeros(1))
-        known = self.priorities[opened]
-        self.tree.assign(opened, torch.where(known >= 0, self.power(known.clamp(min=0)), 0.0))
+        removed, added = (cells.to(self.priorities.device) for cells in changes)
+        self.tree.assign(removed, self.priorities.new_zeros(1))
+        added_priorities = self.priorities[added]
+        self.tree.assign(added, torch.where(added_priorities >= 0, self.power(added_priorities.clamp(min=0)), 0.0))
         if self.lowest is not None:
-            self.lowest.assign(shut, self.priorities.new_full((1,), math.inf))
-            self.lowest.assign(opened, torch.where(known >= 0, known, math.inf))
+            self.lowest.assign(removed, self.priorities.new_full((1,), math.inf))
+            self.lowest.assign(added, torch.where(added_priorities >= 0, added_priorities, math.inf))
 
     def check(self, priority: Tensor) -> None:
         """Validate priorities ``[n]``; raise ValueError if one is negative, NaN, infinite or too large."""
-        bad = (~self._sound(priority, self.power(priority))).nonzero()
-        if len(bad):
-            row = int(bad[0])
+        invalid = (~self._is_valid(priority, self.power(priority))).nonzero()
+        if len(invalid):
+            row = int(invalid[0])
             raise ValueError(
                 f"A priority must be finite and not negative, got {float(priority[row])} in row {row}; "
                 "nothing was written."
             )
 
-    def _sound(self, priority: Tensor, leaves: Tensor) -> Tensor:
+    def _is_valid(self, priority: Tensor, leaves: Tensor) -> Tensor:
         return (priority >= 0) & priority.isfinite() & (leaves <= self._limit)
 
     def uniform(self, count: int, generator: torch.Generator) -> NDArray[Any] | Tensor:
         """Draw numbers in [0, 1), ``[count]``, for :meth:`draw`: an array for the compiled path, else a tensor."""
         if self._compiled:
-            return uniform(count, generator, self._kind)
+            return uniform(count, generator, self._numpy_dtype)
         return torch.rand(count, dtype=self.priorities.dtype, generator=generator, device=generator.device)
 
     def draw(
@@ -307,7 +313,7 @@ class Priorities:
         numbers: NDArray[Any] | Tensor,
         stratified: bool,
         beta: float = 0.0,
-        base: float = 0.0,
+        divisor: float = 0.0,
         windows: tuple[int, int, int] | None = None,
     ) -> tuple[Tensor, ...]:
         """Sample cells in proportion to ``(p + eps) ** alpha``.
@@ -318,7 +324,7 @@ class Priorities:
             numbers: uniform numbers in [0, 1), ``[B]``, in the dtype of the priorities; overwritten.
             stratified: draw one cell from each of ``B`` equal parts of the total.
             beta: exponent of the weights.
-            base: divisor of the leaves in the weights; zero means the smallest leaf of the batch.
+            divisor: divisor of the leaves in the weights; zero means the smallest leaf of the batch.
             windows: expand each cell to a window: steps per window, distance in cells between two steps, and number of
                 cells, at which indices wrap around.
 
@@ -328,34 +334,42 @@ class Priorities:
             the leaf of that first step divided by the mean of the non-zero leaves (float32).
         """
         if not self._compiled:
-            given = torch.as_tensor(numbers, device=self.priorities.device)
-            return self._draw_torch(given, stratified, beta, base, windows)
+            mass_tensor = torch.as_tensor(numbers, device=self.priorities.device)
+            return self._draw_torch(mass_tensor, stratified, beta, divisor, windows)
         mass, rows, layout = np.asarray(numbers), len(numbers), None
         if windows is not None:
             rows *= windows[0]
             layout = *windows, self.tree.nnz, np.empty(rows, np.float32)
         # np.empty costs a quarter of torch.empty.
-        cells, weights, stamps = np.empty(rows, np.int64), np.empty(rows, np.float32), np.empty(rows, np.int32)
-        jitted(priority_kernels.draw)(self._arrays(), mass, stratified, beta, base, cells, weights, stamps, layout)
+        cells, weights, generations = np.empty(rows, np.int64), np.empty(rows, np.float32), np.empty(rows, np.int32)
+        jitted(priority_kernels.draw)(
+            self._arrays(), mass, stratified, beta, divisor, cells, weights, generations, layout
+        )
         if layout is None:
-            return torch.from_numpy(cells), torch.from_numpy(weights), torch.from_numpy(stamps)
-        return tuple(torch.from_numpy(each.reshape(-1, layout[0])) for each in (cells, weights, stamps, layout[-1]))
+            return torch.from_numpy(cells), torch.from_numpy(weights), torch.from_numpy(generations)
+        return tuple(
+            torch.from_numpy(values.reshape(-1, layout[0])) for values in (cells, weights, generations, layout[-1])
+        )
 
     def _draw_torch(
-        self, mass: Tensor, stratified: bool, beta: float, base: float, windows: tuple[int, int, int] | None
+        self, mass: Tensor, stratified: bool, beta: float, divisor: float, windows: tuple[int, int, int] | None
     ) -> tuple[Tensor, ...]:
         total, count = self.total, len(mass)
         if stratified:
             mass = (mass + torch.arange(count, dtype=mass.dtype, device=mass.device)) / count
         cells = self.tree.descend(mass * total)
         leaves = self.tree.leaves.index_select(0, cells)
-        weights = (leaves / (base if base > 0 else leaves.amin())).pow_(-beta).to(torch.float32)
-        found = weights, self.generations.index_select(0, cells), (leaves * (self.tree.nnz / total)).to(torch.float32)
+        weights = (leaves / (divisor if divisor > 0 else leaves.amin())).pow_(-beta).to(torch.float32)
+        window_values = (
+            weights,
+            self.generations.index_select(0, cells),
+            (leaves * (self.tree.nnz / total)).to(torch.float32),
+        )
         if windows is None:
-            return cells, *found[:2]
+            return cells, *window_values[:2]
         steps, stride, size = windows
         cells = (cells.unsqueeze(1) + torch.arange(steps, device=cells.device) * stride) % size
-        return cells, *(each.unsqueeze(1).expand(cells.shape) for each in found)
+        return cells, *(values.unsqueeze(1).expand(cells.shape) for values in window_values)
 
     def change_alpha(self, alpha: float, new: float = 0.0) -> None:
         """Change the exponent and recompute the tree, in ``O(capacity)``.
@@ -373,21 +387,21 @@ class Priorities:
         leaves = (stored.clamp(min=0) + self.eps).pow_(alpha)
         largest = (torch.tensor(new, dtype=leaves.dtype, device=leaves.device) + self.eps) ** alpha
         for priority, leaf in ((stored, leaves), (torch.tensor([new]), largest.reshape(1))):
-            bad = (~(leaf <= self._limit)).nonzero()
-            if len(bad):
+            invalid = (~(leaf <= self._limit)).nonzero()
+            if len(invalid):
                 raise ValueError(
                     f"alpha must let (priority + eps) ** alpha be at most {self._limit:.3g} for all priorities, got "
-                    f"{alpha} with a priority of {float(priority[bad[0]]):g}. Lower alpha, or clip the priorities."
+                    f"{alpha} with a priority of {float(priority[invalid[0]]):g}. Lower alpha, or clip the priorities."
                 )
         self.tree.set_all(torch.where(self._drawable(stored), leaves, 0.0))
         self.alpha = alpha
 
     def _drawable(self, priorities: Tensor) -> Tensor:
         """Return a mask of the first cells, which have these priorities, that may be drawn."""
-        held = priorities >= 0
+        is_drawable = priorities >= 0
         if self.starts is not None:
-            held &= self.starts.hold(torch.arange(len(held), device=held.device))
-        return held
+            is_drawable &= self.starts.contains(torch.arange(len(is_drawable), device=is_drawable.device))
+        return is_drawable
 
     def clear(self) -> None:
         """Remove all priorities; keep the generations, so that late updates are detected."""
@@ -400,12 +414,12 @@ class Priorities:
                 tree.clear()
 
     @property
-    def held(self) -> Tensor:
+    def saved_priorities(self) -> Tensor:
         """The priorities of the first ``extent`` cells, which include all cells ever written."""
         return self.priorities[: self.extent]
 
-    @held.setter
-    def held(self, priorities: Tensor) -> None:
+    @saved_priorities.setter
+    def saved_priorities(self, priorities: Tensor) -> None:
         self.extent = len(priorities)
         self.priorities[: self.extent], self.priorities[self.extent :] = priorities, ABSENT
         self.count = int((self.priorities >= 0).sum())
@@ -420,12 +434,12 @@ class Priorities:
         self.tree.set_all(leaves)
 
     @property
-    def writes(self) -> Tensor:
+    def saved_generations(self) -> Tensor:
         """The generations of the first ``extent`` cells."""
         return self.generations[: self.extent]
 
-    @writes.setter
-    def writes(self, generations: Tensor) -> None:
+    @saved_generations.setter
+    def saved_generations(self, generations: Tensor) -> None:
         self.generations[: len(generations)], self.generations[len(generations) :] = generations, 0
 
     def rebuild(self) -> None:
@@ -436,32 +450,32 @@ class Priorities:
             self.highest.set_all(self.priorities.clamp(min=0))
 
     def is_consistent(
-        self, priorities: Tensor, leaves: Tensor, alpha: float, eps: float, starts: Starts | None
+        self, priorities: Tensor, leaves: Tensor, alpha: float, eps: float, starts: ValidStarts | None
     ) -> bool:
         """Return whether priorities and leaves ``[n]``, on any device, are consistent with each other."""
         priorities, leaves = priorities.cpu(), leaves.cpu()
         power = (priorities.clamp(min=0) + eps).pow(alpha)
         if starts is not None:
-            power = torch.where(starts.hold(torch.arange(len(power))), power, 0.0)
-        held = (priorities >= 0) & priorities.isfinite() & torch.isclose(leaves, power, rtol=1e-4, atol=0)
-        free = (priorities == ABSENT) & (leaves == 0)
-        return bool(((held | free) & (leaves >= 0) & (leaves <= self._limit)).all())
+            power = torch.where(starts.contains(torch.arange(len(power))), power, 0.0)
+        is_stored = (priorities >= 0) & priorities.isfinite() & torch.isclose(leaves, power, rtol=1e-4, atol=0)
+        is_empty = (priorities == ABSENT) & (leaves == 0)
+        return bool(((is_stored | is_empty) & (leaves >= 0) & (leaves <= self._limit)).all())
 
-    def _error(self, index: Tensor, priority: Tensor | float, place: int) -> Exception:
-        cell = int(index[place])
+    def _error(self, index: Tensor, priority: Tensor | float, row: int) -> Exception:
+        cell = int(index[row])
         if not -1 <= cell < self.capacity:
             if isinstance(priority, Tensor):
-                return IndexError(f"index {cell} is out of range; there are priorities for {self.capacity} cells.")
+                return IndexError(f"index must be in [0, {self.capacity}), the cells with a priority, got {cell}.")
             return IndexError(
-                f"Cell {cell} was written, but there are priorities for {self.capacity} cells; "
-                "give the sampler the max_size of the storage as max_capacity."
+                f"max_capacity must be at least the max_size of the storage, got {self.capacity} and a write to cell "
+                f"{cell}. Build the sampler with max_capacity=max_size."
             )
         if isinstance(priority, Tensor):
-            value = float(priority[place])
+            value = float(priority[row])
             return ValueError(f"A priority must be finite and not negative, got {value} for cell {cell}.")
-        return ValueError(f"The priority {priority} of new data is too large for alpha={self.alpha}.")
+        return ValueError(f"The priority of new data is too large for alpha={self.alpha}, got {priority}. Lower alpha.")
 
 
-def _packed(value: Tensor) -> Any:
+def _contiguous_array(value: Tensor) -> Any:
     # Kernels are compiled for contiguous arrays.
     return value.numpy() if value.is_contiguous() else value.contiguous().numpy()

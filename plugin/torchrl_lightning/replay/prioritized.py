@@ -31,7 +31,7 @@ from torchrl_lightning._core.tree import nested_key
 from torchrl_lightning._core.validators import Checked, boolean, integer, non_negative, one_of, optional
 from torchrl_lightning.kernels.indices import integers
 from torchrl_lightning.replay.positions import MissingStepsError
-from torchrl_lightning.replay.priorities import REDUCTIONS, Priorities, Starts, reduce_priorities
+from torchrl_lightning.replay.priorities import REDUCTIONS, Priorities, ValidStarts, reduce_priorities
 from torchrl_lightning.replay.rings import Rings, rings_in, stored_cells
 
 WEIGHT_NORMS = ("batch", "buffer", None)
@@ -99,12 +99,12 @@ class PrioritizedSampler(Stateful, SamplerHooks, _PrioritizedSampler):
         "beta": Attribute(number(0), "_beta"),
         "eps": Attribute(at="table.eps"),
         "capacity": Attribute(at="table.capacity", argument="max_capacity"),
-        "leaves": Attribute(of=lambda own: tensor(own.dtype, None, anywhere=True), at="table.leaves"),
-        "priorities": Attribute(any_value, "table.held"),
-        "generations": Attribute(any_value, "table.writes"),
+        "leaves": Attribute(of=lambda sampler: tensor(sampler.dtype, None, anywhere=True), at="table.leaves"),
+        "priorities": Attribute(any_value, "table.saved_priorities"),
+        "generations": Attribute(any_value, "table.saved_generations"),
         "largest": Attribute(number(0), "table.largest"),
         "starts": Attribute(
-            of=lambda sampler: sampler._read_starts, at="table.starts", form=Starts.state, only="knows_windows"
+            of=lambda sampler: sampler._read_starts, at="table.starts", form=ValidStarts.state, only="knows_windows"
         ),
         "generator": GENERATOR,
     }
@@ -145,7 +145,7 @@ class PrioritizedSampler(Stateful, SamplerHooks, _PrioritizedSampler):
         self.num_earliest_frames_ignored = num_earliest_frames_ignored
         self.knows_windows = self.batch_length is not None or self.num_earliest_frames_ignored > 0
         self._has_lowest = weight_norm == "buffer"
-        self.make_table = partial(
+        self._make_table = partial(
             Priorities,
             alpha=non_negative(alpha, "alpha"),
             eps=eps,
@@ -156,7 +156,7 @@ class PrioritizedSampler(Stateful, SamplerHooks, _PrioritizedSampler):
             limited=self.knows_windows,
         )
         if max_capacity is not None:
-            self.table = self.make_table(max_capacity)
+            self.table = self._make_table(max_capacity)
         self.reduction = reduction
         self.priority_key = priority_key
         self.stratified = stratified
@@ -168,9 +168,14 @@ class PrioritizedSampler(Stateful, SamplerHooks, _PrioritizedSampler):
     def table(self) -> Priorities:
         """The priorities of the cells and the tree for sampling."""
         raise ValueError(
-            "This PrioritizedSampler does not know for how many cells it keeps priorities; give max_capacity=N, the "
-            "max_size of its storage, or make an ExperienceBuffer of both."
+            "max_capacity must be set for a PrioritizedSampler outside of an ExperienceBuffer. Pass max_capacity=N, "
+            "the max_size of its storage, or pass both to an ExperienceBuffer."
         )
+
+    def init_table(self, max_capacity: int) -> None:
+        """Allocate the priorities of ``max_capacity`` cells, unless the sampler has priorities."""
+        if "table" not in vars(self):
+            self.table = self._make_table(max_capacity)
 
     @property
     def max_size(self) -> int:
@@ -213,14 +218,14 @@ class PrioritizedSampler(Stateful, SamplerHooks, _PrioritizedSampler):
     def _check_norm(self, value: Any, name: str) -> str | None:
         norm: str | None = one_of(value, name, WEIGHT_NORMS)
         if norm == "buffer" and not self._has_lowest:
-            raise ValueError(f"{name} must be given to the constructor to be 'buffer'. Build another sampler.")
+            raise ValueError(f"{name} must be set to 'buffer' by the constructor, not later. Build another sampler.")
         return norm
 
     def _check_window(self, value: Any, name: str) -> int | None:
         number: int | None = optional(integer)(value, name) if name == "batch_length" else integer(value, name, 0)
         if number and not self.knows_windows:
             raise ValueError(
-                f"{name} must be given to the constructor, because this sampler draws single cells, got {number}. "
+                f"{name} must be set by the constructor, because this sampler draws single cells, got {number}. "
                 f"Build another one with {name}={number}."
             )
         return number
@@ -257,10 +262,10 @@ class PrioritizedSampler(Stateful, SamplerHooks, _PrioritizedSampler):
         batch_size = integer(batch_size, "batch_size", 0)
         steps = self.batch_length if batch_length == "own" else batch_length
         if steps is not None and not self.knows_windows:
-            raise ValueError(f"This sampler draws single cells; build it with batch_length={steps!r}.")
+            raise ValueError(f"This sampler draws single cells. Build it with batch_length={steps!r} for windows.")
         table, windows = self.table, None
         if not table.count:
-            self._adopt(storage)
+            self._add_stored_cells(storage)
         if not table.count:
             raise MissingStepsError(f"Cannot sample {batch_size} cells: 0 are stored. Extend the buffer first.")
         if table.starts is not None:
@@ -269,13 +274,13 @@ class PrioritizedSampler(Stateful, SamplerHooks, _PrioritizedSampler):
                 windows = steps, rings.num_envs, rings.length * rings.num_envs
         if not table.tree.nnz:
             raise MissingStepsError(
-                f"All {table.count} stored priorities are zero, so that nothing can be drawn; "
-                "give a positive priority, or eps > 0."
+                f"All {table.count} stored priorities are zero, so nothing can be drawn. Set a positive priority, or "
+                "build the sampler with eps > 0."
             )
-        found = table.draw(self.draw(batch_size), self.stratified, self._beta, self._base(steps), windows)
-        index, info = found[0], {"priority_weight": found[1], "write_generation": found[2]}
+        drawn = table.draw(self.draw(batch_size), self.stratified, self._beta, self._weight_divisor(steps), windows)
+        index, info = drawn[0], {"priority_weight": drawn[1], "write_generation": drawn[2]}
         if windows is not None:
-            info["importance_weights"] = found[3]
+            info["importance_weights"] = drawn[3]
         return (index if storage.ndim == 1 else torch.unravel_index(index, storage.shape)), info
 
     def draw(self, count: int) -> NDArray[Any] | Tensor:
@@ -294,27 +299,27 @@ class PrioritizedSampler(Stateful, SamplerHooks, _PrioritizedSampler):
         if rings is None:
             raise ValueError(
                 f"batch_length and num_earliest_frames_ignored need rings, but no RingWriter fills this "
-                f"{type(storage).__name__}; build the buffer with writer=RingWriter(num_envs=...), or the sampler "
-                "without them."
+                f"{type(storage).__name__}. Build the buffer with writer=RingWriter(num_envs=...), or the sampler "
+                "without these arguments."
             )
         reach, ignored = integer(batch_length or 1, "batch_length") - 1, self.num_earliest_frames_ignored
-        source = rings.version, reach, ignored
-        if self._limited_by == source:
+        limits = rings.version, reach, ignored
+        if self._limited_by == limits:
             return rings
-        positions, floor = rings.arrays
-        begin = np.maximum(positions - rings.length, floor) + ignored
+        positions, valid_from = rings.arrays
+        begin = np.maximum(positions - rings.length, valid_from) + ignored
         end = np.maximum(positions - reach, begin)
         if not (end > begin).any():
             raise MissingStepsError(
-                f"There is no room for a window: the fullest ring holds {int(rings.filled.max())} steps, windows need "
+                f"No window fits: the fullest ring has {int(rings.filled.max())} steps, a window needs "
                 f"{reach + 1 + ignored} (batch_length={batch_length}, num_earliest_frames_ignored={ignored}). "
-                "Collect more, or take shorter ones."
+                "Collect more steps, or lower batch_length."
             )
         self.table.limit(begin, end, rings.length)
-        self._limited_by = source
+        self._limited_by = limits
         return rings
 
-    def _base(self, batch_length: int | None) -> float:
+    def _weight_divisor(self, batch_length: int | None) -> float:
         """Return the divisor of the leaves in the weights; zero means the smallest leaf of the batch."""
         table = self.table
         if self.weight_norm is None:
@@ -348,21 +353,22 @@ class PrioritizedSampler(Stateful, SamplerHooks, _PrioritizedSampler):
             ValueError: a priority is negative, NaN or infinite, or shapes do not match.
         """
         if storage is not None and not self.table.count:
-            self._adopt(storage)
+            self._add_stored_cells(storage)
         if self.knows_windows and isinstance(index, Tensor) and index.ndim == 2:
             index, generation = index[:, 0], generation if generation is None else generation[:, 0]
-        cells, value = self._flat(index, priority, storage)
+        cells, value = self._flat_priorities(index, priority, storage)
         if generation is not None:
             if generation.dtype != torch.int32 or generation.ndim != 1 or generation.device != cells.device:
                 generation = generation.to(device=self.device, dtype=torch.int32).reshape(-1)
             if generation.numel() != cells.numel():
                 raise ValueError(
-                    f"Got {generation.numel()} generations for {cells.numel()} cells; hand back the batch's own."
+                    f"generation must have {cells.numel()} numbers, one per cell, got {generation.numel()}. Pass the "
+                    "write_generation of the batch."
                 )
         self.table.write(cells, value, generation)
 
-    def _flat(self, index: Any, priority: float | Tensor, storage: Storage | None) -> tuple[Tensor, Tensor]:
-        cells = self._cells(index, storage)
+    def _flat_priorities(self, index: Any, priority: float | Tensor, storage: Storage | None) -> tuple[Tensor, Tensor]:
+        cells = self._flat_cells(index, storage)
         if (
             isinstance(priority, Tensor)
             and priority.shape == cells.shape
@@ -378,8 +384,8 @@ class PrioritizedSampler(Stateful, SamplerHooks, _PrioritizedSampler):
             has_shape = bool(shape) and value.shape[: len(shape)] == shape and math.prod(shape) == count
             if not count or not value.numel() or not (has_shape or value.shape[0] == count):
                 raise ValueError(
-                    f"Got priorities of shape {list(value.shape)} for {count} cells; expected one number, or [{count}] "
-                    "with any further dimensions."
+                    f"priority must be one number, or [{count}] with any further dimensions, for {count} cells, got "
+                    f"shape {list(value.shape)}."
                 )
             value = reduce_priorities(value, count, self.reduction)
         return cells, value.to(self.dtype).reshape(-1)
@@ -398,7 +404,7 @@ class PrioritizedSampler(Stateful, SamplerHooks, _PrioritizedSampler):
         """
         self.check_capacity(storage.max_size)
         if priority is not None:
-            self.table.check(self._flat(torch.arange(rows), priority, None)[1])
+            self.table.check(self._flat_priorities(torch.arange(rows), priority, None)[1])
 
     def mark_update(self, index: int | slice | range | Tensor, *, storage: Storage | None = None) -> None:
         """Give newly written cells the priority of new data; the storage calls this.
@@ -412,7 +418,7 @@ class PrioritizedSampler(Stateful, SamplerHooks, _PrioritizedSampler):
             index = range(*index.indices(self.max_size))
         if isinstance(index, range):
             index = torch.arange(index.start, index.stop, index.step)
-        self.table.write(self._cells(index, storage), self.default_priority)
+        self.table.write(self._flat_cells(index, storage), self.default_priority)
 
     def invalidate(self, index: Tensor) -> None:
         """Exclude removed cells, ``[n]``, from sampling until they are written again."""
@@ -423,7 +429,7 @@ class PrioritizedSampler(Stateful, SamplerHooks, _PrioritizedSampler):
 
     add = extend
 
-    def _cells(self, index: Any, storage: Storage | None) -> Tensor:
+    def _flat_cells(self, index: Any, storage: Storage | None) -> Tensor:
         if isinstance(index, Tensor) and index.ndim == 1 and index.dtype == torch.int64 and index.device == self.device:
             return index
         if isinstance(index, tuple):
@@ -436,7 +442,7 @@ class PrioritizedSampler(Stateful, SamplerHooks, _PrioritizedSampler):
             cells = flat
         return cells.reshape(-1)
 
-    def _adopt(self, storage: Storage) -> None:
+    def _add_stored_cells(self, storage: Storage) -> None:
         # If the storage was filled before it got this sampler, mark_update was never called for its cells.
         if len(storage):
             self.check_capacity(storage.max_size)
@@ -446,8 +452,8 @@ class PrioritizedSampler(Stateful, SamplerHooks, _PrioritizedSampler):
         """Validate that the table has a priority for each of ``size`` cells; raise ValueError if not."""
         if size > self.table.capacity:
             raise ValueError(
-                f"The storage has {size} cells, this sampler keeps {self.max_size} priorities; "
-                f"build it with max_capacity={size}."
+                f"max_capacity must be at least {size}, the cells of the storage, got {self.max_size}. "
+                f"Build the sampler with max_capacity={size}."
             )
 
     def clear(self) -> None:
@@ -457,20 +463,20 @@ class PrioritizedSampler(Stateful, SamplerHooks, _PrioritizedSampler):
         self._limited_by = ()
 
     def _validate_consistency(self, values: Mapping[str, Any]) -> None:
-        foreign, held = f"The {self.OWNER} state is foreign", len(values["leaves"])
-        if held > self.max_size:
-            raise ValueError(f"{foreign}: it has {held} leaves, expected at most {self.max_size}.")
+        prefix, count = f"The {self.OWNER} state is foreign", len(values["leaves"])
+        if count > self.max_size:
+            raise ValueError(f"{prefix}: it has {count} leaves, expected at most {self.max_size}.")
         for name, dtype in (("priorities", self.dtype), ("generations", torch.int32)):
-            tensor(dtype, held, anywhere=True)(values[name], repr(name))
+            tensor(dtype, count, anywhere=True)(values[name], repr(name))
         priorities, leaves, alpha, eps = (values[name] for name in ("priorities", "leaves", "alpha", "eps"))
         if not self.table.is_consistent(priorities, leaves, alpha, eps, values.get("starts")):
             raise ValueError(
-                f"{foreign}: it holds priorities that are negative or not finite, of cells that hold nothing, or other "
-                "leaves than (priority + eps) ** alpha."
+                f"{prefix}: its priorities must be finite and not negative, -1 for empty cells, and its leaves must "
+                "be (priority + eps) ** alpha."
             )
 
-    def _read_starts(self, value: Any, name: str) -> Starts:
-        """Validate the saved start positions of each environment, and return them as :class:`Starts`."""
+    def _read_starts(self, value: Any, name: str) -> ValidStarts:
+        """Validate the saved start positions of each environment, and return them as :class:`ValidStarts`."""
         numbers = tensor(torch.int64, None, low=0)
 
         def check_end(starts: dict[str, Any]) -> None:
@@ -481,7 +487,7 @@ class PrioritizedSampler(Stateful, SamplerHooks, _PrioritizedSampler):
         begin, length, end = check_state(value, schema, "starts", together=check_end).values()
         if len(begin) * length > self.max_size:
             raise state_error(value, name, f"at most {self.max_size} cells in all rings")
-        return Starts(begin.numpy().copy(), end.numpy().copy(), length)
+        return ValidStarts(begin.numpy().copy(), end.numpy().copy(), length)
 
     def _loaded(self) -> None:
         self.table.rebuild()

@@ -9,8 +9,8 @@ from torchrl_lightning._core.processes import after_fork
 from torchrl_lightning._core.tree import Tree, leaves_of
 
 SHARE_FIRST = (
-    "call buffer.share() before the first process starts (of an ExperienceBuffer; TorchRL's own cannot share rings), "
-    "or give each process a buffer of its own"
+    "Call buffer.share() of an ExperienceBuffer before the first process starts (TorchRL's buffers cannot share "
+    "rings), or build a buffer in each process."
 )
 
 current = os.getpid()
@@ -43,21 +43,21 @@ class ProcessOwned:
     def check_process(self) -> None:
         """Validate that this process created the object, shared or not; raise RuntimeError otherwise."""
         if self._process != current:
-            raise RuntimeError(f"This process writes to the buffer of the one that it was started from; {SHARE_FIRST}.")
+            raise RuntimeError(f"This process must not change a buffer of its parent process. {SHARE_FIRST}")
 
     def check_loadable(self) -> None:
         """Validate that a state may be loaded; raise RuntimeError if other processes use the object."""
         self.check_owner()
         if self.is_shared:
             raise RuntimeError(
-                "The buffer is shared with other processes; build it unshared (allow_multiprocess=False), load the "
-                "state before buffer.share()."
+                "A state cannot be loaded into a buffer that other processes share. Build the buffer unshared "
+                "(allow_multiprocess=False), and load the state before buffer.share()."
             )
 
     def check_picklable(self) -> None:
         """Validate a pickle; raise RuntimeError if it is for a new child process and the object is unshared."""
         if is_spawning() and not self.is_shared:
-            raise RuntimeError(f"A {type(self).__name__} was handed to another process unshared; {SHARE_FIRST}.")
+            raise RuntimeError(f"A {type(self).__name__} must be shared before another process gets it. {SHARE_FIRST}")
 
 
 def share_leaves(tree: Tree) -> None:

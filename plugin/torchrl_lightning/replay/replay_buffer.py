@@ -26,16 +26,16 @@ from torchrl_lightning.kernels.indices import integers
 from torchrl_lightning.replay.builders import (
     check_parts,
     default_storage,
-    drop_later,
+    drop_next_entries,
     init_priorities,
     plan_write_back,
     prioritized_in,
     ring_writer,
-    takes_priorities,
     time_major,
+    uses_priorities,
 )
-from torchrl_lightning.replay.episode_transform import EpisodeTransform, bind, transforms_in
-from torchrl_lightning.replay.n_step import FoldsSteps, NStepReturns
+from torchrl_lightning.replay.episode_transform import EpisodeTransform, bind_transforms, transforms_in
+from torchrl_lightning.replay.n_step import NStepMixin, NStepReturns
 from torchrl_lightning.replay.priorities import reduce_priorities
 from torchrl_lightning.replay.ring_storage import RingStorage
 from torchrl_lightning.replay.ring_writer import RingWriter
@@ -45,7 +45,7 @@ from torchrl_lightning.replay.state_checks import device_and_state, unpack_batch
 from torchrl_lightning.replay.uniform import UniformSampler
 
 
-class ExperienceBuffer(Stateful, FoldsSteps, ShareableBuffer):
+class ExperienceBuffer(Stateful, NStepMixin, ShareableBuffer):
     """A ``TensorDictReplayBuffer`` that uses a :class:`RingStorage`, a :class:`RingWriter` and any sampler.
 
     TorchRL handles transforms, prefetching, pinned memory and sample units. Without them, a sample costs little more
@@ -95,13 +95,13 @@ class ExperienceBuffer(Stateful, FoldsSteps, ShareableBuffer):
     OWNER, VERSION = "buffer", 3
     priority_key = Checked(lambda value, name: nested_key(value))
     STATE = {
-        "prefetched": Attribute(list_of(unpack_batch), "_drawn_ahead"),  # the setter checks their number
+        "prefetched": Attribute(list_of(unpack_batch), "_prefetched_batches"),  # the setter checks their number
         "sampler_kind": Attribute(at="_sampler_kind", argument="sampler"),
         "storage": Child(),
         "writer": Child(at="writer.rings"),
         "sampler": Child(at="_sampler_state"),
         "transform": Child(at="_transform_state"),
-        "generator": Attribute(device_and_state, "_random"),
+        "generator": Attribute(device_and_state, "_generator_state"),
     }
 
     def __init__(
@@ -133,7 +133,7 @@ class ExperienceBuffer(Stateful, FoldsSteps, ShareableBuffer):
         check_parts(storage, writer, sampler)
         init_priorities(sampler, storage.max_size)
         if num_envs not in (None, writer.num_envs):
-            raise ValueError(f"num_envs={num_envs}, but the writer has num_envs={writer.num_envs}; give one of them.")
+            raise ValueError(f"num_envs must be {writer.num_envs}, as in the writer, got num_envs={num_envs}. Omit it.")
         super().__init__(
             storage=storage,
             writer=writer,
@@ -147,7 +147,7 @@ class ExperienceBuffer(Stateful, FoldsSteps, ShareableBuffer):
             prefetch=prefetch,
             transform=transform,
         )
-        bind(self.transform, self.storage)
+        bind_transforms(self.transform, self.storage)
         if shared:
             self.share()
 
@@ -159,7 +159,7 @@ class ExperienceBuffer(Stateful, FoldsSteps, ShareableBuffer):
     def set_storage(self, storage: Storage, collate_fn: Callable[[Any], Any] | None = None) -> Storage:
         """Replace the storage by another RingStorage; return the old one."""
         check_parts(storage, None, None)
-        bind(self.transform, storage, self.storage)
+        bind_transforms(self.transform, storage, self.storage)
         return super().set_storage(storage, collate_fn)
 
     def set_writer(self, writer: Writer) -> Writer:
@@ -175,12 +175,12 @@ class ExperienceBuffer(Stateful, FoldsSteps, ShareableBuffer):
 
     def append_transform(self, transform: Any, *, invert: bool = False) -> Self:
         """Append a transform; return the buffer itself."""
-        bind(transform, self.storage)
+        bind_transforms(transform, self.storage)
         return super().append_transform(transform, invert=invert)
 
     def insert_transform(self, index: int, transform: Transform, *, invert: bool = False) -> Self:
         """Insert a transform before position ``index``; return the buffer itself."""
-        bind(transform, self.storage)
+        bind_transforms(transform, self.storage)
         return super().insert_transform(index, transform, invert=invert)
 
     @property
@@ -225,7 +225,7 @@ class ExperienceBuffer(Stateful, FoldsSteps, ShareableBuffer):
         storage, sampler, writer = self.parts
         data = time_major(data, writer.num_envs if env_ids is None else len(env_ids), time_dim)
         priority = None
-        if takes_priorities(sampler):
+        if uses_priorities(sampler):
             if update_priority is not False:
                 priority = data.get(self.priority_key, None)
             if (prioritized := prioritized_in(sampler)) is not None:
@@ -250,7 +250,7 @@ class ExperienceBuffer(Stateful, FoldsSteps, ShareableBuffer):
         """
         if isinstance(index, tuple) and len(index) > 1 and not all(isinstance(part, str) for part in index):
             raise TypeError(
-                f"The index must be cells or a key, got {index!r}; use storage.write_entry(key, cells, ...)."
+                f"The index must be cells or a key, got {index!r}. Use storage.write_entry(key, cells, ...)."
             )
         if isinstance(index, str) or (isinstance(index, tuple) and all(isinstance(part, str) for part in index)):
             with self.locked():
@@ -261,10 +261,11 @@ class ExperienceBuffer(Stateful, FoldsSteps, ShareableBuffer):
     @property
     def uses_episodes(self) -> bool:
         """Whether samples depend on episode boundaries."""
-        follows = getattr(self._sampler, "follows_episodes", False) or self._n_step is not None
-        return follows or any(isinstance(each, EpisodeTransform) for each in transforms_in(self.transform))
+        if getattr(self._sampler, "follows_episodes", False) or self._n_step is not None:
+            return True
+        return any(isinstance(transform, EpisodeTransform) for transform in transforms_in(self.transform))
 
-    def forget_cells(self, cells: Tensor) -> None:
+    def invalidate_cells(self, cells: Tensor) -> None:
         """Exclude removed cells from sampling."""
         if (prioritized := prioritized_in(self._sampler)) is not None:
             prioritized.invalidate(cells)
@@ -301,12 +302,12 @@ class ExperienceBuffer(Stateful, FoldsSteps, ShareableBuffer):
         Raises:
             RuntimeError: the buffer is empty, or the batch size is unknown.
         """
-        if return_info or include_info is not None or not self.is_plain(batch_size):
+        if return_info or include_info is not None or not self.can_skip_torchrl_path(batch_size):
             return super().sample(batch_size, return_info, include_info)
         transforms = self.transforms
         if not transforms:
             return self.read(batch_size, self._fetch, **self.sample_options)
-        if any(not isinstance(each, EpisodeTransform) for each in transforms):
+        if not all(isinstance(transform, EpisodeTransform) for transform in transforms):
             return super().sample(batch_size, return_info, include_info)
         with self.locked():  # transforms may read further cells
             batch = self.read(batch_size, self._fetch, **self.sample_options)
@@ -317,18 +318,18 @@ class ExperienceBuffer(Stateful, FoldsSteps, ShareableBuffer):
     @property
     def transforms(self) -> Collection[Any]:
         """The transforms."""
-        found: dict[str, Any] = self._transform._modules["transforms"]._modules  # ten times faster than by attribute
-        return found.values()
+        modules: dict[str, Any] = self._transform._modules["transforms"]._modules  # ten times faster than by attribute
+        return modules.values()
 
-    def is_plain(self, batch_size: int | None) -> bool:
+    def can_skip_torchrl_path(self, batch_size: int | None) -> bool:
         """Return whether a sample needs only cells and transforms, so that it can skip TorchRL's longer path."""
         prefetches, pins, is_over, unit, dependency = self.detours
-        own, has_warned = self.batch_sizes
+        default_size, has_warned = self.batch_sizes
         if prefetches or pins or is_over or unit is not None or dependency is not None:
             return False
-        if self.collate is not collates_nothing or (own is None and batch_size is None):
+        if self.collate is not collates_nothing or (default_size is None and batch_size is None):
             return False
-        return bool(own is None or batch_size is None or own == batch_size or has_warned)
+        return bool(default_size is None or batch_size is None or default_size == batch_size or has_warned)
 
     def read(self, batch_size: int | None, fetch: Callable[[Any, dict[Any, Any]], T], **options: Any) -> T:
         """Sample with these options, and read the cells by ``fetch(index, info)``, under TorchRL's locks."""
@@ -351,31 +352,30 @@ class ExperienceBuffer(Stateful, FoldsSteps, ShareableBuffer):
         storage, sampler, writer = self.parts
         if isinstance(index, tuple):  # slice samplers return coordinates
             (index,) = index
-        own = getattr(sampler, "supports_uneven_rings", False)
-        if not own:
-            storage.check_even(type(sampler).__name__)
+        supports_uneven = getattr(sampler, "supports_uneven_rings", False)
+        if not supports_uneven:
+            storage.check_uniformly_filled(type(sampler).__name__)
             index = integers(index, "Cells")
             storage.check_filled(index)
-        stamps, cells = writer.rings.write_version(index), storage.cells
+        write_versions, cells = writer.rings.write_version(index), storage.cells
         assert cells is not None
         device = cells.device
-        here = index.is_cpu and cells.on_cpu
-        if not here:
-            index, stamps = index.to(device), stamps.to(device)
+        on_cpu = index.is_cpu and cells.on_cpu
+        if not on_cpu:
+            index, write_versions = index.to(device), write_versions.to(device)
         if self._n_step is not None and info:
-            drop_later(info)
+            drop_next_entries(info)
         # Do not read entries that the sampler returns.
-        given = info if own else ()
-        names = (None, "time") if own and index.ndim == 2 else None
-        entries = storage.gather(index, names, given, self._n_step)
-        entries["index"], entries["write_position"] = index, stamps
+        names = (None, "time") if supports_uneven and index.ndim == 2 else None
+        entries = storage.gather(index, names, info if supports_uneven else (), self._n_step)
+        entries["index"], entries["write_position"] = index, write_versions
         episodes = writer.rings.index
         if names is not None and episodes is not None and episodes.has_cuts and "is_init" in entries:
             entries["is_init"] = episodes.with_begins(entries["is_init"], index)
         others = {}
         for key, value in info.items():
-            if own and isinstance(key, str):  # five times faster than batch.set below
-                entries[key] = value if here else to_device(value, device)
+            if supports_uneven and isinstance(key, str):  # five times faster than batch.set below
+                entries[key] = value if on_cpu else to_device(value, device)
             else:
                 others[key] = value
         batch = new_tensordict(entries, index.shape, names, device)
@@ -391,7 +391,7 @@ class ExperienceBuffer(Stateful, FoldsSteps, ShareableBuffer):
         index = torch.as_tensor(index)
         info["write_position"] = writer.rings.write_version(index)
         if self._n_step is not None:
-            drop_later(info)
+            drop_next_entries(info)
         data = storage.get(index, self._n_step)
         return data.set("index", index.to(storage.device)) if self.transforms else data
 
@@ -440,19 +440,19 @@ class ExperienceBuffer(Stateful, FoldsSteps, ShareableBuffer):
             return super().state_dict(copy=copy)
 
     def _validate_consistency(self, values: Mapping[str, Any]) -> None:
-        held, written = values["storage"], values["writer"]
-        rings = Rings.at(self.writer.length, written["positions"], written["oldest"])
-        filled, listed = rings.filled_cells(), held["cells"]
+        stored, writer = values["storage"], values["writer"]
+        rings = Rings.at(self.writer.length, writer["positions"], writer["oldest"])
+        filled, listed = rings.filled_cells(), stored["cells"]
         is_listed = listed is None if rings.is_uniformly_filled else listed is not None and listed.equal(filled)
-        if held["count"] != len(filled) or not is_listed:
+        if stored["count"] != len(filled) or not is_listed:
             raise ValueError(
-                f"The state is foreign: its storage holds {held['count']} cells, its writer {len(filled)}."
+                f"The state is foreign: its storage has {stored['count']} cells, its writer {len(filled)}."
             )
         if (prioritized := prioritized_in(self._sampler)) is not None:
-            kept = values["sampler"] if prioritized is self._sampler else values["sampler"]["prioritized"]
-            drawn = (kept["priorities"] >= 0).nonzero().squeeze(1).cpu()
-            if not torch.isin(drawn, filled).all():
-                raise ValueError("The state is foreign: it holds priorities of cells that hold nothing.")
+            sampler = values["sampler"] if prioritized is self._sampler else values["sampler"]["prioritized"]
+            with_priority = (sampler["priorities"] >= 0).nonzero().squeeze(1).cpu()
+            if not torch.isin(with_priority, filled).all():
+                raise ValueError("The state is foreign: it has priorities of empty cells.")
 
     def apply_state(self, values: Mapping[str, Any]) -> None:
         """Restore the stored steps and everything else that determines the next samples."""
@@ -483,7 +483,7 @@ class ExperienceBuffer(Stateful, FoldsSteps, ShareableBuffer):
         """
         check_tensordict(data)
         _, sampler, _ = self.parts
-        if not takes_priorities(sampler):
+        if not uses_priorities(sampler):
             return
         entries = entries_of(data)
         priority, index = entry_of(data, self.priority_key), entries.get("index")

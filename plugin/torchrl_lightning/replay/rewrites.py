@@ -48,19 +48,19 @@ def plan_entries(storage: RewritableStorage, changes: Mapping[Path, Tensor], cel
         ValueError: the writer rejects the new flags.
     """
     storage.check_owner()
-    known = storage.cells
-    assert known is not None
-    cells = integers(cells, "Cells").to(known.device)
+    ring_cells = storage.cells
+    assert ring_cells is not None
+    cells = integers(cells, "Cells").to(ring_cells.device)
     storage.check_filled(cells)
-    values = known.apart([value.detach().to(known.device) for value in changes.values()])
+    values = ring_cells.copy_if_aliased([value.detach().to(ring_cells.device) for value in changes.values()])
     watched = {path: value for path, value in zip(changes, values, strict=True) if path in storage.watched}
-    follow = storage.plan(watched, cells)
+    after_write = storage.plan(watched, cells)
 
     def write() -> None:
         for path, value in zip(changes, values, strict=True):
-            known.leaves[known.places[path]].index_copy_(0, cells, value)
+            ring_cells.leaves[ring_cells.places[path]].index_copy_(0, cells, value)
         storage.bump_revision()
-        if follow is not None:
-            follow()
+        if after_write is not None:
+            after_write()
 
     return write

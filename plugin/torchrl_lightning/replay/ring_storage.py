@@ -42,16 +42,16 @@ from torchrl_lightning.replay.positions import Ints
 from torchrl_lightning.replay.rewrites import plan_entries
 from torchrl_lightning.replay.rings import (
     Dependent,
-    HasRings,
-    check_single,
-    refuse_uneven,
+    RingOwner,
+    check_single_ring,
+    reject_uneven_rings,
     ring_owner,
     rings_in,
     uneven_rings,
 )
 
 
-def _check_of_cells(storage: Any) -> Check:
+def _cells_validator(storage: Any) -> Check:
     return optional(tensor(torch.int64, None, low=0, high=storage.max_size - 1))
 
 
@@ -85,9 +85,9 @@ class RingStorage(Stateful, PickledCells):
     OWNER, VERSION = "storage", 3
     STATE = {
         "max_size": Attribute(),
-        "count": Attribute(of=lambda own: bounded_integer(0, own.max_size), at="_len"),
-        "cells": Attribute(of=_check_of_cells, at="_uneven_cells"),
-        "cursor": Attribute(of=lambda own: bounded_integer(-1, own.max_size - 1)),
+        "count": Attribute(of=lambda storage: bounded_integer(0, storage.max_size), at="_len"),
+        "cells": Attribute(of=_cells_validator, at="_uneven_cells"),
+        "cursor": Attribute(of=lambda storage: bounded_integer(-1, storage.max_size - 1)),
         "data": Attribute(optional(mapping), "_filled"),
     }
 
@@ -102,7 +102,9 @@ class RingStorage(Stateful, PickledCells):
             max_size = int(max_size)
         max_size = integer(max_size, "max_size")
         if scratch_dir is not None and str(device) not in ("cpu", "auto"):
-            raise ValueError(f"Memory-mapped files lie on the CPU, got device={device!r}; drop scratch_dir or device.")
+            raise ValueError(
+                f"device must be 'cpu' or 'auto' with a scratch_dir, got {str(device)!r}. Omit scratch_dir or device."
+            )
         super().__init__(max_size, device=device)
         self.claim_ownership()
         self.device: torch.device | str
@@ -119,7 +121,7 @@ class RingStorage(Stateful, PickledCells):
         return {} if self.cells is None else self.cells.tree
 
     @property
-    def writer(self) -> HasRings | None:
+    def writer(self) -> RingOwner | None:
         """The :class:`RingWriter` that fills this storage, or None."""
         return ring_owner(self)
 
@@ -140,8 +142,10 @@ class RingStorage(Stateful, PickledCells):
             ValueError: the cells are memory-mapped files.
         """
         if self.scratch_dir is not None:
-            what = f"A RingStorage with scratch_dir={str(self.scratch_dir)!r}"
-            raise ValueError(f"{what} cannot be shared with other processes; build it without.")
+            raise ValueError(
+                "A RingStorage with a scratch_dir cannot be shared with other processes, got "
+                f"{str(self.scratch_dir)!r}. Build it without scratch_dir."
+            )
         if not self._shared:
             self.share_counters()
             process_owned.share_leaves(self.tree)
@@ -169,15 +173,15 @@ class RingStorage(Stateful, PickledCells):
         """
         self.check_process()
         tree = tree_of(data)
-        found = dict(leaves_of(tree))
-        if not found:
+        leaves = dict(leaves_of(tree))
+        if not leaves:
             raise ValueError("Cannot store data without entries.")
-        devices = {leaf.device for leaf in found.values()}
+        devices = {leaf.device for leaf in leaves.values()}
         device = next(iter(devices)) if self.device == "auto" else torch.device(self.device)
         if devices != {device}:
             raise ValueError(
-                f"The data is on {sorted(map(str, devices))}, the storage on {device}; move it, "
-                f"data.to('{device}'), or build the storage with device=."
+                f"The data must be on {device}, the device of the storage, got {sorted(map(str, devices))}. Move it "
+                f"with data.to('{device}'), or build the storage with another device=."
             )
         self._check_room(tree, device)
         self.device = device
@@ -193,8 +197,8 @@ class RingStorage(Stateful, PickledCells):
         self.take_ownership(cells)
 
     def _check_room(self, tree: Tree, device: torch.device | str) -> None:
-        where = "to keep the data on disk" if self.scratch_dir is None else "on a larger disk"
-        remedy = f"lower max_size, store smaller dtypes, or give a scratch_dir= {where}"
+        place = "to keep the data on disk" if self.scratch_dir is None else "on a larger disk"
+        remedy = f"lower max_size, store smaller dtypes, or pass scratch_dir= {place}"
         name, needed = f"RingStorage({self.max_size})", row_bytes(tree) * self.max_size
         check_free_memory(needed, name, remedy, device=device, folder=self.scratch_dir)
 
@@ -224,7 +228,7 @@ class RingStorage(Stateful, PickledCells):
             cursor, data = [int(cursor)], data.unsqueeze(0)
         if isinstance(cursor, slice):
             if is_ring:
-                self._check_piece()
+                self._check_prefix()
             filled = range(*cursor.indices(len(self)))
             cursor = filled if is_ring or len(filled) == len(data) else range(*cursor.indices(self.max_size))
         if getattr(cursor, "dtype", None) in (torch.bool, np.bool_):
@@ -238,27 +242,29 @@ class RingStorage(Stateful, PickledCells):
         if is_ring:
             self.check_filled(index)
         index = index % self.max_size
-        leaves, _ = self.check(self._numbered(data, index), index.numel())
+        leaves, _ = self.check(self._match_index_entry(data, index), index.numel())
         assert self.cells is not None
-        places = self.cells.places
-        follow = self.plan({path: leaves[places[path]] for path in self.watched if path in places}, index)
+        leaf_numbers = self.cells.places
+        after_write = self.plan(
+            {path: leaves[leaf_numbers[path]] for path in self.watched if path in leaf_numbers}, index
+        )
         self.cells.scatter(leaves, index)
-        if follow is not None:
-            follow()
+        if after_write is not None:
+            after_write()
         if set_cursor and not is_ring:
             self.record_cursor(int(index[-1]))
             self.set_length(min(max(len(self), int(index.max()) + 1), self.max_size))
         else:
             self.set_length(len(self))
 
-    def _numbered(self, data: TensorDictBase, index: Tensor) -> TensorDictBase:
+    def _match_index_entry(self, data: TensorDictBase, index: Tensor) -> TensorDictBase:
         """Add or remove TorchRL's entry ``index`` to match the schema; its writers add it only to some rows."""
-        place = None if self.cells is None else self.cells.places.get(("index",))
-        if self.cells is None or (place is None) == (entry_of(data, "index") is None):
+        leaf_number = None if self.cells is None else self.cells.places.get(("index",))
+        if self.cells is None or (leaf_number is None) == (entry_of(data, "index") is None):
             return data
-        if place is None:
+        if leaf_number is None:
             return data.exclude("index")
-        return data.copy().set("index", index.view(-1, *self.cells.leaves[place].shape[1:]))
+        return data.copy().set("index", index.view(-1, *self.cells.leaves[leaf_number].shape[1:]))
 
     def write_entry(self, key: NestedKey, cells: Tensor, values: Tensor) -> None:
         """Replace one entry of stored steps, e.g. with a value that is only known at the end of the episode.
@@ -286,7 +292,7 @@ class RingStorage(Stateful, PickledCells):
         """
         (path, leaf), *_ = self.leaves(key)
         if path != path_of(key):
-            raise KeyError(f"There is no entry {key!r} alone; below it lies {name_of(path)}.")
+            raise KeyError(f"key must be a leaf, got {key!r} with the entry {name_of(path)} below it.")
         check_values(path, leaf, values, torch.Size([len(cells)]))
         plan_entries(self, {path: values}, cells)()
 
@@ -326,10 +332,10 @@ class RingStorage(Stateful, PickledCells):
             KeyError: the key is not stored.
         """
         path = path_of(key)
-        found = [(other, leaf) for other, leaf in leaves_of(self.tree) if other[: len(path)] == path]
-        if not found:
-            raise KeyError(f"There is no stored entry {key!r}; stored are {sorted(self.tree)}.")
-        return found
+        leaves = [(other, leaf) for other, leaf in leaves_of(self.tree) if other[: len(path)] == path]
+        if not leaves:
+            raise KeyError(f"The storage has no entry {key!r}; it has {sorted(self.tree)}.")
+        return leaves
 
     def get(self, index: Any, n_step: NStepReturns | None = None) -> TensorDictBase:
         """Read cells; return a copy for a tensor or sequence of indices or a mask, and a view for an integer or slice.
@@ -350,7 +356,7 @@ class RingStorage(Stateful, PickledCells):
             TypeError: the indices are not integers.
         """
         if self.cells is None:
-            raise RuntimeError("The storage is empty: write something first (extend).")
+            raise RuntimeError("The storage is empty. Call extend first.")
         if isinstance(index, tuple) and len(index) == 1:  # TorchRL's slice samplers return coordinates
             index = index[0]
         if isinstance(index, list | range | np.ndarray) and np.asarray(index).dtype != np.bool_:
@@ -368,13 +374,13 @@ class RingStorage(Stateful, PickledCells):
             cell = self._from_end(torch.tensor([int(index)]))
             self.check_filled(cell)
             return self.data[int(cell)]
-        self._check_piece()
+        self._check_prefix()
         return self.data[: len(self)][index]
 
-    def _check_piece(self) -> None:
+    def _check_prefix(self) -> None:
         if not self.is_prefix:
             raise IndexError(
-                "The rings are unevenly filled, so that cells are not in one piece; name them by a tensor of indices "
+                "The rings are unevenly filled, so the filled cells are not contiguous. Pass a tensor of cells "
                 "(writer.cell), or fill the rings evenly."
             )
 
@@ -390,13 +396,13 @@ class RingStorage(Stateful, PickledCells):
         length, rings = len(self), uneven_rings(self)
         if rings is None:
             low, high = torch.aminmax(index)
-            wrong = index[(index < 0) | (index >= length)] if int(low) < 0 or int(high) >= length else None
+            empty = index[(index < 0) | (index >= length)] if int(low) < 0 or int(high) >= length else None
         else:
-            wrong = index[~rings.is_filled(index).to(index.device)]
-        if wrong is not None and wrong.numel():
+            empty = index[~rings.is_filled(index).to(index.device)]
+        if empty is not None and empty.numel():
             raise IndexError(
-                f"Cell {int(wrong[0])} holds nothing; {length} of {self.max_size} cells are filled"
-                + ("." if rings is None else " and the rings are uneven: sample with UniformSampler.")
+                f"Cell {int(empty[0])} is empty; {length} of {self.max_size} cells are filled"
+                + ("." if rings is None else ", and the rings are unevenly filled. Sample with UniformSampler.")
             )
 
     def __len__(self) -> int:
@@ -404,16 +410,16 @@ class RingStorage(Stateful, PickledCells):
 
     def draw(self, count: int) -> Tensor:
         """Draw cells uniformly from evenly filled rings, for TorchRL's ``RandomSampler``."""
-        self.check_even("RandomSampler")
+        self.check_uniformly_filled("RandomSampler")
         return to_device(integers_below(len(self), count, self.generator), self.device)
 
     def check_seam(self) -> None:
         """Validate for TorchRL's slice samplers that neighbouring cells are successive steps of one ring."""
-        check_single(rings_in(self))
+        check_single_ring(rings_in(self))
 
-    def check_even(self, reader: str) -> None:
+    def check_uniformly_filled(self, reader: str) -> None:
         """Validate for ``reader`` that the filled cells are the first ``len(storage)`` cells; else RuntimeError."""
-        refuse_uneven(uneven_rings(self), reader)
+        reject_uneven_rings(uneven_rings(self), reader)
 
     # ------------------------------------------------------------------ state
 
@@ -426,10 +432,10 @@ class RingStorage(Stateful, PickledCells):
     def _filled(self) -> Tree | None:
         cells = self._uneven_cells
 
-        def part(leaf: Tensor) -> Any:
+        def filled_rows(leaf: Tensor) -> Any:
             return leaf[: len(self)] if cells is None else ChunkedTensor(leaf, cells)
 
-        return map_leaves(part, self.tree) if self.tree else None
+        return map_leaves(filled_rows, self.tree) if self.tree else None
 
     def read_state(self, state_dict: Any) -> dict[str, Any]:
         """Validate a state; raise RuntimeError if other processes use the storage."""
@@ -439,17 +445,17 @@ class RingStorage(Stateful, PickledCells):
     def _validate_consistency(self, values: Mapping[str, Any]) -> None:
         data, count, cells = values["data"], values["count"], values["cells"]
         if data is None and count:
-            raise ValueError(f"The state claims {count} filled cells of {self.max_size} and does not hold them.")
+            raise ValueError(f"The state is foreign: it has {count} filled cells of {self.max_size}, but no rows.")
         if cells is not None and (len(cells) != count or bool((cells[1:] <= cells[:-1]).any())):
             raise ValueError(
-                f"The state lists {len(cells)} cells for {count} rows; expected as many, in ascending order."
+                f"The state is foreign: it lists {len(cells)} cells, expected {count} cells in ascending order."
             )
         if data is None:
             return
         check_tree(data, torch.Size([count]), self.OWNER)
-        other = difference(self.tree, to_tensordict(data, torch.Size([count])), devices=False) if self.tree else ""
-        if other:
-            raise ValueError(f"The state holds other data than this storage: {other}.")
+        problem = difference(self.tree, to_tensordict(data, torch.Size([count])), devices=False) if self.tree else ""
+        if problem:
+            raise ValueError(f"The rows of the state differ from the rows of this storage: {problem}.")
         if self.cells is None:
             self._check_room(data, "cpu" if self.device == "auto" else self.device)
 

@@ -105,11 +105,11 @@ class RingWriter(WriterBase):
         self.init_key = nested_key(init_key)
         self.done_reduce = done_reduce
         self.check_successors = check_successors
-        self._own_storage: RingStorage | None = None  # the storage, if it is a RingStorage
+        self._ring_storage: RingStorage | None = None  # the storage, if it is a RingStorage
         self._done_path, self._init_path = path_of(self.done_key), path_of(self.init_key)
-        self._places: tuple[int | None, ...] = ()  # leaf numbers of done flag, init flag and trajectory ids
-        self._cuts = TrajectoryCuts()
-        self._known: Any = None  # the cells that _places refers to
+        self._flag_leaves: tuple[int | None, ...] = ()  # leaf numbers of done flag, init flag and trajectory ids
+        self._trajectory_cuts = TrajectoryCuts()
+        self._matched_cells: Any = None  # the cells that _flag_leaves refers to
 
     def register_storage(self, storage: Storage) -> None:
         """Set the storage to fill; TorchRL's buffers call this.
@@ -118,17 +118,17 @@ class RingWriter(WriterBase):
             ValueError: its ``max_size`` is not a multiple of ``num_envs``, or it has several dimensions.
         """
         if getattr(storage, "ndim", 1) != 1:
-            raise ValueError(f"RingWriter fills one-dimensional storages, got ndim={storage.ndim}; use RingStorage.")
+            raise ValueError(f"storage must be one-dimensional, got ndim={storage.ndim}. Use a RingStorage.")
         if storage.max_size % self.num_envs:
-            below = storage.max_size // self.num_envs * self.num_envs
+            smaller = storage.max_size // self.num_envs * self.num_envs
             raise ValueError(
-                f"max_size={storage.max_size} is not a multiple of num_envs={self.num_envs}, so that the rings cannot "
-                f"be equally long; use max_size={below or self.num_envs} or {below + self.num_envs}."
+                f"max_size={storage.max_size} must be a multiple of num_envs={self.num_envs}, because all rings have "
+                f"the same length. Use max_size={smaller or self.num_envs} or {smaller + self.num_envs}."
             )
         super().register_storage(storage)
-        self._own_storage, self._known = storage if isinstance(storage, RingStorage) else None, None
-        if self._own_storage is not None:
-            self._own_storage.watched |= {self._done_path, self._init_path}
+        self._ring_storage, self._matched_cells = storage if isinstance(storage, RingStorage) else None, None
+        if self._ring_storage is not None:
+            self._ring_storage.watched |= {self._done_path, self._init_path}
         length = storage.max_size // self.num_envs
         if length != self.rings.length:
             self.rings = Rings(self.num_envs, length)
@@ -185,8 +185,8 @@ class RingWriter(WriterBase):
     def share(self) -> None:
         """Move positions, counters and episode index into shared memory; build the index now if possible."""
         cells = getattr(self.storage, "cells", None)
-        known = cells is not None and self._done_path in cells.places
-        if self.index is None and self.track_episodes is not False and known:
+        has_done = cells is not None and self._done_path in cells.places
+        if self.index is None and self.track_episodes is not False and has_done:
             self.rings.make_index()  # other processes would not see an index built later
         self.rings = SharedRings(self.rings)
 
@@ -221,43 +221,45 @@ class RingWriter(WriterBase):
         rings.check_owner()
         check_tensordict(data)
         ids = None if env_ids is None else self.check_ids(env_ids)
-        width = rings.num_envs if ids is None else len(ids)
+        num_envs = rings.num_envs if ids is None else len(ids)
         shape = data.shape
         rows = shape[0] if len(shape) == 1 else -1
         if not rows:
             return torch.zeros(0, dtype=torch.int64)
-        if rows < 1 or rows % width:
+        if rows < 1 or rows % num_envs:
             raise ValueError(
-                f"Got data of batch size {list(shape)} for {width} environments; expected [{width}] (one step of "
-                f"each) or a multiple of it, time-major ([T * {width}])."
+                f"data must have the batch size [{num_envs}], one step per environment, or [T * {num_envs}], "
+                f"time-major, got {list(shape)}."
             )
         storage: Any = self.storage
         # Check this first, because storage.check below fixes the schema.
-        first = rings.index is None and self.track_episodes and not self.write_count
-        if first and entry_of(data, self._done_path) is None:
+        is_first_write = rings.index is None and self.track_episodes and not self.write_count
+        if is_first_write and entry_of(data, self._done_path) is None:
             raise KeyError(f"track_episodes=True needs the entry {self.done_key!r} in the data.")
-        steps = rows // width
+        steps = rows // num_envs
         env = rings.ids if ids is None else ids
         if not self.overwrite:
             self._check_room(env, steps)
-        leaves, addresses = (None, None) if self._own_storage is None else self._own_storage.check(data, rows)
+        leaves, addresses = (None, None) if self._ring_storage is None else self._ring_storage.check(data, rows)
         done, init = self.flags(data, leaves, steps)
         if rings.index is not None:
-            _, begins, ids_place = self._places
-            if ids_place is not None or self.check_successors:
+            _, init_leaf, ids_leaf = self._flag_leaves
+            if ids_leaf is not None or self.check_successors:
                 # Init flags and trajectory ids together already mark every cut.
-                compares = self.check_successors and (begins is None or ids_place is None)
-                init = self._cuts.add(rings, (storage, data, leaves), env, done, init, compares)
+                compare_successors = self.check_successors and (init_leaf is None or ids_leaf is None)
+                init = self._trajectory_cuts.find_begins(
+                    rings, (storage, data, leaves), env, done, init, compare_successors
+                )
         if addresses is None:
             addresses = NO_LEAVES
             cells = rings.cells_of_next(env, steps)
-            skipped = max(0, steps - self.length) * width
+            skipped = max(0, steps - self.length) * num_envs
             if leaves is not None:
                 self.claim(env, steps)
                 storage.cells.scatter([leaf[skipped:] for leaf in leaves], cells[skipped:])
             elif self.num_envs > 1 and (ids is not None or not rings.is_in_lockstep):
                 raise ValueError(
-                    f"{type(storage).__name__} cannot hold unevenly filled rings; use RingStorage as the storage."
+                    f"storage must be a RingStorage for unevenly filled rings, got a {type(storage).__name__}."
                 )
             else:
                 storage.set(cells[skipped:], data[skipped:] if skipped else data)
@@ -270,13 +272,13 @@ class RingWriter(WriterBase):
 
     def advance(self, leaves: tuple[Ints, Ints], ids: Ints | None, steps: int, done: Flags, init: Flags) -> Tensor:
         """Write matched rows (:meth:`Rings.write`), notify storage and buffers, and return cells ``[steps * M]``."""
-        rings, storage = self.rings, self._own_storage
+        rings, storage = self.rings, self._ring_storage
         if not self.overwrite:
             self._check_room(rings.ids if ids is None else ids, steps)
-        before = rings.count
+        count_before = rings.count
         cells = rings.write(leaves, ids, steps, done, init)
         if storage is not None:
-            if rings.count == before:
+            if rings.count == count_before:
                 storage.bump_revision()
             else:
                 storage.set_length(rings.count)
@@ -289,9 +291,9 @@ class RingWriter(WriterBase):
     def _check_room(self, env: Ints, steps: int) -> None:
         if not (room := self.rings.has_room(env, steps)).all():
             raise ValueError(
-                f"The rings of the environments {env[~room].tolist()} have no room for {steps} more steps, and "
-                "overwrite=False; take out the oldest ones first (dequeue), or build it longer or with overwrite=True; "
-                "nothing was written."
+                f"The rings of the environments {env[~room].tolist()} have no room for {steps} more steps with "
+                "overwrite=False; nothing was written. Remove the oldest steps first (dequeue), or build the buffer "
+                "with a larger size or overwrite=True."
             )
 
     def check_ids(self, env_ids: Tensor | None) -> Ints:
@@ -301,15 +303,15 @@ class RingWriter(WriterBase):
         ids = integers(env_ids, "env_ids").cpu().numpy().reshape(-1)
         if ids.size == 0 or ids.min() < 0 or ids.max() >= self.num_envs or len(np.unique(ids)) < len(ids):
             raise ValueError(
-                f"env_ids must be different numbers in [0, {self.num_envs}), got {ids.tolist()}; "
-                "write several steps of an environment time-major, or one after the other."
+                f"env_ids must be different numbers in [0, {self.num_envs}), got {ids.tolist()}. "
+                "Write several steps of an environment time-major, or one after the other."
             )
         return ids
 
     def count_cells(self) -> None:
         """Update the storage's number of filled cells."""
-        if self._own_storage is not None:
-            self._own_storage.set_length(self.rings.count)
+        if self._ring_storage is not None:
+            self._ring_storage.set_length(self.rings.count)
 
     def flags(self, data: TensorDictBase, leaves: list[Tensor] | None, steps: int) -> tuple[Flags, Flags]:
         """Return masks of the steps that end and begin episodes, ``[steps, M]``; empty arrays without an index.
@@ -323,22 +325,22 @@ class RingWriter(WriterBase):
         rings = self.rings
         if rings.index is None and (self.track_episodes is False or self.write_count):
             return NO_FLAGS, NO_FLAGS
-        if leaves is None or self._own_storage.cells is not self._known:  # type: ignore[union-attr]
-            self._find_places(data)
-        ends, begins, _ = self._places
-        if rings.index is None and ends is not None:
+        if leaves is None or self._ring_storage.cells is not self._matched_cells:  # type: ignore[union-attr]
+            self._find_flag_leaves(data)
+        done_leaf, init_leaf, _ = self._flag_leaves
+        if rings.index is None and done_leaf is not None:
             self._make_index()
         if rings.index is None:
             return NO_FLAGS, NO_FLAGS
-        if ends is None:
-            raise KeyError(f"The entry {self.done_key!r}, which the episode index needs, is not in the data.")
-        values = self._leaves_of(data) if leaves is None else leaves
+        if done_leaf is None:
+            raise KeyError(f"The data has no entry {self.done_key!r}, which the episode index needs.")
+        values = self._ordered_leaves(data) if leaves is None else leaves
         try:
-            done = self.done_flags(values[ends], steps)
-            return done, NO_FLAGS if begins is None else self.init_flags(values[begins], steps)
+            done = self.done_flags(values[done_leaf], steps)
+            return done, NO_FLAGS if init_leaf is None else self.init_flags(values[init_leaf], steps)
         except FlagsDifferError:
             if self.track_episodes or any(
-                isinstance(user, ShareableBuffer) and user.uses_episodes for user in attached(self.storage)
+                isinstance(buffer, ShareableBuffer) and buffer.uses_episodes for buffer in attached(self.storage)
             ):
                 raise
             rings.drop_index()
@@ -352,19 +354,19 @@ class RingWriter(WriterBase):
         """Return a mask of rows that begin an episode, ``[steps, M]``, from the entry ``init_key``."""
         return flag_of(value, steps, self.done_reduce)
 
-    def _leaves_of(self, data: TensorDictBase) -> list[Tensor]:
+    def _ordered_leaves(self, data: TensorDictBase) -> list[Tensor]:
         return [leaf for _, leaf in leaves_of(tree_of(data))]
 
-    def _find_places(self, data: TensorDictBase) -> None:
+    def _find_flag_leaves(self, data: TensorDictBase) -> None:
         """Find the leaf numbers of flags and trajectory ids, and the entries that can be compared."""
-        storage = self._own_storage
+        storage = self._ring_storage
         cells = None if storage is None else storage.cells
         written = tree_of(data) if cells is None else cells.schema
-        places = {path: place for place, (path, _) in enumerate(leaves_of(written))}
-        self._places = tuple(places.get(path) for path in (self._done_path, self._init_path, TRAJ_IDS))
+        leaf_numbers = {path: number for number, (path, _) in enumerate(leaves_of(written))}
+        self._flag_leaves = tuple(leaf_numbers.get(path) for path in (self._done_path, self._init_path, TRAJ_IDS))
         flags = self._done_path, self._init_path
-        self._cuts.prepare(written, written if cells is None else cells.tree, flags)
-        self._known = cells
+        self._trajectory_cuts.set_entries(written, written if cells is None else cells.tree, flags)
+        self._matched_cells = cells
 
     def plan_rewrite(self, changes: Mapping[Path, Tensor], cells: Tensor) -> Callable[[], None]:
         """Validate new values of stored entries; return the function that then updates the episodes.
@@ -376,18 +378,18 @@ class RingWriter(WriterBase):
         Raises:
             FlagsDifferError: the new flags of a row differ, and ``done_reduce`` is None.
         """
-        storage = self._own_storage
+        storage = self._ring_storage
         if storage is None or self.rings.index is None:
             return _do_nothing
-        follow = LateFlags(self, storage, self._done_path, self._init_path).plan(changes, cells)
+        update_episodes = LateFlags(self, storage, self._done_path, self._init_path).plan(changes, cells)
         excluded = rewritten_successors(self.rings, storage, changes, cells)
 
-        def follow_all() -> None:
+        def exclude_and_update() -> None:
             for path in excluded:
                 self.rings.successors.exclude(path)
-            follow()
+            update_episodes()
 
-        return follow_all
+        return exclude_and_update
 
     def _make_index(self) -> None:
         if self.length > 1 << 40:  # TorchRL's unbounded storages
@@ -415,16 +417,16 @@ class RingWriter(WriterBase):
                 RingStorage.
         """
         env = self.check_ids(env_ids)
-        if self._own_storage is None:
+        if self._ring_storage is None:
             raise ValueError(
-                f"storage must be a RingStorage to remove steps from it, got a {type(self.storage).__name__}, whose "
-                "filled cells are always the first ones. Build the buffer with storage=RingStorage(...)."
+                f"storage must be a RingStorage to remove steps, got a {type(self.storage).__name__}. Build the buffer "
+                "with storage=RingStorage(...)."
             )
         cells = self.rings.drop(env, count)
         self.count_cells()
-        for user in attached(self._own_storage):
-            if isinstance(user, ShareableBuffer):
-                user.forget_cells(cells)
+        for buffer in attached(self._ring_storage):
+            if isinstance(buffer, ShareableBuffer):
+                buffer.invalidate_cells(cells)
         return cells
 
     def clear(self, empty_write_count: bool = True) -> None:
@@ -448,7 +450,7 @@ class RingWriter(WriterBase):
         self.rings.check_state(state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_known": None}  # the cells belong to the storage; _places is computed again
+        return {**self.__dict__, "_matched_cells": None}  # the storage pickles its cells
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -32,8 +32,9 @@ from torchrl_lightning.replay.episode_index import EpisodeIndex
 from torchrl_lightning.replay.positions import Flags, Ints, MissingStepsError, steps_between
 from torchrl_lightning.replay.successors import SuccessorCheck
 
-EVERYTHING = np.iinfo(np.int64).max
+ALL_STEPS = np.iinfo(np.int64).max
 _FIRST_VERSIONS = itertools.count(1)  # makes versions unique among all rings of a process
+_WRITE_COUNT, _RESTART_OFFSET, VERSION = range(3)  # indices of Rings._counters
 NO_INDEX = (*(np.empty(0, kind) for kind in (np.int64, np.bool_, np.int64, np.bool_, np.int64)),)
 
 
@@ -70,16 +71,15 @@ class Rings(process_owned.ProcessOwned, Stateful):
         self.count = 0
         """Number of stored steps."""
         self._positions: Ints = np.zeros(num_envs, np.int64)
-        self._floor: Ints = np.zeros(num_envs, np.int64)  # lowest position that may be stored
-        # Written rows; era, an offset that grows at each clear() so that stamps never repeat; and version.
+        self._valid_from: Ints = np.zeros(num_envs, np.int64)  # lowest position that may be stored
         self._counters: Ints = np.zeros(3, np.int64)
-        self._counters[2] = next(_FIRST_VERSIONS) << 40
+        self._counters[VERSION] = next(_FIRST_VERSIONS) << 40
         self.successors = SuccessorCheck()
         """The entries that reveal a trajectory that was cut without a flag."""
         self.reloaded: Flags | None = None
         """Mask of loaded environments without a later write, ``[num_envs]``, or None."""
         # Whether all positions are equal; whether the filled cells are the first cells.
-        self._aligned = self._even = True
+        self._in_lockstep = self._uniformly_filled = True
         self._ids: Ints = np.arange(num_envs)
 
     @classmethod
@@ -88,7 +88,7 @@ class Rings(process_owned.ProcessOwned, Stateful):
         rings = cls(len(positions), length)
         rings._positions[:] = positions.cpu().numpy()
         if oldest is not None:
-            rings._floor[:] = oldest.cpu().numpy()
+            rings._valid_from[:] = oldest.cpu().numpy()
         rings._refresh()
         return rings
 
@@ -111,12 +111,12 @@ class Rings(process_owned.ProcessOwned, Stateful):
 
     @oldest.setter
     def oldest(self, positions: Tensor) -> None:
-        self._floor[:] = positions.numpy()
+        self._valid_from[:] = positions.numpy()
 
     @property
     def arrays(self) -> tuple[Ints, Ints]:
         """Next position and lowest valid position of every environment, each ``[num_envs]``; live views."""
-        return self._positions, self._floor
+        return self._positions, self._valid_from
 
     @property
     def filled(self) -> Tensor:
@@ -126,30 +126,30 @@ class Rings(process_owned.ProcessOwned, Stateful):
     @property
     def is_uniformly_filled(self) -> bool:
         """Whether the filled cells are exactly the first ``count`` cells."""
-        return self._even
+        return self._uniformly_filled
 
     @property
     def is_in_lockstep(self) -> bool:
         """Whether all environments are at the same position."""
-        return self._aligned
+        return self._in_lockstep
 
     @property
     def restart_offset(self) -> int:
-        """Offset that stamps add to positions, so that they never repeat after the rings are cleared."""
-        return self._counters.item(1)
+        """Offset of write versions, which grows at each :meth:`clear`, so that write versions never repeat."""
+        return self._counters.item(_RESTART_OFFSET)
 
     @restart_offset.setter
     def restart_offset(self, value: int) -> None:
-        self._counters[1] = value
+        self._counters[_RESTART_OFFSET] = value
 
     @property
     def write_count(self) -> int:
         """Number of rows written since the rings were last emptied."""
-        return self._counters.item(0)
+        return self._counters.item(_WRITE_COUNT)
 
     @write_count.setter
     def write_count(self, value: int) -> None:
-        self._counters[0] = value
+        self._counters[_WRITE_COUNT] = value
 
     @property
     def version(self) -> int:
@@ -158,10 +158,10 @@ class Rings(process_owned.ProcessOwned, Stateful):
         These are writes, removals, cuts, loads and changed flags of stored steps. Cached cells or steps are valid while
         the version stays the same.
         """
-        return self._counters.item(2)
+        return self._counters.item(VERSION)
 
     def _oldest(self) -> Ints:
-        return np.maximum(self._positions - self.length, self._floor)
+        return np.maximum(self._positions - self.length, self._valid_from)
 
     def cell(self, env_ids: Tensor, positions: Tensor) -> Tensor:
         """Return the cells of steps: ``(position % length) * num_envs + env``."""
@@ -174,7 +174,7 @@ class Rings(process_owned.ProcessOwned, Stateful):
     def position_of(self, index: Tensor) -> Tensor:
         """Return the positions of the steps in cells; for empty cells, a number below ``oldest`` (or negative)."""
         slot = torch.div(index, self.num_envs, rounding_mode="floor")
-        newest = int(self._positions[0]) - 1 if self._aligned else self.positions[index % self.num_envs] - 1
+        newest = int(self._positions[0]) - 1 if self._in_lockstep else self.positions[index % self.num_envs] - 1
         return newest - (newest - slot) % self.length
 
     def is_filled(self, index: Tensor) -> Tensor:
@@ -200,27 +200,27 @@ class Rings(process_owned.ProcessOwned, Stateful):
         position = self._positions[env] + np.arange(steps)[:, None]
         return torch.from_numpy(position % self.length * self.num_envs + env).reshape(-1)
 
-    # ------------------------------------------------------------------ stamps
+    # ------------------------------------------------------------------ write versions
 
     def write_version(self, index: Tensor) -> Tensor:
         """Return the write position plus ``restart_offset`` of each cell's ring, in the shape of ``index``."""
-        if not self._aligned:
+        if not self._in_lockstep:
             return self.snapshot()[index.cpu() % self.num_envs]
-        stamps = np.empty(tuple(index.shape), np.int64)
-        stamps.fill(self._positions.item(0) + self._counters.item(1))
-        return torch.from_numpy(stamps)
+        versions = np.empty(tuple(index.shape), np.int64)
+        versions.fill(self._positions.item(0) + self._counters.item(_RESTART_OFFSET))
+        return torch.from_numpy(versions)
 
     def snapshot(self) -> Tensor:
         """Return a copy of the write position plus ``restart_offset`` of every ring, ``[num_envs]``."""
         return self.positions + self.restart_offset
 
-    def is_unchanged(self, index: Tensor, stamp: Tensor) -> Tensor:
+    def is_unchanged(self, index: Tensor, versions: Tensor) -> Tensor:
         """Return a mask of the cells that are unchanged since ``write_version``."""
-        return self.is_filled(index) & (self.position_of(index) + self.restart_offset < stamp)
+        return self.is_filled(index) & (self.position_of(index) + self.restart_offset < versions)
 
     # ------------------------------------------------------------------ writing
 
-    def before(self, env: Any, below: Any = EVERYTHING) -> None:
+    def before_change(self, env: Any, below: Any = ALL_STEPS) -> None:
         """Prepare a change of environments; called before every change.
 
         Args:
@@ -233,7 +233,7 @@ class Rings(process_owned.ProcessOwned, Stateful):
         if self._process != process_owned.current:
             self.check_owner()
 
-    def after(self) -> None:
+    def after_change(self) -> None:
         """Record a change; called after every change."""
 
     def write(self, leaves: tuple[Ints, Ints], ids: Ints | None, steps: int, done: Flags, init: Flags) -> Ints:
@@ -249,99 +249,108 @@ class Rings(process_owned.ProcessOwned, Stateful):
         Returns:
             The cells, ``[steps * M]``.
         """
-        env, together = (self._ids, self._aligned) if ids is None else (ids, False)
-        self.before(env)
+        env, in_lockstep = (self._ids, self._in_lockstep) if ids is None else (ids, False)
+        self.before_change(env)
         cells = np.empty(steps * len(env), np.int64)
         jitted(write_steps)(
-            *leaves, cells, env, together, steps, self.length, self._positions, self._floor, self._counters,
+            *leaves, cells, env, in_lockstep, steps, self.length, self._positions, self._valid_from, self._counters,
             NO_INDEX if self.index is None else self.index.arrays, done, init,
         )  # fmt: skip
-        if together and self._even:
+        if in_lockstep and self._uniformly_filled:
             self.count = min(self._positions.item(0), self.length) * self.num_envs
         else:
             self._refresh()
-        self.after()
+        self.after_change()
         return cells
 
     def claim(self, env: Ints, steps: int) -> None:
         """Remove the cells of the next steps from the rings, so that no process reads a half-written row."""
-        self.before(env)
+        self.before_change(env)
         positions = self._positions[env]
-        oldest = np.clip(positions + steps - self.length, self._floor[env], positions)
+        oldest = np.clip(positions + steps - self.length, self._valid_from[env], positions)
         if self.index is not None:
             self.index.keep_headless_end(env, oldest)
-        self._floor[env] = oldest
-        self._counters[2] += 1
+        self._valid_from[env] = oldest
+        self._counters[VERSION] += 1
         self._refresh()
 
     def drop(self, env: Ints, count: int | None) -> Tensor:
         """Remove the ``count`` oldest steps of environments, or all; return their cells, environment by environment."""
         oldest = self._oldest()[env]
-        held = self._positions[env] - oldest
-        if count is not None and int(held.min()) < count:
-            few = int(env[held.argmin()])
+        stored = self._positions[env] - oldest
+        if count is not None and int(stored.min()) < count:
+            shortest = int(env[stored.argmin()])
             raise MissingStepsError(
-                f"Cannot take out {count} steps of each environment: {few} holds {int(held.min())}."
+                f"count must be at most {int(stored.min())}, the stored steps of environment {shortest}, got {count}."
             )
-        end = oldest + (held if count is None else count)
+        end = oldest + (stored if count is None else count)
         run, position, _ = steps_between(oldest, end - 1)
-        self.before(env, end)
+        self.before_change(env, end)
         if self.index is not None:
             self.index.keep_headless_end(env, end)
-        self._floor[env] = end
-        self._counters[2] += 1
+        self._valid_from[env] = end
+        self._counters[VERSION] += 1
         self._refresh()
-        self.after()
+        self.after_change()
         return torch.from_numpy(position % self.length * self.num_envs + env[run])
 
     def cut(self, env: Ints) -> None:
         """End the running episodes of environments; the next steps begin new episodes."""
         if self.index is not None:
-            self.before(env)
+            self.before_change(env)
             self.index.cut(env)
-            self._counters[2] += 1
+            self._counters[VERSION] += 1
 
-    def set_flags(self, cells: Ints, done: Flags, begins: Flags, joined: Callable[[Ints], tuple[Flags, Flags]]) -> None:
+    def set_flags(
+        self, cells: Ints, done: Flags, had_begin_flag: Flags, begin_masks: Callable[[Ints], tuple[Flags, Flags]]
+    ) -> None:
         """Update the episodes after flags of stored steps changed; see :meth:`EpisodeIndex.set_flags`."""
         if self.index is not None:
             env = cells % self.num_envs
-            self.before(env)
-            self.index.set_flags(cells, done, begins, joined)
-            self._counters[2] += 1
-            self.after()
+            self.before_change(env)
+            self.index.set_flags(cells, done, had_begin_flag, begin_masks)
+            self._counters[VERSION] += 1
+            self.after_change()
 
     def clear(self) -> None:
         """Remove all steps and reset the positions to 0."""
-        self.before(self._ids)
+        self.before_change(self._ids)
         self.reloaded = None
-        self._counters[1] += self._positions.max()
-        self._counters[2] += 1
-        self._positions[:] = self._floor[:] = 0
+        self._counters[_RESTART_OFFSET] += self._positions.max()
+        self._counters[VERSION] += 1
+        self._positions[:] = self._valid_from[:] = 0
         self._refresh()
         if self.index is not None:
             self.index.clear()
-        self.after()
+        self.after_change()
+
+    def mark_written(self, env: Ints) -> None:
+        """Remove environments from ``reloaded``, because they are written after a load."""
+        assert self.reloaded is not None
+        self.reloaded[env] = False
+        if not self.reloaded.any():
+            self.reloaded = None
 
     def make_index(self) -> None:
         """Build the episode index."""
         self.check_process()
-        self.index = EpisodeIndex(self.length, self._positions, self._floor)
+        self.index = EpisodeIndex(self.length, self._positions, self._valid_from)
 
     def drop_index(self) -> None:
         """Remove the episode index, because the ends of episodes are unknown."""
         self.check_owner()
         if self.is_shared:
-            raise RuntimeError("Episodes of a buffer that other processes share are tracked until it ends.")
+            raise RuntimeError("The episode index of a buffer that other processes share cannot be removed.")
         self.index = None
-        self._counters[2] += 1
+        self._counters[VERSION] += 1
 
     def continue_from(self, other: Rings) -> None:
-        """Start at the oldest stored positions of other rings, so that steps copied from them keep their stamps."""
+        """Start at the oldest stored positions of other rings, so that copied steps keep their write versions."""
         oldest = other._oldest()
         first = oldest.min()
-        self._positions[:] = self._floor[:] = oldest - first
-        self._counters[1] = other.restart_offset + first
-        self._counters[2] += 1
+        self._positions[:] = self._valid_from[:] = oldest - first
+        self._counters[_RESTART_OFFSET] = other.restart_offset + first
+        self._counters[VERSION] += 1
         self.successors = other.successors
         self._refresh()
 
@@ -349,8 +358,8 @@ class Rings(process_owned.ProcessOwned, Stateful):
         first, oldest = self._positions[0], self._oldest()
         filled = self._positions - oldest
         self.count = int(filled.sum())
-        self._aligned = bool((self._positions == first).all())
-        self._even = self.count == self.length * self.num_envs or (self._aligned and not oldest.any())
+        self._in_lockstep = bool((self._positions == first).all())
+        self._uniformly_filled = self.count == self.length * self.num_envs or (self._in_lockstep and not oldest.any())
 
     # ------------------------------------------------------------------ state
 
@@ -361,17 +370,17 @@ class Rings(process_owned.ProcessOwned, Stateful):
 
     @property
     def _episodes(self) -> dict[str, Any] | None:
-        where = slice(self.count) if self.is_uniformly_filled else self.filled_cells().numpy()
-        return None if self.index is None else self.index.known_of(where)
+        cells = slice(self.count) if self.is_uniformly_filled else self.filled_cells().numpy()
+        return None if self.index is None else self.index.state_of(cells)
 
     @_episodes.setter
-    def _episodes(self, known: Mapping[str, Any] | None) -> None:
+    def _episodes(self, state: Mapping[str, Any] | None) -> None:
         self._refresh()
         self.index = None
-        if known is not None:
+        if state is not None:
             self.make_index()
             assert self.index is not None
-            self.index.learn(known, self.filled_cells().numpy())
+            self.index.load_state(state, self.filled_cells().numpy())
 
     def _validate_consistency(self, values: Mapping[str, Any]) -> None:
         """Validate that an index is consistent with the stored steps; raise ValueError if it is not."""
@@ -391,18 +400,18 @@ class Rings(process_owned.ProcessOwned, Stateful):
             "headless_end": tensor(torch.int64, envs, low=-1, high=newest.clamp(min=-1)),
             "has_cuts": flag,
         }
-        known = check_state(index, schema, "episode index")
-        column, position = known["column"], rings.position_of(cells)
+        episodes = check_state(index, schema, "episode index")
+        column, position = episodes["column"], rings.position_of(cells)
         begin = torch.where(column >= position, position, column)
         at_begin = torch.searchsorted(cells, rings.cell(env, begin)).clamp(max=max(len(cells) - 1, 0))
-        end = torch.where(begin >= rings.oldest[env], column[at_begin], known["headless_end"][env])
-        running = known["open"][env] & (begin == known["begin"][env])
-        end = torch.where(running, newest[env], end)
+        end = torch.where(begin >= rings.oldest[env], column[at_begin], episodes["headless_end"][env])
+        is_running = episodes["open"][env] & (begin == episodes["begin"][env])
+        end = torch.where(is_running, newest[env], end)
         if not (end >= position).all():
-            raise ValueError("The episode index state is foreign: it holds steps behind the end of their episode.")
+            raise ValueError("The episode index state is foreign: it has steps after the end of their episode.")
 
     def _loaded(self) -> None:
-        self._counters[2] += 1
+        self._counters[VERSION] += 1
         self.reloaded = np.ones(self.num_envs, np.bool_)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -413,10 +422,10 @@ class Rings(process_owned.ProcessOwned, Stateful):
         self.__dict__.update(state)
         self.claim_ownership()
         if self.index is not None:
-            self.index.attach(self._positions, self._floor)
+            self.index.attach(self._positions, self._valid_from)
 
 
-class HasRings(Protocol):
+class RingOwner(Protocol):
     """Protocol of the writer that fills the rings in a storage: a :class:`RingWriter`."""
 
     rings: Rings
@@ -437,22 +446,22 @@ class Dependent(Protocol):
 class _WeakWriterRef:
     """A weak reference to a writer; a copy or pickle of it is empty."""
 
-    def __init__(self, writer: HasRings | None = None) -> None:
+    def __init__(self, writer: RingOwner | None = None) -> None:
         self.writer = (lambda: None) if writer is None else weakref.ref(writer)
 
     def __reduce__(self) -> Any:
         return _WeakWriterRef, ()
 
 
-def attach_rings(storage: Storage, writer: HasRings) -> None:
+def attach_rings(storage: Storage, writer: RingOwner) -> None:
     """Attach a weak reference to the writer to a storage of any kind."""
-    storage.rings_link = _WeakWriterRef(writer)
+    storage.writer_ref = _WeakWriterRef(writer)
 
 
-def ring_owner(storage: Storage) -> HasRings | None:
+def ring_owner(storage: Storage) -> RingOwner | None:
     """Return the writer of the rings in a storage, or None."""
-    link = getattr(storage, "rings_link", None)
-    return None if link is None else link.writer()
+    reference = getattr(storage, "writer_ref", None)
+    return None if reference is None else reference.writer()
 
 
 def rings_in(storage: Storage) -> Rings | None:
@@ -473,19 +482,19 @@ def stored_cells(storage: Storage) -> Tensor:
     return torch.arange(len(storage)) if rings is None else rings.filled_cells()
 
 
-def check_single(rings: Rings | None) -> None:
+def check_single_ring(rings: Rings | None) -> None:
     """Validate that neighbouring cells are successive steps; raise RuntimeError if there are several rings."""
     if rings is not None and rings.num_envs > 1:
         raise RuntimeError(
-            f"The cells of {rings.num_envs} environments are interleaved, so that TorchRL's slice samplers "
-            "and sequences would mix them; use SequenceSampler of torchrl_lightning."
+            f"The cells of {rings.num_envs} environments are interleaved, so TorchRL's slice samplers and "
+            "sequences would mix them. Use SequenceSampler of torchrl_lightning."
         )
 
 
-def refuse_uneven(rings: Rings | None, reader: str) -> None:
+def reject_uneven_rings(rings: Rings | None, reader: str) -> None:
     """Raise RuntimeError if ``rings`` is not None, because ``reader`` cannot read unevenly filled rings."""
     if rings is not None:
         raise RuntimeError(
             f"{reader} cannot read unevenly filled rings ({rings.filled.tolist()} steps of {rings.num_envs} "
-            "environments); use UniformSampler, PrioritizedSampler or SequenceSampler of torchrl_lightning."
+            "environments). Use UniformSampler, PrioritizedSampler or SequenceSampler of torchrl_lightning."
         )

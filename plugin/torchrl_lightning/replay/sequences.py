@@ -107,7 +107,7 @@ class SequenceSampler(Stateful, SamplerHooks, Sampler):
     @episode_ends.setter
     def episode_ends(self, value: str) -> None:
         self._episode_ends: str = one_of(value, "episode_ends", EPISODE_ENDS)
-        self._by_episode = self.follows_episodes = value != "across"
+        self._stays_in_episode = self.follows_episodes = value != "across"
         self.clear()
 
     def _check_length(self, value: Any, name: str) -> int:
@@ -118,14 +118,14 @@ class SequenceSampler(Stateful, SamplerHooks, Sampler):
 
     def _check_burn_in(self, value: Any, name: str) -> int:
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < self.batch_length:
-            raise ValueError(f"{name} must lie in [0, batch_length), got {value!r} of {self.batch_length} steps.")
+            raise ValueError(f"{name} must be in [0, {self.batch_length}), below batch_length, got {value!r}.")
         return value
 
     def clear(self) -> None:
         """Clear the list of valid starts; ``ReplayBuffer.empty`` calls this."""
         # Ring version, window length and burn-in of the listed starts.
-        self._listed = -1, 0, 0
-        self._list: NDArray[np.float64] = np.empty(0)
+        self._listed_for = -1, 0, 0
+        self._valid_starts: NDArray[np.float64] = np.empty(0)
 
     def sample(
         self,
@@ -160,7 +160,7 @@ class SequenceSampler(Stateful, SamplerHooks, Sampler):
         self._fill(writer, cells, mask)
         index = torch.from_numpy(cells)
         info: dict[Any, Any] = {"mask": torch.from_numpy(mask)}
-        stored, across = self.start_states == "stored", not self._by_episode
+        stored, across = self.start_states == "stored", not self._stays_in_episode
         info.update(_first_states(storage, writer.rings.index, index, self.recurrent_keys, stored, across))
         if batch_length is None:
             return index.squeeze(1), {key: value.squeeze(1) for key, value in info.items()}
@@ -170,24 +170,24 @@ class SequenceSampler(Stateful, SamplerHooks, Sampler):
         episodes = NO_INDEX if writer.index is None else writer.index.arrays
         steps, draw = cells.shape[1], jitted(window_kernels.draw)
         reach = self.burn_in if self._episode_ends == "pad" else steps - 1
-        options = reach, self.burn_in, self._by_episode, self._episode_ends == "pad"
-        rule = (writer.length, *writer.rings.arrays), episodes, options
-        missing, found, drawn = len(cells), 0, 0
+        options = reach, self.burn_in, self._stays_in_episode, self._episode_ends == "pad"
+        kernel_arguments = (writer.length, *writer.rings.arrays), episodes, options
+        missing, filled, drawn = len(cells), 0, 0
         # If windows must stay in an episode, some draws are invalid, so draw twice the number.
-        size = 2 * missing if self._by_episode and reach else missing
+        size = 2 * missing if self._stays_in_episode and reach else missing
         while missing and drawn < MAX_DRAWS:
-            found = draw(uniform(size, self.generator), True, *rule, cells, mask, found)
-            if found < 0:
-                raise self._too_long(rule, steps)
-            missing, drawn, size = len(cells) - found, drawn + size, min(4 * size, MAX_DRAWS)
+            filled = draw(uniform(size, self.generator), True, *kernel_arguments, cells, mask, filled)
+            if filled < 0:
+                raise self._no_room_error(kernel_arguments, steps)
+            missing, drawn, size = len(cells) - filled, drawn + size, min(4 * size, MAX_DRAWS)
         if missing:
-            known = writer.rings.version, steps, self.burn_in
-            if self._listed != known:
-                self._list, self._listed = jitted(window_kernels.all_starts)(*rule), known
-            if not len(self._list):
-                raise self._too_long(rule, steps)
-            choice = (uniform(missing, self.generator) * len(self._list)).astype(np.int64)
-            draw(self._list[choice], False, *rule, cells, mask, found)
+            source = writer.rings.version, steps, self.burn_in
+            if self._listed_for != source:
+                self._valid_starts, self._listed_for = jitted(window_kernels.all_starts)(*kernel_arguments), source
+            if not len(self._valid_starts):
+                raise self._no_room_error(kernel_arguments, steps)
+            choice = (uniform(missing, self.generator) * len(self._valid_starts)).astype(np.int64)
+            draw(self._valid_starts[choice], False, *kernel_arguments, cells, mask, filled)
 
     def _writer(self, storage: Storage, count: int, steps: int) -> RingWriter:
         if not len(storage):
@@ -195,25 +195,23 @@ class SequenceSampler(Stateful, SamplerHooks, Sampler):
         writer = writer_of(storage)
         if writer is None:
             raise ValueError(
-                f"{type(self).__name__} follows episodes through rings, but no RingWriter fills this "
-                f"{type(storage).__name__}; build the buffer with writer=RingWriter(num_envs=...), or draw slices with "
-                "TorchRL's SliceSampler."
+                f"{type(self).__name__} needs a RingWriter, but none fills this {type(storage).__name__}. Build the "
+                "buffer with writer=RingWriter(num_envs=...), or sample slices with TorchRL's SliceSampler."
             )
-        if writer.index is None and self._by_episode:
+        if writer.index is None and self._stays_in_episode:
             raise ValueError(
-                f"It is unknown where episodes end: the first data written had no entry {writer.done_key!r}. "
-                'Store it, name another one by RingWriter(done_key=...), or take windows with episode_ends="across". '
-                + NO_INDEX_HINT
+                f'episode_ends must be "across" without an episode index, got {self.episode_ends!r}. The first data '
+                f"had no entry {writer.done_key!r}. Write it, or set RingWriter(done_key=...). " + NO_INDEX_HINT
             )
         return writer
 
-    def _too_long(self, rule: tuple[Any, ...], steps: int) -> MissingStepsError:
-        longest = jitted(window_kernels.longest_run)(*rule)
-        what = "episode has" if self._by_episode else "run of steps of one environment has"
+    def _no_room_error(self, kernel_arguments: tuple[Any, ...], steps: int) -> MissingStepsError:
+        longest = jitted(window_kernels.longest_run)(*kernel_arguments)
+        run = "episode" if self._stays_in_episode else "run of steps of one environment"
         return MissingStepsError(
-            f"There is no room for a window: the longest stored {what} {longest} steps, windows need {rule[2][0] + 1} "
-            f"(batch_length={steps}, burn_in={self.burn_in}). Collect more, take shorter windows"
-            + (', or pad them (episode_ends="pad").' if self.episode_ends == "inside" else ".")
+            f"No window fits: the longest stored {run} has {longest} steps, a window needs "
+            f"{kernel_arguments[2][0] + 1} (batch_length={steps}, burn_in={self.burn_in}). Collect more steps, lower "
+            "batch_length" + (', or set episode_ends="pad".' if self.episode_ends == "inside" else ".")
         )
 
     def apply_state(self, values: Mapping[str, Any]) -> None:
@@ -267,16 +265,18 @@ def _first_states(
             flags = init.index_select(0, cells.reshape(-1)).view(*cells.shape, *init.shape[1:])
             states["is_init"] = episodes.with_begins(flags, steps)
     for path, leaf in leaves.items():
-        after = path[0] == "next"
-        if any(under(path[after:], key) for key in keys):
+        is_next = path[0] == "next"
+        if any(under(path[is_next:], key) for key in keys):
             if stored:
-                states[path] = _expanded(leaf, cells, index.shape, begins, zero=not after and init is not None)
+                states[path] = _expand_over_window(
+                    leaf, cells, index.shape, begins, zero=not is_next and init is not None
+                )
             else:
                 states[path] = leaf.new_zeros(1).expand(*index.shape, *leaf.shape[1:])
     return states
 
 
-def _expanded(leaf: Tensor, cells: Tensor, shape: torch.Size, begins: Tensor | None, *, zero: bool) -> Tensor:
+def _expand_over_window(leaf: Tensor, cells: Tensor, shape: torch.Size, begins: Tensor | None, *, zero: bool) -> Tensor:
     cells = cells.to(leaf.device)
     state = leaf.index_select(0, cells[:, 0])
     tail = [1] * (state.ndim - 1)

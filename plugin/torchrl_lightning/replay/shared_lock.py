@@ -24,7 +24,7 @@ except ImportError:  # Windows
 
 PAUSE = 2e-4  # seconds between polls
 # Layout of C's struct flock, and the fields for the lock type and the process that holds the lock.
-_LAYOUT, _KIND, _HOLDER = ("hhqqi4x", 0, 4) if sys.platform == "linux" else ("qqihhi", 3, 2)
+_LAYOUT, _LOCK_TYPE, _HOLDER_PID = ("hhqqi4x", 0, 4) if sys.platform == "linux" else ("qqihhi", 3, 2)
 _locks: weakref.WeakSet[SharedLock] = weakref.WeakSet()
 
 
@@ -48,8 +48,8 @@ class SharedLock:
     processes that may be suspended together, because the suspended time counts.
 
     Args:
-        entered: called after the lock is acquired, e.g. to apply changes of other processes.
-        leaving: called before the lock is released.
+        on_acquire: called after the lock is acquired, e.g. to apply changes of other processes.
+        before_release: called before the lock is released.
         timeout: seconds to wait for another process before a TimeoutError; None waits without limit.
 
     Raises:
@@ -65,16 +65,18 @@ class SharedLock:
         out
     """
 
-    def __init__(self, entered: Callable[[], None], leaving: Callable[[], None], timeout: float | None = None) -> None:
+    def __init__(
+        self, on_acquire: Callable[[], None], before_release: Callable[[], None], timeout: float | None = None
+    ) -> None:
         self.timeout = timeout
         if fcntl is None:
             raise RuntimeError(
-                "This system has no locks that outlive a process that dies (fcntl), so that buffers "
-                "cannot be shared; give each process a buffer of its own."
+                "This system cannot share buffers, because it has no record locks (fcntl), which are released when a "
+                "process dies. Build a buffer in each process."
             )
         file, name = tempfile.mkstemp()
         os.unlink(name)
-        self._open(file, (entered, leaving))
+        self._open(file, (on_acquire, before_release))
 
     @property
     def timeout(self) -> float | None:
@@ -85,24 +87,24 @@ class SharedLock:
     def timeout(self, seconds: float | None) -> None:
         self._timeout = None if seconds is None else positive(seconds, "timeout")
 
-    def _open(self, file: int, calls: tuple[Callable[[], None], Callable[[], None]]) -> None:
-        self._file, self._calls = file, calls
+    def _open(self, file: int, callbacks: tuple[Callable[[], None], Callable[[], None]]) -> None:
+        self._file, self._callbacks = file, callbacks
         weakref.finalize(self, os.close, file).atexit = False
         _locks.add(self)
         self.renew()
 
     def renew(self) -> None:
         """Reset the lock between threads, because a forked process copies the state of its parent's threads."""
-        self._threads, self._depth = threading.RLock(), 0
+        self._thread_lock, self._depth = threading.RLock(), 0
 
     def __enter__(self) -> None:
-        self._threads.acquire()
+        self._thread_lock.acquire()
         self._depth += 1
         if self._depth > 1:
             return
         try:
-            self._seize()
-            self._calls[0]()
+            self._acquire_file_lock()
+            self._callbacks[0]()
         except BaseException:
             self._release()
             raise
@@ -110,43 +112,43 @@ class SharedLock:
     def __exit__(self, *error: object) -> None:
         try:
             if self._depth == 1:
-                self._calls[1]()
+                self._callbacks[1]()
         finally:
             self._release()
 
-    def _seize(self) -> None:
+    def _acquire_file_lock(self) -> None:
         # A blocking lockf has no timeout, so poll if a timeout is set.
-        timeout, began = self._timeout, time.monotonic()
-        how = fcntl.LOCK_EX if timeout is None else fcntl.LOCK_EX | fcntl.LOCK_NB
+        timeout, start = self._timeout, time.monotonic()
+        operation = fcntl.LOCK_EX if timeout is None else fcntl.LOCK_EX | fcntl.LOCK_NB
         while True:
             try:
-                fcntl.lockf(self._file, how)
+                fcntl.lockf(self._file, operation)
                 return
             except OSError as error:  # the kernel ignores threads, so two in a process look like a deadlock
                 if error.errno not in (errno.EDEADLK, errno.EAGAIN, errno.EACCES):
                     raise
-            if timeout is not None and time.monotonic() - began > timeout and (holder := self._holder()) is not None:
+            if timeout is not None and time.monotonic() - start > timeout and (holder := self._holder()) is not None:
                 raise TimeoutError(
-                    f"Process {holder} has the lock of a shared buffer, which was not free within timeout={timeout:g} "
-                    f"seconds. If it is stopped, let it go on (kill -CONT {holder}) or end it (kill -KILL {holder}), "
-                    "and the others go on; if it is only slow, call share(timeout=...) with more seconds."
+                    f"Process {holder} held the lock of a shared buffer longer than timeout={timeout:g} seconds. If it "
+                    f"is stopped, continue it (kill -CONT {holder}) or end it (kill -KILL {holder}); if it is slow, "
+                    "call share(timeout=...) with more seconds."
                 )
             time.sleep(PAUSE)
 
     def _holder(self) -> int | None:
-        asked: list[int] = [0] * len(struct.unpack(_LAYOUT, bytes(struct.calcsize(_LAYOUT))))
-        asked[_KIND] = fcntl.F_WRLCK
-        found = struct.unpack(_LAYOUT, fcntl.fcntl(self._file, fcntl.F_GETLK, struct.pack(_LAYOUT, *asked)))
-        return None if found[_KIND] == fcntl.F_UNLCK else found[_HOLDER]
+        request: list[int] = [0] * len(struct.unpack(_LAYOUT, bytes(struct.calcsize(_LAYOUT))))
+        request[_LOCK_TYPE] = fcntl.F_WRLCK
+        reply = struct.unpack(_LAYOUT, fcntl.fcntl(self._file, fcntl.F_GETLK, struct.pack(_LAYOUT, *request)))
+        return None if reply[_LOCK_TYPE] == fcntl.F_UNLCK else reply[_HOLDER_PID]
 
     def _release(self) -> None:
         self._depth -= 1
         if not self._depth:
             fcntl.lockf(self._file, fcntl.LOCK_UN)
-        self._threads.release()
+        self._thread_lock.release()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"file": DupFd(self._file), "calls": self._calls, "timeout": self._timeout}
+        return {"file": DupFd(self._file), "calls": self._callbacks, "timeout": self._timeout}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.timeout = state["timeout"]

@@ -25,20 +25,22 @@ from torchrl_lightning.replay import process_owned
 from torchrl_lightning.replay.episode_index import EpisodeIndex
 from torchrl_lightning.replay.locked import LockedBuffer
 from torchrl_lightning.replay.positions import Flags, Ints, steps_between
-from torchrl_lightning.replay.rings import EVERYTHING, Rings
+from torchrl_lightning.replay.rings import ALL_STEPS, VERSION, Rings
 from torchrl_lightning.replay.shared_lock import PAUSE, SharedLock
 
 T = TypeVar("T")
 LONGEST_PAUSE = 5e-3  # seconds between polls for free cells or new steps
-UNLOCKED = nullcontext()
+NO_LOCK = nullcontext()
+# Indices of SharedRings._sync_state: number of changes, 1 during a change, 1 after stop(), and the highest writer id.
+_CHANGES, _IS_CHANGING, _IS_STOPPED, _LAST_WRITER_ID = range(4)
 _logger = logging.getLogger(__name__)
 
 
 # ---------------------------------------------------------------------- rings in shared memory
 
 
-def _new(kind: Any) -> Any:
-    return kind.__new__(kind)
+def _new_instance(cls: Any) -> Any:
+    return cls.__new__(cls)
 
 
 class _SharedArrays:
@@ -47,10 +49,10 @@ class _SharedArrays:
     A pickle for a new child process passes the shared memory on. Any other copy is an unshared object.
     """
 
-    ORDINARY: ClassVar[type]
+    UNSHARED_TYPE: ClassVar[type]
     ARRAYS: ClassVar[tuple[str, ...]]
     """Attribute names of the arrays."""
-    OWN: ClassVar[tuple[str, ...]] = ()
+    SHARED_ONLY: ClassVar[tuple[str, ...]] = ()
     """Attribute names that an unshared object does not have."""
     _memory: dict[str, Tensor]
 
@@ -63,14 +65,14 @@ class _SharedArrays:
             setattr(self, name, tensor.numpy())
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        starts = is_spawning()
-        left_out = self.ARRAYS if starts else ("_memory", *self.OWN)
-        state = {name: value for name, value in vars(self).items() if name not in left_out}
-        if starts:
-            return _new, (type(self),), state
-        return _new, (self.ORDINARY,), self._packed(state)
+        spawns = is_spawning()
+        excluded = self.ARRAYS if spawns else ("_memory", *self.SHARED_ONLY)
+        state = {name: value for name, value in vars(self).items() if name not in excluded}
+        if spawns:
+            return _new_instance, (type(self),), state
+        return _new_instance, (self.UNSHARED_TYPE,), self._unshared_state(state)
 
-    def _packed(self, state: dict[str, Any]) -> dict[str, Any]:
+    def _unshared_state(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return the state of an unshared copy."""
         return state
 
@@ -82,17 +84,17 @@ class _SharedArrays:
 class SharedEpisodeIndex(_SharedArrays, EpisodeIndex):
     """An episode index in shared memory."""
 
-    ORDINARY = EpisodeIndex
+    UNSHARED_TYPE = EpisodeIndex
     ARRAYS = ("_column", "_done", "_begin", "_open", "_headless_end")
 
-    def __init__(self, index: EpisodeIndex, positions: Ints, floor: Ints) -> None:
+    def __init__(self, index: EpisodeIndex, positions: Ints, valid_from: Ints) -> None:
         vars(self).update(vars(index))
         self.has_cuts = True  # assume cuts, because other processes may cut
-        self.attach(positions, floor)
+        self.attach(positions, valid_from)
         self._share()
 
-    def _packed(self, state: dict[str, Any]) -> dict[str, Any]:
-        return self.packed(state)
+    def _unshared_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        return self.compact_state(state)
 
 
 class SharedRings(_SharedArrays, Rings):
@@ -102,34 +104,33 @@ class SharedRings(_SharedArrays, Rings):
         rings: the unshared rings; do not use them afterwards.
     """
 
-    ORDINARY = Rings
-    OWN = ("_marks", "_pending", "_writers", "_number", "_seen", "_is_locked")
-    ARRAYS = ("_positions", "_floor", "_counters", "_marks", "_pending", "_writers")
+    UNSHARED_TYPE = Rings
+    SHARED_ONLY = ("_sync_state", "_lost_before", "_writer_ids", "_writer_id", "_last_state", "_holds_lock")
+    ARRAYS = ("_positions", "_valid_from", "_counters", "_sync_state", "_lost_before", "_writer_ids")
     is_shared = True
 
     def __init__(self, rings: Rings) -> None:
         vars(self).update(vars(rings))
-        # Number of changes; 1 during a change; 1 after stop(); and the highest process number.
-        self._marks: Ints = np.zeros(4, np.int64)
+        self._sync_state: Ints = np.zeros(4, np.int64)
         # Steps below this position of a ring are lost if the process dies during its change.
-        self._pending: Ints = np.zeros(self.num_envs, np.int64)
-        # Process number of the last writer of each ring, because the system may reuse the id of a dead process.
-        self._writers: Ints = np.zeros(self.num_envs, np.int64)
-        self._number = 0
-        self._is_locked = False  # whether this process holds the lock
+        self._lost_before: Ints = np.zeros(self.num_envs, np.int64)
+        # Id of the last writer of each ring; not the process id, because the system reuses the id of a dead process.
+        self._writer_ids: Ints = np.zeros(self.num_envs, np.int64)
+        self._writer_id = 0
+        self._holds_lock = False  # whether this process holds the lock
         self._share()
         self._share_index()
-        self._see()
+        self._record_state()
 
     def _share_index(self) -> None:
         if self.index is not None:
-            self.index = SharedEpisodeIndex(self.index, self._positions, self._floor)
+            self.index = SharedEpisodeIndex(self.index, self._positions, self._valid_from)
 
     @property
     def is_uniformly_filled(self) -> bool:
         """Whether the filled cells are exactly the first ``count`` cells."""
         self._refresh()
-        return self._even
+        return self._uniformly_filled
 
     def position_of(self, index: Tensor) -> Tensor:
         """Return the positions of the steps in cells."""
@@ -142,102 +143,104 @@ class SharedRings(_SharedArrays, Rings):
         self._share_index()
 
     def register(self) -> None:
-        """Give this process a new number, under the lock, so that its next steps begin new episodes."""
-        self._marks[3] += 1
-        self._number = self._marks.item(3)
+        """Give this process a new writer id, under the lock, so that its next steps begin new episodes."""
+        self._sync_state[_LAST_WRITER_ID] += 1
+        self._writer_id = self._sync_state.item(_LAST_WRITER_ID)
 
     def write(self, leaves: tuple[Ints, Ints], ids: Ints | None, steps: int, done: Flags, init: Flags) -> Ints:
         """Write steps as in :meth:`Rings.write`; they never continue an episode of another process."""
         env = self._ids if ids is None else ids
-        taken = env[self._writers[env] != self._number]
-        if taken.size:
-            self.cut(taken)
-            self._writers[taken] = self._number
+        taken_over = env[self._writer_ids[env] != self._writer_id]
+        if taken_over.size:
+            self.cut(taken_over)
+            self._writer_ids[taken_over] = self._writer_id
         return super().write(leaves, ids, steps, done, init)
 
-    def before(self, env: Any, below: Any = EVERYTHING) -> None:
+    def before_change(self, env: Any, below: Any = ALL_STEPS) -> None:
         """Record the steps that are lost if this process dies before it releases the lock."""
-        if self._is_locked:
-            self._marks[1] = 1
-            self._pending[env] = below
+        if self._holds_lock:
+            self._sync_state[_IS_CHANGING] = 1
+            self._lost_before[env] = below
 
-    def after(self) -> None:
+    def after_change(self) -> None:
         """Record a change for the other processes."""
-        self._marks[0] += 1
-        self._see()
+        self._sync_state[_CHANGES] += 1
+        self._record_state()
 
-    def follow(self) -> tuple[bool, Tensor, Tensor] | None:
+    def sync(self) -> tuple[bool, Tensor, Tensor] | None:
         """Return the changes of other processes, after this process took the lock; recover after a dead process.
 
         Returns:
             None without changes; otherwise whether the rings were emptied, the removed cells and the written cells.
         """
-        if self._marks.item(1):
+        if self._sync_state.item(_IS_CHANGING):
             self._recover()
-            self.leave()
-        self._is_locked = True
-        changes, era, positions, oldest = self._seen
-        if self._marks.item(0) == changes:
+            self.release()
+        self._holds_lock = True
+        changes, restart_offset, positions, oldest = self._last_state
+        if self._sync_state.item(_CHANGES) == changes:
             return None
-        emptied = era != self.restart_offset
+        emptied = restart_offset != self.restart_offset
         if emptied:
             positions = oldest = np.zeros_like(positions)
         self._refresh()
-        now = self._oldest()
-        gone = self._cells_between(np.maximum(oldest, self._positions - self.length), np.minimum(now, positions))
-        written = self._cells_between(np.maximum(positions, now), self._positions)
-        self._see()
-        return emptied, gone, written
+        current_oldest = self._oldest()
+        removed = self._cells_between(
+            np.maximum(oldest, self._positions - self.length), np.minimum(current_oldest, positions)
+        )
+        written = self._cells_between(np.maximum(positions, current_oldest), self._positions)
+        self._record_state()
+        return emptied, removed, written
 
-    def leave(self) -> None:
+    def release(self) -> None:
         """Mark all changes as complete, before the lock is released."""
-        if self._marks.item(1):
-            self._pending[:] = 0
-            self._marks[1] = 0  # must be reset last, because before() sets it first
-        self._is_locked = False
+        if self._sync_state.item(_IS_CHANGING):
+            self._lost_before[:] = 0
+            self._sync_state[_IS_CHANGING] = 0  # must be reset last, because before_change() sets it first
+        self._holds_lock = False
 
     def _recover(self) -> None:
-        env = np.flatnonzero(self._pending)
-        end, held = self._pending[env], self._positions[env] - self._oldest()[env]
-        torn = end == EVERYTHING
+        env = np.flatnonzero(self._lost_before)
+        end, stored = self._lost_before[env], self._positions[env] - self._oldest()[env]
+        incomplete = end == ALL_STEPS
         if self.index is not None:
-            self.index.keep_headless_end(env[~torn], end[~torn])
-            self.index.invalidate(env[torn])
-        self._floor[env] = np.minimum(end, self._positions[env])
-        self._marks[0] += 1
-        self._counters[2] += 1
-        if torn.any():
+            self.index.keep_headless_end(env[~incomplete], end[~incomplete])
+            self.index.invalidate(env[incomplete])
+        self._valid_from[env] = np.minimum(end, self._positions[env])
+        self._sync_state[_CHANGES] += 1
+        self._counters[VERSION] += 1
+        if incomplete.any():
             _logger.warning(
-                "a process died while it wrote steps of the environments %s: the %d steps stored of them were dropped, "
-                "because nobody knows which are whole, and what comes next begins new episodes.",
-                env[torn].tolist(), int(held[torn].clip(0).sum()),
+                "a process died while it wrote steps of the environments %s: their %d stored steps were removed, "
+                "because they may be incomplete; the next steps begin new episodes.",
+                env[incomplete].tolist(), int(stored[incomplete].clip(0).sum()),
             )  # fmt: skip
 
     def _cells_between(self, low: Ints, high: Ints) -> Tensor:
         env, position, _ = steps_between(low, high - 1)
         return self.cell(torch.from_numpy(env), torch.from_numpy(position))
 
-    def _see(self) -> None:
-        self._seen = self._marks.item(0), self.restart_offset, self._positions.copy(), self._oldest()
+    def _record_state(self) -> None:
+        self._last_state = self._sync_state.item(_CHANGES), self.restart_offset, self._positions.copy(), self._oldest()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._is_locked = False
+        self._holds_lock = False
         if self.index is not None:
-            self.index.attach(self._positions, self._floor)
+            self.index.attach(self._positions, self._valid_from)
 
     def stop(self) -> None:
         """Stop waiting in all processes."""
-        self._marks[2] = 1
+        self._sync_state[_IS_STOPPED] = 1
 
     def resume(self) -> None:
         """Allow waiting again in all processes."""
-        self._marks[2] = 0
+        self._sync_state[_IS_STOPPED] = 0
 
     @property
     def is_stopped(self) -> bool:
         """Whether waiting is stopped in all processes."""
-        return bool(self._marks.item(2))
+        return bool(self._sync_state.item(_IS_STOPPED))
 
 
 # ---------------------------------------------------------------------- the buffer
@@ -295,22 +298,24 @@ class ShareableBuffer(LockedBuffer):
         """
         if not shared:
             if timeout is not None:
-                raise ValueError(f"timeout={timeout!r} has no effect with shared=False; drop one of them.")
+                raise ValueError(f"timeout={timeout!r} has no effect with shared=False. Omit one of them.")
             if self.shared:
-                raise ValueError("A shared buffer stays shared; copy.deepcopy(buffer) gives one that is not.")
+                raise ValueError(
+                    "shared must not be False for a shared buffer. Use copy.deepcopy(buffer) for an unshared copy."
+                )
             return super().share(False)
         if self.prefetches:
-            raise ValueError("A buffer that prefetches batches cannot be shared; build it with prefetch=0.")
+            raise ValueError("A buffer that prefetches batches cannot be shared. Build it with prefetch=0.")
         if self.shared:
             if timeout is not None:
                 self._lock.timeout = timeout
             return self  # other processes may use the lock, so keep it
-        lock = SharedLock(self._enter, self._leave, timeout)
+        lock = SharedLock(self._on_lock_acquired, self._before_lock_release, timeout)
         self.storage.share()
         self.writer.share()
         super().share(True)
         self.write_lock = lock
-        self._drawing = process_owned.current
+        self._sampling_process = process_owned.current
         return self
 
     @property
@@ -322,41 +327,41 @@ class ShareableBuffer(LockedBuffer):
     def _lock(self) -> SharedLock:
         return cast("SharedLock", self.write_lock)
 
-    def _enter(self) -> None:
+    def _on_lock_acquired(self) -> None:
         """Apply the changes of other processes; called after this process took the lock."""
-        if self._drawing != process_owned.current:
-            self._drawing = process_owned.current
+        if self._sampling_process != process_owned.current:
+            self._sampling_process = process_owned.current
             self._rings.register()
             if parent_process() is not None:
                 end_with_parent(os.getppid(), by_signal=False)
-            start = int(torch.randint(2**62, (), generator=self.generator, device=self.generator.device))
-            self.generator.manual_seed(Random(f"{start} {current_process().name}").getrandbits(63))
-        if (done := self._rings.follow()) is None:
+            base_seed = int(torch.randint(2**62, (), generator=self.generator, device=self.generator.device))
+            self.generator.manual_seed(Random(f"{base_seed} {current_process().name}").getrandbits(63))
+        if (changes := self._rings.sync()) is None:
             return
-        emptied, gone, written = done
+        emptied, removed, written = changes
         self.writer.count_cells()
         if emptied:
             self.clear_sampler()
-        elif len(gone):
-            self.forget_cells(gone)
+        elif len(removed):
+            self.invalidate_cells(removed)
         if len(written):
             self.mark_update(written)
 
-    def _leave(self) -> None:
-        self._rings.leave()
+    def _before_lock_release(self) -> None:
+        self._rings.release()
 
     @property
     def uses_episodes(self) -> bool:
         """Whether samples depend on episode boundaries."""
         raise NotImplementedError
 
-    def forget_cells(self, cells: Tensor) -> None:
+    def invalidate_cells(self, cells: Tensor) -> None:
         """Exclude removed cells from sampling."""
         raise NotImplementedError
 
     def undisturbed(self) -> AbstractContextManager[None]:
         """Return a context that holds the locks if the buffer is shared, and does nothing otherwise."""
-        return self.locked() if self.shared else UNLOCKED
+        return self.locked() if self.shared else NO_LOCK
 
     def wait_for(self, attempt: Callable[[], T | None]) -> T | None:
         """Repeat ``attempt`` under the locks until it does not return None or waiting is stopped.
@@ -371,20 +376,20 @@ class ShareableBuffer(LockedBuffer):
         # Poll, because a multiprocessing condition hangs if a waiting process dies.
         if not self.shared:
             raise ValueError(
-                "Nobody else could make room or bring steps: this buffer serves one process (allow_multiprocess=False)."
-                " Drop blocking=True."
+                "blocking must be False for an unshared buffer (allow_multiprocess=False), because no other process "
+                "can write or remove steps. Omit blocking=True."
             )
-        pause, began, timeout = PAUSE, time.monotonic(), self._lock.timeout
+        pause, start, timeout = PAUSE, time.monotonic(), self._lock.timeout
         while not self.is_stopped:
             with self.locked():
-                found = attempt()
-            if found is not None:
-                return found
-            if timeout is not None and time.monotonic() - began > timeout:
+                result = attempt()
+            if result is not None:
+                return result
+            if timeout is not None and time.monotonic() - start > timeout:
                 raise TimeoutError(
-                    f"No other process made room or brought steps within timeout={timeout:g} seconds "
-                    f"({len(self.storage)} of {self.storage.max_size} cells are filled). Look whether those that write "
-                    "and take out are alive, start them again, or call share(timeout=...) with more seconds."
+                    f"No other process removed or wrote steps within timeout={timeout:g} seconds "
+                    f"({len(self.storage)} of {self.storage.max_size} cells are filled). Check that the writing and "
+                    "removing processes are alive, restart them, or call share(timeout=...) with more seconds."
                 )
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
@@ -437,7 +442,7 @@ class ShareableBuffer(LockedBuffer):
     def __getstate__(self) -> dict[str, Any]:
         if is_spawning() and not self.shared:
             raise RuntimeError(
-                f"A {type(self).__name__} was handed to another process unshared; {process_owned.SHARE_FIRST}."
+                f"A {type(self).__name__} must be shared before another process gets it. {process_owned.SHARE_FIRST}"
             )
         state: dict[str, Any] = super().__getstate__()
         return state if is_spawning() else {**state, "shared": False, "_write_lock": nullcontext()}

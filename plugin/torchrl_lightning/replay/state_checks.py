@@ -30,27 +30,31 @@ def sampler_state(sampler: Any, storage: Any) -> Any:
     """Return the stateful object of a sampler: itself, or a wrapper of a TorchRL sampler with its storage."""
     if isinstance(sampler, Stateful):
         return sampler
-    kind, cells = type(sampler).__name__, storage.max_size
-    return TorchRLState(kind, sampler, storage, lambda state, own: _check_like(state, own, cells, kind))
+    name, cells = type(sampler).__name__, storage.max_size
+    return TorchRLState(
+        name, sampler, storage, lambda state, expected: _check_same_structure(state, expected, cells, name)
+    )
 
 
-def _check_like(state: Any, own: Any, cells: int, owner: str) -> None:
-    if isinstance(own, Mapping):
-        if not isinstance(state, Mapping) or (set(state) != set(own) and own):
-            found = sorted(map(str, state)) if isinstance(state, Mapping) else describe_value(state)
-            raise ValueError(f"The {owner} state is foreign: it is {found}, expected {sorted(map(str, own))}.")
-        for key, value in own.items():
-            _check_like(state[key], value, cells, f"{owner}'s {key}")
-    elif isinstance(own, Tensor | None) and isinstance(state, Tensor | None):
+def _check_same_structure(state: Any, expected: Any, cells: int, owner: str) -> None:
+    if isinstance(expected, Mapping):
+        if not isinstance(state, Mapping) or (set(state) != set(expected) and expected):
+            description = sorted(map(str, state)) if isinstance(state, Mapping) else describe_value(state)
+            raise ValueError(
+                f"The {owner} state is foreign: it is {description}, expected {sorted(map(str, expected))}."
+            )
+        for key, value in expected.items():
+            _check_same_structure(state[key], value, cells, f"{owner}'s {key}")
+    elif isinstance(expected, Tensor | None) and isinstance(state, Tensor | None):
         if state is not None:  # any number of cells, or flags of cells
-            unset = torch.bool if state.dtype == torch.bool else torch.int64
-            tensor(unset if own is None else own.dtype, None, anywhere=True)(state, owner)
+            dtype = torch.bool if state.dtype == torch.bool else torch.int64
+            tensor(dtype if expected is None else expected.dtype, None, anywhere=True)(state, owner)
             if state.dtype == torch.int64:
                 tensor(torch.int64, None, low=0, high=cells - 1, anywhere=True)(state, owner)
-    elif isinstance(own, int) and not isinstance(own, bool):
-        bounded_integer(min(own, 0))(state, owner)
-    elif type(state) is not type(own):
-        raise state_error(state, owner, describe_value(own))
+    elif isinstance(expected, int) and not isinstance(expected, bool):
+        bounded_integer(min(expected, 0))(state, owner)
+    elif type(state) is not type(expected):
+        raise state_error(state, owner, describe_value(expected))
 
 
 def device_and_state(value: Any, name: str) -> Mapping[str, Any]:
@@ -75,11 +79,11 @@ def pack_batch(batch: TensorDictBase, info: Mapping[Any, Any]) -> dict[str, Any]
 
 def unpack_batch(packed: Any, name: str) -> tuple[TensorDictBase, dict[Any, Any]]:
     """Validate a state of :func:`pack_batch`, and build the batch from copies."""
-    values = check_state(packed, _BATCH, "prefetched batch")
+    values = check_state(packed, _BATCH_SCHEMA, "prefetched batch")
     size, names = torch.Size(values["batch_size"]), values["names"]
     check_tree(values["batch"], size, "prefetched batch")
     if names is not None and len(names) != len(size):
-        raise ValueError(f"The state names the dimensions {list(size)} of a prefetched batch {names}.")
+        raise ValueError(f"The state is foreign: a prefetched batch {list(size)} has the dimension names {names}.")
     batch = to_tensordict(values["batch"], size).clone()
     if names is not None:
         batch.names = names
@@ -95,7 +99,7 @@ def _key_and_value(pair: Any, name: str) -> tuple[Any, Tensor]:
     return key, value
 
 
-_BATCH = {
+_BATCH_SCHEMA = {
     "batch": mapping,
     "batch_size": list_of(bounded_integer()),
     "names": optional(list_of(optional(text))),

@@ -16,7 +16,7 @@ from torchrl_lightning.replay.positions import Flags, Ints
 
 CHUNK = 1 << 24
 """Number of bytes compared at a time."""
-Read = Callable[[Path], Tensor]
+ReadEntry = Callable[[Path], Tensor]
 
 
 def _read_paths(value: Any, name: str) -> set[Path]:
@@ -59,62 +59,62 @@ class SuccessorCheck(Stateful):
     def find_cuts(
         self,
         paths: Iterable[Path],
-        given: Read,
-        stored: Callable[[Path, Ints], Tensor],
+        read_row: ReadEntry,
+        read_successor: Callable[[Path, Ints], Tensor],
         done: Flags,
         init: Flags,
-        asked: Flags,
+        is_compared: Flags,
     ) -> tuple[Flags, Path | None, bool]:
         """Compare the rows to write with the successors of the steps before them.
 
         Args:
             paths: the entries that can be compared; each also exists under ``"next"``.
-            given: a function that returns an entry of the rows, time-major ``[T * M, ...]``.
-            stored: a function that returns an entry's stored successors, at the last steps of chosen environments.
+            read_row: a function that returns an entry of the rows, time-major ``[T * M, ...]``.
+            read_successor: a function that returns an entry's stored successors, at the last steps of environments.
             done: mask of rows that end an episode, ``[T, M]``.
             init: mask of rows that begin an episode, ``[T, M]``; may be empty.
-            asked: mask of environments to compare: their first row with the last stored step, ``[M]``.
+            is_compared: mask of environments to compare: their first row with the last stored step, ``[M]``.
 
         Returns:
             A mask of environments with a first row that does not continue the stored trajectory, ``[M]``; an entry that
             differs, or None; and whether any entry was used.
         """
-        steps, width = done.shape
-        cut, reason, took_part = np.zeros(width, np.bool_), None, False
+        steps, num_envs = done.shape
+        cut, differing_path, was_used = np.zeros(num_envs, np.bool_), None, False
         continues = ~done[:-1]
         if init.size:
             continues &= ~init[1:]
-            asked = asked & ~init[0]
-        rows, env = np.flatnonzero(continues), np.flatnonzero(asked)
+            is_compared = is_compared & ~init[0]
+        rows, env = np.flatnonzero(continues), np.flatnonzero(is_compared)
         for path in paths:
             if path in self.differed or not (rows.size or env.size):
                 continue
-            values = given(path)
+            values = read_row(path)
             has_matched = path in self.matched
             if rows.size:
-                after = given((NEXT, *path))
-                if rows.size == (steps - 1) * width:
-                    equal = equal_rows(after[:-width], values[width:])
+                next_values = read_row((NEXT, *path))
+                if rows.size == (steps - 1) * num_envs:
+                    equal = equal_rows(next_values[:-num_envs], values[num_envs:])
                 else:
                     index = torch.from_numpy(rows).to(values.device)
-                    equal = equal_rows(after.index_select(0, index), values.index_select(0, index + width))
+                    equal = equal_rows(next_values.index_select(0, index), values.index_select(0, index + num_envs))
                 if not equal.all():
                     self.exclude(path)
                     continue
                 has_matched = True
             if env.size:
                 first = values.index_select(0, torch.from_numpy(env).to(values.device))
-                equal = equal_rows(stored(path, env), first)
+                equal = equal_rows(read_successor(path, env), first)
                 if has_matched and not equal.all():
-                    cut[env[~equal]], reason = True, path
-                took_part |= has_matched
+                    cut[env[~equal]], differing_path = True, path
+                was_used |= has_matched
                 has_matched |= bool(equal.any())
             if has_matched:
                 self.matched.add(path)
-        return cut, reason, took_part
+        return cut, differing_path, was_used
 
 
-def comparable(written: Tree | Mapping[str, Any], stored: Tree, flags: Iterable[Path]) -> list[Path]:
+def comparable_paths(written: Tree | Mapping[str, Any], stored: Tree, flags: Iterable[Path]) -> list[Path]:
     """Return the entries of rows that can be compared with stored successors.
 
     Args:
@@ -122,19 +122,19 @@ def comparable(written: Tree | Mapping[str, Any], stored: Tree, flags: Iterable[
         stored: leaves in the storage, which may have another form.
         flags: paths of the flags that begin or end episodes.
     """
-    given, kept = dict(leaves_of(dict(written))), dict(leaves_of(stored))
+    written_leaves, stored_leaves = dict(leaves_of(dict(written))), dict(leaves_of(stored))
     paths = []
-    for path, leaf in given.items():
-        after = kept.get((NEXT, *path))
+    for path, leaf in written_leaves.items():
+        successor = stored_leaves.get((NEXT, *path))
         if (
-            after is not None
+            successor is not None
             and path[0] not in (NEXT, COLLECTOR)
             and path[-1] not in (*FLAGS, IS_INIT)
             and path not in flags
-            and after.shape[1:] == leaf.shape[1:]
-            and after.dtype == leaf.dtype
-            and given[(NEXT, *path)].dtype == after.dtype
-            and given[(NEXT, *path)].shape[1:] == after.shape[1:]
+            and successor.shape[1:] == leaf.shape[1:]
+            and successor.dtype == leaf.dtype
+            and written_leaves[(NEXT, *path)].dtype == successor.dtype
+            and written_leaves[(NEXT, *path)].shape[1:] == successor.shape[1:]
             and _has_equality(leaf.dtype)
         ):
             paths.append(path)
@@ -156,14 +156,14 @@ def equal_rows(one: Tensor, other: Tensor) -> Flags:
         >>> equal_rows(torch.tensor([[0.0, nan], [1.0, nan]]), torch.tensor([[0.0, nan], [1.0, 2.0]])).tolist()
         [True, False]
     """
-    found = np.ones(len(one), np.bool_)
+    is_equal = np.ones(len(one), np.bool_)
     if not one.numel():
-        return found
+        return is_equal
     step = max(1, CHUNK // (one[:1].numel() * one.element_size()))
     for begin in range(0, len(one), step):
         a, b = one.detach()[begin : begin + step], other.detach()[begin : begin + step]
-        same = a == b
-        if (a.is_floating_point() or a.is_complex()) and not bool(same.all()):
-            same |= (a != a) & (b != b)  # NaN equals NaN
-        found[begin : begin + step] = (same.flatten(1).all(1) if same.ndim > 1 else same).cpu().numpy()
-    return found
+        equal = a == b
+        if (a.is_floating_point() or a.is_complex()) and not bool(equal.all()):
+            equal |= (a != a) & (b != b)  # NaN equals NaN
+        is_equal[begin : begin + step] = (equal.flatten(1).all(1) if equal.ndim > 1 else equal).cpu().numpy()
+    return is_equal

@@ -76,16 +76,16 @@ class UniformSampler(Stateful, SamplerHooks, Sampler):
         if batch_size > stored and not self.with_replacement:
             raise MissingStepsError(
                 f"Cannot sample {batch_size} different cells: {stored} are stored. "
-                "Collect more first, ask for fewer, or sample with replacement."
+                "Collect more steps first, lower the batch size, or sample with replacement."
             )
         if self.stratified:
-            cells = self._stratified(storage, batch_size)
+            cells = self._sample_stratified(storage, batch_size)
         else:
             if self.with_replacement:
                 cells = integers_below(stored, batch_size, self.generator)
                 cells = cells if cells.is_cpu else cells.cpu()
             else:
-                cells = self._distinct(stored, batch_size)
+                cells = self._sample_distinct(stored, batch_size)
             rings = uneven_rings(storage)
             if rings is not None:
                 ends = rings.filled.cumsum(0)
@@ -93,51 +93,51 @@ class UniformSampler(Stateful, SamplerHooks, Sampler):
                 cells = rings.cell(env, rings.oldest[env] + cells - (ends - rings.filled)[env])
         return (cells if storage.ndim == 1 else torch.unravel_index(cells, storage.shape)), {}
 
-    def _distinct(self, stored: int, count: int) -> Tensor:
+    def _sample_distinct(self, stored: int, count: int) -> Tensor:
         """Draw distinct numbers below ``stored``."""
         rng = self.generator
         if 3 * count > stored:
             return torch.randperm(stored, generator=rng, device=rng.device)[:count].cpu()
         # Draws with replacement stay a uniform set after duplicates are removed, because all cells are treated alike.
         # A random subset of that set is also uniform.
-        found = integers_below(stored, count, self.generator).cpu().unique()
-        while len(found) < count:
-            found = torch.cat([found, integers_below(stored, count, self.generator).cpu()]).unique()
-        return found[torch.randperm(len(found), generator=rng, device=rng.device)[:count].cpu()]
+        cells = integers_below(stored, count, self.generator).cpu().unique()
+        while len(cells) < count:
+            cells = torch.cat([cells, integers_below(stored, count, self.generator).cpu()]).unique()
+        return cells[torch.randperm(len(cells), generator=rng, device=rng.device)[:count].cpu()]
 
-    def _stratified(self, storage: Storage, count: int) -> Tensor:
+    def _sample_stratified(self, storage: Storage, count: int) -> Tensor:
         rings = rings_in(storage)
         if rings is None or (rings.num_envs == 1 and rings.is_uniformly_filled):
-            return self._spread(torch.tensor([len(storage)]), torch.tensor([count]))[1]
+            return self._sample_strata(torch.tensor([len(storage)]), torch.tensor([count]))[1]
         filled = rings.filled
-        draws = self._shares(filled, count)
-        env, rank = self._spread(filled, draws)
+        draws = self._draws_per_env(filled, count)
+        env, rank = self._sample_strata(filled, draws)
         return rings.cell(env, rings.oldest[env] + rank)
 
-    def _shares(self, filled: Tensor, count: int) -> Tensor:
+    def _draws_per_env(self, filled: Tensor, count: int) -> Tensor:
         draws = torch.zeros_like(filled)
         while count:
             # Without replacement, an exhausted environment passes its remaining share to the others.
             open_envs = (filled > 0 if self.with_replacement else filled > draws).nonzero().squeeze(1)
-            share, rest = divmod(count, len(open_envs))
+            share, remainder = divmod(count, len(open_envs))
             rng = self.generator
             order = torch.randperm(len(open_envs), generator=rng, device=rng.device).cpu()
-            wanted = torch.full_like(open_envs, share)
-            wanted[order[:rest]] += 1
+            added = torch.full_like(open_envs, share)
+            added[order[:remainder]] += 1
             if not self.with_replacement:
-                wanted = wanted.minimum(filled[open_envs] - draws[open_envs])
-            draws[open_envs] += wanted
-            count -= int(wanted.sum())
+                added = added.minimum(filled[open_envs] - draws[open_envs])
+            draws[open_envs] += added
+            count -= int(added.sum())
         return draws
 
-    def _spread(self, filled: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:
+    def _sample_strata(self, filled: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:
         """Return environment and rank of each draw: one per interval, with ``draws[e]`` in ``filled[e]`` steps."""
         rng = self.generator
         env = torch.repeat_interleave(torch.arange(len(filled)), draws)
         number = torch.arange(len(env)) - (draws.cumsum(0) - draws)[env]
-        steps, parts = filled[env], draws[env]
-        begin = torch.div(number * steps, parts, rounding_mode="floor")
-        end = torch.div((number + 1) * steps, parts, rounding_mode="floor").maximum(begin + 1)
+        steps, strata = filled[env], draws[env]
+        begin = torch.div(number * steps, strata, rounding_mode="floor")
+        end = torch.div((number + 1) * steps, strata, rounding_mode="floor").maximum(begin + 1)
         uniform = torch.rand((2, len(env)), dtype=torch.float64, generator=rng, device=rng.device).cpu()
         rank = begin + (uniform[0] * (end - begin)).long()
         # Interval lengths differ by at most one step. One offset for the whole ring makes all steps equally likely.

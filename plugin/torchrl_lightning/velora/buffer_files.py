@@ -28,7 +28,7 @@ CHUNK = 1 << 16  # rows converted at a time
 _logger = logging.getLogger(__name__)
 
 
-def shapes_of(metadata: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+def tensor_shapes(metadata: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
     """Return the shapes of the six tensors, ``[capacity, dim]``."""
     capacity, state, action, hidden = (metadata[name] for name in DIMS)
     return dict(zip(NAMES, ((capacity, dim) for dim in (state, action, 1, state, 1, hidden)), strict=True))
@@ -46,7 +46,7 @@ def save_files(dirpath: str | Path, prefix: str, tensors: Mapping[str, Tensor], 
 
 def _write_tensors(file: BinaryIO, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> None:
     # The safetensors package would need every tensor at full capacity in memory.
-    shapes = shapes_of(metadata)
+    shapes = tensor_shapes(metadata)
     header: dict[str, Any] = {"__metadata__": {name: str(metadata[name]) for name in COUNTERS}}
     start = 0
     for name in sorted(NAMES):
@@ -67,7 +67,7 @@ def _write_tensors(file: BinaryIO, tensors: Mapping[str, Tensor], metadata: Mapp
 def check_files(state_path: str | Path, metadata: Mapping[str, Any]) -> tuple[Path, dict[str, Any]]:
     """Check a saved buffer without reading its tensors; return the path of the tensor file and the metadata."""
     checked = _check_metadata(metadata)
-    path = _find(Path(state_path))
+    path = _find_tensor_file(Path(state_path))
     # Count the buffer and a copy during reading. The file size limits the sizes in the metadata.
     needed = 2 * path.stat().st_size
     check_free_memory(
@@ -76,25 +76,26 @@ def check_files(state_path: str | Path, metadata: Mapping[str, Any]) -> tuple[Pa
 
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
-            found = {name: (file.get_slice(name).get_dtype(), file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  # of a safe_open
+            stored = {name: (part.get_dtype(), part.get_shape()) for name, part in slices.items()}
             header = file.metadata() or {}
     except (SafetensorError, OSError, RuntimeError) as error:
-        raise ValueError(f"{path} is no whole safetensors file: {error}. Save the buffer again.") from error
-    expected = {name: ("F32", list(shape)) for name, shape in shapes_of(checked).items()}
-    if found != expected:
-        differ = sorted(name for name in {*found, *expected} if found.get(name) != expected.get(name))
-        said = "; ".join(f"{name!r} is {found.get(name)}, expected {expected.get(name)}" for name in differ)
-        raise ValueError(f"{path} does not fit its metadata: {said}.")
-    return path, _same_save(checked, header, path)
+        raise ValueError(f"{path} is not a complete safetensors file: {error}. Save the buffer again.") from error
+    expected = {name: ("F32", list(shape)) for name, shape in tensor_shapes(checked).items()}
+    if stored != expected:
+        differing = sorted(name for name in {*stored, *expected} if stored.get(name) != expected.get(name))
+        differences = "; ".join(f"{name!r} is {stored.get(name)}, expected {expected.get(name)}" for name in differing)
+        raise ValueError(f"{path} does not fit its metadata: {differences}.")
+    return path, _with_file_counters(checked, header, path)
 
 
-def _find(path: Path) -> Path:
+def _find_tensor_file(path: Path) -> Path:
     # Velora removes the text after the last dot, so it writes "run.1_" to "run.safetensors".
     candidates = [path, Path(f"{path}.safetensors"), path.with_suffix(".safetensors")]
     for candidate in candidates if path.suffix == ".safetensors" else candidates[1:]:
         if candidate.is_file():
             return candidate
-    raise FileNotFoundError(f"There is no buffer at {path}; tried {sorted({str(c) for c in candidates})}.")
+    raise FileNotFoundError(f"{path} does not exist; tried {sorted({str(c) for c in candidates})}.")
 
 
 def _check_metadata(metadata: Mapping[str, Any]) -> dict[str, Any]:
@@ -109,7 +110,7 @@ def _check_metadata(metadata: Mapping[str, Any]) -> dict[str, Any]:
         torch.empty(0, device=checked["device"] or "cpu")
     except Exception as error:  # each missing backend raises a different type
         raise ValueError(
-            f"The metadata has device={checked['device']!r}, which this machine does not have; set it to 'cpu'."
+            f"The metadata has device={checked['device']!r}, which does not exist on this machine. Set it to 'cpu'."
         ) from error
     _check_counters(checked)
     return checked
@@ -124,15 +125,17 @@ def _check_counters(metadata: Mapping[str, Any]) -> None:
         )
 
 
-def _same_save(metadata: dict[str, Any], header: Mapping[str, str], path: Path) -> dict[str, Any]:
+def _with_file_counters(metadata: dict[str, Any], header: Mapping[str, str], path: Path) -> dict[str, Any]:
     """Return the metadata with position and size from the tensor file's header, which was written with the tensors."""
     try:
-        own = {name: int(header[name]) for name in COUNTERS if name in header}
+        counters = {name: int(header[name]) for name in COUNTERS if name in header}
     except ValueError as error:
-        raise ValueError(f"{path} has a header that is not ours: {dict(header)}.") from error
-    if any(metadata[name] != value for name, value in own.items()):
-        merged = {**metadata, **own}
+        raise ValueError(
+            f"{path} has an invalid header, position and size must be integers, got {dict(header)}."
+        ) from error
+    if any(metadata[name] != value for name, value in counters.items()):
+        merged = {**metadata, **counters}
         _check_counters(merged)
-        _logger.warning("%s was saved later than its metadata file; position and size are its own: %s.", path, own)
+        _logger.warning("%s is newer than its metadata file; position and size are read from it: %s.", path, counters)
         return merged
     return metadata

@@ -46,11 +46,11 @@ class BatchExperience(TensorClass):
     previous_hiddens: Tensor | None = None
 
 
-def transitions(columns: Mapping[str, Tensor]) -> TensorDict:
+def make_transitions(columns: Mapping[str, Tensor]) -> TensorDict:
     """Build transitions ``[n]`` with this package's keys from Velora's columns ``[n, features]`` and ``truncated``."""
-    terminated, truncated = (_flags(columns[name], name) for name in ("dones", "truncated"))
+    terminated, truncated = (_to_flags(columns[name], name) for name in ("dones", "truncated"))
     size = terminated.shape[:1]
-    following = {
+    next_step = {
         "observation": columns["next_states"],
         "reward": columns["rewards"],
         "done": terminated | truncated,
@@ -58,23 +58,23 @@ def transitions(columns: Mapping[str, Tensor]) -> TensorDict:
         "truncated": truncated,
         "recurrent_state": columns["hiddens"],
     }
-    data = {"observation": columns["states"], "action": columns["actions"], "next": new_tensordict(following, size)}
+    data = {"observation": columns["states"], "action": columns["actions"], "next": new_tensordict(next_step, size)}
     if "previous_hiddens" in columns:
         data[PREVIOUS] = columns["previous_hiddens"]
     return new_tensordict(data, size)
 
 
-def width_of(data: TensorDictBase, key: NestedKey) -> int | None:
+def features_of(data: TensorDictBase, key: NestedKey) -> int | None:
     """Return the number of elements per row of an entry, over all its leaves; ``None`` if the entry is missing."""
     leaves = _leaves(data, key)
     return sum(int(leaf.shape[data.ndim :].numel()) for leaf in leaves) if leaves else None
 
 
-def flat(data: TensorDictBase, key: NestedKey) -> Tensor:
+def flatten_entry(data: TensorDictBase, key: NestedKey) -> Tensor:
     """Return an entry of transitions ``[B]`` as float32 ``[B, features]``, with its leaves concatenated."""
     leaves = _leaves(data, key)
     if not leaves:
-        raise KeyError(f"The stored transitions have no entry {key!r}; use draw to get what they have.")
+        raise KeyError(f"The transitions have no entry {key!r}. Use draw to sample all stored entries.")
     columns = [leaf.flatten(1).float() if leaf.ndim > 1 else leaf.unsqueeze(1).float() for leaf in leaves]
     return columns[0] if len(columns) == 1 else torch.cat(columns, -1)
 
@@ -86,8 +86,8 @@ def _leaves(data: TensorDictBase, key: NestedKey) -> list[Tensor]:
     return list(entry.values(True, True)) if isinstance(entry, TensorDictBase) else [entry]
 
 
-def _flags(column: Tensor, name: str) -> Tensor:
+def _to_flags(column: Tensor, name: str) -> Tensor:
     flags = column != 0
     if not torch.equal(flags.to(column.dtype), column):
-        raise ValueError(f"{name} holds values other than 0 and 1; nothing was written.")
+        raise ValueError(f"{name} must be 0 or 1, got other values; nothing was written.")
     return flags

@@ -57,10 +57,10 @@ class RecurrentReplayBuffer(BufferBase):
         Raises:
             ValueError: fewer transitions are stored, or ``batch_size`` is invalid.
         """
-        wanted = self.batch_size if batch_size is None else integer(batch_size, "batch_size", 0)
-        if wanted is not None and len(self) < wanted:
+        count = self.batch_size if batch_size is None else integer(batch_size, "batch_size", 0)
+        if count is not None and len(self) < count:
             raise ValueError(
-                f"The buffer does not hold enough transitions. Available: {len(self)}, Requested: {wanted}."
+                f"The buffer does not hold enough transitions. Available: {len(self)}, Requested: {count}."
             )
         return self.experience(self.draw(batch_size))
 
@@ -89,26 +89,26 @@ class RecurrentReplayBuffer(BufferBase):
             raise ValueError(f"'{num_envs=}' cannot be smaller than 2.")
         integer(n_samples, "n_samples", 0)
         if n_samples > self.capacity:
-            raise ValueError(f"n_samples={n_samples} transitions do not fit into capacity={self.capacity}.")
+            raise ValueError(f"n_samples must be at most capacity={self.capacity}, got {n_samples}.")
         if self.writer.num_envs not in (1, num_envs):
-            raise ValueError(f"num_envs={num_envs}, but this buffer has rings for {self.writer.num_envs} environments.")
+            raise ValueError(f"num_envs must be {self.writer.num_envs}, as in this buffer, got {num_envs}.")
         missing = n_samples - len(self)
         if missing <= 0:
             return
         if missing % self.writer.num_envs:
-            raise ValueError(f"{missing} transitions do not divide by the {num_envs} environments of this buffer.")
+            raise ValueError(f"The {missing} missing transitions must be a multiple of num_envs={num_envs}.")
         if previous_hidden is None:
             previous_hidden = PREVIOUS in self.storage.tree
         if self.hidden_dim is None:
-            raise ValueError("hidden_dim of this buffer is not known; give it to the constructor before warm.")
+            raise ValueError("hidden_dim must be known before warm. Pass it to the constructor.")
         dims = (self.state_dim, self.hidden_dim)
-        batches = list(_collect(agent, missing, num_envs, dims, self.generator))
+        batches = list(_collect_transitions(agent, missing, num_envs, dims, self.generator))
         for batch in batches:
             previous = batch.pop("previous_hiddens")
             self.add_multi(**batch, previous_hiddens=previous if previous_hidden else None)
 
 
-def _collect(
+def _collect_transitions(
     agent: Any, count: int, num_envs: int, dims: tuple[int | None, int], generator: torch.Generator
 ) -> Iterator[dict[str, Any]]:
     """Yield exactly ``count`` transitions, oldest first, in batches with Velora's names."""
@@ -118,14 +118,14 @@ def _collect(
 
     spec = getattr(getattr(agent, "env", None), "spec", None)
     if spec is None:
-        raise ValueError("agent.env.spec is missing: warm needs an agent whose environment came from gymnasium.make.")
+        raise ValueError("agent.env.spec must be set. Build the agent's environment with gymnasium.make.")
     env = make_vector_env(spec.id, num_envs, env_kwargs=spec.kwargs)
     try:
         shape = env.single_observation_space.shape
         width = None if shape is None else int(torch.Size(shape).numel())
         if width is None or width != (dims[0] or width):
             raise ValueError(
-                f"{spec.id} has observations of {width} numbers ({shape}), the buffer state_dim={dims[0]}."
+                f"The observations of {spec.id} must have state_dim={dims[0]} numbers, got {width} (shape {shape})."
             )
         policy = _AgentPolicy(agent, dims[1], (num_envs, *(env.single_action_space.shape or ())))
         steps = min(STEPS, -(-count // num_envs))
@@ -167,6 +167,6 @@ class _AgentPolicy(nn.Module):
         count = len(states)
         if hidden is None or hidden.numel() != count * self.hidden_dim:
             shape = None if hidden is None else tuple(hidden.shape)
-            raise ValueError(f"agent.predict gave a hidden state {shape}, expected ({count}, {self.hidden_dim}).")
+            raise ValueError(f"agent.predict must return a hidden state ({count}, {self.hidden_dim}), got {shape}.")
         data.set("action", torch.as_tensor(actions).reshape(self.action_shape))
         return data.set(("next", "recurrent_state"), hidden.reshape(count, -1).float())

@@ -19,11 +19,19 @@ from torchrl_lightning._core.state import saved
 from torchrl_lightning._core.torchrl_compat import new_tensordict
 from torchrl_lightning._core.tree import check_tensordict, to_tensordict
 from torchrl_lightning._core.validators import integer, optional
-from torchrl_lightning.replay.conversion import numbers
+from torchrl_lightning.replay.conversion import to_tensor
 from torchrl_lightning.replay.replay_buffer import ExperienceBuffer
 from torchrl_lightning.replay.ring_storage import RingStorage
-from torchrl_lightning.velora.buffer_files import CHUNK, DIMS, NAMES, check_files, save_files, shapes_of
-from torchrl_lightning.velora.experience import COLUMNS, HIDDEN, PREVIOUS, BatchExperience, flat, transitions, width_of
+from torchrl_lightning.velora.buffer_files import CHUNK, DIMS, NAMES, check_files, save_files, tensor_shapes
+from torchrl_lightning.velora.experience import (
+    COLUMNS,
+    HIDDEN,
+    PREVIOUS,
+    BatchExperience,
+    features_of,
+    flatten_entry,
+    make_transitions,
+)
 
 WIDTHS: dict[str, NestedKey] = {"state_dim": "observation", "action_dim": "action", "hidden_dim": HIDDEN}
 
@@ -81,14 +89,14 @@ class BufferBase(ExperienceBuffer):
         shared: bool = False,
     ) -> None:
         if type(self).sample is BufferBase.sample:
-            raise TypeError(f"{type(self).__name__} does not say how to sample; use RecurrentReplayBuffer.")
+            raise TypeError(f"{type(self).__name__} must define sample. Use RecurrentReplayBuffer.")
         integer(capacity, "capacity")
         for name, number in zip(WIDTHS, (state_dim, action_dim, hidden_dim), strict=True):
             optional(integer)(number, name)
         self.capacity, self.state_dim, self.action_dim, self.hidden_dim = capacity, state_dim, action_dim, hidden_dim
         self.device = None if device is None else torch.device(device)
-        place = torch.get_default_device() if self.device is None else self.device
-        storage = RingStorage(capacity, device=place, scratch_dir=scratch_dir)
+        storage_device = torch.get_default_device() if self.device is None else self.device
+        storage = RingStorage(capacity, device=storage_device, scratch_dir=scratch_dir)
         super().__init__(
             storage=storage,
             writer=writer,
@@ -126,10 +134,10 @@ class BufferBase(ExperienceBuffer):
         """
         if isinstance(state, TensorDictBase):
             return super().add(state)
-        given = (state, action, reward, next_state, done, hidden, truncated, previous_hidden)
+        values = (state, action, reward, next_state, done, hidden, truncated, previous_hidden)
         rows = {
-            name: None if value is None else numbers(value, name).reshape(1, -1)
-            for name, value in zip((*NAMES, "truncated", "previous_hiddens"), given, strict=True)
+            name: None if value is None else to_tensor(value, name).reshape(1, -1)
+            for name, value in zip((*NAMES, "truncated", "previous_hiddens"), values, strict=True)
         }
         self.add_multi(**rows)
         return None
@@ -163,8 +171,8 @@ class BufferBase(ExperienceBuffer):
         Raises:
             ValueError: an argument is missing or has the wrong size; nothing is written.
         """
-        given = (states, actions, rewards, next_states, dones, hiddens)
-        columns = {name: self._column(value, name) for name, value in zip(NAMES, given, strict=True)}
+        values = (states, actions, rewards, next_states, dones, hiddens)
+        columns = {name: self._column(value, name) for name, value in zip(NAMES, values, strict=True)}
         rows = len(columns["states"])
         if truncated is None:
             truncated = torch.zeros(rows, 1, dtype=torch.float32)
@@ -172,12 +180,10 @@ class BufferBase(ExperienceBuffer):
         if previous_hiddens is not None:
             columns["previous_hiddens"] = self._column(previous_hiddens, "previous_hiddens")
         if columns["rewards"].shape[1] != 1:
-            raise ValueError(f"rewards have {columns['rewards'].shape[1]} numbers each, expected one.")
+            raise ValueError(f"rewards must have one number per transition, got {columns['rewards'].shape[1]}.")
         if uneven := {name: len(column) for name, column in columns.items() if len(column) != rows}:
-            raise ValueError(
-                f"There are {rows} states, but {uneven}; every argument needs one row for each transition."
-            )
-        data, envs = transitions(columns), self.writer.num_envs
+            raise ValueError(f"Every argument must have one row per transition, got {rows} states, but {uneven}.")
+        data, envs = make_transitions(columns), self.writer.num_envs
         if envs > 1 and rows % envs == 0:
             self.extend(data.view(-1, envs), time_dim=0)
         else:
@@ -185,8 +191,8 @@ class BufferBase(ExperienceBuffer):
 
     def _column(self, value: Any, name: str) -> Tensor:
         if value is None:
-            raise ValueError(f"{name} is None; every transition needs it.")
-        column = numbers(value, name).to(self.storage.device, torch.float32)
+            raise ValueError(f"{name} must not be None.")
+        column = to_tensor(value, name).to(self.storage.device, torch.float32)
         return column.unsqueeze(-1) if column.ndim == 1 else column.flatten(1) if column.ndim else column.reshape(1, 1)
 
     def extend(self, data: TensorDictBase, *args: Any, **kwargs: Any) -> Tensor:
@@ -197,19 +203,19 @@ class BufferBase(ExperienceBuffer):
             ValueError: the size of an observation, action or recurrent state differs from the declared size.
         """
         if self.storage.tree and None not in (self.state_dim, self.action_dim, self.hidden_dim):
-            same: Tensor = super().extend(data, *args, **kwargs)  # raises an error for another schema
-            return same
+            index: Tensor = super().extend(data, *args, **kwargs)  # raises an error for another schema
+            return index
         check_tensordict(data)
-        found = {name: width_of(data, key) for name, key in WIDTHS.items()}
-        expected = {name: found[name] if width is None else width for name, width in self._dims.items()}
-        wrong = [
+        dims = {name: features_of(data, key) for name, key in WIDTHS.items()}
+        expected = {name: dims[name] if width is None else width for name, width in self._dims.items()}
+        problems = [
             f"{key!r} has {width} numbers, expected {name}={expected[name]}"
             for name, key in (*WIDTHS.items(), ("state_dim", COLUMNS["next_states"]))
-            if (width := width_of(data, key)) is not None and width != expected[name]
+            if (width := features_of(data, key)) is not None and width != expected[name]
         ]
-        if wrong:
-            raise ValueError(f"The data does not fit the buffer: {'; '.join(wrong)}. Nothing was written.")
-        index: Tensor = super().extend(data, *args, **kwargs)
+        if problems:
+            raise ValueError(f"The data does not fit the buffer: {'; '.join(problems)}; nothing was written.")
+        index = super().extend(data, *args, **kwargs)
         self.state_dim, self.action_dim, self.hidden_dim = (expected[name] for name in WIDTHS)
         return index
 
@@ -217,7 +223,7 @@ class BufferBase(ExperienceBuffer):
 
     def sample(self, batch_size: int | None = None) -> Any:  # type: ignore[override]
         """Sample a batch; defined by subclasses."""
-        raise NotImplementedError(f"{type(self).__name__} does not say how to sample.")
+        raise NotImplementedError(f"{type(self).__name__} must define sample.")
 
     def draw(self, batch_size: int | None = None) -> TensorDictBase:
         """Sample a TensorDict with this package's keys, and the ``index`` for priority updates, as in TorchRL."""
@@ -230,9 +236,9 @@ class BufferBase(ExperienceBuffer):
         Raises:
             KeyError: the transitions lack one of the documented columns.
         """
-        columns = {name: flat(data, key) for name, key in COLUMNS.items()}
+        columns = {name: flatten_entry(data, key) for name, key in COLUMNS.items()}
         if PREVIOUS in data.keys():  # noqa: SIM118  # of a TensorDict
-            columns["previous_hiddens"] = flat(data, PREVIOUS)
+            columns["previous_hiddens"] = flatten_entry(data, PREVIOUS)
         batch: BatchExperience = BatchExperience.from_tensordict(new_tensordict(columns, data.batch_size))
         return batch
 
@@ -250,7 +256,9 @@ class BufferBase(ExperienceBuffer):
         """
         positions = self.writer.positions.tolist()
         if not self.writer.is_uniformly_filled or len(set(positions)) > 1:
-            raise RuntimeError(f"There is no one position in uneven rings, {positions}; use dumps.")
+            raise RuntimeError(
+                f"position is undefined for unevenly filled rings, got the positions {positions}. Use dumps."
+            )
         return int(positions[0]) % self.writer.length * self.writer.num_envs
 
     @property
@@ -270,9 +278,9 @@ class BufferBase(ExperienceBuffer):
             "device": None if self.device is None else str(self.device),
         }
 
-    def _stored(self) -> dict[str, Tensor]:
+    def _stored_tensors(self) -> dict[str, Tensor]:
         if not len(self):
-            shapes = shapes_of(self.metadata())
+            shapes = tensor_shapes(self.metadata())
             return {name: torch.zeros(0, width or 0, dtype=torch.float32) for name, (_, width) in shapes.items()}
         experience = self.experience(self.storage.get(slice(None)))
         return {name: experience.get(name) for name in NAMES}
@@ -286,20 +294,20 @@ class BufferBase(ExperienceBuffer):
         if self.writer.is_uniformly_filled and (
             not len(self) or "recurrent_state" in self.storage.tree.get("next", {})
         ):
-            state |= saved(dict(self._stored()), copy)
+            state |= saved(dict(self._stored_tensors()), copy)
         return state
 
     def _validate_consistency(self, values: Mapping[str, Any]) -> None:
         super()._validate_consistency(values)
-        own = self._dims
-        for name, width in _widths(values).items():
-            if own[name] not in (None, width):
-                raise ValueError(f"The state has {name}={width}, this buffer has {name}={own[name]}.")
+        dims = self._dims
+        for name, width in _stored_dims(values).items():
+            if dims[name] not in (None, width):
+                raise ValueError(f"The state has {name}={width}, this buffer has {name}={dims[name]}.")
 
     def apply_state(self, values: Mapping[str, Any]) -> None:
         """Load the stored transitions and the sizes of their columns."""
         super().apply_state(values)
-        dims = {**self._dims, **_widths(values)}
+        dims = {**self._dims, **_stored_dims(values)}
         self.state_dim, self.action_dim, self.hidden_dim = (dims[name] for name in WIDTHS)
 
     def save(self, dirpath: str | Path, prefix: str = "buffer_") -> None:
@@ -319,8 +327,8 @@ class BufferBase(ExperienceBuffer):
         metadata = self.metadata()
         unknown = [name for name in DIMS if metadata[name] is None]
         if unknown:
-            raise ValueError(f"{unknown} of this buffer are not known before the first transition; nothing was saved.")
-        save_files(dirpath, prefix, self._stored(), metadata)
+            raise ValueError(f"{unknown} must be known to save the buffer; nothing was saved. Add a transition first.")
+        save_files(dirpath, prefix, self._stored_tensors(), metadata)
 
     @classmethod
     def load(cls, state_path: str | Path, metadata: Mapping[str, Any]) -> Self:
@@ -339,17 +347,17 @@ class BufferBase(ExperienceBuffer):
         size = checked["size"]
         buffer = cls(*(checked[name] for name in DIMS), device=checked["device"] or "cpu")
         # Write the rows of a full ring before the oldest row twice, so that position and rows stay the same.
-        again = checked["position"] if size == checked["capacity"] else 0
+        rewritten = checked["position"] if size == checked["capacity"] else 0
         with safe_open(path, framework="pt", device="cpu") as file:
             columns = [file.get_slice(name) for name in NAMES]
-            for stop in (size, again):
+            for stop in (size, rewritten):
                 for first in range(0, stop, CHUNK):
                     buffer.add_multi(*(column[first : min(first + CHUNK, stop)] for column in columns))
         return buffer
 
 
-def _widths(values: Mapping[str, Any]) -> dict[str, int]:
+def _stored_dims(values: Mapping[str, Any]) -> dict[str, int]:
     """Return the sizes of the columns in a state, if it stores rows."""
     count, data = values["storage"]["count"], values["storage"]["data"]
     rows = to_tensordict(data, torch.Size([count])) if data is not None and count else TensorDict()
-    return {name: width for name, key in WIDTHS.items() if (width := width_of(rows, key)) is not None}
+    return {name: width for name, key in WIDTHS.items() if (width := features_of(rows, key)) is not None}
